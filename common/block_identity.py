@@ -1,0 +1,96 @@
+"""Identity of a KV block: one implementation for router and workers.
+
+The key of block i is the 16-byte digest of one running keyed blake3 over a header and all tokens to the end of block i.
+The header holds everything besides the tokens that decides what the KV is: domain tag, model revision, tokenizer and
+template revision, KV dtype, block size, adapter, tenant salt; each length-prefixed, so that no two headers collide.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from blake3 import blake3
+
+KEY_BYTES = 16
+_DOMAIN = b"diptych kv block v1"
+
+
+@dataclass(frozen=True, slots=True)
+class IdentityHeader:
+    """What, besides the tokens, decides the content of a KV block.
+
+    `key` is 32 bytes, derived from the cluster secret; `salt` is derived from the tenant by the router.
+    """
+
+    key: bytes
+    model_revision: str
+    tokenizer_revision: str
+    kv_dtype: str
+    block_size: int
+    adapter: str = ""
+    salt: bytes = b""
+
+    def __post_init__(self) -> None:
+        if len(self.key) != 32:
+            raise ValueError(f"key has {len(self.key)} bytes, not 32")
+        if self.block_size < 1:
+            raise ValueError(f"block_size={self.block_size}: must be at least 1")
+
+    def with_salt(self, salt: bytes) -> IdentityHeader:
+        return IdentityHeader(
+            self.key, self.model_revision, self.tokenizer_revision, self.kv_dtype, self.block_size, self.adapter, salt
+        )
+
+
+class BlockHasher:
+    """Running hash of one request's tokens. Feed tokens in order; a key comes out for every block that fills up."""
+
+    def __init__(self, header: IdentityHeader) -> None:
+        self._block_size = header.block_size
+        self._state = blake3(key=header.key)
+        for part in (
+            _DOMAIN,
+            header.model_revision.encode(),
+            header.tokenizer_revision.encode(),
+            header.kv_dtype.encode(),
+            header.block_size.to_bytes(4, "little"),
+            header.adapter.encode(),
+            header.salt,
+        ):
+            self._state.update(len(part).to_bytes(4, "little"))
+            self._state.update(part)
+        self._partial = array("I")
+        self.keys: list[bytes] = []
+        """Keys of all full blocks so far, KEY_BYTES each."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.keys) * self._block_size + len(self._partial)
+
+    def update(self, token_ids: Sequence[int]) -> None:
+        """Append tokens (each below 2**32). O(len(token_ids))."""
+        self._partial.extend(token_ids)
+        size = self._block_size
+        full = len(self._partial) // size
+        if not full:
+            return
+        raw = memoryview(self._partial.tobytes())
+        step = size * self._partial.itemsize
+        for i in range(full):
+            self._state.update(raw[i * step : (i + 1) * step])
+            self.keys.append(self._state.digest(KEY_BYTES))
+        del self._partial[: full * size]
+
+
+def block_keys(header: IdentityHeader, token_ids: Sequence[int]) -> list[bytes]:
+    """Keys of all full blocks of `token_ids`, in order."""
+    hasher = BlockHasher(header)
+    hasher.update(token_ids)
+    return hasher.keys
+
+
+def golden_key(header: IdentityHeader) -> bytes:
+    """Identity of the fixed sequence 0 .. 2*block_size-1 without a salt: compared when a worker joins."""
+    return block_keys(header.with_salt(b""), range(2 * header.block_size))[-1]

@@ -1,0 +1,43 @@
+"""The handshake's facts: what must match before KV may cross between two workers, and how they differ."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+PROTOCOL_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Compat:
+    """See proto Compat. `attention_version` and `sampler_version` change whenever results may change."""
+
+    model: str
+    model_revision: str
+    tokenizer_revision: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    kv_dtype: str
+    kv_layout: str
+    attention_version: str
+    sampler_version: str
+    block_identity_golden: bytes
+    tensor_parallel_size: int = 1
+    protocol_version: int = PROTOCOL_VERSION
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        size = {"float32": 4, "float16": 2, "bfloat16": 2}[self.kv_dtype]
+        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * size
+
+
+def differences(mine: Compat, theirs: Compat) -> list[str]:
+    """Fields that differ, each as "field: mine X, theirs Y". An empty list: KV may cross."""
+    out = []
+    for field in fields(Compat):
+        a, b = getattr(mine, field.name), getattr(theirs, field.name)
+        if a != b:
+            show = (lambda v: v.hex()) if isinstance(a, bytes) else repr
+            out.append(f"{field.name}: mine {show(a)}, theirs {show(b)}")
+    return out

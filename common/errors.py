@@ -1,0 +1,128 @@
+"""Every error that crosses a room or the wire.
+
+    DiptychError
+    |- InvalidRequestError        INVALID_ARGUMENT / 400   names the parameter
+    |  |- PromptTooLongError
+    |- ModelNotFoundError         NOT_FOUND / 404
+    |- OverloadedError            RESOURCE_EXHAUSTED / 529  shed before any work; Retry-After
+    |- NoWorkerError              UNAVAILABLE / 503         nobody could serve it (before the first token)
+    |- WorkerLostError            ABORTED / 503             a worker died and the policy's retries are spent
+    |- RequestDeadlineError       DEADLINE_EXCEEDED / 504
+    |- RequestCancelledError      CANCELLED / 499
+    |- StaleReferenceError        FAILED_PRECONDITION / 500 incarnation, handle or placement of another life
+    |- TransferError              UNAVAILABLE / 503         KV did not arrive intact in time
+    |- IncompatibleWorkersError   FAILED_PRECONDITION / 503 handshake refused, with the difference
+    |- InternalError              INTERNAL / 500            our own bug
+    ConfigError                   start-up only: names the field, the value and the rule
+
+An error knows its gRPC code (as a number: this module imports nothing but the standard library), its HTTP status, its
+stable reason and whether trying again can help.
+"""
+
+from __future__ import annotations
+
+
+class DiptychError(Exception):
+    """Base of all errors that a caller may see.
+
+    Args:
+        message: one sentence for a human, without secrets.
+        param: the request's field at fault, if one is.
+        retry_after_s: after how many seconds another try makes sense; None: no advice.
+    """
+
+    grpc_code: int = 13
+    http_status: int = 500
+    reason: str = "INTERNAL"
+    retryable: bool = False
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+
+class InvalidRequestError(DiptychError):
+    grpc_code, http_status, reason = 3, 400, "INVALID_ARGUMENT"
+
+
+class PromptTooLongError(InvalidRequestError):
+    reason = "PROMPT_TOO_LONG"
+
+
+class ModelNotFoundError(DiptychError):
+    grpc_code, http_status, reason = 5, 404, "MODEL_NOT_FOUND"
+
+
+class OverloadedError(DiptychError):
+    grpc_code, http_status, reason, retryable = 8, 529, "OVERLOADED", True
+
+
+class NoWorkerError(DiptychError):
+    grpc_code, http_status, reason, retryable = 14, 503, "NO_WORKER", True
+
+
+class WorkerLostError(DiptychError):
+    grpc_code, http_status, reason, retryable = 10, 503, "WORKER_LOST", True
+
+
+class RequestDeadlineError(DiptychError):
+    grpc_code, http_status, reason = 4, 504, "DEADLINE_EXCEEDED"
+
+
+class RequestCancelledError(DiptychError):
+    grpc_code, http_status, reason = 1, 499, "CANCELLED"
+
+
+class StaleReferenceError(DiptychError):
+    grpc_code, http_status, reason, retryable = 9, 500, "STALE_REFERENCE", True
+
+
+class TransferError(DiptychError):
+    grpc_code, http_status, reason, retryable = 14, 503, "TRANSFER_FAILED", True
+
+
+class IncompatibleWorkersError(DiptychError):
+    grpc_code, http_status, reason = 9, 503, "INCOMPATIBLE_WORKERS"
+
+
+class InternalError(DiptychError):
+    pass
+
+
+class ConfigError(Exception):
+    """A setting cannot be used. Names the field, the value and the rule it breaks."""
+
+    def __init__(self, field: str, value: object, rule: str) -> None:
+        super().__init__(f"{field}={value!r}: {rule}")
+        self.field, self.value, self.rule = field, value, rule
+
+
+_BY_REASON: dict[str, type[DiptychError]] = {
+    cls.reason: cls
+    for cls in (
+        InvalidRequestError,
+        PromptTooLongError,
+        ModelNotFoundError,
+        OverloadedError,
+        NoWorkerError,
+        WorkerLostError,
+        RequestDeadlineError,
+        RequestCancelledError,
+        StaleReferenceError,
+        TransferError,
+        IncompatibleWorkersError,
+        InternalError,
+    )
+}
+
+
+def from_reason(
+    reason: str, message: str, *, param: str | None = None, retry_after_s: float | None = None
+) -> DiptychError:
+    """Rebuild an error that came over the wire; an unknown reason becomes InternalError with the reason in its text."""
+    cls = _BY_REASON.get(reason)
+    if cls is None:
+        return InternalError(f"{reason}: {message}", param=param, retry_after_s=retry_after_s)
+    return cls(message, param=param, retry_after_s=retry_after_s)

@@ -1,0 +1,47 @@
+"""The cluster secret and what is derived from it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from blake3 import blake3
+
+from diptych.common.errors import ConfigError
+
+SECRET_BYTES = 32
+
+
+def derive_key(secret: bytes, purpose: str) -> bytes:
+    """A 32-byte key for one purpose ("block identity", "tenant salt", ...); purposes never share a key."""
+    return blake3(secret, derive_key_context=f"diptych 2026-11 {purpose}").digest()
+
+
+def create_secret(path: Path) -> bytes:
+    """Write a new random secret, readable by the owner only; an existing one is kept. Returns the secret."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        return load_secret(path)
+    with os.fdopen(fd, "w") as file:
+        file.write(os.urandom(SECRET_BYTES).hex() + "\n")
+    return load_secret(path)
+
+
+def load_secret(path: Path) -> bytes:
+    """Raises: ConfigError when the file is missing or does not hold 64 hexadecimal digits."""
+    try:
+        secret = bytes.fromhex(path.read_text().strip())
+    except FileNotFoundError:
+        raise ConfigError("secret_file", str(path), "no such file; `make up` creates one") from None
+    except ValueError:
+        raise ConfigError("secret_file", str(path), "must hold 64 hexadecimal digits") from None
+    if len(secret) != SECRET_BYTES:
+        raise ConfigError("secret_file", str(path), f"must hold {2 * SECRET_BYTES} hexadecimal digits")
+    return secret
+
+
+def tenant_salt(secret: bytes, tenant: str) -> bytes:
+    """Salt that keeps one tenant's cache apart from another's; "" is the default tenant."""
+    return blake3(tenant.encode(), key=derive_key(secret, "tenant salt")).digest(16)

@@ -1,0 +1,38 @@
+"""What a worker writes about itself into the store, and what a router reads; values are parsed as hostile."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class WorkerLoad(msgspec.Struct, frozen=True):
+    """Load and online-measured rates; 0.0: nothing measured yet."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    waiting_prompt_tokens: int = 0
+    kv_usage: float = 0.0
+    prefill_tokens_per_s: float = 0.0
+    decode_step_s: float = 0.0
+    link_bytes_per_s: dict[str, float] = {}
+    """Decode: measured bytes/s of reads from each prefill worker id."""
+
+
+class WorkerRecord(msgspec.Struct, frozen=True):
+    """A worker under its lease. `compat` maps the Compat fields to strings (see common/compat.py)."""
+
+    worker_id: str
+    incarnation: str
+    role: str  # "prefill" | "decode"
+    address: str
+    pid: int
+    model: str
+    compat: dict[str, str]
+    kv_bytes_per_token: int
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+    event_epoch: int
+    state: str = "ready"  # "ready" | "draining"
+    load: WorkerLoad = WorkerLoad()

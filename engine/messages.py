@@ -1,0 +1,300 @@
+"""What crosses between the event loop and the step thread: plain structs, no torch, no sockets.
+
+    event loop --Command--> step thread --list[EngineEvent], one list a step--> event loop
+
+A request's life by mode:
+
+    LOCAL    AddRequest -> Admitted -> TokensOut* -> Finished
+    PREFILL  AddRequest -> Admitted -> (RangePacked | TokensOut[first token])* -> PrefillComplete
+             slabs come in advance by GrantSlabs; no free slab: computed blocks wait with the request, the step goes on
+    REMOTE   AddRequest -> Admitted (block count reserved, own prefix pinned)
+             -> UnpackRange/RangeUnpacked* and FirstToken (any order) -> KvComplete -> TokensOut* -> Finished
+             RunLocally at any time before KvComplete: drop what arrived, compute the prompt here
+
+Cancel is safe in every state; it ends with Failed(RequestCancelledError), and nothing of the attempt is touched after
+that event. Every request ends with exactly one of Finished, PrefillComplete, Failed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from diptych.common.errors import DiptychError
+from diptych.common.sampling import FinishReason, SamplingParams
+
+
+class KvMode(Enum):
+    LOCAL = "local"
+    PREFILL = "prefill"
+    REMOTE = "remote"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """One attempt.
+
+    Args:
+        attempt: unique for ever; the key of everything the engine holds for it.
+        prompt_token_ids: at least one id, all below the vocabulary size.
+        output_token_ids: tokens that were sent to the client already: forced, never sampled again. The next sampled token
+            has index len(output_token_ids).
+        cache_salt: salt of the block identities.
+        decode_cached_tokens: PREFILL only: leading tokens that decode holds; not packed. A multiple of the block size.
+        want_kv: PREFILL only: False packs nothing.
+        peer: PREFILL only: decode worker id; slabs have a quota per peer.
+    """
+
+    attempt: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    output_token_ids: tuple[int, ...] = ()
+    mode: KvMode = KvMode.LOCAL
+    cache_salt: bytes = b""
+    decode_cached_tokens: int = 0
+    want_kv: bool = True
+    peer: str = ""
+
+
+# ---- commands: event loop -> step thread -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class AddRequest:
+    request: EngineRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    attempt: str
+
+
+@dataclass(frozen=True, slots=True)
+class SlabGrant:
+    """A free slab of the staging ring, lent to the step thread to pack into. `payload` is writable."""
+
+    slab: int
+    generation: int
+    payload: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class GrantSlabs:
+    grants: tuple[SlabGrant, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class UnpackRange:
+    """Copy verified KV of tokens [first_token, first_token + num_tokens) into the attempt's blocks; `first_token` is a
+    multiple of the block size. Answered by RangeUnpacked(job); until then `payload` must stay as it is. An attempt that is
+    gone by then is answered too (with unpacked=False)."""
+
+    attempt: str
+    job: int
+    first_token: int
+    num_tokens: int
+    payload: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """The token that prefill sampled for a REMOTE request; streamed at once."""
+
+    attempt: str
+    token_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class KvComplete:
+    """Every range of a REMOTE request was unpacked: it may join the running batch (once its first token is known, if none
+    was forced)."""
+
+    attempt: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunLocally:
+    attempt: str
+
+
+Command = AddRequest | Cancel | GrantSlabs | UnpackRange | FirstToken | KvComplete | RunLocally
+
+
+# ---- events: step thread -> event loop ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """Blocks are reserved. `num_cached_tokens`: leading prompt tokens found in this worker's own prefix cache (whole blocks,
+    pinned for the attempt)."""
+
+    attempt: str
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokensOut:
+    """Tokens with indices offset, offset+1, ... among the outputs. `text` is what became certain with them."""
+
+    attempt: str
+    offset: int
+    token_ids: tuple[int, ...]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class RangePacked:
+    """KV of tokens [first_token, first_token + num_tokens) lies in the payload of `slab`. One range fills one slab."""
+
+    attempt: str
+    slab: int
+    generation: int
+    first_token: int
+    num_tokens: int
+    size_bytes: int
+    checksum: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillComplete:
+    """All ranges are packed; the attempt's blocks went back to the pool or into the prefix cache."""
+
+    attempt: str
+    compute_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RangeUnpacked:
+    attempt: str
+    job: int
+    unpacked: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    attempt: str
+    reason: FinishReason
+    num_output_tokens: int
+    num_cached_tokens: int
+    stop_string: str = ""
+    stop_token_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    attempt: str
+    error: DiptychError
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksStored:
+    """Blocks that entered the prefix cache. `sequence` rises by one with every cache event of an epoch."""
+
+    sequence: int
+    keys: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksEvicted:
+    sequence: int
+    keys: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheCleared:
+    """The prefix cache was emptied and a new epoch begins; sequence restarts at 0 after this event."""
+
+    epoch: int
+
+
+CacheEvent = BlocksStored | BlocksEvicted | CacheCleared
+EngineEvent = (
+    Admitted | TokensOut | RangePacked | PrefillComplete | RangeUnpacked | Finished | Failed | BlocksStored | BlocksEvicted
+    | CacheCleared
+)
+
+
+# ---- questions that the step thread answers ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCounts:
+    """free + running + cached + reserved == total. cached: in the prefix cache and held by nobody (evictable)."""
+
+    total: int
+    free: int
+    running: int
+    cached: int
+    reserved: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineAudit:
+    blocks: BlockCounts
+    attempts: dict[str, int]
+    """Number of attempts by state name."""
+    slabs_held: int
+    """Granted slabs that the step thread holds unused."""
+    violations: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CacheDump:
+    epoch: int
+    sequence: int
+    keys: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot that is read without asking the step thread."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_waiting_remote: int = 0
+    kv_usage: float = 0.0
+    steps: int = 0
+    busy_since: float | None = None
+    """When the step that is now being computed began (monotonic); None when idle. Progress = steps rises or this is None."""
+    prefill_tokens_per_s: float = 0.0
+    """Measured online; 0.0: nothing measured yet."""
+    decode_step_s: float = 0.0
+    waiting_prompt_tokens: int = 0
+    """Prompt tokens that are queued and not computed yet."""
+    prompt_tokens_total: int = 0
+    cached_tokens_total: int = 0
+    generation_tokens_total: int = 0
+    preemptions_total: int = 0
+
+
+# ---- between scheduler and model runner --------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class ScheduledSeq:
+    """One sequence's share of a step.
+
+    Args:
+        token_ids: the tokens to compute, at positions start, start + 1, ...
+        block_table: block ids of this sequence; covers at least start + len(token_ids) tokens; index i holds tokens
+            [i * block_size, (i + 1) * block_size).
+        sample: draw a token from the last position's logits.
+        output_index: index of that token among the outputs (the counter of the draw).
+    """
+
+    attempt: str
+    token_ids: list[int]
+    start: int
+    block_table: list[int]
+    sample: bool
+    sampling: SamplingParams
+    output_index: int
+
+
+@dataclass(slots=True)
+class StepResult:
+    """Aligned with the step's sequences: the drawn token, or None where none was asked for or the row was bad."""
+
+    token_ids: list[int | None]
+    bad_rows: dict[int, str] = field(default_factory=dict)
+    """Index of the sequence -> why its logits cannot be used (NaN, Inf). Neighbours are untouched."""

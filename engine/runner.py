@@ -1,0 +1,43 @@
+"""The interface between the step loop and whatever computes: the torch runner in engine.exec, a fake in tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from diptych.engine.messages import ScheduledSeq, StepResult
+
+
+class StepAborted(Exception):
+    """The step was given up between two layers; nothing of it counts."""
+
+
+class ModelRunner(Protocol):
+    """Owns weights and KV pool. Called from the step thread only.
+
+    The pool is block-major, [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]; a block id is an index into it.
+    """
+
+    num_blocks: int
+    block_size: int
+    kv_bytes_per_token: int
+    """Over all layers, K and V."""
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+    def execute(self, seqs: Sequence[ScheduledSeq], should_abort: Callable[[], bool] | None = None) -> StepResult:
+        """Compute one step. Raises: StepAborted when should_abort() turned true between two layers."""
+        ...
+
+    def pack(self, block_ids: Sequence[int], num_tokens: int, out: memoryview) -> int:
+        """Copy the KV of `num_tokens` tokens that start at block_ids[0]'s first slot into `out`: full blocks one after the
+        other as they lie in the pool, then the tail block's [num_layers, 2, tail, num_kv_heads, head_dim].
+
+        Writes exactly num_tokens * kv_bytes_per_token bytes. Returns: xxh3-64 of them.
+        """
+        ...
+
+    def unpack(self, block_ids: Sequence[int], num_tokens: int, src: memoryview) -> None:
+        """The inverse of pack; slots past num_tokens in the tail block are left alone."""
+        ...

@@ -1,0 +1,121 @@
+"""The two doors of the transfer thread, as prefill and decode see them. All methods are called on the event-loop thread.
+
+The transfer thread owns the ledger, the staging ring and the transport; it drives the transport's progress itself. Each
+door talks to it through an inbox and gets answers by `loop.call_soon_threadsafe`.
+
+    P: step thread packs -> RangePacked -> publish() -> SlabHandle -> gRPC -> D
+    D: read(handle) -> ReceivedSlab (verified) -> engine unpacks -> finish() -> acknowledgement to P
+    P: on_settled(attempt, slab)  -> the slab is granted again
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from diptych.engine.messages import RangePacked, SlabGrant
+from diptych.kvtransfer.handle import SlabHandle
+
+
+@dataclass(frozen=True, slots=True)
+class KvAddress:
+    """Where a worker's transport listens; see proto KvAddress."""
+
+    transport: str
+    host: str
+    port: int
+    blob: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerRef:
+    """One life of a peer. Another incarnation is another peer."""
+
+    worker_id: str
+    incarnation: str
+    address: KvAddress
+
+
+@dataclass(frozen=True, slots=True)
+class SlabCounts:
+    """free + packed + in_flight + settled + quarantined == total. A slab that is granted to the step thread is free."""
+
+    total: int
+    free: int
+    packed: int
+    in_flight: int
+    settled: int
+    quarantined: int
+
+
+@dataclass(frozen=True, slots=True)
+class TransferAudit:
+    slabs: SlabCounts
+    bytes_sent: int
+    bytes_received: int
+    violations: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivedSlab:
+    """A verified slab on decode's side. `payload` is valid until finish() or abandon()."""
+
+    handle: SlabHandle
+    local_slab: int
+    payload: memoryview
+
+
+class SlabPublisher(Protocol):
+    """Prefill's door."""
+
+    def start(self, on_grants: Callable[[tuple[SlabGrant, ...]], None], on_settled: Callable[[str, int], None]) -> None:
+        """`on_grants` is called (from the transfer thread) whenever free slabs are lent to the step thread; `on_settled`
+        (attempt, slab) on the event loop when decode acknowledged a slab or its lease ran out."""
+        ...
+
+    def publish(self, peer: str, packed: RangePacked) -> SlabHandle:
+        """FREE(granted) -> PACKED: header and trailer are written, the lease begins, the handle may be sent to decode."""
+        ...
+
+    def return_grant(self, slab: int) -> None:
+        """A granted slab that was packed for an attempt that is gone."""
+        ...
+
+    def release(self, attempt: str) -> None:
+        """The attempt ended: PACKED slabs are free at once, IN_FLIGHT ones as soon as their send completes (else
+        quarantined). Idempotent."""
+        ...
+
+
+class SlabReader(Protocol):
+    """Decode's door."""
+
+    async def read(self, peer: PeerRef, handle: SlabHandle, *, deadline_s: float) -> ReceivedSlab:
+        """Fetch and verify one slab: header and trailer (attempt, generation), size, checksum. Waits for a free local slab.
+
+        Args:
+            deadline_s: seconds from now for all of it. When it passes, the local slab is quarantined until there is proof
+                of death (the receive completes, or the endpoint closed), and the call raises at once.
+        Raises: TransferError (timeout, refused handle with the typed reason, damaged payload, peer lost).
+        """
+        ...
+
+    def finish(self, slab: ReceivedSlab) -> None:
+        """Unpacked or no longer wanted: frees the local slab and acknowledges to prefill."""
+        ...
+
+    async def forget(self, peer: PeerRef) -> None:
+        """Close the endpoint to a peer that is gone."""
+        ...
+
+
+class Transfer(SlabPublisher, SlabReader, Protocol):
+    address: KvAddress
+    path: str
+    """What the start-up self-test found, for example "ucx:tcp"."""
+    bytes_per_s: float
+
+    async def audit(self, full: bool = False) -> TransferAudit: ...
+
+    async def close(self) -> None: ...

@@ -1,0 +1,85 @@
+from diptych.rpc.v1 import router_pb2 as _router_pb2
+from diptych.rpc.v1 import types_pb2 as _types_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Command(_message.Message):
+    __slots__ = ("submit", "cancel")
+    SUBMIT_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_FIELD_NUMBER: _ClassVar[int]
+    submit: Submit
+    cancel: Cancel
+    def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ...) -> None: ...
+
+class Placement(_message.Message):
+    __slots__ = ("decode", "prefill", "local_prefill", "local_prefill_max_tokens")
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_PREFILL_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_PREFILL_MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    decode: _types_pb2.WorkerRef
+    prefill: _containers.RepeatedCompositeFieldContainer[_types_pb2.WorkerRef]
+    local_prefill: bool
+    local_prefill_max_tokens: int
+    def __init__(self, decode: _Optional[_Union[_types_pb2.WorkerRef, _Mapping]] = ..., prefill: _Optional[_Iterable[_Union[_types_pb2.WorkerRef, _Mapping]]] = ..., local_prefill: _Optional[bool] = ..., local_prefill_max_tokens: _Optional[int] = ...) -> None: ...
+
+class Submit(_message.Message):
+    __slots__ = ("attempt", "request_id", "prompt_token_ids", "sampling", "placement", "remaining_s", "cache_salt", "failure_policy")
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENT_FIELD_NUMBER: _ClassVar[int]
+    REMAINING_S_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_POLICY_FIELD_NUMBER: _ClassVar[int]
+    attempt: str
+    request_id: str
+    prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    sampling: _types_pb2.SamplingParams
+    placement: Placement
+    remaining_s: float
+    cache_salt: bytes
+    failure_policy: _router_pb2.FailurePolicy
+    def __init__(self, attempt: _Optional[str] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., remaining_s: _Optional[float] = ..., cache_salt: _Optional[bytes] = ..., failure_policy: _Optional[_Union[_router_pb2.FailurePolicy, str]] = ...) -> None: ...
+
+class Cancel(_message.Message):
+    __slots__ = ("attempt",)
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    attempt: str
+    def __init__(self, attempt: _Optional[str] = ...) -> None: ...
+
+class StepBatch(_message.Message):
+    __slots__ = ("events",)
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    events: _containers.RepeatedCompositeFieldContainer[Event]
+    def __init__(self, events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ...) -> None: ...
+
+class Event(_message.Message):
+    __slots__ = ("attempt", "accepted", "tokens", "end")
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    attempt: str
+    accepted: Accepted
+    tokens: _router_pb2.TokenDelta
+    end: End
+    def __init__(self, attempt: _Optional[str] = ..., accepted: _Optional[_Union[Accepted, _Mapping]] = ..., tokens: _Optional[_Union[_router_pb2.TokenDelta, _Mapping]] = ..., end: _Optional[_Union[End, _Mapping]] = ...) -> None: ...
+
+class Accepted(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class End(_message.Message):
+    __slots__ = ("failure", "finished")
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    failure: _types_pb2.Failure
+    finished: _router_pb2.Finished
+    def __init__(self, failure: _Optional[_Union[_types_pb2.Failure, _Mapping]] = ..., finished: _Optional[_Union[_router_pb2.Finished, _Mapping]] = ...) -> None: ...

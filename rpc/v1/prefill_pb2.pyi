@@ -1,0 +1,122 @@
+from diptych.rpc.v1 import types_pb2 as _types_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class PrefillRequest(_message.Message):
+    __slots__ = ("attempt", "request_id", "prompt_token_ids", "output_token_ids", "sampling", "decode_cached_tokens", "want_kv", "prefill", "decode", "remaining_s", "cache_salt")
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    DECODE_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WANT_KV_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    REMAINING_S_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    attempt: str
+    request_id: str
+    prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    output_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    sampling: _types_pb2.SamplingParams
+    decode_cached_tokens: int
+    want_kv: bool
+    prefill: _types_pb2.WorkerRef
+    decode: _types_pb2.WorkerRef
+    remaining_s: float
+    cache_salt: bytes
+    def __init__(self, attempt: _Optional[str] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., decode_cached_tokens: _Optional[int] = ..., want_kv: _Optional[bool] = ..., prefill: _Optional[_Union[_types_pb2.WorkerRef, _Mapping]] = ..., decode: _Optional[_Union[_types_pb2.WorkerRef, _Mapping]] = ..., remaining_s: _Optional[float] = ..., cache_salt: _Optional[bytes] = ...) -> None: ...
+
+class SlabHandle(_message.Message):
+    __slots__ = ("worker_id", "incarnation", "attempt", "slab", "generation", "first_token", "num_tokens", "first_layer", "num_layers", "layout_hash", "size_bytes", "checksum", "expires_ns", "mac")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    SLAB_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_LAYER_FIELD_NUMBER: _ClassVar[int]
+    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_HASH_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    EXPIRES_NS_FIELD_NUMBER: _ClassVar[int]
+    MAC_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    incarnation: str
+    attempt: str
+    slab: int
+    generation: int
+    first_token: int
+    num_tokens: int
+    first_layer: int
+    num_layers: int
+    layout_hash: int
+    size_bytes: int
+    checksum: int
+    expires_ns: int
+    mac: bytes
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., attempt: _Optional[str] = ..., slab: _Optional[int] = ..., generation: _Optional[int] = ..., first_token: _Optional[int] = ..., num_tokens: _Optional[int] = ..., first_layer: _Optional[int] = ..., num_layers: _Optional[int] = ..., layout_hash: _Optional[int] = ..., size_bytes: _Optional[int] = ..., checksum: _Optional[int] = ..., expires_ns: _Optional[int] = ..., mac: _Optional[bytes] = ...) -> None: ...
+
+class PrefillStarted(_message.Message):
+    __slots__ = ("cached_tokens", "pid")
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    cached_tokens: int
+    pid: int
+    def __init__(self, cached_tokens: _Optional[int] = ..., pid: _Optional[int] = ...) -> None: ...
+
+class Computed(_message.Message):
+    __slots__ = ("first_token", "num_tokens", "handles")
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HANDLES_FIELD_NUMBER: _ClassVar[int]
+    first_token: int
+    num_tokens: int
+    handles: _containers.RepeatedCompositeFieldContainer[SlabHandle]
+    def __init__(self, first_token: _Optional[int] = ..., num_tokens: _Optional[int] = ..., handles: _Optional[_Iterable[_Union[SlabHandle, _Mapping]]] = ...) -> None: ...
+
+class FirstToken(_message.Message):
+    __slots__ = ("choice", "token_id")
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    choice: int
+    token_id: int
+    def __init__(self, choice: _Optional[int] = ..., token_id: _Optional[int] = ...) -> None: ...
+
+class FirstTokens(_message.Message):
+    __slots__ = ("tokens",)
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    tokens: _containers.RepeatedCompositeFieldContainer[FirstToken]
+    def __init__(self, tokens: _Optional[_Iterable[_Union[FirstToken, _Mapping]]] = ...) -> None: ...
+
+class PrefillFinished(_message.Message):
+    __slots__ = ("num_ranges", "num_ranges_overlapped", "compute_s")
+    NUM_RANGES_FIELD_NUMBER: _ClassVar[int]
+    NUM_RANGES_OVERLAPPED_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_S_FIELD_NUMBER: _ClassVar[int]
+    num_ranges: int
+    num_ranges_overlapped: int
+    compute_s: float
+    def __init__(self, num_ranges: _Optional[int] = ..., num_ranges_overlapped: _Optional[int] = ..., compute_s: _Optional[float] = ...) -> None: ...
+
+class PrefillEvent(_message.Message):
+    __slots__ = ("started", "computed", "first_tokens", "finished", "failure")
+    STARTED_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    started: PrefillStarted
+    computed: Computed
+    first_tokens: FirstTokens
+    finished: PrefillFinished
+    failure: _types_pb2.Failure
+    def __init__(self, started: _Optional[_Union[PrefillStarted, _Mapping]] = ..., computed: _Optional[_Union[Computed, _Mapping]] = ..., first_tokens: _Optional[_Union[FirstTokens, _Mapping]] = ..., finished: _Optional[_Union[PrefillFinished, _Mapping]] = ..., failure: _Optional[_Union[_types_pb2.Failure, _Mapping]] = ...) -> None: ...

@@ -1,0 +1,168 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class WorkerRole(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    WORKER_ROLE_UNSPECIFIED: _ClassVar[WorkerRole]
+    WORKER_ROLE_PREFILL: _ClassVar[WorkerRole]
+    WORKER_ROLE_DECODE: _ClassVar[WorkerRole]
+WORKER_ROLE_UNSPECIFIED: WorkerRole
+WORKER_ROLE_PREFILL: WorkerRole
+WORKER_ROLE_DECODE: WorkerRole
+
+class Compat(_message.Message):
+    __slots__ = ("model", "model_revision", "tokenizer_revision", "num_layers", "num_kv_heads", "head_dim", "block_size", "kv_dtype", "kv_layout", "tensor_parallel_size", "attention_version", "sampler_version", "protocol_version", "block_identity_golden")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    MODEL_REVISION_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_REVISION_FIELD_NUMBER: _ClassVar[int]
+    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
+    HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    KV_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    KV_LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
+    ATTENTION_VERSION_FIELD_NUMBER: _ClassVar[int]
+    SAMPLER_VERSION_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_IDENTITY_GOLDEN_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    model_revision: str
+    tokenizer_revision: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    kv_dtype: str
+    kv_layout: str
+    tensor_parallel_size: int
+    attention_version: str
+    sampler_version: str
+    protocol_version: int
+    block_identity_golden: bytes
+    def __init__(self, model: _Optional[str] = ..., model_revision: _Optional[str] = ..., tokenizer_revision: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., block_size: _Optional[int] = ..., kv_dtype: _Optional[str] = ..., kv_layout: _Optional[str] = ..., tensor_parallel_size: _Optional[int] = ..., attention_version: _Optional[str] = ..., sampler_version: _Optional[str] = ..., protocol_version: _Optional[int] = ..., block_identity_golden: _Optional[bytes] = ...) -> None: ...
+
+class KvAddress(_message.Message):
+    __slots__ = ("transport", "host", "port", "blob")
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    PORT_FIELD_NUMBER: _ClassVar[int]
+    BLOB_FIELD_NUMBER: _ClassVar[int]
+    transport: str
+    host: str
+    port: int
+    blob: bytes
+    def __init__(self, transport: _Optional[str] = ..., host: _Optional[str] = ..., port: _Optional[int] = ..., blob: _Optional[bytes] = ...) -> None: ...
+
+class GetInfoRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetInfoResponse(_message.Message):
+    __slots__ = ("worker_id", "incarnation", "role", "pid", "compat", "kv_address", "num_blocks", "max_model_len", "max_num_seqs", "transport_path", "transport_bytes_per_s", "version")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    COMPAT_FIELD_NUMBER: _ClassVar[int]
+    KV_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
+    MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_PATH_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    incarnation: str
+    role: WorkerRole
+    pid: int
+    compat: Compat
+    kv_address: KvAddress
+    num_blocks: int
+    max_model_len: int
+    max_num_seqs: int
+    transport_path: str
+    transport_bytes_per_s: float
+    version: str
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., pid: _Optional[int] = ..., compat: _Optional[_Union[Compat, _Mapping]] = ..., kv_address: _Optional[_Union[KvAddress, _Mapping]] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., transport_path: _Optional[str] = ..., transport_bytes_per_s: _Optional[float] = ..., version: _Optional[str] = ...) -> None: ...
+
+class AuditRequest(_message.Message):
+    __slots__ = ("full",)
+    FULL_FIELD_NUMBER: _ClassVar[int]
+    full: bool
+    def __init__(self, full: _Optional[bool] = ...) -> None: ...
+
+class BlockCounts(_message.Message):
+    __slots__ = ("total", "free", "running", "cached", "reserved")
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    FREE_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    CACHED_FIELD_NUMBER: _ClassVar[int]
+    RESERVED_FIELD_NUMBER: _ClassVar[int]
+    total: int
+    free: int
+    running: int
+    cached: int
+    reserved: int
+    def __init__(self, total: _Optional[int] = ..., free: _Optional[int] = ..., running: _Optional[int] = ..., cached: _Optional[int] = ..., reserved: _Optional[int] = ...) -> None: ...
+
+class SlabCounts(_message.Message):
+    __slots__ = ("total", "free", "packed", "in_flight", "settled", "quarantined")
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    FREE_FIELD_NUMBER: _ClassVar[int]
+    PACKED_FIELD_NUMBER: _ClassVar[int]
+    IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    SETTLED_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINED_FIELD_NUMBER: _ClassVar[int]
+    total: int
+    free: int
+    packed: int
+    in_flight: int
+    settled: int
+    quarantined: int
+    def __init__(self, total: _Optional[int] = ..., free: _Optional[int] = ..., packed: _Optional[int] = ..., in_flight: _Optional[int] = ..., settled: _Optional[int] = ..., quarantined: _Optional[int] = ...) -> None: ...
+
+class AuditResponse(_message.Message):
+    __slots__ = ("blocks", "slabs", "attempts", "violations", "kv_bytes_sent", "kv_bytes_received", "steps")
+    class AttemptsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SLABS_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
+    VIOLATIONS_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    blocks: BlockCounts
+    slabs: SlabCounts
+    attempts: _containers.ScalarMap[str, int]
+    violations: _containers.RepeatedScalarFieldContainer[str]
+    kv_bytes_sent: int
+    kv_bytes_received: int
+    steps: int
+    def __init__(self, blocks: _Optional[_Union[BlockCounts, _Mapping]] = ..., slabs: _Optional[_Union[SlabCounts, _Mapping]] = ..., attempts: _Optional[_Mapping[str, int]] = ..., violations: _Optional[_Iterable[str]] = ..., kv_bytes_sent: _Optional[int] = ..., kv_bytes_received: _Optional[int] = ..., steps: _Optional[int] = ...) -> None: ...
+
+class DumpBlocksRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DumpBlocksResponse(_message.Message):
+    __slots__ = ("epoch", "sequence", "block_keys")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_KEYS_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    sequence: int
+    block_keys: bytes
+    def __init__(self, epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., block_keys: _Optional[bytes] = ...) -> None: ...
