@@ -41,3 +41,12 @@ def differences(mine: Compat, theirs: Compat) -> list[str]:
             show = (lambda v: v.hex()) if isinstance(a, bytes) else repr
             out.append(f"{field.name}: mine {show(a)}, theirs {show(b)}")
     return out
+
+
+def as_strings(compat: Compat) -> dict[str, str]:
+    """The form in the store: every field by name, bytes as hexadecimal digits."""
+    out = {}
+    for field in fields(Compat):
+        value = getattr(compat, field.name)
+        out[field.name] = value.hex() if isinstance(value, bytes) else str(value)
+    return out

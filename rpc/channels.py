@@ -1,0 +1,69 @@
+"""Channels and servers of grpc.aio, with one set of options for the whole cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import grpc
+
+from diptych.common.errors import ConfigError
+
+MAX_MESSAGE_BYTES = 8 * 1024 * 1024
+KEEPALIVE_TIME_MS = 10_000
+KEEPALIVE_TIMEOUT_MS = 5_000
+
+_COMMON: list[tuple[str, int]] = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS),
+    ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+]
+
+
+def channel_options() -> list[tuple[str, int]]:
+    """Between our own processes: a fresh socket for each channel (a shared one would mix two lives of a peer), quick
+    reconnects, and keepalive so that a half-open connection is noticed."""
+    return [
+        *_COMMON,
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 200),
+        ("grpc.max_reconnect_backoff_ms", 2_000),
+        ("grpc.enable_http_proxy", 0),
+        ("grpc.enable_retries", 0),
+    ]
+
+
+def server_options() -> list[tuple[str, int]]:
+    """so_reuseport is off: a port that is taken must be an error, not half of the connections."""
+    return [
+        *_COMMON,
+        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+        ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_metadata_size", 32 * 1024),
+    ]
+
+
+def open_channel(address: str) -> grpc.aio.Channel:
+    """An insecure channel to host:port, for the cluster's private network."""
+    return grpc.aio.insecure_channel(address, options=channel_options())
+
+
+def new_server(interceptors: Sequence[grpc.aio.ServerInterceptor] = ()) -> grpc.aio.Server:
+    return grpc.aio.server(options=server_options(), interceptors=tuple(interceptors))
+
+
+def bind(server: grpc.aio.Server, host: str, port: int) -> int:
+    """Listen on host:port (0: any free port). Returns the port. Raises: ConfigError when it cannot be had."""
+    name = f"[{host}]" if ":" in host else host
+    try:
+        bound: int = server.add_insecure_port(f"{name}:{port}")
+    except RuntimeError:
+        bound = 0
+    if bound == 0:
+        raise ConfigError("port", f"{host}:{port}", "cannot be listened on: is another process using it?")
+    return bound

@@ -1,0 +1,131 @@
+"""Proto <-> common types, with strict checks: what comes from a wire is not trusted, not even inside the cluster.
+
+(KvAddress and SlabHandle belong to kvtransfer, which this room may not import: see worker/wire.py.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from diptych.common.compat import Compat
+from diptych.common.errors import IncompatibleWorkersError, InvalidRequestError
+from diptych.common.sampling import FinishReason, SamplingParams, check_sampling
+from diptych.rpc.v1 import types_pb2, worker_pb2
+
+KV_DTYPES = ("float32", "float16", "bfloat16")
+
+_FINISH_TO_PROTO = {
+    FinishReason.STOP: types_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: types_pb2.FINISH_REASON_LENGTH,
+}
+_FINISH_FROM_PROTO = {value: key for key, value in _FINISH_TO_PROTO.items()}
+
+
+def sampling_to_proto(sampling: SamplingParams) -> types_pb2.SamplingParams:
+    """Every optional field is set."""
+    return types_pb2.SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        seed=sampling.seed,
+        max_tokens=sampling.max_tokens,
+        ignore_eos=sampling.ignore_eos,
+        stop_token_ids=sampling.stop_token_ids,
+        stop=sampling.stop,
+    )
+
+
+def sampling_from_proto(message: types_pb2.SamplingParams, *, vocab_size: int) -> SamplingParams:
+    """Inside the cluster: defaults were filled in at the router.
+
+    Raises: InvalidRequestError naming the field that is unset or out of range.
+    """
+    for field in ("temperature", "top_p", "top_k", "seed", "max_tokens"):
+        if not message.HasField(field):
+            raise InvalidRequestError(f"{field} is not set", param=field)
+    return check_sampling(
+        temperature=message.temperature,
+        top_p=message.top_p,
+        top_k=message.top_k,
+        seed=message.seed,
+        max_tokens=message.max_tokens,
+        ignore_eos=message.ignore_eos,
+        stop_token_ids=tuple(message.stop_token_ids),
+        stop=tuple(message.stop),
+        vocab_size=vocab_size,
+    )
+
+
+def finish_reason_to_proto(reason: FinishReason) -> types_pb2.FinishReason:
+    return _FINISH_TO_PROTO[reason]
+
+
+def finish_reason_from_proto(value: int) -> FinishReason:
+    """Raises: InvalidRequestError for an unknown value."""
+    try:
+        return _FINISH_FROM_PROTO[value]  # type: ignore[index]
+    except KeyError:
+        raise InvalidRequestError(f"finish_reason {value} is unknown", param="finish_reason") from None
+
+
+def compat_to_proto(compat: Compat) -> worker_pb2.Compat:
+    return worker_pb2.Compat(
+        model=compat.model,
+        model_revision=compat.model_revision,
+        tokenizer_revision=compat.tokenizer_revision,
+        num_layers=compat.num_layers,
+        num_kv_heads=compat.num_kv_heads,
+        head_dim=compat.head_dim,
+        block_size=compat.block_size,
+        kv_dtype=compat.kv_dtype,
+        kv_layout=compat.kv_layout,
+        tensor_parallel_size=compat.tensor_parallel_size,
+        attention_version=compat.attention_version,
+        sampler_version=compat.sampler_version,
+        protocol_version=compat.protocol_version,
+        block_identity_golden=compat.block_identity_golden,
+    )
+
+
+def compat_from_proto(message: worker_pb2.Compat) -> Compat:
+    """Raises: IncompatibleWorkersError when the peer's facts make no sense (empty, zero, unknown KV dtype)."""
+    for field in ("num_layers", "num_kv_heads", "head_dim", "block_size", "tensor_parallel_size", "protocol_version"):
+        if getattr(message, field) < 1:
+            raise IncompatibleWorkersError(f"handshake: {field} is not set")
+    for field in ("model_revision", "tokenizer_revision", "kv_layout", "attention_version", "sampler_version"):
+        if not getattr(message, field):
+            raise IncompatibleWorkersError(f"handshake: {field} is empty")
+    if message.kv_dtype not in KV_DTYPES:
+        raise IncompatibleWorkersError(f"handshake: kv_dtype {message.kv_dtype!r} is not one of {', '.join(KV_DTYPES)}")
+    return Compat(
+        model=message.model,
+        model_revision=message.model_revision,
+        tokenizer_revision=message.tokenizer_revision,
+        num_layers=message.num_layers,
+        num_kv_heads=message.num_kv_heads,
+        head_dim=message.head_dim,
+        block_size=message.block_size,
+        kv_dtype=message.kv_dtype,
+        kv_layout=message.kv_layout,
+        tensor_parallel_size=message.tensor_parallel_size,
+        attention_version=message.attention_version,
+        sampler_version=message.sampler_version,
+        protocol_version=message.protocol_version,
+        block_identity_golden=message.block_identity_golden,
+    )
+
+
+def check_remaining(remaining_s: float) -> float:
+    """Seconds until a deadline. Raises: InvalidRequestError unless finite and above 0."""
+    if not math.isfinite(remaining_s) or remaining_s <= 0:
+        raise InvalidRequestError(f"remaining_s must be finite and above 0, got {remaining_s:g}", param="remaining_s")
+    return remaining_s
+
+
+def check_token_ids(token_ids: Sequence[int], *, vocab_size: int, param: str) -> tuple[int, ...]:
+    """Raises: InvalidRequestError when an id is outside the vocabulary."""
+    ids = tuple(token_ids)
+    if ids and not (0 <= min(ids) and max(ids) < vocab_size):
+        raise InvalidRequestError(f"{param} must be below the vocabulary size {vocab_size}", param=param)
+    return ids

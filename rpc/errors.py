@@ -1,0 +1,158 @@
+"""DiptychError <-> gRPC status <-> proto Failure, both ways.
+
+On the wire an error is a google.rpc.Status in the trailer `grpc-status-details-bin` with ErrorInfo(domain "diptych"),
+BadRequest when a field is at fault, and RetryInfo when trying again makes sense. The client SDK imports this module, so
+it needs nothing beyond grpcio, protobuf and googleapis-common-protos.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, NoReturn
+
+import grpc
+from google.protobuf.message import DecodeError
+from google.rpc import error_details_pb2, status_pb2
+
+from diptych.common.errors import (
+    DiptychError,
+    InternalError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    NoWorkerError,
+    OverloadedError,
+    RequestCancelledError,
+    RequestDeadlineError,
+    StaleReferenceError,
+    WorkerLostError,
+    from_reason,
+)
+from diptych.rpc.v1 import types_pb2
+
+DOMAIN = "diptych"
+TRAILER = "grpc-status-details-bin"
+
+_log = logging.getLogger(__name__)
+
+_CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
+
+# What a status without our details means: raised by grpc itself (peer gone, deadline, message too big) or by a proxy.
+_BY_CODE: dict[int, type[DiptychError]] = {
+    1: RequestCancelledError,
+    3: InvalidRequestError,
+    4: RequestDeadlineError,
+    5: ModelNotFoundError,
+    8: OverloadedError,
+    9: StaleReferenceError,
+    10: WorkerLostError,
+    14: NoWorkerError,
+}
+
+
+def to_status(error: DiptychError) -> status_pb2.Status:
+    """The google.rpc.Status of an error, with its details packed."""
+    status = status_pb2.Status(code=error.grpc_code, message=error.message)
+    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN)
+    if error.param:
+        info.metadata["param"] = error.param
+    status.details.add().Pack(info)
+    if error.param and isinstance(error, InvalidRequestError):
+        bad = error_details_pb2.BadRequest()
+        bad.field_violations.add(field=error.param, description=error.message)
+        status.details.add().Pack(bad)
+    if error.retry_after_s is not None:
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromNanoseconds(max(0, int(error.retry_after_s * 1e9)))
+        status.details.add().Pack(retry)
+    return status
+
+
+def from_status(status: status_pb2.Status) -> DiptychError | None:
+    """The inverse of to_status. None: the status carries no ErrorInfo of ours."""
+    info = error_details_pb2.ErrorInfo()
+    bad = error_details_pb2.BadRequest()
+    retry = error_details_pb2.RetryInfo()
+    reason = ""
+    param: str | None = None
+    retry_after_s: float | None = None
+    for detail in status.details:
+        if detail.Is(info.DESCRIPTOR) and detail.Unpack(info) and info.domain == DOMAIN:
+            reason = info.reason
+            param = info.metadata.get("param") or param
+        elif detail.Is(bad.DESCRIPTOR) and detail.Unpack(bad) and bad.field_violations:
+            param = param or bad.field_violations[0].field or None
+        elif detail.Is(retry.DESCRIPTOR) and detail.Unpack(retry):
+            retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
+    if not reason:
+        return None
+    return from_reason(reason, status.message, param=param, retry_after_s=retry_after_s)
+
+
+def from_code(code: int, message: str) -> DiptychError:
+    """The error for a bare status code (no details)."""
+    return _BY_CODE.get(code, InternalError)(message)
+
+
+def from_rpc_error(error: grpc.RpcError) -> DiptychError:
+    """The typed error of a failed call, sync or aio. Never raises: what cannot be read goes by its status code."""
+    code = error.code() if hasattr(error, "code") else grpc.StatusCode.UNKNOWN
+    text = (error.details() if hasattr(error, "details") else None) or str(error)
+    metadata: Sequence[tuple[str, Any]] = ()
+    if hasattr(error, "trailing_metadata"):
+        metadata = list(error.trailing_metadata() or ())
+    for key, value in metadata:
+        if key != TRAILER:
+            continue
+        try:
+            typed = from_status(status_pb2.Status.FromString(value))
+        except DecodeError:
+            break
+        if typed is not None:
+            return typed
+    return from_code(code.value[0] if code is not None else 2, text)
+
+
+async def abort(context: grpc.aio.ServicerContext, error: DiptychError) -> NoReturn:
+    """End a call with the error's code and details."""
+    trailers = ((TRAILER, to_status(error).SerializeToString()),)
+    await context.abort(_CODES.get(error.grpc_code, grpc.StatusCode.INTERNAL), error.message, trailers)
+    raise AssertionError("context.abort returned")
+
+
+@asynccontextmanager
+async def errors_to_status(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
+    """Wrap a servicer method's body: typed errors end the call with their status, our bugs with INTERNAL (logged)."""
+    try:
+        yield
+    except DiptychError as error:
+        await abort(context, error)
+    except (asyncio.CancelledError, GeneratorExit, grpc.aio.AbortError):
+        raise
+    except Exception:
+        _log.exception("unhandled error in a servicer")
+        await abort(context, InternalError("internal error; the log of the server has the trace"))
+
+
+def to_failure(error: DiptychError) -> types_pb2.Failure:
+    """The form that travels inside a stream."""
+    return types_pb2.Failure(
+        code=error.grpc_code,
+        reason=error.reason,
+        message=error.message,
+        param=error.param or "",
+        retryable=error.retryable,
+        retry_after_s=error.retry_after_s or 0.0,
+    )
+
+
+def from_failure(failure: types_pb2.Failure) -> DiptychError:
+    """The inverse of to_failure; an unknown reason becomes InternalError that names it."""
+    return from_reason(
+        failure.reason,
+        failure.message,
+        param=failure.param or None,
+        retry_after_s=failure.retry_after_s if failure.retry_after_s > 0 else None,
+    )
