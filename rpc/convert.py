@@ -126,6 +126,6 @@ def check_remaining(remaining_s: float) -> float:
 def check_token_ids(token_ids: Sequence[int], *, vocab_size: int, param: str) -> tuple[int, ...]:
     """Raises: InvalidRequestError when an id is outside the vocabulary."""
     ids = tuple(token_ids)
-    if ids and not (0 <= min(ids) and max(ids) < vocab_size):
+    if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
         raise InvalidRequestError(f"{param} must be below the vocabulary size {vocab_size}", param=param)
     return ids
