@@ -1,6 +1,6 @@
-"""The cluster's metadata store, as workers and routers see it. Redis is behind it in production, fakeredis or memory in tests.
+"""The cluster's metadata store, as workers and routers see it. Redis is behind it in production, memory in tests.
 
-A cache of facts that every worker can write again, never the truth: callers go on without it and no request waits for it.
+A cache of facts that every worker can write again, never the truth: callers go on without it, no request waits for it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from diptych.common.worker_record import WorkerRecord
+
+
+class StoreError(Exception):
+    """The store did not answer in time, or not with sense. Callers go on with what they know and try again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +31,15 @@ class KvEvent:
 
 
 class Store(Protocol):
+    """Every method is bounded in time and raises StoreError when the store cannot be reached."""
+
     async def put_worker(self, record: WorkerRecord, *, ttl_s: float) -> bool:
-        """Write the worker's lease. False: a younger incarnation holds the name (we are a zombie and must stop writing)."""
+        """Write the worker's lease. False: a younger incarnation holds the name; the caller must stop writing."""
         ...
 
-    async def remove_worker(self, worker_id: str, incarnation: str) -> None: ...
+    async def remove_worker(self, worker_id: str, incarnation: str) -> None:
+        """End the lease, unless another incarnation holds it."""
+        ...
 
     async def list_workers(self) -> list[WorkerRecord]:
         """Workers whose lease lives; rows that do not parse are skipped (and counted)."""
@@ -39,9 +47,7 @@ class Store(Protocol):
 
     async def append_events(self, worker_id: str, events: Sequence[KvEvent]) -> None: ...
 
-    async def read_events(
-        self, cursors: Mapping[str, str], *, block_s: float
-    ) -> dict[str, list[tuple[str, KvEvent]]]:
+    async def read_events(self, cursors: Mapping[str, str], *, block_s: float) -> dict[str, list[tuple[str, KvEvent]]]:
         """New events of each worker id after its cursor ("0" = from the start), as (cursor, event)."""
         ...
 

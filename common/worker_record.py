@@ -34,5 +34,7 @@ class WorkerRecord(msgspec.Struct, frozen=True):
     max_model_len: int
     max_num_seqs: int
     event_epoch: int
+    event_sequence: int = 0
+    """Last cache event of this epoch that the worker emitted: a reader that stays behind it has missed some."""
     state: str = "ready"  # "ready" | "draining"
     load: WorkerLoad = WorkerLoad()

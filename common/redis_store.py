@@ -1,0 +1,258 @@
+"""The store over Redis 7.0 / Valkey, without modules.
+
+    {cluster}:workers       set of worker ids that ever held a lease (swept by readers)
+    {cluster}:worker:ID     hash under a TTL: incarnation, start, role, state, address, record (JSON)
+    {cluster}:start:ID      start number of the youngest incarnation that registered; outlives the lease
+    {cluster}:kv:ID         stream of cache events, MAXLEN ~
+
+Incarnations are ordered by a start number that Redis draws at the first registration: its own clock in microseconds, or
+one more than the last, whichever is larger, so that the order survives a FLUSHALL. A key of a wrong type is replaced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from redis import asyncio as aioredis
+from redis.exceptions import RedisError, ResponseError
+
+from diptych.common.errors import ConfigError
+from diptych.common.store import KvEvent, StoreError
+from diptych.common.store_codec import (
+    BadRowError,
+    check_id,
+    decode_event,
+    decode_record,
+    encode_event,
+    encode_record,
+)
+from diptych.common.worker_record import WorkerRecord
+
+T = TypeVar("T")
+
+MAX_WORKERS = 1024
+_START_TTL_S = 7 * 24 * 3600
+_READ_COUNT = 256
+
+# KEYS: row, start, workers.
+# ARGV: id, incarnation, start (0: draw one), ttl_ms, start ttl_s, role, state, address, record.
+# Returns the start number as text, or "" when a younger incarnation holds the name.
+_PUT = """
+local function ensure(key, kind)
+  local is = redis.call('TYPE', key).ok
+  if is ~= kind and is ~= 'none' then redis.call('DEL', key) end
+end
+ensure(KEYS[1], 'hash'); ensure(KEYS[2], 'string'); ensure(KEYS[3], 'set')
+local youngest = tonumber(redis.call('GET', KEYS[2]) or '0') or 0
+local row_start = tonumber(redis.call('HGET', KEYS[1], 'start') or '0') or 0
+local mine = tonumber(ARGV[3])
+if mine == 0 and redis.call('HGET', KEYS[1], 'incarnation') == ARGV[2] then mine = row_start end
+if row_start > youngest then youngest = row_start end
+if mine == 0 then
+  local t = redis.call('TIME')
+  mine = math.max(youngest + 1, tonumber(t[1]) * 1000000 + tonumber(t[2]))
+elseif mine < youngest then
+  return ''
+end
+local text = string.format('%.0f', mine)
+redis.call('SET', KEYS[2], text, 'EX', ARGV[5])
+redis.call('HSET', KEYS[1], 'incarnation', ARGV[2], 'start', text, 'role', ARGV[6], 'state', ARGV[7],
+  'address', ARGV[8], 'record', ARGV[9])
+redis.call('PEXPIRE', KEYS[1], ARGV[4])
+redis.call('SADD', KEYS[3], ARGV[1])
+return text
+"""
+
+# KEYS: row, workers. ARGV: id, incarnation.
+_REMOVE = """
+if redis.call('TYPE', KEYS[1]).ok ~= 'hash' then return 0 end
+if redis.call('HGET', KEYS[1], 'incarnation') ~= ARGV[2] then return 0 end
+redis.call('DEL', KEYS[1])
+redis.call('SREM', KEYS[2], ARGV[1])
+return 1
+"""
+
+# KEYS: stream. ARGV: maxlen, number of fields of one event (names and values), then the events' fields in a row.
+_APPEND = """
+local is = redis.call('TYPE', KEYS[1]).ok
+if is ~= 'stream' and is ~= 'none' then redis.call('DEL', KEYS[1]) end
+local width = tonumber(ARGV[2])
+for i = 3, #ARGV, width do
+  redis.call('XADD', KEYS[1], 'MAXLEN', '~', ARGV[1], '*', unpack(ARGV, i, i + width - 1))
+end
+redis.call('EXPIRE', KEYS[1], 86400)
+return 1
+"""
+
+
+class RedisStore:
+    """See Store.
+
+    Args:
+        url: redis://, rediss:// or unix://.
+        cluster: name that keeps several clusters apart on one server.
+        timeout_s: bound of every call (a blocking read: this plus its block_s).
+    Raises: ConfigError on a URL or cluster name that cannot be used.
+    """
+
+    def __init__(self, url: str, *, cluster: str = "diptych", timeout_s: float = 1.0, max_events: int = 10_000) -> None:
+        try:
+            check_id(cluster, "cluster")
+        except BadRowError as err:
+            raise ConfigError("cluster", cluster, str(err)) from None
+        self._prefix = "{" + cluster + "}"
+        self._timeout_s = timeout_s
+        self._max_events = max_events
+        self._starts: dict[tuple[str, str], str] = {}
+        self.bad_rows = 0
+        try:
+            # No retries inside a call: callers have their own loop, and a call must stay within its bound.
+            self._redis: Any = aioredis.Redis.from_url(
+                url,
+                protocol=2,
+                socket_connect_timeout=timeout_s,
+                socket_timeout=None,
+                retry=None,
+                retry_on_error=[],
+                max_connections=16,
+            )
+        except ValueError as err:
+            raise ConfigError("redis_url", url, str(err)) from None
+
+    def _key(self, kind: str, name: str = "") -> str:
+        return f"{self._prefix}:{kind}:{name}" if name else f"{self._prefix}:{kind}"
+
+    async def _call(self, work: Awaitable[T], extra_s: float = 0.0) -> T:
+        try:
+            async with asyncio.timeout(self._timeout_s + extra_s):
+                return await work
+        except TimeoutError:
+            raise StoreError(f"redis did not answer in {self._timeout_s + extra_s:g} s") from None
+        except (RedisError, OSError) as err:
+            raise StoreError(f"redis: {type(err).__name__}: {err}") from err
+
+    async def _eval(self, script: str, keys: list[str], args: list[Any]) -> Any:
+        return await self._call(self._redis.eval(script, len(keys), *keys, *args))
+
+    async def ping(self) -> None:
+        """Raises: StoreError when Redis does not answer."""
+        await self._call(self._redis.execute_command("PING"))
+
+    async def put_worker(self, record: WorkerRecord, *, ttl_s: float) -> bool:
+        name = check_id(record.worker_id)
+        key = (name, record.incarnation)
+        answer = await self._eval(
+            _PUT,
+            [self._key("worker", name), self._key("start", name), self._key("workers")],
+            [
+                name,
+                record.incarnation,
+                self._starts.get(key, "0"),
+                max(1, int(ttl_s * 1000)),
+                _START_TTL_S,
+                record.role,
+                record.state,
+                record.address,
+                encode_record(record),
+            ],
+        )
+        if not answer:
+            return False
+        self._starts[key] = answer.decode() if isinstance(answer, bytes) else str(answer)
+        return True
+
+    async def remove_worker(self, worker_id: str, incarnation: str) -> None:
+        name = check_id(worker_id)
+        await self._eval(_REMOVE, [self._key("worker", name), self._key("workers")], [name, incarnation])
+
+    async def list_workers(self) -> list[WorkerRecord]:
+        try:
+            members = await self._call(self._redis.execute_command("SMEMBERS", self._key("workers")))
+        except StoreError as err:
+            if isinstance(err.__cause__, ResponseError):  # a key of a wrong type: the workers replace it
+                self.bad_rows += 1
+                return []
+            raise
+        names = []
+        for raw in members:
+            try:
+                names.append(check_id(raw.decode()))
+            except (BadRowError, UnicodeDecodeError):
+                self.bad_rows += 1
+        names = sorted(names)[:MAX_WORKERS]
+        if not names:
+            return []
+        pipe = self._redis.pipeline(transaction=False)
+        for name in names:
+            pipe.hget(self._key("worker", name), "record")
+        rows = await self._call(pipe.execute(raise_on_error=False))
+        records, gone = [], []
+        for name, raw in zip(names, rows, strict=True):
+            if raw is None:
+                gone.append(name)
+                continue
+            try:
+                if not isinstance(raw, bytes):
+                    raise BadRowError("record: not a row")
+                record = decode_record(raw)
+                if record.worker_id != name:
+                    raise BadRowError("record: names another worker")
+            except BadRowError:
+                self.bad_rows += 1
+                continue
+            records.append(record)
+        if len(gone) > MAX_WORKERS // 4:
+            # A worker that comes back adds itself again with its next heartbeat.
+            await self._call(self._redis.execute_command("SREM", self._key("workers"), *gone))
+        return records
+
+    async def append_events(self, worker_id: str, events: Sequence[KvEvent]) -> None:
+        if not events:
+            return
+        args: list[Any] = [self._max_events, 10]
+        for event in events:
+            for field, value in encode_event(event).items():
+                args += [field, value]
+        await self._eval(_APPEND, [self._key("kv", check_id(worker_id))], args)
+
+    async def read_events(self, cursors: Mapping[str, str], *, block_s: float) -> dict[str, list[tuple[str, KvEvent]]]:
+        if not cursors:
+            return {}
+        try:
+            return await self._read(cursors, block_s)
+        except StoreError as err:
+            if not isinstance(err.__cause__, ResponseError) or len(cursors) == 1:
+                raise
+        # One key of a wrong type fails the whole command: read the others one by one.
+        found = {}
+        for name, cursor in cursors.items():
+            try:
+                found.update(await self._read({name: cursor}, 0.0))
+            except StoreError as err:
+                if not isinstance(err.__cause__, ResponseError):
+                    raise
+                self.bad_rows += 1
+        return found
+
+    async def _read(self, cursors: Mapping[str, str], block_s: float) -> dict[str, list[tuple[str, KvEvent]]]:
+        names = {self._key("kv", check_id(name)).encode(): name for name in cursors}
+        command: list[Any] = ["XREAD", "COUNT", _READ_COUNT]
+        if block_s > 0:
+            command += ["BLOCK", max(1, int(block_s * 1000))]
+        command += ["STREAMS", *names, *cursors.values()]
+        answer = await self._call(self._redis.execute_command(*command), block_s)
+        found: dict[str, list[tuple[str, KvEvent]]] = {}
+        for key, entries in answer.items() if isinstance(answer, dict) else answer or ():
+            events = found.setdefault(names[key], [])
+            for entry_id, fields in entries:
+                try:
+                    events.append((entry_id.decode(), decode_event(fields)))
+                except BadRowError:
+                    # The hole in the sequence makes the reader fetch a snapshot.
+                    self.bad_rows += 1
+        return found
+
+    async def close(self) -> None:
+        await self._redis.aclose()

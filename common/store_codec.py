@@ -1,0 +1,112 @@
+"""Rows of the store as bytes, and back. Whatever is read may have been written by anybody: every field is bounded."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+
+import msgspec
+
+from diptych.common.block_identity import KEY_BYTES
+from diptych.common.store import KvEvent
+from diptych.common.worker_record import WorkerRecord
+
+MAX_RECORD_BYTES = 64 * 1024
+MAX_KEYS_PER_EVENT = 8192
+MAX_COUNT = 2**53
+ROLES = ("prefill", "decode")
+STATES = ("ready", "draining")
+EVENT_KINDS = ("stored", "evicted", "cleared")
+
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
+_ADDRESS = re.compile(r"[A-Za-z0-9.:_\[\]-]{1,255}:[0-9]{1,5}|unix:[^\x00-\x1f]{1,255}")
+_decoder = msgspec.json.Decoder(WorkerRecord)
+
+
+class BadRowError(ValueError):
+    """A row of the store that cannot be used; the text names the field."""
+
+
+def check_id(value: str, what: str = "worker_id") -> str:
+    """Ids become part of keys and labels. Raises: BadRowError unless 1-128 letters, digits, `.`, `_`, `:` or `-`."""
+    if not _ID.fullmatch(value):
+        raise BadRowError(f"{what}: must be 1-128 letters, digits or ._:-")
+    return value
+
+
+def encode_record(record: WorkerRecord) -> bytes:
+    return msgspec.json.encode(record)
+
+
+def decode_record(raw: bytes) -> WorkerRecord:
+    """Raises: BadRowError on anything that is not a worker record with sane values."""
+    if len(raw) > MAX_RECORD_BYTES:
+        raise BadRowError(f"record: {len(raw)} bytes, more than {MAX_RECORD_BYTES}")
+    try:
+        record = _decoder.decode(raw)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as err:
+        raise BadRowError(f"record: {err}") from None
+    check_id(record.worker_id)
+    check_id(record.incarnation, "incarnation")
+    if record.role not in ROLES:
+        raise BadRowError(f"role: must be one of {ROLES}")
+    if record.state not in STATES:
+        raise BadRowError(f"state: must be one of {STATES}")
+    if not _ADDRESS.fullmatch(record.address):
+        raise BadRowError("address: must be host:port")
+    for name, least in (
+        ("pid", 0),
+        ("kv_bytes_per_token", 1),
+        ("num_blocks", 1),
+        ("block_size", 1),
+        ("max_model_len", 1),
+        ("max_num_seqs", 1),
+        ("event_epoch", 0),
+        ("event_sequence", 0),
+    ):
+        if not least <= getattr(record, name) <= MAX_COUNT:
+            raise BadRowError(f"{name}: out of range")
+    load = record.load
+    for name in ("num_running", "num_waiting", "waiting_prompt_tokens"):
+        if not 0 <= getattr(load, name) <= MAX_COUNT:
+            raise BadRowError(f"load.{name}: out of range")
+    rates = (load.kv_usage, load.prefill_tokens_per_s, load.decode_step_s, *load.link_bytes_per_s.values())
+    if not all(math.isfinite(rate) and rate >= 0.0 for rate in rates):
+        raise BadRowError("load: a rate is negative or not finite")
+    return record
+
+
+def encode_event(event: KvEvent) -> dict[bytes, bytes]:
+    return {
+        b"i": event.incarnation.encode(),
+        b"e": b"%d" % event.epoch,
+        b"s": b"%d" % event.sequence,
+        b"k": event.kind.encode(),
+        b"b": b"".join(event.keys),
+    }
+
+
+def decode_event(fields: Mapping[bytes, bytes]) -> KvEvent:
+    """Raises: BadRowError on anything that is not an event with sane values."""
+    try:
+        incarnation = fields[b"i"].decode()
+        epoch, sequence = _count(fields[b"e"], "epoch"), _count(fields[b"s"], "sequence")
+        kind, blob = fields[b"k"].decode(), fields[b"b"]
+    except KeyError as err:
+        raise BadRowError(f"event: field {err} is missing") from None
+    except UnicodeDecodeError:
+        raise BadRowError("event: not UTF-8") from None
+    check_id(incarnation, "incarnation")
+    if kind not in EVENT_KINDS:
+        raise BadRowError(f"kind: must be one of {EVENT_KINDS}")
+    if len(blob) % KEY_BYTES or len(blob) > MAX_KEYS_PER_EVENT * KEY_BYTES:
+        raise BadRowError("keys: not a bounded number of whole keys")
+    keys = tuple(blob[i : i + KEY_BYTES] for i in range(0, len(blob), KEY_BYTES))
+    return KvEvent(incarnation, epoch, sequence, kind, keys)
+
+
+def _count(raw: bytes, what: str) -> int:
+    if not raw.isdigit() or len(raw) > 16:
+        raise BadRowError(f"{what}: must be a number of at most 16 digits")
+    return int(raw)

