@@ -1,1 +1,65 @@
+"""The gRPC SDK of Diptych: grpcio and protobuf, nothing else.
 
+    from diptych.client import Client
+    with Client("127.0.0.1:50050") as client:
+        for delta in client.stream(messages=[{"role": "user", "content": "Hello"}], max_tokens=64):
+            print(delta.text, end="", flush=True)
+
+Every call has a deadline (600 s unless you say otherwise), every failure is a DiptychError (the tree is drawn in
+diptych.client.errors), and leaving an iteration cancels its request.
+"""
+
+from diptych.client.async_client import AsyncClient, AsyncStream
+from diptych.client.errors import StreamBrokenError, UnreachableError
+from diptych.client.exchange import RetryPolicy
+from diptych.client.request import GenerateOptions
+from diptych.client.sync_client import Client, Stream
+from diptych.client.types import Completion, Delta, Explanation, ModelInfo, PlacementTerms, Usage
+from diptych.client.wire import DEFAULT_ADDRESS, DEFAULT_TIMEOUT_S
+from diptych.common.errors import (
+    DiptychError,
+    IncompatibleWorkersError,
+    InternalError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    NoWorkerError,
+    OverloadedError,
+    PromptTooLongError,
+    RequestCancelledError,
+    RequestDeadlineError,
+    StaleReferenceError,
+    TransferError,
+    WorkerLostError,
+)
+
+__all__ = [
+    "DEFAULT_ADDRESS",
+    "DEFAULT_TIMEOUT_S",
+    "AsyncClient",
+    "AsyncStream",
+    "Client",
+    "Completion",
+    "Delta",
+    "DiptychError",
+    "Explanation",
+    "GenerateOptions",
+    "IncompatibleWorkersError",
+    "InternalError",
+    "InvalidRequestError",
+    "ModelInfo",
+    "ModelNotFoundError",
+    "NoWorkerError",
+    "OverloadedError",
+    "PlacementTerms",
+    "PromptTooLongError",
+    "RequestCancelledError",
+    "RequestDeadlineError",
+    "RetryPolicy",
+    "StaleReferenceError",
+    "Stream",
+    "StreamBrokenError",
+    "TransferError",
+    "UnreachableError",
+    "Usage",
+    "WorkerLostError",
+]

@@ -1,0 +1,30 @@
+"""What the SDK raises. Everything is a DiptychError, so one `except` catches all; the classes are also attributes of
+`diptych.client`.
+
+    DiptychError
+    |- InvalidRequestError       a parameter cannot be used; `.param` names it. Never retried
+    |  |- PromptTooLongError
+    |- ModelNotFoundError
+    |- OverloadedError           shed before any work; `.retry_after_s`
+    |- NoWorkerError             the router has nobody who could serve it. Retried before the first message
+    |- UnreachableError          no router at this address, or a broken connection. Retried before the first message
+    |- WorkerLostError           a worker died and the policy's retries are spent
+    |- RequestDeadlineError      `timeout_s` passed
+    |- RequestCancelledError     cancelled: by you (close, leaving the iterator) or by the server
+    |- StreamBrokenError         the stream broke its promise: a gap or repeat of tokens, or an end without Finished
+    |- TransferError, StaleReferenceError, IncompatibleWorkersError, InternalError   see diptych.common.errors
+
+`retryable` says whether trying again can help; after tokens have arrived the SDK never tries again by itself.
+"""
+
+from __future__ import annotations
+
+from diptych.common.errors import DiptychError
+
+
+class UnreachableError(DiptychError):
+    grpc_code, http_status, reason, retryable = 14, 503, "UNREACHABLE", True
+
+
+class StreamBrokenError(DiptychError):
+    grpc_code, http_status, reason = 13, 500, "STREAM_BROKEN"

@@ -1,0 +1,161 @@
+"""One call's life without I/O; the sync and the async client both drive it.
+
+WAITING --Started--> STREAMING --Finished--> FINISHED --end of stream--> (result)
+   |  \\--UNAVAILABLE, budget left--> WAITING (another try after `on_error`'s pause)
+   any --error, gap, repeat, end without Finished--> FAILED (raised)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from random import Random
+
+from diptych.client.errors import StreamBrokenError
+from diptych.client.types import FINISH_REASONS, Completion, Delta, explanation_from, usage_from
+from diptych.common.errors import DiptychError, RequestDeadlineError
+from diptych.rpc.v1 import router_pb2
+
+UNAVAILABLE = 14
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """Tries after UNAVAILABLE and before the first message: at most `max_tries` in all, and only while the pauses fit
+    into `budget_s`. A pause is drawn between half of and the whole of base_s * 2**n, and is never shorter than the
+    server's advice."""
+
+    max_tries: int = 4
+    base_s: float = 0.1
+    max_pause_s: float = 2.0
+    budget_s: float = 5.0
+
+    def pause_s(self, tries: int, advice_s: float | None, rng: Random) -> float:
+        pause = min(self.max_pause_s, self.base_s * 2 ** (tries - 1)) * rng.uniform(0.5, 1.0)
+        return max(pause, advice_s or 0.0)
+
+
+class State(Enum):
+    WAITING = "waiting"
+    STREAMING = "streaming"
+    FINISHED = "finished"
+    FAILED = "failed"
+
+
+class Attempts:
+    """Deadline and retries of one call.
+
+    Args:
+        timeout_s: for the whole call, tries and pauses together.
+        now: seconds on a monotonic clock.
+    """
+
+    def __init__(self, timeout_s: float, retry: RetryPolicy, now: Callable[[], float], rng: Random) -> None:
+        self._timeout_s = timeout_s
+        self._retry = retry
+        self._now = now
+        self._rng = rng
+        self._started = now()
+        self._tries = 1
+        self._paused_s = 0.0
+
+    def remaining_s(self) -> float:
+        """Raises: RequestDeadlineError when nothing is left."""
+        left = self._started + self._timeout_s - self._now()
+        if left <= 0.0:
+            raise RequestDeadlineError(f"no answer within timeout_s={self._timeout_s:g}", param="timeout_s")
+        return left
+
+    def pause_after(self, error: DiptychError) -> float:
+        """Seconds to wait before the next try. Raises: `error` itself when it is not UNAVAILABLE or the budget is
+        spent."""
+        if error.grpc_code != UNAVAILABLE or self._tries >= self._retry.max_tries:
+            raise error
+        pause = self._retry.pause_s(self._tries, error.retry_after_s, self._rng)
+        if self._paused_s + pause > self._retry.budget_s or pause >= self.remaining_s():
+            raise error
+        self._tries += 1
+        self._paused_s += pause
+        return pause
+
+
+class Exchange:
+    """Checks the stream's promises and puts the answer together."""
+
+    def __init__(self, attempts: Attempts) -> None:
+        self._attempts = attempts
+        self._state = State.WAITING
+        self._started: router_pb2.Started | None = None
+        self._finished: router_pb2.Finished | None = None
+        self._token_ids: list[int] = []
+        self._texts: list[str] = []
+
+    def remaining_s(self) -> float:
+        return self._attempts.remaining_s()
+
+    @property
+    def request_id(self) -> str:
+        """The router's id of this request; empty before its first message."""
+        return self._started.request_id if self._started else ""
+
+    def on_message(self, message: router_pb2.GenerateResponse) -> Delta | None:
+        """Raises: StreamBrokenError when the message does not fit what came before."""
+        kind = message.WhichOneof("event")
+        if kind == "started" and self._state is State.WAITING:
+            self._started = message.started
+            self._state = State.STREAMING
+            return None
+        if kind == "tokens" and self._state is State.STREAMING:
+            return self._on_tokens(message.tokens)
+        if kind == "finished" and self._state is State.STREAMING:
+            self._finished = message.finished
+            self._state = State.FINISHED
+            return None
+        raise self._broken(f"{kind or 'an unknown event'} came while the stream was {self._state.value}")
+
+    def on_end(self) -> None:
+        """The stream ended with status OK. Raises: StreamBrokenError unless Finished came."""
+        if self._state is not State.FINISHED:
+            raise self._broken(f"the stream ended without Finished after {len(self._token_ids)} tokens")
+
+    def on_error(self, error: DiptychError) -> float:
+        """Seconds to pause before the call may be opened again. Raises: `error` when it is final."""
+        if self._state is not State.WAITING:
+            self._state = State.FAILED
+            raise error
+        try:
+            return self._attempts.pause_after(error)
+        except DiptychError:
+            self._state = State.FAILED
+            raise
+
+    def result(self) -> Completion:
+        """Raises: StreamBrokenError when the answer is not complete."""
+        started, finished = self._started, self._finished
+        if self._state is not State.FINISHED or started is None or finished is None:
+            raise StreamBrokenError(f"there is no result: the stream is {self._state.value}, not finished")
+        return Completion(
+            text="".join(self._texts),
+            token_ids=tuple(self._token_ids),
+            finish_reason=FINISH_REASONS.get(finished.finish_reason, f"unknown({finished.finish_reason})"),
+            usage=usage_from(finished.usage),
+            request_id=started.request_id,
+            model=started.model,
+            stop_string=finished.stop_string,
+            stop_token_id=finished.stop_token_id if finished.HasField("stop_token_id") else None,
+            explanation=explanation_from(finished.explanation) if finished.HasField("explanation") else None,
+        )
+
+    def _on_tokens(self, tokens: router_pb2.TokenDelta) -> Delta:
+        expected = len(self._token_ids)
+        if tokens.offset != expected:
+            kind = "a gap" if tokens.offset > expected else "a repeat"
+            raise self._broken(f"{kind} in the tokens: offset {tokens.offset} came where {expected} was due")
+        self._token_ids.extend(tokens.token_ids)
+        self._texts.append(tokens.text)
+        return Delta(tokens.offset, tuple(tokens.token_ids), tokens.text)
+
+    def _broken(self, message: str) -> StreamBrokenError:
+        self._state = State.FAILED
+        return StreamBrokenError(f"{message} (request {self.request_id or 'not started'})")

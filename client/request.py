@@ -1,0 +1,127 @@
+"""From Python values to a GenerateRequest. Ranges are the server's to check; here only what cannot be put on the wire
+fails."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypedDict
+
+from diptych.common.errors import InvalidRequestError
+from diptych.rpc.v1 import router_pb2
+
+FAILURE_POLICIES = {
+    "": router_pb2.FAILURE_POLICY_UNSPECIFIED,
+    "fail": router_pb2.FAILURE_POLICY_FAIL,
+    "recompute": router_pb2.FAILURE_POLICY_RECOMPUTE,
+    "retry": router_pb2.FAILURE_POLICY_RETRY,
+}
+
+
+class GenerateOptions(TypedDict, total=False):
+    """Keywords of `generate` and `stream`. Exactly one of prompt, token_ids and messages; all else is optional.
+
+    Args:
+        prompt: text, used as it is (no chat template).
+        token_ids: the prompt as token ids.
+        messages: chat messages, each {"role": ..., "content": ...}; the model's chat template is applied.
+        max_tokens: at least 1; default: as many as fit into the model's context.
+        temperature: 0 (greedy) to 2. Defaults of temperature, top_p and top_k are the model's own.
+        top_p: above 0, at most 1 (off).
+        top_k: 0 or -1: off.
+        seed: 0 .. 2**64 - 1; the same seed draws the same tokens. Drawn by the router when absent.
+        stop: a string or several; text is cut before the first that appears.
+        stop_token_ids: token ids that end the answer.
+        ignore_eos: go on after the model's end-of-text token.
+        model: name of the model; may be left out when the cluster serves one.
+        request_id: a label of yours (printable ASCII, at most 128 bytes) for logs.
+        timeout_s: deadline of the whole call, retries included; default DEFAULT_TIMEOUT_S (600 s).
+        explain: fill in Completion.explanation.
+        local_prefill_max_tokens: most uncached prompt tokens that a decode worker may compute itself; 0: never.
+        failure_policy: "fail", "recompute" or "retry" when the worker that computes the prompt is lost.
+    """
+
+    prompt: str | None
+    token_ids: Sequence[int] | None
+    messages: Sequence[Mapping[str, str]] | None
+    max_tokens: int | None
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    seed: int | None
+    stop: str | Sequence[str] | None
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    model: str
+    request_id: str
+    timeout_s: float | None
+    explain: bool
+    local_prefill_max_tokens: int | None
+    failure_policy: str
+
+
+_KNOWN = frozenset(GenerateOptions.__annotations__)
+_SAMPLING_SCALARS = ("max_tokens", "temperature", "top_p", "top_k", "seed")
+
+
+def build_request(options: GenerateOptions) -> router_pb2.GenerateRequest:
+    """Raises: InvalidRequestError naming the parameter that is of the wrong type, does not fit its field or is missing;
+    TypeError for a keyword that does not exist (a bug at the call site)."""
+    unknown = sorted(set(options) - _KNOWN)
+    if unknown:
+        raise TypeError(f"unknown keyword: {', '.join(unknown)}")
+    request = router_pb2.GenerateRequest()
+    _set_input(request, options)
+    values: dict[str, object] = dict(options)
+    for name in _SAMPLING_SCALARS:
+        if values.get(name) is not None:
+            _assign(request.sampling, name, values[name], name)
+    _assign(request.sampling, "ignore_eos", options.get("ignore_eos", False), "ignore_eos")
+    stop = options.get("stop") or ()
+    _extend(request.sampling, "stop", (stop,) if isinstance(stop, str) else stop, "stop")
+    _extend(request.sampling, "stop_token_ids", options.get("stop_token_ids") or (), "stop_token_ids")
+    for name in ("model", "request_id", "explain", "local_prefill_max_tokens"):
+        if values.get(name) is not None:
+            _assign(request, name, values[name], name)
+    policy = options.get("failure_policy") or ""
+    if policy not in FAILURE_POLICIES:
+        raise InvalidRequestError(
+            f"failure_policy must be fail, recompute or retry, got {policy!r}", param="failure_policy"
+        )
+    request.failure_policy = FAILURE_POLICIES[policy]
+    return request
+
+
+def _set_input(request: router_pb2.GenerateRequest, options: GenerateOptions) -> None:
+    given = [name for name in ("prompt", "token_ids", "messages") if dict(options).get(name) is not None]
+    if len(given) != 1:
+        raise InvalidRequestError(
+            f"give exactly one of prompt, token_ids and messages, not {' and '.join(given) or 'none'}", param="prompt"
+        )
+    if given == ["prompt"]:
+        _assign(request, "prompt", options["prompt"], "prompt")
+    elif given == ["token_ids"]:
+        request.token_ids.SetInParent()
+        _extend(request.token_ids, "token_ids", options["token_ids"] or (), "token_ids")
+    else:
+        request.chat.SetInParent()
+        for message in options["messages"] or ():
+            try:
+                request.chat.messages.add(role=message["role"], content=message["content"])
+            except (KeyError, TypeError, ValueError) as error:
+                raise InvalidRequestError(
+                    f"messages must hold mappings with the strings role and content: {error}", param="messages"
+                ) from None
+
+
+def _assign(message: object, field: str, value: object, param: str) -> None:
+    try:
+        setattr(message, field, value)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequestError(f"{param} cannot be sent: {error}", param=param) from None
+
+
+def _extend(message: object, field: str, values: object, param: str) -> None:
+    try:
+        getattr(message, field).extend(values)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequestError(f"{param} cannot be sent: {error}", param=param) from None

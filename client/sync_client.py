@@ -1,0 +1,178 @@
+"""The synchronous client. Thread-safe; one client holds one connection for any number of concurrent calls."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from random import Random
+from types import TracebackType
+from typing import Any, Self, Unpack
+
+import grpc
+
+from diptych.client import wire
+from diptych.client.errors import StreamBrokenError
+from diptych.client.exchange import Attempts, Exchange, RetryPolicy
+from diptych.client.request import GenerateOptions, build_request
+from diptych.client.types import Completion, Delta, ModelInfo, models_from
+from diptych.common.errors import DiptychError, RequestCancelledError
+from diptych.rpc.v1 import router_pb2
+
+
+class Client:
+    """A connection to a Diptych router.
+
+        with Client("127.0.0.1:50050") as client:
+            print(client.generate(prompt="Once upon a time", max_tokens=32).text)
+            for delta in client.stream(messages=[{"role": "user", "content": "Hi!"}]):
+                print(delta.text, end="", flush=True)
+
+    Args:
+        address: host:port of the router's gRPC server. Nothing is connected before the first call.
+        timeout_s: deadline of `generate` and `stream` calls that do not bring their own.
+        retry: tries after UNAVAILABLE, before the first message only.
+    """
+
+    def __init__(
+        self,
+        address: str = wire.DEFAULT_ADDRESS,
+        *,
+        timeout_s: float = wire.DEFAULT_TIMEOUT_S,
+        retry: RetryPolicy | None = None,
+    ) -> None:
+        self.address = address
+        self._timeout_s = timeout_s
+        self._retry = retry or RetryPolicy()
+        self._rng = Random()
+        self._channel = grpc.insecure_channel(address, options=wire.options())
+        self._generate = wire.generate_method(self._channel)
+        self._list_models = wire.list_models_method(self._channel)
+
+    def generate(self, **options: Unpack[GenerateOptions]) -> Completion:
+        """Wait for the whole answer. Keywords: see GenerateOptions. Raises: DiptychError, see diptych.client.errors."""
+        with self.stream(**options) as stream:
+            for _ in stream:
+                pass
+            return stream.result
+
+    def stream(self, **options: Unpack[GenerateOptions]) -> Stream:
+        """An answer as it grows. The call begins with the first step of the iteration. Keywords: see GenerateOptions.
+
+        Raises: InvalidRequestError at once for values that cannot be sent; everything else while iterating.
+        """
+        request = build_request(options)
+        timeout_s = options.get("timeout_s")
+        return Stream(self, request, self._timeout_s if timeout_s is None else timeout_s)
+
+    def list_models(self, *, timeout_s: float = wire.DEFAULT_LIST_TIMEOUT_S) -> list[ModelInfo]:
+        """The models that the cluster serves now. Raises: DiptychError."""
+        attempts = self._attempts(timeout_s)
+        while True:
+            try:
+                return models_from(self._list_models(router_pb2.ListModelsRequest(), timeout=attempts.remaining_s()))
+            except grpc.RpcError as error:
+                pause = attempts.pause_after(wire.typed(error, self.address))
+            time.sleep(pause)
+
+    def close(self) -> None:
+        """Close the connection; calls in flight are cancelled."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def _attempts(self, timeout_s: float) -> Attempts:
+        return Attempts(timeout_s, self._retry, time.monotonic, self._rng)
+
+
+class Stream:
+    """One streamed answer: iterate it (once), then read `result`.
+
+    Leaving the iteration before its end, in whatever way (break, an exception, `close`, the end of a `with` block,
+    garbage collection), cancels the request in the whole cluster.
+    """
+
+    def __init__(self, client: Client, request: router_pb2.GenerateRequest, timeout_s: float) -> None:
+        self._client = client
+        self._request = request
+        self._timeout_s = timeout_s
+        self._exchange: Exchange | None = None
+        self._call: Any = None
+        self._closed = False
+
+    @property
+    def request_id(self) -> str:
+        """The router's id of this request; empty before its first message."""
+        return self._exchange.request_id if self._exchange else ""
+
+    @property
+    def result(self) -> Completion:
+        """The whole answer. Raises: StreamBrokenError while the stream has not ended properly."""
+        if self._exchange is None:
+            raise StreamBrokenError("there is no result: the stream was not read")
+        return self._exchange.result()
+
+    def __iter__(self) -> Iterator[Delta]:
+        if self._exchange is not None:
+            raise RuntimeError("a stream can be iterated once")
+        return _Deltas(self, self._begin())
+
+    def close(self) -> None:
+        """Cancel the call unless it has ended. Idempotent; safe from another thread."""
+        self._closed = True
+        if self._call is not None:
+            self._call.cancel()  # of no effect after the end
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def _begin(self) -> Exchange:
+        return Exchange(self._client._attempts(self._timeout_s))
+
+    def _next(self, exchange: Exchange) -> Delta:
+        while True:
+            if self._closed:
+                raise RequestCancelledError("the stream was closed")
+            try:
+                if self._call is None:
+                    self._call = self._client._generate(self._request, timeout=exchange.remaining_s())
+                    if self._closed:
+                        self._call.cancel()
+                for message in self._call:
+                    delta = exchange.on_message(message)
+                    if delta is not None:
+                        return delta
+                exchange.on_end()
+                raise StopIteration
+            except grpc.RpcError as error:
+                pause = exchange.on_error(wire.typed(error, self._client.address))
+                self._call = None
+            time.sleep(pause)
+
+
+class _Deltas(Iterator[Delta]):
+    """The iterator of one `for`: nothing else holds it, so leaving the loop drops it, and dropping it cancels the
+    call."""
+
+    def __init__(self, stream: Stream, exchange: Exchange) -> None:
+        self._stream = stream
+        self._exchange = exchange
+        stream._exchange = exchange
+
+    def __next__(self) -> Delta:
+        try:
+            return self._stream._next(self._exchange)
+        except (DiptychError, KeyboardInterrupt):
+            self._stream.close()
+            raise
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # a channel that is gone already has nothing left to cancel
+            self._stream.close()

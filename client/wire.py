@@ -1,0 +1,53 @@
+"""What the two clients share around a channel: options, methods, the reading of a failed call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+
+from diptych.client.errors import UnreachableError
+from diptych.common.errors import DiptychError, NoWorkerError
+from diptych.rpc.channels import channel_options
+from diptych.rpc.errors import TRAILER, from_rpc_error
+from diptych.rpc.v1 import router_pb2
+
+DEFAULT_ADDRESS = "127.0.0.1:50050"
+DEFAULT_TIMEOUT_S = 600.0
+"""Deadline of generate and stream."""
+DEFAULT_LIST_TIMEOUT_S = 10.0
+
+SERVICE = "/diptych.rpc.v1.Router/"
+
+
+def options() -> list[tuple[str, int]]:
+    return channel_options()
+
+
+def generate_method(channel: Any) -> Callable[..., Any]:
+    """The call of a sync or an aio channel; it is opened by `method(request, timeout=...)`."""
+    return channel.unary_stream(
+        SERVICE + "Generate",
+        request_serializer=router_pb2.GenerateRequest.SerializeToString,
+        response_deserializer=router_pb2.GenerateResponse.FromString,
+    )
+
+
+def list_models_method(channel: Any) -> Callable[..., Any]:
+    return channel.unary_unary(
+        SERVICE + "ListModels",
+        request_serializer=router_pb2.ListModelsRequest.SerializeToString,
+        response_deserializer=router_pb2.ListModelsResponse.FromString,
+    )
+
+
+def typed(error: grpc.RpcError, address: str) -> DiptychError:
+    """The error of a failed call. UNAVAILABLE without details of ours comes from gRPC itself: the router was not
+    reached."""
+    found = from_rpc_error(error)
+    if isinstance(found, NoWorkerError):
+        trailers = error.trailing_metadata() if hasattr(error, "trailing_metadata") else None
+        if not any(key == TRAILER for key, _ in trailers or ()):
+            return UnreachableError(f"the router at {address} cannot be reached: {found.message}")
+    return found
