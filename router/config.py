@@ -1,0 +1,53 @@
+"""Settings of the router process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from diptych.common.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """Args:
+    model: local Hugging Face folder; only its tokenizer, template and configuration are read.
+    served_model_name: what clients call it; empty: the folder's name.
+    max_model_len: prompt plus answer in tokens; None: the model's own limit and the workers'.
+    local_prefill_max_tokens: at most this many tokens uncached on decode are computed there; 0: prefill always runs.
+    request_timeout_s: deadline of a request that brings none; also the most that one may ask for.
+    max_prompt_bytes: larger texts are refused before they are tokenized.
+    generation_config: "auto" takes sampling defaults from the model's generation_config.json, "none" does not.
+    """
+
+    host: str = "127.0.0.1"
+    http_port: int = 8000
+    grpc_port: int = 50050
+    redis_url: str = "redis://127.0.0.1:6379/0"
+    cluster: str = "diptych"
+    secret_file: str = ""
+    model: str = ""
+    served_model_name: str = ""
+    max_model_len: int | None = None
+    local_prefill_max_tokens: int = 64
+    request_timeout_s: float = 600.0
+    max_prompt_bytes: int = 4 * 1024 * 1024
+    generation_config: str = "auto"
+    worker_poll_s: float = 0.25
+    worker_dead_s: float = 2.0
+
+    def __post_init__(self) -> None:
+        for name in ("http_port", "grpc_port"):
+            port = getattr(self, name)
+            if not 0 <= port <= 65535:
+                raise ConfigError(name, port, "must be between 0 and 65535")
+        for name in ("request_timeout_s", "worker_poll_s", "worker_dead_s"):
+            if not 0 < getattr(self, name) < 1e6:
+                raise ConfigError(name, getattr(self, name), "must be above 0 and finite")
+        if not 0 <= self.local_prefill_max_tokens < 2**31:
+            raise ConfigError("local_prefill_max_tokens", self.local_prefill_max_tokens, "must be 0 or more")
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise ConfigError("max_model_len", self.max_model_len, "must be at least 2")
+        if self.max_prompt_bytes < 1:
+            raise ConfigError("max_prompt_bytes", self.max_prompt_bytes, "must be at least 1")
+        if self.generation_config not in ("auto", "none"):
+            raise ConfigError("generation_config", self.generation_config, 'must be "auto" or "none"')
