@@ -98,8 +98,20 @@ def from_code(code: int, message: str) -> DiptychError:
 
 def from_rpc_error(error: grpc.RpcError) -> DiptychError:
     """The typed error of a failed call, sync or aio. Never raises: what cannot be read goes by its status code."""
+    typed = typed_error(error)
+    if typed is not None:
+        return typed
     code = error.code() if hasattr(error, "code") else grpc.StatusCode.UNKNOWN
-    text = (error.details() if hasattr(error, "details") else None) or str(error)
+    return from_code(code.value[0] if code is not None else 2, describe(error))
+
+
+def describe(error: grpc.RpcError) -> str:
+    """One line for a human: the call's details, or whatever the error says."""
+    return (error.details() if hasattr(error, "details") else None) or str(error)
+
+
+def typed_error(error: grpc.RpcError) -> DiptychError | None:
+    """The error that the other side itself reported. None: grpc made the status up (peer gone, deadline, ...)."""
     metadata: Sequence[tuple[str, Any]] = ()
     if hasattr(error, "trailing_metadata"):
         metadata = list(error.trailing_metadata() or ())
@@ -112,7 +124,7 @@ def from_rpc_error(error: grpc.RpcError) -> DiptychError:
             break
         if typed is not None:
             return typed
-    return from_code(code.value[0] if code is not None else 2, text)
+    return None
 
 
 async def abort(context: grpc.aio.ServicerContext, error: DiptychError) -> NoReturn:

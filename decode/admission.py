@@ -1,0 +1,86 @@
+"""Pure decisions of decode: where a prompt is computed, and what follows when a prefill leg fails.
+
+choose_route        after Admitted: how many tokens decode lacks is known for certain
+next_after_failure  after a leg failed: next candidate, local prefill, or give up, by the request's failure policy
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from diptych.common.errors import DiptychError, InvalidRequestError, NoWorkerError, RequestCancelledError
+from diptych.worker.refs import WorkerRef
+
+
+class FailurePolicy(Enum):
+    """What a request wants when the worker that computes its prompt is lost."""
+
+    FAIL = "fail"
+    RECOMPUTE = "recompute"
+    RETRY = "retry"
+    """The next candidate, then recompute. The default."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """What the router decided. `prefill` holds the choice first, then the spares."""
+
+    decode: WorkerRef
+    prefill: tuple[WorkerRef, ...]
+    local_prefill: bool
+    local_prefill_max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Remote:
+    candidates: tuple[WorkerRef, ...]
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    error: DiptychError
+
+
+def choose_route(placement: Placement, num_uncached: int, policy: FailurePolicy) -> Local | Remote | GiveUp:
+    """Decide where the prompt is computed.
+
+    Args:
+        num_uncached: prompt tokens that decode does not have in its own cache; at least 1, since the last prompt token
+            is always computed where the first token is sampled.
+    A limit of 0 always means remote while there is a candidate: decode's hit then saves bytes only.
+    """
+    limit = placement.local_prefill_max_tokens
+    within_limit = 0 < num_uncached <= limit
+    if placement.local_prefill and within_limit:
+        return Local()
+    if placement.prefill:
+        if placement.local_prefill:
+            return Remote(placement.prefill, f"local prefill overruled: {num_uncached} tokens uncached, limit {limit}")
+        return Remote(placement.prefill)
+    if within_limit:
+        return Local("no prefill worker: local prefill")
+    if policy is FailurePolicy.FAIL:
+        return GiveUp(NoWorkerError("no prefill worker is usable and the request's policy forbids local prefill"))
+    return Local(f"no prefill worker: local prefill of {num_uncached} tokens, limit {limit}")
+
+
+def next_after_failure(
+    policy: FailurePolicy, failed: WorkerRef, error: DiptychError, rest: tuple[WorkerRef, ...]
+) -> Local | Remote | GiveUp:
+    """Decide what follows a failed leg. `rest`: candidates that were not tried yet.
+
+    A request that prefill finds faulty is faulty everywhere: it is not tried again.
+    """
+    if policy is FailurePolicy.FAIL or isinstance(error, (InvalidRequestError, RequestCancelledError)):
+        return GiveUp(error)
+    what = f"prefill {failed.worker_id} failed ({error.reason}: {error.message})"
+    if policy is FailurePolicy.RETRY and rest:
+        return Remote(rest, f"{what}: trying {rest[0].worker_id}")
+    return Local(f"{what}: local prefill")

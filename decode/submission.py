@@ -1,0 +1,94 @@
+"""A Submit message after every check: what the rest of decode trusts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from diptych.common.errors import InvalidRequestError, PromptTooLongError, StaleReferenceError
+from diptych.common.sampling import SamplingParams
+from diptych.decode.admission import FailurePolicy, Placement
+from diptych.rpc import convert
+from diptych.rpc.v1 import decode_pb2, router_pb2, types_pb2
+from diptych.worker.refs import WorkerRef
+
+MAX_ATTEMPT_ID = 128
+MAX_CANDIDATES = 16
+
+_POLICIES = {
+    router_pb2.FAILURE_POLICY_UNSPECIFIED: FailurePolicy.RETRY,
+    router_pb2.FAILURE_POLICY_RETRY: FailurePolicy.RETRY,
+    router_pb2.FAILURE_POLICY_RECOMPUTE: FailurePolicy.RECOMPUTE,
+    router_pb2.FAILURE_POLICY_FAIL: FailurePolicy.FAIL,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What this worker can serve."""
+
+    worker_id: str
+    incarnation: str
+    vocab_size: int
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    attempt: str
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    placement: Placement
+    remaining_s: float
+    cache_salt: bytes
+    policy: FailurePolicy
+
+
+def parse_submit(message: decode_pb2.Submit, limits: Limits) -> Submission:
+    """Check everything that comes from the wire.
+
+    Raises: InvalidRequestError or PromptTooLongError naming the field; StaleReferenceError when the placement meant
+        another life of this worker.
+    """
+    if not message.attempt or len(message.attempt) > MAX_ATTEMPT_ID:
+        raise InvalidRequestError(f"attempt must have 1 to {MAX_ATTEMPT_ID} characters", param="attempt")
+    target = message.placement.decode
+    if (target.worker_id, target.incarnation) != (limits.worker_id, limits.incarnation):
+        raise StaleReferenceError(
+            f"placement is for {target.worker_id}/{target.incarnation}, this is {limits.worker_id}/{limits.incarnation}"
+        )
+    num_prompt = len(message.prompt_token_ids)
+    if num_prompt < 1:
+        raise InvalidRequestError("the prompt is empty", param="prompt")
+    if num_prompt >= limits.max_model_len:
+        raise PromptTooLongError(
+            f"the prompt has {num_prompt} tokens; the context of {limits.max_model_len} must leave room for one more",
+            param="prompt",
+        )
+    prompt = convert.check_token_ids(message.prompt_token_ids, vocab_size=limits.vocab_size, param="prompt")
+    policy = _POLICIES.get(message.failure_policy)
+    if policy is None:
+        raise InvalidRequestError(f"failure_policy {message.failure_policy} is unknown", param="failure_policy")
+    if len(message.placement.prefill) > MAX_CANDIDATES:
+        raise InvalidRequestError(f"at most {MAX_CANDIDATES} prefill candidates", param="placement.prefill")
+    return Submission(
+        attempt=message.attempt,
+        request_id=message.request_id,
+        prompt_token_ids=prompt,
+        sampling=convert.sampling_from_proto(message.sampling, vocab_size=limits.vocab_size),
+        placement=Placement(
+            decode=_ref(target),
+            prefill=tuple(_ref(ref) for ref in message.placement.prefill),
+            local_prefill=message.placement.local_prefill,
+            local_prefill_max_tokens=message.placement.local_prefill_max_tokens,
+        ),
+        remaining_s=convert.check_remaining(message.remaining_s),
+        cache_salt=message.cache_salt,
+        policy=policy,
+    )
+
+
+def _ref(message: types_pb2.WorkerRef) -> WorkerRef:
+    if not (message.worker_id and message.incarnation and message.address):
+        raise InvalidRequestError("a worker reference lacks its id, incarnation or address", param="placement")
+    return WorkerRef(message.worker_id, message.incarnation, message.address)

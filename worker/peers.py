@@ -1,0 +1,127 @@
+"""Peers of a decode worker: one handshake for each life of a prefill worker.
+
+connect(ref) -> GetInfo -> another incarnation?  StaleReferenceError
+                        -> facts differ?         IncompatibleWorkersError (kept: it is refused until it restarts)
+                        -> Peer                  (kept until drop, or until another life of the worker is met)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import grpc
+import structlog
+
+from diptych.common.compat import Compat, differences
+from diptych.common.errors import DiptychError, IncompatibleWorkersError, StaleReferenceError, WorkerLostError
+from diptych.kvtransfer.api import PeerRef
+from diptych.rpc import convert
+from diptych.rpc.channels import open_channel
+from diptych.rpc.errors import describe, typed_error
+from diptych.rpc.v1 import prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
+from diptych.worker import wire
+from diptych.worker.refs import WorkerRef
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A prefill worker that passed the handshake."""
+
+    ref: WorkerRef
+    pid: int
+    kv: PeerRef
+    prefill: prefill_pb2_grpc.PrefillStub
+    channel: grpc.aio.Channel
+
+
+class PeerDirectory:
+    """Args:
+    compat: this worker's own facts.
+    forget: called with the KV address of a peer that is dropped, to close its endpoint.
+    """
+
+    def __init__(
+        self,
+        compat: Compat,
+        *,
+        forget: Callable[[PeerRef], Awaitable[None]],
+        handshake_timeout_s: float = 2.0,
+        open_channel: Callable[[str], grpc.aio.Channel] = open_channel,
+    ) -> None:
+        self._compat = compat
+        self._forget = forget
+        self._timeout_s = handshake_timeout_s
+        self._open_channel = open_channel
+        self._peers: dict[WorkerRef, asyncio.Task[Peer]] = {}
+
+    async def connect(self, ref: WorkerRef) -> Peer:
+        """The peer behind `ref`, after a handshake that is done once.
+
+        Raises: StaleReferenceError, IncompatibleWorkersError, WorkerLostError (cannot be reached in time).
+        """
+        task = self._peers.get(ref)
+        if task is None:
+            task = self._peers[ref] = asyncio.create_task(self._handshake(ref), name=f"handshake {ref.worker_id}")
+            task.add_done_callback(lambda done: self._settle(ref, done))
+        return await asyncio.shield(task)
+
+    async def drop(self, ref: WorkerRef) -> None:
+        """Forget a peer that is gone or has another life; idempotent. Its channel and KV endpoint are closed."""
+        task = self._peers.pop(ref, None)
+        if task is None:
+            return
+        task.cancel()
+        if task.done() and not task.cancelled() and task.exception() is None:
+            peer = task.result()
+            await peer.channel.close()
+            await self._forget(peer.kv)
+
+    async def close(self) -> None:
+        for ref in list(self._peers):
+            await self.drop(ref)
+
+    def _settle(self, ref: WorkerRef, task: asyncio.Task[Peer]) -> None:
+        """Failures that may pass are not kept; a refusal for incompatibility is."""
+        if task.cancelled() or not isinstance(task.exception(), (type(None), IncompatibleWorkersError)):
+            if self._peers.get(ref) is task:
+                del self._peers[ref]
+
+    async def _handshake(self, ref: WorkerRef) -> Peer:
+        channel = self._open_channel(ref.address)
+        try:
+            try:
+                info = await worker_pb2_grpc.WorkerStub(channel).GetInfo(
+                    worker_pb2.GetInfoRequest(), timeout=self._timeout_s
+                )
+            except grpc.RpcError as error:
+                raise self._unreachable(ref, error) from None
+            kv = self._check(ref, info)
+        except BaseException:
+            await channel.close()
+            raise
+        for other in [known for known in self._peers if known.worker_id == ref.worker_id and known != ref]:
+            await self.drop(other)
+        log.info("prefill worker met", peer=ref.worker_id, incarnation=ref.incarnation, transport=info.transport_path)
+        return Peer(ref, info.pid, kv, prefill_pb2_grpc.PrefillStub(channel), channel)
+
+    @staticmethod
+    def _unreachable(ref: WorkerRef, error: grpc.RpcError) -> DiptychError:
+        return typed_error(error) or WorkerLostError(
+            f"prefill worker {ref.worker_id} at {ref.address} cannot be reached: {describe(error)}"
+        )
+
+    def _check(self, ref: WorkerRef, info: worker_pb2.GetInfoResponse) -> PeerRef:
+        if (info.worker_id, info.incarnation) != (ref.worker_id, ref.incarnation):
+            raise StaleReferenceError(
+                f"{ref.address} is {info.worker_id}/{info.incarnation}, not {ref.worker_id}/{ref.incarnation}"
+            )
+        if info.role != worker_pb2.WORKER_ROLE_PREFILL:
+            raise IncompatibleWorkersError(f"{ref.worker_id} is no prefill worker")
+        different = differences(self._compat, convert.compat_from_proto(info.compat))
+        if different:
+            raise IncompatibleWorkersError(f"{ref.worker_id} does not match this worker: {'; '.join(different)}")
+        return PeerRef(info.worker_id, info.incarnation, wire.kv_address_from_proto(info.kv_address))

@@ -1,0 +1,19 @@
+"""What the services need of the engine, as a protocol: the real EngineClient in production, a fake in tests."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from diptych.engine.messages import CacheDump, Command, EngineAudit, EngineStats
+
+
+class Engine(Protocol):
+    """The door to the step thread. `send` may be called from any thread, the rest on the event loop."""
+
+    def send(self, command: Command) -> None: ...
+
+    def stats(self) -> EngineStats: ...
+
+    async def audit(self, full: bool = False) -> EngineAudit: ...
+
+    async def dump_cache(self) -> CacheDump: ...

@@ -1,0 +1,89 @@
+"""Proto <-> the types of kvtransfer and worker, checked like everything that comes from a wire."""
+
+from __future__ import annotations
+
+from diptych.common.errors import IncompatibleWorkersError, TransferError
+from diptych.engine.messages import BlockCounts
+from diptych.kvtransfer.api import KvAddress, SlabCounts
+from diptych.kvtransfer.handle import SlabHandle
+from diptych.rpc.v1 import prefill_pb2, types_pb2, worker_pb2
+from diptych.worker.refs import WorkerRef
+
+
+def ref_to_proto(ref: WorkerRef) -> types_pb2.WorkerRef:
+    return types_pb2.WorkerRef(worker_id=ref.worker_id, incarnation=ref.incarnation, address=ref.address)
+
+
+def kv_address_to_proto(address: KvAddress) -> worker_pb2.KvAddress:
+    return worker_pb2.KvAddress(transport=address.transport, host=address.host, port=address.port, blob=address.blob)
+
+
+def kv_address_from_proto(message: worker_pb2.KvAddress) -> KvAddress:
+    """Raises: IncompatibleWorkersError when the peer names no transport or no usable port."""
+    if not message.transport or message.port > 65_535:
+        raise IncompatibleWorkersError(f"handshake: KV address {message.transport!r} {message.host}:{message.port}")
+    return KvAddress(message.transport, message.host, message.port, message.blob)
+
+
+def handle_to_proto(handle: SlabHandle) -> prefill_pb2.SlabHandle:
+    return prefill_pb2.SlabHandle(
+        worker_id=handle.worker_id,
+        incarnation=handle.incarnation,
+        attempt=handle.attempt,
+        slab=handle.slab,
+        generation=handle.generation,
+        first_token=handle.first_token,
+        num_tokens=handle.num_tokens,
+        first_layer=handle.first_layer,
+        num_layers=handle.num_layers,
+        layout_hash=handle.layout_hash,
+        size_bytes=handle.size_bytes,
+        checksum=handle.checksum,
+        expires_ns=handle.expires_ns,
+        mac=handle.mac,
+    )
+
+
+def handle_from_proto(message: prefill_pb2.SlabHandle) -> SlabHandle:
+    """Raises: TransferError when a field that must be set is not."""
+    if (
+        not message.worker_id
+        or not message.attempt
+        or message.num_tokens < 1
+        or message.size_bytes < 1
+        or not message.mac
+    ):
+        raise TransferError("a slab handle lacks its worker, attempt, range, size or MAC")
+    return SlabHandle(
+        worker_id=message.worker_id,
+        incarnation=message.incarnation,
+        attempt=message.attempt,
+        slab=message.slab,
+        generation=message.generation,
+        first_token=message.first_token,
+        num_tokens=message.num_tokens,
+        first_layer=message.first_layer,
+        num_layers=message.num_layers,
+        layout_hash=message.layout_hash,
+        size_bytes=message.size_bytes,
+        checksum=message.checksum,
+        expires_ns=message.expires_ns,
+        mac=message.mac,
+    )
+
+
+def block_counts_to_proto(counts: BlockCounts) -> worker_pb2.BlockCounts:
+    return worker_pb2.BlockCounts(
+        total=counts.total, free=counts.free, running=counts.running, cached=counts.cached, reserved=counts.reserved
+    )
+
+
+def slab_counts_to_proto(counts: SlabCounts) -> worker_pb2.SlabCounts:
+    return worker_pb2.SlabCounts(
+        total=counts.total,
+        free=counts.free,
+        packed=counts.packed,
+        in_flight=counts.in_flight,
+        settled=counts.settled,
+        quarantined=counts.quarantined,
+    )
