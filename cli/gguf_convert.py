@@ -1,8 +1,8 @@
 """Turns the GGUF file of a Llama-architecture model into a Hugging Face folder, with the `gguf` package alone.
 
-Only what the default model needs: `general.architecture` llama without rope factors, and a byte-level BPE tokenizer. What
-is not of that kind is refused, never guessed. The tensors equal the ones transformers' own GGUF loader builds, bit for bit;
-the tokenizer differs from it where that loader is wrong: a file with `pre = smollm` splits digits before the byte level.
+Only what the default model needs: `general.architecture` llama without rope factors, and a byte-level BPE tokenizer.
+What is not of that kind is refused, never guessed. The tensors equal the ones of transformers' own GGUF loader, bit for
+bit; the tokenizer differs where that loader is wrong: a file with `pre = smollm` splits digits before the byte level.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _Tensor:
 
 
 class GgufModel:
-    """One opened GGUF file. Raises: ConfigError when it is not a Llama-architecture model with a GPT-2 style tokenizer."""
+    """One opened GGUF file. Raises: ConfigError unless it is a Llama model with a GPT-2 style tokenizer."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -133,7 +133,7 @@ class GgufModel:
     # ---- tokenizer ----
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer the model was trained with. Bytes that the vocabulary lacks are dropped, as its authors' own does."""
+        """The tokenizer the model was trained with; bytes that the vocabulary lacks are dropped, as there."""
         pre = self.field("tokenizer.ggml.pre")
         if pre != "smollm":
             raise ConfigError("tokenizer.ggml.pre", pre, "this converter knows 'smollm' only")
@@ -154,7 +154,7 @@ class GgufModel:
         return tokenizer
 
     def tokenizer_config(self) -> dict[str, Any]:
-        """tokenizer_config.json. The class makes transformers take tokenizer.json as it is, instead of building its own."""
+        """tokenizer_config.json. The class makes transformers take tokenizer.json as it is, not build its own."""
         tokens: list[str] = self.required("tokenizer.ggml.tokens")
         named = {}
         for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
@@ -184,7 +184,7 @@ def _loader(tensor: Any, shape: tuple[int, ...], num_heads: int | None) -> Calla
 
 
 def _write_safetensors(path: Path, tensors: list[_Tensor], progress: Callable[[int, int], None]) -> None:
-    """Write tensor by tensor, so that memory holds one of them and not the whole model. (size, JSON header, raw data)"""
+    """Header size, JSON header, raw data; written tensor by tensor, so that memory never holds the whole model."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for tensor in tensors:

