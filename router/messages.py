@@ -56,12 +56,11 @@ class GenerateSpec:
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """Checked, tokenized and hashed; every default is filled in.
+    """Checked and tokenized; every default is filled in.
 
     Args:
         request_id: minted by the router.
         label: the caller's own id, or empty.
-        block_keys: identities of the prompt's full blocks.
         failure_policy: number of router.proto FailurePolicy.
         arrived, deadline: on the router's monotonic clock.
     """
@@ -71,7 +70,6 @@ class PreparedRequest:
     model: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
-    block_keys: tuple[bytes, ...]
     cache_salt: bytes
     explain: bool
     local_prefill_max_tokens: int

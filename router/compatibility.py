@@ -1,0 +1,80 @@
+"""Who fits whom, from the `compat` maps of the leases. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from diptych.common.block_identity import IdentityHeader, golden_key
+from diptych.common.worker_record import WorkerRecord
+
+
+def pair_differences(prefill: Mapping[str, str], decode: Mapping[str, str]) -> list[str]:
+    """Facts that differ, each as "field: prefill X, decode Y"; an empty list: KV may cross."""
+    return [
+        f"{name}: prefill {prefill.get(name, 'unset')}, decode {decode.get(name, 'unset')}"
+        for name in sorted(prefill.keys() | decode.keys())
+        if prefill.get(name) != decode.get(name)
+    ]
+
+
+def identity_header(record: WorkerRecord, *, key: bytes, tokenizer_revision: str) -> IdentityHeader | None:
+    """The header under which this worker names its blocks, or None when its facts are missing."""
+    model_revision, kv_dtype = record.compat.get("model_revision"), record.compat.get("kv_dtype")
+    if not model_revision or not kv_dtype:
+        return None
+    return IdentityHeader(
+        key=key,
+        model_revision=model_revision,
+        tokenizer_revision=tokenizer_revision,
+        kv_dtype=kv_dtype,
+        block_size=record.block_size,
+    )
+
+
+@dataclass(slots=True)
+class RouterCheck:
+    """What a worker must share with this router. Answers are remembered per incarnation.
+
+    Args:
+        served_model: model name that the workers must serve; "" takes any.
+        tokenizer_revision: of the router's own model folder.
+        identity_key: derived from the cluster secret.
+    """
+
+    served_model: str
+    tokenizer_revision: str
+    identity_key: bytes
+    _headers: dict[tuple[str, ...], tuple[IdentityHeader | None, str]] = field(default_factory=dict)
+
+    def header(self, record: WorkerRecord) -> IdentityHeader | None:
+        return self._checked(record)[0]
+
+    def why_not(self, record: WorkerRecord) -> str:
+        """Why this router must not place on the worker, or ""."""
+        return self._checked(record)[1]
+
+    def _checked(self, record: WorkerRecord) -> tuple[IdentityHeader | None, str]:
+        facts = (record.worker_id, record.incarnation, record.model, str(record.block_size))
+        if facts not in self._headers:
+            if len(self._headers) > 4096:
+                self._headers.clear()
+            self._headers[facts] = self._check(record)
+        return self._headers[facts]
+
+    def _check(self, record: WorkerRecord) -> tuple[IdentityHeader | None, str]:
+        if self.served_model and record.model != self.served_model:
+            return None, f"serves model {record.model!r}, this router {self.served_model!r}"
+        theirs = record.compat.get("tokenizer_revision", "unset")
+        if theirs != self.tokenizer_revision:
+            return None, f"tokenizer_revision: worker {theirs}, router {self.tokenizer_revision}"
+        header = identity_header(record, key=self.identity_key, tokenizer_revision=self.tokenizer_revision)
+        if header is None:
+            return None, "its lease does not name model_revision and kv_dtype"
+        if record.compat.get("block_size") != str(record.block_size):
+            return None, f"block_size: lease {record.block_size}, compat {record.compat.get('block_size', 'unset')}"
+        golden = golden_key(header).hex()
+        theirs = record.compat.get("block_identity_golden", "unset")
+        if theirs != golden:
+            return None, f"block identity: worker {theirs}, router {golden} (another cluster secret or version)"
+        return header, ""
