@@ -1,0 +1,80 @@
+"""Calls and imports that have no place here, found in the syntax tree: what runs code that it reads, or trusts a file."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BANNED_MODULES = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
+BANNED_CALLS = {"eval", "exec", "os.system", "os.popen", "yaml.load", "yaml.unsafe_load", "tempfile.mktemp"}
+
+
+def _dotted(node: ast.expr) -> str:
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    if isinstance(node, ast.Name):
+        parts.append(node.id)
+    return ".".join(reversed(parts))
+
+
+def _keyword(call: ast.Call, name: str) -> object:
+    """The constant that `name=` is given; None when it is absent or no constant."""
+    for keyword in call.keywords:
+        if keyword.arg == name and isinstance(keyword.value, ast.Constant):
+            return keyword.value.value
+    return None
+
+
+def findings(source: str, filename: str) -> list[str]:
+    """Lines "file:line: what" of everything banned in one file."""
+    found: list[str] = []
+
+    def report(node: ast.AST, what: str) -> None:
+        found.append(f"{filename}:{getattr(node, 'lineno', 0)}: {what}")
+
+    for node in ast.walk(ast.parse(source, filename)):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            names = [node.module]
+        for name in names:
+            if name.split(".")[0] in BANNED_MODULES:
+                report(node, f"import of {name}: it runs what it reads")
+        if isinstance(node, ast.Call):
+            call = _dotted(node.func)
+            if call in BANNED_CALLS:
+                report(node, f"{call}()")
+            if call == "torch.load" and _keyword(node, "weights_only") is not True:
+                report(node, "torch.load without weights_only=True")
+            if _keyword(node, "allow_pickle") is True:
+                report(node, "allow_pickle=True")
+            if _keyword(node, "trust_remote_code") is True:
+                report(node, "trust_remote_code=True")
+            if call.startswith("subprocess.") and _keyword(node, "shell") is True:
+                report(node, "a shell between us and the program")
+    return found
+
+
+def main() -> int:
+    listing = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"],
+        cwd=ROOT, check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    files = [ROOT / line for line in listing.stdout.splitlines() if not line.endswith(("_pb2.py", "_pb2_grpc.py"))]
+    files = [path for path in files if path.is_file() and not path.is_symlink()]
+    found = [line for path in files for line in findings(path.read_text(), str(path.relative_to(ROOT)))]
+    for line in found:
+        print(line, file=sys.stderr)
+    if not found:
+        print(f"bans: nothing in {len(files)} files")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

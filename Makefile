@@ -1,0 +1,95 @@
+# Needs Linux x86-64, Python 3.11 to 3.13, git and make. Everything else is installed into .venv; `make help` lists the targets.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-builtin-rules --no-print-directory
+
+# The repository root never gets onto sys.path: other packages own the top-level names `kernels`, `proto` and `client`.
+export PYTHONSAFEPATH := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+TORCH_VERSION ?= 2.13.0
+# Where torch comes from, for example: make up TORCH_INDEX_ARGS="--index-url <PyTorch's index of CPU wheels>"
+TORCH_INDEX_ARGS ?=
+# More flags of `diptych up`, for example: make up ARGS="--http-port 8080"
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --quiet
+PROTO_SOURCES := $(wildcard proto/diptych/rpc/v1/*.proto)
+
+.PHONY: help check test test-full up down proto model golden bench clean
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+up: $(VENV)/.serve ## start a cluster on this machine: Redis, router, one prefill and one decode worker; Ctrl-C stops it
+	@exec $(BIN)/diptych up $(ARGS)
+
+down: ## stop the cluster that `make up` started
+	@if [ -x $(BIN)/diptych ]; then exec $(BIN)/diptych down; else echo "no cluster runs: nothing was ever set up here"; fi
+
+test: $(VENV)/.dev model ## the tests, with one real cluster; under ten minutes on two cores
+	@$(BIN)/pytest -m "not slow and not gpu and not netns" $(ARGS)
+
+test-full: $(VENV)/.dev model ## every test that needs no GPU and no root
+	@$(BIN)/pytest -m "not gpu and not netns" $(ARGS)
+
+check: $(VENV)/.dev ## format, lint, types, import contracts, wire contract, banned calls
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+	@$(BIN)/buf lint
+	@$(BIN)/python .ci/check_proto.py
+	@$(BIN)/python .ci/check_bans.py
+
+proto: $(VENV)/.dev ## generate rpc/v1 from proto/
+	@$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=src --pyi_out=src --grpc_python_out=src $(PROTO_SOURCES)
+
+model: $(VENV)/.serve ## fetch and convert the default model, once
+	@$(BIN)/diptych model
+
+golden: $(VENV)/.dev model ## compute the reference token ids again, with transformers
+	@$(BIN)/python tests/golden/make_golden.py
+
+bench: $(VENV)/.dev model ## our engine beside transformers, in one run
+	@$(BIN)/diptych bench $(ARGS)
+
+clean: ## delete what was built and installed here; the model's cache stays
+	rm -rf $(VENV) build dist bench-out .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis src/*.egg-info
+	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
+
+# ---- set-up, in stages; each stamp is older than what it was made from only when that changed ----------------------
+
+$(VENV)/.python:
+	@python=""; \
+	for candidate in $${PYTHON:-python3.11 python3.12 python3.13 python3}; do \
+	  if "$$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; then \
+	    python="$$candidate"; break; fi; \
+	done; \
+	if [ -z "$$python" ]; then \
+	  echo "error: wrong Python: Diptych needs Python 3.11, 3.12 or 3.13 on PATH (or name one: make PYTHON=...);" \
+	       "found: $$(python3 --version 2>&1 || true)" >&2; exit 1; fi; \
+	"$$python" -c 'import ensurepip' 2>/dev/null || { \
+	  echo "error: $$python cannot make virtual environments (no module ensurepip): install its venv package" >&2; exit 1; }; \
+	echo "set-up 1/3: virtual environment with $$("$$python" --version)"; \
+	"$$python" -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.torch: $(VENV)/.python
+	@echo "set-up 2/3: torch $(TORCH_VERSION) (the largest download)"
+	@$(PIP) install $(TORCH_INDEX_ARGS) -c constraints.txt "torch==$(TORCH_VERSION)"
+	@touch $@
+
+$(VENV)/.serve: pyproject.toml constraints.txt $(VENV)/.torch
+	@echo "set-up 3/3: what serving needs"
+	@$(PIP) install -c constraints.txt -e ".[cli,router,worker]"
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt $(VENV)/.serve
+	@echo "set-up: what checks and tests need"
+	@$(PIP) install -c constraints.txt -e ".[dev]"
+	@touch $@

@@ -1,0 +1,142 @@
+"""Which processes a local cluster is made of, and their command lines."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from diptych.cli import embedded_redis
+from diptych.cli.processes import free_port
+from diptych.cli.run_folder import RunFolder
+from diptych.cli.supervisor import ChildSpec
+from diptych.cli.up_config import UpConfig
+from diptych.common.secret import create_secret, load_secret
+
+LOOPBACK = "127.0.0.1"
+_ROUTER_GROUP, _DECODE_GROUP, _PREFILL_GROUP, _REDIS_GROUP = range(4)
+
+
+def diptych_command() -> list[str]:
+    """Our own command line tool, run by this interpreter; -P keeps the current folder off sys.path."""
+    return [sys.executable, "-P", "-m", "diptych.cli"]
+
+
+@dataclass(slots=True)
+class ClusterPlan:
+    config: UpConfig
+    folder: RunFolder
+    model_folder: Path
+    model_name: str
+    threads: int
+    redis_port: int = 0
+    addresses: dict[str, str] = field(default_factory=dict)
+    """Child name -> address of its latest start."""
+
+    def __post_init__(self) -> None:
+        if not self.config.redis_url:
+            self.redis_port = free_port(LOOPBACK)
+
+    @property
+    def redis_url(self) -> str:
+        return self.config.redis_url or f"redis://{LOOPBACK}:{self.redis_port}/0"
+
+    @property
+    def secret_file(self) -> Path:
+        return self.config.secret_file or self.folder.secret
+
+    @property
+    def probe_host(self) -> str:
+        """Where we ourselves reach the router."""
+        return LOOPBACK if self.config.host in ("0.0.0.0", "::") else self.config.host  # noqa: S104 - compared only
+
+    @property
+    def http_url(self) -> str:
+        return f"http://{self.probe_host}:{self.config.http_port}"
+
+    @property
+    def grpc_address(self) -> str:
+        return f"{self.probe_host}:{self.config.grpc_port}"
+
+    def make_secret(self) -> None:
+        if self.config.secret_file is None:
+            create_secret(self.folder.secret)
+        else:
+            load_secret(self.config.secret_file)
+
+    def redis_spec(self) -> ChildSpec:
+        self.addresses["redis"] = f"{LOOPBACK}:{self.redis_port}"
+
+        def command() -> list[str]:
+            return embedded_redis.server_command(self.redis_port, self.folder.logs)
+
+        return ChildSpec("redis", "redis", command, self._log("redis"), _REDIS_GROUP)
+
+    def worker_specs(self) -> list[ChildSpec]:
+        prefill = [self._worker(f"prefill-{i}", "prefill", _PREFILL_GROUP) for i in range(self.config.prefill_workers)]
+        decode = [self._worker(f"decode-{i}", "decode", _DECODE_GROUP) for i in range(self.config.decode_workers)]
+        return [*prefill, *decode]
+
+    def router_spec(self) -> ChildSpec:
+        config = self.config
+        self.addresses["router"] = self.http_url
+
+        def command() -> list[str]:
+            flags: dict[str, object] = {
+                "host": config.host,
+                "http-port": config.http_port,
+                "grpc-port": config.grpc_port,
+                "local-prefill-max-tokens": config.local_prefill_max_tokens,
+            }
+            return [*diptych_command(), "router", *self._common_flags(), *_flags(flags)]
+
+        return ChildSpec("router", "router", command, self._log("router"), _ROUTER_GROUP)
+
+    def _worker(self, name: str, role: str, group: int) -> ChildSpec:
+        config = self.config
+
+        def command() -> list[str]:
+            port = free_port(LOOPBACK)
+            self.addresses[name] = f"{LOOPBACK}:{port}"
+            flags: dict[str, object] = {
+                "worker-id": name,
+                "host": LOOPBACK,
+                "port": port,
+                "transport": config.transport,
+                "block-size": config.block_size,
+                "num-blocks": config.num_blocks,
+                "max-model-len": config.max_model_len,
+                "max-num-seqs": config.max_num_seqs,
+                "max-num-batched-tokens": config.max_num_batched_tokens,
+                "max-step-time-s": config.max_step_time_s,
+                "dtype": config.dtype,
+                "device": config.device,
+                "threads": self.threads,
+            }
+            return [*diptych_command(), role, *self._common_flags(), *_flags(flags)]
+
+        return ChildSpec(name, role, command, self._log(name), group)
+
+    def _common_flags(self) -> list[str]:
+        flags = {
+            "model": self.model_folder,
+            "served-model-name": self.model_name,
+            "redis-url": self.redis_url,
+            "secret-file": self.secret_file,
+        }
+        return _flags(flags)
+
+    def _log(self, name: str) -> Path:
+        return self.folder.logs / f"{name}.log"
+
+
+def _flags(values: dict[str, object] | dict[str, Path | str]) -> Sequence[str] | list[str]:
+    """Flags of the settings that are set; 0 and "" mean "the worker's own default"."""
+    unset_when_zero = {"num-blocks", "max-model-len", "max-num-seqs", "max-num-batched-tokens"}
+    found: list[str] = []
+    for name, value in values.items():
+        if value == "" or (name in unset_when_zero and value == 0):
+            continue
+        found += [f"--{name}", str(value)]
+    return found

@@ -1,0 +1,146 @@
+"""The `diptych` command. Heavy imports happen inside the commands, so that --help answers at once.
+
+Exit codes: 0; 1 a fault; 2 wrong usage or settings; 130 after SIGINT; 143 after SIGTERM.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+from diptych.worker.config import WorkerConfig
+
+from diptych.cli.options import CONFIG_FILE, add_settings_command
+from diptych.cli.up_config import UpConfig
+from diptych.common.errors import ConfigError, DiptychError
+from diptych.common.paths import run_dir
+from diptych.router.config import RouterConfig
+
+if TYPE_CHECKING:
+    from diptych.cli.stages import Stages
+
+app = typer.Typer(
+    name="diptych",
+    help="Serves large language models from two pools of workers, prefill and decode.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+_DETACH = typer.Option("--detach", help="Return once the cluster serves; `diptych down` stops it.")
+
+
+def _up(config: UpConfig, detach: bool = False) -> int:
+    from diptych.cli.cluster_plan import diptych_command
+    from diptych.cli.up import run_detached, run_up
+
+    if detach:
+        again = [argument for argument in sys.argv[1:] if argument != "--detach"]
+        return run_detached([*diptych_command(), *again], run_dir(), config.startup_timeout_s + 1800.0)
+
+    def resolve(stages: Stages) -> tuple[Path, str]:
+        from diptych.cli.model_store import DEFAULT_ALIASES, resolve_model
+        from diptych.cli.progress import progress_on
+
+        stages.end()
+        with progress_on() as progress:
+            folder = resolve_model(config.model or DEFAULT_ALIASES[0], progress)
+        return folder, config.served_model_name or folder.name
+
+    return run_up(config, run_dir(), resolve)
+
+
+def _router(config: RouterConfig) -> int:
+    from diptych.router.server import run_router
+
+    return run_router(config) or 0
+
+
+def _prefill(config: WorkerConfig) -> int:
+    from diptych.prefill.server import run_prefill
+
+    return run_prefill(config) or 0
+
+
+def _decode(config: WorkerConfig) -> int:
+    from diptych.decode.server import run_decode
+
+    return run_decode(config) or 0
+
+
+_ALL = (UpConfig, RouterConfig, WorkerConfig)
+add_settings_command(
+    app,
+    "up",
+    UpConfig,
+    _up,
+    known=_ALL,
+    help="Start a cluster on this machine and stay with it; Ctrl-C stops it.",
+    flags={"detach": Annotated[bool, _DETACH]},
+)
+add_settings_command(app, "router", RouterConfig, _router, known=_ALL, help="Run a router.")
+add_settings_command(
+    app, "prefill", WorkerConfig, _prefill, known=_ALL, fixed={"role": "prefill"}, help="Run a prefill worker."
+)
+add_settings_command(
+    app, "decode", WorkerConfig, _decode, known=_ALL, fixed={"role": "decode"}, help="Run a decode worker."
+)
+
+
+@app.command()
+def down() -> None:
+    """Stop the cluster that `diptych up` started from this folder."""
+    from diptych.cli.up import run_down
+
+    raise typer.Exit(run_down(run_dir()))
+
+
+@app.command()
+def model(
+    name: Annotated[str, typer.Argument(help="smollm2 (the default model), a local folder, or a hub id.")] = "smollm2",
+) -> None:
+    """Make a model available on this machine; print its folder."""
+    from diptych.cli.model_store import main as model_main
+
+    raise typer.Exit(model_main([name]))
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    print(metadata.version("diptych"))
+
+
+def main() -> NoReturn:
+    """The console script."""
+    try:
+        code: Any = app(standalone_mode=False)
+    except ConfigError as error:
+        _fail(str(error), 1)
+    except DiptychError as error:
+        _fail(error.message, 1)
+    except KeyboardInterrupt:
+        _fail("interrupted", 130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except Exception as error:
+        usage = getattr(error, "show", None)  # click's usage errors know how to show themselves
+        if usage is None:
+            raise
+        usage()
+        sys.exit(getattr(error, "exit_code", 2))
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(code)
+
+
+__all__ = ["CONFIG_FILE", "app", "main"]

@@ -1,0 +1,99 @@
+"""Child processes that never outlive us, and the identity of a process beyond its number."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from diptych.common.errors import ConfigError
+
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessIdentity:
+    """A pid is used again some day; a pid with its start time is not."""
+
+    pid: int
+    start_time: float
+
+    @classmethod
+    def of(cls, pid: int) -> ProcessIdentity:
+        """Raises: ProcessLookupError."""
+        try:
+            return cls(pid, psutil.Process(pid).create_time())
+        except psutil.NoSuchProcess:
+            raise ProcessLookupError(f"no process {pid}") from None
+
+    def alive(self) -> bool:
+        try:
+            process = psutil.Process(self.pid)
+            return abs(process.create_time() - self.start_time) < 0.05 and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
+    def send(self, signum: signal.Signals) -> None:
+        if self.alive():
+            os.kill(self.pid, signum)
+
+
+def spawn(command: Sequence[str], *, log: Path, env: Mapping[str, str], cwd: Path) -> subprocess.Popen[bytes]:
+    """Start a child in a session of its own (a Ctrl-C reaches us alone, and we decide the order), writing to `log`, killed by
+    the kernel when the thread that called this ends. Call it on the main thread only."""
+    parent = os.getpid()
+
+    def tie_to_parent() -> None:
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:  # the parent died before the tie was made
+            os._exit(1)
+
+    with log.open("ab", buffering=0) as output:
+        return subprocess.Popen(
+            list(command),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=dict(env),
+            cwd=cwd,
+            start_new_session=True,
+            preexec_fn=tie_to_parent,
+        )
+
+
+def free_port(host: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def require_free_port(field: str, host: str, port: int) -> None:
+    """Raises: ConfigError when somebody listens there, or the address is not ours to bind."""
+    try:
+        address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror as error:
+        raise ConfigError("host", host, f"is no address: {error.strerror}") from None
+    with socket.socket(address[0], socket.SOCK_STREAM) as probe:
+        # Connections of an earlier run in TIME_WAIT are no obstacle; a listener is.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address[4])
+        except OSError as error:
+            rule = f"cannot be used on {host}: {error.strerror}; choose another with --{field.replace('_', '-')}"
+            raise ConfigError(field, port, rule) from None
+
+
+def tail(path: Path, lines: int = 25) -> str:
+    """The last lines of a log; empty when there is none."""
+    try:
+        return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
+    except OSError:
+        return ""

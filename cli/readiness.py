@@ -1,0 +1,47 @@
+"""Is a cluster really serving? /ready says that the parts are there; one token proves it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class FirstAnswer:
+    text: str
+    explanation: dict[str, object]
+
+
+def is_ready(host: str, port: int, *, timeout_s: float = 1.0) -> tuple[bool, str]:
+    """(ready, why not): asks GET /ready. Nobody listening is "not listening yet"."""
+    connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
+    try:
+        connection.request("GET", "/ready")
+        response = connection.getresponse()
+        body = response.read(4096).decode(errors="replace")
+        return response.status == 200, body
+    except OSError:
+        return False, "not listening yet"
+    finally:
+        connection.close()
+
+
+def first_answer(host: str, port: int, *, timeout_s: float) -> FirstAnswer:
+    """Generate two tokens: the first is sampled by prefill, the second needs the KV on decode.
+
+    Raises: RuntimeError with the server's answer when it is not a completion; OSError when it cannot be reached in time.
+    """
+    body = json.dumps({"prompt": "The capital of France is", "max_tokens": 2, "temperature": 0, "ignore_eos": True})
+    connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
+    try:
+        headers = {"content-type": "application/json", "x-diptych-explain": "1"}
+        connection.request("POST", "/v1/completions", body=body, headers=headers)
+        response = connection.getresponse()
+        raw = response.read().decode(errors="replace")
+    finally:
+        connection.close()
+    if response.status != 200:
+        raise RuntimeError(f"HTTP {response.status}: {raw[:500]}")
+    answer = json.loads(raw)
+    return FirstAnswer(answer["choices"][0]["text"], answer.get("diptych") or {})

@@ -1,0 +1,142 @@
+"""A command's settings, merged from four places: command line > environment > file > default.
+
+Settings are the fields of a frozen dataclass. In the environment field `http_port` is DIPTYCH_HTTP_PORT; in a file (YAML or
+TOML) it is `http-port` or `http_port`. A key that no command knows is an error, wherever it stands.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import tomllib
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit, urlunsplit
+
+from diptych.common.errors import ConfigError
+
+ENV_PREFIX = "DIPTYCH_"
+# Read elsewhere (common/paths.py, logging), so no setting of a command.
+ENV_ELSEWHERE = frozenset(
+    {"DIPTYCH_RUN_DIR", "DIPTYCH_LOG_LEVEL", "DIPTYCH_LOG_JSON", "DIPTYCH_API_KEY", "DIPTYCH_CONFIG"}
+)
+_SECRET_WORDS = ("secret", "password", "token_key", "api_key")
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+
+Config = TypeVar("Config")
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The file's keys, with `-` turned into `_`. Raises: ConfigError when it cannot be read or is no mapping."""
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise ConfigError("config", str(path), f"cannot be read: {error.strerror}") from None
+    if path.suffix == ".toml":
+        try:
+            data: Any = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError("config", str(path), f"is not TOML: {error}") from None
+    elif path.suffix in (".yaml", ".yml"):
+        import yaml
+
+        try:
+            data = yaml.safe_load(text) or {}
+        except yaml.YAMLError as error:
+            raise ConfigError("config", str(path), f"is not YAML: {error}") from None
+    else:
+        raise ConfigError("config", str(path), "must end in .yaml, .yml or .toml")
+    if not isinstance(data, dict):
+        raise ConfigError("config", str(path), "must be a mapping of setting to value")
+    return {str(key).replace("-", "_"): value for key, value in data.items()}
+
+
+def merge(
+    cls: type[Config],
+    command_line: Mapping[str, Any],
+    *,
+    environ: Mapping[str, str],
+    file: Mapping[str, Any] | None = None,
+    known_elsewhere: frozenset[str] = frozenset(),
+) -> Config:
+    """Build `cls` from the four places.
+
+    Args:
+        command_line: flag values by field name; None means not given.
+        file: content of the config file.
+        known_elsewhere: fields of the other commands: allowed in the environment, not used here.
+    Raises: ConfigError for an unknown key or a value of the wrong type.
+    """
+    fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    hints = typing.get_type_hints(cls)
+    values: dict[str, Any] = {}
+    for key, value in (file or {}).items():
+        if key not in fields:
+            raise ConfigError(key, value, f"unknown setting in the config file; known: {', '.join(sorted(fields))}")
+        values[key] = convert(key, value, hints[key])
+    for name, text in sorted(environ.items()):
+        if not name.startswith(ENV_PREFIX) or name in ENV_ELSEWHERE:
+            continue
+        key = name.removeprefix(ENV_PREFIX).lower()
+        if key in fields:
+            values[key] = convert(key, text, hints[key])
+        elif key not in known_elsewhere:
+            raise ConfigError(name, _mask(key, text), "unknown setting in the environment")
+    for key, value in command_line.items():
+        if value is not None:
+            values[key] = convert(key, value, hints[key])
+    return cls(**values)
+
+
+def convert(key: str, value: Any, hint: Any) -> Any:
+    """Bring a value to the field's type. Raises: ConfigError."""
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        if value is None or value == "":
+            return None
+        hint = next(arm for arm in typing.get_args(hint) if arm is not type(None))
+    if hint is bool:
+        text = str(value).lower()
+        if text not in _TRUE + _FALSE:
+            raise ConfigError(key, value, "must be true or false")
+        return text in _TRUE
+    if typing.get_origin(hint) is tuple:
+        items = value.split(",") if isinstance(value, str) else list(value)
+        return tuple(convert(key, item, typing.get_args(hint)[0]) for item in items)
+    if hint is Path:
+        return Path(str(value))
+    if hint in (int, float, str):
+        if isinstance(value, bool) or (hint is int and isinstance(value, float)) or isinstance(value, dict | list):
+            raise ConfigError(key, value, f"must be {hint.__name__}")
+        try:
+            return hint(value)
+        except (TypeError, ValueError):
+            raise ConfigError(key, value, f"must be {hint.__name__}") from None
+    return value
+
+
+def describe(config: Any) -> str:
+    """The merged settings in one line, secrets masked."""
+    return ", ".join(f"{f.name}={_mask(f.name, getattr(config, f.name))!s}" for f in dataclasses.fields(config))
+
+
+def child_environment() -> dict[str, str]:
+    """Our environment less the settings: a child gets its settings as flags, and only there."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(ENV_PREFIX) or name in ENV_ELSEWHERE - {"DIPTYCH_CONFIG"}
+    }
+
+
+def _mask(name: str, value: Any) -> Any:
+    if any(word in name for word in _SECRET_WORDS) and not name.endswith("_file"):
+        return "***" if value else value
+    if isinstance(value, str) and "://" in value:
+        parts = urlsplit(value)
+        if parts.password:
+            host = parts.netloc.rpartition("@")[2]
+            return urlunsplit(parts._replace(netloc=f"{parts.username or ''}:***@{host}"))
+    return value

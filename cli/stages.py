@@ -1,0 +1,45 @@
+"""What a start-up shows on stderr: a spinner on a terminal, one line per stage in a pipe."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+
+class Stages:
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._status: Any = None
+        self._console: Any = None
+        if sys.stderr.isatty():
+            from rich.console import Console
+
+            self._console = Console(stderr=True, highlight=False)
+
+    def stage(self, text: str) -> None:
+        """What is being done now."""
+        if self._console is None:
+            self._print(text + " ...")
+            return
+        self.end()
+        self._status = self._console.status(text + " ...")
+        self._status.start()
+
+    def done(self, text: str) -> None:
+        """One finished stage, kept on the screen."""
+        self.end()
+        self._print(text)
+
+    def end(self) -> None:
+        """Take the spinner away, so that somebody else may write."""
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+
+    def _print(self, text: str) -> None:
+        line = f"[{time.monotonic() - self._began:6.1f} s] {text}"
+        if self._console is not None:
+            self._console.print(line, markup=False)
+        else:
+            print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,69 @@
+"""Settings of `diptych up`: one cluster on this machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from diptych.common.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class UpConfig:
+    """A cluster of local processes.
+
+    Args:
+        model: a local Hugging Face folder or a hub id; "" is the default model, fetched and converted once.
+        served_model_name: the name clients use; "" takes the model's own.
+        redis_url: "" starts an embedded server.
+        secret_file: None makes a new secret for this run.
+        num_blocks: KV blocks per worker; 0 lets the worker choose from the memory it finds.
+        threads_per_worker: torch threads; 0: one while two workers share two cores, more on larger machines.
+        startup_timeout_s: from the first process started to the first token served.
+    """
+
+    model: str = ""
+    served_model_name: str = ""
+    host: str = "127.0.0.1"
+    http_port: int = 8000
+    grpc_port: int = 50050
+    redis_url: str = ""
+    secret_file: Path | None = None
+    prefill_workers: int = 1
+    decode_workers: int = 1
+    transport: str = "ucx"
+    local_prefill_max_tokens: int = 64
+    max_model_len: int = 0
+    block_size: int = 16
+    num_blocks: int = 0
+    max_num_seqs: int = 0
+    max_num_batched_tokens: int = 0
+    max_step_time_s: float = 0.5
+    dtype: str = "float32"
+    device: str = "cpu"
+    threads_per_worker: int = 0
+    startup_timeout_s: float = 180.0
+
+    def __post_init__(self) -> None:
+        for name in ("prefill_workers", "decode_workers"):
+            if not 1 <= getattr(self, name) <= 64:
+                raise ConfigError(name, getattr(self, name), "must be 1 to 64")
+        for name in ("http_port", "grpc_port"):
+            if not 1 <= getattr(self, name) <= 65535:
+                raise ConfigError(name, getattr(self, name), "must be 1 to 65535")
+        if self.http_port == self.grpc_port:
+            raise ConfigError("grpc_port", self.grpc_port, "must differ from http_port")
+        for name in ("local_prefill_max_tokens", "max_model_len", "num_blocks", "threads_per_worker"):
+            if getattr(self, name) < 0:
+                raise ConfigError(name, getattr(self, name), "must not be negative")
+        if self.startup_timeout_s <= 0:
+            raise ConfigError("startup_timeout_s", self.startup_timeout_s, "must be above 0")
+
+    @property
+    def num_workers(self) -> int:
+        return self.prefill_workers + self.decode_workers
+
+
+def threads_for(config: UpConfig, cores: int) -> int:
+    """torch threads of one worker: the cores shared out, at least one; spinning threads on contended cores are slower."""
+    return config.threads_per_worker or max(1, cores // config.num_workers)

@@ -1,0 +1,157 @@
+"""A real cluster under test: `diptych up` as a child process, its parts by name, and questions to its workers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from diptych.cli.processes import ProcessIdentity, free_port
+from diptych.cli.run_folder import ChildState, ClusterState, RunFolder
+from diptych.rpc.v1 import worker_pb2, worker_pb2_grpc
+
+START_DEADLINE_S = 240.0
+KV_BYTES_PER_TOKEN = 46_080
+
+
+def wait_until(condition: Callable[[], object], *, deadline_s: float, what: str, every_s: float = 0.05) -> float:
+    """Seconds until condition() was true. Fails with `what` when the deadline passes."""
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < deadline_s, f"not within {deadline_s} s: {what}"
+        time.sleep(every_s)
+    return time.monotonic() - began
+
+
+@dataclass
+class Cluster:
+    process: subprocess.Popen[bytes]
+    folder: RunFolder
+    output: Path
+
+    @property
+    def state(self) -> ClusterState:
+        state = self.folder.read_state()
+        assert state is not None
+        return state
+
+    @property
+    def http_url(self) -> str:
+        return self.state.http_url
+
+    @property
+    def grpc_address(self) -> str:
+        return self.state.grpc_address
+
+    @property
+    def model(self) -> str:
+        return self.state.model
+
+    def child(self, name: str) -> ChildState:
+        return next(child for child in self.state.children if child.name == name)
+
+    def kill(self, name: str, signum: signal.Signals = signal.SIGKILL) -> ChildState:
+        child = self.child(name)
+        ProcessIdentity(child.pid, child.start_time).send(signum)
+        return child
+
+    def audit(self, name: str, *, full: bool = True) -> worker_pb2.AuditResponse:
+        """Worker.Audit of one worker; asserts that every law holds."""
+        with grpc.insecure_channel(self.child(name).address) as channel:
+            answer = worker_pb2_grpc.WorkerStub(channel).Audit(worker_pb2.AuditRequest(full=full), timeout=10)
+        assert not answer.violations, f"{name}: {list(answer.violations)}"
+        return answer
+
+    def info(self, name: str) -> worker_pb2.GetInfoResponse:
+        with grpc.insecure_channel(self.child(name).address) as channel:
+            return worker_pb2_grpc.WorkerStub(channel).GetInfo(worker_pb2.GetInfoRequest(), timeout=10)
+
+    def idle(self, name: str) -> bool:
+        """No attempt, no block held but by the prefix cache, every slab free."""
+        answer = self.audit(name)
+        blocks, slabs = answer.blocks, answer.slabs
+        return (
+            sum(answer.attempts.values()) == 0
+            and blocks.running == 0
+            and blocks.reserved == 0
+            and blocks.free + blocks.cached == blocks.total
+            and slabs.free == slabs.total
+        )
+
+    def workers(self) -> list[str]:
+        return [child.name for child in self.state.children if child.role in ("prefill", "decode")]
+
+    def wait_idle(self, *, deadline_s: float) -> float:
+        return wait_until(
+            lambda: all(self.idle(name) for name in self.workers()),
+            deadline_s=deadline_s,
+            what="workers are idle again",
+        )
+
+    def steps(self) -> dict[str, int]:
+        return {name: self.audit(name, full=False).steps for name in self.workers()}
+
+    def log(self) -> str:
+        return self.output.read_text(errors="replace")
+
+
+def up_command(*flags: str) -> tuple[list[str], int, int]:
+    """The command line of `diptych up` on free ports, and the ports."""
+    http, rpc = free_port("127.0.0.1"), free_port("127.0.0.1")
+    ports = ["--http-port", str(http), "--grpc-port", str(rpc)]
+    return [sys.executable, "-P", "-m", "diptych.cli", "up", *ports, *flags], http, rpc
+
+
+def environment(run_root: Path) -> dict[str, str]:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("DIPTYCH_")}
+    return env | {"DIPTYCH_RUN_DIR": str(run_root), "PYTHONSAFEPATH": "1"}
+
+
+@contextlib.contextmanager
+def running_cluster(root: Path, *flags: str) -> Iterator[Cluster]:
+    """Start, wait until it serves, and stop it by its pid; checks that nothing is left behind."""
+    command, _, _ = up_command(*flags)
+    output = root / "up.log"
+    folder = RunFolder(root / "run")
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            command,
+            env=environment(folder.root),
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            cwd=root,
+        )
+    try:
+        running = Cluster(process, folder, output)
+
+        def ready() -> bool:
+            assert process.poll() is None, f"diptych up ended with {process.returncode}:\n{running.log()[-6000:]}"
+            state = folder.read_state()
+            return state is not None and state.ready
+
+        wait_until(ready, deadline_s=START_DEADLINE_S, what=f"the cluster serves\n{running.log()[-3000:]}")
+        state = running.state
+        yield running
+        state = running.state
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 143
+        left = [child for child in state.children if ProcessIdentity(child.pid, child.start_time).alive()]
+        assert not left, f"processes left behind: {left}"
+        assert [path.name for path in folder.root.iterdir()] == ["logs"]
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(timeout=20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(timeout=10)

@@ -1,0 +1,79 @@
+"""What every test gets: nothing may leak out of it. And, for those that ask, one real cluster for the whole run."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+# Pools that a library starts once per process and keeps; they belong to no test.
+LIBRARY_THREADS = ("grpc", "asyncio_", "AnyIO worker thread", "ThreadPoolExecutor", "tokio", "Dummy-", "ucxx-notifier")
+_SETTLE_S = 2.0
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def _load(name: str, path: Path) -> ModuleType:
+    """Test support by path: the repository root never gets onto sys.path."""
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(autouse=True)
+def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fails the test that leaves a thread or an asyncio task behind."""
+    before = set(threading.enumerate())
+    if request.node.get_closest_marker("asyncio") is not None:
+        request.getfixturevalue("no_task_leaks")
+    yield
+    until = time.monotonic() + _SETTLE_S
+    while (left := _threads_since(before)) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not left, f"threads left behind: {[thread.name for thread in left]}"
+
+
+def _threads_since(before: set[threading.Thread]) -> list[threading.Thread]:
+    new = [thread for thread in threading.enumerate() if thread not in before and thread.is_alive()]
+    return [thread for thread in new if not thread.name.startswith(LIBRARY_THREADS)]
+
+
+@pytest.fixture
+async def no_task_leaks() -> AsyncIterator[None]:
+    yield
+    me = asyncio.current_task()
+    until = time.monotonic() + _SETTLE_S
+    while (left := [task for task in asyncio.all_tasks() if task is not me and not task.done()]) and (
+        time.monotonic() < until
+    ):
+        await asyncio.sleep(0.01)
+    assert not left, f"asyncio tasks left behind: {left}"
+
+
+@pytest.fixture(scope="session")
+def cluster_module() -> ModuleType:
+    return _load("diptych_test_cluster", ROOT / "tests" / "cluster.py")
+
+
+@pytest.fixture(scope="session")
+def cluster(cluster_module: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
+    """One real cluster for the whole run: `diptych up` with free ports and the real model. Tests that kill parts of it use
+    `own_cluster`."""
+    with cluster_module.running_cluster(tmp_path_factory.mktemp("cluster")) as running:
+        yield running

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from diptych.cli.processes import ProcessIdentity, tail
+from diptych.cli.run_folder import ChildState, ClusterState, RunFolder
+from diptych.common.errors import ConfigError
+
+
+def make_state(**changes) -> ClusterState:
+    child = ChildState("decode-0", "decode", 7, 1.5, "127.0.0.1:9", "x.log")
+    values = {
+        "pid": 1, "start_time": 2.0, "ready": True, "http_url": "http://h:1", "grpc_address": "h:2", "redis_url": "redis://h",
+        "model": "m", "children": [child],
+    }  # fmt: skip
+    return ClusterState(**(values | changes))
+
+
+def test_one_owner_at_a_time(tmp_path: Path):
+    first, second = RunFolder(tmp_path), RunFolder(tmp_path)
+    first.claim()
+    with pytest.raises(ConfigError, match="a cluster runs from this folder already"):
+        second.claim()
+    assert second.owner() == ProcessIdentity.of(os.getpid())
+    first.release()
+    assert second.owner() is None
+    second.claim()
+    second.release()
+
+
+def test_release_leaves_logs_only(tmp_path: Path):
+    folder = RunFolder(tmp_path)
+    folder.claim()
+    folder.write_state(make_state())
+    folder.secret.write_text("x")
+    (folder.logs / "a.log").write_text("kept")
+    folder.release()
+    assert [path.name for path in tmp_path.iterdir()] == ["logs"]
+    assert (folder.logs / "a.log").read_text() == "kept"
+
+
+def test_state_round_trip(tmp_path: Path):
+    folder = RunFolder(tmp_path)
+    assert folder.read_state() is None
+    folder.write_state(make_state())
+    assert folder.read_state() == make_state()
+
+
+def test_what_a_killed_supervisor_left_is_removed(tmp_path: Path):
+    folder = RunFolder(tmp_path)
+    folder.pid_file.write_text('{"pid": 1, "start_time": 0.0}')
+    folder.write_state(make_state())
+    assert folder.owner() is None  # nobody holds the lock, whatever the file says
+    assert folder.remove_dead_cluster()
+    assert list(tmp_path.iterdir()) == []
+    assert not folder.remove_dead_cluster()
+
+
+def test_another_process_with_the_same_pid_is_not_ours():
+    me = ProcessIdentity.of(os.getpid())
+    assert me.alive()
+    assert not ProcessIdentity(me.pid, me.start_time - 100.0).alive()
+
+
+def test_tail(tmp_path: Path):
+    path = tmp_path / "x.log"
+    assert tail(path) == ""
+    path.write_text("\n".join(str(i) for i in range(100)))
+    assert tail(path, 2) == "98\n99"

@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from diptych.cli import settings
+from diptych.common.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Example:
+    http_port: int = 1
+    ratio: float = 0.5
+    name: str = "default"
+    limit: int | None = None
+    fast: bool = False
+    api_key: str = ""
+    redis_url: str = ""
+
+
+def merge(flags=None, environ=None, file=None, **more) -> Example:
+    return settings.merge(Example, flags or {}, environ=environ or {}, file=file, **more)
+
+
+def test_flag_beats_environment_beats_file_beats_default():
+    environ = {"DIPTYCH_HTTP_PORT": "3", "DIPTYCH_RATIO": "0.75"}
+    file = {"http_port": 2, "ratio": 0.25, "name": "file"}
+    config = merge({"http_port": "4", "ratio": None}, environ, file)
+    assert config == Example(http_port=4, ratio=0.75, name="file")
+
+
+def test_unknown_key_in_file_names_itself_and_the_known_ones():
+    with pytest.raises(ConfigError, match=r"http_prot=8: unknown setting in the config file; known: .*http_port"):
+        merge(file={"http_prot": 8})
+
+
+def test_unknown_environment_key_is_an_error_but_another_commands_is_not():
+    with pytest.raises(ConfigError, match="DIPTYCH_HTTP_PROT"):
+        merge(environ={"DIPTYCH_HTTP_PROT": "8"})
+    other = {"DIPTYCH_ROLE": "x", "DIPTYCH_RUN_DIR": "/x"}
+    assert merge(environ=other, known_elsewhere=frozenset({"role"})) == Example()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("http_port", "many"), ("http_port", 1.5), ("http_port", True), ("fast", "maybe"), ("ratio", [1])],
+)
+def test_wrong_type_names_field_and_value(key, value):
+    with pytest.raises(ConfigError, match=key):
+        merge(file={key: value})
+
+
+def test_optional_and_bool():
+    assert merge({"limit": "7", "fast": "yes"}) == Example(limit=7, fast=True)
+    assert merge({"limit": ""}) == Example()
+
+
+def test_secrets_are_masked():
+    line = settings.describe(Example(api_key="hush", redis_url="redis://me:hush@there:6379/0"))
+    assert "api_key=***" in line
+    assert "redis_url=redis://me:***@there:6379/0" in line
+    assert "hush" not in line
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("c.yaml", "http-port: 8\nname: x\n"), ("c.toml", 'http-port = 8\nname = "x"\n')]
+)
+def test_file_formats(tmp_path: Path, name, text):
+    path = tmp_path / name
+    path.write_text(text)
+    assert settings.read_file(path) == {"http_port": 8, "name": "x"}
+
+
+@pytest.mark.parametrize(("name", "text"), [("c.yaml", "a: [1"), ("c.toml", "a ="), ("c.yaml", "- 1"), ("c.ini", "")])
+def test_bad_files(tmp_path: Path, name, text):
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="config="):
+        settings.read_file(path)
+
+
+def test_missing_file(tmp_path: Path):
+    with pytest.raises(ConfigError, match="cannot be read"):
+        settings.read_file(tmp_path / "none.yaml")
+
+
+def test_children_get_no_settings_by_environment(monkeypatch):
+    monkeypatch.setenv("DIPTYCH_HTTP_PORT", "1")
+    monkeypatch.setenv("DIPTYCH_LOG_LEVEL", "debug")
+    env = settings.child_environment()
+    assert "DIPTYCH_HTTP_PORT" not in env
+    assert env["DIPTYCH_LOG_LEVEL"] == "debug"

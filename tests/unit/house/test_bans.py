@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(scope="module")
+def bans() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("check_bans", ROOT / ".ci" / "check_bans.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "from marshal import loads",
+        "eval('1')",
+        "import torch\ntorch.load('x')",
+        "import torch\ntorch.load('x', weights_only=False)",
+        "np.load('x', allow_pickle=True)",
+        "AutoModel.from_pretrained('x', trust_remote_code=True)",
+        "subprocess.run('ls', shell=True)",
+        "yaml.load(text)",
+    ],
+)
+def test_banned(bans, source):
+    assert bans.findings(source, "x.py")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch\ntorch.load('x', weights_only=True)",
+        "yaml.safe_load(text)",
+        "subprocess.run(['ls'])",
+        "model.eval()",
+    ],
+)
+def test_allowed(bans, source):
+    assert bans.findings(source, "x.py") == []
