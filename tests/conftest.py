@@ -54,14 +54,16 @@ def _threads_since(before: set[threading.Thread]) -> list[threading.Thread]:
     return [thread for thread in new if not thread.name.startswith(LIBRARY_THREADS)]
 
 
+def _tasks_besides(me: asyncio.Task[object] | None) -> list[asyncio.Task[object]]:
+    return [task for task in asyncio.all_tasks() if task is not me and not task.done()]
+
+
 @pytest.fixture
 async def no_task_leaks() -> AsyncIterator[None]:
     yield
     me = asyncio.current_task()
     until = time.monotonic() + _SETTLE_S
-    while (left := [task for task in asyncio.all_tasks() if task is not me and not task.done()]) and (
-        time.monotonic() < until
-    ):
+    while (left := _tasks_besides(me)) and time.monotonic() < until:  # noqa: ASYNC110 - no event says "all tasks ended"
         await asyncio.sleep(0.01)
     assert not left, f"asyncio tasks left behind: {left}"
 
