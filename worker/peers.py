@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 import structlog
@@ -20,7 +21,8 @@ from diptych.kvtransfer.api import PeerRef
 from diptych.rpc import convert
 from diptych.rpc.channels import open_channel
 from diptych.rpc.errors import describe, typed_error
-from diptych.rpc.v1 import prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
+from diptych.rpc.stubs import PrefillStub, WorkerStub
+from diptych.rpc.v1 import worker_pb2
 from diptych.worker import wire
 from diptych.worker.refs import WorkerRef
 
@@ -34,7 +36,8 @@ class Peer:
     ref: WorkerRef
     pid: int
     kv: PeerRef
-    prefill: prefill_pb2_grpc.PrefillStub
+    prefill: Any
+    """Its PrefillStub."""
     channel: grpc.aio.Channel
 
 
@@ -86,17 +89,15 @@ class PeerDirectory:
 
     def _settle(self, ref: WorkerRef, task: asyncio.Task[Peer]) -> None:
         """Failures that may pass are not kept; a refusal for incompatibility is."""
-        if task.cancelled() or not isinstance(task.exception(), (type(None), IncompatibleWorkersError)):
-            if self._peers.get(ref) is task:
-                del self._peers[ref]
+        keep = not task.cancelled() and isinstance(task.exception(), (type(None), IncompatibleWorkersError))
+        if not keep and self._peers.get(ref) is task:
+            del self._peers[ref]
 
     async def _handshake(self, ref: WorkerRef) -> Peer:
         channel = self._open_channel(ref.address)
         try:
             try:
-                info = await worker_pb2_grpc.WorkerStub(channel).GetInfo(
-                    worker_pb2.GetInfoRequest(), timeout=self._timeout_s
-                )
+                info = await WorkerStub(channel).GetInfo(worker_pb2.GetInfoRequest(), timeout=self._timeout_s)
             except grpc.RpcError as error:
                 raise self._unreachable(ref, error) from None
             kv = self._check(ref, info)
@@ -106,7 +107,7 @@ class PeerDirectory:
         for other in [known for known in self._peers if known.worker_id == ref.worker_id and known != ref]:
             await self.drop(other)
         log.info("prefill worker met", peer=ref.worker_id, incarnation=ref.incarnation, transport=info.transport_path)
-        return Peer(ref, info.pid, kv, prefill_pb2_grpc.PrefillStub(channel), channel)
+        return Peer(ref, info.pid, kv, PrefillStub(channel), channel)
 
     @staticmethod
     def _unreachable(ref: WorkerRef, error: grpc.RpcError) -> DiptychError:

@@ -1,0 +1,247 @@
+"""The owner of one attempt on decode, from Accepted to End. Its life cycle is drawn in lifecycle.py.
+
+Everything runs on the event loop. Three things drive it: the engine's events, its own leg task, and its deadline timer.
+It says End exactly once; afterwards it only waits for the engine's last word (`forgotten`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+
+import structlog
+
+from diptych.common.errors import DiptychError, InternalError, RequestDeadlineError
+from diptych.decode.admission import GiveUp, Local, Remote, choose_route, next_after_failure
+from diptych.decode.explain import Facts, end_of
+from diptych.decode.lifecycle import Life, State
+from diptych.decode.outbox import Outbox
+from diptych.decode.remote_leg import LegHooks, LegTools, RemoteLeg
+from diptych.decode.submission import Submission
+from diptych.engine.messages import (
+    AddRequest,
+    Admitted,
+    Cancel,
+    EngineRequest,
+    Failed,
+    Finished,
+    FirstToken,
+    KvComplete,
+    KvMode,
+    RunLocally,
+    TokensOut,
+)
+from diptych.rpc.convert import sampling_to_proto
+from diptych.rpc.errors import to_failure
+from diptych.rpc.v1 import decode_pb2, prefill_pb2
+from diptych.worker import wire
+from diptych.worker.ports import Engine
+from diptych.worker.refs import WorkerRef
+
+_LEG_MARGIN_S = 0.25
+
+
+class Attempt:
+    """Args:
+    path: the transport's path for the explanation, for example "ucx:tcp".
+    forget: called once, when the engine has said its last word about the attempt.
+    """
+
+    def __init__(
+        self,
+        submission: Submission,
+        outbox: Outbox,
+        engine: Engine,
+        tools: LegTools,
+        *,
+        path: str,
+        forget: Callable[[str], None],
+    ) -> None:
+        self._sub = submission
+        self._outbox = outbox
+        self._engine = engine
+        self._tools = tools
+        self._path = path
+        self._forget = forget
+        self._life = Life(submission.attempt)
+        self._began = tools.clock.now()
+        self._outputs: list[int] = []
+        self._leg_number = 0
+        self._leg_task: asyncio.Task[None] | None = None
+        self._facts = Facts(
+            request_id=submission.request_id,
+            decode=submission.placement.decode.worker_id,
+            decode_pid=os.getpid(),
+            prompt_tokens=len(submission.prompt_token_ids),
+        )
+        self._timer = asyncio.get_running_loop().call_later(submission.remaining_s, self._on_deadline)
+        self._log = structlog.get_logger(__name__).bind(request_id=submission.request_id, attempt=submission.attempt)
+
+    @property
+    def state(self) -> State:
+        return self._life.state
+
+    def start(self) -> None:
+        """Accepted goes out, the engine gets the request. Without candidates it can only be computed here."""
+        sub = self._sub
+        self._outbox.accepted(sub.attempt)
+        self._engine.send(
+            AddRequest(
+                EngineRequest(
+                    attempt=sub.attempt,
+                    prompt_token_ids=sub.prompt_token_ids,
+                    sampling=sub.sampling,
+                    # REMOTE may still be turned into local by RunLocally, once it is known what decode has cached.
+                    mode=KvMode.REMOTE,
+                    cache_salt=sub.cache_salt,
+                )
+            )
+        )
+
+    # ---- the engine's events ----
+
+    def on_admitted(self, event: Admitted) -> None:
+        if self._life.ended:
+            return
+        if self._life.state is not State.ADMITTING:
+            return  # admitted again after a preemption: nothing to decide
+        self._facts.reserved_s = self._elapsed()
+        self._facts.cached_decode = event.num_cached_tokens
+        uncached = len(self._sub.prompt_token_ids) - event.num_cached_tokens
+        self._take(choose_route(self._sub.placement, uncached, self._sub.policy))
+
+    def on_tokens(self, event: TokensOut) -> None:
+        if self._life.ended:
+            return
+        if event.offset != len(self._outputs):
+            self.end_with(InternalError(f"the engine sent token {event.offset}, expected {len(self._outputs)}"))
+            return
+        if not self._facts.first_token_s:
+            self._facts.first_token_s = self._elapsed()
+        self._outputs.extend(event.token_ids)
+        self._outbox.tokens(self._sub.attempt, event.offset, event.token_ids, event.text)
+
+    def on_finished(self, event: Finished) -> None:
+        if not self._life.ended:
+            if self._life.state is State.COMPUTING:
+                self._facts.computed_here(self._facts.cached_decode)
+            self._outbox.end(self._sub.attempt, end_of(event, self._facts, self._path))
+            self._close()
+        self._forget(self._sub.attempt)
+
+    def on_failed(self, event: Failed) -> None:
+        if not self._life.ended:
+            self._say_failure(event.error)
+            self._close()
+        self._forget(self._sub.attempt)
+
+    # ---- ends from outside ----
+
+    def end_with(self, error: DiptychError) -> None:
+        """Cancel, deadline, lost router or a failure of ours: End goes out, the engine and the leg are told. Idempotent."""
+        if self._life.ended:
+            return
+        self._say_failure(error)
+        self._close()
+        self._engine.send(Cancel(self._sub.attempt))
+
+    async def wait_leg(self) -> None:
+        """Until the leg's task is gone (for an orderly shutdown)."""
+        if self._leg_task is not None:
+            await asyncio.wait({self._leg_task})
+
+    def _on_deadline(self) -> None:
+        self.end_with(RequestDeadlineError("the request's deadline passed"))
+
+    def _say_failure(self, error: DiptychError) -> None:
+        self._log.info("request failed", reason=error.reason, error=error.message, state=self._life.state.value)
+        self._outbox.end(self._sub.attempt, decode_pb2.End(failure=to_failure(error)))
+
+    def _close(self) -> None:
+        self._life.move(State.ENDED)
+        self._timer.cancel()
+        if self._leg_task is not None:
+            self._leg_task.cancel()
+
+    # ---- the prompt ----
+
+    def _take(self, route: Local | Remote | GiveUp) -> None:
+        match route:
+            case GiveUp(error):
+                self.end_with(error)
+            case Local(note):
+                self._note(note)
+                self._life.move(State.COMPUTING)
+                self._facts.computed_here(self._facts.cached_decode)
+                self._engine.send(RunLocally(self._sub.attempt))
+            case Remote(candidates, note):
+                self._note(note)
+                self._life.move(State.FETCHING)
+                self._leg_task = asyncio.create_task(self._run_leg(candidates), name=f"leg {self._sub.attempt}")
+
+    def _note(self, note: str) -> None:
+        if note:
+            self._facts.notes.append(note)
+            self._log.info("not as planned", note=note)
+
+    async def _run_leg(self, candidates: tuple[WorkerRef, ...]) -> None:
+        ref, rest = candidates[0], candidates[1:]
+        self._leg_number += 1
+        try:
+            leg = self._new_leg(ref)
+            self._facts.prefill, self._facts.leg = ref.worker_id, leg.facts
+            await leg.run()
+            self._facts.prefill_pid = leg.facts.prefill_pid
+        except DiptychError as error:
+            self._leg_failed(ref, rest, error)
+        except Exception as error:  # a bug of ours must not leave the request hanging
+            self._log.exception("unexpected error in a prefill leg")
+            self._leg_failed(ref, rest, InternalError(f"unexpected error in a prefill leg: {error!r}"))
+
+    def _leg_failed(self, ref: WorkerRef, rest: tuple[WorkerRef, ...], error: DiptychError) -> None:
+        if self._life.state is not State.FETCHING:
+            return
+        self._leg_task = None
+        self._take(next_after_failure(self._sub.policy, ref, error, rest))
+
+    def _new_leg(self, ref: WorkerRef) -> RemoteLeg:
+        sub = self._sub
+        remaining_s = sub.remaining_s - self._elapsed()
+        # Tokens left to sample after those that went out already; the first of a one-token answer needs no KV.
+        want_kv = sub.sampling.max_tokens > 1
+        request = prefill_pb2.PrefillRequest(
+            attempt=f"{sub.attempt}/{self._leg_number}",
+            request_id=sub.request_id,
+            prompt_token_ids=sub.prompt_token_ids,
+            output_token_ids=self._outputs,
+            sampling=sampling_to_proto(sub.sampling),
+            decode_cached_tokens=self._facts.cached_decode if want_kv else 0,
+            want_kv=want_kv,
+            prefill=wire.ref_to_proto(ref),
+            decode=wire.ref_to_proto(sub.placement.decode),
+            remaining_s=max(remaining_s - min(_LEG_MARGIN_S, 0.05 * remaining_s), 0.001),
+            cache_salt=sub.cache_salt,
+        )
+        return RemoteLeg(
+            self._tools,
+            LegHooks(self._on_first_token, self._on_kv_complete),
+            attempt=sub.attempt,
+            ref=ref,
+            request=request,
+            num_tokens=len(sub.prompt_token_ids) + max(0, len(self._outputs) - 1),
+        )
+
+    def _on_first_token(self, token_id: int) -> None:
+        if not self._life.ended:
+            self._engine.send(FirstToken(self._sub.attempt, token_id))
+
+    def _on_kv_complete(self) -> None:
+        if self._life.state is not State.FETCHING or self._sub.sampling.max_tokens == 1:
+            return  # a one-token answer ends by its first token
+        self._facts.kv_complete_s = self._elapsed()
+        self._life.move(State.DECODING)
+        self._engine.send(KvComplete(self._sub.attempt))
+
+    def _elapsed(self) -> float:
+        return self._tools.clock.now() - self._began

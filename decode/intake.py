@@ -1,0 +1,176 @@
+"""All attempts of this decode worker: which router each came from, and what the engine says about it.
+
+Attach stream -> Session -> submit / cancel -> Attempt
+step thread   -> on_step(events of one step) -> Attempt -> Outbox of its session -> one StepBatch
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import structlog
+
+from diptych.common.errors import (
+    DiptychError,
+    InvalidRequestError,
+    NoWorkerError,
+    OverloadedError,
+    RequestCancelledError,
+    WorkerLostError,
+)
+from diptych.decode.attempt import Attempt
+from diptych.decode.outbox import Outbox
+from diptych.decode.remote_leg import LegTools
+from diptych.decode.submission import Limits, parse_submit
+from diptych.engine.messages import Admitted, EngineEvent, Failed, Finished, RangeUnpacked, TokensOut
+from diptych.rpc.errors import to_failure
+from diptych.rpc.v1 import decode_pb2
+from diptych.worker.ports import Engine
+
+log = structlog.get_logger(__name__)
+
+
+class Session:
+    """One router's stream and the attempts that came over it."""
+
+    def __init__(self, intake: Intake, *, max_buffer_bytes: int) -> None:
+        self._intake = intake
+        self.attempts: set[str] = set()
+        self.outbox = Outbox(
+            max_bytes=max_buffer_bytes, on_overflow=lambda: self.close(OverloadedError("the router reads too slowly"))
+        )
+
+    def on_command(self, command: decode_pb2.Command) -> None:
+        match command.WhichOneof("command"):
+            case "submit":
+                self._intake.submit(self, command.submit)
+            case "cancel":
+                self._intake.cancel(self, command.cancel.attempt)
+            case _:
+                log.warning("a command of an unknown kind was ignored")
+
+    def close(self, error: DiptychError | None = None) -> None:
+        """The stream is over: everything that came over it is cancelled. Idempotent."""
+        error = error or RequestCancelledError("the router's stream ended")
+        for attempt in list(self.attempts):
+            self._intake.end(attempt, error)
+        self.outbox.close()
+
+
+class Intake:
+    """Args:
+    max_attempts: attempts held at once, running and waiting; beyond it a Submit is refused with OverloadedError.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        tools: LegTools,
+        limits: Limits,
+        *,
+        path: str,
+        max_attempts: int,
+        max_buffer_bytes: int = 32 * 1024 * 1024,
+        on_idle: Callable[[], None] | None = None,
+    ) -> None:
+        self._engine = engine
+        self._tools = tools
+        self._limits = limits
+        self._path = path
+        self._max_attempts = max_attempts
+        self._max_buffer_bytes = max_buffer_bytes
+        self._attempts: dict[str, tuple[Attempt, Session]] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._accepting = True
+
+    @property
+    def num_attempts(self) -> int:
+        return len(self._attempts)
+
+    def states(self) -> dict[str, int]:
+        """Number of attempts by state, for the audit."""
+        out: dict[str, int] = {}
+        for attempt, _ in self._attempts.values():
+            out[attempt.state.value] = out.get(attempt.state.value, 0) + 1
+        return out
+
+    def open_session(self) -> Session:
+        return Session(self, max_buffer_bytes=self._max_buffer_bytes)
+
+    # ---- from the router ----
+
+    def submit(self, session: Session, message: decode_pb2.Submit) -> None:
+        """Accept an attempt, or answer its End at once."""
+        try:
+            if not self._accepting:
+                raise NoWorkerError("this decode worker is draining", retry_after_s=1.0)
+            submission = parse_submit(message, self._limits)
+            if submission.attempt in self._attempts:
+                raise InvalidRequestError(f"attempt {submission.attempt} is here already", param="attempt")
+            if len(self._attempts) >= self._max_attempts:
+                raise OverloadedError(f"{len(self._attempts)} requests are here already", retry_after_s=1.0)
+        except DiptychError as error:
+            session.outbox.end(message.attempt, decode_pb2.End(failure=to_failure(error)))
+            return
+        attempt = Attempt(submission, session.outbox, self._engine, self._tools, path=self._path, forget=self._forget)
+        self._attempts[submission.attempt] = (attempt, session)
+        session.attempts.add(submission.attempt)
+        self._idle.clear()
+        attempt.start()
+
+    def cancel(self, session: Session, attempt: str) -> None:
+        """Only the router that submitted an attempt may cancel it; an unknown one has ended already."""
+        if attempt in session.attempts:
+            self.end(attempt, RequestCancelledError("cancelled by the router"))
+
+    def end(self, attempt: str, error: DiptychError) -> None:
+        entry = self._attempts.get(attempt)
+        if entry is not None:
+            entry[0].end_with(error)
+
+    # ---- from the engine ----
+
+    def on_step(self, events: Sequence[EngineEvent]) -> None:
+        """All events of one step, in order. What they put into an outbox leaves in one batch."""
+        for event in events:
+            if isinstance(event, RangeUnpacked):
+                self._tools.desk.on_unpacked(event)
+                continue
+            if not isinstance(event, (Admitted, TokensOut, Finished, Failed)):
+                continue
+            entry = self._attempts.get(event.attempt)
+            if entry is None:
+                continue
+            attempt = entry[0]
+            match event:
+                case Admitted():
+                    attempt.on_admitted(event)
+                case TokensOut():
+                    attempt.on_tokens(event)
+                case Finished():
+                    attempt.on_finished(event)
+                case Failed():
+                    attempt.on_failed(event)
+
+    def _forget(self, attempt: str) -> None:
+        entry = self._attempts.pop(attempt, None)
+        if entry is not None:
+            entry[1].attempts.discard(attempt)
+        if not self._attempts:
+            self._idle.set()
+
+    # ---- shutdown ----
+
+    def stop_accepting(self) -> None:
+        self._accepting = False
+
+    async def drained(self) -> None:
+        """Until no attempt is left."""
+        await self._idle.wait()
+
+    def fail_all(self, error: DiptychError | None = None) -> None:
+        error = error or WorkerLostError("this decode worker shuts down")
+        for attempt in list(self._attempts):
+            self.end(attempt, error)

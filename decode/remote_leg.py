@@ -1,0 +1,226 @@
+"""One try to have one prefill worker compute the prompt: a "leg" of an attempt, with an attempt id of its own.
+
+    connect (handshake) -> Prefill call -> PrefillStarted
+        Computed(handles)  -> read each slab (a few at once) -> verified -> UnpackRange -> RangeUnpacked -> acknowledged
+        FirstTokens        -> FirstToken to the engine at once
+    every token of [decode_cached, num_tokens) in, first token known  => complete: KvComplete
+        the call is read on until prefill closes it; what happens to it then no longer matters
+
+Any failure before `complete` ends the leg with a typed error. Cancelling the task cancels the gRPC call, by which prefill
+frees everything of the leg; slabs that the step thread unpacks just then are given back by the UnpackDesk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import grpc
+import structlog
+
+from diptych.common.clock import Clock
+from diptych.common.errors import (
+    DiptychError,
+    InternalError,
+    RequestDeadlineError,
+    StaleReferenceError,
+    TransferError,
+    WorkerLostError,
+)
+from diptych.decode.coverage import Coverage
+from diptych.decode.link_rate import LinkRates
+from diptych.decode.unpack_desk import UnpackDesk
+from diptych.kvtransfer.api import ReceivedSlab, SlabReader
+from diptych.kvtransfer.handle import SlabHandle
+from diptych.rpc.errors import describe, from_failure, typed_error
+from diptych.rpc.v1 import prefill_pb2
+from diptych.worker import wire
+from diptych.worker.peers import Peer, PeerDirectory
+from diptych.worker.refs import WorkerRef
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LegTools:
+    """What all legs of a worker share."""
+
+    peers: PeerDirectory
+    reader: SlabReader
+    desk: UnpackDesk
+    links: LinkRates
+    clock: Clock
+    kv_bytes_per_token: int
+    num_layers: int
+    reads_in_flight: int = 4
+    read_base_s: float = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class LegHooks:
+    """Called on the event loop as facts become known."""
+
+    on_first_token: Callable[[int], None]
+    on_complete: Callable[[], None]
+
+
+@dataclass(slots=True)
+class LegFacts:
+    """For the explanation."""
+
+    prefill_pid: int = 0
+    cached_tokens: int = 0
+    kv_bytes: int = 0
+    kv_ranges: int = 0
+    kv_ranges_overlapped: int = 0
+    notes: list[str] = field(default_factory=list)
+
+
+class RemoteLeg:
+    """Args:
+    attempt: the attempt whose blocks are filled; the request carries the leg's own id.
+    ref: the prefill worker to ask.
+    num_tokens: KV is wanted for tokens [decode_cached_tokens, num_tokens).
+    """
+
+    def __init__(
+        self,
+        tools: LegTools,
+        hooks: LegHooks,
+        *,
+        attempt: str,
+        ref: WorkerRef,
+        request: prefill_pb2.PrefillRequest,
+        num_tokens: int,
+    ) -> None:
+        self._tools = tools
+        self._hooks = hooks
+        self._attempt = attempt
+        self._ref = ref
+        self._request = request
+        first = request.decode_cached_tokens if request.want_kv else num_tokens
+        self._announced = Coverage(first, num_tokens)
+        self._arrived = Coverage(first, num_tokens)
+        self._token_known = bool(request.output_token_ids)
+        self._window = asyncio.Semaphore(tools.reads_in_flight)
+        self.complete = False
+        self.facts = LegFacts()
+
+    async def run(self) -> None:
+        """Returns when prefill closed the call after the leg was complete.
+
+        Raises: DiptychError when the leg failed before that.
+        """
+        peer = await self._tools.peers.connect(self._ref)
+        self.facts.prefill_pid = peer.pid
+        try:
+            async with asyncio.TaskGroup() as group:
+                await self._follow(peer, group)
+                # Fetches that still run end on their own: each has a deadline.
+        except BaseExceptionGroup as errors:
+            error = _typed(errors)
+            if not self.complete:
+                raise error from None
+            log.info("prefill call ended badly after its KV was complete", attempt=self._attempt, error=str(error))
+        if not self.complete:
+            raise WorkerLostError(f"prefill worker {self._ref.worker_id} ended the call before all KV had arrived")
+
+    async def _follow(self, peer: Peer, group: asyncio.TaskGroup) -> None:
+        call = peer.prefill.Prefill(self._request, timeout=self._request.remaining_s)
+        try:
+            async for event in call:
+                match event.WhichOneof("event"):
+                    case "started":
+                        self.facts.cached_tokens = event.started.cached_tokens
+                        self.facts.prefill_pid = event.started.pid
+                    case "computed":
+                        for handle in self._handles(event.computed):
+                            group.create_task(self._fetch(peer, handle))
+                    case "first_tokens":
+                        self._first_token(event.first_tokens)
+                    case "finished":
+                        self.facts.kv_ranges_overlapped = event.finished.num_ranges_overlapped
+                    case "failure":
+                        raise from_failure(event.failure)
+        except grpc.RpcError as error:
+            typed = typed_error(error)
+            if typed is None:
+                typed = self._lost(error)
+            if isinstance(typed, (WorkerLostError, StaleReferenceError)) and not self.complete:
+                await self._tools.peers.drop(self._ref)
+            raise typed from None
+        finally:
+            call.cancel()
+
+    def _lost(self, error: grpc.RpcError) -> DiptychError:
+        """grpc made the status up: the deadline of the leg, or the peer is gone."""
+        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+            return RequestDeadlineError(f"prefill worker {self._ref.worker_id} did not answer in time")
+        return WorkerLostError(f"prefill worker {self._ref.worker_id} was lost: {describe(error)}")
+
+    def _handles(self, computed: prefill_pb2.Computed) -> list[SlabHandle]:
+        """The handles of an announced range, checked against what was asked for. Raises: TransferError."""
+        handles = [wire.handle_from_proto(message) for message in computed.handles]
+        position = computed.first_token
+        for handle in handles:
+            if (handle.worker_id, handle.incarnation) != (self._ref.worker_id, self._ref.incarnation):
+                raise TransferError(
+                    f"a handle names {handle.worker_id}/{handle.incarnation}: not the worker that was asked"
+                )
+            if handle.attempt != self._request.attempt:
+                raise TransferError(f"a handle names attempt {handle.attempt}, not {self._request.attempt}")
+            if handle.first_token != position:
+                raise TransferError(f"a handle begins at token {handle.first_token}, expected {position}")
+            if (handle.first_layer, handle.num_layers) != (0, self._tools.num_layers):
+                raise TransferError(f"a handle covers layers {handle.first_layer}+{handle.num_layers}, not all of them")
+            if handle.size_bytes != handle.num_tokens * self._tools.kv_bytes_per_token:
+                raise TransferError(f"a handle of {handle.num_tokens} tokens claims {handle.size_bytes} bytes")
+            self._announced.add(handle.first_token, handle.num_tokens)
+            position += handle.num_tokens
+        if position != computed.first_token + computed.num_tokens:
+            raise TransferError("the handles do not cover the announced range")
+        return handles
+
+    def _first_token(self, message: prefill_pb2.FirstTokens) -> None:
+        if len(message.tokens) != 1 or message.tokens[0].choice != 0:
+            raise InternalError("prefill must send exactly one first token for choice 0")
+        if self._token_known:
+            raise InternalError("prefill sent a first token that was known already")
+        self._token_known = True
+        self._hooks.on_first_token(message.tokens[0].token_id)
+        self._maybe_complete()
+
+    async def _fetch(self, peer: Peer, handle: SlabHandle) -> None:
+        async with self._window:
+            slab = await self._read(peer, handle)
+            unpacked = await self._tools.desk.unpack(self._attempt, slab)
+        if not unpacked:
+            raise TransferError("the engine dropped a range: the attempt does not wait for KV any more")
+        self._arrived.add(handle.first_token, handle.num_tokens)
+        self.facts.kv_bytes += handle.size_bytes
+        self.facts.kv_ranges += 1
+        self._maybe_complete()
+
+    async def _read(self, peer: Peer, handle: SlabHandle) -> ReceivedSlab:
+        tools = self._tools
+        limit_s = tools.links.read_deadline_s(self._ref.worker_id, handle.size_bytes, base_s=tools.read_base_s)
+        began = tools.clock.now()
+        slab = await tools.reader.read(peer.kv, handle, deadline_s=min(limit_s, self._request.remaining_s))
+        tools.links.observe(self._ref.worker_id, handle.size_bytes, tools.clock.now() - began)
+        return slab
+
+    def _maybe_complete(self) -> None:
+        if self._token_known and self._arrived.complete and not self.complete:
+            self.complete = True
+            self._hooks.on_complete()
+
+
+def _typed(errors: BaseException) -> DiptychError:
+    """The error that ended the group: its first leaf."""
+    while isinstance(errors, BaseExceptionGroup):
+        errors = errors.exceptions[0]
+    if isinstance(errors, DiptychError):
+        return errors
+    log.error("unexpected error in a prefill leg", exc_info=errors)
+    return InternalError(f"unexpected error in a prefill leg: {errors!r}")

@@ -1,0 +1,41 @@
+"""The Decode service: one multiplexed stream for each router."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import grpc
+
+from diptych.decode.intake import Intake, Session
+from diptych.rpc.errors import errors_to_status
+from diptych.rpc.v1 import decode_pb2, decode_pb2_grpc
+
+
+class DecodeServicer(decode_pb2_grpc.DecodeServicer):
+    def __init__(self, intake: Intake) -> None:
+        self._intake = intake
+
+    async def Attach(
+        self, request_iterator: AsyncIterator[decode_pb2.Command], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[decode_pb2.StepBatch]:
+        session = self._intake.open_session()
+        reader = asyncio.create_task(_read(request_iterator, session), name="attach reader")
+        try:
+            async with errors_to_status(context):
+                while (batch := await session.outbox.next_batch()) is not None:
+                    yield batch
+        finally:
+            reader.cancel()
+            session.close()
+
+
+async def _read(commands: AsyncIterator[decode_pb2.Command], session: Session) -> None:
+    """Until the router closes its side: a router that sends no more commands wants no more answers."""
+    try:
+        async for command in commands:
+            session.on_command(command)
+    except grpc.aio.UsageError:
+        pass  # the call was cancelled under the iterator
+    finally:
+        session.close()

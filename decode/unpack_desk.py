@@ -1,0 +1,41 @@
+"""Hands verified slabs to the step thread and gives every one of them back, whatever became of its attempt."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import count
+
+from diptych.engine.messages import RangeUnpacked, UnpackRange
+from diptych.kvtransfer.api import ReceivedSlab, SlabReader
+from diptych.worker.ports import Engine
+
+
+class UnpackDesk:
+    """The slab belongs to the step thread from UnpackRange until RangeUnpacked, so it is finished here and nowhere else."""
+
+    def __init__(self, engine: Engine, reader: SlabReader) -> None:
+        self._engine = engine
+        self._reader = reader
+        self._jobs = count(1)
+        self._open: dict[int, tuple[ReceivedSlab, asyncio.Future[bool]]] = {}
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    async def unpack(self, attempt: str, slab: ReceivedSlab) -> bool:
+        """Unpack a slab into the attempt's blocks. False: the engine no longer wanted it. Cancelling the wait is safe."""
+        job = next(self._jobs)
+        answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._open[job] = (slab, answer)
+        self._engine.send(UnpackRange(attempt, job, slab.handle.first_token, slab.handle.num_tokens, slab.payload))
+        return await answer
+
+    def on_unpacked(self, event: RangeUnpacked) -> None:
+        entry = self._open.pop(event.job, None)
+        if entry is None:
+            return
+        slab, answer = entry
+        self._reader.finish(slab)
+        if not answer.done():
+            answer.set_result(event.unpacked)

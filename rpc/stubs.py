@@ -1,0 +1,15 @@
+"""The generated gRPC classes under one name each. They are untyped: this is the one place that says so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diptych.rpc.v1 import decode_pb2_grpc, prefill_pb2_grpc, worker_pb2_grpc
+
+WorkerStub: Any = worker_pb2_grpc.WorkerStub
+PrefillStub: Any = prefill_pb2_grpc.PrefillStub
+DecodeStub: Any = decode_pb2_grpc.DecodeStub
+
+add_worker: Any = worker_pb2_grpc.add_WorkerServicer_to_server
+add_prefill: Any = prefill_pb2_grpc.add_PrefillServicer_to_server
+add_decode: Any = decode_pb2_grpc.add_DecodeServicer_to_server
