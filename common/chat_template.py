@@ -1,0 +1,181 @@
+"""A model's own chat template, rendered as transformers renders it, in a sandbox and with a bound on its output.
+
+The template comes with the model, never from a client; the messages come from clients and are hostile. Text in a message
+that spells a special token (`<|im_end|>`) stays in the prompt as it is and is then read as that token: templates rely on
+it, and vLLM and SGLang do the same. Who must keep users from forging turns filters the messages before they come here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from diptych.common.errors import ConfigError, InvalidRequestError
+
+MAX_RENDERED_CHARS = 8 * 1024 * 1024
+ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
+_RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}` marks the assistant's words for training; while serving it only renders its body."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.exceptions.TemplateError(message)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # jinja's own filter escapes HTML; models were trained on plain JSON.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+class ChatTemplate:
+    """One compiled template.
+
+    Args:
+        source: the template's text.
+        special_tokens: variables such as bos_token that the template may use.
+        now: wall clock of `strftime_now`.
+    Raises: ConfigError when the template does not compile.
+    """
+
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str], *, now: Callable[[], datetime] = datetime.now
+    ) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = lambda form: now().strftime(form)
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise ConfigError("chat_template", source[:40] + "...", f"does not compile: {error}") from error
+        self._special_tokens = dict(special_tokens)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt's text.
+
+        Args:
+            messages: role and content each; content is text or a list of text parts (joined by line breaks).
+            tools: JSON schemas of functions, for templates that know tools.
+            extra: further variables (`chat_template_kwargs`).
+        Raises: InvalidRequestError naming the field: no messages, a wrong role or content, text that is not valid
+            Unicode, the template's own complaint, or more than MAX_RENDERED_CHARS characters of output.
+        """
+        if not messages:
+            raise InvalidRequestError("messages must hold at least one message", param="messages")
+        if extra and (taken := sorted(_RESERVED & extra.keys())):
+            raise InvalidRequestError(f"{taken[0]} cannot be set here", param="chat_template_kwargs")
+        checked = [_check_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+        variables = {
+            **self._special_tokens,
+            **(extra or {}),
+            "messages": checked,
+            "tools": list(tools) if tools is not None else None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        pieces: list[str] = []
+        size = 0
+        try:
+            for piece in self._template.generate(variables):
+                size += len(piece)
+                if size > MAX_RENDERED_CHARS:
+                    raise InvalidRequestError(f"more than {MAX_RENDERED_CHARS} characters of prompt", param="messages")
+                pieces.append(piece)
+        except InvalidRequestError:
+            raise
+        except Exception as error:  # a template is a program: given odd messages it can fail in any way
+            raise InvalidRequestError(f"the model's chat template refused: {error}", param="messages") from error
+        return "".join(pieces)
+
+
+def check_text(text: str, param: str) -> None:
+    """Raises: InvalidRequestError when `text` holds a lone surrogate, which no UTF-8 and no tokenizer can express."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InvalidRequestError(f"{param} holds a lone surrogate: not valid Unicode text", param=param) from None
+
+
+def _check_message(message: Mapping[str, Any], param: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise InvalidRequestError(f"{param} must be an object", param=param)
+    role = message.get("role")
+    if role not in ROLES:
+        raise InvalidRequestError(f"{param}.role must be one of {', '.join(sorted(ROLES))}", param=f"{param}.role")
+    content = message.get("content")
+    if isinstance(content, str):
+        check_text(content, f"{param}.content")
+    elif isinstance(content, Sequence):
+        content = "\n".join(_part_text(part, f"{param}.content[{i}]") for i, part in enumerate(content))
+    elif content is not None:
+        raise InvalidRequestError(f"{param}.content must be text or a list of parts", param=f"{param}.content")
+    elif role != "assistant":  # an assistant's turn may be tool calls alone
+        raise InvalidRequestError(f"{param}.content is missing", param=f"{param}.content")
+    return {**message, "content": content}
+
+
+def _part_text(part: Any, param: str) -> str:
+    if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        raise InvalidRequestError(f"{param} must be a part of type text", param=param)
+    text: str = part["text"]
+    check_text(text, f"{param}.text")
+    return text
+
+
+def load_chat_template(path: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
+    """Template text of the model folder `path`: chat_template.jinja, else tokenizer_config.json; None: it has none."""
+    file = path / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    source = tokenizer_config.get("chat_template")
+    if isinstance(source, list):  # several named templates; without tools the one called "default" is meant
+        source = next((entry.get("template") for entry in source if entry.get("name") == "default"), None)
+    if source is not None and not isinstance(source, str):
+        raise ConfigError("chat_template", type(source).__name__, "must be text")
+    return source
+
+
+def special_token_variables(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
+    """bos_token, eos_token, ... as the template sees them; a token that is not set is left out."""
+    found = {}
+    for name in _TOKEN_NAMES:
+        value = tokenizer_config.get(name)
+        if isinstance(value, Mapping):
+            value = value.get("content")
+        if isinstance(value, str):
+            found[name] = value
+    return found

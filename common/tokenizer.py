@@ -1,0 +1,178 @@
+"""Text to token ids and back: the one implementation, used by router, workers and tests. No torch, no transformers.
+
+tokenizer.json is taken as it is. Text that spells a special token becomes that token, in completions and inside chat
+messages alike (see common/chat_template.py). A chat prompt gets no further special tokens: its template wrote them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from diptych.common.chat_template import ChatTemplate, check_text, load_chat_template, special_token_variables
+from diptych.common.errors import ConfigError, InvalidRequestError
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationDefaults:
+    """Sampling defaults that the model's authors recommend; None: they say nothing."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+
+
+class ModelTokenizer:
+    """Tokenizer and chat template of one model folder. Safe to share between threads: nothing changes after the start.
+
+    Args:
+        path: folder with tokenizer.json and config.json.
+        now: wall clock for templates that print the date.
+    Raises: ConfigError when a file is missing or cannot be used.
+    """
+
+    def __init__(self, path: Path | str, *, now: Callable[[], datetime] = datetime.now) -> None:
+        path = Path(path)
+        config = _read_json(path / "config.json")
+        tokenizer_config = _read_json(path / "tokenizer_config.json", optional=True)
+        if not (path / "tokenizer.json").is_file():
+            raise ConfigError("model", str(path), "must hold a tokenizer.json")
+        try:
+            self._tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+        except Exception as error:  # the library raises plain Exception
+            raise ConfigError("model", str(path), f"tokenizer.json cannot be used: {error}") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.special_token_ids: frozenset[int] = frozenset(i for i, token in added.items() if token.special)
+        """Ids that decode leaves out."""
+        self.vocab_size: int = _vocab_size(config, path)
+        """Rows of the model's embedding: every id is below it."""
+        self.eos_token_ids: tuple[int, ...] = self._eos_ids(
+            _read_json(path / "generation_config.json", optional=True), config, tokenizer_config
+        )
+        """Ids that end a generation, ascending; empty: the model names none."""
+
+        source = load_chat_template(path, tokenizer_config)
+        variables = special_token_variables(tokenizer_config)
+        self._template = None if source is None else ChatTemplate(source, variables, now=now)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template is not None
+
+    @property
+    def raw(self) -> Tokenizer:
+        """The library's tokenizer, for common/detokenizer.py."""
+        return self._tokenizer
+
+    def encode(self, text: str, add_special_tokens: bool = True, *, param: str = "prompt") -> list[int]:
+        """Token ids of `text`; may be empty. Releases the GIL while it works.
+
+        Args:
+            add_special_tokens: let tokenizer.json add its own (a BOS, for most models that have one).
+            param: field of the request that an error names.
+        Raises: InvalidRequestError for a lone surrogate or a token that the model has no embedding for.
+        """
+        check_text(text, param)
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        if ids and max(ids) >= self.vocab_size:
+            raise InvalidRequestError(f"{param} holds a token that the model does not know", param=param)
+        return ids
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of a conversation in the model's own format.
+
+        Raises: InvalidRequestError naming the field; see ChatTemplate.render.
+        """
+        text = self.render_chat(messages, add_generation_prompt, tools=tools, extra=extra)
+        return self.encode(text, add_special_tokens=False, param="messages")
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Text of a conversation in the model's own format. Raises: InvalidRequestError naming the field."""
+        if self._template is None:
+            raise InvalidRequestError("this model has no chat template: use completions", param="messages")
+        return self._template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, extra=extra)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of `token_ids`; bytes that are not UTF-8 become U+FFFD."""
+        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def _eos_ids(
+        self, generation: Mapping[str, Any], config: Mapping[str, Any], tokenizer_config: Mapping[str, Any]
+    ) -> tuple[int, ...]:
+        found: set[int] = set()
+        for value in (generation.get("eos_token_id"), config.get("eos_token_id")):
+            ids = value if isinstance(value, list) else [] if value is None else [value]
+            if not all(isinstance(i, int) and 0 <= i < self.vocab_size for i in ids):
+                raise ConfigError("eos_token_id", value, f"must be ids below the vocabulary size {self.vocab_size}")
+            found.update(ids)
+        if not found and (token := special_token_variables(tokenizer_config).get("eos_token")):
+            token_id = self._tokenizer.token_to_id(token)
+            found.update([] if token_id is None else [token_id])
+        return tuple(sorted(found))
+
+
+def generation_defaults(path: Path | str) -> GenerationDefaults:
+    """Sampling defaults in generation_config.json, read whether or not it also says `do_sample`.
+
+    Raises: ConfigError when a value is not a finite number of the right kind.
+    """
+    values = _read_json(Path(path) / "generation_config.json", optional=True)
+
+    def number(name: str) -> float | None:
+        value = values.get(name)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise ConfigError(f"generation_config.{name}", value, "must be a finite number")
+        return float(value)
+
+    top_k = number("top_k")
+    return GenerationDefaults(
+        temperature=number("temperature"), top_p=number("top_p"), top_k=None if top_k is None else int(top_k)
+    )
+
+
+def _vocab_size(config: Mapping[str, Any], path: Path) -> int:
+    value = config.get("vocab_size")
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError("vocab_size", value, f"config.json of {path} must give a positive number")
+    return value
+
+
+def _read_json(file: Path, *, optional: bool = False) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        if optional:
+            return {}
+        raise ConfigError("model", str(file.parent), f"must hold a {file.name}") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError("model", str(file.parent), f"{file.name} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError("model", str(file.parent), f"{file.name} must hold a JSON object")
+    return value
