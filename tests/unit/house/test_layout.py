@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+ROOMS = sorted(path.name for path in (ROOT / "src" / "diptych").iterdir() if path.is_symlink())
+
+
+def test_rooms_are_relative_symlinks_to_the_root():
+    assert len(ROOMS) >= 11
+    for room in ROOMS:
+        assert os.readlink(ROOT / "src" / "diptych" / room) == f"../../{room}"
+        assert (ROOT / room / "__init__.py").is_file()
+
+
+def test_no_folder_named_like_the_package_at_the_root():
+    assert not (ROOT / "diptych").exists()
+
+
+def test_kernels_init_is_inert():
+    """transformers runs a top-level package `kernels` if it finds one: ours must do nothing when run."""
+    source = (ROOT / "kernels" / "__init__.py").read_text()
+    assert not re.search(r"^\s*(import|from) (?!__future__)", source, re.MULTILINE)
+
+
+def test_help_is_fast_and_imports_nothing_heavy():
+    probe = (
+        "import sys; from typer.testing import CliRunner; from diptych.cli.main import app;"
+        "result = CliRunner().invoke(app, ['--help']); assert result.exit_code == 0, result.output;"
+        "heavy = {'torch', 'transformers', 'grpc', 'ucxx', 'fastapi', 'numpy', 'httpx'} & set(sys.modules);"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-P", "-c", probe], check=True, timeout=60, capture_output=True)
+
+
+def test_the_sdk_imports_grpc_and_protobuf_only():
+    probe = (
+        "import sys; import diptych.client;"
+        "others = {'redis', 'blake3', 'numpy', 'torch', 'msgspec', 'pydantic', 'fastapi', 'uvloop'} & set(sys.modules);"
+        "assert not others, others"
+    )
+    subprocess.run([sys.executable, "-P", "-c", probe], check=True, timeout=60, capture_output=True)
+
+
+def test_no_shared_constraint_on_torch():
+    names = {line.split("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines()}
+    assert not names & {"torch", "triton"}
