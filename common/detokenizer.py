@@ -1,0 +1,217 @@
+"""Token ids to text as they come, and stop strings in that text. Pure: no I/O, no clock.
+
+`IncrementalDetokenizer` gives out text that no later token can change: pushed pieces and the flush, joined, equal the full
+decode byte for byte. `StopChecker` cuts that text at a stop string. `RequestDetokenizer` is the two together.
+
+Which stop string wins does not depend on how the text was cut into tokens: text is read character by character, and the
+first stop string to be *complete* wins; of several that end at the same character the longest, which starts earliest.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
+
+from tokenizers import Tokenizer, decoders
+
+from diptych.common.tokenizer import ModelTokenizer
+
+_REPLACEMENT = "\ufffd"
+
+
+class _Decoder(Protocol):
+    def push(self, token_id: int) -> str: ...
+
+    def flush(self) -> str: ...
+
+
+class IncrementalDetokenizer:
+    """Text of one output, special tokens left out. The first one of a tokenizer builds a table (tens of milliseconds)."""
+
+    def __init__(self, tokenizer: ModelTokenizer) -> None:
+        table = _byte_table(tokenizer.raw)
+        self._decoder: _Decoder = _WindowDecoder(tokenizer) if table is None else _ByteLevelDecoder(table)
+
+    def push(self, token_id: int) -> str:
+        """Text that became certain with this token; "" while a character is incomplete."""
+        return self._decoder.push(token_id)
+
+    def flush(self) -> str:
+        """The rest, at the end of the output; nothing may be pushed after it."""
+        return self._decoder.flush()
+
+
+# ---- byte-level BPE (Llama 3, Qwen, SmolLM2): a token is a few bytes ----
+
+
+class _ByteLevelDecoder:
+    """Bytes in, UTF-8 out: constant work a token, and only a truly incomplete character is held back."""
+
+    def __init__(self, table: list[bytes]) -> None:
+        self._table = table
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int) -> str:
+        return self._decoder.decode(self._table[token_id] if token_id < len(self._table) else b"")
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+def _byte_of_char() -> dict[str, int]:
+    """The alphabet of byte-level BPE: printable Latin-1 stands for itself, the other bytes follow from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+@lru_cache(maxsize=8)
+def _byte_table(tokenizer: Tokenizer) -> list[bytes] | None:
+    """Bytes of every token id, b"" for special tokens and holes; None when the decoder is not plain byte level."""
+    if not isinstance(tokenizer.decoder, decoders.ByteLevel):
+        return None
+    alphabet = _byte_of_char()
+    vocab: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
+    table = [b""] * (max(vocab.values(), default=-1) + 1)
+    special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    for token, i in vocab.items():
+        if i in special:
+            continue
+        try:
+            table[i] = bytes(alphabet[char] for char in token)
+        except KeyError:  # an added token outside the alphabet stands for its own text
+            table[i] = token.encode()
+    return table
+
+
+# ---- any other decoder (Llama 2, Mistral: SentencePiece with byte fallback) ----
+
+
+class _WindowDecoder:
+    """Decodes a window of tokens with the library: the last piece given out, as context, and what came since.
+
+    A run of byte tokens is held until it ends: the library turns the whole run into U+FFFD if any byte of it is wrong.
+    """
+
+    def __init__(self, tokenizer: ModelTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._byte_ids = _byte_fallback_ids(tokenizer.raw)
+        self._ids: list[int] = []
+        self._context = 0  # leading ids of the window whose text was given out
+        self._context_text = ""
+
+    def push(self, token_id: int) -> str:
+        if token_id in self._tokenizer.special_token_ids:
+            return ""  # never into the window: decoders treat its first token's leading space in a special way
+        self._ids.append(token_id)
+        if token_id in self._byte_ids:
+            return ""
+        text = self._tokenizer.decode(self._ids)
+        if not self._byte_ids and text.endswith(_REPLACEMENT):
+            return ""
+        return self._give_out(text)
+
+    def flush(self) -> str:
+        return self._give_out(self._tokenizer.decode(self._ids))
+
+    def _give_out(self, text: str) -> str:
+        new = text[len(self._context_text) :]
+        if new or not self._context:
+            del self._ids[: self._context]
+            self._context = len(self._ids)
+            self._context_text = self._tokenizer.decode(self._ids)
+        return new
+
+
+@lru_cache(maxsize=8)
+def _byte_fallback_ids(tokenizer: Tokenizer) -> frozenset[int]:
+    found = (tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
+    return frozenset(i for i in found if i is not None)
+
+
+# ---- stop strings ----
+
+
+class StopChecker:
+    """Cuts a stream of text before the first stop string (rule at the top of the file).
+
+    Args:
+        stops: non-empty strings.
+    """
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self._stops = stops
+        self._prefixes = frozenset(stop[:n] for stop in stops for n in range(1, len(stop)))
+        self._max_held = max(map(len, stops), default=1) - 1
+        self._held = ""
+        self._hit: str | None = None
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """Returns: text that can be given out now, and the stop string that ended it, if one did. What might be the
+        beginning of a stop string is held back; the stop string and what follows it are never given out."""
+        if self._hit is not None:
+            raise RuntimeError(f"text after the stop string {self._hit!r}")
+        if not self._stops or not text:
+            return text, None
+        text = self._held + text
+        hits = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if hits:
+            _, at, self._hit = min(hits)
+            self._held = ""
+            return text[:at], self._hit
+        for n in range(min(self._max_held, len(text)), 0, -1):
+            if text[-n:] in self._prefixes:
+                self._held = text[-n:]
+                return text[:-n], None
+        self._held = ""
+        return text, None
+
+    def flush(self) -> str:
+        """What was held back, when the output ends without a stop string."""
+        held, self._held = self._held, ""
+        return held
+
+
+# ---- both ----
+
+
+@dataclass(frozen=True, slots=True)
+class TextPiece:
+    """`text` may go out; `stop` is the stop string that ended the output before this token's end, if one did."""
+
+    text: str
+    stop: str | None = None
+
+
+class RequestDetokenizer:
+    """Text of one request's output.
+
+    After a piece with a stop string nothing may be pushed. A request that was resumed pushes the tokens that were sent
+    before and drops their text: held-back characters and half a stop string are then as they were.
+    """
+
+    def __init__(self, tokenizer: ModelTokenizer, stops: tuple[str, ...] = ()) -> None:
+        self._detokenizer = IncrementalDetokenizer(tokenizer)
+        self._stops = StopChecker(stops)
+
+    def push(self, token_id: int) -> TextPiece:
+        return TextPiece(*self._stops.push(self._detokenizer.push(token_id)))
+
+    def push_all(self, token_ids: Iterable[int]) -> TextPiece:
+        """Like `push` for each, up to a stop string: tokens after the one that completed it are not looked at."""
+        pieces = []
+        for token_id in token_ids:
+            piece = self.push(token_id)
+            pieces.append(piece.text)
+            if piece.stop is not None:
+                return TextPiece("".join(pieces), piece.stop)
+        return TextPiece("".join(pieces))
+
+    def finish(self) -> TextPiece:
+        """What was held back, once the output ended for another reason than a stop string; the last held characters
+        can still complete one."""
+        text, stop = self._stops.push(self._detokenizer.flush())
+        return TextPiece(text, stop) if stop is not None else TextPiece(text + self._stops.flush())
