@@ -1,0 +1,116 @@
+"""Settings of one worker process, prefill or decode."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from diptych.common.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """Everything a worker process is told. Flat, so that every field is a flag.
+
+    Args:
+        model: local Hugging Face folder.
+        served_model_name: what clients call it; empty: the folder's name.
+        role: "prefill" or "decode".
+        worker_id: unique in the cluster; a restart keeps it, under a new incarnation.
+        host: interface of the gRPC server and of the KV transport. Only a private one: neither asks who is calling.
+        port: 0: any free one.
+        advertise_host: how peers reach us; empty: host.
+        redis_url: empty: no store, the worker is on its own.
+        secret_file: the cluster secret, from which keys are derived.
+        dtype: of weights and KV: float32, float16 or bfloat16.
+        num_blocks: KV blocks; 0: as many as kv_memory_bytes hold.
+        kv_memory_bytes: KV pool; 0: a share of the memory that is free at start.
+        max_model_len: 0: the model's own.
+        max_step_time_s: bound on a step's prefill; 0: only max_num_batched_tokens bounds it.
+        threads: torch threads.
+        transport: ucx, auto or inproc (tests).
+        require_transport: refuse to start unless the self-test found exactly this path, for example ucx:tcp.
+        slab_bytes, num_slabs: the staging ring.
+        slab_lease_s: how long a packed slab waits for decode.
+        read_base_s: deadline of a KV read, before what its bytes take.
+        max_queue: requests held at once, running and waiting; more are refused at once.
+        lease_s, heartbeat_s: worker lease in the store.
+        stall_bound_s: a step longer than this makes the worker NOT_SERVING.
+        drain_s: how long running requests may go on after SIGTERM.
+        handshake_timeout_s: for a peer's answer to GetInfo.
+        verify_checksum: False only in tests.
+        fault_corrupt_every: tests: flip a byte of every n-th received slab.
+        check_invariants: tests: walk the whole block pool after every step.
+    """
+
+    model: str = ""
+    served_model_name: str = ""
+    role: str = "decode"
+    worker_id: str = ""
+    host: str = "127.0.0.1"
+    port: int = 0
+    advertise_host: str = ""
+    redis_url: str = ""
+    cluster: str = "diptych"
+    secret_file: str = ""
+    device: str = "cpu"
+    dtype: str = "float32"
+    num_blocks: int = 0
+    kv_memory_bytes: int = 0
+    block_size: int = 16
+    max_model_len: int = 0
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    max_step_time_s: float = 0.5
+    threads: int = 1
+    enable_prefix_caching: bool = True
+    transport: str = "ucx"
+    require_transport: str = ""
+    slab_bytes: int = 4 << 20
+    num_slabs: int = 8
+    slab_lease_s: float = 30.0
+    read_base_s: float = 10.0
+    max_queue: int = 512
+    lease_s: float = 5.0
+    heartbeat_s: float = 0.5
+    stall_bound_s: float = 10.0
+    drain_s: float = 30.0
+    handshake_timeout_s: float = 2.0
+    verify_checksum: bool = True
+    fault_corrupt_every: int = 0
+    check_invariants: bool = False
+
+    def __post_init__(self) -> None:
+        if self.role not in ("prefill", "decode"):
+            raise ConfigError("role", self.role, "must be prefill or decode")
+        if not 0 <= self.port <= 65_535:
+            raise ConfigError("port", self.port, "must be between 0 and 65535")
+        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "threads", "num_slabs", "max_queue"):
+            if getattr(self, name) < 1:
+                raise ConfigError(name, getattr(self, name), "must be at least 1")
+        for name in (
+            "num_blocks",
+            "kv_memory_bytes",
+            "max_model_len",
+            "max_step_time_s",
+            "drain_s",
+            "fault_corrupt_every",
+        ):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(name, getattr(self, name), "must be 0 or more")
+        for name in (
+            "slab_lease_s", "read_base_s", "lease_s", "heartbeat_s", "stall_bound_s", "handshake_timeout_s",
+        ):  # fmt: skip
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(name, getattr(self, name), "must be a positive number of seconds")
+        if self.heartbeat_s >= self.lease_s:
+            raise ConfigError("heartbeat_s", self.heartbeat_s, f"must be below lease_s={self.lease_s}")
+
+    @property
+    def effective_worker_id(self) -> str:
+        return self.worker_id or f"{self.role}-0"
+
+    @property
+    def model_name(self) -> str:
+        return self.served_model_name or Path(self.model).name
