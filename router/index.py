@@ -74,15 +74,13 @@ class BlockIndex:
         """A worker's lease says where its event stream stands. Another incarnation starts from nothing."""
         worker = self._workers.get(worker_id)
         if worker is None or worker.incarnation != incarnation:
-            self._workers[worker_id] = _WorkerBlocks(incarnation)
+            worker = self._workers[worker_id] = _WorkerBlocks(incarnation, epoch)
+            if sequence == 0:  # nothing was stored in this epoch yet: we know all of it
+                worker.mode = IndexMode.EXACT
             limit = self._limit()
             for other in self._workers.values():
                 other.add((), limit)
             return
-        if worker.mode is IndexMode.EXACT and epoch < worker.epoch:
-            return  # the lease was written before the last event that we saw
-        if worker.mode is IndexMode.EXACT and epoch > worker.epoch:
-            worker.lose_track()
 
     def is_behind(self, worker_id: str, epoch: int, sequence: int) -> bool:
         """Whether the lease speaks of events that the index has not seen."""

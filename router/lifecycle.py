@@ -85,7 +85,7 @@ class Lifecycle:
     def on_tokens(self, offset: int, count: int) -> None:
         """Raises: IllegalMoveError when tokens are missing or repeated."""
         self.on(Move.TOKENS)
-        if offset != self.num_tokens or count < 1:
+        if offset != self.num_tokens or count < 0:
             raise IllegalMoveError(f"{count} tokens at offset {offset}, expected offset {self.num_tokens}")
         self.num_tokens += count
 

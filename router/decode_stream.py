@@ -1,0 +1,221 @@
+"""One `Decode.Attach` stream to one life of a decode worker, shared by all requests of this router.
+
+    CLOSED --start--> CONNECTING --channel ready--> UP --stream ends--> CONNECTING (after a pause)
+    any --close--> CLOSED
+
+A stream that breaks takes its attempts with it: each ends with WorkerLostError (decode cancels them on its side). The
+stream is always drained; what an attempt's reader has not taken yet is merged, up to a cap, and then cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+
+import grpc
+import structlog
+
+from diptych.common.errors import DiptychError, OverloadedError, WorkerLostError
+from diptych.rpc.v1 import decode_pb2, decode_pb2_grpc
+
+log = structlog.get_logger(__name__)
+
+_CONNECT_TIMEOUT_S = 2.0
+_PAUSE_S, _MAX_PAUSE_S = 0.1, 1.0
+MAX_BUFFERED_BYTES = 1024 * 1024
+_TOKEN_BYTES = 8
+
+
+class Attempt:
+    """One request's events on this worker. Read with `next` until End or an error; then it is over."""
+
+    def __init__(self, stream: DecodeStream, attempt: str, max_buffered_bytes: int) -> None:
+        self._stream = stream
+        self.id = attempt
+        self._max_buffered_bytes = max_buffered_bytes
+        self._events: deque[decode_pb2.Event] = deque()
+        self._buffered_bytes = 0
+        self._error: DiptychError | None = None
+        self._ready = asyncio.Event()
+        self.over = False
+        """No event will be added any more."""
+
+    async def next(self) -> decode_pb2.Event:
+        """The next event; tokens that came meanwhile are one event. Raises: WorkerLostError, OverloadedError."""
+        while not self._events:
+            if self._error is not None:
+                raise self._error
+            self._ready.clear()
+            await self._ready.wait()
+        event = self._events.popleft()
+        self._buffered_bytes -= _size(event)
+        return event
+
+    def cancel(self) -> None:
+        """Leave: decode is told unless the attempt is over. Idempotent, never blocks."""
+        if not self.over:
+            self.over = True
+            self._stream.forget(self.id, cancel=True)
+
+    def put(self, event: decode_pb2.Event) -> None:
+        kind = event.WhichOneof("event")
+        last = self._events[-1] if self._events else None
+        if kind == "tokens" and last is not None and last.WhichOneof("event") == "tokens":
+            mine, more = last.tokens, event.tokens
+            if more.offset == mine.offset + len(mine.token_ids):
+                mine.token_ids.extend(more.token_ids)
+                mine.text += more.text
+            else:  # a hole or a repeat: the reader judges it
+                self._events.append(event)
+        else:
+            self._events.append(event)
+        self._buffered_bytes += _size(event)
+        if kind == "end":
+            self.over = True
+        elif self._buffered_bytes > self._max_buffered_bytes:
+            self._events.clear()
+            self.cancel()
+            self._error = OverloadedError("the answer was read too slowly and was cancelled")
+        self._ready.set()
+
+    def fail(self, error: DiptychError) -> None:
+        """End the attempt after what is buffered."""
+        self.over = True
+        self._error = self._error or error
+        self._ready.set()
+
+
+def _size(event: decode_pb2.Event) -> int:
+    if event.WhichOneof("event") != "tokens":
+        return 0
+    return len(event.tokens.token_ids) * _TOKEN_BYTES + len(event.tokens.text)
+
+
+class DecodeStream:
+    """Args:
+    channel: to the worker; not closed here.
+    on_change: called when the stream goes up or down.
+    """
+
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        worker_id: str,
+        *,
+        on_change: Callable[[], None] | None = None,
+        max_buffered_bytes: int = MAX_BUFFERED_BYTES,
+    ) -> None:
+        self._channel = channel
+        self._worker_id = worker_id
+        self._on_change = on_change
+        self._max_buffered_bytes = max_buffered_bytes
+        self._attempts: dict[str, Attempt] = {}
+        self._commands: asyncio.Queue[decode_pb2.Command | None] | None = None
+        self._task: asyncio.Task[None] | None = None
+        self.num_drops = 0
+
+    @property
+    def up(self) -> bool:
+        return self._commands is not None
+
+    @property
+    def num_attempts(self) -> int:
+        return len(self._attempts)
+
+    def start(self) -> None:
+        if self._task is None:
+            self._task = asyncio.create_task(self._run(), name=f"attach-{self._worker_id}")
+
+    async def close(self, why: str = "the router is stopping") -> None:
+        """Break the stream: its attempts end with WorkerLostError. Idempotent."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        self._down(why)
+
+    def open(self, submit: decode_pb2.Submit) -> Attempt:
+        """Submit an attempt. Raises: WorkerLostError when the stream is down."""
+        if self._commands is None:
+            raise WorkerLostError(f"decode worker {self._worker_id} cannot be reached")
+        attempt = Attempt(self, submit.attempt, self._max_buffered_bytes)
+        self._attempts[submit.attempt] = attempt
+        self._commands.put_nowait(decode_pb2.Command(submit=submit))
+        return attempt
+
+    def forget(self, attempt: str, *, cancel: bool) -> None:
+        if self._attempts.pop(attempt, None) is not None and cancel and self._commands is not None:
+            self._commands.put_nowait(decode_pb2.Command(cancel=decode_pb2.Cancel(attempt=attempt)))
+
+    def fail_attempts(self, why: str) -> None:
+        """The worker is considered dead though the stream still stands: end its attempts, and tell it to stop them."""
+        for attempt in list(self._attempts.values()):
+            self.forget(attempt.id, cancel=True)
+            attempt.fail(WorkerLostError(f"decode worker {self._worker_id} was lost: {why}"))
+
+    async def _run(self) -> None:
+        pause_s = _PAUSE_S
+        while True:
+            why = "cannot be reached"
+            try:
+                async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+                    await self._channel.channel_ready()
+                pause_s = _PAUSE_S
+                why = await self._serve()
+            except TimeoutError:
+                pass
+            except grpc.aio.UsageError:
+                return  # the channel was closed under us
+            finally:
+                self._down(why)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+
+    async def _serve(self) -> str:
+        """One stream from its opening to its end. Returns why it ended."""
+        commands: asyncio.Queue[decode_pb2.Command | None] = asyncio.Queue()
+        stub = decode_pb2_grpc.DecodeStub(self._channel)  # type: ignore[no-untyped-call]
+        call = stub.Attach(_drain(commands))
+        self._commands = commands
+        self._notify()
+        try:
+            async for batch in call:
+                for event in batch.events:
+                    self._deliver(event)
+        except grpc.aio.AioRpcError as err:
+            return f"{err.code().name}: {err.details()}"
+        finally:
+            commands.put_nowait(None)
+            call.cancel()
+        return "it closed the stream"
+
+    def _deliver(self, event: decode_pb2.Event) -> None:
+        attempt = self._attempts.get(event.attempt)
+        if attempt is None:
+            return  # cancelled meanwhile
+        if event.WhichOneof("event") is None:
+            log.warning("event of an unknown kind", worker=self._worker_id)
+            return
+        attempt.put(event)
+        if attempt.over:
+            self._attempts.pop(event.attempt, None)
+
+    def _down(self, why: str) -> None:
+        was_up, self._commands = self.up, None
+        attempts, self._attempts = list(self._attempts.values()), {}
+        for attempt in attempts:
+            attempt.fail(WorkerLostError(f"decode worker {self._worker_id} was lost: {why}"))
+        if was_up:
+            self.num_drops += 1
+            log.warning("stream to decode went down", worker=self._worker_id, why=why, attempts=len(attempts))
+            self._notify()
+
+    def _notify(self) -> None:
+        if self._on_change is not None:
+            self._on_change()
+
+
+async def _drain(commands: asyncio.Queue[decode_pb2.Command | None]) -> AsyncIterator[decode_pb2.Command]:
+    while (command := await commands.get()) is not None:
+        yield command

@@ -1,0 +1,104 @@
+"""Who is in the cluster, as leases and probes tell it. Decides only: links are opened and closed by the caller.
+
+no lease --lease seen--> MEMBER --another incarnation--> the old life is LOST, the new one a MEMBER
+                           | lease missing, and silent for dead_s --> LOST
+                           | lease missing, but it answers: stays; unplaceable after dead_s (a FLUSHALL heals before)
+                           | silent for dead_s without a lease, or for 3 dead_s with one: attempts are given up
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+from diptych.common.worker_record import WorkerRecord
+
+_SILENT_FACTOR = 3.0
+
+
+class Link(Protocol):
+    @property
+    def silent_s(self) -> float: ...
+
+    def why_not(self) -> str: ...
+
+
+LinkT = TypeVar("LinkT", bound=Link)
+
+
+@dataclass(slots=True)
+class Member(Generic[LinkT]):
+    """One life of a worker. `read_at`: when its record last changed."""
+
+    record: WorkerRecord
+    link: LinkT
+    read_at: float
+    missing_since: float | None = None
+    behind_since: float | None = None
+
+
+@dataclass(slots=True)
+class Members(Generic[LinkT]):
+    """Args:
+    open_link: makes the link of a new life.
+    why_not: what the router itself has against a record, or "".
+    dead_s: silence after which a worker is not placed on.
+    """
+
+    open_link: Callable[[WorkerRecord], LinkT]
+    why_not: Callable[[WorkerRecord], str]
+    dead_s: float
+    _members: dict[str, Member[LinkT]] = field(default_factory=dict)
+
+    def get(self, worker_id: str) -> Member[LinkT] | None:
+        return self._members.get(worker_id)
+
+    def all(self) -> list[Member[LinkT]]:
+        return list(self._members.values())
+
+    def on_records(
+        self, records: Sequence[WorkerRecord], now: float
+    ) -> tuple[list[Member[LinkT]], list[Member[LinkT]]]:
+        """Fold a complete list of leases. Returns (new members, lost members)."""
+        new: list[Member[LinkT]] = []
+        lost: list[Member[LinkT]] = []
+        for record in records:
+            member = self._members.get(record.worker_id)
+            if member is not None and _same_life(member.record, record):
+                member.missing_since = None
+                if member.record != record:
+                    member.record, member.read_at = record, now
+                continue
+            if member is not None:
+                lost.append(member)
+            member = self._members[record.worker_id] = Member(record, self.open_link(record), now)
+            new.append(member)
+        present = {record.worker_id for record in records}
+        for worker_id in self._members.keys() - present:
+            member = self._members[worker_id]
+            if member.missing_since is None:
+                member.missing_since = now
+            if now - member.missing_since >= self.dead_s and member.link.silent_s > self.dead_s:
+                lost.append(self._members.pop(worker_id))
+        return new, lost
+
+    def given_up(self) -> list[Member[LinkT]]:
+        """Members whose attempts should not be waited for any longer."""
+        return [
+            member
+            for member in self._members.values()
+            if member.link.silent_s > self.dead_s * (_SILENT_FACTOR if member.missing_since is None else 1.0)
+        ]
+
+    def why_unplaceable(self, member: Member[LinkT], now: float) -> str:
+        """Why nothing is placed on it now, or ""."""
+        if member.record.state != "ready":
+            return f"is {member.record.state}"
+        if member.missing_since is not None and now - member.missing_since > self.dead_s:
+            return "has no lease"
+        return self.why_not(member.record) or member.link.why_not()
+
+
+def _same_life(a: WorkerRecord, b: WorkerRecord) -> bool:
+    return (a.incarnation, a.address, a.role) == (b.incarnation, b.address, b.role)

@@ -1,0 +1,129 @@
+"""This router's connection to one life of a worker: its channel, a probe that says whether it lives and makes progress,
+the snapshot of its cache, and for a decode worker the stream of requests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import grpc
+import structlog
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from diptych.common.block_identity import KEY_BYTES
+from diptych.common.clock import Clock
+from diptych.common.errors import InternalError
+from diptych.common.worker_record import WorkerRecord
+from diptych.router.decode_stream import DecodeStream
+from diptych.rpc.channels import open_channel
+from diptych.rpc.errors import from_rpc_error
+from diptych.rpc.v1 import worker_pb2, worker_pb2_grpc
+
+log = structlog.get_logger(__name__)
+
+_DUMP_TIMEOUT_S = 10.0
+_MAX_DUMP_KEYS = 4_000_000
+
+
+class WorkerLink:
+    """Args:
+    record: the lease under which the worker was found; address and incarnation never change within a link.
+    probe_s: pause between probes; each may take as long as `dead_s`.
+    on_change: called when the worker becomes usable or stops being so.
+    """
+
+    def __init__(
+        self,
+        record: WorkerRecord,
+        *,
+        clock: Clock,
+        probe_s: float,
+        dead_s: float,
+        on_change: Callable[[], None],
+    ) -> None:
+        self.worker_id = record.worker_id
+        self.incarnation = record.incarnation
+        self._clock = clock
+        self._probe_s = probe_s
+        self._dead_s = dead_s
+        self._on_change = on_change
+        self._channel = open_channel(record.address)
+        self.decode = (
+            DecodeStream(self._channel, record.worker_id, on_change=on_change) if record.role == "decode" else None
+        )
+        self._tasks: list[asyncio.Task[None]] = []
+        self._serving = False
+        self._probed = False
+        self._last_answer = clock.now()
+
+    def start(self) -> None:
+        if self.decode is not None:
+            self.decode.start()
+        self._tasks.append(asyncio.create_task(self._probe_loop(), name=f"probe-{self.worker_id}"))
+
+    async def close(self, why: str) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks = []
+        if self.decode is not None:
+            await self.decode.close(why)
+        await self._channel.close()
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the worker last answered a probe, whatever it said."""
+        return self._clock.now() - self._last_answer
+
+    def why_not(self) -> str:
+        """Why nothing can be placed there now, or ""."""
+        if self.silent_s > self._dead_s:
+            return f"does not answer (for {self.silent_s:.1f} s)"
+        if not self._probed:
+            return "is being connected"
+        if not self._serving:
+            return "says that it is not serving"
+        if self.decode is not None and not self.decode.up:
+            return "its request stream is down"
+        return ""
+
+    async def _probe_loop(self) -> None:
+        stub = health_pb2_grpc.HealthStub(self._channel)
+        while True:
+            before = self.why_not()
+            try:
+                answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=self._dead_s)
+                self._serving = answer.status == health_pb2.HealthCheckResponse.SERVING
+                self._last_answer, self._probed = self._clock.now(), True
+            except grpc.aio.AioRpcError as err:
+                if err.code() is grpc.StatusCode.UNIMPLEMENTED:
+                    self._serving, self._last_answer, self._probed = True, self._clock.now(), True
+                elif err.code() is grpc.StatusCode.UNAVAILABLE:
+                    self._serving = False  # refused or reset: known at once
+            except grpc.aio.UsageError:
+                return
+            if self.why_not() != before:
+                self._on_change()
+            await asyncio.sleep(self._probe_s)
+
+    async def dump_blocks(self) -> tuple[int, int, list[bytes]]:
+        """(epoch, sequence, keys) of the worker's prefix cache. Raises: DiptychError."""
+        stub = worker_pb2_grpc.WorkerStub(self._channel)  # type: ignore[no-untyped-call]
+        keys: list[bytes] = []
+        position = None
+        try:
+            async for part in stub.DumpBlocks(worker_pb2.DumpBlocksRequest(), timeout=_DUMP_TIMEOUT_S):
+                blob = part.block_keys
+                if len(blob) % KEY_BYTES or len(keys) + len(blob) // KEY_BYTES > _MAX_DUMP_KEYS:
+                    raise InternalError(f"{self.worker_id}: a dump of {len(blob)} bytes makes no sense")
+                if position is not None and position != (part.epoch, part.sequence):
+                    raise InternalError(f"{self.worker_id}: the parts of a dump are of different moments")
+                position = (part.epoch, part.sequence)
+                keys += [blob[i : i + KEY_BYTES] for i in range(0, len(blob), KEY_BYTES)]
+        except grpc.aio.AioRpcError as err:
+            raise from_rpc_error(err) from None
+        except grpc.aio.UsageError:
+            raise InternalError(f"{self.worker_id}: the channel was closed") from None
+        if position is None:
+            raise InternalError(f"{self.worker_id}: an empty dump")
+        return (*position, keys)
