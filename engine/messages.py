@@ -265,6 +265,8 @@ class EngineStats:
     cached_tokens_total: int = 0
     generation_tokens_total: int = 0
     preemptions_total: int = 0
+    alive: bool = True
+    """False: the step thread has ended (a bug in it, or close); nothing will be answered but refusals. Not ready."""
 
 
 # ---- between scheduler and model runner --------------------------------------------------------------------------

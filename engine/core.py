@@ -1,0 +1,170 @@
+"""One engine without threads: scheduler and runner put together. The step thread and the offline engine drive it.
+
+handle(command)*  ->  step()  ->  take_events()
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Container
+
+from diptych.common.block_identity import IdentityHeader
+from diptych.common.clock import Clock
+from diptych.common.errors import ConfigError, DiptychError, InternalError
+from diptych.engine.config import EngineConfig
+from diptych.engine.messages import (
+    AddRequest,
+    Cancel,
+    Command,
+    EngineEvent,
+    EngineStats,
+    FirstToken,
+    GrantSlabs,
+    KvComplete,
+    RangeUnpacked,
+    RunLocally,
+    UnpackRange,
+)
+from diptych.engine.runner import ModelRunner, StepAborted
+from diptych.engine.sched import remote
+from diptych.engine.sched.admission import ModelLimits
+from diptych.engine.sched.output import DetokenizerFactory, StopStringsFactory
+from diptych.engine.sched.scheduler import Scheduler, SchedulerOutput
+
+_log = logging.getLogger(__name__)
+
+
+class InvariantError(AssertionError):
+    """A conservation law does not hold: our own bug."""
+
+
+class EngineCore:
+    """Used by one thread at a time.
+
+    Raises: ConfigError when the configuration does not fit the runner.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        config: EngineConfig,
+        identity: IdentityHeader,
+        clock: Clock,
+        detokenizer_factory: DetokenizerFactory | None = None,
+        stop_strings: StopStringsFactory | None = None,
+    ) -> None:
+        if config.block_size != runner.block_size:
+            raise ConfigError("block_size", config.block_size, f"the runner's blocks hold {runner.block_size} tokens")
+        if config.block_size != identity.block_size:
+            raise ConfigError("block_size", config.block_size, f"block identities are made for {identity.block_size}")
+        if config.num_blocks > runner.num_blocks:
+            raise ConfigError("num_blocks", config.num_blocks, f"the runner's pool has {runner.num_blocks}")
+        limits = ModelLimits(
+            max_model_len=runner.max_model_len,
+            vocab_size=runner.vocab_size,
+            eos_token_ids=frozenset(runner.eos_token_ids),
+            kv_bytes_per_token=runner.kv_bytes_per_token,
+        )
+        self.scheduler = Scheduler(config, limits, identity, detokenizer_factory, stop_strings)
+        self.steps = 0
+        self._runner = runner
+        self._clock = clock
+        self._check = config.check_invariants
+        self._answers: list[EngineEvent] = []
+
+    def handle(self, command: Command) -> None:
+        scheduler = self.scheduler
+        match command:
+            case AddRequest(request):
+                scheduler.add(request)
+            case Cancel(attempt):
+                scheduler.cancel(attempt)
+            case GrantSlabs(grants):
+                scheduler.packing.grant(grants)
+            case UnpackRange():
+                self._unpack(command)
+            case FirstToken(attempt, token_id):
+                remote.first_token(scheduler, attempt, token_id)
+            case KvComplete(attempt):
+                remote.kv_complete(scheduler, attempt)
+            case RunLocally(attempt):
+                remote.run_locally(scheduler, attempt)
+            case _:
+                raise TypeError(f"not a command: {command!r}")
+
+    def step(self, cancelled: Container[str] = ()) -> bool:
+        """Schedule, compute, take the results, pack.
+
+        Args:
+            cancelled: attempts that were cancelled meanwhile (another thread may add to it): a step that serves nobody
+                else is given up between two layers.
+        Returns: False when there was nothing to do; nothing will be until another command comes.
+        """
+        start = self._clock.now()
+        out = self.scheduler.schedule(start)
+        if out.seqs:
+            self._execute(out, cancelled, start)
+            self.steps += 1
+        packed = self._pack()
+        if self._check and (violations := self.scheduler.check()):
+            raise InvariantError("; ".join(violations))
+        return bool(out.seqs) or packed
+
+    def take_events(self) -> list[EngineEvent]:
+        events, self._answers = self._answers, []
+        events.extend(self.scheduler.take_events())
+        return events
+
+    def stats(self, busy_since: float | None = None) -> EngineStats:
+        return self.scheduler.stats(steps=self.steps, busy_since=busy_since)
+
+    def _execute(self, out: SchedulerOutput, cancelled: Container[str], start: float) -> None:
+        def nobody_wants_it() -> bool:
+            return all(seq.attempt in cancelled for seq in out.seqs)
+
+        try:
+            result = self._runner.execute(out.seqs, nobody_wants_it)
+            if len(result.token_ids) != len(out.seqs):
+                raise ValueError(f"the runner answered {len(result.token_ids)} of {len(out.seqs)} sequences")
+        except StepAborted:
+            return
+        except Exception as error:  # whatever it is, the step's requests end typed and the engine lives on
+            _log.exception("a step of %d sequences failed", len(out.seqs))
+            for request in out.requests:
+                self.scheduler.fail(request, _internal("the model step failed", error))
+            return
+        self.scheduler.update(out, result, self._clock.now() - start)
+
+    def _pack(self) -> bool:
+        any_packed = False
+        while (job := self.scheduler.next_pack()) is not None:
+            any_packed = True
+            try:
+                checksum = self._runner.pack(job.block_ids, job.num_tokens, job.grant.payload)
+            except Exception as error:
+                _log.exception(
+                    "packing tokens %d+%d of %s failed", job.first_token, job.num_tokens, job.request.attempt
+                )
+                self.scheduler.pack_failed(job, _internal("packing KV failed", error))
+                continue
+            self.scheduler.packed(job, checksum)
+        return any_packed
+
+    def _unpack(self, command: UnpackRange) -> None:
+        job = remote.plan_unpack(self.scheduler, command)
+        if job is not None:
+            try:
+                self._runner.unpack(job.block_ids, job.num_tokens, command.payload)
+            except Exception as error:
+                _log.exception(
+                    "unpacking tokens %d+%d of %s failed", command.first_token, job.num_tokens, command.attempt
+                )
+                self.scheduler.fail(job.request, _internal("unpacking KV failed", error))
+                job = None
+            else:
+                remote.unpacked(job)
+        self._answers.append(RangeUnpacked(command.attempt, command.job, job is not None))
+
+
+def _internal(what: str, error: Exception) -> DiptychError:
+    return InternalError(f"{what}: {type(error).__name__}: {error}")

@@ -1,0 +1,189 @@
+"""The step thread: commands in, one list of events a step out.
+
+It sleeps in its inbox when the last step found nothing to do, and never waits for the event loop. A runner that raises ends
+the requests of that step; a bug of ours ends the thread: every request fails, `alive` turns false, and later commands are
+refused by whoever sends them.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from queue import Empty, SimpleQueue
+
+from diptych.common.clock import Clock
+from diptych.common.errors import DiptychError, InternalError, WorkerLostError
+from diptych.engine.core import EngineCore
+from diptych.engine.messages import (
+    AddRequest,
+    Cancel,
+    Command,
+    EngineEvent,
+    EngineStats,
+    Failed,
+    RangeUnpacked,
+    UnpackRange,
+)
+
+_log = logging.getLogger(__name__)
+_IDLE_WAIT_S = 60.0
+"""Every wait has a deadline; this one only bounds how long a lost wake-up could last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A question to the core, answered between two steps."""
+
+    question: Callable[[EngineCore], object]
+    reply: Callable[[object, DiptychError | None], None]
+
+
+class _Stop:
+    pass
+
+
+class _Cancelled:
+    """What a step looks at between layers: attempts whose Cancel is still in the inbox; everything, once closing."""
+
+    def __init__(self) -> None:
+        self._attempts: set[str] = set()
+        self.everything = False
+
+    def add(self, attempt: str) -> None:
+        self._attempts.add(attempt)
+
+    def discard(self, attempt: str) -> None:
+        self._attempts.discard(attempt)
+
+    def __contains__(self, attempt: object) -> bool:
+        return self.everything or attempt in self._attempts
+
+
+class StepThread:
+    """Owns the core from `start` on.
+
+    Args:
+        deliver: takes one step's events; called on the step thread (or, for refusals, on the sender's) and must not block.
+        on_exit: called once, as the thread's last act.
+    """
+
+    def __init__(
+        self,
+        core: EngineCore,
+        clock: Clock,
+        deliver: Callable[[list[EngineEvent]], None],
+        on_exit: Callable[[], None],
+    ) -> None:
+        self._core = core
+        self._clock = clock
+        self._deliver = deliver
+        self._on_exit = on_exit
+        self._inbox: SimpleQueue[Command | Ask | _Stop] = SimpleQueue()
+        self._cancelled = _Cancelled()
+        self._alive = True
+        self._stopping = False
+        self._stats = core.stats()
+        self._thread = threading.Thread(target=self._run, name="diptych-step", daemon=True)
+
+    @property
+    def stats(self) -> EngineStats:
+        """The last snapshot; costs an attribute read."""
+        return self._stats
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def put(self, item: Command | Ask) -> None:
+        """Thread-safe, never blocks. On a dead thread the command is refused at once."""
+        if isinstance(item, Cancel):
+            self._cancelled.add(item.attempt)
+        self._inbox.put(item)
+        if not self._alive:
+            self._refuse_inbox()
+
+    def stop(self) -> None:
+        """End after the running step, which is given up between two layers."""
+        self._cancelled.everything = True
+        self._inbox.put(_Stop())
+
+    def join(self, timeout_s: float) -> bool:
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    # ---- on the step thread ----
+
+    def _run(self) -> None:
+        end: DiptychError = WorkerLostError("the engine was closed")
+        try:
+            self._loop()
+        except Exception as error:
+            _log.critical("the step thread died", exc_info=True)
+            end = InternalError(f"the engine died: {type(error).__name__}: {error}")
+        finally:
+            self._alive = False
+            self._stats = replace(self._stats, alive=False, busy_since=None, num_running=0, num_waiting=0)
+            try:
+                self._core.scheduler.fail_all(end)
+                self._flush()
+            except Exception:  # the books may be what is broken: then say the end of each by hand
+                _log.critical("the dead engine's requests could not be freed", exc_info=True)
+                self._deliver([Failed(attempt, end) for attempt in self._core.scheduler.requests])
+            self._refuse_inbox()
+            self._on_exit()
+
+    def _loop(self) -> None:
+        core = self._core
+        worked = False
+        while True:
+            self._drain(wait=not worked)
+            if self._stopping:
+                return
+            self._stats = core.stats(busy_since=self._clock.now())
+            worked = core.step(self._cancelled)
+            self._flush()
+            self._stats = core.stats()
+
+    def _drain(self, *, wait: bool) -> None:
+        try:
+            item = self._inbox.get(timeout=_IDLE_WAIT_S) if wait else self._inbox.get_nowait()
+            while True:
+                self._take(item)
+                item = self._inbox.get_nowait()
+        except Empty:
+            return
+
+    def _take(self, item: Command | Ask | _Stop) -> None:
+        if isinstance(item, _Stop):
+            self._stopping = True
+        elif isinstance(item, Ask):
+            self._flush()  # an answer is never ahead of the events it already contains
+            item.reply(item.question(self._core), None)
+        else:
+            self._core.handle(item)
+            if isinstance(item, Cancel):
+                self._cancelled.discard(item.attempt)
+
+    def _flush(self) -> None:
+        events = self._core.take_events()
+        if events:
+            self._deliver(events)
+
+    def _refuse_inbox(self) -> None:
+        refused: list[EngineEvent] = []
+        error = WorkerLostError("the engine has ended")
+        while True:
+            try:
+                item = self._inbox.get_nowait()
+            except Empty:
+                break
+            if isinstance(item, AddRequest):
+                refused.append(Failed(item.request.attempt, error))
+            elif isinstance(item, UnpackRange):
+                refused.append(RangeUnpacked(item.attempt, item.job, False))
+            elif isinstance(item, Ask):
+                item.reply(None, error)
+        if refused:
+            self._deliver(refused)

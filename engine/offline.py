@@ -1,0 +1,115 @@
+"""The production scheduler driven step by step, without threads: for benches, identity tests and the simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from diptych.common.block_identity import IdentityHeader
+from diptych.common.clock import Clock, MonotonicClock
+from diptych.common.errors import DiptychError, InternalError
+from diptych.engine.config import EngineConfig
+from diptych.engine.core import EngineCore
+from diptych.engine.messages import (
+    AddRequest,
+    Admitted,
+    Command,
+    EngineEvent,
+    EngineRequest,
+    EngineStats,
+    Failed,
+    Finished,
+    PrefillComplete,
+    TokensOut,
+)
+from diptych.engine.runner import ModelRunner
+from diptych.engine.sched.output import DetokenizerFactory
+
+
+@dataclass(slots=True)
+class OfflineResult:
+    """One request's outputs; exactly one of `finished` and `error` is set. Times are on the engine's clock."""
+
+    attempt: str
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    num_cached_tokens: int = 0
+    finished: Finished | None = None
+    error: DiptychError | None = None
+    added_at: float = 0.0
+    token_times: list[float] = field(default_factory=list)
+
+
+class OfflineEngine:
+    """Args: as EngineClient."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        config: EngineConfig,
+        identity: IdentityHeader,
+        detokenizer_factory: DetokenizerFactory | None = None,
+        *,
+        clock: Clock | None = None,
+    ) -> None:
+        self.clock = clock or MonotonicClock()
+        self.core = EngineCore(runner, config, identity, self.clock, detokenizer_factory)
+
+    def send(self, command: Command) -> None:
+        self.core.handle(command)
+
+    def step(self) -> list[EngineEvent]:
+        """One step and its events; no events and no progress when nothing can be done."""
+        self.core.step()
+        return self.core.take_events()
+
+    def stats(self) -> EngineStats:
+        return self.core.stats()
+
+    def generate(self, requests: Sequence[EngineRequest], arrivals: Sequence[int] | None = None) -> list[OfflineResult]:
+        """Run LOCAL requests to their ends.
+
+        Args:
+            arrivals: by request, the number of the step before which it is added (0: before the first); None: all at 0.
+        Returns: results in the order of `requests`.
+        Raises: InternalError when requests are left and nothing moves.
+        """
+        when = [0] * len(requests) if arrivals is None else list(arrivals)
+        coming = sorted(range(len(requests)), key=lambda i: when[i])
+        results = {r.attempt: OfflineResult(r.attempt) for r in requests}
+        left, step, given = len(results), 0, 0
+        while left:
+            while given < len(coming) and when[coming[given]] <= step:
+                request = requests[coming[given]]
+                results[request.attempt].added_at = self.clock.now()
+                self.send(AddRequest(request))
+                given += 1
+            worked = self.core.step()
+            events = self.core.take_events()
+            left -= sum(self._note(event, results) for event in events)
+            step += 1
+            if not worked and not events and left:
+                if given == len(coming):
+                    raise InternalError(f"{left} requests are left and nothing moves")
+                step = max(step, when[coming[given]])
+        return [results[r.attempt] for r in requests]
+
+    def _note(self, event: EngineEvent, results: dict[str, OfflineResult]) -> int:
+        """Returns: 1 when the event ends a request."""
+        match event:
+            case Admitted(attempt, cached):
+                results[attempt].num_cached_tokens = cached
+            case TokensOut(attempt, _, token_ids, text):
+                result = results[attempt]
+                result.token_ids.extend(token_ids)
+                result.text += text
+                result.token_times.extend([self.clock.now()] * len(token_ids))
+            case Finished(attempt):
+                results[attempt].finished = event
+                return 1
+            case Failed(attempt, error):
+                results[attempt].error = error
+                return 1
+            case PrefillComplete(_):
+                return 1
+        return 0

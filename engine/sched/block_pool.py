@@ -1,0 +1,251 @@
+"""Who owns which KV block: reference counts, the free list, the prefix cache and reservations.
+
+A block is in exactly one place:
+
+    free ----allocate----> running (refs > 0) ----release, has a key----> cached (refs == 0, evictable, LRU)
+     ^                        |  ^                                          |   |
+     |                        |  +-----------------pin (a hit)--------------+   |
+     +----release, no key-----+                                                 |
+     +------------------------------------evict---------------------------------+
+
+A reservation is a count of free blocks that have no owner's id yet: `reserve` makes room for it by evicting, so
+
+    free + running + cached + reserved == total
+
+holds at every moment, and binding a reservation can never fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from diptych.engine.messages import BlockCounts, BlocksEvicted, BlocksStored, CacheCleared, CacheDump, CacheEvent
+
+
+class BlockPool:
+    """Blocks 0 .. num_blocks-1 of a KV pool. Every method is O(blocks named), `check` alone walks them all."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._refs = [0] * num_blocks
+        self._keys: list[bytes | None] = [None] * num_blocks
+        self._by_key: dict[bytes, int] = {}
+        self._evictable: dict[int, None] = {}  # oldest first
+        self._num_running = 0
+        self._reserved = 0
+        self.epoch = 0
+        self.sequence = 0
+        """Of the last cache event; the first one of an epoch has 1."""
+        self._stored: list[bytes] = []
+        self._evicted: list[bytes] = []
+        self._events: list[CacheEvent] = []
+
+    # ---- counts ----
+
+    @property
+    def available(self) -> int:
+        """Blocks that `allocate` or `reserve` could hand out now."""
+        return len(self._free) + len(self._evictable) - self._reserved
+
+    @property
+    def counts(self) -> BlockCounts:
+        return BlockCounts(
+            total=self.num_blocks,
+            free=len(self._free) - self._reserved,
+            running=self._num_running,
+            cached=len(self._evictable),
+            reserved=self._reserved,
+        )
+
+    def refs(self, block: int) -> int:
+        return self._refs[block]
+
+    def key_of(self, block: int) -> bytes | None:
+        return self._keys[block]
+
+    # ---- owning ----
+
+    def allocate(self, count: int) -> list[int] | None:
+        """Take `count` blocks with one reference each; None (and nothing taken) when there are not that many."""
+        if count > len(self._free) + len(self._evictable) - self._reserved:
+            return None
+        self._make_room(count)
+        return self._take(count)
+
+    def reserve(self, count: int) -> bool:
+        if count > self.available:
+            return False
+        self._make_room(count)
+        self._reserved += count
+        return True
+
+    def unreserve(self, count: int) -> None:
+        assert 0 <= count <= self._reserved, f"unreserve({count}) of {self._reserved}"
+        self._reserved -= count
+
+    def bind(self, count: int) -> list[int]:
+        """Turn `count` reserved blocks into owned ones."""
+        self.unreserve(count)
+        return self._take(count)
+
+    def pin(self, blocks: Iterable[int]) -> None:
+        """One more reference on blocks that are running or cached."""
+        for block in blocks:
+            if self._refs[block] == 0:
+                del self._evictable[block]
+                self._num_running += 1
+            self._refs[block] += 1
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """Drop one reference each. Name the last block of a sequence first: the first ones to go are then its tail."""
+        for block in blocks:
+            refs = self._refs[block] - 1
+            assert refs >= 0, f"block {block} released more often than owned"
+            self._refs[block] = refs
+            if refs == 0:
+                self._num_running -= 1
+                if self._keys[block] is None:
+                    self._free.append(block)
+                else:
+                    self._evictable[block] = None
+
+    def _take(self, count: int) -> list[int]:
+        if count == 0:
+            return []
+        taken = self._free[-count:]
+        del self._free[-count:]
+        for block in taken:
+            self._refs[block] = 1
+        self._num_running += count
+        return taken
+
+    def _make_room(self, count: int) -> None:
+        while len(self._free) - self._reserved < count:
+            block = next(iter(self._evictable))
+            del self._evictable[block]
+            self._forget_key(block)
+            self._free.append(block)
+
+    # ---- prefix cache ----
+
+    def find(self, keys: Iterable[bytes]) -> list[int]:
+        """Blocks of the longest cached run of `keys` from its start. Takes no reference: pin them."""
+        found: list[int] = []
+        for key in keys:
+            block = self._by_key.get(key)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def num_evictable(self, blocks: Iterable[int]) -> int:
+        return sum(1 for block in blocks if self._refs[block] == 0)
+
+    def publish(self, block: int, key: bytes) -> None:
+        """Enter an owned block, full and trusted, into the prefix cache. A key that is there already keeps its block."""
+        assert self._refs[block] > 0, f"block {block} enters the cache without an owner"
+        if key in self._by_key or self._keys[block] is not None:
+            return
+        self._keys[block] = key
+        self._by_key[key] = block
+        if self._evicted:
+            self._flush_cache_events()
+        self._stored.append(key)
+
+    def discard(self, blocks: Iterable[int]) -> None:
+        """Take blocks out of the prefix cache (their content is not trusted any more); owners keep them."""
+        for block in blocks:
+            if self._keys[block] is None:
+                continue
+            self._forget_key(block)
+            if self._refs[block] == 0:
+                del self._evictable[block]
+                self._free.append(block)
+
+    def clear(self) -> None:
+        """Empty the prefix cache and begin a new epoch; owned blocks stay with their owners."""
+        self._flush_cache_events()
+        for block in self._by_key.values():
+            self._keys[block] = None
+        self._by_key.clear()
+        self._free.extend(self._evictable)
+        self._evictable.clear()
+        self.epoch += 1
+        self.sequence = 0
+        self._events.append(CacheCleared(self.epoch))
+
+    def take_events(self) -> list[CacheEvent]:
+        """What entered and left the cache since the last call, in order."""
+        self._flush_cache_events()
+        events, self._events = self._events, []
+        return events
+
+    def dump(self) -> CacheDump:
+        """The cache as of `sequence`. Call `take_events` first, so that no event is under way."""
+        self._flush_cache_events()
+        return CacheDump(self.epoch, self.sequence, tuple(self._by_key))
+
+    def _forget_key(self, block: int) -> None:
+        key = self._keys[block]
+        assert key is not None
+        self._keys[block] = None
+        del self._by_key[key]
+        if self._stored:
+            self._flush_cache_events()
+        self._evicted.append(key)
+
+    def _flush_cache_events(self) -> None:
+        # At most one of the two lists is filled: that keeps a key that leaves and comes back in the right order.
+        if self._stored:
+            self.sequence += 1
+            self._events.append(BlocksStored(self.sequence, tuple(self._stored)))
+            self._stored.clear()
+        if self._evicted:
+            self.sequence += 1
+            self._events.append(BlocksEvicted(self.sequence, tuple(self._evicted)))
+            self._evicted.clear()
+
+    # ---- the law ----
+
+    def violations(self) -> list[str]:
+        """Compare the counters: O(1). Empty: the law holds."""
+        c = self.counts
+        out = []
+        if c.free + c.running + c.cached + c.reserved != c.total:
+            out.append(
+                f"blocks: free {c.free} + running {c.running} + cached {c.cached} + reserved {c.reserved} != {c.total}"
+            )
+        if min(c.free, c.running, c.cached, c.reserved) < 0:
+            out.append(f"blocks: a count is negative: {c}")
+        return out
+
+    def check(self, owned: dict[int, int] | None = None) -> list[str]:
+        """Walk every block. O(num_blocks).
+
+        Args:
+            owned: block -> number of references that the requests hold by their own account.
+        Returns: violations, one sentence each.
+        """
+        out = self.violations()
+        free = set(self._free)
+        if len(free) != len(self._free):
+            out.append("blocks: the free list names a block twice")
+        for block in range(self.num_blocks):
+            refs, key = self._refs[block], self._keys[block]
+            places = (block in free) + (refs > 0) + (block in self._evictable)
+            if places != 1:
+                out.append(f"block {block} is in {places} places (refs {refs})")
+            if block in free and key is not None:
+                out.append(f"block {block} is free and has a key")
+            if block in self._evictable and key is None:
+                out.append(f"block {block} is evictable and has no key")
+            if key is not None and self._by_key.get(key) != block:
+                out.append(f"block {block}: the index does not know its key")
+            if owned is not None and owned.get(block, 0) != refs:
+                out.append(f"block {block}: {refs} references counted, {owned.get(block, 0)} held by requests")
+        if len(self._by_key) != sum(key is not None for key in self._keys):
+            out.append("blocks: the key index and the keys differ in number")
+        if sum(refs > 0 for refs in self._refs) != self._num_running:
+            out.append("blocks: the running counter is off")
+        return out

@@ -1,0 +1,95 @@
+"""A REMOTE request while its KV arrives: which ranges may be unpacked where, and when it joins the running batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from diptych.common.errors import InternalError
+from diptych.engine.messages import UnpackRange
+from diptych.engine.sched.request import Request, State
+from diptych.engine.sched.scheduler import Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class UnpackJob:
+    """Copy `num_tokens` tokens' KV from the command's payload into `block_ids`."""
+
+    request: Request
+    first_block: int
+    block_ids: list[int]
+    num_tokens: int
+
+
+def _waiting(scheduler: Scheduler, attempt: str) -> Request | None:
+    request = scheduler.requests.get(attempt)
+    return request if request is not None and request.state is State.WAITING_FOR_REMOTE_KV else None
+
+
+def plan_unpack(scheduler: Scheduler, command: UnpackRange) -> UnpackJob | None:
+    """Where the range goes; None when it must not be written: the attempt is gone or runs already, the range is not
+    block-aligned, overlaps the pinned prefix, reaches past the end, or the payload is too short."""
+    request = _waiting(scheduler, command.attempt)
+    if request is None or request.kv_complete:
+        return None
+    size = scheduler.config.block_size
+    first, end = command.first_token, command.first_token + command.num_tokens
+    whole = end % size == 0 or end == request.kv_target
+    if command.num_tokens < 1 or first % size or not whole:
+        return None
+    if first < request.num_cached_tokens or end > request.kv_target:
+        return None
+    if len(command.payload) < command.num_tokens * scheduler.limits.kv_bytes_per_token:
+        return None
+    scheduler.kv.bind(request)
+    first_block = first // size
+    return UnpackJob(request, first_block, request.block_ids[first_block : -(-end // size)], command.num_tokens)
+
+
+def unpacked(job: UnpackJob) -> None:
+    job.request.covered.update(range(job.first_block, job.first_block + len(job.block_ids)))
+
+
+def first_token(scheduler: Scheduler, attempt: str, token_id: int) -> None:
+    """Streamed at once; it may end the request. Ignored when the attempt is past it: a token that was sent stays."""
+    request = _waiting(scheduler, attempt)
+    if request is None or request.num_outputs > 0:
+        return
+    if not 0 <= token_id < scheduler.limits.vocab_size:
+        scheduler.fail(request, InternalError(f"prefill sent token {token_id}, which is outside the vocabulary"))
+        return
+    scheduler.take_token(request, token_id)
+    _join_if_ready(scheduler, request)
+
+
+def kv_complete(scheduler: Scheduler, attempt: str) -> None:
+    """Join the running batch, or wait for the first token. A gap in the KV fails the request: it must never be attended."""
+    request = _waiting(scheduler, attempt)
+    if request is None:
+        return
+    size = scheduler.config.block_size
+    wanted = range(request.num_cached_tokens // size, -(-request.kv_target // size))
+    missing = [i for i in wanted if i not in request.covered]
+    if missing:
+        scheduler.fail(
+            request,
+            InternalError(f"KV was called complete, but {len(missing)} blocks from block {missing[0]} on never came"),
+        )
+        return
+    request.kv_complete = True
+    _join_if_ready(scheduler, request)
+
+
+def run_locally(scheduler: Scheduler, attempt: str) -> None:
+    """Give up on remote KV. A request that is not admitted yet becomes an ordinary one where it stands in the queue."""
+    request = scheduler.requests.get(attempt)
+    if request is None:
+        return
+    if request.state is State.WAITING_FOR_REMOTE_KV:
+        scheduler.run_locally(request)
+    elif request.state is State.WAITING:
+        scheduler.queue_locally(request)
+
+
+def _join_if_ready(scheduler: Scheduler, request: Request) -> None:
+    if request.state is State.WAITING_FOR_REMOTE_KV and request.kv_complete and request.num_outputs > 0:
+        scheduler.join(request)

@@ -1,0 +1,154 @@
+"""One request inside the scheduler.
+
+    WAITING --admit--> RUNNING ------------------------------------------------> FINISHED_STOPPED / _LENGTH
+       |                |  ^  ^                                                    ^
+       |                |  |  +--preempt/admit--> PREEMPTED                        |
+       |                |  |                                                       |
+       |                |  +--KvComplete + FirstToken, or RunLocally--+            |
+       +--admit REMOTE--|---------> WAITING_FOR_REMOTE_KV ------------+------------+ (first token ends it)
+                        |
+                        +--PREFILL computed--> PACKING --all packed--> FINISHED_HANDED_OFF
+
+Every state that is not final may also go to FINISHED_CANCELLED or FINISHED_FAILED.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from diptych.common.block_identity import BlockHasher, IdentityHeader
+from diptych.engine.messages import EngineRequest, KvMode, ScheduledSeq
+
+if TYPE_CHECKING:
+    from diptych.engine.sched.output import OutputProcessor
+
+
+class State(Enum):
+    WAITING = "waiting"
+    WAITING_FOR_REMOTE_KV = "waiting_for_remote_kv"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    PACKING = "packing"
+    FINISHED_STOPPED = "finished_stopped"
+    FINISHED_LENGTH = "finished_length"
+    FINISHED_HANDED_OFF = "finished_handed_off"
+    FINISHED_CANCELLED = "finished_cancelled"
+    FINISHED_FAILED = "finished_failed"
+
+
+_ENDED_BADLY = frozenset({State.FINISHED_CANCELLED, State.FINISHED_FAILED})
+_ENDED_WELL = frozenset({State.FINISHED_STOPPED, State.FINISHED_LENGTH})
+
+LEGAL_MOVES: dict[State, frozenset[State]] = {
+    State.WAITING: frozenset({State.RUNNING, State.WAITING_FOR_REMOTE_KV}) | _ENDED_WELL | _ENDED_BADLY,
+    State.WAITING_FOR_REMOTE_KV: frozenset({State.RUNNING}) | _ENDED_WELL | _ENDED_BADLY,
+    State.RUNNING: frozenset({State.PREEMPTED, State.PACKING, State.FINISHED_HANDED_OFF}) | _ENDED_WELL | _ENDED_BADLY,
+    State.PREEMPTED: frozenset({State.RUNNING}) | _ENDED_BADLY,
+    State.PACKING: frozenset({State.FINISHED_HANDED_OFF}) | _ENDED_BADLY,
+    State.FINISHED_STOPPED: frozenset(),
+    State.FINISHED_LENGTH: frozenset(),
+    State.FINISHED_HANDED_OFF: frozenset(),
+    State.FINISHED_CANCELLED: frozenset(),
+    State.FINISHED_FAILED: frozenset(),
+}
+
+
+class IllegalMoveError(AssertionError):
+    """Our own bug: names the move and the states that led to it."""
+
+
+class Request:
+    """What the scheduler knows of one attempt.
+
+    The token ranges, all counted from the prompt's first token:
+
+        |<- num_computed: KV is there ->|<- to compute ->|
+        |<- token_ids: prompt, forced outputs, sampled outputs ->|
+        |<- kv_target: what crosses between prefill and decode ->|     PREFILL and REMOTE only
+
+    A PREFILL request's tokens end at kv_target: the prompt and all forced outputs but the last.
+    """
+
+    __slots__ = (
+        "attempt", "arrival", "block_ids", "compute_s", "covered", "forced", "hasher", "header", "history", "kv_complete",
+        "kv_target", "max_tokens_total", "mode", "num_cached_tokens", "num_computed", "num_prompt", "num_published",
+        "num_reserved", "output", "packed_until", "peer", "samples", "sampling", "seq", "state", "token_ids", "want_kv",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        request: EngineRequest,
+        arrival: int,
+        header: IdentityHeader,
+        max_model_len: int,
+        output: OutputProcessor | None,
+    ) -> None:
+        prompt, forced = request.prompt_token_ids, request.output_token_ids
+        self.attempt = request.attempt
+        self.arrival = arrival
+        """Rises with every request: the order of FCFS, and the youngest is preempted first."""
+        self.sampling = request.sampling
+        self.mode = request.mode
+        self.peer = request.peer
+        self.want_kv = request.mode is KvMode.PREFILL and request.want_kv
+        self.output = output
+        self.state = State.WAITING
+        self.history = [State.WAITING]
+        self.num_prompt = len(prompt)
+        self.forced = len(forced)
+        self.kv_target = len(prompt) + max(0, len(forced) - 1)
+        self.samples = not (request.mode is KvMode.PREFILL and forced)
+        """False: a PREFILL whose next token the client has already."""
+        self.token_ids = [*prompt, *forced]
+        if request.mode is KvMode.PREFILL:
+            del self.token_ids[self.kv_target :]
+            self.max_tokens_total = self.kv_target + 1
+        else:
+            self.max_tokens_total = min(len(prompt) + request.sampling.max_tokens, max_model_len)
+        self.num_computed = 0
+        self.num_cached_tokens = 0
+        self.block_ids: list[int] = []
+        self.num_reserved = 0
+        """Blocks that are counted for it and have no id yet."""
+        self.num_published = 0
+        """Leading blocks that came from the prefix cache or went through it."""
+        self.packed_until = request.decode_cached_tokens
+        self.covered: set[int] = set()
+        """REMOTE: indices of the blocks whose KV was unpacked."""
+        self.kv_complete = False
+        self.compute_s = 0.0
+        self.header = header
+        self.hasher = BlockHasher(header)
+        self.seq = ScheduledSeq(self.attempt, [], 0, self.block_ids, False, self.sampling, 0)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.token_ids) - self.num_prompt
+
+    @property
+    def max_kv_tokens(self) -> int:
+        """KV it can ever need: the last token of a sequence is never computed."""
+        return self.max_tokens_total - 1
+
+    def move(self, to: State) -> None:
+        if to not in LEGAL_MOVES[self.state]:
+            story = " -> ".join(s.value for s in self.history)
+            raise IllegalMoveError(
+                f"attempt {self.attempt}: {self.state.value} -> {to.value} is no legal move; so far {story}"
+            )
+        self.state = to
+        if len(self.history) < 64:
+            self.history.append(to)
+
+    def keys(self, num_blocks: int) -> list[bytes]:
+        """Keys of the first `num_blocks` blocks; their tokens must be known."""
+        have = self.hasher.num_tokens
+        want = num_blocks * self.header.block_size
+        if have < want:
+            self.hasher.update(self.token_ids[have:want])
+        return self.hasher.keys
