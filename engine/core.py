@@ -28,7 +28,7 @@ from diptych.engine.messages import (
 from diptych.engine.runner import ModelRunner, StepAborted
 from diptych.engine.sched import remote
 from diptych.engine.sched.admission import ModelLimits
-from diptych.engine.sched.output import DetokenizerFactory, StopStringsFactory
+from diptych.engine.sched.output import DetokenizerFactory
 from diptych.engine.sched.scheduler import Scheduler, SchedulerOutput
 
 _log = logging.getLogger(__name__)
@@ -51,7 +51,6 @@ class EngineCore:
         identity: IdentityHeader,
         clock: Clock,
         detokenizer_factory: DetokenizerFactory | None = None,
-        stop_strings: StopStringsFactory | None = None,
     ) -> None:
         if config.block_size != runner.block_size:
             raise ConfigError("block_size", config.block_size, f"the runner's blocks hold {runner.block_size} tokens")
@@ -65,7 +64,7 @@ class EngineCore:
             eos_token_ids=frozenset(runner.eos_token_ids),
             kv_bytes_per_token=runner.kv_bytes_per_token,
         )
-        self.scheduler = Scheduler(config, limits, identity, detokenizer_factory, stop_strings)
+        self.scheduler = Scheduler(config, limits, identity, detokenizer_factory)
         self.steps = 0
         self._runner = runner
         self._clock = clock

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from diptych.common.errors import InvalidRequestError, PromptTooLongError
 from diptych.engine.config import EngineConfig
 from diptych.engine.messages import EngineRequest, KvMode
-from diptych.engine.sched.output import DetokenizerFactory, OutputProcessor, StopStringsFactory
+from diptych.engine.sched.output import DetokenizerFactory, OutputProcessor
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,6 @@ def check_request(
     config: EngineConfig,
     limits: ModelLimits,
     detokenizer_factory: DetokenizerFactory | None,
-    stop_strings: StopStringsFactory | None,
 ) -> OutputProcessor | None:
     """Returns: the request's output processor, primed with its forced tokens; None for PREFILL, whose text is decode's.
 
@@ -67,7 +66,7 @@ def check_request(
             param="max_tokens",
         )
     detokenizer = detokenizer_factory(request.sampling) if detokenizer_factory is not None else None
-    output = OutputProcessor(request.sampling, limits.eos_token_ids, total - num_prompt, detokenizer, stop_strings)
+    output = OutputProcessor(request.sampling, limits.eos_token_ids, total - num_prompt, detokenizer)
     output.prime(forced)
     return output
 

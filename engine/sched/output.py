@@ -15,30 +15,30 @@ from diptych.common.errors import InvalidRequestError
 from diptych.common.sampling import FinishReason, SamplingParams
 
 
-class RequestDetokenizer(Protocol):
-    """One request's incremental detokenizer."""
+class TextPiece(Protocol):
+    @property
+    def text(self) -> str: ...
 
-    def push(self, token_id: int) -> str:
-        """The text that became certain with this token."""
+    @property
+    def stop(self) -> str | None:
+        """The stop string that ended the output here."""
         ...
 
-    def flush(self) -> str:
-        """What was held back, at the end."""
+
+class RequestDetokenizer(Protocol):
+    """One request's incremental text with its stop strings: common.detokenizer.RequestDetokenizer, or a test's toy."""
+
+    def push(self, token_id: int) -> TextPiece:
+        """The text that became certain with this token, cut in front of a stop string."""
+        ...
+
+    def finish(self) -> TextPiece:
+        """What was held back, at an end that is no stop string."""
         ...
 
 
 DetokenizerFactory = Callable[[SamplingParams], RequestDetokenizer]
-
-
-class StopStrings(Protocol):
-    def push(self, text: str) -> tuple[str, str | None]:
-        """Returns: (text that may be shown now, the stop string that was hit or None)."""
-        ...
-
-    def flush(self) -> str: ...
-
-
-StopStringsFactory = Callable[[tuple[str, ...]], StopStrings]
+"""Makes the detokenizer of one request; the sampling parameters carry its stop strings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class OutputProcessor:
     Raises: InvalidRequestError for stop strings without a detokenizer.
     """
 
-    __slots__ = ("_detokenizer", "_eos", "_max_outputs", "_stop_ids", "_stop_strings", "finish", "num_outputs")
+    __slots__ = ("_detokenizer", "_eos", "_max_outputs", "_stop_ids", "finish", "num_outputs")
 
     def __init__(
         self,
@@ -64,17 +64,13 @@ class OutputProcessor:
         eos_token_ids: frozenset[int],
         max_outputs: int,
         detokenizer: RequestDetokenizer | None,
-        stop_strings: StopStringsFactory | None,
     ) -> None:
         self._eos = frozenset() if sampling.ignore_eos else eos_token_ids
         self._stop_ids = self._eos.union(sampling.stop_token_ids)
         self._max_outputs = max_outputs
         self._detokenizer = detokenizer
-        self._stop_strings: StopStrings | None = None
-        if sampling.stop:
-            if detokenizer is None or stop_strings is None:
-                raise InvalidRequestError("stop strings need a tokenizer, and this engine has none", param="stop")
-            self._stop_strings = stop_strings(sampling.stop)
+        if sampling.stop and detokenizer is None:
+            raise InvalidRequestError("stop strings need a tokenizer, and this engine has none", param="stop")
         self.num_outputs = 0
         self.finish: Finish | None = None
 
@@ -95,27 +91,17 @@ class OutputProcessor:
             return text
         text = ""
         if self._detokenizer is not None:
-            text = self._detokenizer.push(token_id)
-            if self._stop_strings is not None and text:
-                text = self._scan(text)
+            text = self._show(self._detokenizer.push(token_id))
         if self.finish is None and self.num_outputs >= self._max_outputs:
             text += self._flush()
             if self.finish is None:
                 self.finish = Finish(FinishReason.LENGTH)
         return text
 
-    def _scan(self, text: str) -> str:
-        assert self._stop_strings is not None
-        shown, hit = self._stop_strings.push(text)
-        if hit is not None:
-            self.finish = Finish(FinishReason.STOP, stop_string=hit)
-        return shown
-
     def _flush(self) -> str:
-        if self._detokenizer is None:
-            return ""
-        text = self._detokenizer.flush()
-        if self._stop_strings is None:
-            return text
-        shown = self._scan(text) if text else ""
-        return shown if self.finish is not None else shown + self._stop_strings.flush()
+        return self._show(self._detokenizer.finish()) if self._detokenizer is not None else ""
+
+    def _show(self, piece: TextPiece) -> str:
+        if piece.stop is not None:
+            self.finish = Finish(FinishReason.STOP, stop_string=piece.stop)
+        return piece.text

@@ -36,7 +36,7 @@ from diptych.engine.messages import (
 )
 from diptych.engine.sched.admission import ModelLimits, check_request
 from diptych.engine.sched.kv_cache_manager import KvCacheManager
-from diptych.engine.sched.output import DetokenizerFactory, StopStringsFactory
+from diptych.engine.sched.output import DetokenizerFactory
 from diptych.engine.sched.pace import Pace
 from diptych.engine.sched.packing import Packing, PackJob
 from diptych.engine.sched.queues import WaitingQueues
@@ -62,7 +62,6 @@ class Scheduler:
         limits: ModelLimits,
         identity: IdentityHeader,
         detokenizer_factory: DetokenizerFactory | None = None,
-        stop_strings: StopStringsFactory | None = None,
     ) -> None:
         self.config = config
         self.limits = limits
@@ -72,7 +71,6 @@ class Scheduler:
         self.requests: dict[str, Request] = {}
         self._identity = identity
         self._detokenizer_factory = detokenizer_factory
-        self._stop_strings = stop_strings
         self._waiting = WaitingQueues()
         self._remote: dict[str, Request] = {}
         self._prefilling: dict[str, Request] = {}
@@ -93,9 +91,7 @@ class Scheduler:
             return
         self._arrivals += 1
         try:
-            output = check_request(
-                engine_request, self.config, self.limits, self._detokenizer_factory, self._stop_strings
-            )
+            output = check_request(engine_request, self.config, self.limits, self._detokenizer_factory)
         except DiptychError as error:
             self._events.append(Failed(attempt, error))
             return
