@@ -1,0 +1,40 @@
+"""What the gRPC and the HTTP face need of the frontend; tests bring their own."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Protocol, cast
+
+from diptych.common.errors import InternalError
+from diptych.router.messages import GenerateEvent, GenerateSpec, ModelInfo, PreparedRequest, StartedEvent
+
+
+class Door(Protocol):
+    """See Frontend."""
+
+    def models(self) -> list[ModelInfo]: ...
+
+    def ready(self) -> tuple[bool, list[str]]: ...
+
+    async def prepare(self, spec: GenerateSpec) -> PreparedRequest: ...
+
+    def generate(self, request: PreparedRequest) -> AsyncIterator[GenerateEvent]: ...
+
+
+@asynccontextmanager
+async def accepted(
+    door: Door, prepared: PreparedRequest
+) -> AsyncIterator[tuple[StartedEvent, AsyncIterator[GenerateEvent]]]:
+    """The request's start and the events after it; leaving the block cancels what still runs.
+
+    Raises: the DiptychError with which the request failed before a decode worker accepted it.
+    """
+    events = cast(AsyncGenerator[GenerateEvent, None], door.generate(prepared))
+    try:
+        started = await anext(events, None)
+        if not isinstance(started, StartedEvent):
+            raise InternalError("the answer did not begin with its start")
+        yield started, events
+    finally:
+        await events.aclose()

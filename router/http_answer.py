@@ -1,0 +1,155 @@
+"""One generation as an ASGI response: whole or streamed, cancelled when the client leaves.
+
+Status and headers are sent only after a decode worker has accepted the request, so that every failure before that is a
+plain error answer. A failure after that is one `data: {"error": ...}` event and the end of the stream without [DONE].
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from diptych.common.errors import DiptychError, InternalError, InvalidRequestError
+from diptych.router.faces import Door, accepted
+from diptych.router.http_errors import error_body, error_response, json_response
+from diptych.router.messages import FinishedEvent, GenerateEvent, TokenEvent
+from diptych.router.openai_answers import PING, AnswerForm, sse
+from diptych.router.openai_requests import Call
+
+PING_S = 15.0
+SEND_TIMEOUT_S = 60.0
+
+_log = logging.getLogger(__name__)
+_SSE_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-store",
+    "x-accel-buffering": "no",
+}
+
+
+class GenerationResponse(Response):
+    """Runs the whole exchange inside the response, where the connection can be watched.
+
+    Args:
+        ping_s: a comment line is sent after so many seconds of silence in a stream.
+        send_timeout_s: a client that takes nothing for so long is given up.
+    """
+
+    def __init__(
+        self,
+        door: Door,
+        call: Call,
+        *,
+        now: Callable[[], float] = time.time,
+        ping_s: float = PING_S,
+        send_timeout_s: float = SEND_TIMEOUT_S,
+    ) -> None:
+        super().__init__()
+        self._door = door
+        self._call = call
+        self._now = now
+        self._ping_s = ping_s
+        self._send_timeout_s = send_timeout_s
+        self._streaming = False
+        self._last_write = 0.0
+        self._writing_since: float | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        work = asyncio.create_task(self._work(scope, receive, send))
+        gone = asyncio.create_task(_until_disconnect(receive))
+        try:
+            while True:
+                await asyncio.wait({work, gone}, timeout=self._ping_s / 3, return_when=asyncio.FIRST_COMPLETED)
+                if work.done():
+                    return work.result()
+                if gone.done() or self._stuck():
+                    return None
+                await self._ping_if_silent(send)
+        finally:
+            work.cancel()
+            gone.cancel()
+            await asyncio.gather(work, gone, return_exceptions=True)
+
+    async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request_id = ""
+        try:
+            prepared = await self._door.prepare(self._call.spec)
+            request_id = prepared.request_id
+            call = self._call
+            form = AnswerForm(prepared, call.chat, int(self._now()), call.include_usage, call.return_token_ids)
+            async with accepted(self._door, prepared) as (_, events):
+                if call.stream:
+                    await self._stream(form, events, send)
+                else:
+                    answer = await _collect(form, events)
+                    await answer(scope, receive, send)
+        except DiptychError as error:
+            await self._fail(error, request_id, scope, receive, send)
+        except OSError:
+            return  # the client's connection broke
+        except Exception:
+            _log.exception("unhandled error in request %s", request_id)
+            bug = InternalError("internal error; the log of the server has the trace")
+            await self._fail(bug, request_id, scope, receive, send)
+
+    async def _stream(self, form: AnswerForm, events: AsyncIterator[GenerateEvent], send: Send) -> None:
+        headers = _SSE_HEADERS | {"x-request-id": form.prepared.request_id}
+        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+        await send({"type": "http.response.start", "status": 200, "headers": raw})
+        self._streaming = True
+        if (first := form.first_chunk()) is not None:
+            await self._write(first, send)
+        async for event in events:
+            if isinstance(event, TokenEvent):
+                if (chunk := form.token_chunk(event)) is not None:
+                    await self._write(chunk, send)
+            elif isinstance(event, FinishedEvent):
+                await self._write(form.last_chunks(event), send, last=True)
+                return
+        raise InternalError("the answer ended without its end")
+
+    async def _write(self, chunk: bytes, send: Send, *, last: bool = False) -> None:
+        self._writing_since = self._last_write = time.monotonic()
+        if last:
+            self._streaming = False
+        await send({"type": "http.response.body", "body": chunk, "more_body": not last})
+        self._writing_since = None
+
+    async def _fail(self, error: DiptychError, request_id: str, scope: Scope, receive: Receive, send: Send) -> None:
+        if isinstance(error, InvalidRequestError) and error.param is not None:
+            error.param = self._call.renamed.get(error.param, error.param)
+        if self._streaming:
+            await self._write(sse(error_body(error)), send, last=True)
+        else:
+            await error_response(error, request_id)(scope, receive, send)
+
+    def _stuck(self) -> bool:
+        return self._writing_since is not None and time.monotonic() - self._writing_since > self._send_timeout_s
+
+    async def _ping_if_silent(self, send: Send) -> None:
+        if self._streaming and self._writing_since is None and time.monotonic() - self._last_write >= self._ping_s:
+            async with asyncio.timeout(self._send_timeout_s):
+                await self._write(PING, send)
+
+
+async def _collect(form: AnswerForm, events: AsyncIterator[GenerateEvent]) -> Response:
+    texts: list[str] = []
+    token_ids: list[int] = []
+    async for event in events:
+        if isinstance(event, TokenEvent):
+            texts.append(event.text)
+            token_ids.extend(event.token_ids)
+        elif isinstance(event, FinishedEvent):
+            body = form.whole("".join(texts), token_ids, event)
+            return json_response(body, headers={"x-request-id": form.prepared.request_id})
+    raise InternalError("the answer ended without its end")
+
+
+async def _until_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

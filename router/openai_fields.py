@@ -1,0 +1,106 @@
+"""Fields of the OpenAI and vLLM APIs that are known but not built yet, and fields that nobody knows.
+
+A known field is refused by name when it asks for something; its neutral values are let through. An unknown field is
+ignored, with one warning for each name.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from diptych.common.errors import InvalidRequestError
+
+_log = logging.getLogger(__name__)
+
+_NO: tuple[object, ...] = (None,)
+_OFF: tuple[object, ...] = (None, False)
+_ZERO: tuple[object, ...] = (None, 0)
+_ONE: tuple[object, ...] = (None, 1)
+_EMPTY: tuple[object, ...] = (None, [], {}, "")
+
+NOT_BUILT: Mapping[str, tuple[object, ...]] = {
+    "n": _ONE,
+    "best_of": _ONE,
+    "use_beam_search": _OFF,
+    "length_penalty": _ONE,
+    "logprobs": _OFF,
+    "top_logprobs": _ZERO,
+    "prompt_logprobs": _NO,
+    "tools": _EMPTY,
+    "tool_choice": (None, "none", "auto"),
+    "functions": _EMPTY,
+    "function_call": (None, "none", "auto"),
+    "response_format": (None, {"type": "text"}),
+    "structured_outputs": _EMPTY,
+    "guided_json": _NO,
+    "guided_regex": _NO,
+    "guided_choice": _NO,
+    "guided_grammar": _NO,
+    "logit_bias": _EMPTY,
+    "presence_penalty": _ZERO,
+    "frequency_penalty": _ZERO,
+    "repetition_penalty": _ONE,
+    "min_p": _ZERO,
+    "min_tokens": _ZERO,
+    "echo": _OFF,
+    "suffix": _EMPTY,
+    "allowed_token_ids": _EMPTY,
+    "bad_words": _EMPTY,
+    "include_stop_str_in_output": _OFF,
+    "skip_special_tokens": (None, True),
+    "spaces_between_special_tokens": (None, True),
+    "truncate_prompt_tokens": _NO,
+    "truncation_side": _NO,
+    "add_generation_prompt": (None, True),
+    "continue_final_message": _OFF,
+    "documents": _EMPTY,
+    "chat_template": _NO,
+    "chat_template_kwargs": _EMPTY,
+    "priority": _ZERO,
+    "return_tokens_as_token_ids": _OFF,
+    "cache_salt": _EMPTY,
+    "kv_transfer_params": _EMPTY,
+    "stream_interval": _ONE,
+    "thinking_token_budget": _NO,
+    "reasoning_effort": (None, "none"),
+    "modalities": (None, ["text"]),
+    "audio": _NO,
+    "prediction": _NO,
+    "web_search_options": _NO,
+}
+"""Name -> values that ask for nothing."""
+
+HARMLESS = frozenset({"parallel_tool_calls", "include_reasoning"})
+"""Without tools and reasoning these change nothing, whatever they say."""
+
+CHAT_NOT_BUILT: Mapping[str, tuple[object, ...]] = {**NOT_BUILT, "add_special_tokens": _OFF}
+COMPLETION_NOT_BUILT: Mapping[str, tuple[object, ...]] = {**NOT_BUILT, "add_special_tokens": (None, True)}
+
+
+def refuse_unbuilt(body: Mapping[str, Any], not_built: Mapping[str, tuple[object, ...]]) -> None:
+    """Raises: InvalidRequestError naming the first field that asks for something we do not have."""
+    for name in body:
+        neutral = not_built.get(name)
+        if neutral is not None and not any(_same(body[name], value) for value in neutral):
+            raise InvalidRequestError(f"{name} is not supported yet: leave it out", param=name)
+
+
+def _same(value: object, neutral: object) -> bool:
+    return isinstance(value, bool) == isinstance(neutral, bool) and value == neutral
+
+
+class UnknownFields:
+    """Warns once for each unknown name. Remembers at most `limit` names; past that, new names are ignored in silence."""
+
+    def __init__(self, limit: int = 256) -> None:
+        self._limit = limit
+        self._seen: set[str] = set()
+
+    def note(self, names: Iterable[str]) -> None:
+        for name in names:
+            short = name[:64]
+            if short not in self._seen and len(self._seen) < self._limit:
+                self._seen.add(short)
+                _log.warning("unknown field %r is ignored", short)

@@ -1,0 +1,187 @@
+"""The router process: one event loop on uvloop with the frontend, the gRPC server and the HTTP server.
+
+bind both ports -> Frontend.start -> serve -> SIGTERM or SIGINT -> health NOT_SERVING -> no new requests, those that run
+have DRAIN_S to end -> Frontend.close
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import grpc
+import uvicorn
+import uvloop
+
+from diptych.common.errors import ConfigError
+from diptych.router.config import RouterConfig
+from diptych.router.faces import Door
+from diptych.router.frontend import Frontend
+from diptych.router.openai_api import create_app
+from diptych.router.service import SERVICE, RouterService
+from diptych.rpc.channels import bind, new_server
+from diptych.rpc.health import Health
+
+DRAIN_S = 10.0
+CLOSE_S = 2.0
+HEALTH_INTERVAL_S = 0.25
+MAX_HEADER_BYTES = 32 * 1024
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RouterAddresses:
+    """Where the router listens, with the ports that were really bound."""
+
+    http: str
+    grpc: str
+
+
+def run_router(config: RouterConfig) -> int:
+    """Serve until SIGTERM or SIGINT, then drain. Returns: the exit code, 128 + the signal's number.
+
+    Raises: ConfigError when a port is taken or the model cannot be read.
+    """
+    code: int = uvloop.run(_run(config))
+    return code
+
+
+async def _run(config: RouterConfig) -> int:
+    stop = asyncio.Event()
+    received: list[int] = []
+    loop = asyncio.get_running_loop()
+
+    def on_signal(number: int) -> None:
+        received.append(number)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number)
+
+    def announce(addresses: RouterAddresses) -> None:
+        _log.info("router serves HTTP on %s and gRPC on %s", addresses.http, addresses.grpc)
+
+    await serve(config, stop, on_started=announce)
+    return 128 + received[0] if received else 0
+
+
+async def serve(
+    config: RouterConfig, stop: asyncio.Event, *, on_started: Callable[[RouterAddresses], None] = lambda _: None
+) -> None:
+    """Run frontend and faces until `stop` is set, then drain."""
+    faces = Faces(config.host, config.http_port, config.grpc_port)
+    frontend = Frontend(config)
+    try:
+        await frontend.start()
+        on_started(await faces.start(frontend))
+        await faces.until(stop)
+    finally:
+        stopping = asyncio.create_task(faces.stop(DRAIN_S + CLOSE_S))
+        await asyncio.wait({stopping}, timeout=DRAIN_S)
+        # What still runs ends with a typed error, which the faces have CLOSE_S to deliver: an answer is never just cut.
+        await frontend.close()
+        await stopping
+
+
+class Faces:
+    """The two servers in front of one frontend. The ports are taken by the constructor.
+
+    Raises: ConfigError naming the port that cannot be had.
+    """
+
+    def __init__(self, host: str, http_port: int, grpc_port: int) -> None:
+        self._host = host
+        self._socket = listen(host, http_port)
+        try:
+            self._grpc: grpc.aio.Server = new_server()
+            self._grpc_port = bind(self._grpc, host, grpc_port)
+        except BaseException:
+            self._socket.close()
+            raise
+        self._health = Health((SERVICE,))
+        self._http: _HttpServer | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self, door: Door) -> RouterAddresses:
+        """Open both doors; health follows `door.ready()`."""
+        self._grpc.add_generic_rpc_handlers((RouterService(door).handler(),))
+        await self._health.install(self._grpc)
+        await self._grpc.start()
+        self._http = _HttpServer(
+            uvicorn.Config(
+                create_app(door),
+                loop="none",
+                lifespan="off",
+                ws="none",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+            )
+        )
+        self._tasks = [
+            asyncio.create_task(self._http.serve(sockets=[self._socket])),
+            asyncio.create_task(self._follow_readiness(door)),
+        ]
+        http_port = self._socket.getsockname()[1]
+        return RouterAddresses(http=f"{self._host}:{http_port}", grpc=f"{self._host}:{self._grpc_port}")
+
+    async def until(self, stop: asyncio.Event) -> None:
+        """Wait for `stop`. Raises: whatever ended one of the servers before that."""
+        stopping = asyncio.create_task(stop.wait())
+        try:
+            done, _ = await asyncio.wait({stopping, *self._tasks}, return_when=asyncio.FIRST_COMPLETED)
+            for task in done - {stopping}:
+                task.result()
+                raise RuntimeError("a server of the router ended by itself")
+        finally:
+            stopping.cancel()
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuse new requests at once, give those that run `grace_s` seconds. Idempotent."""
+        http, readiness = (self._tasks[:1], self._tasks[1:])
+        for task in readiness:
+            task.cancel()
+        await self._health.leave()
+        if self._http is not None:
+            self._http.config.timeout_graceful_shutdown = max(1, int(grace_s))
+            self._http.should_exit = True
+        await asyncio.gather(self._grpc.stop(grace_s), *http, *readiness, return_exceptions=True)
+        self._socket.close()
+
+    async def _follow_readiness(self, door: Door) -> None:
+        while True:
+            await self._health.set(door.ready()[0])
+            await asyncio.sleep(HEALTH_INTERVAL_S)
+
+
+class _HttpServer(uvicorn.Server):
+    """Signals belong to the process, not to one of its servers."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises: ConfigError when the address cannot be had."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        found = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError("host", host, f"cannot be listened on: {error}") from None
+    try:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind(address)
+        found.listen(2048)
+        found.setblocking(False)
+    except OSError as error:
+        found.close()
+        raise ConfigError("http_port", f"{host}:{port}", f"cannot be listened on: {error}") from None
+    return found
