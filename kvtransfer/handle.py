@@ -1,8 +1,30 @@
-"""A handle names one slab of a prefill worker and what lies in it. Made and checked by prefill; used once."""
+"""A handle names one slab of a prefill worker and what lies in it. Made and checked by prefill; used once.
+
+The MAC is keyed blake3 over a canonical encoding of all other fields: a domain tag, then every field with its length in
+front, so that no two handles share an encoding. The key is drawn at start and never leaves the process: a handle of
+another life cannot verify.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hmac
+import secrets
+import struct
+from dataclasses import dataclass, fields, replace
+from enum import IntEnum
+
+from blake3 import blake3
+
+from diptych.common.errors import DiptychError, StaleReferenceError, TransferError
+
+KEY_BYTES = 32
+MAC_BYTES = 32
+MAX_TEXT_BYTES = 256
+MAX_ENCODED_BYTES = 1500
+_DOMAIN = b"diptych slab handle v1"
+_TEXT = ("worker_id", "incarnation", "attempt")
+_LENGTH = struct.Struct("<I")
+_NUMBER = struct.Struct("<Q")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,3 +45,103 @@ class SlabHandle:
     checksum: int
     expires_ns: int
     mac: bytes = b""
+
+
+_SIGNED = tuple(field.name for field in fields(SlabHandle) if field.name != "mac")
+
+
+class Refusal(IntEnum):
+    """Why prefill does not answer a read with the slab. The numbers travel; never re-use one."""
+
+    UNKNOWN = 1
+    """No such slab is published: it was freed, or the handle names another worker."""
+    STALE = 2
+    """The slab (or the worker) has another generation (or incarnation) by now."""
+    FORGED = 3
+    """The MAC does not fit the fields."""
+    USED = 4
+    """The handle was read before."""
+    OUT_OF_RANGE = 5
+    """Slab number, size or layout are not ours."""
+    EXPIRED = 6
+    """The slab lease ran out."""
+    MALFORMED = 7
+    """The request does not parse."""
+    UNUSABLE = 8
+    """Too many slabs of this pair are quarantined."""
+
+
+_STALE = frozenset({Refusal.UNKNOWN, Refusal.STALE, Refusal.USED, Refusal.EXPIRED})
+
+
+def refusal_error(reason: Refusal, where: str) -> DiptychError:
+    """The typed error of a refused handle: StaleReferenceError if it names another life of the slab, else TransferError."""
+    cls = StaleReferenceError if reason in _STALE else TransferError
+    return cls(f"{where} refused the handle: {reason.name}")
+
+
+def new_key() -> bytes:
+    return secrets.token_bytes(KEY_BYTES)
+
+
+def _text(value: str, name: str) -> bytes:
+    raw = value.encode()
+    if len(raw) > MAX_TEXT_BYTES:
+        raise ValueError(f"{name} has {len(raw)} bytes, more than {MAX_TEXT_BYTES}")
+    return raw
+
+
+def _signed_bytes(handle: SlabHandle) -> bytes:
+    parts = [_DOMAIN]
+    for name in _SIGNED:
+        value = getattr(handle, name)
+        raw = _text(value, name) if name in _TEXT else _NUMBER.pack(value)
+        parts += (_LENGTH.pack(len(raw)), raw)
+    return b"".join(parts)
+
+
+def sign(key: bytes, handle: SlabHandle) -> SlabHandle:
+    """The handle with its MAC. Raises: ValueError, struct.error if a field is out of its encoding's range."""
+    return replace(handle, mac=blake3(_signed_bytes(handle), key=key).digest(MAC_BYTES))
+
+
+def verify(key: bytes, handle: SlabHandle) -> bool:
+    """True if this process signed exactly these fields. In constant time."""
+    try:
+        expected = blake3(_signed_bytes(handle), key=key).digest(MAC_BYTES)
+    except (ValueError, struct.error):
+        return False
+    return hmac.compare_digest(expected, handle.mac)
+
+
+def encode(handle: SlabHandle) -> bytes:
+    """Bytes for a request message; at most MAX_ENCODED_BYTES."""
+    return _signed_bytes(handle) + _LENGTH.pack(len(handle.mac)) + handle.mac
+
+
+def decode(raw: bytes) -> SlabHandle:
+    """Parse what anybody may have sent. Raises: ValueError."""
+    if len(raw) > MAX_ENCODED_BYTES or not raw.startswith(_DOMAIN):
+        raise ValueError("not a slab handle")
+    at = len(_DOMAIN)
+    values: dict[str, str | int | bytes] = {}
+    for name in (*_SIGNED, "mac"):
+        if at + _LENGTH.size > len(raw):
+            raise ValueError("slab handle is cut")
+        (length,) = _LENGTH.unpack_from(raw, at)
+        at += _LENGTH.size
+        piece = raw[at : at + length]
+        if length > MAX_TEXT_BYTES or len(piece) != length:
+            raise ValueError("slab handle is cut")
+        at += length
+        if name == "mac":
+            values[name] = piece
+        elif name in _TEXT:
+            values[name] = piece.decode()
+        elif length == _NUMBER.size:
+            values[name] = _NUMBER.unpack(piece)[0]
+        else:
+            raise ValueError(f"{name} has {length} bytes")
+    if at != len(raw):
+        raise ValueError("slab handle has bytes behind its end")
+    return SlabHandle(**values)  # type: ignore[arg-type]

@@ -1,0 +1,63 @@
+"""Settings of the transfer thread."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from diptych.common.errors import ConfigError
+from diptych.kvtransfer.faults import FaultSpec
+from diptych.kvtransfer.layout import RingSpec
+
+TRANSPORTS = ("auto", "ucx", "inproc")
+
+
+@dataclass(frozen=True, slots=True)
+class TransferConfig:
+    """Raises: ConfigError.
+
+    Args:
+        transport: "auto" takes the best that passes the self-test between two processes; "inproc" is for tests.
+        host: address of ours that the transport binds to and advertises; no other interface listens.
+        slab_bytes: whole slab with header and trailer, a multiple of the page size.
+        peer_quota: slabs of decode's ring that one prefill worker may keep busy; 0: three quarters of the ring.
+        quarantine_cap: quarantined slabs beyond which a pair is unusable; 0: half of the ring.
+        read_base_s: a read's own deadline is this plus bytes / (a tenth of the measured rate).
+        require_transport: refuse to start unless the self-test found exactly this path, for example "ucx:tcp".
+        verify_checksum: False only in tests.
+        faults: misbehave on purpose; tests only.
+    """
+
+    transport: str = "auto"
+    host: str = "127.0.0.1"
+    slab_bytes: int = 4 << 20
+    num_slabs: int = 8
+    lease_s: float = 30.0
+    peer_quota: int = 0
+    quarantine_cap: int = 0
+    read_base_s: float = 10.0
+    require_transport: str = ""
+    verify_checksum: bool = True
+    faults: FaultSpec | None = field(default=None)
+
+    def __post_init__(self) -> None:
+        if self.transport not in TRANSPORTS:
+            raise ConfigError("transport", self.transport, f"must be one of {', '.join(TRANSPORTS)}")
+        for name in ("lease_s", "read_base_s"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ConfigError(name, getattr(self, name), "must be a positive number of seconds")
+        for name in ("peer_quota", "quarantine_cap"):
+            if not 0 <= getattr(self, name) <= self.num_slabs:
+                raise ConfigError(name, getattr(self, name), f"must be between 0 and num_slabs={self.num_slabs}")
+        RingSpec(self.num_slabs, self.slab_bytes)
+
+    @property
+    def ring(self) -> RingSpec:
+        return RingSpec(self.num_slabs, self.slab_bytes)
+
+    @property
+    def effective_peer_quota(self) -> int:
+        return self.peer_quota or max(1, self.num_slabs * 3 // 4)
+
+    @property
+    def effective_quarantine_cap(self) -> int:
+        return self.quarantine_cap or max(1, self.num_slabs // 2)

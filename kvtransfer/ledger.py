@@ -1,0 +1,123 @@
+"""The ledger of staging slabs: who owns each one. Pure: events and the time go in, actions come out.
+
+Prefill's ring (PublisherLedger, publishing.py):
+
+    FREE --Publish--> PACKED --ReadAsked--> IN_FLIGHT --SendDone--> SETTLED --Acked--> FREE
+     ^                  |                      |                       |
+     |<-- Released, lease over ---------       | Released, lease over  |<-- Released, lease over, peer gone
+     |                                         v
+     |<-- SendDone, endpoint closed ----- QUARANTINED
+
+Decode's ring (ReaderLedger, reading.py):
+
+    FREE --ReadAsked--> IN_FLIGHT --Received, intact--> SETTLED --Finished--> FREE
+     ^                   |    |
+     |<-- damaged -------     | deadline, cancel
+     |                        v
+     |<-- Received late, endpoint closed -- QUARANTINED
+
+A slab that is lent to the step thread (granted) counts as FREE. QUARANTINED: the network may still touch the slab; only
+proof of death frees it: the request completed, or the endpoint is closed with all its requests completed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from diptych.kvtransfer.api import SlabCounts
+
+
+class SlabState(Enum):
+    FREE = "free"
+    PACKED = "packed"
+    IN_FLIGHT = "in_flight"
+    SETTLED = "settled"
+    QUARANTINED = "quarantined"
+
+
+_S = SlabState
+LEGAL_MOVES: frozenset[tuple[SlabState, SlabState]] = frozenset(
+    {
+        (_S.FREE, _S.PACKED),
+        (_S.FREE, _S.IN_FLIGHT),
+        (_S.PACKED, _S.IN_FLIGHT),
+        (_S.PACKED, _S.FREE),
+        (_S.IN_FLIGHT, _S.SETTLED),
+        (_S.IN_FLIGHT, _S.QUARANTINED),
+        (_S.IN_FLIGHT, _S.FREE),
+        (_S.SETTLED, _S.FREE),
+        (_S.QUARANTINED, _S.FREE),
+    }
+)
+_STORY_LENGTH = 12
+
+
+class IllegalMoveError(AssertionError):
+    """Our own bug: a slab was to move where the table does not let it. Tells the slab's story so far."""
+
+
+@dataclass(slots=True)
+class Slab:
+    """One slab of the ring. `generation` rises each time it becomes free."""
+
+    index: int
+    state: SlabState = SlabState.FREE
+    generation: int = 1
+    story: list[str] = field(default_factory=list)
+
+
+class SlabTable:
+    """States, counters and stories of a ring's slabs. The only place where a state changes."""
+
+    def __init__(self, num_slabs: int) -> None:
+        self.slabs = [Slab(index) for index in range(num_slabs)]
+        self._count = dict.fromkeys(SlabState, 0)
+        self._count[SlabState.FREE] = num_slabs
+
+    def move(self, index: int, to: SlabState, why: str) -> Slab:
+        """Raises: IllegalMoveError."""
+        slab = self.slabs[index]
+        if (slab.state, to) not in LEGAL_MOVES:
+            told = "; ".join(slab.story)
+            raise IllegalMoveError(
+                f"slab {index}: {slab.state.name} -> {to.name} ({why}) is no legal move. Story: {told}"
+            )
+        self._count[slab.state] -= 1
+        self._count[to] += 1
+        slab.story.append(f"g{slab.generation} {slab.state.name} -> {to.name}: {why}")
+        del slab.story[:-_STORY_LENGTH]
+        slab.state = to
+        if to is SlabState.FREE:
+            slab.generation += 1
+        return slab
+
+    def counts(self) -> SlabCounts:
+        c = self._count
+        return SlabCounts(
+            total=len(self.slabs),
+            free=c[_S.FREE],
+            packed=c[_S.PACKED],
+            in_flight=c[_S.IN_FLIGHT],
+            settled=c[_S.SETTLED],
+            quarantined=c[_S.QUARANTINED],
+        )
+
+    def check(self) -> list[str]:
+        """A full walk: every sentence is a broken law."""
+        broken = []
+        for state in SlabState:
+            walked = sum(slab.state is state for slab in self.slabs)
+            if walked != self._count[state]:
+                broken.append(f"{state.name}: counted {self._count[state]}, walked {walked}")
+        if sum(self._count.values()) != len(self.slabs):
+            broken.append(f"slabs by state sum to {sum(self._count.values())}, not {len(self.slabs)}")
+        return broken
+
+
+@dataclass(frozen=True, slots=True)
+class DropPeer:
+    """Action of both ledgers: close the endpoint to `peer`; answered by PeerGone once all its requests completed."""
+
+    peer: str
+    why: str

@@ -1,0 +1,126 @@
+"""Prefill's side on the transfer thread: turns transport events into ledger events, and ledger actions into sends."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from diptych.engine.messages import SlabGrant
+from diptych.kvtransfer import handle as handles
+from diptych.kvtransfer import publishing as pub
+from diptych.kvtransfer import transport as wire
+from diptych.kvtransfer.api import SlabCounts
+from diptych.kvtransfer.handle import Refusal, SlabHandle
+from diptych.kvtransfer.layout import Ring, refusal_message
+from diptych.kvtransfer.ledger import DropPeer
+
+log = logging.getLogger(__name__)
+
+
+class PublishSide:
+    """Single-threaded. `on_grant` and `on_settled` are called in the middle of a step and must not block."""
+
+    def __init__(
+        self,
+        ledger: pub.PublisherLedger,
+        transport: wire.Transport,
+        ring: Ring,
+        key: bytes,
+        on_grant: Callable[[SlabGrant], None],
+        on_settled: Callable[[str, int], None],
+    ) -> None:
+        self._ledger = ledger
+        self._transport = transport
+        self._ring = ring
+        self._key = key
+        self._on_grant = on_grant
+        self._on_settled = on_settled
+        self._sending: dict[int, tuple[int, int, int]] = {}
+        """Send operation -> slab, generation, payload bytes."""
+        self._refusing: set[int] = set()
+        self.bytes_sent = 0
+        self.bytes_received = 0
+
+    # ---- what the doors ask ----
+
+    def start(self, now: float) -> None:
+        self._feed(pub.GrantAsked(), now)
+
+    def publish(self, peer: str, handle: SlabHandle, now: float) -> None:
+        self._feed(pub.Published(peer, handle), now)
+
+    def return_grant(self, slab: int, generation: int, now: float) -> None:
+        self._feed(pub.GrantReturned(slab, generation), now)
+
+    def release(self, attempt: str, now: float) -> None:
+        self._feed(pub.Released(attempt), now)
+
+    # ---- what the thread drives ----
+
+    def on_transport(self, event: wire.TransportEvent, now: float) -> None:
+        match event:
+            case wire.RequestArrived(conn, read_id, body):
+                self._on_request(conn, read_id, body, now)
+            case wire.NoteArrived(conn, body):
+                try:
+                    handle = handles.decode(body)
+                except ValueError:
+                    log.warning("note from %s does not parse", conn)
+                    return
+                self._feed(pub.Acked(handle, handles.verify(self._key, handle)), now)
+            case wire.SendDone(op, ok):
+                self._refusing.discard(op)
+                slab, generation, size = self._sending.pop(op, (-1, 0, 0))
+                if slab >= 0:
+                    self.bytes_sent += size if ok else 0
+                    self._feed(pub.SendDone(slab, generation, ok), now)
+            case wire.PeerLost(peer, why):
+                log.info("peer lost: %s: %s", peer, why)
+                self._feed(pub.PeerGone(peer), now)
+            case _:
+                log.warning("unexpected %s on prefill's side", type(event).__name__)
+
+    def tick(self, now: float) -> None:
+        self._feed(pub.Tick(), now)
+
+    def next_deadline(self) -> float | None:
+        return None
+
+    def counts(self) -> SlabCounts:
+        return self._ledger.counts()
+
+    def check(self) -> list[str]:
+        return self._ledger.check()
+
+    def fail_all(self, why: str, now: float) -> None:
+        """Nobody waits on this side."""
+
+    # ---- inside ----
+
+    def _on_request(self, conn: str, read_id: int, body: bytes, now: float) -> None:
+        try:
+            handle = handles.decode(body)
+        except ValueError:
+            self._refuse(conn, read_id, Refusal.MALFORMED)
+            return
+        self._feed(pub.ReadAsked(conn, read_id, handle, handles.verify(self._key, handle)), now)
+
+    def _feed(self, event: pub.Event, now: float) -> None:
+        for action in self._ledger.on_event(event, now):
+            match action:
+                case pub.Grant(slab, generation):
+                    self._on_grant(SlabGrant(slab, generation, self._ring.payload(slab)))
+                case pub.Send(conn, read_id, slab, generation, size):
+                    op = self._transport.answer(conn, read_id, self._ring.message(slab, size))
+                    self._sending[op] = (slab, generation, size)
+                case pub.Refuse(conn, read_id, reason):
+                    self._refuse(conn, read_id, reason)
+                case pub.Settled(attempt, slab):
+                    self._on_settled(attempt, slab)
+                case DropPeer(peer, why):
+                    log.warning("closing the endpoint to %s: %s", peer, why)
+                    self._transport.drop(peer, why)
+
+    def _refuse(self, conn: str, read_id: int, reason: Refusal) -> None:
+        log.warning("refused a read of %s: %s", conn, reason.name)
+        self._refusing.add(self._transport.answer(conn, read_id, refusal_message(reason)))

@@ -1,0 +1,337 @@
+"""Prefill's side of the ledger: granted, packed, read, acknowledged. Pure. The life cycle is drawn in ledger.py."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from diptych.kvtransfer.api import SlabCounts
+from diptych.kvtransfer.handle import Refusal, SlabHandle
+from diptych.kvtransfer.ledger import DropPeer, SlabState, SlabTable
+
+# ---- events --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class GrantAsked:
+    """The step thread may take slabs from now on: every free slab is lent to it, now and whenever one becomes free."""
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A granted slab was packed; header and trailer are written. `peer` is the decode worker it is for."""
+
+    peer: str
+    handle: SlabHandle
+
+
+@dataclass(frozen=True, slots=True)
+class GrantReturned:
+    slab: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReadAsked:
+    """A peer's request. `authentic`: the MAC fits."""
+
+    conn: str
+    read_id: int
+    handle: SlabHandle
+    authentic: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SendDone:
+    slab: int
+    generation: int
+    ok: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Acked:
+    handle: SlabHandle
+    authentic: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    attempt: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeerGone:
+    """The endpoint is closed and all its requests have completed: proof of death."""
+
+    conn: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    pass
+
+
+Event = GrantAsked | Published | GrantReturned | ReadAsked | SendDone | Acked | Released | PeerGone | Tick
+
+# ---- actions -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    slab: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    conn: str
+    read_id: int
+    slab: int
+    generation: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    conn: str
+    read_id: int
+    reason: Refusal
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """The attempt has one slab less outstanding: acknowledged, expired or lost with its peer."""
+
+    attempt: str
+    slab: int
+
+
+Action = Grant | Send | Refuse | Settled | DropPeer
+
+
+@dataclass(slots=True)
+class _Life:
+    """What a slab that is not free holds."""
+
+    peer: str
+    handle: SlabHandle
+    expires: float
+    conn: str = ""
+    acked: bool = False
+    quarantined_at: float = 0.0
+
+
+class PublisherLedger:
+    """Owns prefill's ring.
+
+    Args:
+        worker_id, incarnation, layout_hash: what a handle must name.
+        lease_s: from publish until an unread or unacknowledged slab is taken back.
+        quarantine_cap: more quarantined slabs than this to one connection, and its reads are refused (UNUSABLE). A slab
+            that stays quarantined for a lease has its endpoint closed: that is the proof of death.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_slabs: int,
+        payload_bytes: int,
+        worker_id: str,
+        incarnation: str,
+        layout_hash: int,
+        lease_s: float,
+        quarantine_cap: int,
+    ) -> None:
+        self.table = SlabTable(num_slabs)
+        self._payload_bytes = payload_bytes
+        self._me = (worker_id, incarnation)
+        self._layout_hash = layout_hash
+        self._lease_s = lease_s
+        self._cap = quarantine_cap
+        self._granting = False
+        self._granted: dict[int, int] = {}
+        self._lives: dict[int, _Life] = {}
+        self.refused: Counter[Refusal] = Counter()
+        self.rejected_publishes = 0
+
+    def on_event(self, event: Event, now: float) -> list[Action]:
+        handler: Callable[..., list[Action]] = self._HANDLERS[type(event)]
+        return handler(self, event, now)
+
+    def counts(self) -> SlabCounts:
+        return self.table.counts()
+
+    def held_by(self, peer: str) -> int:
+        """Slabs that are not free on account of decode worker `peer`."""
+        return sum(life.peer == peer for life in self._lives.values())
+
+    def check(self) -> list[str]:
+        broken = self.table.check()
+        for slab in self.table.slabs:
+            if (slab.state is SlabState.FREE) == (slab.index in self._lives):
+                broken.append(f"slab {slab.index}: {slab.state.name} but in_use={slab.index in self._lives}")
+            if slab.state is not SlabState.FREE and slab.index in self._granted:
+                broken.append(f"slab {slab.index}: {slab.state.name} and granted")
+            if self._granted.get(slab.index, slab.generation) != slab.generation:
+                broken.append(
+                    f"slab {slab.index}: granted generation {self._granted[slab.index]}, now {slab.generation}"
+                )
+        return broken
+
+    # ---- events ----
+
+    def _on_grant_asked(self, event: GrantAsked, now: float) -> list[Action]:
+        self._granting = True
+        return [a for slab in self.table.slabs for a in self._grant(slab.index)]
+
+    def _on_published(self, event: Published, now: float) -> list[Action]:
+        handle = event.handle
+        if self._granted.get(handle.slab) != handle.generation:
+            # Not lent out in this generation: such a handle is never readable.
+            self.rejected_publishes += 1
+            return [Settled(handle.attempt, handle.slab)]
+        del self._granted[handle.slab]
+        self.table.move(handle.slab, SlabState.PACKED, f"published for {handle.attempt}")
+        self._lives[handle.slab] = _Life(event.peer, handle, now + self._lease_s)
+        return []
+
+    def _on_grant_returned(self, event: GrantReturned, now: float) -> list[Action]:
+        if self._granted.get(event.slab) != event.generation:
+            return []
+        del self._granted[event.slab]
+        return self._grant(event.slab)
+
+    def _on_read_asked(self, event: ReadAsked, now: float) -> list[Action]:
+        reason = self._why_not(event, now)
+        if reason is not None:
+            self.refused[reason] += 1
+            return [Refuse(event.conn, event.read_id, reason)]
+        handle = event.handle
+        self.table.move(handle.slab, SlabState.IN_FLIGHT, f"read by {event.conn}")
+        self._lives[handle.slab].conn = event.conn
+        return [Send(event.conn, event.read_id, handle.slab, handle.generation, handle.size_bytes)]
+
+    def _why_not(self, event: ReadAsked, now: float) -> Refusal | None:
+        handle = event.handle
+        if (handle.worker_id, handle.incarnation) != self._me:
+            return Refusal.UNKNOWN if handle.worker_id != self._me[0] else Refusal.STALE
+        if handle.slab >= len(self.table.slabs) or handle.size_bytes > self._payload_bytes:
+            return Refusal.OUT_OF_RANGE
+        if not event.authentic:
+            return Refusal.FORGED
+        if handle.layout_hash != self._layout_hash:
+            return Refusal.OUT_OF_RANGE
+        slab, life = self.table.slabs[handle.slab], self._lives.get(handle.slab)
+        if slab.generation != handle.generation:
+            return Refusal.STALE
+        if life is None:
+            return Refusal.UNKNOWN
+        if slab.state is not SlabState.PACKED:
+            return Refusal.USED
+        if life.expires <= now:
+            return Refusal.EXPIRED
+        if self._quarantined(event.conn) > self._cap:
+            return Refusal.UNUSABLE
+        return None
+
+    def _on_send_done(self, event: SendDone, now: float) -> list[Action]:
+        life = self._life_of(event.slab, event.generation)
+        if life is None:
+            return []
+        state = self.table.slabs[event.slab].state
+        if state is SlabState.QUARANTINED:
+            return self._free(event.slab, "send completed")
+        if state is not SlabState.IN_FLIGHT:
+            return []
+        if not event.ok:
+            return [Settled(life.handle.attempt, event.slab), *self._free(event.slab, "send failed")]
+        self.table.move(event.slab, SlabState.SETTLED, "send completed")
+        return self._acknowledged(event.slab, life) if life.acked else []
+
+    def _on_acked(self, event: Acked, now: float) -> list[Action]:
+        handle = event.handle
+        life = self._life_of(handle.slab, handle.generation) if event.authentic else None
+        if life is None:
+            return []
+        state = self.table.slabs[handle.slab].state
+        if state is SlabState.IN_FLIGHT:
+            # Decode has it all, but our own send has not completed yet: the network still owns the slab.
+            life.acked = True
+            return []
+        if state is SlabState.SETTLED:
+            return self._acknowledged(handle.slab, life)
+        if state is SlabState.PACKED:
+            # Decode gave it up unread.
+            return [Settled(life.handle.attempt, handle.slab), *self._free(handle.slab, "given up by decode")]
+        return []
+
+    def _on_released(self, event: Released, now: float) -> list[Action]:
+        actions: list[Action] = []
+        for index in [i for i, life in self._lives.items() if life.handle.attempt == event.attempt]:
+            actions += self._take_back(index, now, "released")
+        return actions
+
+    def _on_peer_gone(self, event: PeerGone, now: float) -> list[Action]:
+        actions: list[Action] = []
+        for index in [i for i, life in self._lives.items() if life.conn == event.conn]:
+            if self.table.slabs[index].state is not SlabState.QUARANTINED:
+                actions.append(Settled(self._lives[index].handle.attempt, index))
+            actions += self._free(index, "endpoint closed")
+        return actions
+
+    def _on_tick(self, event: Tick, now: float) -> list[Action]:
+        actions: list[Action] = []
+        doomed: dict[str, None] = {}
+        for index, life in list(self._lives.items()):
+            if self.table.slabs[index].state is SlabState.QUARANTINED:
+                if life.quarantined_at + self._lease_s <= now:
+                    doomed[life.conn] = None
+            elif life.expires <= now:
+                actions += [Settled(life.handle.attempt, index), *self._take_back(index, now, "lease over")]
+        return [*actions, *(DropPeer(conn, "a send did not complete within a lease") for conn in doomed)]
+
+    # ---- moves ----
+
+    def _take_back(self, index: int, now: float, why: str) -> list[Action]:
+        state = self.table.slabs[index].state
+        if state is SlabState.IN_FLIGHT:
+            self._lives[index].quarantined_at = now
+            self.table.move(index, SlabState.QUARANTINED, why)
+            return []
+        return self._free(index, why) if state in (SlabState.PACKED, SlabState.SETTLED) else []
+
+    def _acknowledged(self, index: int, life: _Life) -> list[Action]:
+        return [Settled(life.handle.attempt, index), *self._free(index, "acknowledged")]
+
+    def _free(self, index: int, why: str) -> list[Action]:
+        self.table.move(index, SlabState.FREE, why)
+        del self._lives[index]
+        return self._grant(index)
+
+    def _grant(self, index: int) -> list[Action]:
+        slab = self.table.slabs[index]
+        if not self._granting or slab.state is not SlabState.FREE or index in self._granted:
+            return []
+        self._granted[index] = slab.generation
+        return [Grant(index, slab.generation)]
+
+    def _life_of(self, index: int, generation: int) -> _Life | None:
+        life = self._lives.get(index)
+        return life if life is not None and life.handle.generation == generation else None
+
+    def _quarantined(self, conn: str) -> int:
+        slabs = self.table.slabs
+        return sum(life.conn == conn and slabs[i].state is SlabState.QUARANTINED for i, life in self._lives.items())
+
+    _HANDLERS = {
+        GrantAsked: _on_grant_asked,
+        Published: _on_published,
+        GrantReturned: _on_grant_returned,
+        ReadAsked: _on_read_asked,
+        SendDone: _on_send_done,
+        Acked: _on_acked,
+        Released: _on_released,
+        PeerGone: _on_peer_gone,
+        Tick: _on_tick,
+    }

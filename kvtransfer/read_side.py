@@ -1,0 +1,178 @@
+"""Decode's side on the transfer thread: turns transport events into ledger events, and ledger actions into reads."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from diptych.common.errors import DiptychError, StaleReferenceError, TransferError
+from diptych.kvtransfer import handle as handles
+from diptych.kvtransfer import reading as rd
+from diptych.kvtransfer import transport as wire
+from diptych.kvtransfer.api import PeerRef, SlabCounts
+from diptych.kvtransfer.handle import SlabHandle
+from diptych.kvtransfer.layout import Ring, check_slab, clear_frame, message_bytes, payload_capacity
+from diptych.kvtransfer.ledger import DropPeer
+
+log = logging.getLogger(__name__)
+_RATE_FLOOR = 1e6
+"""Bytes/s below which no deadline is computed from a measured rate."""
+_RATE_SHARE = 0.1
+_SMOOTHING = 0.2
+
+
+@dataclass(slots=True)
+class _Wanted:
+    peer: PeerRef
+    key: str
+    handle: SlabHandle
+    slab: int = -1
+    started: float = 0.0
+
+
+class ReadSide:
+    """Single-threaded. `on_delivered(read_id, slab)` and `on_failed(read_id, error)` must not block."""
+
+    def __init__(
+        self,
+        ledger: rd.ReaderLedger,
+        transport: wire.Transport,
+        ring: Ring,
+        *,
+        layout_hash: int,
+        base_s: float,
+        bytes_per_s: float,
+        verify_checksum: bool,
+        on_delivered: Callable[[int, int], None],
+        on_failed: Callable[[int, DiptychError], None],
+    ) -> None:
+        self._ledger = ledger
+        self._transport = transport
+        self._ring = ring
+        self._layout_hash = layout_hash
+        self._base_s = base_s
+        self._verify_checksum = verify_checksum
+        self._on_delivered = on_delivered
+        self._on_failed = on_failed
+        self._wanted: dict[int, _Wanted] = {}
+        self.bytes_per_s = bytes_per_s
+        self.bytes_sent = 0
+        self.bytes_received = 0
+
+    # ---- what the doors ask ----
+
+    def want(self, read_id: int, peer: PeerRef, handle: SlabHandle, deadline: float, now: float) -> None:
+        error = self._cannot(peer, handle)
+        if error is not None:
+            self._on_failed(read_id, error)
+            return
+        key = wire.peer_key(peer.worker_id, peer.incarnation)
+        self._wanted[read_id] = _Wanted(peer, key, handle)
+        rate = max(self.bytes_per_s * _RATE_SHARE, _RATE_FLOOR)
+        flight_s = self._base_s + handle.size_bytes / rate
+        self._feed(rd.ReadWanted(read_id, key, deadline, flight_s), now)
+
+    def finish(self, read_id: int, now: float) -> None:
+        """Also cancels a read in any phase."""
+        self._feed(rd.Finished(read_id), now)
+
+    def forget(self, peer: str, now: float) -> None:
+        """Close the endpoint; its reads fail once the transport says that the peer is lost."""
+        self._transport.drop(peer, "forgotten")
+
+    # ---- what the thread drives ----
+
+    def on_transport(self, event: wire.TransportEvent, now: float) -> None:
+        match event:
+            case wire.ReceiveDone(read_id, error):
+                self._on_received(read_id, error, now)
+            case wire.PeerLost(peer, why):
+                log.info("peer lost: %s: %s", peer, why)
+                self._feed(rd.PeerGone(peer, why), now)
+            case wire.RequestArrived(conn, read_id, _):
+                log.warning("%s wants to read from a worker that publishes nothing", conn)
+            case _:
+                log.debug("ignored %s on decode's side", type(event).__name__)
+
+    def tick(self, now: float) -> None:
+        self._feed(rd.Tick(), now)
+
+    def next_deadline(self) -> float | None:
+        return self._ledger.next_deadline()
+
+    def counts(self) -> SlabCounts:
+        return self._ledger.counts()
+
+    def check(self) -> list[str]:
+        return self._ledger.check()
+
+    def fail_all(self, why: str, now: float) -> None:
+        for read_id in list(self._wanted):
+            self._on_failed(read_id, TransferError(why))
+
+    # ---- inside ----
+
+    def _cannot(self, peer: PeerRef, handle: SlabHandle) -> DiptychError | None:
+        if (handle.worker_id, handle.incarnation) != (peer.worker_id, peer.incarnation):
+            return StaleReferenceError(
+                f"handle of {handle.worker_id}@{handle.incarnation} is not of this life of the peer"
+            )
+        if handle.layout_hash != self._layout_hash:
+            return TransferError(
+                f"layout {handle.layout_hash:016x} of {handle.worker_id}, ours {self._layout_hash:016x}"
+            )
+        room = payload_capacity(self._ring.spec.slab_bytes)
+        if not 0 < handle.size_bytes <= room:
+            return TransferError(f"slab of {handle.size_bytes} bytes: ours hold 1 to {room}")
+        return None
+
+    def _on_received(self, read_id: int, error: str, now: float) -> None:
+        wanted = self._wanted.get(read_id)
+        if wanted is None:
+            return
+        problem: DiptychError | None = None
+        if error:
+            problem = TransferError(error)
+        elif self._ledger.awaited(read_id):
+            problem = check_slab(self._ring.slab(wanted.slab), wanted.handle, verify_checksum=self._verify_checksum)
+            if problem is None:
+                self._measure(wanted, now)
+        self._feed(rd.Received(read_id, problem), now)
+
+    def _measure(self, wanted: _Wanted, now: float) -> None:
+        size = wanted.handle.size_bytes
+        self.bytes_received += size
+        elapsed = now - wanted.started
+        if elapsed > 0 and size >= 1 << 18:
+            rate = message_bytes(size) / elapsed
+            self.bytes_per_s += _SMOOTHING * (rate - self.bytes_per_s)
+
+    def _start(self, read_id: int, slab: int, now: float) -> None:
+        wanted = self._wanted[read_id]
+        wanted.slab, wanted.started = slab, now
+        size = wanted.handle.size_bytes
+        clear_frame(self._ring.slab(slab), size)
+        try:
+            key = self._transport.connect(wanted.peer)
+            self._transport.read(key, read_id, handles.encode(wanted.handle), self._ring.message(slab, size))
+        except TransferError as error:
+            self._feed(rd.Received(read_id, error), now)
+
+    def _feed(self, event: rd.Event, now: float) -> None:
+        for action in self._ledger.on_event(event, now):
+            match action:
+                case rd.StartRead(read_id, slab):
+                    self._start(read_id, slab, now)
+                case rd.Deliver(read_id, slab):
+                    self._on_delivered(read_id, slab)
+                case rd.FailRead(read_id, error):
+                    self._on_failed(read_id, error)
+                case rd.Acknowledge(read_id):
+                    wanted = self._wanted[read_id]
+                    self._transport.notify(wanted.key, handles.encode(wanted.handle))
+                case rd.Forget(read_id):
+                    self._wanted.pop(read_id, None)
+                case DropPeer(peer, why):
+                    log.warning("closing the endpoint to %s: %s", peer, why)
+                    self._transport.drop(peer, why)

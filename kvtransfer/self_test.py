@@ -1,0 +1,74 @@
+"""Start-up self-test: move slabs from the transport to itself and say on which path and how fast."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from diptych.common.errors import TransferError
+from diptych.kvtransfer.api import PeerRef
+from diptych.kvtransfer.layout import Ring, RingSpec
+from diptych.kvtransfer.transport import ReceiveDone, RequestArrived, SendDone, Transport, TransportEvent
+
+_ROUNDS = 6
+_DEADLINE_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class SelfTest:
+    path: str
+    bytes_per_s: float
+    """Over the last rounds; the first, which connects, does not count."""
+
+
+def run_self_test(make: Callable[[str, str], Transport], slab_bytes: int) -> SelfTest:
+    """Two transports of this process talk over the same path as two workers of this host would.
+
+    Args:
+        make: (worker_id, incarnation) -> a new transport; both are closed before this returns.
+    Raises: TransferError: nothing arrived in time, or not what was sent.
+    """
+    source = make("self-test-p", "0")
+    sink = make("self-test-d", "0")
+    try:
+        return _measure(source, sink, slab_bytes)
+    finally:
+        sink.close()
+        source.close()
+
+
+def _measure(source: Transport, sink: Transport, slab_bytes: int) -> SelfTest:
+    out, into = Ring(RingSpec(1, slab_bytes)), Ring(RingSpec(1, slab_bytes))
+    source.register(out)
+    sink.register(into)
+    out.array[:] = np.arange(slab_bytes, dtype=np.uint32).view(np.uint8)[:slab_bytes]
+    limit = time.monotonic() + _DEADLINE_S
+    key = sink.connect(PeerRef("self-test-p", "0", source.address))
+    rates = []
+    for read_id in range(1, _ROUNDS + 1):
+        into.array[:] = 0
+        start = time.monotonic()
+        sink.read(key, read_id, b"self-test", into.array)
+        wanted: set[type] = {ReceiveDone, SendDone}
+        while wanted:
+            if time.monotonic() > limit:
+                raise TransferError(f"self-test of {sink.path}: nothing arrived within {_DEADLINE_S} s")
+            for event in source.progress():
+                if isinstance(event, RequestArrived):
+                    source.answer(event.conn, event.read_id, out.array)
+                _tick_off(event, wanted, sink.path)
+            for event in sink.progress():
+                _tick_off(event, wanted, sink.path)
+        rates.append(slab_bytes / (time.monotonic() - start))
+        if not np.array_equal(out.array, into.array):
+            raise TransferError(f"self-test of {sink.path}: the bytes differ")
+    return SelfTest(sink.path, sorted(rates[1:])[len(rates[1:]) // 2])
+
+
+def _tick_off(event: TransportEvent, wanted: set[type], path: str) -> None:
+    if (isinstance(event, ReceiveDone) and event.error) or (isinstance(event, SendDone) and not event.ok):
+        raise TransferError(f"self-test of {path}: {event}")
+    wanted.discard(type(event))

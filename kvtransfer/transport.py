@@ -1,0 +1,146 @@
+"""What moves slabs between two processes. Owned and driven by the transfer thread; no method is thread-safe.
+
+    decode: connect(peer) -> read(peer, read_id, body, dest) ......................... -> ReceiveDone(read_id)
+    prefill:                     RequestArrived(conn, read_id, body) -> answer() -> SendDone(op)
+    decode: notify(peer, body)   -> NoteArrived(conn, body)
+
+Every read is answered by exactly one message into `dest`: the slab, or a refusal. Whoever loses its peer gets PeerLost
+after all requests of that endpoint have completed, and not before: it is the proof of death.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from diptych.kvtransfer.api import KvAddress, PeerRef
+from diptych.kvtransfer.layout import Ring
+
+MAX_MESSAGE_BYTES = 4096
+"""Of a request or a note; a longer one is dropped."""
+
+
+def peer_key(worker_id: str, incarnation: str) -> str:
+    """One life of a worker."""
+    return f"{worker_id}@{incarnation}"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestArrived:
+    conn: str
+    read_id: int
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class NoteArrived:
+    conn: str
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SendDone:
+    op: int
+    ok: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveDone:
+    """`error` empty: `dest` holds an answer, which is still to be verified."""
+
+    read_id: int
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLost:
+    peer: str
+    why: str
+
+
+TransportEvent = RequestArrived | NoteArrived | SendDone | ReceiveDone | PeerLost
+
+
+class Wakeup:
+    """Ends the transfer thread's sleep from any thread."""
+
+    def __init__(self) -> None:
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def set(self) -> None:
+        if self._fd >= 0:
+            os.eventfd_write(self._fd, 1)
+
+    def clear(self) -> None:
+        try:
+            os.eventfd_read(self._fd)
+        except BlockingIOError:
+            return
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def sleep_on(fds: list[int], timeout_s: float) -> None:
+    """Sleep until one of `fds` is readable or the time is up."""
+    poll = select.poll()
+    for fd in fds:
+        poll.register(fd, select.POLLIN)
+    poll.poll(max(0.0, timeout_s) * 1000.0)
+
+
+class Transport(Protocol):
+    address: KvAddress
+    path: str
+    """What bytes travel on, for example "ucx:tcp"."""
+
+    def register(self, ring: Ring) -> None:
+        """Sends and receives will be from and into this ring's slabs."""
+        ...
+
+    def connect(self, peer: PeerRef) -> str:
+        """Make sure there is an endpoint to this life of the peer, and none to a former one. Returns its key.
+
+        Raises: TransferError.
+        """
+        ...
+
+    def read(self, peer: str, read_id: int, body: bytes, dest: np.ndarray) -> None:
+        """Post the receive into `dest`, then send the request. `read_id` is below 2**48. Raises: TransferError."""
+        ...
+
+    def answer(self, conn: str, read_id: int, message: np.ndarray | bytes) -> int:
+        """Send a slab or a refusal; `message` must stay as it is until SendDone(op). Returns: op. A connection that is
+        gone is no error: SendDone(ok=False) follows."""
+        ...
+
+    def notify(self, peer: str, body: bytes) -> None:
+        """Send a small message if the peer is connected; else nothing."""
+        ...
+
+    def progress(self) -> list[TransportEvent]: ...
+
+    def busy(self) -> bool:
+        """Requests are pending that progress() can complete."""
+        ...
+
+    def wait(self, wakeup: Wakeup, timeout_s: float) -> None:
+        """Sleep until something may have happened, at most `timeout_s`."""
+        ...
+
+    def drop(self, peer: str, why: str) -> None:
+        """Close the endpoint (of either direction); PeerLost follows."""
+        ...
+
+    def close(self) -> None:
+        """Close everything. Idempotent."""
+        ...
