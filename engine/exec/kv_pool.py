@@ -1,0 +1,58 @@
+"""The KV pool: one tensor [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim], so that one block of all layers is
+one contiguous piece on the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import xxhash
+from torch import Tensor
+
+from diptych.kernels import kv_pack
+from diptych.kernels.paged_attention import layer_rows, layer_slots
+
+KV_LAYOUT = "block-major"
+
+
+class KvPool:
+    """Zeroed at the start, so that no slot ever holds NaN that nobody computed."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        num_layers: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        shape = (num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim)
+        self.tensor: Tensor = torch.zeros(shape, dtype=dtype, device=device)
+        self.num_blocks, self.num_layers, self.block_size = num_blocks, num_layers, block_size
+        self.bytes_per_token = num_layers * 2 * num_kv_heads * head_dim * self.tensor.element_size()
+        self.rows = [layer_rows(self.tensor, layer) for layer in range(num_layers)]
+        self.slots = [layer_slots(self.tensor, layer) for layer in range(num_layers)]
+        self._bytes = kv_pack.pool_bytes(self.tensor)
+
+    def clear(self, block_ids: Tensor) -> None:
+        """Zero whole blocks. [num_blocks] int64."""
+        self.tensor.index_fill_(0, block_ids, 0)
+
+    def pack(self, block_ids: Sequence[int], num_tokens: int, out: memoryview) -> int:
+        """See ModelRunner.pack. Returns: xxh3-64 of the bytes written."""
+        flat = out.cast("B")
+        size = kv_pack.pack(self._bytes, block_ids, num_tokens, flat)
+        return xxhash.xxh3_64_intdigest(flat[:size])
+
+    def unpack(self, block_ids: Sequence[int], num_tokens: int, src: memoryview) -> None:
+        """See ModelRunner.unpack."""
+        kv_pack.unpack(self._bytes, block_ids, num_tokens, src.cast("B"))
+        tail = num_tokens % self.block_size
+        if tail:
+            # Slots past the tail are read (and masked) until they are written: a NaN that a former owner left there would
+            # spoil this sequence. Finite numbers stay as they are.
+            rest = self.tensor[block_ids[num_tokens // self.block_size], :, :, tail:]
+            rest.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

@@ -1,0 +1,153 @@
+"""The torch model runner: weights, KV pool, one step at a time. See engine/runner.py for the interface."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from diptych.common.errors import ConfigError, InternalError
+from diptych.engine.exec.attention import BatchBuilder, PagedAttention
+from diptych.engine.exec.kv_pool import KvPool
+from diptych.engine.exec.model_config import ModelConfig, eos_token_ids, parse_config
+from diptych.engine.exec.models.decoder import Decoder
+from diptych.engine.exec.sampler import Draw, sample
+from diptych.engine.exec.weights import DecoderWeights, load_weights
+from diptych.engine.messages import ScheduledSeq, StepResult
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError("model", str(path.parent), f"no {path.name} in the folder") from None
+    except ValueError as error:
+        raise ConfigError("model", str(path), f"not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError("model", str(path), "must hold a JSON object")
+    return value
+
+
+def _device(name: str) -> torch.device:
+    if name not in ("cpu", "cuda"):
+        raise ConfigError("device", name, "must be cpu or cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device", name, "no CUDA device is usable here")
+    return torch.device(name)
+
+
+class TorchModelRunner:
+    """Implements engine.runner.ModelRunner."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: DecoderWeights,
+        *,
+        eos_token_ids: tuple[int, ...],
+        num_blocks: int,
+        block_size: int,
+        max_model_len: int,
+    ) -> None:
+        like = weights.embedding
+        self.config = config
+        self.kv_dtype = str(like.dtype).removeprefix("torch.")
+        self.pool = KvPool(
+            num_blocks,
+            config.num_layers,
+            block_size,
+            config.num_kv_heads,
+            config.head_dim,
+            dtype=like.dtype,
+            device=like.device,
+        )
+        self.num_blocks, self.block_size, self.max_model_len = num_blocks, block_size, max_model_len
+        self.kv_bytes_per_token = self.pool.bytes_per_token
+        self.vocab_size = config.vocab_size
+        self.eos_token_ids = eos_token_ids
+        self._batches = BatchBuilder(config, self.pool, max_model_len=max_model_len)
+        attention = PagedAttention(config, self.pool)
+        self._decoder = Decoder(config, weights, attention, max_model_len=max_model_len)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        *,
+        device: str = "cpu",
+        dtype: str = "float32",
+        num_blocks: int,
+        block_size: int = 16,
+        max_model_len: int | None = None,
+        num_threads: int | None = None,
+    ) -> TorchModelRunner:
+        """Load a local Hugging Face folder.
+
+        Args:
+            device: "cpu" or "cuda". dtype: "float32", "bfloat16" or "float16", of weights and KV.
+            max_model_len: None: what the model was trained for.
+            num_threads: torch's threads in this process; None leaves them.
+        Raises: ConfigError naming the field.
+        """
+        folder = Path(path)
+        if dtype not in DTYPES:
+            raise ConfigError("dtype", dtype, f"must be one of {', '.join(DTYPES)}")
+        for field, value in (("num_blocks", num_blocks), ("block_size", block_size)):
+            if value < 1:
+                raise ConfigError(field, value, "must be at least 1")
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
+        raw = _read_json(folder / "config.json")
+        config = parse_config(raw)
+        generation = folder / "generation_config.json"
+        eos = eos_token_ids(raw, _read_json(generation) if generation.exists() else None)
+        length = config.max_position if max_model_len is None else max_model_len
+        if not 1 <= length <= config.max_position:
+            raise ConfigError("max_model_len", length, f"must be between 1 and the model's {config.max_position}")
+        weights = load_weights(folder, config, dtype=DTYPES[dtype], device=_device(device))
+        return cls(
+            config, weights, eos_token_ids=eos, num_blocks=num_blocks, block_size=block_size, max_model_len=length
+        )
+
+    @torch.inference_mode()
+    def execute(self, seqs: Sequence[ScheduledSeq], should_abort: Callable[[], bool] | None = None) -> StepResult:
+        """See ModelRunner.execute. Raises: StepAborted; InternalError when a sequence breaks the scheduler's promises."""
+        result = StepResult(token_ids=[None] * len(seqs))
+        if not seqs:
+            return result
+        batch = self._batches.build(seqs)
+        fresh = self._batches.fresh_tail_blocks(seqs)
+        if fresh is not None:
+            self.pool.clear(fresh)
+        logits = self._decoder.forward(batch, should_abort)
+        if logits is None:
+            return result
+        draws = [Draw(seqs[i].sampling, seqs[i].output_index) for i in batch.sample_seqs]
+        token_ids, bad = sample(logits, draws)
+        for row, i in enumerate(batch.sample_seqs):
+            if row in bad:
+                result.bad_rows[i] = bad[row]
+            else:
+                result.token_ids[i] = token_ids[row]
+        return result
+
+    @torch.inference_mode()
+    def pack(self, block_ids: Sequence[int], num_tokens: int, out: memoryview) -> int:
+        """See ModelRunner.pack. Raises: InternalError when blocks or bytes do not fit the tokens."""
+        try:
+            return self.pool.pack(block_ids, num_tokens, out)
+        except ValueError as error:
+            raise InternalError(f"pack: {error}") from error
+
+    @torch.inference_mode()
+    def unpack(self, block_ids: Sequence[int], num_tokens: int, src: memoryview) -> None:
+        """See ModelRunner.unpack. Raises: InternalError when blocks or bytes do not fit the tokens."""
+        try:
+            self.pool.unpack(block_ids, num_tokens, src)
+        except ValueError as error:
+            raise InternalError(f"unpack: {error}") from error

@@ -1,0 +1,147 @@
+"""Draw tokens. A draw depends on (seed, choice, output index) only: not on the batch, the worker, the device or a retry.
+
+Gumbel-max: the drawn token is argmax(logit / temperature + g(token)), g from a counter-based hash of (seed, choice, output
+index, token id). Chosen over inverting the cumulative distribution because it hardly feels noise: two workers whose
+logits differ by 1e-6 disagree only where two scores lie within 1e-6 of each other (about once in a million draws), while
+the cumulative sum over a vocabulary has tens of thousands of borders to fall across.
+
+Filters in the order temperature, top_k, top_p (as transformers and vLLM do); both keep ties at their border, so that the
+kept set does not depend on a sort's order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from diptych.common.sampling import SamplingParams
+
+SAMPLER_VERSION = "gumbel-1"
+"""Changes whenever a draw may change."""
+
+MIN_TEMPERATURE = 1e-6
+"""Below it logits / temperature overflow fp32; the draw is greedy long before."""
+NUCLEUS_WINDOW = 1024
+"""top_p looks at this many candidates first; a full sort costs ten times a partial one."""
+
+_MASK64 = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """What one row needs. output_index: index of the token among the request's outputs."""
+
+    sampling: SamplingParams
+    output_index: int
+    choice: int = 0
+
+
+def _splitmix64(x: int) -> int:
+    x = (x + 0x9E3779B97F4A7C15) & _MASK64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return x ^ (x >> 31)
+
+
+def draw_key(seed: int, choice: int, output_index: int) -> int:
+    """64 bits that name one draw."""
+    return _splitmix64(_splitmix64(_splitmix64(seed) ^ choice) ^ output_index)
+
+
+def _signed32(x: int) -> int:
+    return (x & 0xFFFFFFFF) - ((x & 0x80000000) << 1)
+
+
+def _mix(x: Tensor, shift: int, factor: int) -> Tensor:
+    """One round of an integer hash in wrapping int32: x ^= x >>> shift; x *= factor. torch's >> keeps the sign."""
+    x = x ^ ((x >> shift) & ((1 << (32 - shift)) - 1))
+    return x.mul_(_signed32(factor))
+
+
+def uniforms(keys: Sequence[int], vocab_size: int, device: torch.device) -> Tensor:
+    """A uniform number in (0, 1) for each key and token id: [len(keys), vocab_size] float32, equal bits on every device."""
+    low = torch.tensor([[_signed32(key)] for key in keys], dtype=torch.int32, device=device)
+    high = torch.tensor([[_signed32(key >> 32)] for key in keys], dtype=torch.int32, device=device)
+    ids = torch.arange(vocab_size, dtype=torch.int32, device=device)
+    x = _mix(ids * _signed32(0x9E3779B1) + low, 16, 0x21F0AAAD)
+    x = _mix(x ^ high, 15, 0x735A2D97)
+    x = _mix(x ^ low, 16, 0x21F0AAAD)
+    x = _mix(x, 15, 0x735A2D97)
+    # 23 bits and a half: every value and its distance to 0 and 1 are exact in fp32.
+    bits = (x ^ ((x >> 15) & 0x1FFFF)) >> 9 & 0x7FFFFF
+    return (bits.to(torch.float32) + 0.5) * (1.0 / (1 << 23))
+
+
+def _thresholds(logits: Tensor, params: Sequence[SamplingParams], window: int) -> tuple[Tensor, Tensor]:
+    """Least logit that top_k and top_p keep, [rows]; and whether `window` candidates sufficed to tell."""
+    vocab_size, device = logits.shape[1], logits.device
+    values = torch.topk(logits, window, dim=-1).values
+    top_k = torch.tensor([p.top_k or vocab_size for p in params], device=device).clamp(max=vocab_size)
+    top_p = torch.tensor([p.top_p for p in params], dtype=torch.float32, device=device)
+    rank = torch.arange(window, device=device)
+    in_k = rank < top_k[:, None]
+    limited = top_k <= window
+    top = values.masked_fill(~in_k, float("-inf"))
+    total = torch.where(limited, torch.logsumexp(top, -1), torch.logsumexp(logits, -1))
+    probability = torch.exp(top - total[:, None])
+    # A token stays while the mass before it is below top_p; the first one always does.
+    before = probability.cumsum(-1) - probability
+    kept = in_k & ((before < top_p[:, None]) | (top_p[:, None] >= 1.0))
+    kept[:, 0] = True
+    count = kept.sum(-1)
+    threshold = values.gather(1, (count - 1)[:, None])[:, 0]
+    sure = limited | (count < window)
+    return threshold, sure | (window == vocab_size)
+
+
+def _filter(scaled: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Set what top_k and top_p drop to -inf, in place."""
+    vocab_size = scaled.shape[1]
+    rows = [i for i, p in enumerate(params) if 0 < p.top_k < vocab_size or p.top_p < 1.0]
+    window = min(vocab_size, max([NUCLEUS_WINDOW, *(params[i].top_k for i in rows)]))
+    while rows:
+        threshold, sure = _thresholds(scaled[rows], [params[i] for i in rows], window)
+        known = sure.tolist()
+        done = [i for i, ok in zip(rows, known, strict=True) if ok]
+        if done:
+            some = scaled[done]
+            scaled[done] = some.masked_fill_(some < threshold[sure][:, None], float("-inf"))
+        rows = [i for i, ok in zip(rows, known, strict=True) if not ok]
+        window = vocab_size
+    return scaled
+
+
+def bad_rows(logits: Tensor) -> dict[int, str]:
+    """Rows that hold NaN or Inf, with the reason. logits: [rows, vocab_size]."""
+    low, high = torch.aminmax(logits, dim=-1)
+    finite = (low.isfinite() & high.isfinite()).tolist()
+    return {i: "logits hold NaN or Inf" for i, ok in enumerate(finite) if not ok}
+
+
+def sample(logits: Tensor, draws: Sequence[Draw]) -> tuple[list[int], dict[int, str]]:
+    """Draw one token a row.
+
+    Args:
+        logits: [len(draws), vocab_size], any float dtype.
+    Returns: token ids aligned with the rows (-1 for a bad row), and bad rows with the reason.
+    """
+    logits = logits.float()
+    bad = bad_rows(logits)
+    ids = logits.argmax(-1)
+    drawn = [i for i, draw in enumerate(draws) if not draw.sampling.greedy and i not in bad]
+    if drawn:
+        params = [draws[i].sampling for i in drawn]
+        some = logits[drawn]
+        temperature = torch.tensor([max(p.temperature, MIN_TEMPERATURE) for p in params], dtype=torch.float32)
+        some = (some - some.amax(-1, keepdim=True)).div_(temperature.to(some.device)[:, None])
+        scores = _filter(some, params)
+        keys = [draw_key(draws[i].sampling.seed, draws[i].choice, draws[i].output_index) for i in drawn]
+        noise = uniforms(keys, logits.shape[1], logits.device).log_().neg_().log_()
+        ids[drawn] = scores.sub_(noise).argmax(-1)
+    out = ids.tolist()
+    for i in bad:
+        out[i] = -1
+    return out, bad

@@ -1,0 +1,143 @@
+"""Read a checkpoint (safetensors, one file or sharded) into the decoder's layers. Strict: every tensor must be there, none
+may be left over."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from diptych.common.errors import ConfigError
+from diptych.engine.exec.linear import Linear, WideCpuLinear, make_linear
+from diptych.engine.exec.model_config import ModelConfig
+
+AnyLinear = Linear | WideCpuLinear
+
+
+@dataclass(slots=True)
+class LayerWeights:
+    """qkv: q, k and v one after the other; gate_up: gate, then up. q_norm, k_norm: [head_dim] or None."""
+
+    input_norm: Tensor
+    qkv: AnyLinear
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    o: AnyLinear
+    post_norm: Tensor
+    gate_up: AnyLinear
+    down: AnyLinear
+
+
+@dataclass(slots=True)
+class DecoderWeights:
+    """embedding: [vocab_size, hidden_size]."""
+
+    embedding: Tensor
+    layers: list[LayerWeights]
+    norm: Tensor
+    lm_head: AnyLinear
+
+
+class Checkpoint:
+    """Tensors by name over all shards; each may be taken once.
+
+    Raises: ConfigError for a folder without safetensors or with a broken index.
+    """
+
+    def __init__(self, folder: Path, *, dtype: torch.dtype, device: torch.device) -> None:
+        self._folder, self._dtype, self._device = folder, dtype, device
+        index = folder / "model.safetensors.index.json"
+        if index.exists():
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        elif (folder / "model.safetensors").exists():
+            names = ["model.safetensors"]
+        else:
+            raise ConfigError(
+                "model", str(folder), "no model.safetensors and no model.safetensors.index.json in the folder"
+            )
+        self._files: list[Any] = []
+        self._where: dict[str, Any] = {}
+        for name in names:
+            if not (folder / name).is_file():
+                raise ConfigError("model", str(folder), f"shard {name} of the index is missing")
+            file: Any = safe_open(folder / name, framework="pt")
+            self._files.append(file)
+            self._where.update(dict.fromkeys(file.keys(), file))
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._where.clear()
+        self._files.clear()
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Raises: ConfigError when the tensor is missing or has another shape."""
+        file = self._where.pop(name, None)
+        if file is None:
+            raise ConfigError("model", str(self._folder), f"tensor {name} is missing")
+        tensor: Tensor = file.get_tensor(name)
+        if tuple(tensor.shape) != shape:
+            raise ConfigError("model", str(self._folder), f"tensor {name} has shape {tuple(tensor.shape)}, not {shape}")
+        return tensor.to(device=self._device, dtype=self._dtype)
+
+    def drop(self, suffix: str) -> None:
+        """Forget tensors that carry nothing new."""
+        for name in [name for name in self._where if name.endswith(suffix)]:
+            del self._where[name]
+
+    def check_empty(self) -> None:
+        if self._where:
+            some = ", ".join(sorted(self._where)[:5])
+            raise ConfigError("model", str(self._folder), f"{len(self._where)} unexpected tensors: {some}")
+
+
+def _merged(source: Checkpoint, prefix: str, parts: list[tuple[str, int]], inputs: int, *, bias: bool) -> AnyLinear:
+    weight = torch.cat([source.take(f"{prefix}.{name}.weight", (outputs, inputs)) for name, outputs in parts])
+    biases = [source.take(f"{prefix}.{name}.bias", (outputs,)) for name, outputs in parts] if bias else None
+    return make_linear(weight, torch.cat(biases) if biases else None)
+
+
+def _layer(source: Checkpoint, config: ModelConfig, index: int) -> LayerWeights:
+    base, hidden, ffn = f"model.layers.{index}", config.hidden_size, config.intermediate_size
+    attention, mlp = f"{base}.self_attn", f"{base}.mlp"
+    qkv = [("q_proj", config.q_size), ("k_proj", config.kv_size), ("v_proj", config.kv_size)]
+    gate_up = [("gate_proj", ffn), ("up_proj", ffn)]
+    per_head = (config.head_dim,)
+    return LayerWeights(
+        input_norm=source.take(f"{base}.input_layernorm.weight", (hidden,)),
+        qkv=_merged(source, attention, qkv, hidden, bias=config.qkv_bias),
+        q_norm=source.take(f"{attention}.q_norm.weight", per_head) if config.qk_norm else None,
+        k_norm=source.take(f"{attention}.k_norm.weight", per_head) if config.qk_norm else None,
+        o=_merged(source, attention, [("o_proj", hidden)], config.q_size, bias=config.o_bias),
+        post_norm=source.take(f"{base}.post_attention_layernorm.weight", (hidden,)),
+        gate_up=_merged(source, mlp, gate_up, hidden, bias=config.mlp_bias),
+        down=_merged(source, mlp, [("down_proj", hidden)], ffn, bias=config.mlp_bias),
+    )
+
+
+def load_weights(folder: Path, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> DecoderWeights:
+    """Raises: ConfigError naming the tensor that is missing, unexpected or of another shape."""
+    with torch.inference_mode(), Checkpoint(folder, dtype=dtype, device=device) as source:
+        source.drop("rotary_emb.inv_freq")  # old checkpoints carry it; it follows from the config
+        vocabulary = (config.vocab_size, config.hidden_size)
+        embedding = source.take("model.embed_tokens.weight", vocabulary)
+        if config.tie_embeddings:
+            source.drop("lm_head.weight")  # some writers store the tied copy as well
+        head = embedding if config.tie_embeddings else source.take("lm_head.weight", vocabulary)
+        weights = DecoderWeights(
+            embedding=embedding,
+            layers=[_layer(source, config, i) for i in range(config.num_layers)],
+            norm=source.take("model.norm.weight", (config.hidden_size,)),
+            lm_head=make_linear(head),
+        )
+        source.check_empty()
+    return weights
