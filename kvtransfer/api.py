@@ -114,7 +114,11 @@ class Transfer(SlabPublisher, SlabReader, Protocol):
     address: KvAddress
     path: str
     """What the start-up self-test found, for example "ucx:tcp"."""
-    bytes_per_s: float
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Of whole reads; from the self-test at first, then measured online on decode's side."""
+        ...
 
     async def audit(self, full: bool = False) -> TransferAudit: ...
 

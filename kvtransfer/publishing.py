@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 from diptych.kvtransfer.api import SlabCounts
 from diptych.kvtransfer.handle import Refusal, SlabHandle
@@ -156,8 +157,7 @@ class PublisherLedger:
         self.rejected_publishes = 0
 
     def on_event(self, event: Event, now: float) -> list[Action]:
-        handler: Callable[..., list[Action]] = self._HANDLERS[type(event)]
-        return handler(self, event, now)
+        return self._HANDLERS[type(event)](self, event, now)
 
     def counts(self) -> SlabCounts:
         return self.table.counts()
@@ -324,7 +324,7 @@ class PublisherLedger:
         slabs = self.table.slabs
         return sum(life.conn == conn and slabs[i].state is SlabState.QUARANTINED for i, life in self._lives.items())
 
-    _HANDLERS = {
+    _HANDLERS: ClassVar[dict[type, Callable[..., list[Action]]]] = {
         GrantAsked: _on_grant_asked,
         Published: _on_published,
         GrantReturned: _on_grant_returned,

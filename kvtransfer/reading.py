@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 from diptych.common.errors import DiptychError, TransferError
 from diptych.kvtransfer.api import SlabCounts
@@ -118,8 +119,7 @@ class ReaderLedger:
         self._reads: dict[int, _Read] = {}
 
     def on_event(self, event: Event, now: float) -> list[Action]:
-        handler: Callable[..., list[Action]] = self._HANDLERS[type(event)]
-        return handler(self, event, now)
+        return self._HANDLERS[type(event)](self, event, now)
 
     def counts(self) -> SlabCounts:
         return self.table.counts()
@@ -271,7 +271,7 @@ class ReaderLedger:
             for read in self._reads.values()
         )
 
-    _HANDLERS = {
+    _HANDLERS: ClassVar[dict[type, Callable[..., list[Action]]]] = {
         ReadWanted: _on_wanted,
         Received: _on_received,
         Finished: _on_finished,

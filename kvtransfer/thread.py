@@ -211,7 +211,8 @@ class TransferThread:
         await self._ask(lambda now: side.forget(key, now))
 
     async def audit(self, full: bool = False) -> TransferAudit:
-        return await self._ask(lambda now: self._audit(full))
+        audit: TransferAudit = await self._ask(lambda now: self._audit(full))
+        return audit
 
     async def close(self) -> None:
         """Fail what waits, close all endpoints, end the thread. Idempotent."""

@@ -1,0 +1,46 @@
+"""Which network interface has an address."""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import socket
+import struct
+
+from diptych.common.errors import ConfigError
+
+_SIOCGIFADDR = 0x8915
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(_resolve(host)).is_loopback
+    except (OSError, ValueError):
+        return False
+
+
+def interface_of(host: str) -> str:
+    """Name of the interface whose IPv4 address is `host` (a name is resolved). Raises: ConfigError."""
+    try:
+        address = _resolve(host)
+    except OSError as error:
+        raise ConfigError("host", host, f"cannot be resolved: {error}") from error
+    if ipaddress.ip_address(address).is_unspecified:
+        raise ConfigError("host", host, "must be one address of this host: it is what peers are told")
+    for _, name in socket.if_nameindex():
+        if _address_of(name) == address:
+            return name
+    raise ConfigError("host", host, f"no interface of this host has the address {address}")
+
+
+def _resolve(host: str) -> str:
+    return socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0]
+
+
+def _address_of(interface: str) -> str | None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        try:
+            raw = fcntl.ioctl(sock.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+        except OSError:
+            return None
+    return socket.inet_ntoa(raw[20:24])

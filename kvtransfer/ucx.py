@@ -1,0 +1,358 @@
+"""Transport over UCX, through UCXX's core API, driven synchronously by the transfer thread.
+
+    decode                                             prefill
+    endpoint from prefill's worker address
+    HELLO(token, connection, our worker address) --->  endpoint back
+    tag_recv(DATA | read_id) into the slab
+    READ(token, connection, read_id, handle) ------->  RequestArrived
+                 <-------- tag_send(DATA | read_id): the slab, or a header that refuses
+    NOTE(token, connection, handle) ---------------->  NoteArrived
+
+Worker addresses and not a listener, because UCXX's listener binds to every interface: UCX_NET_DEVICES keeps the socket on
+the interface of the configured host. UCX has no authentication; control messages carry a token from the address that
+prefill registered, and one without it is dropped before anything in it is parsed. Endpoint error handling is on: it is
+what reports a dead peer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import itertools
+import os
+import secrets
+import struct
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from diptych.common.errors import ConfigError, TransferError
+from diptych.kvtransfer.api import KvAddress, PeerRef
+from diptych.kvtransfer.interfaces import interface_of, is_loopback
+from diptych.kvtransfer.layout import HEADER_BYTES, Ring, read_refusal
+from diptych.kvtransfer.transport import (
+    MAX_MESSAGE_BYTES,
+    NoteArrived,
+    PeerLost,
+    ReceiveDone,
+    RequestArrived,
+    SendDone,
+    TransportEvent,
+    Wakeup,
+    peer_key,
+    sleep_on,
+)
+
+_TOKEN_BYTES = 16
+_HEAD = struct.Struct("<16sBQQ")
+"""token, kind, connection, read_id"""
+_HELLO, _READ, _NOTE = 1, 2, 3
+_MAX_ADDRESS_BYTES = 2048
+_MAX_CONNECTIONS = 256
+_CONTROL_SLOTS = 16
+"""Receives that are posted ahead for control messages."""
+_TAG_CONTROL = 0x4450_0001 << 32
+_TAG_DATA = 0x4451 << 48
+_PROGRESS_ROUNDS = 64
+_CLOSE_S = 2.0
+
+
+def load_ucxx() -> tuple[Any, Any]:
+    """UCXX's core module and its array wrapper. Raises: ConfigError."""
+    # UCX reads these when it is loaded; what the operator has set stays.
+    os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
+    os.environ.setdefault("UCX_LOG_LEVEL", "error")
+    os.environ.setdefault("UCX_LOG_FILE", "stderr")
+    try:
+        from ucxx._lib import libucxx
+        from ucxx._lib.arr import Array
+    except ImportError as error:
+        raise ConfigError("transport", "ucx", f"UCXX cannot be loaded: {error}") from error
+    return libucxx, Array
+
+
+def configured_path(tls: str) -> str:
+    """What UCX_TLS leaves to choose from, as a path's name: "tcp,self" is "ucx:tcp"."""
+    return "ucx:" + "|".join(name for name in tls.split(",") if name != "self")
+
+
+@dataclass(slots=True)
+class _Endpoint:
+    """`conn` and `token` stand in our control messages (decode's side only)."""
+
+    name: str
+    ep: Any
+    conn: int
+    token: bytes = b""
+    lost: str = ""
+
+
+@dataclass(slots=True)
+class _Pending:
+    request: Any
+    buffer: Any
+    """Kept alive until UCX is done with it."""
+    endpoint: _Endpoint
+    op: int = 0
+    read_id: int = -1
+    dest: np.ndarray | None = None
+
+
+class UcxTransport:
+    """One UCX context and worker. See transport.Transport."""
+
+    def __init__(self, worker_id: str, incarnation: str, *, host: str) -> None:
+        self._ucx, self._array = load_ucxx()
+        self._me = (worker_id, incarnation)
+        self._host = host
+        config = {}
+        if "UCX_TLS" not in os.environ:
+            config["TLS"] = "tcp,self"
+        if "UCX_NET_DEVICES" not in os.environ:
+            config["NET_DEVICES"] = interface_of(host)
+        self.path = configured_path(os.environ.get("UCX_TLS", "tcp,self"))
+        try:
+            self._context = self._ucx.UCXContext(config, (self._ucx.Feature.TAG, self._ucx.Feature.WAKEUP))
+            self._worker = self._ucx.UCXWorker(self._context)
+            self._worker.init_blocking_progress_mode()
+        except self._ucx.UCXError as error:
+            raise TransferError(f"UCX cannot start on {config}: {error}") from error
+        self._token = secrets.token_bytes(_TOKEN_BYTES)
+        self._worker_address = bytes(self._worker.address.tobytes())
+        self.address = KvAddress("ucx", host, 0, self._token + self._worker_address)
+        self._out: dict[str, _Endpoint] = {}
+        """Peers that we read from, by peer key."""
+        self._in: dict[int, _Endpoint] = {}
+        """Peers that read from us, by the number of the connection."""
+        self._dying: list[_Endpoint] = []
+        self._pending: dict[int, _Pending] = {}
+        self._ids = itertools.count(1)
+        self._events: list[TransportEvent] = []
+        self._control: list[tuple[Any, np.ndarray]] = []
+        self._active = False
+        self._closed = False
+        for _ in range(_CONTROL_SLOTS):
+            self._control.append(self._post_control())
+
+    def register(self, ring: Ring) -> None:
+        return  # host memory over TCP needs no registration
+
+    # ---- decode's side ----
+
+    def connect(self, peer: PeerRef) -> str:
+        key = peer_key(peer.worker_id, peer.incarnation)
+        if key in self._out:
+            return key
+        for other in [k for k in self._out if k.rpartition("@")[0] == peer.worker_id]:
+            self.drop(other, "the worker has started again")
+        address = peer.address
+        if address.transport != "ucx" or len(address.blob) <= _TOKEN_BYTES:
+            raise TransferError(f"{key} has no UCX address")
+        if is_loopback(address.host) and not is_loopback(self._host):
+            raise TransferError(f"{key} advertises the loopback address {address.host}: it is on another host")
+        conn = secrets.randbits(63)
+        endpoint = _Endpoint(key, self._endpoint_to(address.blob[_TOKEN_BYTES:]), conn, address.blob[:_TOKEN_BYTES])
+        self._out[key] = endpoint
+        names = [part.encode() for part in self._me]
+        body = b"".join(len(part).to_bytes(2, "little") + part for part in (self._worker_address, *names))
+        self._send_control(endpoint, _HELLO, 0, body)
+        return key
+
+    def read(self, peer: str, read_id: int, body: bytes, dest: np.ndarray) -> None:
+        endpoint = self._out.get(peer)
+        if endpoint is None or not endpoint.ep.alive:
+            raise TransferError(f"peer lost: {peer}")
+        if len(body) + _HEAD.size + 2 > MAX_MESSAGE_BYTES:
+            raise TransferError(f"request of {len(body)} bytes is too long")
+        try:
+            buffer = self._array(dest)
+            request = endpoint.ep.tag_recv(buffer, self._ucx.UCXXTag(_TAG_DATA | read_id))
+        except self._ucx.UCXError as error:
+            raise TransferError(f"receive from {peer}: {error}") from error
+        self._pending[next(self._ids)] = _Pending(request, buffer, endpoint, read_id=read_id, dest=dest)
+        self._send_control(endpoint, _READ, read_id, body)
+
+    def notify(self, peer: str, body: bytes) -> None:
+        endpoint = self._out.get(peer)
+        if endpoint is not None:
+            self._send_control(endpoint, _NOTE, 0, body)
+
+    # ---- prefill's side ----
+
+    def answer(self, conn: str, read_id: int, message: np.ndarray | bytes) -> int:
+        op = next(self._ids)
+        endpoint = next((e for e in self._in.values() if e.name == conn), None)
+        if endpoint is None or not endpoint.ep.alive:
+            self._events.append(SendDone(op, False))
+            return op
+        array = np.frombuffer(message, np.uint8) if isinstance(message, bytes) else message
+        self._send(endpoint, array, _TAG_DATA | read_id, op)
+        return op
+
+    # ---- both ----
+
+    def progress(self) -> list[TransportEvent]:
+        rounds = 0
+        while rounds < _PROGRESS_ROUNDS and self._worker.progress_once():
+            rounds += 1
+        self._active = rounds > 0
+        self._take_control()
+        self._take_completed()
+        for endpoint in (*self._out.values(), *self._in.values()):
+            if not endpoint.ep.alive:
+                self._bury(endpoint, "connection lost")
+        self._take_dead()
+        events, self._events = self._events, []
+        return events
+
+    def busy(self) -> bool:
+        return bool(self._pending or self._events or self._dying or self._active)
+
+    def wait(self, wakeup: Wakeup, timeout_s: float) -> None:
+        # arm() refuses while there is something to progress: then there is nothing to wait for.
+        if not self._active and not self._events and self._worker.arm():
+            sleep_on([self._worker.epoll_file_descriptor, wakeup.fileno()], timeout_s)
+
+    def drop(self, peer: str, why: str) -> None:
+        for endpoint in [e for e in (*self._out.values(), *self._in.values()) if e.name == peer]:
+            self._bury(endpoint, why)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        limit = time.monotonic() + _CLOSE_S
+        # Notes on their way out are small: let them leave before the endpoints are closed under them.
+        while any(p.op == 0 and p.read_id < 0 for p in self._pending.values()) and time.monotonic() < limit - 1.5:
+            self.progress()
+        for endpoint in [*self._out.values(), *self._in.values()]:
+            self._bury(endpoint, "closed")
+        while self._pending and time.monotonic() < limit:
+            self.progress()
+        self._worker.cancel_inflight_requests()
+        for _ in range(_PROGRESS_ROUNDS):
+            if not self._worker.progress_once():
+                break
+        self._control.clear()
+
+    # ---- inside ----
+
+    def _endpoint_to(self, worker_address: bytes) -> Any:
+        try:
+            address = self._ucx.UCXAddress.create_from_buffer(worker_address)
+            return self._ucx.UCXEndpoint.create_from_worker_address(self._worker, address, endpoint_error_handling=True)
+        except (self._ucx.UCXError, ValueError, TypeError) as error:
+            raise TransferError(f"UCX endpoint: {error}") from error
+
+    def _send_control(self, endpoint: _Endpoint, kind: int, read_id: int, body: bytes) -> None:
+        if kind != _HELLO:
+            body = len(body).to_bytes(2, "little") + body
+        raw = _HEAD.pack(endpoint.token, kind, endpoint.conn, read_id) + body
+        self._send(endpoint, np.frombuffer(raw, np.uint8), _TAG_CONTROL, 0)
+
+    def _send(self, endpoint: _Endpoint, array: np.ndarray, tag: int, op: int) -> None:
+        try:
+            buffer = self._array(array)
+            request = endpoint.ep.tag_send(buffer, self._ucx.UCXXTag(tag))
+        except self._ucx.UCXError:
+            # A dead endpoint: progress() reports the peer.
+            if op:
+                self._events.append(SendDone(op, False))
+            return
+        self._pending[next(self._ids)] = _Pending(request, (buffer, array), endpoint, op=op)
+
+    def _post_control(self) -> tuple[Any, np.ndarray]:
+        array = np.zeros(MAX_MESSAGE_BYTES, np.uint8)
+        return self._worker.tag_recv(self._array(array), self._ucx.UCXXTag(_TAG_CONTROL)), array
+
+    def _take_control(self) -> None:
+        if self._closed:
+            return
+        for _ in range(_CONTROL_SLOTS):
+            request, array = self._control[0]
+            if not request.completed:
+                return
+            # Slots are matched in the order in which they were posted, so only the first can be the next to complete.
+            self._control.pop(0)
+            self._control.append(self._post_control())
+            with contextlib.suppress(self._ucx.UCXMessageTruncatedError, self._ucx.UCXMsgTruncated):
+                # UCXX reports a message shorter than its buffer as truncated, too; the parser bounds what it reads.
+                request.check_error()
+            self._on_control(array.tobytes())
+
+    def _on_control(self, raw: bytes) -> None:
+        token, kind, conn, read_id = _HEAD.unpack_from(raw)
+        if not hmac.compare_digest(token, self._token):
+            return
+        body = raw[_HEAD.size :]
+        if kind == _HELLO:
+            self._on_hello(conn, body)
+            return
+        endpoint = self._in.get(conn)
+        if endpoint is None or endpoint.lost:
+            return
+        (length,) = struct.unpack_from("<H", body)
+        payload = body[2 : 2 + length]
+        if kind == _READ and read_id < 1 << 48:
+            self._events.append(RequestArrived(endpoint.name, read_id, payload))
+        elif kind == _NOTE:
+            self._events.append(NoteArrived(endpoint.name, payload))
+
+    def _on_hello(self, conn: int, body: bytes) -> None:
+        parts, at = [], 0
+        for _ in range(3):
+            length = int.from_bytes(body[at : at + 2], "little")
+            parts.append(body[at + 2 : at + 2 + length])
+            at += 2 + length
+        address = parts[0]
+        if at > len(body) or not address or len(address) > _MAX_ADDRESS_BYTES or len(self._in) >= _MAX_CONNECTIONS:
+            return
+        worker = parts[1].decode(errors="replace")
+        key = peer_key(worker, parts[2].decode(errors="replace"))
+        for old in [e for e in self._in.values() if e.name.rpartition("@")[0] == worker]:
+            self._bury(old, "the worker has connected again")
+        with contextlib.suppress(TransferError):
+            self._in[conn] = _Endpoint(f"{key}#{conn:x}", self._endpoint_to(address), conn)
+
+    def _take_completed(self) -> None:
+        for number, pending in list(self._pending.items()):
+            if not pending.request.completed:
+                continue
+            del self._pending[number]
+            error = ""
+            try:
+                pending.request.check_error()
+            except self._ucx.UCXError as problem:
+                error = f"{type(problem).__name__}: {problem}"
+            if pending.read_id >= 0:
+                self._events.append(self._received(pending, error))
+            elif pending.op:
+                self._events.append(SendDone(pending.op, not error))
+
+    def _received(self, pending: _Pending, error: str) -> ReceiveDone:
+        assert pending.dest is not None
+        if error and read_refusal(memoryview(pending.dest)[:HEADER_BYTES]) is not None:
+            error = ""  # a refusal is shorter than the slab that was asked for
+        if error and (pending.endpoint.lost or not pending.endpoint.ep.alive):
+            error = f"peer lost: {pending.endpoint.name}: {pending.endpoint.lost or error}"
+        return ReceiveDone(pending.read_id, error)
+
+    def _bury(self, endpoint: _Endpoint, why: str) -> None:
+        """Close an endpoint. It is reported as lost once the last of its requests has completed."""
+        endpoint.lost = why
+        self._out.pop(endpoint.name, None)
+        self._in = {conn: e for conn, e in self._in.items() if e is not endpoint}
+        with contextlib.suppress(self._ucx.UCXError):
+            endpoint.ep.close_blocking()
+        self._dying.append(endpoint)
+
+    def _take_dead(self) -> None:
+        if not self._dying:
+            return
+        self._take_completed()
+        alive = {id(p.endpoint) for p in self._pending.values()}
+        for endpoint in [e for e in self._dying if id(e) not in alive]:
+            self._dying.remove(endpoint)
+            self._events.append(PeerLost(endpoint.name, endpoint.lost))
