@@ -1,7 +1,7 @@
 """Token ids to text as they come, and stop strings in that text. Pure: no I/O, no clock.
 
 `IncrementalDetokenizer` gives out text that no later token can change: pushed pieces and the flush, joined, equal the full
-decode byte for byte. `StopChecker` cuts that text at a stop string.
+decode byte for byte. `StopChecker` cuts that text at a stop string. `RequestDetokenizer` is the two together.
 
 Which stop string wins does not depend on how the text was cut into tokens: text is read character by character, and the
 first stop string to be *complete* wins; of several that end at the same character the longest, which starts earliest.
@@ -10,6 +10,7 @@ first stop string to be *complete* wins; of several that end at the same charact
 from __future__ import annotations
 
 import codecs
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
 
@@ -171,3 +172,34 @@ class StopChecker:
         """What was held back, when the output ends without a stop string."""
         held, self._held = self._held, ""
         return held
+
+
+# ---- both ----
+
+
+@dataclass(frozen=True, slots=True)
+class TextPiece:
+    """`text` may go out; `stop` is the stop string that ended the output right after it, if one did."""
+
+    text: str
+    stop: str | None = None
+
+
+class RequestDetokenizer:
+    """Text of one request's output; nothing may be pushed after a piece with a stop string.
+
+    A resumed request pushes the tokens that were sent before and drops their text: held-back characters and half a stop
+    string are then as they were.
+    """
+
+    def __init__(self, tokenizer: ModelTokenizer, stops: tuple[str, ...] = ()) -> None:
+        self._detokenizer = IncrementalDetokenizer(tokenizer)
+        self._stops = StopChecker(stops)
+
+    def push(self, token_id: int) -> TextPiece:
+        return TextPiece(*self._stops.push(self._detokenizer.push(token_id)))
+
+    def finish(self) -> TextPiece:
+        """What was held back, at an end for another reason than a stop string; what is released can complete one."""
+        text, stop = self._stops.push(self._detokenizer.flush())
+        return TextPiece(text, stop) if stop is not None else TextPiece(text + self._stops.flush())
