@@ -53,7 +53,7 @@ model: $(VENV)/.serve ## fetch and convert the default model, once
 	@$(BIN)/diptych model
 
 golden: $(VENV)/.dev model ## compute the reference token ids again, with transformers
-	@$(BIN)/python tests/golden/make_golden.py
+	@$(BIN)/python tests/golden/generate.py
 
 bench: $(VENV)/.dev model ## our engine beside transformers, in one run
 	@$(BIN)/diptych bench $(ARGS)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from diptych.cli.up_config import UpConfig
 from diptych.common.secret import create_secret, load_secret
 
 LOOPBACK = "127.0.0.1"
+WORKER_DRAIN_S = 1.0
+"""Whoever stops a local cluster wants it gone; running requests get this long."""
 _ROUTER_GROUP, _DECODE_GROUP, _PREFILL_GROUP, _REDIS_GROUP = range(4)
 
 
@@ -87,6 +90,7 @@ class ClusterPlan:
                 "host": config.host,
                 "http-port": config.http_port,
                 "grpc-port": config.grpc_port,
+                "max-model-len": config.max_model_len,
                 "local-prefill-max-tokens": config.local_prefill_max_tokens,
             }
             return [*diptych_command(), "router", *self._common_flags(), *_flags(flags)]
@@ -113,8 +117,9 @@ class ClusterPlan:
                 "dtype": config.dtype,
                 "device": config.device,
                 "threads": self.threads,
+                "drain-s": WORKER_DRAIN_S,
             }
-            return [*diptych_command(), role, *self._common_flags(), *_flags(flags)]
+            return [*diptych_command(), role, *self._common_flags(), *_flags(flags), *shlex.split(config.worker_args)]
 
         return ChildSpec(name, role, command, self._log(name), group)
 
@@ -131,7 +136,7 @@ class ClusterPlan:
         return self.folder.logs / f"{name}.log"
 
 
-def _flags(values: dict[str, object] | dict[str, Path | str]) -> Sequence[str] | list[str]:
+def _flags(values: Mapping[str, object]) -> list[str]:
     """Flags of the settings that are set; 0 and "" mean "the worker's own default"."""
     unset_when_zero = {"num-blocks", "max-model-len", "max-num-seqs", "max-num-batched-tokens"}
     found: list[str] = []

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
-from diptych.worker.config import WorkerConfig
 
-from diptych.cli.options import CONFIG_FILE, add_settings_command
+from diptych.cli.options import add_settings_command
 from diptych.cli.up_config import UpConfig
 from diptych.common.errors import ConfigError, DiptychError
 from diptych.common.paths import run_dir
 from diptych.router.config import RouterConfig
+from diptych.worker.config import WorkerConfig
 
 if TYPE_CHECKING:
     from diptych.cli.stages import Stages
@@ -143,4 +143,4 @@ def _fail(message: str, code: int) -> NoReturn:
     sys.exit(code)
 
 
-__all__ = ["CONFIG_FILE", "app", "main"]
+__all__ = ["app", "main"]

@@ -37,7 +37,9 @@ class ProcessIdentity:
     def alive(self) -> bool:
         try:
             process = psutil.Process(self.pid)
-            return abs(process.create_time() - self.start_time) < 0.05 and process.status() != psutil.STATUS_ZOMBIE
+            return bool(
+                abs(process.create_time() - self.start_time) < 0.05 and process.status() != psutil.STATUS_ZOMBIE
+            )
         except psutil.NoSuchProcess:
             return False
 

@@ -19,6 +19,7 @@ class UpConfig:
         secret_file: None makes a new secret for this run.
         num_blocks: KV blocks per worker; 0 lets the worker choose from the memory it finds.
         threads_per_worker: torch threads; 0: one while two workers share two cores, more on larger machines.
+        worker_args: more flags of `diptych prefill` and `diptych decode`, as one string.
         startup_timeout_s: from the first process started to the first token served.
     """
 
@@ -42,6 +43,7 @@ class UpConfig:
     dtype: str = "float32"
     device: str = "cpu"
     threads_per_worker: int = 0
+    worker_args: str = ""
     startup_timeout_s: float = 180.0
 
     def __post_init__(self) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import os
+import shutil
+import subprocess
 import sys
 import threading
 import time
@@ -66,6 +68,19 @@ async def no_task_leaks() -> AsyncIterator[None]:
     while (left := _tasks_besides(me)) and time.monotonic() < until:  # noqa: ASYNC110 - no event says "all tasks ended"
         await asyncio.sleep(0.01)
     assert not left, f"asyncio tasks left behind: {left}"
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A copy of what git would commit, symlinks kept: may be changed at will."""
+    target = tmp_path / "tree"
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listing = subprocess.run(command, cwd=ROOT, check=True, capture_output=True).stdout.decode()
+    for name in filter(None, listing.split("\0")):
+        if (ROOT / name).is_symlink() or (ROOT / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, target / name, follow_symlinks=False)
+    return target
 
 
 @pytest.fixture(scope="session")

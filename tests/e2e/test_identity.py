@@ -1,0 +1,77 @@
+"""Token ids under prefill/decode, over UCX between two processes, are those of transformers' greedy decoding."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from diptych.client import AsyncClient, Completion
+
+KV_BYTES_PER_TOKEN = 46_080
+LONG = 400
+"""Uncached tokens from which on a prompt takes more than three chunks."""
+BATCH = 16
+
+pytestmark = pytest.mark.multiproc
+
+
+async def generate(client: AsyncClient, golden) -> Completion:
+    return await client.generate(
+        token_ids=golden.prompt,
+        max_tokens=64,
+        temperature=0.0,
+        ignore_eos=golden.ignore_eos,
+        explain=True,
+        local_prefill_max_tokens=0,
+    )
+
+
+def check(golden, answer: Completion) -> None:
+    assert answer.token_ids == golden.output, f"{golden.name}: ids differ from the reference"
+    facts = answer.explanation
+    assert facts is not None
+    assert not facts.local_prefill
+    assert facts.prefill_pid != facts.decode_pid
+    assert facts.prefill_pid
+    assert facts.decode_pid
+    assert not facts.notes, facts.notes
+    uncached = len(golden.prompt) - facts.cached_tokens_decode
+    assert facts.kv_bytes == uncached * KV_BYTES_PER_TOKEN
+    assert facts.transport.startswith("ucx")
+    computed = len(golden.prompt) - max(facts.cached_tokens_prefill, facts.cached_tokens_decode)
+    if computed >= LONG:
+        assert facts.kv_ranges >= 3
+        assert facts.kv_ranges_overlapped >= 1, "no slab was read before the last chunk was computed"
+
+
+async def test_alone(client: AsyncClient, cluster, golden):
+    check(golden, await generate(client, golden))
+    cluster.wait_idle(deadline_s=5.0)
+
+
+async def staggered(client: AsyncClient, goldens, seed: int) -> None:
+    rng = random.Random(seed)
+
+    async def one(golden, delay_s: float) -> Completion:
+        await asyncio.sleep(delay_s)
+        return await generate(client, golden)
+
+    answers = await asyncio.gather(*(one(golden, rng.uniform(0.0, 4.0)) for golden in goldens))
+    for golden, answer in zip(goldens, answers, strict=True):
+        check(golden, answer)
+
+
+async def test_batch_of_16_arriving_at_different_times(client: AsyncClient, cluster, goldens):
+    await staggered(client, sorted(goldens, key=lambda g: len(g.prompt))[:BATCH], seed=1)
+    cluster.wait_idle(deadline_s=5.0)
+
+
+@pytest.mark.slow
+async def test_all_in_batches_of_16(client: AsyncClient, cluster, goldens):
+    longest_first = sorted(goldens, key=lambda g: -len(g.prompt))
+    for first in range(0, len(goldens), BATCH):
+        batch = longest_first[first : first + BATCH]
+        await staggered(client, batch + longest_first[: BATCH - len(batch)], seed=first)
+    cluster.wait_idle(deadline_s=5.0)
