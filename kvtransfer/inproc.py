@@ -41,6 +41,8 @@ class InprocTransport:
         self._events: list[TransportEvent] = []
         self._peers: dict[str, bytes] = {}
         """Peer key -> its name, of both directions."""
+        self._gone: set[str] = set()
+        """Lost since the last progress(): a new connection must wait until everybody has heard of it."""
         self._dest: dict[int, tuple[str, np.ndarray]] = {}
         self._ops = itertools.count(1)
         self._wakeup: Wakeup | None = None
@@ -54,6 +56,8 @@ class InprocTransport:
         key = peer_key(peer.worker_id, peer.incarnation)
         for other in [k for k in self._peers if k != key and k.rpartition("@")[0] == peer.worker_id]:
             self.drop(other, "the worker has started again")
+        if key in self._gone:
+            raise TransferError(f"peer lost: {key}")
         if key not in self._peers:
             if peer.address.blob not in _hub:
                 raise TransferError(f"peer lost: {key}: not in this process")
@@ -80,6 +84,7 @@ class InprocTransport:
         self._post(self._peers.get(peer, b""), "note", 0, body)
 
     def progress(self) -> list[TransportEvent]:
+        self._gone = {e.peer for e in self._events if isinstance(e, PeerLost)}
         while self._mail:
             kind, sender, read_id, body = self._mail.popleft()
             conn = next((key for key, name in self._peers.items() if name == sender), None)
@@ -125,6 +130,7 @@ class InprocTransport:
 
     def _lost(self, peer: str, why: str) -> None:
         del self._peers[peer]
+        self._gone.add(peer)
         for read_id in [i for i, (owner, _) in self._dest.items() if owner == peer]:
             del self._dest[read_id]
             self._events.append(ReceiveDone(read_id, f"peer lost: {peer}: {why}"))

@@ -34,7 +34,7 @@ def interface_of(host: str) -> str:
 
 
 def _resolve(host: str) -> str:
-    return socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0]
+    return str(socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
 
 
 def _address_of(interface: str) -> str | None:

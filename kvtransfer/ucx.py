@@ -100,6 +100,9 @@ class _Pending:
     dest: np.ndarray | None = None
 
 
+_NOBODY = _Endpoint("", None, 0)
+
+
 class UcxTransport:
     """One UCX context and worker. See transport.Transport."""
 
@@ -127,6 +130,9 @@ class UcxTransport:
         self._in: dict[int, _Endpoint] = {}
         """Peers that read from us, by the number of the connection."""
         self._dying: list[_Endpoint] = []
+        self._gone: set[str] = set()
+        """Peers whose loss is not yet known to everybody: a new endpoint of that name must wait, or the news of the old
+        one's death would be taken for its own."""
         self._pending: dict[int, _Pending] = {}
         self._ids = itertools.count(1)
         self._events: list[TransportEvent] = []
@@ -145,6 +151,8 @@ class UcxTransport:
         key = peer_key(peer.worker_id, peer.incarnation)
         if key in self._out:
             return key
+        if key in self._gone:
+            raise TransferError(f"peer lost: {key}")
         for other in [k for k in self._out if k.rpartition("@")[0] == peer.worker_id]:
             self.drop(other, "the worker has started again")
         address = peer.address
@@ -194,12 +202,14 @@ class UcxTransport:
     # ---- both ----
 
     def progress(self) -> list[TransportEvent]:
+        self._gone = {e.name for e in self._dying}
         rounds = 0
         while rounds < _PROGRESS_ROUNDS and self._worker.progress_once():
             rounds += 1
         self._active = rounds > 0
         self._take_control()
         self._take_completed()
+        self._take_unexpected()
         for endpoint in (*self._out.values(), *self._in.values()):
             if not endpoint.ep.alive:
                 self._bury(endpoint, "connection lost")
@@ -331,9 +341,21 @@ class UcxTransport:
             elif pending.op:
                 self._events.append(SendDone(pending.op, not error))
 
+    def _take_unexpected(self) -> None:
+        """An answer that no receive waits for (a request was doubled, or a peer misbehaves) is received and thrown away;
+        UCX would keep it for ever. A real answer never shows here: its receive is posted before its request is sent."""
+        if not self._active or self._closed:
+            return
+        found = self._worker.tag_probe(self._ucx.UCXXTag(_TAG_DATA), self._ucx.UCXXTagMask(0xFFFF << 48), remove=True)
+        if found.matched:
+            scratch = np.empty(max(1, found.length), np.uint8)
+            buffer = self._array(scratch)
+            request = self._worker.tag_recv_with_handle(buffer, found)
+            self._pending[next(self._ids)] = _Pending(request, buffer, _NOBODY)
+
     def _received(self, pending: _Pending, error: str) -> ReceiveDone:
         assert pending.dest is not None
-        if error and read_refusal(memoryview(pending.dest)[:HEADER_BYTES]) is not None:
+        if error and read_refusal(pending.dest[:HEADER_BYTES].data) is not None:
             error = ""  # a refusal is shorter than the slab that was asked for
         if error and (pending.endpoint.lost or not pending.endpoint.ep.alive):
             error = f"peer lost: {pending.endpoint.name}: {pending.endpoint.lost or error}"
@@ -342,6 +364,7 @@ class UcxTransport:
     def _bury(self, endpoint: _Endpoint, why: str) -> None:
         """Close an endpoint. It is reported as lost once the last of its requests has completed."""
         endpoint.lost = why
+        self._gone.add(endpoint.name)
         self._out.pop(endpoint.name, None)
         self._in = {conn: e for conn, e in self._in.items() if e is not endpoint}
         with contextlib.suppress(self._ucx.UCXError):
