@@ -18,7 +18,8 @@ from diptych.common.secret import create_secret, load_secret
 LOOPBACK = "127.0.0.1"
 WORKER_DRAIN_S = 1.0
 """Whoever stops a local cluster wants it gone; running requests get this long."""
-_ROUTER_GROUP, _DECODE_GROUP, _PREFILL_GROUP, _REDIS_GROUP = range(4)
+# Router and workers are stopped together (a draining router waits for streams that the workers end), Redis after them.
+_SERVING_GROUP, _REDIS_GROUP = range(2)
 
 
 def diptych_command() -> list[str]:
@@ -77,8 +78,8 @@ class ClusterPlan:
         return ChildSpec("redis", "redis", command, self._log("redis"), _REDIS_GROUP)
 
     def worker_specs(self) -> list[ChildSpec]:
-        prefill = [self._worker(f"prefill-{i}", "prefill", _PREFILL_GROUP) for i in range(self.config.prefill_workers)]
-        decode = [self._worker(f"decode-{i}", "decode", _DECODE_GROUP) for i in range(self.config.decode_workers)]
+        prefill = [self._worker(f"prefill-{i}", "prefill") for i in range(self.config.prefill_workers)]
+        decode = [self._worker(f"decode-{i}", "decode") for i in range(self.config.decode_workers)]
         return [*prefill, *decode]
 
     def router_spec(self) -> ChildSpec:
@@ -95,9 +96,9 @@ class ClusterPlan:
             }
             return [*diptych_command(), "router", *self._common_flags(), *_flags(flags)]
 
-        return ChildSpec("router", "router", command, self._log("router"), _ROUTER_GROUP)
+        return ChildSpec("router", "router", command, self._log("router"), _SERVING_GROUP)
 
-    def _worker(self, name: str, role: str, group: int) -> ChildSpec:
+    def _worker(self, name: str, role: str) -> ChildSpec:
         config = self.config
 
         def command() -> list[str]:
@@ -121,7 +122,7 @@ class ClusterPlan:
             }
             return [*diptych_command(), role, *self._common_flags(), *_flags(flags), *shlex.split(config.worker_args)]
 
-        return ChildSpec(name, role, command, self._log(name), group)
+        return ChildSpec(name, role, command, self._log(name), _SERVING_GROUP)
 
     def _common_flags(self) -> list[str]:
         flags = {

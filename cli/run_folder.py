@@ -62,6 +62,9 @@ class RunFolder:
             raise ConfigError("run_dir", str(self.root), rule) from None
         self._lock = fd
         self._remove_leftovers()
+        for log in self.logs.glob("*.log"):
+            if log.name != "up.log":  # that one is being written already, by `up --detach`
+                log.unlink()
         me = ProcessIdentity.of(os.getpid())
         os.truncate(fd, 0)
         os.pwrite(fd, json.dumps({"pid": me.pid, "start_time": me.start_time}).encode(), 0)
