@@ -1,6 +1,7 @@
 """structlog on stderr: lines for people on a terminal, JSON otherwise. DIPTYCH_LOG_LEVEL and DIPTYCH_LOG_JSON decide more.
 
-Loggers bind what they know (`request_id`, `attempt`, `worker`), and `bind_process` what holds for every line.
+Loggers bind what they know (`request_id`, `attempt`, ...); what holds for the whole process is given to setup_logging.
+Variables of a trace are never printed: they may hold prompts or keys.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import sys
 from typing import Any
 
 import structlog
+from structlog.tracebacks import ExceptionDictTransformer
 
 
 def setup_logging(**process: Any) -> None:
@@ -23,12 +25,16 @@ def setup_logging(**process: Any) -> None:
     as_json = wish not in ("0", "false", "no") if wish else not sys.stderr.isatty()
     shared: list[Any] = [
         structlog.contextvars.merge_contextvars,
+        lambda _logger, _method, event: {**process, **event},
         structlog.stdlib.add_log_level,
         structlog.stdlib.add_logger_name,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
     end: list[Any] = (
-        [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer()]
+        [
+            structlog.processors.ExceptionRenderer(ExceptionDictTransformer(show_locals=False)),
+            structlog.processors.JSONRenderer(),
+        ]
         if as_json
         else [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty() and "NO_COLOR" not in os.environ)]
     )
@@ -49,5 +55,3 @@ def setup_logging(**process: Any) -> None:
     root.setLevel(level)
     for noisy in ("asyncio", "httpx", "httpcore", "grpc"):
         logging.getLogger(noisy).setLevel(max(level, logging.WARNING))
-    structlog.contextvars.clear_contextvars()
-    structlog.contextvars.bind_contextvars(**process)

@@ -1,0 +1,81 @@
+"""The decode worker's process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import grpc
+
+from diptych.common.errors import DiptychError
+from diptych.decode.intake import Intake
+from diptych.decode.link_rate import LinkRates
+from diptych.decode.remote_leg import LegTools
+from diptych.decode.service import DecodeServicer
+from diptych.decode.submission import Limits
+from diptych.decode.unpack_desk import UnpackDesk
+from diptych.engine.messages import EngineEvent
+from diptych.rpc.stubs import add_decode
+from diptych.worker.config import WorkerConfig
+from diptych.worker.peers import PeerDirectory
+from diptych.worker.process import run_process
+from diptych.worker.runtime import WorkerRuntime
+
+
+class DecodeRole:
+    """See worker.role.Role."""
+
+    def __init__(self, runtime: WorkerRuntime) -> None:
+        runner, config = runtime.model.runner, runtime.config
+        self._links = LinkRates()
+        self._peers = PeerDirectory(
+            runtime.compat, forget=runtime.transfer.forget, handshake_timeout_s=config.handshake_timeout_s
+        )
+        tools = LegTools(
+            peers=self._peers,
+            reader=runtime.transfer,
+            desk=UnpackDesk(runtime.engine, runtime.transfer),
+            links=self._links,
+            clock=runtime.clock,
+            kv_bytes_per_token=runner.kv_bytes_per_token,
+            num_layers=runtime.compat.num_layers,
+            read_base_s=config.read_base_s,
+        )
+        self.intake = Intake(
+            runtime.engine,
+            tools,
+            Limits(runtime.worker_id, runtime.incarnation, runner.vocab_size, runner.max_model_len),
+            path=runtime.transfer.path,
+            max_attempts=config.max_queue,
+        )
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        add_decode(DecodeServicer(self.intake), server)
+
+    def on_step(self, events: Sequence[EngineEvent]) -> None:
+        self.intake.on_step(events)
+
+    def states(self) -> dict[str, int]:
+        return self.intake.states()
+
+    def link_rates(self) -> dict[str, float]:
+        return self._links.snapshot()
+
+    def stop_accepting(self) -> None:
+        self.intake.stop_accepting()
+
+    async def drained(self) -> None:
+        await self.intake.drained()
+
+    def fail_all(self, error: DiptychError | None = None) -> None:
+        self.intake.fail_all(error)
+
+    async def close(self) -> None:
+        await self._peers.close()
+
+
+def run_decode(config: WorkerConfig) -> int:
+    """Run a decode worker until a signal; returns the exit code. Raises: ConfigError."""
+    return run_process(config, DecodeRole)
+
+
+main = run_decode

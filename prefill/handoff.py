@@ -1,0 +1,237 @@
+"""The hand-off of one prompt to one decode worker: a leg, owned here from the call's start to its end.
+
+    validate --fails--> typed status
+       |
+    QUEUED      AddRequest(PREFILL) is out
+       | Admitted -> PrefillStarted
+    COMPUTING   RangePacked -> publish -> Computed(handle)      (any number of times, while later chunks are computed)
+       |        TokensOut -> FirstTokens, as soon as the token is known
+       | PrefillComplete -> PrefillFinished
+    SETTLING    until decode acknowledged every slab, or its lease ran out
+       |
+    CLOSED      normal end of the call
+
+    from any state: the call is cancelled (decode's cancel), its deadline passes, the engine fails, the worker stops
+                    -> CLOSED: engine Cancel, transfer.release; ranges that are packed later go back as free grants
+
+A slab that was packed for a leg that is gone by then never leaves the worker: Handoffs returns its grant.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncGenerator, Sequence
+from enum import Enum
+
+import structlog
+
+from diptych.common.errors import (
+    DiptychError,
+    InvalidRequestError,
+    NoWorkerError,
+    OverloadedError,
+    RequestDeadlineError,
+    WorkerLostError,
+)
+from diptych.engine.messages import (
+    AddRequest,
+    Admitted,
+    Cancel,
+    EngineEvent,
+    Failed,
+    PrefillComplete,
+    RangePacked,
+    TokensOut,
+)
+from diptych.kvtransfer.api import SlabPublisher
+from diptych.prefill.request import LegRequest, Limits, parse_request
+from diptych.rpc.v1 import prefill_pb2
+from diptych.worker import wire
+from diptych.worker.ports import Engine
+
+log = structlog.get_logger(__name__)
+
+
+class LegState(Enum):
+    QUEUED = "queued"
+    COMPUTING = "computing"
+    SETTLING = "settling"
+    CLOSED = "closed"
+
+
+class Leg:
+    """One call's state. Engine and transfer speak to it through Handoffs; the call reads `events`."""
+
+    def __init__(self, request: LegRequest, publisher: SlabPublisher) -> None:
+        self.request = request
+        self.state = LegState.QUEUED
+        self._publisher = publisher
+        self._events: asyncio.Queue[prefill_pb2.PrefillEvent | DiptychError | None] = asyncio.Queue()
+        self._open_slabs: set[int] = set()
+        self._num_ranges = 0
+        self._num_settled = 0
+        self._num_overlapped: int | None = None
+
+    async def next_event(self) -> prefill_pb2.PrefillEvent | None:
+        """None: everything is settled. Raises: the error that ended the leg."""
+        event = await self._events.get()
+        if isinstance(event, DiptychError):
+            raise event
+        return event
+
+    def on_engine(self, event: EngineEvent) -> None:
+        match event:
+            case Admitted(num_cached_tokens=cached):
+                self.state = LegState.COMPUTING
+                started = prefill_pb2.PrefillStarted(cached_tokens=cached, pid=os.getpid())
+                self._put(prefill_pb2.PrefillEvent(started=started))
+            case RangePacked():
+                self._publish(event)
+            case TokensOut(token_ids=token_ids):
+                self._last_chunk_computed()
+                tokens = [prefill_pb2.FirstToken(choice=0, token_id=token_id) for token_id in token_ids]
+                self._put(prefill_pb2.PrefillEvent(first_tokens=prefill_pb2.FirstTokens(tokens=tokens)))
+            case PrefillComplete(compute_s=compute_s):
+                self._complete(compute_s)
+            case Failed(error=error):
+                self.fail(error)
+
+    def on_settled(self, slab: int) -> None:
+        if slab in self._open_slabs:
+            self._open_slabs.discard(slab)
+            self._num_settled += 1
+            self._maybe_settled()
+
+    def fail(self, error: DiptychError) -> None:
+        self._events.put_nowait(error)
+
+    def _publish(self, packed: RangePacked) -> None:
+        handle = self._publisher.publish(self.request.decode.worker_id, packed)
+        self._open_slabs.add(packed.slab)
+        self._num_ranges += 1
+        computed = prefill_pb2.Computed(
+            first_token=packed.first_token, num_tokens=packed.num_tokens, handles=[wire.handle_to_proto(handle)]
+        )
+        self._put(prefill_pb2.PrefillEvent(computed=computed))
+
+    def _last_chunk_computed(self) -> None:
+        if self._num_overlapped is None:
+            self._num_overlapped = self._num_settled
+
+    def _complete(self, compute_s: float) -> None:
+        self._last_chunk_computed()
+        self.state = LegState.SETTLING
+        finished = prefill_pb2.PrefillFinished(
+            num_ranges=self._num_ranges, num_ranges_overlapped=self._num_overlapped or 0, compute_s=compute_s
+        )
+        self._put(prefill_pb2.PrefillEvent(finished=finished))
+        self._maybe_settled()
+
+    def _maybe_settled(self) -> None:
+        if self.state is LegState.SETTLING and not self._open_slabs:
+            self._events.put_nowait(None)
+
+    def _put(self, event: prefill_pb2.PrefillEvent) -> None:
+        self._events.put_nowait(event)
+
+
+class Handoffs:
+    """All legs of this prefill worker.
+
+    Args:
+        max_legs: legs held at once, queued and computing; beyond it a call is refused with OverloadedError.
+    """
+
+    def __init__(self, engine: Engine, publisher: SlabPublisher, limits: Limits, *, max_legs: int) -> None:
+        self._engine = engine
+        self._publisher = publisher
+        self._limits = limits
+        self._max_legs = max_legs
+        self._legs: dict[str, Leg] = {}
+        self._accepting = True
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def num_legs(self) -> int:
+        return len(self._legs)
+
+    def states(self) -> dict[str, int]:
+        """Number of legs by state, for the audit."""
+        out: dict[str, int] = {}
+        for leg in self._legs.values():
+            out[leg.state.value] = out.get(leg.state.value, 0) + 1
+        return out
+
+    async def serve(self, message: prefill_pb2.PrefillRequest) -> AsyncGenerator[prefill_pb2.PrefillEvent, None]:
+        """One call. Closing the iterator in any state frees everything of the leg.
+
+        Raises: InvalidRequestError, StaleReferenceError, OverloadedError before any work; then what the engine says, or
+            RequestDeadlineError.
+        """
+        if not self._accepting:
+            raise NoWorkerError("this prefill worker is draining", retry_after_s=1.0)
+        request = parse_request(message, self._limits)
+        attempt = request.engine_request.attempt
+        if attempt in self._legs:
+            raise InvalidRequestError(f"attempt {attempt} is here already", param="attempt")
+        if len(self._legs) >= self._max_legs:
+            raise OverloadedError(f"{len(self._legs)} prompts are here already", retry_after_s=1.0)
+        leg = self._legs[attempt] = Leg(request, self._publisher)
+        self._idle.clear()
+        timer = asyncio.get_running_loop().call_later(
+            request.remaining_s, leg.fail, RequestDeadlineError("the leg's deadline passed")
+        )
+        self._engine.send(AddRequest(request.engine_request))
+        try:
+            while (event := await leg.next_event()) is not None:
+                yield event
+        finally:
+            timer.cancel()
+            self._close(attempt, leg)
+
+    def _close(self, attempt: str, leg: Leg) -> None:
+        self._legs.pop(attempt, None)
+        if leg.state is not LegState.SETTLING:
+            self._engine.send(Cancel(attempt))
+        leg.state = LegState.CLOSED
+        self._publisher.release(attempt)
+        if not self._legs:
+            self._idle.set()
+
+    # ---- from the step thread and the transfer thread, on the event loop ----
+
+    def on_step(self, events: Sequence[EngineEvent]) -> None:
+        for event in events:
+            attempt = getattr(event, "attempt", None)
+            if attempt is None:
+                continue
+            leg = self._legs.get(attempt)
+            if leg is None:
+                if isinstance(event, RangePacked):
+                    self._publisher.return_grant(event.slab)
+                continue
+            try:
+                leg.on_engine(event)
+            except DiptychError as error:
+                log.warning("leg failed", attempt=attempt, reason=error.reason, error=error.message)
+                leg.fail(error)
+
+    def on_settled(self, attempt: str, slab: int) -> None:
+        leg = self._legs.get(attempt)
+        if leg is not None:
+            leg.on_settled(slab)
+
+    # ---- shutdown ----
+
+    def stop_accepting(self) -> None:
+        self._accepting = False
+
+    async def drained(self) -> None:
+        """Until no leg is left: computed, packed and read by decode."""
+        await self._idle.wait()
+
+    def fail_all(self, error: DiptychError | None = None) -> None:
+        for leg in self._legs.values():
+            leg.fail(error or WorkerLostError("this prefill worker shuts down"))

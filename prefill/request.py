@@ -1,0 +1,80 @@
+"""A PrefillRequest after every check."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from diptych.common.errors import InvalidRequestError, PromptTooLongError, StaleReferenceError
+from diptych.engine.messages import EngineRequest, KvMode
+from diptych.rpc import convert
+from diptych.rpc.v1 import prefill_pb2
+from diptych.worker.refs import WorkerRef
+
+MAX_ATTEMPT_ID = 160
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What this worker can serve."""
+
+    worker_id: str
+    incarnation: str
+    vocab_size: int
+    max_model_len: int
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class LegRequest:
+    engine_request: EngineRequest
+    request_id: str
+    decode: WorkerRef
+    remaining_s: float
+
+
+def parse_request(message: prefill_pb2.PrefillRequest, limits: Limits) -> LegRequest:
+    """Check everything that comes from the wire.
+
+    Raises: InvalidRequestError or PromptTooLongError naming the field; StaleReferenceError when another life of this
+        worker was meant.
+    """
+    if not message.attempt or len(message.attempt) > MAX_ATTEMPT_ID:
+        raise InvalidRequestError(f"attempt must have 1 to {MAX_ATTEMPT_ID} characters", param="attempt")
+    target = message.prefill
+    if (target.worker_id, target.incarnation) != (limits.worker_id, limits.incarnation):
+        raise StaleReferenceError(
+            f"the call is for {target.worker_id}/{target.incarnation}, this is {limits.worker_id}/{limits.incarnation}"
+        )
+    if not message.decode.worker_id:
+        raise InvalidRequestError("the decode worker is not named", param="decode")
+    prompt = convert.check_token_ids(message.prompt_token_ids, vocab_size=limits.vocab_size, param="prompt")
+    outputs = convert.check_token_ids(message.output_token_ids, vocab_size=limits.vocab_size, param="output_token_ids")
+    if not prompt:
+        raise InvalidRequestError("the prompt is empty", param="prompt")
+    if len(prompt) + len(outputs) >= limits.max_model_len + (1 if outputs else 0):
+        raise PromptTooLongError(
+            f"{len(prompt) + len(outputs)} tokens do not fit into the context of {limits.max_model_len}", param="prompt"
+        )
+    cached = message.decode_cached_tokens
+    if cached % limits.block_size or cached >= len(prompt) + max(1, len(outputs)):
+        raise InvalidRequestError(
+            f"decode_cached_tokens={cached} must be a multiple of {limits.block_size} below the prompt's length",
+            param="decode_cached_tokens",
+        )
+    sampling = convert.sampling_from_proto(message.sampling, vocab_size=limits.vocab_size)
+    return LegRequest(
+        engine_request=EngineRequest(
+            attempt=message.attempt,
+            prompt_token_ids=prompt,
+            sampling=sampling,
+            output_token_ids=outputs,
+            mode=KvMode.PREFILL,
+            cache_salt=message.cache_salt,
+            decode_cached_tokens=cached,
+            want_kv=message.want_kv,
+            peer=message.decode.worker_id,
+        ),
+        request_id=message.request_id,
+        decode=WorkerRef(message.decode.worker_id, message.decode.incarnation, message.decode.address),
+        remaining_s=convert.check_remaining(message.remaining_s),
+    )

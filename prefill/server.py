@@ -1,0 +1,64 @@
+"""The prefill worker's process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import grpc
+
+from diptych.common.errors import DiptychError
+from diptych.engine.messages import EngineEvent, GrantSlabs
+from diptych.prefill.handoff import Handoffs
+from diptych.prefill.request import Limits
+from diptych.prefill.service import PrefillServicer
+from diptych.rpc.stubs import add_prefill
+from diptych.worker.config import WorkerConfig
+from diptych.worker.process import run_process
+from diptych.worker.runtime import WorkerRuntime
+
+
+class PrefillRole:
+    """See worker.role.Role."""
+
+    def __init__(self, runtime: WorkerRuntime) -> None:
+        runner = runtime.model.runner
+        self.handoffs = Handoffs(
+            runtime.engine,
+            runtime.transfer,
+            Limits(runtime.worker_id, runtime.incarnation, runner.vocab_size, runner.max_model_len, runner.block_size),
+            max_legs=runtime.config.max_queue,
+        )
+        engine = runtime.engine
+        runtime.transfer.start(lambda grants: engine.send(GrantSlabs(grants)), self.handoffs.on_settled)
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        add_prefill(PrefillServicer(self.handoffs), server)
+
+    def on_step(self, events: Sequence[EngineEvent]) -> None:
+        self.handoffs.on_step(events)
+
+    def states(self) -> dict[str, int]:
+        return self.handoffs.states()
+
+    def link_rates(self) -> dict[str, float]:
+        return {}
+
+    def stop_accepting(self) -> None:
+        self.handoffs.stop_accepting()
+
+    async def drained(self) -> None:
+        await self.handoffs.drained()
+
+    def fail_all(self, error: DiptychError | None = None) -> None:
+        self.handoffs.fail_all(error)
+
+    async def close(self) -> None:
+        return
+
+
+def run_prefill(config: WorkerConfig) -> int:
+    """Run a prefill worker until a signal; returns the exit code. Raises: ConfigError."""
+    return run_process(config, PrefillRole)
+
+
+main = run_prefill

@@ -1,0 +1,24 @@
+"""The Prefill service."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+
+import grpc
+
+from diptych.prefill.handoff import Handoffs
+from diptych.rpc.errors import errors_to_status
+from diptych.rpc.v1 import prefill_pb2, prefill_pb2_grpc
+
+
+class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
+    def __init__(self, handoffs: Handoffs) -> None:
+        self._handoffs = handoffs
+
+    async def Prefill(
+        self, request: prefill_pb2.PrefillRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[prefill_pb2.PrefillEvent]:
+        async with errors_to_status(context), aclosing(self._handoffs.serve(request)) as events:
+            async for event in events:
+                yield event

@@ -1,0 +1,138 @@
+"""A model folder turned into what a worker runs: runner, facts for the handshake, block identity, detokenizer."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from diptych.common.block_identity import IdentityHeader, golden_key
+from diptych.common.compat import Compat
+from diptych.common.errors import ConfigError
+from diptych.common.revision import model_revision, tokenizer_revision
+from diptych.common.sampling import SamplingParams
+from diptych.common.secret import derive_key, load_secret
+from diptych.common.tokenizer import ModelTokenizer
+from diptych.engine.runner import ModelRunner
+from diptych.engine.sched.output import DetokenizerFactory
+from diptych.worker.config import WorkerConfig
+from diptych.worker.text import RequestText
+
+log = structlog.get_logger(__name__)
+
+_KV_SHARE = 0.1
+_KV_MOST_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """detokenizer_factory: None on prefill, whose text is decode's business."""
+
+    runner: ModelRunner
+    compat: Compat
+    identity: IdentityHeader
+    detokenizer_factory: DetokenizerFactory | None
+
+
+def choose_num_blocks(config: WorkerConfig, *, bytes_per_block: int, max_model_len: int, available_bytes: int) -> int:
+    """KV blocks of the pool: what was asked for, else what the memory holds, but one whole context at least.
+
+    Raises: ConfigError when kv_memory_bytes hold less than one block.
+    """
+    if config.num_blocks:
+        return config.num_blocks
+    if config.kv_memory_bytes:
+        if config.kv_memory_bytes < bytes_per_block:
+            raise ConfigError("kv_memory_bytes", config.kv_memory_bytes, f"one block takes {bytes_per_block} bytes")
+        return config.kv_memory_bytes // bytes_per_block
+    share = min(int(available_bytes * _KV_SHARE), _KV_MOST_BYTES) // bytes_per_block
+    return max(share, -(-max_model_len // config.block_size) + 1)
+
+
+def load_model(config: WorkerConfig) -> LoadedModel:
+    """Takes seconds; run it in an executor. Raises: ConfigError naming the setting or the file."""
+    # Imported here: torch takes seconds, and a fake runner needs none of it.
+    from diptych.engine.exec.attention import ATTENTION_VERSION
+    from diptych.engine.exec.kv_pool import KV_LAYOUT
+    from diptych.engine.exec.model_config import parse_config
+    from diptych.engine.exec.model_runner import TorchModelRunner
+    from diptych.engine.exec.sampler import SAMPLER_VERSION
+
+    folder = Path(config.model)
+    if not config.model or not folder.is_dir():
+        raise ConfigError("model", config.model, "must be a local Hugging Face folder")
+    began = time.monotonic()
+    revisions = model_revision(folder), tokenizer_revision(folder)
+    try:
+        parsed = parse_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    except ValueError as error:
+        raise ConfigError("model", str(folder / "config.json"), f"not JSON: {error}") from None
+    identity = make_identity(config, *revisions)
+    compat = Compat(
+        model=config.model_name,
+        model_revision=revisions[0],
+        tokenizer_revision=revisions[1],
+        num_layers=parsed.num_layers,
+        num_kv_heads=parsed.num_kv_heads,
+        head_dim=parsed.head_dim,
+        block_size=config.block_size,
+        kv_dtype=config.dtype,
+        kv_layout=KV_LAYOUT,
+        attention_version=ATTENTION_VERSION,
+        sampler_version=SAMPLER_VERSION,
+        block_identity_golden=golden_key(identity),
+    )
+    max_model_len = config.max_model_len or parsed.max_position
+    num_blocks = choose_num_blocks(
+        config,
+        bytes_per_block=compat.kv_bytes_per_token * config.block_size,
+        max_model_len=max_model_len,
+        available_bytes=_available_bytes(),
+    )
+    log.info("loading the model", folder=str(folder), dtype=config.dtype, num_blocks=num_blocks)
+    runner = TorchModelRunner.load(
+        folder,
+        device=config.device,
+        dtype=config.dtype,
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        max_model_len=max_model_len,
+        num_threads=config.threads,
+    )
+    factory: DetokenizerFactory | None = None
+    if config.role == "decode":
+        tokenizer = ModelTokenizer(folder)
+
+        def factory(sampling: SamplingParams) -> RequestText:
+            return RequestText(tokenizer, sampling.stop)
+
+    log.info("model loaded", seconds=round(time.monotonic() - began, 2))
+    return LoadedModel(runner, compat, identity, factory)
+
+
+def make_identity(config: WorkerConfig, model_rev: str, tokenizer_rev: str) -> IdentityHeader:
+    """Header of the block identities; the router builds the same one from the same secret. Raises: ConfigError."""
+    if not config.secret_file:
+        raise ConfigError("secret_file", "", "is needed: block identities are derived from the cluster secret")
+    secret = load_secret(Path(config.secret_file))
+    return IdentityHeader(
+        key=derive_key(secret, "block identity"),
+        model_revision=model_rev,
+        tokenizer_revision=tokenizer_rev,
+        kv_dtype=config.dtype,
+        block_size=config.block_size,
+    )
+
+
+def _available_bytes() -> int:
+    """Memory that can be had without swapping."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 1 << 30

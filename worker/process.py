@@ -1,0 +1,126 @@
+"""The process around a worker: settings in, READY line out, signals, exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Awaitable
+from typing import Any
+
+import structlog
+import uvloop
+
+from diptych.common.logging import setup_logging
+from diptych.common.redis_store import RedisStore
+from diptych.common.store import Store
+from diptych.kvtransfer.api import Transfer
+from diptych.kvtransfer.build import build_transfer
+from diptych.kvtransfer.config import TransferConfig
+from diptych.kvtransfer.faults import FaultSpec
+from diptych.kvtransfer.layout import layout_hash
+from diptych.worker.config import WorkerConfig
+from diptych.worker.model import load_model
+from diptych.worker.runtime import RoleFactory, WorkerRuntime
+
+log = structlog.get_logger(__name__)
+
+
+class Signals:
+    """SIGTERM and SIGINT, counted."""
+
+    def __init__(self) -> None:
+        self.first: signal.Signals | None = None
+        self.once = asyncio.Event()
+        self.twice = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        if self.first is not None:
+            self.twice.set()
+        self.first = self.first or number
+        self.once.set()
+
+
+def run_process(config: WorkerConfig, make_role: RoleFactory) -> int:
+    """Run one worker until a signal. Returns: 143 after SIGTERM, 130 after SIGINT, 1 when the worker died of itself.
+
+    Raises: ConfigError when a setting cannot be used.
+    """
+    setup_logging(worker=config.effective_worker_id, role=config.role)
+    code: int = uvloop.run(serve(config, make_role))
+    return code
+
+
+async def serve(config: WorkerConfig, make_role: RoleFactory) -> int:
+    """As run_process, on a running loop."""
+    signals = Signals()
+    loading = asyncio.create_task(asyncio.to_thread(load_model, config))
+    await _first(loading, signals.once.wait())
+    if not loading.done():
+        # The loading thread cannot be stopped, and nothing of it is worth waiting for.
+        os._exit(_exit_code(signals))
+    runtime = WorkerRuntime(
+        config, loading.result(), make_transfer=make_transfer, make_role=make_role, store=_store(config)
+    )
+    await runtime.start()
+    ready = {"worker_id": runtime.worker_id, "address": runtime.address, "pid": os.getpid()}
+    print("READY " + json.dumps(ready), flush=True)
+    log.info("ready", address=runtime.address, transport=runtime.transfer.path, incarnation=runtime.incarnation)
+    await _first(signals.once.wait(), runtime.ended.wait())
+    if signals.first is not None:
+        log.info("stopping", signal=signals.first.name)
+        await _first(runtime.drain(), signals.twice.wait())  # a second signal ends the patience
+    await runtime.close()
+    log.info("stopped")
+    return _exit_code(signals)
+
+
+def _exit_code(signals: Signals) -> int:
+    return 1 if signals.first is None else 128 + signals.first
+
+
+async def _first(*things: Awaitable[Any]) -> None:
+    """Until the first of them is done; coroutines that are not are cancelled, tasks are left alone."""
+    tasks = [asyncio.ensure_future(thing) for thing in things]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task, thing in zip(tasks, things, strict=True):
+        if not task.done() and task is not thing:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+async def make_transfer(runtime: WorkerRuntime) -> Transfer:
+    """The KV transport that the settings ask for, after its self-test (off the event loop)."""
+    config = runtime.config
+    faults = FaultSpec(corrupt_every=config.fault_corrupt_every) if config.fault_corrupt_every else None
+    settings = TransferConfig(
+        transport=config.transport,
+        host=config.host,
+        slab_bytes=config.slab_bytes,
+        num_slabs=config.num_slabs,
+        lease_s=config.slab_lease_s,
+        read_base_s=config.read_base_s,
+        require_transport=config.require_transport,
+        verify_checksum=config.verify_checksum,
+        faults=faults,
+    )
+    loop = asyncio.get_running_loop()
+    return await asyncio.to_thread(
+        lambda: build_transfer(
+            settings,
+            worker_id=runtime.worker_id,
+            incarnation=runtime.incarnation,
+            role=config.role,
+            layout_hash=layout_hash(runtime.compat),
+            loop=loop,
+            num_layers=runtime.compat.num_layers,
+        )
+    )
+
+
+def _store(config: WorkerConfig) -> Store | None:
+    return RedisStore(config.redis_url, cluster=config.cluster) if config.redis_url else None

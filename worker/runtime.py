@@ -1,0 +1,335 @@
+"""One worker put together: engine, transfer, registration, health, and the role's service inside.
+
+load model (executor) -> engine starts, warm-up -> transfer self-test -> gRPC server, NOT_SERVING
+    -> lease in the store, SERVING, READY line
+SIGTERM / SIGINT: NOT_SERVING -> lease "draining" -> running requests finish, up to drain_s -> the rest fails typed
+    -> lease removed -> server, transfer and engine closed
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
+from importlib import metadata
+
+import structlog
+
+from diptych.common.clock import Clock, MonotonicClock
+from diptych.common.compat import as_strings
+from diptych.common.errors import ConfigError, DiptychError
+from diptych.common.ids import new_incarnation
+from diptych.common.registration import WorkerRegistration
+from diptych.common.sampling import SamplingParams
+from diptych.common.store import KvEvent, Store
+from diptych.common.worker_record import WorkerLoad, WorkerRecord
+from diptych.engine.api import EngineClient
+from diptych.engine.config import EngineConfig
+from diptych.engine.messages import (
+    BlocksEvicted,
+    BlocksStored,
+    CacheCleared,
+    CacheEvent,
+    EngineEvent,
+    EngineRequest,
+    KvMode,
+)
+from diptych.kvtransfer.api import Transfer
+from diptych.rpc import convert
+from diptych.rpc.channels import bind, new_server
+from diptych.rpc.health import Health
+from diptych.rpc.stubs import add_worker
+from diptych.rpc.v1 import worker_pb2
+from diptych.worker import wire
+from diptych.worker.config import WorkerConfig
+from diptych.worker.liveness import why_not_live
+from diptych.worker.model import LoadedModel
+from diptych.worker.refs import WorkerRef
+from diptych.worker.role import Role
+from diptych.worker.service import WorkerServicer
+
+log = structlog.get_logger(__name__)
+
+_LIVENESS_POLL_S = 0.5
+_ROLES = {"prefill": worker_pb2.WORKER_ROLE_PREFILL, "decode": worker_pb2.WORKER_ROLE_DECODE}
+
+RoleFactory = Callable[["WorkerRuntime"], Role]
+TransferFactory = Callable[["WorkerRuntime"], Awaitable[Transfer]]
+
+
+class WorkerRuntime:
+    """Args:
+    make_transfer, make_role: called once, in this order, when the engine runs.
+    store: None: the worker is on its own.
+    """
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        model: LoadedModel,
+        *,
+        make_transfer: TransferFactory,
+        make_role: RoleFactory,
+        store: Store | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self.config = config
+        self.model = model
+        self.clock = clock or MonotonicClock()
+        self.worker_id = config.effective_worker_id
+        self.incarnation = new_incarnation()
+        self.compat = model.compat
+        self._make_transfer = make_transfer
+        self._make_role = make_role
+        self._store = store
+        self._epoch = 0
+        self._registration: WorkerRegistration | None = None
+        self._draining = False
+        self._live = True
+        self._monitor: asyncio.Task[None] | None = None
+        self._server = new_server()
+        self.address = ""
+        self.ended = asyncio.Event()
+        """Set when the worker cannot go on by itself: its engine died, or a younger incarnation took its name."""
+        runner = model.runner
+        self.engine = EngineClient(
+            runner,
+            EngineConfig(
+                num_blocks=runner.num_blocks,
+                block_size=config.block_size,
+                max_num_seqs=config.max_num_seqs,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                max_step_time_s=config.max_step_time_s or None,
+                enable_prefix_caching=config.enable_prefix_caching,
+                check_invariants=config.check_invariants,
+            ),
+            model.identity,
+            model.detokenizer_factory,
+            self._on_events,
+            clock=self.clock,
+        )
+        self._transfer: Transfer | None = None
+        self._role: Role | None = None
+        self.health = Health((f"diptych.rpc.v1.{config.role.capitalize()}", "diptych.rpc.v1.Worker"))
+
+    @property
+    def ref(self) -> WorkerRef:
+        return WorkerRef(self.worker_id, self.incarnation, self.address)
+
+    @property
+    def transfer(self) -> Transfer:
+        assert self._transfer is not None, "start() comes first"
+        return self._transfer
+
+    @property
+    def role(self) -> Role:
+        assert self._role is not None, "start() comes first"
+        return self._role
+
+    # ---- start ----
+
+    async def start(self) -> None:
+        """Until the worker serves. Raises: ConfigError when a setting cannot be used."""
+        self.engine.start()
+        try:
+            await self._warm_up()
+            self._transfer = await self._make_transfer(self)
+            self._role = self._make_role(self)
+            await self._listen()
+        except BaseException:
+            if self._transfer is not None:
+                await self._quietly("transfer", self._transfer.close())
+            await self._quietly("engine", self.engine.close())
+            raise
+        await self._register()
+        self._monitor = asyncio.create_task(self._watch(), name="liveness")
+        await self.health.set(True)
+
+    async def _warm_up(self) -> None:
+        """One prefill chunk and one decode step: the first request must not pay for what is made on first use."""
+        runner = self.model.runner
+        num_tokens = max(1, min(2 * self.config.block_size, runner.max_model_len - 2))
+        request = EngineRequest(
+            attempt="warm-up",
+            prompt_token_ids=tuple(i % runner.vocab_size for i in range(num_tokens)),
+            sampling=SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True),
+            mode=KvMode.LOCAL,
+        )
+        async for _ in self.engine.generate(request):
+            pass
+        await self.engine.reset_cache()
+        log.info("warmed up")
+
+    async def _listen(self) -> None:
+        await self.health.install(self._server)
+        add_worker(WorkerServicer(self), self._server)
+        self.role.add_to(self._server)
+        port = bind(self._server, self.config.host, self.config.port)
+        host = self.config.advertise_host or self.config.host
+        if host in ("0.0.0.0", "::"):  # noqa: S104 - compared only
+            raise ConfigError("advertise_host", host, "peers cannot reach a wildcard address: name one of this host")
+        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        await self._server.start()
+
+    async def _register(self) -> None:
+        if self._store is None:
+            return
+        self._registration = WorkerRegistration(
+            self._store,
+            self.record,
+            ttl_s=self.config.lease_s,
+            heartbeat_s=self.config.heartbeat_s,
+            clock=self.clock,
+            on_fenced=self._fenced,
+        )
+        # A new epoch begins with an event of its own, so that a reader knows it from the start.
+        self._registration.offer(KvEvent(self.incarnation, self._epoch, 0, "cleared"))
+        await self._registration.start()
+
+    def _fenced(self) -> None:
+        log.error("another process took this worker's name")
+        self.ended.set()
+
+    # ---- what others ask ----
+
+    def info(self) -> worker_pb2.GetInfoResponse:
+        return worker_pb2.GetInfoResponse(
+            worker_id=self.worker_id,
+            incarnation=self.incarnation,
+            role=_ROLES[self.config.role],
+            pid=os.getpid(),
+            compat=convert.compat_to_proto(self.compat),
+            kv_address=wire.kv_address_to_proto(self.transfer.address),
+            num_blocks=self.model.runner.num_blocks,
+            max_model_len=self.model.runner.max_model_len,
+            max_num_seqs=self.config.max_num_seqs,
+            transport_path=self.transfer.path,
+            transport_bytes_per_s=self.transfer.bytes_per_s,
+            version=metadata.version("diptych"),
+        )
+
+    async def audit(self, *, full: bool) -> worker_pb2.AuditResponse:
+        engine, transfer = await asyncio.gather(self.engine.audit(full), self.transfer.audit(full))
+        attempts = dict(engine.attempts)
+        for state, number in self.role.states().items():
+            attempts[f"{self.config.role}:{state}"] = number
+        return worker_pb2.AuditResponse(
+            blocks=wire.block_counts_to_proto(engine.blocks),
+            slabs=wire.slab_counts_to_proto(transfer.slabs),
+            attempts=attempts,
+            violations=[*engine.violations, *transfer.violations],
+            kv_bytes_sent=transfer.bytes_sent,
+            kv_bytes_received=transfer.bytes_received,
+            steps=self.engine.stats().steps,
+        )
+
+    def record(self) -> WorkerRecord:
+        """The worker's facts now, for the store."""
+        stats = self.engine.stats()
+        return WorkerRecord(
+            worker_id=self.worker_id,
+            incarnation=self.incarnation,
+            role=self.config.role,
+            address=self.address,
+            pid=os.getpid(),
+            model=self.compat.model,
+            compat=as_strings(self.compat),
+            kv_bytes_per_token=self.model.runner.kv_bytes_per_token,
+            num_blocks=self.model.runner.num_blocks,
+            block_size=self.config.block_size,
+            max_model_len=self.model.runner.max_model_len,
+            max_num_seqs=self.config.max_num_seqs,
+            event_epoch=self._epoch,
+            state="ready" if self._live and not self._draining else "draining",
+            load=WorkerLoad(
+                num_running=stats.num_running,
+                num_waiting=stats.num_waiting + stats.num_waiting_remote,
+                waiting_prompt_tokens=stats.waiting_prompt_tokens,
+                kv_usage=stats.kv_usage,
+                prefill_tokens_per_s=stats.prefill_tokens_per_s,
+                decode_step_s=stats.decode_step_s,
+                link_bytes_per_s=self.role.link_rates(),
+            ),
+        )
+
+    # ---- the engine's events ----
+
+    def _on_events(self, events: list[EngineEvent]) -> None:
+        for event in events:
+            if isinstance(event, (BlocksStored, BlocksEvicted, CacheCleared)):
+                self._on_cache_event(event)
+        if self._role is not None:
+            self._role.on_step(events)
+
+    def _on_cache_event(self, event: CacheEvent) -> None:
+        match event:
+            case CacheCleared(epoch):
+                self._epoch = epoch
+                kv_event = KvEvent(self.incarnation, epoch, 0, "cleared")
+            case BlocksStored(sequence, keys):
+                kv_event = KvEvent(self.incarnation, self._epoch, sequence, "stored", keys)
+            case BlocksEvicted(sequence, keys):
+                kv_event = KvEvent(self.incarnation, self._epoch, sequence, "evicted", keys)
+        if self._registration is not None:
+            self._registration.offer(kv_event)
+
+    async def _watch(self) -> None:
+        """SERVING only while the engine makes progress."""
+        while True:
+            await asyncio.sleep(_LIVENESS_POLL_S)
+            stats = self.engine.stats()
+            why = why_not_live(stats, self.clock.now(), stall_bound_s=self.config.stall_bound_s)
+            live = not why
+            if live != self._live:
+                log.warning("engine makes no progress" if why else "engine makes progress again", why=why)
+                self._live = live
+                if self._registration is not None:
+                    self._registration.beat_now()
+            if not self._draining:
+                await self.health.set(live)
+            if not stats.alive:
+                self.ended.set()
+                return
+
+    # ---- end ----
+
+    async def drain(self) -> None:
+        """Not ready any more; what runs may finish, up to drain_s. Idempotent."""
+        self._draining = True
+        await self.health.leave()
+        self.role.stop_accepting()
+        if self._registration is not None:
+            self._registration.beat_now()
+        try:
+            async with asyncio.timeout(self.config.drain_s):
+                await self.role.drained()
+            log.info("drained")
+        except TimeoutError:
+            log.warning("drain time is over: the rest is cancelled", drain_s=self.config.drain_s)
+
+    async def close(self, error: DiptychError | None = None) -> None:
+        """Fail what is left with a typed error and close everything, each part with a deadline."""
+        self._draining = True
+        await self._quietly("health", self.health.leave())
+        self.role.stop_accepting()
+        self.role.fail_all(error)
+        if self._monitor is not None:
+            self._monitor.cancel()
+            await asyncio.gather(self._monitor, return_exceptions=True)
+        if self._registration is not None:
+            await self._quietly("registration", self._registration.close())
+        if self._store is not None:
+            await self._quietly("store", self._store.close())
+        await self._quietly("server", self._server.stop(1.0))
+        await self._quietly("role", self.role.close())
+        await self._quietly("engine", self.engine.close())
+        await self._quietly("transfer", self.transfer.close())
+
+    @staticmethod
+    async def _quietly(part: str, closing: Awaitable[object]) -> None:
+        """One part that does not close must not keep the others from it."""
+        try:
+            async with asyncio.timeout(6.0):
+                await closing
+        except (DiptychError, TimeoutError, OSError) as failure:
+            log.warning("did not close in order", part=part, error=repr(failure))

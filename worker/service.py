@@ -1,0 +1,42 @@
+"""The Worker service: what a worker says about itself."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
+
+import grpc
+
+from diptych.rpc.errors import errors_to_status
+from diptych.rpc.v1 import worker_pb2, worker_pb2_grpc
+
+if TYPE_CHECKING:
+    from diptych.worker.runtime import WorkerRuntime
+
+KEYS_PER_MESSAGE = 65_536
+
+
+class WorkerServicer(worker_pb2_grpc.WorkerServicer):
+    def __init__(self, runtime: WorkerRuntime) -> None:
+        self._runtime = runtime
+
+    async def GetInfo(
+        self, request: worker_pb2.GetInfoRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.GetInfoResponse:
+        return self._runtime.info()
+
+    async def Audit(
+        self, request: worker_pb2.AuditRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.AuditResponse:
+        async with errors_to_status(context):
+            return await self._runtime.audit(full=request.full)
+        raise AssertionError("errors_to_status ended the call")
+
+    async def DumpBlocks(
+        self, request: worker_pb2.DumpBlocksRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[worker_pb2.DumpBlocksResponse]:
+        async with errors_to_status(context):
+            dump = await self._runtime.engine.dump_blocks()
+            for first in range(0, max(1, len(dump.keys)), KEYS_PER_MESSAGE):
+                keys = b"".join(dump.keys[first : first + KEYS_PER_MESSAGE])
+                yield worker_pb2.DumpBlocksResponse(epoch=dump.epoch, sequence=dump.sequence, block_keys=keys)
