@@ -50,12 +50,3 @@ def as_strings(compat: Compat) -> dict[str, str]:
         value = getattr(compat, field.name)
         out[field.name] = value.hex() if isinstance(value, bytes) else str(value)
     return out
-
-
-def compat_map(compat: Compat) -> dict[str, str]:
-    """The facts as text, for WorkerRecord.compat: bytes as hexadecimal digits, numbers as decimal ones."""
-    out = {}
-    for field in fields(Compat):
-        value = getattr(compat, field.name)
-        out[field.name] = value.hex() if isinstance(value, bytes) else str(value)
-    return out

@@ -37,12 +37,12 @@ class RouterCheck:
     """What a worker must share with this router. Answers are remembered per incarnation.
 
     Args:
-        served_model: model name that the workers must serve; "" takes any.
-        tokenizer_revision: of the router's own model folder.
+        model_revision, tokenizer_revision: of the router's own model folder; model_revision "" (a folder without weights)
+            takes any.
         identity_key: derived from the cluster secret.
     """
 
-    served_model: str
+    model_revision: str
     tokenizer_revision: str
     identity_key: bytes
     _headers: dict[tuple[str, ...], tuple[IdentityHeader | None, str]] = field(default_factory=dict)
@@ -63,11 +63,10 @@ class RouterCheck:
         return self._headers[facts]
 
     def _check(self, record: WorkerRecord) -> tuple[IdentityHeader | None, str]:
-        if self.served_model and record.model != self.served_model:
-            return None, f"serves model {record.model!r}, this router {self.served_model!r}"
-        theirs = record.compat.get("tokenizer_revision", "unset")
-        if theirs != self.tokenizer_revision:
-            return None, f"tokenizer_revision: worker {theirs}, router {self.tokenizer_revision}"
+        for name, mine in (("model_revision", self.model_revision), ("tokenizer_revision", self.tokenizer_revision)):
+            theirs = record.compat.get(name, "unset")
+            if mine and theirs != mine:
+                return None, f"{name}: worker {theirs}, router {mine}"
         header = identity_header(record, key=self.identity_key, tokenizer_revision=self.tokenizer_revision)
         if header is None:
             return None, "its lease does not name model_revision and kv_dtype"

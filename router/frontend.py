@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import random
+import time
 from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import TypeVar
 
+import structlog
+
+from diptych.common.clock import Clock, MonotonicClock
+from diptych.common.errors import ConfigError, DiptychError, NoWorkerError
+from diptych.common.redis_store import RedisStore
+from diptych.common.revision import model_revision, tokenizer_revision
+from diptych.common.secret import derive_key, load_secret, tenant_salt
+from diptych.common.store import Store
+from diptych.common.tokenizer import GenerationDefaults, ModelTokenizer, generation_defaults
+from diptych.router.cluster import Cluster
+from diptych.router.compatibility import RouterCheck
 from diptych.router.config import RouterConfig
+from diptych.router.intake import Intake, IntakeLimits
 from diptych.router.messages import (
     Explanation,
     FinishedEvent,
@@ -16,6 +34,8 @@ from diptych.router.messages import (
     TokenEvent,
     UsageInfo,
 )
+from diptych.router.metrics import RequestTimer, RouterMetrics
+from diptych.router.relay import Relay
 
 __all__ = [
     "Explanation",
@@ -30,38 +50,160 @@ __all__ = [
     "UsageInfo",
 ]
 
+log = structlog.get_logger(__name__)
+
+_Part = TypeVar("_Part")
+
 
 class Frontend:
-    """Start it once; every method is called on the event loop."""
+    """Start it once; every method is called on the event loop.
 
-    def __init__(self, config: RouterConfig) -> None:
+    Args:
+        store, clock, rng: the production ones by default.
+    """
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        *,
+        store: Store | None = None,
+        clock: Clock | None = None,
+        rng: random.Random | None = None,
+    ) -> None:
         self._config = config
+        self._store = store
+        self._clock = clock or MonotonicClock()
+        self._rng = rng or random.Random()
+        self._created = int(time.time())
+        self._model = config.served_model_name or Path(config.model).name
+        self._context: int | None = config.max_model_len
+        self._cluster: Cluster | None = None
+        self._intake: Intake | None = None
+        self.metrics = RouterMetrics(degraded=lambda: bool(self._cluster and self._cluster.degraded))
 
     async def start(self) -> None:
         """Load the tokenizer and begin to watch the cluster. Raises: ConfigError."""
-        raise NotImplementedError
+        if self._cluster is not None:
+            raise RuntimeError("already started")
+        config = self._config
+        if not config.model or not config.secret_file:
+            name = "secret_file" if config.model else "model"
+            raise ConfigError(name, "", "must be set")
+        secret = load_secret(Path(config.secret_file))
+        path = Path(config.model)
+        loop = asyncio.get_running_loop()
+        tokenizer, check = await loop.run_in_executor(None, _load, path, secret)
+        self._context = min(filter(None, (config.max_model_len, _context(path))), default=None)
+        defaults = generation_defaults(path) if config.generation_config == "auto" else GenerationDefaults()
+        if defaults != GenerationDefaults():
+            log.info("sampling defaults from generation_config.json", defaults=str(defaults))
+        if self._store is None:
+            self._store = RedisStore(config.redis_url, cluster=config.cluster)
+        self._cluster = Cluster(
+            self._store,
+            check,
+            clock=self._clock,
+            rng=self._rng,
+            poll_s=config.worker_poll_s,
+            dead_s=config.worker_dead_s,
+        )
+        limits = IntakeLimits(
+            model=self._model,
+            max_model_len=self._max_model_len,
+            max_prompt_bytes=config.max_prompt_bytes,
+            local_prefill_max_tokens=config.local_prefill_max_tokens,
+            request_timeout_s=config.request_timeout_s,
+        )
+        self._intake = Intake(
+            tokenizer,
+            limits,
+            defaults=defaults,
+            salt=lambda tenant: tenant_salt(secret, tenant),
+            clock=self._clock,
+            rng=self._rng,
+        )
+        await self._cluster.start()
 
     async def close(self) -> None:
-        """Cancel what runs and release everything. Idempotent."""
-        raise NotImplementedError
+        """Stop watching and release everything; what still streams ends with WorkerLostError. Idempotent."""
+        cluster, self._cluster = self._cluster, None
+        if cluster is not None:
+            await cluster.close()
+        intake, self._intake = self._intake, None
+        if intake is not None:
+            intake.close()
+        store, self._store = self._store, None
+        if store is not None:
+            await store.close()
 
     def models(self) -> list[ModelInfo]:
-        raise NotImplementedError
+        return [ModelInfo(self._model, self._max_model_len(), self._created)]
 
     def ready(self) -> tuple[bool, list[str]]:
         """Whether a request could be served now, and the reasons why not (or what is degraded)."""
-        raise NotImplementedError
+        if self._cluster is None:
+            return False, ["the router is not running"]
+        return self._cluster.ready()
 
     async def prepare(self, spec: GenerateSpec) -> PreparedRequest:
-        """Check everything, tokenize (off the event loop) and hash.
+        """Check everything and tokenize (off the event loop).
 
-        Raises: InvalidRequestError (PromptTooLongError) naming the parameter, ModelNotFoundError.
+        Raises: InvalidRequestError (PromptTooLongError) naming the parameter, ModelNotFoundError, OverloadedError.
         """
-        raise NotImplementedError
+        try:
+            return await self._running(self._intake).prepare(spec)
+        except DiptychError as err:
+            self.metrics.errors.labels(err.reason).inc()
+            raise
 
-    def generate(self, request: PreparedRequest) -> AsyncIterator[GenerateEvent]:
+    async def generate(self, request: PreparedRequest) -> AsyncIterator[GenerateEvent]:
         """StartedEvent, TokenEvent*, FinishedEvent. Leaving the iterator (aclose) cancels the request on decode.
 
         Raises (while iterating): a DiptychError; before StartedEvent nothing of the answer was produced.
         """
-        raise NotImplementedError
+        relay = Relay(self._running(self._cluster), request, self.metrics, self._clock)
+        timer = RequestTimer(self.metrics, request, self._clock)
+        try:
+            while True:
+                event = await relay.next()
+                if isinstance(event, TokenEvent):
+                    timer.tokens(event)
+                elif isinstance(event, FinishedEvent):
+                    timer.finished(event, relay.kv_bytes)
+                yield event
+                if isinstance(event, FinishedEvent):
+                    return
+        except DiptychError as err:
+            timer.failed(err)
+            raise
+        finally:
+            relay.close()
+            timer.left()
+
+    def _running(self, part: _Part | None) -> _Part:
+        if part is None:
+            raise NoWorkerError("the router is not running")
+        return part
+
+    def _max_model_len(self) -> int:
+        """The smallest of the setting, the model's own limit, and the workers'."""
+        workers = self._cluster.max_model_len() if self._cluster is not None else None
+        return min(filter(None, (self._context, workers)), default=1)
+
+
+def _load(path: Path, secret: bytes) -> tuple[ModelTokenizer, RouterCheck]:
+    if not path.is_dir():
+        raise ConfigError("model", str(path), "must be a local folder")
+    try:
+        revision = model_revision(path)
+    except ConfigError:  # a router's host needs no weights; then the workers alone know the revision
+        log.warning("no weights in the model folder: the workers' model revision is taken on trust", path=str(path))
+        revision = ""
+    check = RouterCheck(revision, tokenizer_revision(path), derive_key(secret, "block identity"))
+    return ModelTokenizer(path), check
+
+
+def _context(path: Path) -> int | None:
+    """The model's own limit, if config.json (which the tokenizer has read) names one."""
+    value = json.loads((path / "config.json").read_text(encoding="utf-8")).get("max_position_embeddings")
+    return value if type(value) is int and value > 1 else None

@@ -1,0 +1,49 @@
+"""Buckets and a registry for the metrics of one process: vLLM's stems under the prefix `diptych_`.
+
+A process exposes only what its own registry holds, and registers only what it moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+
+PREFIX = "diptych_"
+CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
+
+TTFT_BUCKETS_S = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
+    *(10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+ITL_BUCKETS_S = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
+    *(10.0, 20.0, 40.0, 80.0),
+)
+E2E_BUCKETS_S = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+TOKEN_BUCKETS = tuple(float(step * 10**power) for power in range(6) for step in (1, 2, 5))
+
+
+class Metrics:
+    """A registry of its own, so that tests and several servers in one process stay apart."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry(auto_describe=True)
+
+    def counter(self, name: str, text: str, labels: Sequence[str] = ()) -> Counter:
+        """`name` without prefix and without `_total` (the exposition appends it)."""
+        return Counter(PREFIX + name, text, labels, registry=self.registry)
+
+    def gauge(self, name: str, text: str, labels: Sequence[str] = ()) -> Gauge:
+        return Gauge(PREFIX + name, text, labels, registry=self.registry)
+
+    def histogram(self, name: str, text: str, buckets: Sequence[float], labels: Sequence[str] = ()) -> Histogram:
+        return Histogram(PREFIX + name, text, labels, buckets=buckets, registry=self.registry)
+
+    def expose(self) -> bytes:
+        """The text that /metrics answers, of type CONTENT_TYPE."""
+        return generate_latest(self.registry)

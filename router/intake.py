@@ -1,0 +1,246 @@
+"""From an untrusted GenerateSpec to a PreparedRequest: everything is checked and filled in here, once.
+
+model, label, policy, limits -> tokens (tokenizer threads, off the event loop) -> context -> sampling, seed
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from diptych.common.clock import Clock
+from diptych.common.errors import InvalidRequestError, ModelNotFoundError, OverloadedError, PromptTooLongError
+from diptych.common.ids import new_request_id
+from diptych.common.sampling import SamplingParams, check_sampling
+from diptych.common.tokenizer import GenerationDefaults
+from diptych.router.messages import GenerateSpec, PreparedRequest
+from diptych.rpc.v1 import router_pb2
+
+_TOKENIZER_THREADS = 2
+_MAX_TOKENIZING = 64
+_MAX_LABEL_BYTES = 128
+
+FAILURE_POLICIES: Mapping[str, int] = {
+    "": router_pb2.FAILURE_POLICY_UNSPECIFIED,
+    "fail": router_pb2.FAILURE_POLICY_FAIL,
+    "recompute": router_pb2.FAILURE_POLICY_RECOMPUTE,
+    "retry": router_pb2.FAILURE_POLICY_RETRY,
+}
+
+
+class TextToIds(Protocol):
+    """See common.tokenizer.ModelTokenizer."""
+
+    vocab_size: int
+
+    def encode(self, text: str, add_special_tokens: bool = True, *, param: str = "prompt") -> list[int]: ...
+
+    def encode_chat(self, messages: Any, add_generation_prompt: bool = True) -> list[int]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class IntakeLimits:
+    """Args:
+    model: the name clients use.
+    max_model_len: asked at every request: prompt plus answer, in tokens.
+    """
+
+    model: str
+    max_model_len: Callable[[], int]
+    max_prompt_bytes: int
+    local_prefill_max_tokens: int
+    request_timeout_s: float
+
+
+class Intake:
+    """Args:
+    salt: of a tenant's block identities.
+    """
+
+    def __init__(
+        self,
+        tokenizer: TextToIds,
+        limits: IntakeLimits,
+        *,
+        defaults: GenerationDefaults,
+        salt: Callable[[str], bytes],
+        clock: Clock,
+        rng: random.Random,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._defaults = defaults
+        self._salt = salt
+        self._clock = clock
+        self._rng = rng
+        self._threads = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="tokenizer")
+        self._num_tokenizing = 0
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    async def prepare(self, spec: GenerateSpec) -> PreparedRequest:
+        """Raises: InvalidRequestError and PromptTooLongError naming the parameter, ModelNotFoundError, OverloadedError."""
+        arrived = self._clock.now()
+        limits = self._limits
+        if not isinstance(spec.model, str):
+            raise InvalidRequestError("model must be text", param="model")
+        if spec.model not in ("", limits.model):
+            name = spec.model[:128].encode("ascii", "replace").decode()
+            raise ModelNotFoundError(f"the model {name!r} does not exist; there is {limits.model!r}", param="model")
+        label = _label(spec.request_id)
+        policy = FAILURE_POLICIES.get(spec.failure_policy) if isinstance(spec.failure_policy, str) else None
+        if policy is None:
+            raise InvalidRequestError("failure_policy must be fail, recompute or retry", param="failure_policy")
+        local = limits.local_prefill_max_tokens
+        if spec.local_prefill_max_tokens is not None:
+            local = _integer(spec.local_prefill_max_tokens, "local_prefill_max_tokens", 0, 2**31 - 1)
+        timeout_s = min(_timeout(spec.timeout_s, limits.request_timeout_s), limits.request_timeout_s)
+        param = _input_name(spec)
+        self._sampling(spec, room=1)  # refuse bad numbers before the tokenizer works
+        token_ids = await self._token_ids(spec, param)
+        room = self._room(len(token_ids), param)
+        sampling = self._sampling(spec, room)
+        if sampling.max_tokens > room:
+            raise InvalidRequestError(
+                f"max_tokens={sampling.max_tokens} is more than the {room} tokens that the context leaves",
+                param="max_tokens",
+            )
+        return PreparedRequest(
+            request_id=new_request_id(),
+            label=label,
+            model=limits.model,
+            prompt_token_ids=tuple(token_ids),
+            sampling=sampling,
+            cache_salt=self._salt(spec.tenant),
+            explain=bool(spec.explain),
+            local_prefill_max_tokens=local,
+            failure_policy=policy,
+            arrived=arrived,
+            deadline=arrived + timeout_s,
+        )
+
+    async def _token_ids(self, spec: GenerateSpec, param: str) -> list[int]:
+        if param == "token_ids":
+            ids = _check_ids(spec.token_ids, self._tokenizer.vocab_size, self._limits.max_model_len())
+        elif param == "prompt":
+            if not isinstance(spec.prompt, str):
+                raise InvalidRequestError("prompt must be text", param="prompt")
+            self._check_size(len(spec.prompt), param)
+            ids = await self._in_thread(self._tokenizer.encode, spec.prompt)
+        else:
+            self._check_size(_text_size(spec.messages), param)
+            ids = await self._in_thread(self._tokenizer.encode_chat, spec.messages)
+        if not ids:
+            raise InvalidRequestError(f"{param} is empty", param=param)
+        return ids
+
+    async def _in_thread(self, work: Callable[..., list[int]], argument: object) -> list[int]:
+        if self._num_tokenizing >= _MAX_TOKENIZING:
+            raise OverloadedError("too many prompts are waiting for the tokenizer", retry_after_s=1.0)
+        self._num_tokenizing += 1
+        future = asyncio.get_running_loop().run_in_executor(self._threads, work, argument)
+        future.add_done_callback(self._tokenized)
+        return await future
+
+    def _tokenized(self, future: asyncio.Future[list[int]]) -> None:
+        self._num_tokenizing -= 1
+        if not future.cancelled():
+            future.exception()  # seen, also when the client is gone
+
+    def _check_size(self, size: int, param: str) -> None:
+        if size > self._limits.max_prompt_bytes:
+            raise PromptTooLongError(
+                f"{param} has more than {self._limits.max_prompt_bytes} characters of text", param=param
+            )
+
+    def _room(self, num_prompt_tokens: int, param: str) -> int:
+        """How many tokens the answer may have."""
+        context = self._limits.max_model_len()
+        if num_prompt_tokens >= context:
+            raise PromptTooLongError(
+                f"{param} has {num_prompt_tokens} tokens; the context of {context} must leave room for one more",
+                param=param,
+            )
+        return context - num_prompt_tokens
+
+    def _sampling(self, spec: GenerateSpec, room: int) -> SamplingParams:
+        """`room`: the default of max_tokens."""
+        return check_sampling(
+            temperature=_given(spec.temperature, self._defaults.temperature, 1.0),
+            top_p=_given(spec.top_p, self._defaults.top_p, 1.0),
+            top_k=_given(spec.top_k, self._defaults.top_k, 0),
+            seed=_given(spec.seed, self._rng.getrandbits(63)),
+            max_tokens=_given(spec.max_tokens, room),
+            ignore_eos=_given(spec.ignore_eos, False),
+            stop_token_ids=_given(spec.stop_token_ids, ()),
+            stop=_given(spec.stop, ()),
+            vocab_size=self._tokenizer.vocab_size,
+        )
+
+
+def _given(value: object, *defaults: object) -> object:
+    return next((choice for choice in (value, *defaults) if choice is not None), None)
+
+
+def _label(value: object) -> str:
+    if not isinstance(value, str):
+        raise InvalidRequestError("request_id must be text", param="request_id")
+    if len(value) > _MAX_LABEL_BYTES or not value.isascii() or (value and not value.isprintable()):
+        raise InvalidRequestError(
+            f"request_id must be printable ASCII of at most {_MAX_LABEL_BYTES} bytes", param="request_id"
+        )
+    return value
+
+
+def _integer(value: object, param: str, least: int, most: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise InvalidRequestError(f"{param} must be an integer between {least} and {most}", param=param)
+    return value
+
+
+def _timeout(value: object, default: float) -> float:
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+        raise InvalidRequestError("timeout_s must be a finite number above 0", param="timeout_s")
+    return float(value)
+
+
+def _input_name(spec: GenerateSpec) -> str:
+    given = [name for name in ("prompt", "token_ids", "messages") if getattr(spec, name) is not None]
+    if len(given) != 1:
+        raise InvalidRequestError("exactly one of prompt, token_ids and messages must be given", param="prompt")
+    return given[0]
+
+
+def _check_ids(value: object, vocab_size: int, max_model_len: int) -> list[int]:
+    if not isinstance(value, (list, tuple)):
+        raise InvalidRequestError("token_ids must be a list", param="token_ids")
+    if len(value) >= max_model_len:
+        raise PromptTooLongError(
+            f"token_ids has {len(value)} tokens; the context of {max_model_len} must leave room for one more",
+            param="token_ids",
+        )
+    if not all(type(token) is int and 0 <= token < vocab_size for token in value):
+        raise InvalidRequestError(f"token_ids must be integers from 0 to {vocab_size - 1}", param="token_ids")
+    return list(value)
+
+
+def _text_size(messages: object) -> int:
+    """Characters in a conversation, without trusting its shape."""
+    if not isinstance(messages, (list, tuple)):
+        raise InvalidRequestError("messages must be a list", param="messages")
+    size = 0
+    for message in messages:
+        content = message.get("content") if isinstance(message, Mapping) else None
+        parts = content if isinstance(content, (list, tuple)) else [content]
+        for part in parts:
+            text = part.get("text") if isinstance(part, Mapping) else part
+            size += len(text) if isinstance(text, str) else 0
+    return size

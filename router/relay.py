@@ -1,0 +1,203 @@
+"""One request from its placement to its end: submits, places again where that is allowed, checks what decode streams.
+The life cycle is router/lifecycle.py's."""
+
+from __future__ import annotations
+
+import asyncio
+
+import structlog
+
+from diptych.common.clock import Clock
+from diptych.common.errors import (
+    DiptychError,
+    InternalError,
+    NoWorkerError,
+    OverloadedError,
+    RequestDeadlineError,
+    StaleReferenceError,
+    WorkerLostError,
+)
+from diptych.common.ids import new_attempt_id
+from diptych.router.cluster import Cluster, Prompt
+from diptych.router.decode_stream import Attempt
+from diptych.router.explain import explanation
+from diptych.router.index import IndexMode
+from diptych.router.lifecycle import IllegalMoveError, Lifecycle, Move
+from diptych.router.messages import FinishedEvent, GenerateEvent, PreparedRequest, StartedEvent, TokenEvent, UsageInfo
+from diptych.router.metrics import RouterMetrics
+from diptych.router.policy import Placement, PlacementRequest, WorkerView
+from diptych.rpc.convert import finish_reason_from_proto, sampling_to_proto
+from diptych.rpc.errors import from_failure
+from diptych.rpc.v1 import decode_pb2, router_pb2, types_pb2
+
+log = structlog.get_logger(__name__)
+
+_MAX_SPARES = 8
+_REPLACE_WAIT_S = 1.0
+_MARGIN_S, _MARGIN_FRACTION = 0.05, 0.05
+_REPLACEABLE = (StaleReferenceError, WorkerLostError, NoWorkerError, OverloadedError)
+
+
+class Relay:
+    """Use `next` until FinishedEvent or an error, and `close` in any case."""
+
+    def __init__(self, cluster: Cluster, request: PreparedRequest, metrics: RouterMetrics, clock: Clock) -> None:
+        self._cluster = cluster
+        self._request = request
+        self._metrics = metrics
+        self._clock = clock
+        self._prompt = Prompt(request.prompt_token_ids, request.cache_salt)
+        self._life = Lifecycle()
+        self._started = False
+        self._attempt: Attempt | None = None
+        self._placement: Placement | None = None
+        self._mode = IndexMode.GUESS
+        self._excluded: frozenset[str] = frozenset()
+        self._notes: list[str] = []
+        self.kv_bytes = 0
+
+    async def next(self) -> GenerateEvent:
+        """StartedEvent once decode accepted, then TokenEvent*, then FinishedEvent. Raises: DiptychError."""
+        while True:
+            try:
+                if self._attempt is None:
+                    self._submit()
+                event = self._translate(await self._receive())
+            except IllegalMoveError as err:
+                self.close()
+                log.error("decode broke the protocol", request=self._request.request_id, story=str(err))
+                raise InternalError("the decode worker broke the protocol; the answer was stopped") from err
+            except DiptychError as err:
+                await self._place_again(err)
+                continue
+            if event is not None:
+                return event
+
+    def close(self) -> None:
+        """Cancel what still runs and release what is reserved. Idempotent, never blocks."""
+        if not self._life.ended:
+            self._life.on(Move.CANCEL)
+        self._drop_attempt()
+
+    def _drop_attempt(self) -> None:
+        attempt, self._attempt = self._attempt, None
+        if attempt is not None:
+            attempt.cancel()
+            self._cluster.reservations.release(attempt.id)
+
+    # ---- placing -------------------------------------------------------------------------------------------------
+
+    def _submit(self) -> None:
+        request = self._request
+        wish = PlacementRequest(
+            num_prompt_tokens=len(request.prompt_token_ids),
+            local_prefill_max_tokens=request.local_prefill_max_tokens,
+            wants_kv=request.sampling.max_tokens > 1,
+            allow_local_fallback=request.failure_policy != router_pb2.FAILURE_POLICY_FAIL,
+        )
+        placement = self._placement = self._cluster.place(wish, self._prompt, self._excluded)
+        self._mode = self._cluster.index_mode(placement)
+        submit = decode_pb2.Submit(
+            attempt=new_attempt_id(),
+            request_id=request.request_id,
+            prompt_token_ids=request.prompt_token_ids,
+            sampling=sampling_to_proto(request.sampling),
+            placement=decode_pb2.Placement(
+                decode=_ref(placement.decode),
+                prefill=[_ref(view) for view in placement.prefill[:_MAX_SPARES]],
+                local_prefill=placement.local_prefill,
+                local_prefill_max_tokens=request.local_prefill_max_tokens,
+            ),
+            remaining_s=self._remaining_for_decode(),
+            cache_salt=request.cache_salt,
+            failure_policy=request.failure_policy,  # type: ignore[arg-type]  # a number of that enum
+        )
+        self._life.on(Move.SUBMIT)
+        self._attempt = self._cluster.open(placement, submit)
+        self._metrics.placements.labels("local" if placement.local_prefill else "remote").inc()
+
+    def _remaining_for_decode(self) -> float:
+        """A little less than what is left, so that decode's typed end arrives before our own timer."""
+        left_s = self._request.deadline - self._clock.now()
+        if left_s <= 0:
+            raise RequestDeadlineError("the request's deadline passed before it could be placed")
+        return left_s - min(_MARGIN_S, left_s * _MARGIN_FRACTION)
+
+    async def _place_again(self, error: DiptychError) -> None:
+        """Get ready for another submit, or raise the error."""
+        fails = self._request.failure_policy == router_pb2.FAILURE_POLICY_FAIL
+        placement = self._placement
+        if placement is None or fails or not isinstance(error, _REPLACEABLE) or not self._life.may_replace:
+            if not self._life.ended:
+                self._life.on(Move.FAIL)
+            self._drop_attempt()
+            raise error
+        self._drop_attempt()
+        self._life.on(Move.REPLACE)
+        self._metrics.replacements.inc()
+        self._excluded |= {placement.decode.record.incarnation}
+        self._notes.append(f"decode {placement.decode.worker_id} {error.reason}: placed again")
+        self._placement = None
+        log.warning("placing again", request=self._request.request_id, error=error.message)
+        waited_until = self._clock.now() + _REPLACE_WAIT_S
+        while not self._cluster.snapshot(exclude=self._excluded).decode:
+            left_s = min(waited_until, self._request.deadline) - self._clock.now()
+            if left_s <= 0:
+                self._life.on(Move.FAIL)
+                raise error
+            await self._cluster.wait_for_change(min(left_s, 0.1))
+
+    # ---- relaying ------------------------------------------------------------------------------------------------
+
+    async def _receive(self) -> decode_pb2.Event:
+        assert self._attempt is not None
+        try:
+            async with asyncio.timeout(max(0.0, self._request.deadline - self._clock.now())):
+                return await self._attempt.next()
+        except TimeoutError:
+            raise RequestDeadlineError("the request's deadline passed") from None
+
+    def _translate(self, event: decode_pb2.Event) -> GenerateEvent | None:
+        """Raises: the failure that decode reports; IllegalMoveError."""
+        kind = event.WhichOneof("event")
+        if kind == "accepted":
+            self._life.on(Move.ACCEPT)
+            if self._started:
+                return None
+            self._started = True
+            return StartedEvent(self._request.request_id, self._request.model, len(self._request.prompt_token_ids))
+        if kind == "tokens":
+            delta = event.tokens
+            if self._life.num_tokens == 0 and self._attempt is not None:
+                self._cluster.reservations.prompt_computed(self._attempt.id)
+            self._life.on_tokens(delta.offset, len(delta.token_ids))
+            return TokenEvent(delta.offset, tuple(delta.token_ids), delta.text)
+        if event.end.HasField("failure"):
+            raise from_failure(event.end.failure)
+        self._life.on(Move.END)
+        finished = self._finished(event.end.finished)
+        self._drop_attempt()
+        return finished
+
+    def _finished(self, message: router_pb2.Finished) -> FinishedEvent:
+        usage = message.usage
+        if usage.completion_tokens != self._life.num_tokens:
+            raise InternalError(
+                f"decode counted {usage.completion_tokens} tokens, {self._life.num_tokens} were streamed"
+            )
+        self.kv_bytes = message.explanation.kv_bytes
+        whole: types_pb2.Explanation | None = None
+        if self._request.explain and self._placement is not None:
+            whole = explanation(message.explanation, self._placement, self._mode, self._notes, self._request.request_id)
+        return FinishedEvent(
+            reason=finish_reason_from_proto(message.finish_reason),
+            usage=UsageInfo(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens),
+            stop_string=message.stop_string,
+            stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
+            explanation=whole,
+        )
+
+
+def _ref(view: WorkerView) -> types_pb2.WorkerRef:
+    record = view.record
+    return types_pb2.WorkerRef(worker_id=record.worker_id, incarnation=record.incarnation, address=record.address)
