@@ -27,12 +27,20 @@ def is_ready(host: str, port: int, *, timeout_s: float = 1.0) -> tuple[bool, str
         connection.close()
 
 
+_PROMPT = (
+    "A diptych is a pair of panels joined by a hinge. On the left panel the painter put the donor, on the right one the saint "
+    "to whom he prays; closed, they keep each other from harm. People carried such pictures on their travels, opened them at "
+    "night, and lit a candle before them. Some of them can be seen in Bruges, in Antwerp and in London. The capital of France is"
+)
+"""More tokens than a decode worker computes itself by default, so that the first answer goes the whole way."""
+
+
 def first_answer(host: str, port: int, *, timeout_s: float) -> FirstAnswer:
     """Generate two tokens: the first is sampled by prefill, the second needs the KV on decode.
 
     Raises: RuntimeError with the server's answer when it is not a completion; OSError when it cannot be reached in time.
     """
-    body = json.dumps({"prompt": "The capital of France is", "max_tokens": 2, "temperature": 0, "ignore_eos": True})
+    body = json.dumps({"prompt": _PROMPT, "max_tokens": 2, "temperature": 0, "ignore_eos": True})
     connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
     try:
         headers = {"content-type": "application/json", "x-diptych-explain": "1"}

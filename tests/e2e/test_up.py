@@ -1,0 +1,75 @@
+"""`diptych up` and `diptych down`, as a person uses them."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.multiproc
+
+
+def diptych(cluster_module, run_root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-P", "-m", "diptych.cli", *arguments]
+    env = cluster_module.environment(run_root)
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
+
+
+def test_it_says_where_it_serves_and_what_it_served(cluster):
+    output = cluster.log()
+    assert "first tokens served" in output
+    assert "KV bytes over ucx" in output
+    for words in (
+        cluster.http_url,
+        cluster.grpc_address,
+        "curl ",
+        "from openai import OpenAI",
+        "from diptych.client import",
+    ):
+        assert words in output
+
+
+def test_second_up_from_the_same_folder_is_refused(cluster, cluster_module):
+    command, _, _ = cluster_module.up_command()
+    env = cluster_module.environment(cluster.folder.root)
+    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 1
+    assert "a cluster runs from this folder already" in result.stderr
+    assert cluster.folder.secret.exists()
+
+
+def test_everything_listens_on_loopback_only_and_secrets_stay_private(cluster):
+    secret = cluster.folder.secret.read_text().strip()
+    assert cluster.folder.secret.stat().st_mode & 0o077 == 0
+    for child in cluster.state.children:
+        process = psutil.Process(child.pid)
+        hosts = {c.laddr.ip for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+        assert hosts <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}, f"{child.name} listens on {hosts}"
+        assert hosts or child.role == "none"
+        assert secret not in " ".join(process.cmdline())
+        assert secret not in Path(child.log).read_text(errors="replace")
+
+
+def test_detached_up_then_down_leaves_logs_only(cluster_module, tmp_path: Path):
+    shared_memory = set(Path("/dev/shm").iterdir())
+    command, _, _ = cluster_module.up_command("--detach")
+    env = cluster_module.environment(tmp_path)
+    started = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
+    assert started.returncode == 0, started.stdout + started.stderr
+    folder = cluster_module.RunFolder(tmp_path)
+    state = folder.read_state()
+    try:
+        assert "first tokens served" in started.stdout
+        stopped = diptych(cluster_module, tmp_path, "down")
+        assert stopped.returncode == 0, stopped.stderr
+        assert stopped.stdout.strip() == "stopped"
+    finally:
+        cluster_module.ProcessIdentity(state.pid, state.start_time).send(signal.SIGKILL)
+    pids = [state.pid, *(child.pid for child in state.children)]
+    assert not [pid for pid in pids if psutil.pid_exists(pid)]
+    assert [path.name for path in tmp_path.iterdir()] == ["logs"]
+    assert set(Path("/dev/shm").iterdir()) <= shared_memory
