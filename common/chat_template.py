@@ -134,7 +134,7 @@ def _check_message(message: Mapping[str, Any], param: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise InvalidRequestError(f"{param} must be an object", param=param)
     role = message.get("role")
-    if role not in ROLES:
+    if not isinstance(role, str) or role not in ROLES:
         raise InvalidRequestError(f"{param}.role must be one of {', '.join(sorted(ROLES))}", param=f"{param}.role")
     content = message.get("content")
     if isinstance(content, str):

@@ -103,8 +103,9 @@ class _WindowDecoder:
         self._context_text = ""
 
     def push(self, token_id: int) -> str:
-        if token_id in self._tokenizer.special_token_ids:
-            return ""  # never into the window: decoders treat its first token's leading space in a special way
+        # What has no text never gets into the window: it would part a run of bytes, or stand where a leading space is cut.
+        if token_id in self._tokenizer.special_token_ids or self._tokenizer.raw.id_to_token(token_id) is None:
+            return ""
         self._ids.append(token_id)
         if token_id in self._byte_ids:
             return ""
