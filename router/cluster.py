@@ -34,6 +34,9 @@ from diptych.rpc.v1 import decode_pb2
 
 log = structlog.get_logger(__name__)
 
+Life = tuple[str, str]
+"""(worker id, incarnation)"""
+
 _TAIL_BLOCK_S = 0.25
 _BEHIND_S = 1.5
 _SNAPSHOT_PAUSE_S = 0.5
@@ -82,7 +85,7 @@ class Cluster:
         self._dead_s = dead_s
         self._index = BlockIndex()
         self._cursors: dict[str, str] = {}
-        self._pairs: dict[tuple[str, str], list[str]] = {}
+        self._pairs: dict[tuple[Life, Life], list[str]] = {}
         self._snapshots: dict[str, asyncio.Task[None]] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._closing: set[asyncio.Task[None]] = set()
@@ -206,15 +209,15 @@ class Cluster:
 
     # ---- questions -----------------------------------------------------------------------------------------------
 
-    def snapshot(self, prompt: Prompt | None = None, exclude: frozenset[str] = frozenset()) -> ClusterSnapshot:
-        """Usable workers with this prompt's hits. `exclude`: incarnations that must not be chosen as decode."""
+    def snapshot(self, prompt: Prompt | None = None, exclude: frozenset[Life] = frozenset()) -> ClusterSnapshot:
+        """Usable workers with this prompt's hits. `exclude`: lives that must not be chosen as decode."""
         now = self._clock.now()
         views: dict[str, list[WorkerView]] = {"prefill": [], "decode": []}
         unusable = {}
         for member in self._members.all():
             record = member.record
             why = self._members.why_unplaceable(member, now)
-            if not why and record.role == "decode" and record.incarnation in exclude:
+            if not why and record.role == "decode" and (record.worker_id, record.incarnation) in exclude:
                 why = "failed for this request"
             if why:
                 unusable[record.worker_id] = why
@@ -243,7 +246,7 @@ class Cluster:
         )
 
     def _pair(self, prefill: WorkerRecord, decode: WorkerRecord) -> list[str]:
-        key = (prefill.incarnation, decode.incarnation)
+        key = ((prefill.worker_id, prefill.incarnation), (decode.worker_id, decode.incarnation))
         if key not in self._pairs:
             if len(self._pairs) > 10_000:
                 self._pairs.clear()
@@ -278,7 +281,7 @@ class Cluster:
             modes.add(IndexMode.STALE)
         return next(mode for mode in (IndexMode.GUESS, IndexMode.STALE, IndexMode.EXACT) if mode in modes)
 
-    def place(self, request: PlacementRequest, prompt: Prompt, exclude: frozenset[str] = frozenset()) -> Placement:
+    def place(self, request: PlacementRequest, prompt: Prompt, exclude: frozenset[Life] = frozenset()) -> Placement:
         """Raises: NoWorkerError with the reasons."""
         answer = choose_placement(request, self.snapshot(prompt, exclude), self._clock.now(), self._rng)
         if isinstance(answer, Rejected):

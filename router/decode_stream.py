@@ -130,10 +130,10 @@ class DecodeStream:
     async def close(self, why: str = "the router is stopping") -> None:
         """Break the stream: its attempts end with WorkerLostError. Idempotent."""
         task, self._task = self._task, None
+        self._down(why)
         if task is not None:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-        self._down(why)
 
     def open(self, submit: decode_pb2.Submit) -> Attempt:
         """Submit an attempt. Raises: WorkerLostError when the stream is down."""

@@ -18,7 +18,7 @@ from diptych.common.errors import (
     WorkerLostError,
 )
 from diptych.common.ids import new_attempt_id
-from diptych.router.cluster import Cluster, Prompt
+from diptych.router.cluster import Cluster, Life, Prompt
 from diptych.router.decode_stream import Attempt
 from diptych.router.explain import explanation
 from diptych.router.index import IndexMode
@@ -52,7 +52,7 @@ class Relay:
         self._attempt: Attempt | None = None
         self._placement: Placement | None = None
         self._mode = IndexMode.GUESS
-        self._excluded: frozenset[str] = frozenset()
+        self._excluded: frozenset[Life] = frozenset()
         self._notes: list[str] = []
         self.kv_bytes = 0
 
@@ -135,7 +135,8 @@ class Relay:
         self._drop_attempt()
         self._life.on(Move.REPLACE)
         self._metrics.replacements.inc()
-        self._excluded |= {placement.decode.record.incarnation}
+        record = placement.decode.record
+        self._excluded |= {(record.worker_id, record.incarnation)}
         self._notes.append(f"decode {placement.decode.worker_id} {error.reason}: placed again")
         self._placement = None
         log.warning("placing again", request=self._request.request_id, error=error.message)

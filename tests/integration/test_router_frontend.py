@@ -1,0 +1,350 @@
+"""The frontend over real gRPC against decode workers without an engine; the store is in memory."""
+
+import asyncio
+import json
+import random
+from contextlib import asynccontextmanager
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from diptych.common.block_identity import IdentityHeader, block_keys, golden_key
+from diptych.common.clock import FakeClock, MonotonicClock
+from diptych.common.errors import (
+    DiptychError,
+    InternalError,
+    InvalidRequestError,
+    NoWorkerError,
+    RequestDeadlineError,
+    StaleReferenceError,
+    WorkerLostError,
+)
+from diptych.common.revision import tokenizer_revision
+from diptych.common.secret import create_secret, derive_key, tenant_salt
+from diptych.common.store import KvEvent
+from diptych.common.store_memory import MemoryStore
+from diptych.common.worker_record import WorkerRecord
+from diptych.router.config import RouterConfig
+from diptych.router.fake_decode import FakeDecode
+from diptych.router.frontend import FinishedEvent, Frontend, GenerateSpec, StartedEvent, TokenEvent
+
+BLOCK_SIZE = 16
+VOCAB = 64
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory):
+    """A model folder without weights: 64 words, and a template that lists the messages."""
+    path = tmp_path_factory.mktemp("router") / "tiny"
+    path.mkdir()
+    words = {f"w{i}": i for i in range(VOCAB - 1)} | {"[UNK]": VOCAB - 1}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "config.json").write_text(json.dumps({"vocab_size": VOCAB, "max_position_embeddings": 512}))
+    (path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }} {% endfor %}")
+    return path
+
+
+class Fleet:
+    """Workers, their leases, and a router that watches them."""
+
+    def __init__(self, folder, tmp_path):
+        self.clock = FakeClock()
+        self.store = MemoryStore(self.clock)
+        self.secret = create_secret(tmp_path / "secret")
+        self.folder = folder
+        self.workers = []
+        config = RouterConfig(
+            model=str(folder),
+            secret_file=str(tmp_path / "secret"),
+            worker_poll_s=0.02,
+            worker_dead_s=0.5,
+            local_prefill_max_tokens=0,
+        )
+        self.frontend = Frontend(config, store=self.store, clock=MonotonicClock(), rng=random.Random(1))
+        self.header = IdentityHeader(
+            key=derive_key(self.secret, "block identity"),
+            model_revision="m1",
+            tokenizer_revision=tokenizer_revision(folder),
+            kv_dtype="float32",
+            block_size=BLOCK_SIZE,
+        )
+
+    def record(self, worker, role="decode", **changes):
+        header = self.header
+        compat = {
+            "model_revision": header.model_revision,
+            "tokenizer_revision": header.tokenizer_revision,
+            "kv_dtype": "float32",
+            "block_size": str(BLOCK_SIZE),
+            "block_identity_golden": golden_key(header).hex(),
+        }
+        fields = {
+            "worker_id": worker.worker_id,
+            "incarnation": worker.incarnation,
+            "role": role,
+            "address": worker.address,
+            "pid": 1,
+            "model": "tiny",
+            "compat": compat,
+            "kv_bytes_per_token": 1024,
+            "num_blocks": 100,
+            "block_size": BLOCK_SIZE,
+            "max_model_len": 256,
+            "max_num_seqs": 8,
+            "event_epoch": 0,
+        }
+        return WorkerRecord(**(fields | changes))
+
+    async def add(self, worker_id, role="decode", incarnation="i1", **changes):
+        worker = await FakeDecode(worker_id=worker_id, incarnation=incarnation).start()
+        self.workers.append(worker)
+        await self.store.put_worker(self.record(worker, role, **changes), ttl_s=1000)
+        return worker
+
+    async def until(self, condition):
+        async with asyncio.timeout(5):
+            while not condition():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+    async def until_ready(self, decode=1, prefill=1):
+        cluster = self.frontend._cluster
+        await self.until(lambda: (len(cluster.snapshot().decode), len(cluster.snapshot().prefill)) == (decode, prefill))
+
+    async def ask(self, max_tokens=3, num_prompt=40, **changes):
+        spec = GenerateSpec(token_ids=[1] * num_prompt, max_tokens=max_tokens, explain=True, **changes)
+        return [event async for event in self.frontend.generate(await self.frontend.prepare(spec))]
+
+    def no_reservations(self):
+        return len(self.frontend._cluster.reservations) == 0
+
+
+async def drain(events):
+    async for _ in events:
+        pass
+
+
+@asynccontextmanager
+async def running(folder, tmp_path):
+    fleet = Fleet(folder, tmp_path)
+    try:
+        await fleet.frontend.start()
+        yield fleet
+    finally:
+        await fleet.frontend.close()
+        for worker in fleet.workers:
+            await worker.kill()
+
+
+@pytest.fixture
+async def fleet(model_folder, tmp_path):
+    async with running(model_folder, tmp_path) as fleet:
+        yield fleet
+
+
+async def test_answer_and_explanation(fleet):
+    await fleet.add("p0", "prefill")
+    decode = await fleet.add("d0")
+    await fleet.until_ready()
+    started, *tokens, finished = await fleet.ask(failure_policy="recompute")
+    assert isinstance(started, StartedEvent)
+    assert started.prompt_tokens == 40
+    assert [i for event in tokens for i in event.token_ids] == [0, 1, 2]
+    assert "".join(event.text for event in tokens) == "t0 t1 t2 "
+    assert isinstance(finished, FinishedEvent)
+    assert finished.usage.cached_tokens == 16
+    why = finished.explanation
+    assert (why.request_id, why.index_mode, why.kv_bytes) == (started.request_id, "EXACT", 4096)
+    assert [(c.prefill_worker_id, c.chosen) for c in why.candidates] == [("p0", True)]
+    submit = decode.submits[0]
+    assert submit.placement.prefill[0].worker_id == "p0"
+    assert not submit.placement.local_prefill
+    assert submit.placement.decode.incarnation == "i1"
+    assert 599 < submit.remaining_s < 600
+    assert submit.sampling.HasField("seed")
+    assert fleet.no_reservations()
+    assert b'diptych_request_success_total{finished_reason="length"} 1.0' in fleet.frontend.metrics.expose()
+    assert not decode.cancels
+
+
+async def test_prompt_text_and_chat_are_tokenized(fleet):
+    await fleet.until(lambda: True)
+    prepared = await fleet.frontend.prepare(GenerateSpec(prompt="w1 w2 w3"))
+    assert prepared.prompt_token_ids == (1, 2, 3)
+    assert prepared.sampling.max_tokens == 512 - 3
+    chat = await fleet.frontend.prepare(GenerateSpec(messages=[{"role": "user", "content": "w4 w5"}]))
+    assert chat.prompt_token_ids == (4, 5)
+
+
+async def test_nobody_is_a_typed_error_with_reasons(fleet):
+    with pytest.raises(NoWorkerError, match="no usable decode worker"):
+        await fleet.ask()
+    ok, reasons = fleet.frontend.ready()
+    assert not ok
+    assert "no usable decode worker" in reasons
+
+
+async def test_a_worker_of_another_secret_is_never_placed_on(fleet):
+    await fleet.add("p0", "prefill")
+    compat = fleet.record(FakeDecode()).compat | {"block_identity_golden": "00" * 16}
+    await fleet.add("d0", compat=compat)
+    await fleet.until_ready(decode=0)
+    await fleet.until(lambda: "block identity" in " ".join(fleet.frontend.ready()[1]))
+    with pytest.raises(NoWorkerError, match="block identity"):
+        await fleet.ask()
+
+
+async def test_worker_killed_in_mid_stream_is_a_typed_error(fleet):
+    await fleet.add("p0", "prefill")
+    decode = await fleet.add("d0")
+    await fleet.until_ready()
+    prepared = await fleet.frontend.prepare(GenerateSpec(token_ids=[1] * 20, max_tokens=200))
+    events = fleet.frontend.generate(prepared)
+    assert isinstance(await anext(events), StartedEvent)
+    assert isinstance(await anext(events), TokenEvent)
+    decode.go.clear()
+    await decode.kill()
+    with pytest.raises(WorkerLostError):
+        await asyncio.wait_for(drain(events), 2)
+    assert fleet.no_reservations()
+    await fleet.until(lambda: not fleet.frontend._cluster.snapshot().decode)
+
+
+async def test_worker_killed_before_a_token_is_replaced(fleet):
+    await fleet.add("p0", "prefill")
+    first = await fleet.add("d0")
+    await fleet.until_ready()
+    first.go.clear()
+    prepared = await fleet.frontend.prepare(GenerateSpec(token_ids=[1] * 20, max_tokens=2, explain=True))
+    events = fleet.frontend.generate(prepared)
+    assert isinstance(await anext(events), StartedEvent)
+    second = await fleet.add("d1")
+    await fleet.until_ready(decode=2)
+    await first.kill()
+    rest = [event async for event in events]
+    assert not any(isinstance(event, StartedEvent) for event in rest)
+    assert rest[-1].explanation.decode == "d1"
+    assert rest[-1].explanation.notes == ["decode d0 WORKER_LOST: placed again", "decode's note"]
+    assert len(second.submits) == 1
+
+
+async def test_stale_refusal_is_placed_again_once_and_then_typed(fleet):
+    await fleet.add("p0", "prefill")
+    workers = [await fleet.add(f"d{i}") for i in range(3)]
+    await fleet.until_ready(decode=3)
+    for worker in workers:
+        worker.refuse = StaleReferenceError("another life")
+    with pytest.raises(StaleReferenceError):
+        await fleet.ask()
+    assert sum(len(worker.submits) for worker in workers) == 2
+    with pytest.raises(StaleReferenceError):
+        await fleet.ask(failure_policy="fail")
+    assert sum(len(worker.submits) for worker in workers) == 3
+
+
+async def test_leaving_the_iterator_cancels_on_decode(fleet):
+    await fleet.add("p0", "prefill")
+    decode = await fleet.add("d0")
+    await fleet.until_ready()
+    events = fleet.frontend.generate(await fleet.frontend.prepare(GenerateSpec(token_ids=[1] * 20, max_tokens=200)))
+    await anext(events)
+    await anext(events)
+    decode.go.clear()
+    await events.aclose()
+    async with asyncio.timeout(1):
+        await decode.cancelled.wait()
+    assert decode.cancels == [decode.submits[0].attempt]
+    assert fleet.no_reservations()
+    assert b"diptych_num_requests_running 0.0" in fleet.frontend.metrics.expose()
+
+
+async def test_a_hole_in_the_tokens_stops_the_answer(fleet):
+    await fleet.add("p0", "prefill")
+    decode = await fleet.add("d0")
+    decode.skip_offset = 1
+    await fleet.until_ready()
+    with pytest.raises(InternalError, match="protocol"):
+        await fleet.ask()
+
+
+async def test_deadline_before_accepted(fleet):
+    await fleet.add("p0", "prefill")
+    decode = await fleet.add("d0")
+    decode.accept.clear()
+    await fleet.until_ready()
+    with pytest.raises(RequestDeadlineError):
+        await fleet.ask(timeout_s=0.1)
+    async with asyncio.timeout(1):
+        await decode.cancelled.wait()
+
+
+async def test_failures_of_decode_keep_their_type(fleet):
+    await fleet.add("p0", "prefill")
+    decode = await fleet.add("d0")
+    decode.refuse = InvalidRequestError("no", param="stop")
+    await fleet.until_ready()
+    with pytest.raises(InvalidRequestError) as caught:
+        await fleet.ask()
+    assert caught.value.param == "stop"
+
+
+async def test_index_follows_events_and_fetches_snapshots(fleet):
+    await fleet.add("p0", "prefill")
+    keys = tuple(block_keys(fleet.header.with_salt(tenant_salt(fleet.secret, "")), [1] * 64))
+    decode = await fleet.add("d0", event_epoch=0, event_sequence=5)
+    decode.dump = (0, 5, keys[:1])
+    await fleet.until_ready()
+    index = fleet.frontend._cluster._index
+    await fleet.until(lambda: index.hit_blocks("d0", keys) == 1)
+    await fleet.store.append_events("d0", [KvEvent("i1", 0, 6, "stored", keys[1:2])])
+    await fleet.until(lambda: index.hit_blocks("d0", keys) == 2)
+    finished = (await fleet.ask(num_prompt=64))[-1]
+    assert finished.explanation.candidates[0].decode_hit_tokens == 32
+    decode.dump = (0, 9, keys)
+    await fleet.store.append_events("d0", [KvEvent("i1", 0, 9, "stored", keys[3:4])])
+    await fleet.until(lambda: index.hit_blocks("d0", keys) == 4)
+    finished = (await fleet.ask(num_prompt=64))[-1]
+    assert finished.explanation.candidates[0].decode_hit_tokens == 48  # the last token is always computed
+
+
+async def test_store_away_serving_goes_on(fleet):
+    await fleet.add("p0", "prefill")
+    await fleet.add("d0")
+    await fleet.until_ready()
+    fleet.store.available = False
+    await fleet.until(lambda: fleet.frontend._cluster.degraded)
+    finished = (await fleet.ask())[-1]
+    assert finished.explanation.index_mode == "STALE"
+    ok, reasons = fleet.frontend.ready()
+    assert ok
+    assert any("store is away" in reason for reason in reasons)
+    fleet.store.available = True
+    fleet.store.flush()
+    await fleet.until(lambda: not fleet.frontend._cluster.degraded)
+    assert (await fleet.ask())[-1]  # a moment without any lease changes nothing
+
+
+async def test_restarted_worker_takes_over(fleet):
+    await fleet.add("p0", "prefill")
+    await fleet.add("d0")
+    await fleet.until_ready()
+    again = await fleet.add("d0", incarnation="i2")
+    await fleet.until(lambda: [w.record.incarnation for w in fleet.frontend._cluster.snapshot().decode] == ["i2"])
+    await fleet.ask()
+    assert len(again.submits) == 1
+
+
+async def test_prefill_gone_is_local_and_said(fleet):
+    prefill = await fleet.add("p0", "prefill")
+    decode = await fleet.add("d0")
+    await fleet.until_ready()
+    assert fleet.frontend.ready()[0]
+    await prefill.kill()
+    await fleet.until(lambda: not fleet.frontend._cluster.snapshot().prefill)
+    finished = (await fleet.ask())[-1]
+    assert decode.submits[-1].placement.local_prefill
+    assert "no usable prefill worker: local prefill" in finished.explanation.notes
+    assert fleet.frontend.ready()[0]
+    with pytest.raises(DiptychError, match="no usable prefill worker"):
+        await fleet.ask(failure_policy="fail")
