@@ -53,7 +53,8 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def _threads_since(before: set[threading.Thread]) -> list[threading.Thread]:
     new = [thread for thread in threading.enumerate() if thread not in before and thread.is_alive()]
-    return [t for t in new if not t.name.startswith(LIBRARY_THREADS) and "_poll_wrapper" not in t.name]  # grpc.aio's own
+    # _poll_wrapper is the thread of grpc.aio itself
+    return [t for t in new if not t.name.startswith(LIBRARY_THREADS) and "_poll_wrapper" not in t.name]
 
 
 def _tasks_besides(me: asyncio.Task[object] | None) -> list[asyncio.Task[object]]:
