@@ -1,0 +1,155 @@
+"""A frontend without a cluster: plays a script. For tests of the faces and of clients."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+from diptych.common.errors import DiptychError, InvalidRequestError, ModelNotFoundError
+from diptych.common.sampling import FinishReason, check_sampling
+from diptych.router.messages import (
+    Explanation,
+    FinishedEvent,
+    GenerateEvent,
+    GenerateSpec,
+    ModelInfo,
+    PreparedRequest,
+    StartedEvent,
+    TokenEvent,
+    UsageInfo,
+)
+from diptych.rpc.v1 import types_pb2
+
+Step = GenerateEvent | BaseException | asyncio.Event | None
+"""What one step of a script does: give an event, raise, wait until the event is set, or (None) stand still for ever."""
+
+MODEL = "fake-model"
+REQUEST_ID = "req-fake"
+VOCAB_SIZE = 1000
+
+
+class FakeDoor:
+    """Args:
+    script: the steps after StartedEvent; every request plays it from the start.
+    refuse: raised by `prepare`.
+    before_start: steps before StartedEvent.
+    """
+
+    def __init__(
+        self, script: Sequence[Step], *, refuse: DiptychError | None = None, before_start: Sequence[Step] = ()
+    ) -> None:
+        self.script = script
+        self.refuse = refuse
+        self.before_start = before_start
+        self.specs: list[GenerateSpec] = []
+        self.reasons: list[str] = []
+        """Why `ready` says no; empty: it says yes."""
+        self.running = 0
+        self.cancelled = 0
+        self.prepared = 0
+        self.left = asyncio.Event()
+        """Set when a request was left before its end."""
+
+    def models(self) -> list[ModelInfo]:
+        return [ModelInfo(MODEL, max_model_len=2048, created=1_700_000_000)]
+
+    def ready(self) -> tuple[bool, list[str]]:
+        return not self.reasons, self.reasons
+
+    async def prepare(self, spec: GenerateSpec) -> PreparedRequest:
+        self.specs.append(spec)
+        if self.refuse is not None:
+            raise self.refuse
+        if spec.model not in ("", MODEL):
+            raise ModelNotFoundError(f"model {spec.model!r} is not served here", param="model")
+        sampling = check_sampling(
+            temperature=_or(spec.temperature, 1.0),
+            top_p=_or(spec.top_p, 1.0),
+            top_k=_or(spec.top_k, 0),
+            seed=_or(spec.seed, 0),
+            max_tokens=_or(spec.max_tokens, 16),
+            ignore_eos=_or(spec.ignore_eos, False),
+            stop_token_ids=_or(spec.stop_token_ids, ()),
+            stop=_or(spec.stop, ()),
+            vocab_size=VOCAB_SIZE,
+        )
+        ids = spec.token_ids if isinstance(spec.token_ids, list) else [1, 2, 3]
+        if spec.prompt == "" or not ids:
+            raise InvalidRequestError("the prompt is empty", param="prompt" if spec.token_ids is None else "token_ids")
+        self.prepared += 1
+        return PreparedRequest(
+            request_id=REQUEST_ID,
+            label=str(spec.request_id),
+            model=MODEL,
+            prompt_token_ids=tuple(ids),
+            sampling=sampling,
+            cache_salt=b"",
+            explain=spec.explain,
+            local_prefill_max_tokens=64,
+            failure_policy=0,
+            arrived=0.0,
+            deadline=1.0,
+        )
+
+    async def generate(self, request: PreparedRequest) -> AsyncIterator[GenerateEvent]:
+        self.running += 1
+        complete = False
+        try:
+            for step in self.before_start:
+                await _play(step)
+            yield StartedEvent(request.request_id, request.model, len(request.prompt_token_ids))
+            for step in self.script:
+                if isinstance(step, FinishedEvent):
+                    complete = True
+                    yield finished(step, request.explain)
+                elif isinstance(step, TokenEvent):
+                    yield step
+                else:
+                    await _play(step)
+            complete = True
+        finally:
+            self.running -= 1
+            if not complete:
+                self.cancelled += 1
+                self.left.set()
+
+
+async def _play(step: Step) -> None:
+    if isinstance(step, BaseException):
+        raise step
+    await (step.wait() if isinstance(step, asyncio.Event) else asyncio.Event().wait())
+
+
+def _or(value: object, default: object) -> object:
+    return default if value is None else value
+
+
+def finished(event: FinishedEvent, explain: bool) -> FinishedEvent:
+    """The event as the request sees it: with an explanation only if it asked for one."""
+    explanation = event.explanation if explain else None
+    return FinishedEvent(event.reason, event.usage, event.stop_string, event.stop_token_id, explanation)
+
+
+def hello_script() -> list[Step]:
+    """Three tokens, "Hello there", one of them without certain text; ended by the stop string "!"."""
+    explanation = Explanation(
+        request_id=REQUEST_ID,
+        prefill="p0",
+        decode="d0",
+        transport="ucx:tcp",
+        kv_bytes=4096,
+        kv_ranges=2,
+        kv_ranges_overlapped=1,
+        index_mode="EXACT",
+        notes=["as planned"],
+        candidates=[types_pb2.PlacementTerms(prefill_worker_id="p0", decode_worker_id="d0", total_ms=1.5, chosen=True)],
+        prefill_pid=11,
+        decode_pid=12,
+        reserved_s=0.25,
+    )
+    return [
+        TokenEvent(0, (10,), "Hello"),
+        TokenEvent(1, (11,), ""),
+        TokenEvent(2, (12, 13), " there"),
+        FinishedEvent(FinishReason.STOP, UsageInfo(3, 4, 2), "!", None, explanation),
+    ]

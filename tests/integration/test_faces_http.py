@@ -1,0 +1,341 @@
+"""The HTTP face behind a real uvicorn, spoken to by the real openai client and by raw bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc.aio
+import httpx
+import openai
+import pytest
+
+from diptych.common.errors import NoWorkerError, OverloadedError, RequestDeadlineError, WorkerLostError
+from diptych.router.fake_door import MODEL, REQUEST_ID, FakeDoor, Step, hello_script
+from diptych.router.messages import TokenEvent
+from diptych.router.server import Faces
+
+CHAT = "/v1/chat/completions"
+MESSAGES: list[Any] = [{"role": "user", "content": "Hi"}]
+WAIT_S = 5.0
+
+grpc.aio.init_grpc_aio()  # its poller thread lives as long as the process; it must not look like a leak of the first test
+
+
+@asynccontextmanager
+async def serving(door: FakeDoor) -> AsyncIterator[str]:
+    """The base URL of a router whose frontend is `door`."""
+    faces = Faces("127.0.0.1", 0, 0)
+    try:
+        addresses = await faces.start(door)
+        yield f"http://{addresses.http}"
+    finally:
+        await faces.stop(1.0)
+
+
+@asynccontextmanager
+async def http(door: FakeDoor) -> AsyncIterator[httpx.AsyncClient]:
+    async with serving(door) as url, httpx.AsyncClient(base_url=url, timeout=WAIT_S) as client:
+        yield client
+
+
+@asynccontextmanager
+async def openai_client(door: FakeDoor) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with (
+        serving(door) as url,
+        openai.AsyncOpenAI(base_url=url + "/v1", api_key="none", max_retries=0, timeout=WAIT_S) as client,
+    ):
+        yield client
+
+
+def events(text: str) -> list[str]:
+    return [part.removeprefix("data: ") for part in text.split("\n\n") if part]
+
+
+async def test_openai_client_whole_answer() -> None:
+    door = FakeDoor(hello_script())
+    async with openai_client(door) as client:
+        answer = await client.chat.completions.create(
+            model=MODEL,
+            messages=[
+                {"role": "developer", "content": "Be brief"},
+                {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+            ],
+            max_completion_tokens=7,
+            temperature=0,
+            stop=["!"],
+            extra_body={"top_k": 5, "ignore_eos": True, "return_token_ids": True},
+            extra_headers={"x-diptych-explain": "1", "x-request-id": "mine"},
+        )
+        models = [model.id async for model in client.models.list()]
+    spec = door.specs[0]
+    assert spec.messages == [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "a\nb"}]
+    assert (spec.max_tokens, spec.temperature, spec.stop, spec.top_k, spec.ignore_eos) == (7, 0, ["!"], 5, True)
+    assert (spec.request_id, spec.explain) == ("mine", True)
+    choice = answer.choices[0]
+    assert (choice.message.content, choice.finish_reason) == ("Hello there", "stop")
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (3, 4, 7)
+    assert answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens_details.cached_tokens == 2
+    assert answer._request_id == REQUEST_ID
+    extra = answer.model_extra or {}
+    assert extra["prompt_token_ids"] == [1, 2, 3]
+    assert (choice.model_extra or {})["token_ids"] == [10, 11, 12, 13]
+    facts = extra["diptych"]
+    assert (facts["prefill"], facts["transport"], facts["kv_bytes"], facts["decode_pid"]) == ("p0", "ucx:tcp", 4096, 12)
+    assert facts["notes"] == ["as planned"]
+    assert facts["placement"][0]["chosen"] is True
+    assert models == [MODEL]
+
+
+async def test_openai_client_stream() -> None:
+    door = FakeDoor(hello_script())
+    async with openai_client(door) as client:
+        stream = await client.chat.completions.create(
+            model=MODEL, messages=MESSAGES, stream=True, stream_options={"include_usage": True}
+        )
+        chunks = [chunk async for chunk in stream]
+    first, *middle, last, usage = chunks
+    assert (first.choices[0].delta.role, first.choices[0].delta.content) == ("assistant", "")
+    assert [chunk.choices[0].delta.content for chunk in middle] == ["Hello", " there"]
+    assert all(chunk.choices[0].finish_reason is None and chunk.usage is None for chunk in [first, *middle])
+    assert (last.choices[0].finish_reason, last.choices[0].delta.content) == ("stop", None)
+    assert usage.choices == []
+    assert usage.usage is not None
+    assert usage.usage.total_tokens == 7
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+async def test_openai_client_completions() -> None:
+    door = FakeDoor(hello_script())
+    async with openai_client(door) as client:
+        answer = await client.completions.create(model=MODEL, prompt=[5, 6, 7])
+        stream = await client.completions.create(model=MODEL, prompt="text", stream=True)
+        chunks = [chunk async for chunk in stream]
+    assert answer.choices[0].text == "Hello there"
+    assert (door.specs[0].token_ids, door.specs[1].prompt) == ([5, 6, 7], "text")
+    assert "".join(chunk.choices[0].text for chunk in chunks) == "Hello there"
+    assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+async def test_stream_on_the_wire() -> None:
+    body = {"messages": MESSAGES, "stream": True, "return_token_ids": True}
+    async with http(FakeDoor(hello_script())) as client:
+        answer = await client.post(CHAT, json=body, headers={"x-diptych-explain": "1"})
+    assert answer.status_code == 200
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert answer.headers["x-request-id"] == REQUEST_ID
+    *chunks, done = events(answer.text)
+    assert done == "[DONE]"
+    parsed = [json.loads(chunk) for chunk in chunks]
+    assert parsed[0]["prompt_token_ids"] == [1, 2, 3]
+    assert [token for chunk in parsed for token in chunk["choices"][0].get("token_ids", [])] == [10, 11, 12, 13]
+    assert parsed[-1]["choices"][0]["stop_reason"] == "!"
+    assert parsed[-1]["diptych"]["decode"] == "d0"
+    assert all("usage" not in chunk for chunk in parsed)
+
+
+BAD_BODIES: list[tuple[str, bytes | dict[str, Any], str | None]] = [
+    (CHAT, b"{", None),
+    (CHAT, b"[]", None),
+    (CHAT, b"", None),
+    (CHAT, b'{"messages": "\xff"}', None),
+    (CHAT, b'{"a":' * 5000 + b"1" + b"}" * 5000, None),
+    (CHAT, b"[" * 200_000, None),
+    (CHAT, b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "messages"),
+    (CHAT, b'{"messages": [{"role": "user", "content": "a"}], "stop": "\\udc00x"}', "stop"),
+    (CHAT, b'{"messages": [{"role": "user", "content": "a"}], "temperature": NaN}', "temperature"),
+    (CHAT, b'{"messages": [{"role": "user", "content": "a"}], "temperature": -Infinity}', "temperature"),
+    (CHAT, b'{"messages": [{"role": "user", "content": "a"}], "temperature": 1e999}', "temperature"),
+    (CHAT, b'{"messages": [{"role": "user", "content": "a"}], "max_tokens": ' + b"9" * 5000 + b"}", "max_tokens"),
+    (CHAT, {}, "messages"),
+    (CHAT, {"messages": []}, "messages"),
+    (CHAT, {"messages": "hi"}, "messages"),
+    (CHAT, {"messages": [{"role": "user"}]}, "messages"),
+    (CHAT, {"messages": [{"role": "robot", "content": "a"}]}, "messages"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+    (CHAT, {"messages": [{"role": "assistant", "content": "a", "tool_calls": [{}]}]}, "messages"),
+    (CHAT, {"messages": MESSAGES, "model": 3}, "model"),
+    (CHAT, {"messages": MESSAGES, "temperature": "hot"}, "temperature"),
+    (CHAT, {"messages": MESSAGES, "temperature": 2.5}, "temperature"),
+    (CHAT, {"messages": MESSAGES, "top_p": 0}, "top_p"),
+    (CHAT, {"messages": MESSAGES, "top_k": 1.5}, "top_k"),
+    (CHAT, {"messages": MESSAGES, "seed": 2**64}, "seed"),
+    (CHAT, {"messages": MESSAGES, "max_tokens": -1}, "max_tokens"),
+    (CHAT, {"messages": MESSAGES, "max_tokens": 2**63}, "max_tokens"),
+    (CHAT, {"messages": MESSAGES, "max_tokens": True}, "max_tokens"),
+    (CHAT, {"messages": MESSAGES, "max_completion_tokens": 0}, "max_completion_tokens"),
+    (CHAT, {"messages": MESSAGES, "stop": [1]}, "stop"),
+    (CHAT, {"messages": MESSAGES, "stop": ""}, "stop"),
+    (CHAT, {"messages": MESSAGES, "stop_token_ids": [10**6]}, "stop_token_ids"),
+    (CHAT, {"messages": MESSAGES, "ignore_eos": "yes"}, "ignore_eos"),
+    (CHAT, {"messages": MESSAGES, "stream": "yes"}, "stream"),
+    (CHAT, {"messages": MESSAGES, "stream_options": {"include_usage": True}}, "stream_options"),
+    (CHAT, {"messages": MESSAGES, "failure_policy": "pray"}, "failure_policy"),
+    (CHAT, {"messages": MESSAGES, "n": 2}, "n"),
+    (CHAT, {"messages": MESSAGES, "n": 10**9}, "n"),
+    (CHAT, {"messages": MESSAGES, "logprobs": True}, "logprobs"),
+    (CHAT, {"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools"),
+    (CHAT, {"messages": MESSAGES, "response_format": {"type": "json_object"}}, "response_format"),
+    (CHAT, {"messages": MESSAGES, "logit_bias": {"1": 5}}, "logit_bias"),
+    (CHAT, {"messages": MESSAGES, "presence_penalty": 0.5}, "presence_penalty"),
+    (CHAT, {"messages": MESSAGES, "min_tokens": 3}, "min_tokens"),
+    ("/v1/completions", {}, "prompt"),
+    ("/v1/completions", {"prompt": ""}, "prompt"),
+    ("/v1/completions", {"prompt": []}, "prompt"),
+    ("/v1/completions", {"prompt": ["a", "b"]}, "prompt"),
+    ("/v1/completions", {"prompt": [1, "a"]}, "prompt"),
+    ("/v1/completions", {"prompt": {"text": "a"}}, "prompt"),
+    ("/v1/completions", {"prompt": "a", "echo": True}, "echo"),
+    ("/v1/completions", {"prompt": "a", "suffix": "b"}, "suffix"),
+    ("/v1/completions", {"prompt": "a", "best_of": 2}, "best_of"),
+    ("/v1/completions", {"prompt": "a", "logprobs": 0}, "logprobs"),
+]
+
+
+async def test_bad_bodies_are_400_and_name_the_field() -> None:
+    door = FakeDoor(hello_script())
+    async with http(door) as client:
+        for path, body, param in BAD_BODIES:
+            content = body if isinstance(body, bytes) else json.dumps(body).encode()
+            answer = await client.post(path, content=content, headers={"content-type": "application/json"})
+            error = answer.json()["error"]
+            shown = content[:100]
+            assert (answer.status_code, error["param"]) == (400, param), (shown, error)
+            assert error["type"] == "invalid_request_error"
+            assert error["message"], shown
+            assert answer.headers["x-request-id"], shown
+    assert door.prepared == 0
+
+
+async def test_neutral_values_of_unbuilt_fields_pass_and_unknown_ones_warn_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    body = {
+        "messages": MESSAGES,
+        "n": 1,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0,
+        "logprobs": False,
+        "tools": [],
+        "tool_choice": "none",
+        "response_format": {"type": "text"},
+        "logit_bias": {},
+        "parallel_tool_calls": True,
+        "user": "me",
+        "stop": None,
+        "frobnicate": {"deep": [1]},
+    }
+    async with http(FakeDoor(hello_script())) as client:
+        for _ in range(3):
+            assert (await client.post(CHAT, json=body)).status_code == 200
+    warnings = [record.getMessage() for record in caplog.records if "unknown field" in record.getMessage()]
+    assert warnings == ["unknown field 'frobnicate' is ignored"]
+
+
+async def test_a_body_over_the_cap_is_413() -> None:
+    async def endless() -> AsyncIterator[bytes]:
+        for _ in range(20):
+            yield b" " * 1024 * 1024
+
+    async with http(FakeDoor(hello_script())) as client:
+        declared = await client.post(CHAT, content=b" " * (8 * 1024 * 1024 + 1))
+        assert declared.status_code == 413
+        streamed = await client.post(CHAT, content=endless())
+        assert streamed.status_code == 413
+        assert streamed.json()["error"]["type"] == "invalid_request_error"
+
+
+async def test_errors_before_the_start_are_plain_answers() -> None:
+    table: list[tuple[FakeDoor, int, str | None]] = [
+        (FakeDoor([], refuse=OverloadedError("full", retry_after_s=2.5)), 529, "3"),
+        (FakeDoor([], before_start=[NoWorkerError("nobody")]), 503, "1"),
+        (FakeDoor([], before_start=[RequestDeadlineError("late")]), 504, None),
+        (FakeDoor([], before_start=[ValueError("a bug")]), 500, None),
+    ]
+    for door, status, retry_after in table:
+        async with http(door) as client:
+            for stream in (False, True):
+                answer = await client.post(CHAT, json={"messages": MESSAGES, "stream": stream})
+                assert answer.status_code == status
+                assert answer.headers.get("retry-after") == retry_after
+                assert "a bug" not in answer.text
+                assert answer.headers["x-request-id"]
+
+
+async def test_unknown_model_and_unknown_route_are_404() -> None:
+    async with http(FakeDoor(hello_script())) as client:
+        answer = await client.post(CHAT, json={"messages": MESSAGES, "model": "other"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+        assert (await client.get("/v1/models/other")).status_code == 404
+        assert (await client.get(f"/v1/models/{MODEL}")).json()["id"] == MODEL
+        nowhere = await client.get("/nowhere")
+        assert (nowhere.status_code, nowhere.json()["error"]["type"]) == (404, "not_found_error")
+        assert (await client.get(CHAT)).status_code == 405
+        assert nowhere.headers["x-request-id"] != answer.headers["x-request-id"]
+
+
+@pytest.mark.parametrize("failure", [WorkerLostError("decode d0 is gone"), ValueError("a bug")])
+async def test_a_failure_in_mid_stream_is_an_event_without_done(failure: Exception) -> None:
+    script: list[Step] = [TokenEvent(0, (1,), "He"), failure]
+    async with http(FakeDoor(script)) as client:
+        answer = await client.post(CHAT, json={"messages": MESSAGES, "stream": True})
+        whole = await client.post(CHAT, json={"messages": MESSAGES})
+    assert answer.status_code == 200
+    *_, token, error = [json.loads(event) for event in events(answer.text)]
+    assert token["choices"][0]["delta"]["content"] == "He"
+    assert error["error"]["message"]
+    assert "a bug" not in answer.text
+    assert "[DONE]" not in answer.text
+    assert whole.status_code in (500, 503)
+
+
+async def test_a_stream_that_just_ends_is_an_error() -> None:
+    async with http(FakeDoor([TokenEvent(0, (1,), "He")])) as client:
+        streamed = await client.post(CHAT, json={"messages": MESSAGES, "stream": True})
+        whole = await client.post(CHAT, json={"messages": MESSAGES})
+    assert "error" in json.loads(events(streamed.text)[-1])
+    assert whole.status_code == 500
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("started", [False, True])
+async def test_a_client_that_leaves_cancels(stream: bool, started: bool) -> None:
+    door = FakeDoor([TokenEvent(0, (1,), "He"), None]) if started else FakeDoor([], before_start=[None])
+    async with serving(door) as url:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rsplit(":", 1)[1]))
+        body = json.dumps({"messages": MESSAGES, "stream": stream}).encode()
+        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        await until(lambda: door.running == 1)
+        if stream and started:
+            await asyncio.wait_for(reader.readuntil(b"He"), WAIT_S)
+        writer.close()
+        await writer.wait_closed()
+        await asyncio.wait_for(door.left.wait(), WAIT_S)
+        assert (door.running, door.cancelled) == (0, 1)
+
+
+async def test_health_readiness_metrics_version() -> None:
+    door = FakeDoor([])
+    async with http(door) as client:
+        assert (await client.get("/health")).status_code == 200
+        assert (await client.get("/live")).status_code == 200
+        assert (await client.get("/ready")).json() == {"ready": True, "reasons": []}
+        door.reasons = ["no decode worker"]
+        not_ready = await client.get("/ready")
+        assert (not_ready.status_code, not_ready.json()["reasons"]) == (503, ["no decode worker"])
+        assert (await client.get("/health")).status_code == 200
+        assert "# HELP" in (await client.get("/metrics")).text
+        assert (await client.get("/version")).json()["version"]
+        schema = (await client.get("/openapi.json")).json()
+        assert "ChatCompletionRequest" in schema["components"]["schemas"]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not condition():  # noqa: ASYNC110 - the fake has no event for it
+            await asyncio.sleep(0.005)

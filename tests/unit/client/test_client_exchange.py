@@ -1,0 +1,135 @@
+"""The stream's promises, the retries and the deadline, without a channel."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from diptych.client import (
+    Completion,
+    Delta,
+    InvalidRequestError,
+    NoWorkerError,
+    RequestDeadlineError,
+    RetryPolicy,
+    StreamBrokenError,
+    UnreachableError,
+    WorkerLostError,
+)
+from diptych.client.exchange import Attempts, Exchange
+from diptych.common.clock import FakeClock
+from diptych.rpc.v1 import router_pb2, types_pb2
+
+
+def make_attempts(
+    clock: FakeClock | None = None, timeout_s: float = 10.0, retry: RetryPolicy | None = None
+) -> Attempts:
+    return Attempts(timeout_s, retry or RetryPolicy(), (clock or FakeClock()).now, Random(7))
+
+
+def started() -> router_pb2.GenerateResponse:
+    return router_pb2.GenerateResponse(started=router_pb2.Started(request_id="req-1", model="m", prompt_tokens=3))
+
+
+def tokens(offset: int, ids: list[int], text: str = "") -> router_pb2.GenerateResponse:
+    return router_pb2.GenerateResponse(tokens=router_pb2.TokenDelta(offset=offset, token_ids=ids, text=text))
+
+
+def finished() -> router_pb2.GenerateResponse:
+    return router_pb2.GenerateResponse(
+        finished=router_pb2.Finished(
+            finish_reason=types_pb2.FINISH_REASON_STOP,
+            stop_token_id=0,
+            usage=types_pb2.Usage(prompt_tokens=3, completion_tokens=3, cached_tokens=1),
+        )
+    )
+
+
+def test_a_whole_answer() -> None:
+    exchange = Exchange(make_attempts())
+    assert exchange.on_message(started()) is None
+    assert exchange.request_id == "req-1"
+    assert exchange.on_message(tokens(0, [5], "a")) == Delta(0, (5,), "a")
+    assert exchange.on_message(tokens(1, [6, 7], "bc")) == Delta(1, (6, 7), "bc")
+    assert exchange.on_message(finished()) is None
+    exchange.on_end()
+    result = exchange.result()
+    assert isinstance(result, Completion)
+    assert (result.text, result.token_ids, result.finish_reason) == ("abc", (5, 6, 7), "stop")
+    assert (result.usage.total_tokens, result.usage.cached_tokens) == (6, 1)
+    assert (result.stop_token_id, result.stop_string, result.explanation) == (0, "", None)
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ([started(), tokens(0, [1]), tokens(2, [1])], "a gap"),
+        ([started(), tokens(0, [1, 2]), tokens(1, [2])], "a repeat"),
+        ([tokens(0, [1])], "tokens came while the stream was waiting"),
+        ([started(), started()], "started came"),
+        ([started(), finished(), tokens(0, [1])], "tokens came while the stream was finished"),
+        ([started(), router_pb2.GenerateResponse()], "an unknown event"),
+    ],
+)
+def test_a_broken_promise_raises(messages: list[router_pb2.GenerateResponse], words: str) -> None:
+    exchange = Exchange(make_attempts())
+    for message in messages[:-1]:
+        exchange.on_message(message)
+    with pytest.raises(StreamBrokenError, match=words):
+        exchange.on_message(messages[-1])
+    with pytest.raises(StreamBrokenError):
+        exchange.result()
+
+
+@pytest.mark.parametrize("messages", [[], [started()], [started(), tokens(0, [1])]])
+def test_an_end_without_finished_raises(messages: list[router_pb2.GenerateResponse]) -> None:
+    exchange = Exchange(make_attempts())
+    for message in messages:
+        exchange.on_message(message)
+    with pytest.raises(StreamBrokenError, match="without Finished"):
+        exchange.on_end()
+
+
+def test_unavailable_is_tried_again_with_growing_pauses() -> None:
+    exchange = Exchange(make_attempts(retry=RetryPolicy(max_tries=3, base_s=0.1)))
+    first = exchange.on_error(UnreachableError("gone"))
+    second = exchange.on_error(NoWorkerError("none"))
+    assert 0.05 <= first <= 0.1 <= second <= 0.2
+    with pytest.raises(UnreachableError):
+        exchange.on_error(UnreachableError("gone"))
+
+
+def test_the_servers_advice_is_the_least_pause() -> None:
+    assert Exchange(make_attempts()).on_error(NoWorkerError("none", retry_after_s=1.5)) == 1.5
+
+
+@pytest.mark.parametrize("error", [InvalidRequestError("bad", param="top_p"), WorkerLostError("lost")])
+def test_other_errors_are_final(error: Exception) -> None:
+    with pytest.raises(type(error)):
+        Exchange(make_attempts()).on_error(error)  # type: ignore[arg-type]
+
+
+def test_nothing_is_tried_again_after_the_first_message() -> None:
+    exchange = Exchange(make_attempts())
+    exchange.on_message(started())
+    with pytest.raises(UnreachableError):
+        exchange.on_error(UnreachableError("gone"))
+
+
+def test_pauses_stay_within_budget_and_deadline() -> None:
+    with pytest.raises(NoWorkerError):
+        make_attempts(retry=RetryPolicy(budget_s=1.0)).pause_after(NoWorkerError("none", retry_after_s=2.0))
+    with pytest.raises(NoWorkerError):
+        make_attempts(timeout_s=1.0).pause_after(NoWorkerError("none", retry_after_s=1.0))
+
+
+def test_the_deadline_counts_over_all_tries() -> None:
+    clock = FakeClock()
+    attempts = make_attempts(clock, timeout_s=2.0)
+    assert attempts.remaining_s() == 2.0
+    clock.advance(1.5)
+    assert attempts.remaining_s() == 0.5
+    clock.advance(0.5)
+    with pytest.raises(RequestDeadlineError, match="timeout_s=2"):
+        attempts.remaining_s()

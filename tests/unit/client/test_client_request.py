@@ -1,0 +1,85 @@
+"""From keywords to the wire."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from diptych.client import InvalidRequestError
+from diptych.client.request import build_request
+from diptych.rpc.v1 import router_pb2
+
+
+def test_every_keyword_reaches_its_field() -> None:
+    request = build_request(
+        {
+            "token_ids": [1, 2],
+            "max_tokens": 5,
+            "temperature": 0.5,
+            "top_p": 0.9,
+            "top_k": 3,
+            "seed": 2**64 - 1,
+            "stop": ["a", "b"],
+            "stop_token_ids": [7],
+            "ignore_eos": True,
+            "model": "m",
+            "request_id": "r",
+            "explain": True,
+            "local_prefill_max_tokens": 0,
+            "failure_policy": "fail",
+        }
+    )
+    sampling = request.sampling
+    assert list(request.token_ids.token_ids) == [1, 2]
+    assert (sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.top_k) == (5, 0.5, 0.9, 3)
+    assert (sampling.seed, list(sampling.stop), list(sampling.stop_token_ids)) == (2**64 - 1, ["a", "b"], [7])
+    assert (sampling.ignore_eos, request.model, request.request_id, request.explain) == (True, "m", "r", True)
+    assert request.HasField("local_prefill_max_tokens")
+    assert request.failure_policy == router_pb2.FAILURE_POLICY_FAIL
+
+
+def test_what_is_not_given_stays_unset() -> None:
+    request = build_request({"prompt": "", "stop": "x", "temperature": None})
+    assert request.WhichOneof("input") == "prompt"
+    assert list(request.sampling.stop) == ["x"]
+    for field in ("temperature", "top_p", "top_k", "seed", "max_tokens"):
+        assert not request.sampling.HasField(field)
+    assert not request.HasField("local_prefill_max_tokens")
+
+
+def test_an_empty_list_is_still_an_input() -> None:
+    assert build_request({"token_ids": []}).WhichOneof("input") == "token_ids"
+    assert build_request({"messages": []}).WhichOneof("input") == "chat"
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({}, "prompt"),
+        ({"prompt": "a", "token_ids": [1]}, "prompt"),
+        ({"prompt": "\ud800"}, "prompt"),
+        ({"prompt": 3}, "prompt"),
+        ({"token_ids": [-1]}, "token_ids"),
+        ({"token_ids": "abc"}, "token_ids"),
+        ({"messages": [{"role": "user"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": 3}]}, "messages"),
+        ({"messages": ["hi"]}, "messages"),
+        ({"prompt": "a", "max_tokens": 2**70}, "max_tokens"),
+        ({"prompt": "a", "temperature": "hot"}, "temperature"),
+        ({"prompt": "a", "seed": -1}, "seed"),
+        ({"prompt": "a", "stop": [1]}, "stop"),
+        ({"prompt": "a", "stop_token_ids": 3}, "stop_token_ids"),
+        ({"prompt": "a", "failure_policy": "maybe"}, "failure_policy"),
+        ({"prompt": "a", "local_prefill_max_tokens": -1}, "local_prefill_max_tokens"),
+    ],
+)
+def test_values_that_cannot_be_sent_are_named(options: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        build_request(options)  # type: ignore[arg-type]
+    assert caught.value.param == param
+
+
+def test_an_unknown_keyword_is_a_bug_of_the_caller() -> None:
+    with pytest.raises(TypeError, match="max_token"):
+        build_request({"prompt": "a", "max_token": 3})  # type: ignore[typeddict-unknown-key]
