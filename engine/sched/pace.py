@@ -4,7 +4,7 @@ from __future__ import annotations
 
 _WEIGHT = 0.25
 """Of a new measurement: settles in about ten steps, and one slow step does not overturn it."""
-_MIN_MEASURED_TOKENS = 16
+MIN_MEASURED_TOKENS = 16
 """A chunk below this is all overhead: its rate says nothing about a larger one."""
 
 
@@ -14,7 +14,8 @@ class Pace:
     Args:
         max_step_time_s: the time budget of a step; None: no cap.
         first_guess: prefill tokens per second until the first measurement.
-        min_chunk: prompt tokens that are always granted, so that a slow step never stops all progress.
+        min_chunk: prompt tokens that are always granted, so that a slow step never stops all progress; at least
+            MIN_MEASURED_TOKENS, so that a rate that fell is measured again.
     """
 
     def __init__(self, max_step_time_s: float | None, first_guess: float, min_chunk: int) -> None:
@@ -38,7 +39,7 @@ class Pace:
         if not num_prefill:
             self.decode_step_s = self._mix(self.decode_step_s, duration_s)
             return
-        if num_prefill < _MIN_MEASURED_TOKENS:
+        if num_prefill < MIN_MEASURED_TOKENS:
             return
         # A mixed step's decode part is known from pure decode steps; at least half of the time is charged to the chunk, so
         # that a decode figure gone stale cannot make the rate explode.

@@ -37,7 +37,7 @@ from diptych.engine.messages import (
 from diptych.engine.sched.admission import ModelLimits, check_request
 from diptych.engine.sched.kv_cache_manager import KvCacheManager
 from diptych.engine.sched.output import DetokenizerFactory
-from diptych.engine.sched.pace import Pace
+from diptych.engine.sched.pace import MIN_MEASURED_TOKENS, Pace
 from diptych.engine.sched.packing import Packing, PackJob
 from diptych.engine.sched.queues import WaitingQueues
 from diptych.engine.sched.request import Request, State
@@ -67,7 +67,9 @@ class Scheduler:
         self.limits = limits
         self.kv = KvCacheManager(config.num_blocks, config.block_size, config.enable_prefix_caching)
         self.packing = Packing(config.block_size, limits.kv_bytes_per_token, config.slab_quota_per_peer)
-        self.pace = Pace(config.max_step_time_s, config.initial_prefill_tokens_per_s, config.block_size)
+        self.pace = Pace(
+            config.max_step_time_s, config.initial_prefill_tokens_per_s, max(config.block_size, MIN_MEASURED_TOKENS)
+        )
         self.requests: dict[str, Request] = {}
         self._identity = identity
         self._detokenizer_factory = detokenizer_factory
@@ -98,11 +100,10 @@ class Scheduler:
         header = self._identity.with_salt(engine_request.cache_salt)
         request = Request(engine_request, self._arrivals, header, self.limits.max_model_len, output)
         self.requests[attempt] = request
-        if output is not None and output.finish is not None:
+        self._waiting.push(request)
+        if output is not None and output.finish is not None:  # the forced tokens ended it
             self._events.append(Admitted(attempt, 0))
             self._finish(request)
-            return
-        self._waiting.push(request)
 
     def cancel(self, attempt: str) -> None:
         """Free everything of the attempt; unknown or ended ones are ignored."""

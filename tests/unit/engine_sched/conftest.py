@@ -1,0 +1,199 @@
+"""Builders: small engines on the fake runner, and a prefill and a decode engine joined by copying payload bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+
+from diptych.common.block_identity import IdentityHeader
+from diptych.common.clock import FakeClock
+from diptych.common.sampling import SamplingParams
+from diptych.engine.config import EngineConfig
+from diptych.engine.fake_runner import FakeRunner
+from diptych.engine.messages import (
+    AddRequest,
+    Admitted,
+    EngineEvent,
+    EngineRequest,
+    Failed,
+    Finished,
+    FirstToken,
+    GrantSlabs,
+    KvComplete,
+    KvMode,
+    PrefillComplete,
+    RangePacked,
+    RangeUnpacked,
+    SlabGrant,
+    TokensOut,
+    UnpackRange,
+)
+from diptych.engine.offline import OfflineEngine
+
+BLOCK = 4
+IDENTITY = IdentityHeader(b"k" * 32, "model", "tokenizer", "uint8", BLOCK)
+
+
+def make_config(**changes: object) -> EngineConfig:
+    base = EngineConfig(num_blocks=64, block_size=BLOCK, max_step_time_s=None, check_invariants=True)
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+def make_engine(runner: FakeRunner | None = None, **changes: object) -> OfflineEngine:
+    config = make_config(**changes)
+    runner = runner or FakeRunner(config.num_blocks, BLOCK)
+    return OfflineEngine(runner, config, IDENTITY, clock=FakeClock())
+
+
+def make_request(
+    attempt: str = "a", prompt: int | Sequence[int] = 10, max_tokens: int = 8, seed: int = 0, **fields: object
+) -> EngineRequest:
+    """`prompt`: the tokens, or how many."""
+    tokens = tuple(range(100, 100 + prompt)) if isinstance(prompt, int) else tuple(prompt)
+    sampling = fields.pop("sampling", None) or SamplingParams(max_tokens=max_tokens, seed=seed, ignore_eos=True)
+    return EngineRequest(attempt, tokens, sampling, **fields)  # type: ignore[arg-type]
+
+
+def run_until_idle(engine: OfflineEngine, max_steps: int = 1000) -> list[EngineEvent]:
+    events: list[EngineEvent] = []
+    for _ in range(max_steps):
+        worked = engine.core.step()
+        new = engine.core.take_events()
+        events.extend(new)
+        if not worked and not new:
+            return events
+    raise AssertionError("the engine does not come to rest")
+
+
+def tokens_of(events: Sequence[EngineEvent], attempt: str = "a") -> list[int]:
+    return [t for e in events if isinstance(e, TokensOut) and e.attempt == attempt for t in e.token_ids]
+
+
+def ends_of(events: Sequence[EngineEvent], attempt: str = "a") -> list[EngineEvent]:
+    ends = (Finished, Failed, PrefillComplete)
+    return [e for e in events if isinstance(e, ends) and e.attempt == attempt]
+
+
+def make_grants(count: int, slab_bytes: int, first: int = 0) -> tuple[SlabGrant, ...]:
+    return tuple(SlabGrant(i, 1, memoryview(bytearray(slab_bytes))) for i in range(first, first + count))
+
+
+@dataclass
+class Outcome:
+    token_ids: list[int]
+    end: EngineEvent | None = None
+    moved_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class Pair:
+    """A prefill and a decode engine; every announced slab is read at once, copied and granted again.
+
+    Args:
+        slab_tokens: tokens that one slab holds.
+        on_payload: sees (and may damage) the bytes of each range on its way.
+    """
+
+    def __init__(
+        self,
+        prefill: OfflineEngine,
+        decode: OfflineEngine,
+        *,
+        slabs: int = 2,
+        slab_tokens: int = 8,
+        on_payload: Callable[[bytearray], None] | None = None,
+    ) -> None:
+        self.prefill, self.decode = prefill, decode
+        token_bytes = prefill.core.scheduler.limits.kv_bytes_per_token
+        grants = make_grants(slabs, slab_tokens * token_bytes)
+        self._grants = {g.slab: g for g in grants}
+        prefill.send(GrantSlabs(grants))
+        self._requests: dict[str, EngineRequest] = {}
+        self._on_payload = on_payload
+        self.outcomes: dict[str, Outcome] = {}
+        self._prefill_done: set[str] = set()
+
+    def add(self, request: EngineRequest) -> None:
+        self._requests[request.attempt] = request
+        self.outcomes[request.attempt] = Outcome([])
+        self.decode.send(AddRequest(replace(request, mode=KvMode.REMOTE)))
+
+    def run(self, requests: Sequence[EngineRequest] = (), max_steps: int = 3000) -> dict[str, Outcome]:
+        for request in requests:
+            self.add(request)
+        for _ in range(max_steps):
+            if all(o.end is not None for o in self.outcomes.values()):
+                return self.outcomes
+            self.turn()
+        raise AssertionError(f"no end in sight: {self.outcomes}")
+
+    def turn(self) -> None:
+        self.decode.core.step()
+        for event in self.decode.core.take_events():
+            self._on_decode(event)
+        self.prefill.core.step()
+        for event in self.prefill.core.take_events():
+            self._on_prefill(event)
+
+    def _on_decode(self, event: EngineEvent) -> None:
+        match event:
+            case Admitted(attempt, cached):
+                request = self._requests[attempt]
+                self.outcomes[attempt].cached_tokens = cached
+                self.prefill.send(
+                    AddRequest(replace(request, mode=KvMode.PREFILL, decode_cached_tokens=cached, peer="decode"))
+                )
+            case TokensOut(attempt, offset, token_ids):
+                outcome = self.outcomes[attempt]
+                assert offset == len(outcome.token_ids) + len(self._requests[attempt].output_token_ids)
+                outcome.token_ids.extend(token_ids)
+            case Finished(attempt) | Failed(attempt):
+                assert self.outcomes[attempt].end is None
+                self.outcomes[attempt].end = event
+            case RangeUnpacked(attempt):
+                pass
+
+    def _on_prefill(self, event: EngineEvent) -> None:
+        match event:
+            case RangePacked(attempt, slab, _, first, count, size):
+                data = bytearray(self._grants[slab].payload[:size])
+                if self._on_payload is not None:
+                    self._on_payload(data)
+                self.outcomes[attempt].moved_tokens += count
+                self.decode.send(UnpackRange(attempt, slab, first, count, memoryview(data)))
+                self.prefill.send(GrantSlabs((self._grants[slab],)))
+            case TokensOut(attempt, _, token_ids):
+                self.decode.send(FirstToken(attempt, token_ids[0]))
+            case PrefillComplete(attempt):
+                self.decode.send(KvComplete(attempt))
+
+
+class Kit:
+    BLOCK = BLOCK
+    IDENTITY = IDENTITY
+    Pair = Pair
+    make_config = staticmethod(make_config)
+    make_engine = staticmethod(make_engine)
+    make_request = staticmethod(make_request)
+    make_grants = staticmethod(make_grants)
+    run_until_idle = staticmethod(run_until_idle)
+    tokens_of = staticmethod(tokens_of)
+    ends_of = staticmethod(ends_of)
+
+    @staticmethod
+    def undisturbed(requests: Sequence[EngineRequest]) -> dict[str, list[int]]:
+        """Each request alone, LOCAL, cold, in one chunk."""
+        out = {}
+        for request in requests:
+            engine = make_engine(num_blocks=64)
+            (result,) = engine.generate([replace(request, mode=KvMode.LOCAL)])
+            assert result.error is None, result.error
+            out[request.attempt] = result.token_ids
+        return out
+
+
+@pytest.fixture(scope="session")
+def kit() -> type[Kit]:
+    return Kit
