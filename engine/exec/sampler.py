@@ -24,8 +24,9 @@ SAMPLER_VERSION = "gumbel-1"
 
 MIN_TEMPERATURE = 1e-6
 """Below it logits / temperature overflow fp32; the draw is greedy long before."""
-NUCLEUS_WINDOW = 1024
-"""top_p looks at this many candidates first; a full sort costs ten times a partial one."""
+NUCLEUS_WINDOW = 256
+"""top_p looks at this many candidates first, then at 16 times as many: a full sort costs far more than a partial one."""
+_COLUMNS = 256
 
 _MASK64 = (1 << 64) - 1
 
@@ -110,15 +111,30 @@ def _filter(scaled: Tensor, params: Sequence[SamplingParams]) -> Tensor:
             some = scaled[done]
             scaled[done] = some.masked_fill_(some < threshold[sure][:, None], float("-inf"))
         rows = [i for i, ok in zip(rows, known, strict=True) if not ok]
-        window = vocab_size
+        window = min(vocab_size, 16 * window)
     return scaled
 
 
 def bad_rows(logits: Tensor) -> dict[int, str]:
-    """Rows that hold NaN or Inf, with the reason. logits: [rows, vocab_size]."""
-    low, high = torch.aminmax(logits, dim=-1)
-    finite = (low.isfinite() & high.isfinite()).tolist()
+    """Rows that hold NaN or Inf, with the reason. logits: [rows, vocab_size] float32."""
+    # The sum is not finite if a summand is not; finite logits would have to reach 1e33 to overflow it.
+    finite = logits.sum(-1).isfinite().tolist()
     return {i: "logits hold NaN or Inf" for i, ok in enumerate(finite) if not ok}
+
+
+def argmax_rows(x: Tensor) -> Tensor:
+    """Index of each row's first maximum. [rows, columns] -> [rows] int64.
+
+    On the CPU in two levels: torch's amax is vectorized and its argmax is not (32 x 49,152: 0.2 ms against 1.8).
+    """
+    if x.device.type != "cpu":
+        return x.argmax(-1)
+    rows, columns = x.shape
+    if columns % _COLUMNS:
+        x = torch.nn.functional.pad(x, (0, -columns % _COLUMNS), value=float("-inf"))
+    tiles = x.view(rows, -1, _COLUMNS)
+    tile = tiles.amax(-1).argmax(-1)
+    return tile * _COLUMNS + tiles[torch.arange(rows), tile].argmax(-1)
 
 
 def sample(logits: Tensor, draws: Sequence[Draw]) -> tuple[list[int], dict[int, str]]:
@@ -130,7 +146,7 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> tuple[list[int], dict[int, 
     """
     logits = logits.float()
     bad = bad_rows(logits)
-    ids = logits.argmax(-1)
+    ids = argmax_rows(logits)
     drawn = [i for i, draw in enumerate(draws) if not draw.sampling.greedy and i not in bad]
     if drawn:
         params = [draws[i].sampling for i in drawn]
@@ -140,7 +156,7 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> tuple[list[int], dict[int, 
         scores = _filter(some, params)
         keys = [draw_key(draws[i].sampling.seed, draws[i].choice, draws[i].output_index) for i in drawn]
         noise = uniforms(keys, logits.shape[1], logits.device).log_().neg_().log_()
-        ids[drawn] = scores.sub_(noise).argmax(-1)
+        ids[drawn] = argmax_rows(scores.sub_(noise))
     out = ids.tolist()
     for i in bad:
         out[i] = -1

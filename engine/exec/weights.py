@@ -16,20 +16,21 @@ from torch import Tensor
 from diptych.common.errors import ConfigError
 from diptych.engine.exec.linear import Linear, WideCpuLinear, make_linear
 from diptych.engine.exec.model_config import ModelConfig
+from diptych.engine.exec.norm import RmsNorm
 
 AnyLinear = Linear | WideCpuLinear
 
 
 @dataclass(slots=True)
 class LayerWeights:
-    """qkv: q, k and v one after the other; gate_up: gate, then up. q_norm, k_norm: [head_dim] or None."""
+    """qkv: q, k and v one after the other; gate_up: gate, then up. q_norm, k_norm: over head_dim, where the family has them."""
 
-    input_norm: Tensor
+    input_norm: RmsNorm
     qkv: AnyLinear
-    q_norm: Tensor | None
-    k_norm: Tensor | None
+    q_norm: RmsNorm | None
+    k_norm: RmsNorm | None
     o: AnyLinear
-    post_norm: Tensor
+    post_norm: RmsNorm
     gate_up: AnyLinear
     down: AnyLinear
 
@@ -40,7 +41,7 @@ class DecoderWeights:
 
     embedding: Tensor
     layers: list[LayerWeights]
-    norm: Tensor
+    norm: RmsNorm
     lm_head: AnyLinear
 
 
@@ -100,6 +101,10 @@ class Checkpoint:
             raise ConfigError("model", str(self._folder), f"{len(self._where)} unexpected tensors: {some}")
 
 
+def _norm(source: Checkpoint, config: ModelConfig, name: str, size: int) -> RmsNorm:
+    return RmsNorm(source.take(f"{name}.weight", (size,)), config.rms_norm_eps)
+
+
 def _merged(source: Checkpoint, prefix: str, parts: list[tuple[str, int]], inputs: int, *, bias: bool) -> AnyLinear:
     weight = torch.cat([source.take(f"{prefix}.{name}.weight", (outputs, inputs)) for name, outputs in parts])
     biases = [source.take(f"{prefix}.{name}.bias", (outputs,)) for name, outputs in parts] if bias else None
@@ -111,14 +116,13 @@ def _layer(source: Checkpoint, config: ModelConfig, index: int) -> LayerWeights:
     attention, mlp = f"{base}.self_attn", f"{base}.mlp"
     qkv = [("q_proj", config.q_size), ("k_proj", config.kv_size), ("v_proj", config.kv_size)]
     gate_up = [("gate_proj", ffn), ("up_proj", ffn)]
-    per_head = (config.head_dim,)
     return LayerWeights(
-        input_norm=source.take(f"{base}.input_layernorm.weight", (hidden,)),
+        input_norm=_norm(source, config, f"{base}.input_layernorm", hidden),
         qkv=_merged(source, attention, qkv, hidden, bias=config.qkv_bias),
-        q_norm=source.take(f"{attention}.q_norm.weight", per_head) if config.qk_norm else None,
-        k_norm=source.take(f"{attention}.k_norm.weight", per_head) if config.qk_norm else None,
+        q_norm=_norm(source, config, f"{attention}.q_norm", config.head_dim) if config.qk_norm else None,
+        k_norm=_norm(source, config, f"{attention}.k_norm", config.head_dim) if config.qk_norm else None,
         o=_merged(source, attention, [("o_proj", hidden)], config.q_size, bias=config.o_bias),
-        post_norm=source.take(f"{base}.post_attention_layernorm.weight", (hidden,)),
+        post_norm=_norm(source, config, f"{base}.post_attention_layernorm", hidden),
         gate_up=_merged(source, mlp, gate_up, hidden, bias=config.mlp_bias),
         down=_merged(source, mlp, [("down_proj", hidden)], ffn, bias=config.mlp_bias),
     )
@@ -136,7 +140,7 @@ def load_weights(folder: Path, config: ModelConfig, *, dtype: torch.dtype, devic
         weights = DecoderWeights(
             embedding=embedding,
             layers=[_layer(source, config, i) for i in range(config.num_layers)],
-            norm=source.take("model.norm.weight", (config.hidden_size,)),
+            norm=_norm(source, config, "model.norm", config.hidden_size),
             lm_head=make_linear(head),
         )
         source.check_empty()

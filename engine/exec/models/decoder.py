@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, rms_norm, silu
+from torch.nn.functional import embedding, silu
 
 from diptych.engine.exec.attention import PagedAttention, StepBatch
 from diptych.engine.exec.model_config import ModelConfig
@@ -33,15 +33,14 @@ class Decoder:
         Returns: logits of batch.sample_rows, [num_samples, vocab_size] in the model's dtype; None when there are none.
         Raises: StepAborted when should_abort() turned true between two layers.
         """
-        weights, eps = self._weights, self._config.rms_norm_eps
-        hidden = (self._config.hidden_size,)
+        weights = self._weights
         x = embedding(batch.token_ids, weights.embedding)
         cos, sin = self._cos[batch.positions], self._sin[batch.positions]
         last = len(weights.layers) - 1
         for index, layer in enumerate(weights.layers):
             if should_abort is not None and should_abort():
                 raise StepAborted
-            q, k, v = self._qkv(layer, rms_norm(x, hidden, layer.input_norm, eps), cos, sin)
+            q, k, v = self._qkv(layer, layer.input_norm(x), cos, sin)
             self._attention.write(index, k, v, batch)
             if index == last and not batch.sample_rows:
                 return None
@@ -51,8 +50,8 @@ class Decoder:
                 rows = torch.tensor(batch.sample_rows, device=x.device)
                 attended, x = attended[rows], x[rows]
             x = x + layer.o(attended)
-            x = x + self._mlp(layer, rms_norm(x, hidden, layer.post_norm, eps))
-        return weights.lm_head(rms_norm(x, hidden, weights.norm, eps))
+            x = x + self._mlp(layer, layer.post_norm(x))
+        return weights.lm_head(weights.norm(x))
 
     def _qkv(self, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         config = self._config
@@ -60,9 +59,8 @@ class Decoder:
         qkv = layer.qkv(x).view(x.shape[0], heads + 2 * kv_heads, config.head_dim)
         qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
         if layer.q_norm is not None and layer.k_norm is not None:
-            per_head, eps = (config.head_dim,), config.rms_norm_eps
             q, k = qk[:, :heads], qk[:, heads:]
-            qk = torch.cat((rms_norm(q, per_head, layer.q_norm, eps), rms_norm(k, per_head, layer.k_norm, eps)), dim=1)
+            qk = torch.cat((layer.q_norm(q), layer.k_norm(k)), dim=1)
         qk = rotate(qk, cos, sin)
         return qk[:, :heads], qk[:, heads:], v
 
