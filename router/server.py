@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import grpc
 import uvicorn
 import uvloop
+from prometheus_client import REGISTRY, CollectorRegistry
 
 from diptych.common.errors import ConfigError
 from diptych.router.config import RouterConfig
@@ -79,7 +80,7 @@ async def serve(
     frontend = Frontend(config)
     try:
         await frontend.start()
-        on_started(await faces.start(frontend))
+        on_started(await faces.start(frontend, registry=frontend.metrics.registry))
         await faces.until(stop)
     finally:
         stopping = asyncio.create_task(faces.stop(DRAIN_S + CLOSE_S))
@@ -108,14 +109,14 @@ class Faces:
         self._http: _HttpServer | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def start(self, door: Door) -> RouterAddresses:
-        """Open both doors; health follows `door.ready()`."""
+    async def start(self, door: Door, *, registry: CollectorRegistry = REGISTRY) -> RouterAddresses:
+        """Open both doors; health follows `door.ready()`, /metrics shows `registry`."""
         self._grpc.add_generic_rpc_handlers((RouterService(door).handler(),))
         await self._health.install(self._grpc)
         await self._grpc.start()
         self._http = _HttpServer(
             uvicorn.Config(
-                create_app(door),
+                create_app(door, registry=registry),
                 loop="none",
                 lifespan="off",
                 ws="none",
