@@ -83,7 +83,7 @@ class Attempt:
         return self._life.state
 
     def start(self) -> None:
-        """Accepted goes out, the engine gets the request. Without candidates it can only be computed here."""
+        """Accepted goes out, the engine gets the request."""
         sub = self._sub
         self._outbox.accepted(sub.attempt)
         self._engine.send(
@@ -92,7 +92,7 @@ class Attempt:
                     attempt=sub.attempt,
                     prompt_token_ids=sub.prompt_token_ids,
                     sampling=sub.sampling,
-                    # REMOTE may still be turned into local by RunLocally, once it is known what decode has cached.
+                    # May still become local (RunLocally), once it is known how much decode has cached.
                     mode=KvMode.REMOTE,
                     cache_salt=sub.cache_salt,
                 )
@@ -192,7 +192,6 @@ class Attempt:
             leg = self._new_leg(ref)
             self._facts.prefill, self._facts.leg = ref.worker_id, leg.facts
             await leg.run()
-            self._facts.prefill_pid = leg.facts.prefill_pid
         except DiptychError as error:
             self._leg_failed(ref, rest, error)
         except Exception as error:  # a bug of ours must not leave the request hanging

@@ -19,7 +19,6 @@ class Facts:
     decode_pid: int
     prompt_tokens: int
     prefill: str = ""
-    prefill_pid: int = 0
     local: bool = False
     cached_decode: int = 0
     leg: LegFacts = field(default_factory=LegFacts)
@@ -30,7 +29,7 @@ class Facts:
 
     def computed_here(self, cached: int) -> None:
         self.local = True
-        self.prefill, self.prefill_pid = self.decode, self.decode_pid
+        self.prefill = self.decode
         self.cached_decode = cached
         self.leg = LegFacts()
 
@@ -52,7 +51,7 @@ class Facts:
             local_prefill=self.local,
             notes=self.notes,
             request_id=self.request_id,
-            prefill_pid=self.prefill_pid,
+            prefill_pid=self.decode_pid if self.local else self.leg.prefill_pid,
             decode_pid=self.decode_pid,
             reserved_s=self.reserved_s,
             first_token_s=self.first_token_s,

@@ -1,0 +1,271 @@
+"""Prefill and decode workers of one process: real engines with a fake model, in-process KV transport, real gRPC servers.
+
+Loaded by path (see the fixture `pd` of the tests that use it).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import grpc
+
+from diptych.common.block_identity import IdentityHeader, golden_key
+from diptych.common.compat import Compat
+from diptych.common.errors import DiptychError
+from diptych.common.sampling import SamplingParams
+from diptych.decode.server import DecodeRole
+from diptych.engine.fake_runner import FakeRunner
+from diptych.prefill.server import PrefillRole
+from diptych.rpc.channels import open_channel
+from diptych.rpc.convert import sampling_to_proto
+from diptych.rpc.errors import from_failure
+from diptych.rpc.stubs import DecodeStub, WorkerStub
+from diptych.rpc.v1 import decode_pb2, router_pb2, types_pb2, worker_pb2
+from diptych.worker import wire
+from diptych.worker.config import WorkerConfig
+from diptych.worker.model import LoadedModel
+from diptych.worker.process import make_transfer
+from diptych.worker.runtime import WorkerRuntime
+
+BLOCK = 16
+VOCAB = 1000
+
+
+def fake_model(**runner: object) -> LoadedModel:
+    made = FakeRunner(**{"num_blocks": 64, "block_size": BLOCK, "vocab_size": VOCAB, **runner})  # type: ignore[arg-type]
+    identity = IdentityHeader(bytes(32), "model-1", "tokenizer-1", "float32", made.block_size)
+    compat = Compat(
+        model="fake",
+        model_revision="model-1",
+        tokenizer_revision="tokenizer-1",
+        num_layers=2,
+        num_kv_heads=1,
+        head_dim=4,
+        block_size=made.block_size,
+        kv_dtype="float32",
+        kv_layout="block-major",
+        attention_version="fake-1",
+        sampler_version="fake-1",
+        block_identity_golden=golden_key(identity),
+    )
+    return LoadedModel(made, compat, identity, None)
+
+
+def worker_config(role: str, worker_id: str, **changes: object) -> WorkerConfig:
+    settings: dict[str, object] = {
+        "role": role,
+        "worker_id": worker_id,
+        "transport": "inproc",
+        "block_size": BLOCK,
+        "max_num_batched_tokens": 32,
+        "max_step_time_s": 0.0,
+        "slab_bytes": 4096,
+        "num_slabs": 4,
+        "read_base_s": 3.0,
+        "slab_lease_s": 5.0,
+        "drain_s": 5.0,
+        "check_invariants": True,
+    }
+    return WorkerConfig(**{**settings, **changes})  # type: ignore[arg-type]
+
+
+@dataclass
+class Answer:
+    """What one attempt got."""
+
+    token_ids: list[int] = field(default_factory=list)
+    accepted: bool = False
+    finished: router_pb2.Finished | None = None
+    error: DiptychError | None = None
+
+    @property
+    def explanation(self) -> types_pb2.Explanation:
+        assert self.finished is not None, self.error
+        return self.finished.explanation
+
+
+class FakeRouter:
+    """One Attach stream."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = open_channel(address)
+        self._commands: asyncio.Queue[decode_pb2.Command | None] = asyncio.Queue()
+        self._answers: dict[str, tuple[Answer, asyncio.Event, asyncio.Event]] = {}
+        self._call: grpc.aio.StreamStreamCall | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self.num_batches = 0
+
+    async def __aenter__(self) -> FakeRouter:
+        self._call = DecodeStub(self._channel).Attach(self._outgoing())
+        self._reader = asyncio.create_task(self._read())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.break_stream()
+        await self._channel.close()
+
+    async def break_stream(self) -> None:
+        assert self._call is not None
+        assert self._reader is not None
+        self._call.cancel()
+        self._reader.cancel()
+        await asyncio.gather(self._reader, return_exceptions=True)
+
+    def submit(self, message: decode_pb2.Submit) -> Answer:
+        answer = Answer()
+        self._answers[message.attempt] = (answer, asyncio.Event(), asyncio.Event())
+        self._commands.put_nowait(decode_pb2.Command(submit=message))
+        return answer
+
+    def cancel(self, attempt: str) -> None:
+        self._commands.put_nowait(decode_pb2.Command(cancel=decode_pb2.Cancel(attempt=attempt)))
+
+    async def run(self, message: decode_pb2.Submit) -> Answer:
+        answer = self.submit(message)
+        await self.ended(message.attempt)
+        return answer
+
+    async def ended(self, attempt: str) -> None:
+        async with asyncio.timeout(20):
+            await self._answers[attempt][2].wait()
+
+    async def first_token(self, attempt: str) -> None:
+        async with asyncio.timeout(20):
+            await self._answers[attempt][1].wait()
+
+    async def _outgoing(self) -> AsyncIterator[decode_pb2.Command]:
+        while (command := await self._commands.get()) is not None:
+            yield command
+
+    async def _read(self) -> None:
+        assert self._call is not None
+        async for batch in self._call:
+            self.num_batches += 1
+            for event in batch.events:
+                self._on_event(event)
+
+    def _on_event(self, event: decode_pb2.Event) -> None:
+        answer, first, end = self._answers[event.attempt]
+        match event.WhichOneof("event"):
+            case "accepted":
+                answer.accepted = True
+            case "tokens":
+                assert event.tokens.offset == len(answer.token_ids)
+                answer.token_ids.extend(event.tokens.token_ids)
+                first.set()
+            case "end":
+                if event.end.HasField("failure"):
+                    answer.error = from_failure(event.end.failure)
+                else:
+                    answer.finished = event.end.finished
+                first.set()
+                end.set()
+
+
+def submit_message(
+    decode: WorkerRuntime,
+    prefill: Sequence[WorkerRuntime],
+    *,
+    attempt: str,
+    prompt: Sequence[int],
+    max_tokens: int = 8,
+    local: bool = False,
+    local_max: int = 0,
+    remaining_s: float = 30.0,
+    policy: int = router_pb2.FAILURE_POLICY_UNSPECIFIED,
+    ignore_eos: bool = True,
+    seed: int = 7,
+) -> decode_pb2.Submit:
+    sampling = SamplingParams(max_tokens=max_tokens, seed=seed, temperature=1.0, ignore_eos=ignore_eos)
+    return decode_pb2.Submit(
+        attempt=attempt,
+        request_id=f"req-{attempt}",
+        prompt_token_ids=prompt,
+        sampling=sampling_to_proto(sampling),
+        placement=decode_pb2.Placement(
+            decode=wire.ref_to_proto(decode.ref),
+            prefill=[wire.ref_to_proto(worker.ref) for worker in prefill],
+            local_prefill=local,
+            local_prefill_max_tokens=local_max,
+        ),
+        remaining_s=remaining_s,
+        failure_policy=policy,
+    )
+
+
+@dataclass
+class Cluster:
+    decode: WorkerRuntime
+    prefill: list[WorkerRuntime]
+
+    @property
+    def workers(self) -> list[WorkerRuntime]:
+        return [self.decode, *self.prefill]
+
+    def submit_message(self, **arguments: object) -> decode_pb2.Submit:
+        return submit_message(self.decode, arguments.pop("prefill", self.prefill), **arguments)  # type: ignore[arg-type]
+
+    async def nothing_left(self, *, within_s: float = 1.0) -> None:
+        """Both sides give everything back, without new work: no attempt, no block held, no slab out."""
+        for worker in self.workers:
+            await self.settle(worker, within_s)
+
+    @staticmethod
+    async def settle(worker: WorkerRuntime, within_s: float) -> None:
+        until = asyncio.get_running_loop().time() + within_s
+        while True:
+            audit = await worker.audit(full=True)
+            slabs = audit.slabs
+            busy = (
+                sum(audit.attempts.values()),
+                audit.blocks.running,
+                audit.blocks.reserved,
+                slabs.packed + slabs.in_flight + slabs.settled + slabs.quarantined,
+            )
+            assert not list(audit.violations), audit
+            if not any(busy):
+                return
+            assert asyncio.get_running_loop().time() < until, f"{worker.worker_id}: {audit}"
+            await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def cluster(
+    *,
+    num_prefill: int = 1,
+    decode: Callable[[], LoadedModel] = fake_model,
+    prefill: Callable[[], LoadedModel] = fake_model,
+    decode_config: dict[str, object] | None = None,
+    prefill_config: dict[str, object] | None = None,
+) -> AsyncIterator[Cluster]:
+    started: list[WorkerRuntime] = []
+    try:
+        for i in range(num_prefill):
+            config = worker_config("prefill", f"prefill-{i}", **(prefill_config or {}))
+            worker = WorkerRuntime(config, prefill(), make_transfer=make_transfer, make_role=PrefillRole)
+            await worker.start()
+            started.append(worker)
+        config = worker_config("decode", "decode-0", **(decode_config or {}))
+        worker = WorkerRuntime(config, decode(), make_transfer=make_transfer, make_role=DecodeRole)
+        await worker.start()
+        started.append(worker)
+        yield Cluster(worker, started[:-1])
+    finally:
+        for worker in reversed(started):
+            await worker.close()
+
+
+async def get_info(worker: WorkerRuntime) -> worker_pb2.GetInfoResponse:
+    async with open_channel(worker.address) as channel:
+        return await WorkerStub(channel).GetInfo(worker_pb2.GetInfoRequest(), timeout=5)
+
+
+async def _start_grpc() -> None:
+    """grpc.aio's poller thread belongs to the process, not to the first test that needs it."""
+    grpc.aio.init_grpc_aio()
+
+
+asyncio.run(_start_grpc())

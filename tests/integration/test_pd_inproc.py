@@ -1,0 +1,148 @@
+"""Prefill -> decode in one process: the hand-off changes nothing about the tokens, and its checks can fail."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from diptych.rpc.v1 import types_pb2
+
+PROMPT = [(7 * i + 3) % 1000 for i in range(150)]
+
+
+@pytest.fixture(scope="session")
+def pd() -> ModuleType:
+    name = "diptych_test_pd_harness"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("pd_harness.py"))
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules[name]
+
+
+async def local_answer(pd: ModuleType, prompt: list[int], **arguments: object) -> list[int]:
+    """The undisturbed run: one engine does it all."""
+    async with pd.cluster(num_prefill=0) as alone, pd.FakeRouter(alone.decode.address) as router:
+        answer = await router.run(alone.submit_message(attempt="local", prompt=prompt, **arguments))
+        assert answer.explanation.local_prefill
+        return answer.token_ids
+
+
+@pytest.mark.parametrize("num_tokens", [1, 15, 16, 17, 32, 33, 150])
+async def test_remote_equals_local(pd: ModuleType, num_tokens: int) -> None:
+    prompt = PROMPT[:num_tokens]
+    expected = await local_answer(pd, prompt)
+    async with pd.cluster() as cluster, pd.FakeRouter(cluster.decode.address) as router:
+        answer = await router.run(cluster.submit_message(attempt="a", prompt=prompt))
+        assert answer.token_ids == expected
+        explanation = answer.explanation
+        assert not explanation.local_prefill
+        assert (explanation.prefill, explanation.decode) == ("prefill-0", "decode-0")
+        assert explanation.transport == "inproc"
+        assert explanation.kv_bytes == num_tokens * cluster.decode.model.runner.kv_bytes_per_token
+        assert explanation.kv_ranges >= 1
+        assert explanation.prefill_pid == explanation.decode_pid == os.getpid()
+        assert list(explanation.notes) == []
+        assert 0 < explanation.reserved_s <= explanation.first_token_s
+        assert answer.finished is not None
+        assert answer.finished.finish_reason == types_pb2.FINISH_REASON_LENGTH
+        assert answer.finished.usage.completion_tokens == 8
+        await cluster.nothing_left()
+
+
+async def test_sixteen_at_once_equal_local(pd: ModuleType) -> None:
+    prompts = [[(i * j + 5) % 1000 for j in range(10 + 9 * i)] for i in range(16)]
+    big = lambda: pd.fake_model(num_blocks=256)  # noqa: E731
+    async with (
+        pd.cluster(num_prefill=0, decode=big) as alone,
+        pd.FakeRouter(alone.decode.address) as router,
+    ):
+        expected = [
+            (await router.run(alone.submit_message(attempt=f"l{i}", prompt=prompt))).token_ids
+            for i, prompt in enumerate(prompts)
+        ]
+    async with pd.cluster(decode=big, prefill=big) as cluster, pd.FakeRouter(cluster.decode.address) as router:
+        answers = [
+            router.submit(cluster.submit_message(attempt=f"r{i}", prompt=prompt)) for i, prompt in enumerate(prompts)
+        ]
+        for i in range(16):
+            await router.ended(f"r{i}")
+        assert [answer.token_ids for answer in answers] == expected
+        assert all(answer.explanation.kv_bytes for answer in answers)
+        await cluster.nothing_left()
+
+
+async def test_reads_overlap_with_compute(pd: ModuleType) -> None:
+    slow = lambda: pd.fake_model(before_execute=lambda seqs: time.sleep(0.02))  # noqa: E731 - a model takes its time
+    async with pd.cluster(prefill=slow) as cluster, pd.FakeRouter(cluster.decode.address) as router:
+        prompt = [(3 * i) % 1000 for i in range(640)]
+        answer = await router.run(cluster.submit_message(attempt="a", prompt=prompt))
+        assert answer.explanation.kv_ranges_overlapped > 0
+        assert answer.explanation.kv_ranges > answer.explanation.kv_ranges_overlapped
+
+
+async def test_a_repeated_prompt_moves_only_the_rest(pd: ModuleType) -> None:
+    async with pd.cluster() as cluster, pd.FakeRouter(cluster.decode.address) as router:
+        first = await router.run(cluster.submit_message(attempt="a", prompt=PROMPT))
+        again = await router.run(cluster.submit_message(attempt="b", prompt=PROMPT))
+        local = await router.run(cluster.submit_message(attempt="c", prompt=PROMPT, local=True, local_max=64))
+        whole = 16 * ((len(PROMPT) - 1) // 16)
+        per_token = cluster.decode.model.runner.kv_bytes_per_token
+        assert first.token_ids == again.token_ids == local.token_ids
+        assert again.explanation.cached_tokens_decode == again.explanation.cached_tokens_prefill == whole
+        assert again.explanation.kv_bytes == (len(PROMPT) - whole) * per_token
+        assert local.explanation.local_prefill
+        assert local.explanation.transport == "none"
+        for answer in (again, local):
+            assert answer.finished.usage.cached_tokens == whole
+        await cluster.nothing_left()
+
+
+async def test_a_flipped_byte_without_checksum_changes_the_tokens(pd: ModuleType) -> None:
+    """The check of token identity can fail: this is what it would catch."""
+    expected = await local_answer(pd, PROMPT)
+    faults = {"verify_checksum": False, "fault_corrupt_every": 1}
+    async with pd.cluster(decode_config=faults) as cluster, pd.FakeRouter(cluster.decode.address) as router:
+        answer = await router.run(cluster.submit_message(attempt="a", prompt=PROMPT))
+        assert not answer.explanation.local_prefill
+        assert answer.token_ids[0] == expected[0], "the first token does not depend on decode's KV"
+        assert answer.token_ids != expected
+
+
+async def test_a_damaged_slab_is_noticed_and_made_good(pd: ModuleType) -> None:
+    expected = await local_answer(pd, PROMPT)
+    faults = {"fault_corrupt_every": 3}
+    async with (
+        pd.cluster(num_prefill=2, decode_config=faults) as cluster,
+        pd.FakeRouter(cluster.decode.address) as router,
+    ):
+        answer = await router.run(cluster.submit_message(attempt="a", prompt=PROMPT))
+        assert answer.token_ids == expected
+        assert any("TRANSFER_FAILED" in note for note in answer.explanation.notes)
+        await cluster.nothing_left(within_s=2.0)
+
+
+async def test_local_prefill_over_the_limit_is_overruled(pd: ModuleType) -> None:
+    async with pd.cluster() as cluster, pd.FakeRouter(cluster.decode.address) as router:
+        answer = await router.run(cluster.submit_message(attempt="a", prompt=PROMPT, local=True, local_max=64))
+        assert not answer.explanation.local_prefill
+        assert "overruled" in answer.explanation.notes[0]
+        short = await router.run(cluster.submit_message(attempt="b", prompt=[1] * 64, local=True, local_max=64))
+        assert short.explanation.local_prefill
+
+
+async def test_a_step_of_many_requests_is_one_message(pd: ModuleType) -> None:
+    async with pd.cluster(num_prefill=0) as cluster, pd.FakeRouter(cluster.decode.address) as router:
+        for i in range(8):
+            router.submit(cluster.submit_message(attempt=f"a{i}", prompt=[i + 1, 2, 3], max_tokens=32))
+        for i in range(8):
+            await router.ended(f"a{i}")
+        assert router.num_batches < 8 * 32 / 2
