@@ -1,0 +1,266 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from diptych.common.block_identity import IdentityHeader
+from diptych.common.errors import InternalError, InvalidRequestError, RequestCancelledError, WorkerLostError
+from diptych.common.sampling import SamplingParams
+from diptych.engine.api import EngineClient
+from diptych.engine.config import EngineConfig
+from diptych.engine.fake_runner import FakeRunner
+from diptych.engine.messages import (
+    AddRequest,
+    BlocksStored,
+    CacheCleared,
+    Cancel,
+    EngineRequest,
+    Failed,
+    Finished,
+    GrantSlabs,
+    KvMode,
+    PrefillComplete,
+    RangePacked,
+    RangeUnpacked,
+    SlabGrant,
+    TokensOut,
+    UnpackRange,
+)
+
+BLOCK = 4
+DEADLINE_S = 10.0
+
+
+def make_request(attempt="a", num_prompt=9, max_tokens=6, **fields):
+    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    return EngineRequest(attempt, tuple(range(100, 100 + num_prompt)), sampling, **fields)
+
+
+class Bench:
+    """An EngineClient that notes its events, one list a step."""
+
+    def __init__(self, runner=None):
+        self.runner = runner or FakeRunner(64, BLOCK)
+        self.steps = []
+        self._changed = asyncio.Event()
+        config = EngineConfig(num_blocks=64, block_size=BLOCK, check_invariants=True)
+        identity = IdentityHeader(b"k" * 32, "model", "tokenizer", "uint8", BLOCK)
+        self.client = EngineClient(self.runner, config, identity, None, self._on_events)
+
+    def _on_events(self, events):
+        self.steps.append(events)
+        self._changed.set()
+
+    @property
+    def events(self):
+        return [event for step in self.steps for event in step]
+
+    async def until(self, condition):
+        """Wait for an event that fulfils the condition."""
+        async with asyncio.timeout(DEADLINE_S):
+            while not (found := [e for e in self.events if condition(e)]):
+                self._changed.clear()
+                await self._changed.wait()
+        return found[0]
+
+    async def end_of(self, attempt="a"):
+        return await self.until(lambda e: isinstance(e, (Finished, Failed, PrefillComplete)) and e.attempt == attempt)
+
+    async def __aenter__(self):
+        self.client.start()
+        return self
+
+    async def __aexit__(self, *exc):
+        await self.client.close(DEADLINE_S)
+
+
+class Gate:
+    """Holds the step thread inside a step."""
+
+    def __init__(self):
+        self.inside, self.go = threading.Event(), threading.Event()
+
+    def __call__(self, seqs):
+        self.inside.set()
+        assert self.go.wait(DEADLINE_S)
+
+    async def wait_inside(self):
+        assert await asyncio.to_thread(self.inside.wait, DEADLINE_S)
+
+
+async def test_one_list_of_events_a_step_in_order():
+    async with Bench() as bench:
+        bench.client.send(AddRequest(make_request(max_tokens=3)))
+        await bench.end_of()
+    kinds = [[type(e).__name__ for e in step] for step in bench.steps]
+    assert kinds == [["Admitted", "TokensOut", "BlocksStored"], ["TokensOut"], ["TokensOut", "Finished"]]
+
+
+async def test_generate_streams_and_hides_its_events_from_the_others():
+    async with Bench() as bench:
+        events = [event async for event in bench.client.generate(make_request(max_tokens=4))]
+    assert [type(e) for e in events] == [TokensOut] * 4 + [Finished]
+    assert all(isinstance(e, BlocksStored) for e in bench.events)
+
+
+async def test_generate_raises_the_typed_error():
+    async with Bench() as bench:
+        with pytest.raises(InvalidRequestError):
+            async for _ in bench.client.generate(make_request(num_prompt=0)):
+                pass
+
+
+async def test_leaving_generate_cancels_and_frees():
+    gate = Gate()
+    gate.go.set()
+    async with Bench(FakeRunner(64, BLOCK, before_execute=gate)) as bench:
+        stream = bench.client.generate(make_request(max_tokens=200))
+        async for _ in stream:
+            gate.go.clear()
+            break
+        await stream.aclose()
+        gate.go.set()
+        audit = await bench.client.audit(full=True)
+        assert audit.attempts == {}
+        assert audit.blocks.running == 0
+        assert audit.violations == ()
+    assert all(isinstance(e, BlocksStored) for e in bench.events)
+
+
+async def test_a_running_step_does_not_hold_up_the_event_loop_and_shows_as_busy():
+    gate = Gate()
+    async with Bench(FakeRunner(64, BLOCK, before_execute=gate)) as bench:
+        bench.client.send(AddRequest(make_request()))
+        await gate.wait_inside()
+        before = time.monotonic()
+        for i in range(100):
+            bench.client.send(AddRequest(make_request(f"x{i}", max_tokens=1)))
+        assert bench.client.stats().busy_since is not None
+        assert time.monotonic() - before < 1.0
+        with pytest.raises(InternalError, match="did not answer"):
+            await bench.client.audit(deadline_s=0.01)
+        gate.go.set()
+        await bench.end_of("x99")
+        assert (await bench.client.audit(full=True)).violations == ()
+
+
+async def test_a_cancel_gives_up_the_step_that_serves_nobody_else():
+    gate = Gate()
+    async with Bench(FakeRunner(64, BLOCK, before_execute=gate)) as bench:
+        bench.client.send(AddRequest(make_request()))
+        await gate.wait_inside()
+        bench.client.send(Cancel("a"))
+        gate.go.set()
+        failed = await bench.end_of()
+        assert isinstance(failed.error, RequestCancelledError)
+    assert bench.runner.computed_tokens == 0
+
+
+async def test_an_idle_engine_sleeps():
+    async with Bench() as bench:
+        bench.client.send(AddRequest(make_request(max_tokens=2)))
+        await bench.end_of()
+        await bench.client.audit()
+        stats = bench.client.stats()
+        assert stats.busy_since is None
+        assert (stats.num_running, stats.steps, stats.generation_tokens_total) == (0, 2, 2)
+        # The thread is in its inbox: no step is taken until a command comes.
+        thread = bench.client._thread
+        taken = []
+        step = thread._core.step
+        thread._core.step = lambda cancelled: taken.append(1) or step(cancelled)
+        await bench.client.audit()
+        await bench.client.audit()
+        assert len(taken) <= 2
+
+
+async def test_a_step_that_raises_fails_typed_and_the_loop_lives_on():
+    def explode(seqs):
+        if seqs[0].attempt == "bomb":
+            raise MemoryError("no room")
+
+    async with Bench(FakeRunner(64, BLOCK, before_execute=explode)) as bench:
+        bench.client.send(AddRequest(make_request("bomb")))
+        failed = await bench.end_of("bomb")
+        assert isinstance(failed.error, InternalError)
+        bench.client.send(AddRequest(make_request("after")))
+        assert isinstance(await bench.end_of("after"), Finished)
+        assert bench.client.stats().alive
+
+
+async def test_a_bug_in_the_loop_ends_it_loudly_and_everything_is_answered(caplog):
+    bench = Bench()
+    bench.client.start()
+    bench.client.send(AddRequest(make_request("remote", mode=KvMode.REMOTE)))
+    await bench.until(lambda e: getattr(e, "attempt", "") == "remote")
+    bench.client.send("no command")  # type: ignore[arg-type]
+    failed = await bench.end_of("remote")
+    assert "the engine died" in str(failed.error)
+    assert not bench.client.stats().alive
+    assert "step thread died" in caplog.text
+    bench.client.send(AddRequest(make_request("late")))
+    assert isinstance((await bench.end_of("late")).error, WorkerLostError)
+    bench.client.send(UnpackRange("late", 5, 0, 4, memoryview(b"")))
+    await bench.until(lambda e: e == RangeUnpacked("late", 5, False))
+    with pytest.raises(WorkerLostError):
+        await bench.client.audit()
+    await bench.client.close()
+
+
+async def test_close_ends_what_runs():
+    gate = Gate()
+    bench = Bench(FakeRunner(64, BLOCK, before_execute=gate))
+    bench.client.start()
+    bench.client.send(AddRequest(make_request()))
+    await gate.wait_inside()
+    with pytest.raises(InternalError, match="did not end"):
+        await bench.client.close(0.01)
+    gate.go.set()
+    await bench.client.close(DEADLINE_S)
+    await bench.client.close(DEADLINE_S)
+    assert isinstance((await bench.end_of()).error, WorkerLostError)
+    assert bench.runner.computed_tokens == 0
+    assert not bench.client.stats().alive
+
+
+async def test_close_before_start_does_nothing():
+    await Bench().client.close()
+
+
+async def test_dump_and_reset_agree_with_the_events():
+    async with Bench() as bench:
+        async for _ in bench.client.generate(make_request(max_tokens=8)):
+            pass
+        dump = await bench.client.dump_blocks()
+        stored = [e for e in bench.events if isinstance(e, BlocksStored)]
+        assert dump.sequence == stored[-1].sequence
+        assert set(dump.keys) == {key for e in stored for key in e.keys}
+        await bench.client.reset_cache()
+        assert await bench.until(lambda e: isinstance(e, CacheCleared)) == CacheCleared(1)
+        assert (await bench.client.dump_blocks()).keys == ()
+
+
+async def test_grants_wake_an_engine_that_waits_with_computed_blocks():
+    async with Bench() as bench:
+        bench.client.send(AddRequest(make_request(mode=KvMode.PREFILL)))
+        await bench.until(lambda e: isinstance(e, TokensOut))
+        assert (await bench.client.audit()).attempts == {"packing": 1}
+        grant = SlabGrant(0, 7, memoryview(bytearray(4096)))
+        await asyncio.to_thread(bench.client.send, GrantSlabs((grant,)))
+        assert isinstance(await bench.end_of(), PrefillComplete)
+        packed = await bench.until(lambda e: isinstance(e, RangePacked))
+        assert (packed.generation, packed.num_tokens, packed.size_bytes) == (7, 9, 9 * bench.runner.kv_bytes_per_token)
+
+
+async def test_sixteen_streams_at_once_equal_each_alone():
+    async def ids(client, attempt, num_prompt):
+        request = make_request(attempt, num_prompt)
+        return [t async for e in client.generate(request) if isinstance(e, TokensOut) for t in e.token_ids]
+
+    async with Bench() as together:
+        got = await asyncio.gather(*(ids(together.client, f"r{i}", 3 + i) for i in range(16)))
+    async with Bench() as alone:
+        assert got == [await ids(alone.client, f"r{i}", 3 + i) for i in range(16)]
