@@ -1,0 +1,188 @@
+import random
+
+import pytest
+
+from diptych.common.worker_record import WorkerLoad, WorkerRecord
+from diptych.router.policy import (
+    ClusterSnapshot,
+    Placement,
+    PlacementRequest,
+    Rejected,
+    WorkerView,
+    choose_placement,
+    usable_hit_tokens,
+)
+
+NOW = 100.0
+
+
+def worker(worker_id, hit=0, pending=0, requests=0, **load):
+    record = WorkerRecord(
+        worker_id=worker_id,
+        incarnation=f"i-{worker_id}",
+        role="prefill" if worker_id.startswith("p") else "decode",
+        address="127.0.0.1:1",
+        pid=1,
+        model="m",
+        compat={},
+        kv_bytes_per_token=50_000,
+        num_blocks=100,
+        block_size=16,
+        max_model_len=2048,
+        max_num_seqs=8,
+        event_epoch=0,
+        load=WorkerLoad(**({"prefill_tokens_per_s": 100.0, "decode_step_s": 0.03} | load)),
+    )
+    return WorkerView(record, hit_tokens=hit, pending_tokens=pending, pending_requests=requests, reported_at=NOW)
+
+
+def choose(prefill, decode, n=200, local=64, incompatible=None, seed=0, **request):
+    snapshot = ClusterSnapshot(tuple(prefill), tuple(decode), incompatible or {})
+    return choose_placement(PlacementRequest(n, local, **request), snapshot, NOW, random.Random(seed))
+
+
+def pair(placement):
+    assert isinstance(placement, Placement)
+    prefill = placement.chosen.prefill
+    return (prefill.worker_id if prefill else None, placement.decode.worker_id)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "n", "local", "expected"),
+    [
+        pytest.param([worker("p0")], [worker("d0")], 200, 64, ("p0", "d0"), id="idle: disaggregated"),
+        pytest.param([worker("p0")], [worker("d0")], 64, 64, (None, "d0"), id="short: local"),
+        pytest.param([worker("p0")], [worker("d0")], 65, 64, ("p0", "d0"), id="one more: remote"),
+        pytest.param([worker("p0")], [worker("d0")], 5, 0, ("p0", "d0"), id="0: never local"),
+        pytest.param([worker("p0")], [worker("d0", hit=192)], 200, 64, (None, "d0"), id="cached on decode: local"),
+        pytest.param([worker("p0")], [worker("d0", hit=192)], 200, 0, ("p0", "d0"), id="cached, but local is off"),
+        pytest.param(
+            [worker("p0"), worker("p1", hit=160)],
+            [worker("d0")],
+            200,
+            64,
+            ("p1", "d0"),
+            id="hit on prefill saves compute",
+        ),
+        pytest.param(
+            [worker("p0")],
+            [worker("d0"), worker("d1", hit=112)],
+            200,
+            64,
+            ("p0", "d1"),
+            id="hit on decode saves bytes",
+        ),
+        pytest.param(
+            [worker("p0", waiting_prompt_tokens=500), worker("p1")], [worker("d0")], 200, 64, ("p1", "d0"), id="queue"
+        ),
+        pytest.param([worker("p0", pending=500), worker("p1")], [worker("d0")], 200, 64, ("p1", "d0"), id="pending"),
+        pytest.param(
+            [worker("p0", hit=192, waiting_prompt_tokens=1000), worker("p1")],
+            [worker("d0")],
+            200,
+            64,
+            ("p1", "d0"),
+            id="a hit behind a long queue loses",
+        ),
+        pytest.param(
+            [worker("p0")], [worker("d0", num_running=6), worker("d1")], 200, 64, ("p0", "d1"), id="decode load"
+        ),
+        pytest.param(
+            [worker("p0")], [worker("d0", requests=6), worker("d1")], 200, 64, ("p0", "d1"), id="decode pending"
+        ),
+        pytest.param(
+            [worker("p0", prefill_tokens_per_s=50.0), worker("p1", prefill_tokens_per_s=400.0)],
+            [worker("d0")],
+            200,
+            64,
+            ("p1", "d0"),
+            id="the faster one",
+        ),
+        pytest.param(
+            [worker("p0"), worker("p1")],
+            [worker("d0", link_bytes_per_s={"p0": 1e6, "p1": 1e9})],
+            200,
+            64,
+            ("p1", "d0"),
+            id="the better link",
+        ),
+        pytest.param([], [worker("d0")], 2000, 64, (None, "d0"), id="nobody to prefill: local, whatever the length"),
+        pytest.param([], [worker("d0")], 2000, 0, (None, "d0"), id="nobody to prefill, local off: still served"),
+    ],
+)
+def test_choice(prefill, decode, n, local, expected):
+    assert pair(choose(prefill, decode, n, local)) == expected
+
+
+def test_busy_decode_does_not_stall_its_sequences():
+    assert pair(choose([worker("p0")], [worker("d0", num_running=8)], n=60)) == ("p0", "d0")
+
+
+def test_incompatible_pairs_are_never_placed():
+    bad = {("p0", "d0"): ["block_size: prefill 16, decode 32"]}
+    workers = [worker("p0"), worker("p1", waiting_prompt_tokens=9000)], [worker("d0")]
+    placement = choose(*workers, incompatible=bad)
+    assert pair(placement) == ("p1", "d0")
+    assert [view.worker_id for view in placement.prefill] == ["p1"]
+    alone = choose([worker("p0")], [worker("d0")], incompatible=bad, allow_local_fallback=False)
+    assert isinstance(alone, Rejected)
+    assert "block_size: prefill 16, decode 32" in " ".join(alone.reasons)
+    assert pair(choose([worker("p0")], [worker("d0")], incompatible=bad)) == (None, "d0")
+
+
+def test_rejected_says_why():
+    snapshot = ClusterSnapshot((worker("p0"),), (), unusable={"d0": "does not answer"})
+    answer = choose_placement(PlacementRequest(10, 64), snapshot, NOW, random.Random(0))
+    assert answer == Rejected(("no usable decode worker", "d0: does not answer"))
+    no_prefill = choose([], [worker("d0")], allow_local_fallback=False)
+    assert no_prefill == Rejected(("no usable prefill worker",))
+
+
+def test_terms_add_up_and_every_candidate_is_there():
+    placement = choose([worker("p0", hit=96), worker("p1")], [worker("d0", hit=160), worker("d1")])
+    assert len(placement.candidates) == 5  # four pairs, and local on d0 where 40 tokens are uncached
+    by_pair = {(t.prefill.worker_id if t.prefill else None, t.decode.worker_id): t for t in placement.candidates}
+    terms = by_pair["p0", "d0"]
+    assert terms.prefill_ms == pytest.approx(1040.0)
+    assert terms.transfer_ms == pytest.approx(5.0 + 40 * 50_000 / 400e6 * 1000)
+    assert terms.total_ms == pytest.approx(terms.prefill_ms + terms.transfer_ms)
+    assert by_pair[None, "d0"].prefill_ms == pytest.approx(400.0)
+    assert [t.total_ms for t in placement.candidates] == sorted(t.total_ms for t in placement.candidates)
+
+
+def test_no_kv_is_charged_when_the_first_token_is_the_answer():
+    assert choose([worker("p0")], [worker("d0")], wants_kv=False).chosen.transfer_ms == 5.0
+
+
+def test_spares_are_in_order_of_cost():
+    prefill = [worker(f"p{i}", waiting_prompt_tokens=100 * (3 - i)) for i in range(4)]
+    assert [view.worker_id for view in choose(prefill, [worker("d0")]).prefill] == ["p3", "p2", "p1", "p0"]
+
+
+def test_nothing_measured_still_places():
+    blank = {"prefill_tokens_per_s": 0.0, "decode_step_s": 0.0}
+    assert pair(choose([worker("p0", **blank)], [worker("d0", **blank)])) == ("p0", "d0")
+
+
+def test_reported_queue_drains_with_time():
+    old = worker("p0", waiting_prompt_tokens=100)
+    snapshot = ClusterSnapshot((old,), (worker("d0"),))
+    later = choose_placement(PlacementRequest(200, 64), snapshot, NOW + 1.0, random.Random(0))
+    assert later.chosen.queue_ms == 0.0
+
+
+def test_ties_are_spread_and_prefer_fewer_pending():
+    idle = [worker(f"p{i}") for i in range(4)]
+    chosen = {pair(choose(idle, [worker("d0")], seed=seed))[0] for seed in range(50)}
+    assert chosen == {"p0", "p1", "p2", "p3"}
+    # near-equal in cost, but one has many placements pending: it wins no draw
+    busy = [worker("p0", requests=5), worker("p1")]
+    assert {pair(choose(busy, [worker("d0")], seed=seed))[0] for seed in range(20)} == {"p1"}
+
+
+@pytest.mark.parametrize(
+    ("blocks", "n", "expected"),
+    [(0, 10, 0), (1, 16, 0), (1, 17, 16), (9, 32, 16), (9, 33, 32), (9, 1, 0), (2, 100, 32)],
+)
+def test_the_last_token_is_always_computed(blocks, n, expected):
+    assert usable_hit_tokens(blocks, 16, n) == expected
