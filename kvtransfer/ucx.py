@@ -110,7 +110,7 @@ class UcxTransport:
         self._ucx, self._array = load_ucxx()
         self._me = (worker_id, incarnation)
         self._host = host
-        config = {}
+        config = {"TCP_MAX_CONN_RETRIES": "2"}  # the default keeps knocking at a dead peer's port for ten seconds
         if "UCX_TLS" not in os.environ:
             config["TLS"] = "tcp,self"
         if "UCX_NET_DEVICES" not in os.environ:
@@ -254,7 +254,7 @@ class UcxTransport:
             address = self._ucx.UCXAddress.create_from_buffer(worker_address)
             return self._ucx.UCXEndpoint.create_from_worker_address(self._worker, address, endpoint_error_handling=True)
         except (self._ucx.UCXError, ValueError, TypeError) as error:
-            raise TransferError(f"UCX endpoint: {error}") from error
+            raise TransferError(f"peer lost: no UCX endpoint: {error}") from error
 
     def _send_control(self, endpoint: _Endpoint, kind: int, read_id: int, body: bytes) -> None:
         if kind != _HELLO:
@@ -374,6 +374,8 @@ class UcxTransport:
     def _take_dead(self) -> None:
         if not self._dying:
             return
+        # UCXX has put the requests of closed endpoints (and only those) on a list that its progress_once() leaves alone.
+        self._worker.cancel_inflight_requests()
         self._take_completed()
         alive = {id(p.endpoint) for p in self._pending.values()}
         for endpoint in [e for e in self._dying if id(e) not in alive]:
