@@ -69,7 +69,7 @@ def test_detached_up_then_down_leaves_logs_only(cluster_module, tmp_path: Path):
         assert stopped.stdout.strip() == "stopped"
     finally:
         cluster_module.ProcessIdentity(state.pid, state.start_time).send(signal.SIGKILL)
-    pids = [state.pid, *(child.pid for child in state.children)]
-    assert not [pid for pid in pids if psutil.pid_exists(pid)]
+    everybody = [cluster_module.ProcessIdentity(one.pid, one.start_time) for one in (state, *state.children)]
+    assert not [process for process in everybody if process.alive()]
     assert [path.name for path in tmp_path.iterdir()] == ["logs"]
     assert set(Path("/dev/shm").iterdir()) <= shared_memory
