@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from diptych.common.errors import ConfigError, InvalidRequestError
+from diptych.common.tokenizer import GenerationDefaults, ModelTokenizer, generation_defaults
+
+MakeModel = Callable[..., Path]
+TEXTS = ["", "The", "  two  spaces\n\n", "x = 42  # 1234", "你好，世界！", "🙂👩‍👩‍👧‍👦", "\x00\x04 nul", "héllo→"]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_text_survives_the_way_to_ids_and_back(byte_level_model: Path, text: str) -> None:
+    tokenizer = ModelTokenizer(byte_level_model)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_a_special_token_spelled_in_text_becomes_that_token(byte_level_model: Path) -> None:
+    tokenizer = ModelTokenizer(byte_level_model)
+    assert tokenizer.encode("a<|im_end|>")[-1] == 2
+    assert tokenizer.decode(tokenizer.encode("a<|im_end|>b")) == "ab"
+    assert tokenizer.decode(tokenizer.encode("a<|im_end|>b"), skip_special_tokens=False) == "a<|im_end|>b"
+
+
+@pytest.mark.parametrize("text", ["\ud800", "ok \udfff ok"])
+def test_lone_surrogates_are_refused_with_the_field_named(byte_level_model: Path, text: str) -> None:
+    tokenizer = ModelTokenizer(byte_level_model)
+    with pytest.raises(InvalidRequestError) as error:
+        tokenizer.encode(text)
+    assert error.value.param == "prompt"
+    with pytest.raises(InvalidRequestError) as error:
+        tokenizer.encode_chat([{"role": "user", "content": "hi"}, {"role": "user", "content": text}])
+    assert error.value.param == "messages[1].content"
+
+
+def test_a_token_without_an_embedding_is_refused(make_model: MakeModel) -> None:
+    tokenizer = ModelTokenizer(make_model(config={"vocab_size": 300}))
+    assert tokenizer.vocab_size == 300
+    with pytest.raises(InvalidRequestError, match="does not know"):
+        tokenizer.encode("héllo→")
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "expected"),
+    [
+        ({"eos_token_id": 2}, None, (2,)),
+        ({"eos_token_id": 2}, {"eos_token_id": [0, 2]}, (0, 2)),
+        ({"eos_token_id": [1, 2]}, {"eos_token_id": 0}, (0, 1, 2)),
+        ({"eos_token_id": None}, {}, (2,)),  # the tokenizer's own
+    ],
+)
+def test_eos_ids(make_model: MakeModel, config: dict, generation: dict | None, expected: tuple[int, ...]) -> None:
+    assert ModelTokenizer(make_model(config=config, generation=generation)).eos_token_ids == expected
+
+
+def test_eos_outside_the_vocabulary_is_a_config_error(make_model: MakeModel) -> None:
+    with pytest.raises(ConfigError, match="eos_token_id"):
+        ModelTokenizer(make_model(config={"eos_token_id": 10**6}))
+
+
+def test_missing_or_broken_files_are_config_errors(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        ModelTokenizer(tmp_path)
+    (tmp_path / "config.json").write_text('{"vocab_size": 10}')
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+        ModelTokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"tokenizer\.json cannot be used"):
+        ModelTokenizer(tmp_path)
+
+
+def test_generation_defaults(make_model: MakeModel, byte_level_model: Path) -> None:
+    assert generation_defaults(byte_level_model) == GenerationDefaults()
+    folder = make_model(generation={"temperature": 0.6, "top_p": 0.95, "top_k": 20, "do_sample": True})
+    assert generation_defaults(folder) == GenerationDefaults(0.6, 0.95, 20)
+    with pytest.raises(ConfigError, match="temperature"):
+        generation_defaults(make_model(generation={"temperature": "hot"}))
+
+
+def test_neither_torch_nor_transformers_is_imported() -> None:
+    code = (
+        "import sys, diptych.common.tokenizer, diptych.common.detokenizer, diptych.common.revision;"
+        "sys.exit(bool({'torch', 'transformers', 'numpy'} & sys.modules.keys()))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
