@@ -1,0 +1,84 @@
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diptych.common.store import KvEvent
+from diptych.common.store_codec import BadRowError, decode_event, decode_record, encode_event, encode_record
+from diptych.common.worker_record import WorkerLoad, WorkerRecord
+
+RECORD = WorkerRecord(
+    worker_id="p0",
+    incarnation="a",
+    role="prefill",
+    address="127.0.0.1:1",
+    pid=1,
+    model="m",
+    compat={"x": "y"},
+    kv_bytes_per_token=1,
+    num_blocks=1,
+    block_size=16,
+    max_model_len=10,
+    max_num_seqs=1,
+    event_epoch=3,
+    load=WorkerLoad(prefill_tokens_per_s=3.5, link_bytes_per_s={"p1": 2.0}),
+)
+EVENT = KvEvent("a", 1, 2, "stored", (bytes(16), b"x" * 16))
+
+
+def test_round_trip():
+    assert decode_record(encode_record(RECORD)) == RECORD
+    assert decode_event(encode_event(EVENT)) == EVENT
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"worker_id": "../p0"}, "worker_id"),
+        ({"worker_id": ""}, "worker_id"),
+        ({"incarnation": "a" * 129}, "incarnation"),
+        ({"role": "router"}, "role"),
+        ({"state": "dead"}, "state"),
+        ({"address": "127.0.0.1"}, "address"),
+        ({"address": "a b:1"}, "address"),
+        ({"block_size": 0}, "block_size"),
+        ({"kv_bytes_per_token": -1}, "kv_bytes_per_token"),
+        ({"num_blocks": 2**60}, "num_blocks"),
+        ({"event_sequence": -1}, "event_sequence"),
+        ({"load": WorkerLoad(num_running=-1)}, "num_running"),
+        ({"load": WorkerLoad(decode_step_s=-0.1)}, "rate"),
+    ],
+)
+def test_values_that_make_no_sense_are_refused(change, field):
+    with pytest.raises(BadRowError, match=field):
+        decode_record(encode_record(msgspec.structs.replace(RECORD, **change)))
+
+
+@pytest.mark.parametrize("raw", [b"", b"{}", b"[]", b"\xff", b"[" * 5000, b"1" * 100_000, b'{"worker_id": 1}'])
+def test_junk_is_refused(raw):
+    with pytest.raises(BadRowError):
+        decode_record(raw)
+
+
+@given(st.binary(max_size=300))
+def test_no_bytes_do_worse_than_a_refusal(raw):
+    with pytest.raises(BadRowError):
+        decode_record(raw)
+
+
+@given(st.dictionaries(st.sampled_from([b"i", b"e", b"s", b"k", b"b", b"z"]), st.binary(max_size=40)))
+def test_no_event_does_worse_than_a_refusal(fields):
+    try:
+        event = decode_event(fields)
+    except BadRowError:
+        return
+    assert event.kind in ("stored", "evicted", "cleared")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{b"b": b"x" * 15}, {b"e": b"-1"}, {b"s": b"1" * 17}, {b"k": b"boom"}, {b"i": b"\xff"}, {b"b": b"x" * 16 * 9000}],
+)
+def test_broken_events_are_refused(change):
+    with pytest.raises(BadRowError):
+        decode_event(encode_event(EVENT) | change)

@@ -1,0 +1,145 @@
+import random
+
+import pytest
+
+from diptych.common.clock import FakeClock
+from diptych.common.errors import InvalidRequestError, ModelNotFoundError, PromptTooLongError
+from diptych.common.tokenizer import GenerationDefaults
+from diptych.router.intake import Intake, IntakeLimits
+from diptych.router.messages import GenerateSpec
+from diptych.rpc.v1 import router_pb2
+
+
+class Words:
+    """One token a word."""
+
+    vocab_size = 100
+    calls = 0
+
+    def encode(self, text, add_special_tokens=True, *, param="prompt"):
+        self.calls += 1
+        return [min(len(word), 99) for word in text.split()]
+
+    def encode_chat(self, messages, add_generation_prompt=True):
+        return self.encode(" ".join(message["content"] for message in messages))
+
+
+@pytest.fixture
+def words():
+    return Words()
+
+
+@pytest.fixture
+def intake(words):
+    limits = IntakeLimits(
+        model="tiny",
+        max_model_len=lambda: 20,
+        max_prompt_bytes=100,
+        local_prefill_max_tokens=64,
+        request_timeout_s=600.0,
+    )
+    intake = Intake(
+        words,
+        limits,
+        defaults=GenerationDefaults(temperature=0.6, top_k=40),
+        salt=lambda tenant: tenant.encode(),
+        clock=FakeClock(50.0),
+        rng=random.Random(7),
+    )
+    yield intake
+    intake.close()
+
+
+async def test_defaults_are_filled_in(intake):
+    request = await intake.prepare(GenerateSpec(prompt="a bb ccc", tenant="x"))
+    assert request.prompt_token_ids == (1, 2, 3)
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.max_tokens) == (0.6, 40, 1.0, 17)
+    assert request.cache_salt == b"x"
+    assert (request.arrived, request.deadline) == (50.0, 650.0)
+    assert request.local_prefill_max_tokens == 64
+    assert request.request_id.startswith("req-")
+    again = await intake.prepare(GenerateSpec(prompt="a"))
+    assert again.sampling.seed != sampling.seed
+
+
+async def test_what_is_given_wins(intake):
+    spec = GenerateSpec(
+        model="tiny",
+        token_ids=[5],
+        temperature=0,
+        top_k=0,
+        seed=3,
+        max_tokens=19,
+        timeout_s=2,
+        request_id="mine",
+        local_prefill_max_tokens=0,
+        failure_policy="recompute",
+        stop=["x"],
+        ignore_eos=True,
+        explain=True,
+    )
+    request = await intake.prepare(spec)
+    assert request.sampling.greedy
+    assert (request.sampling.top_k, request.sampling.seed, request.sampling.max_tokens) == (0, 3, 19)
+    assert (request.label, request.local_prefill_max_tokens, request.deadline) == ("mine", 0, 52.0)
+    assert request.failure_policy == router_pb2.FAILURE_POLICY_RECOMPUTE
+    assert (await intake.prepare(GenerateSpec(token_ids=[5], timeout_s=1e9))).deadline == 650.0
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "error"),
+    [
+        ({"prompt": "a", "model": "other"}, "model", ModelNotFoundError),
+        ({"prompt": "a", "model": 3}, "model", InvalidRequestError),
+        ({}, "prompt", InvalidRequestError),
+        ({"prompt": "a", "token_ids": [1]}, "prompt", InvalidRequestError),
+        ({"prompt": ""}, "prompt", InvalidRequestError),
+        ({"prompt": 5}, "prompt", InvalidRequestError),
+        ({"prompt": "x " * 20}, "prompt", PromptTooLongError),
+        ({"prompt": "x" * 101}, "prompt", PromptTooLongError),
+        ({"messages": [{"role": "user", "content": "x " * 20}]}, "messages", PromptTooLongError),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "x" * 101}]}]},
+            "messages",
+            PromptTooLongError,
+        ),
+        ({"messages": "hello"}, "messages", InvalidRequestError),
+        ({"token_ids": []}, "token_ids", InvalidRequestError),
+        ({"token_ids": "12"}, "token_ids", InvalidRequestError),
+        ({"token_ids": [100]}, "token_ids", InvalidRequestError),
+        ({"token_ids": [-1]}, "token_ids", InvalidRequestError),
+        ({"token_ids": [True]}, "token_ids", InvalidRequestError),
+        ({"token_ids": [1.0]}, "token_ids", InvalidRequestError),
+        ({"token_ids": [1] * 20}, "token_ids", PromptTooLongError),
+        ({"prompt": "a", "max_tokens": 20}, "max_tokens", InvalidRequestError),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens", InvalidRequestError),
+        ({"prompt": "a", "max_tokens": -1}, "max_tokens", InvalidRequestError),
+        ({"prompt": "a", "max_tokens": 2**63}, "max_tokens", InvalidRequestError),
+        ({"prompt": "a", "temperature": float("nan")}, "temperature", InvalidRequestError),
+        ({"prompt": "a", "temperature": "hot"}, "temperature", InvalidRequestError),
+        ({"prompt": "a", "top_p": 0}, "top_p", InvalidRequestError),
+        ({"prompt": "a", "stop": [""]}, "stop", InvalidRequestError),
+        ({"prompt": "a", "stop": ["\ud800"]}, "stop", InvalidRequestError),
+        ({"prompt": "a", "stop_token_ids": [100]}, "stop_token_ids", InvalidRequestError),
+        ({"prompt": "a", "request_id": "é"}, "request_id", InvalidRequestError),
+        ({"prompt": "a", "request_id": "x" * 129}, "request_id", InvalidRequestError),
+        ({"prompt": "a", "request_id": "a\nb"}, "request_id", InvalidRequestError),
+        ({"prompt": "a", "local_prefill_max_tokens": -1}, "local_prefill_max_tokens", InvalidRequestError),
+        ({"prompt": "a", "failure_policy": "pray"}, "failure_policy", InvalidRequestError),
+        ({"prompt": "a", "failure_policy": []}, "failure_policy", InvalidRequestError),
+        ({"prompt": "a", "timeout_s": 0}, "timeout_s", InvalidRequestError),
+        ({"prompt": "a", "timeout_s": float("inf")}, "timeout_s", InvalidRequestError),
+    ],
+)
+async def test_bad_input_names_the_parameter(intake, fields, param, error):
+    with pytest.raises(error) as caught:
+        await intake.prepare(GenerateSpec(**fields))
+    assert caught.value.param == param
+    assert type(caught.value) is error
+
+
+async def test_bad_numbers_are_refused_before_the_tokenizer_works(intake, words):
+    with pytest.raises(InvalidRequestError):
+        await intake.prepare(GenerateSpec(prompt="a b", temperature=-1))
+    assert words.calls == 0
