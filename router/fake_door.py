@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 
 from diptych.common.errors import DiptychError, InvalidRequestError, ModelNotFoundError
+from diptych.common.metrics import Metrics
 from diptych.common.sampling import FinishReason, check_sampling
 from diptych.router.messages import (
     Explanation,
@@ -42,6 +43,7 @@ class FakeDoor:
         self.refuse = refuse
         self.before_start = before_start
         self.specs: list[GenerateSpec] = []
+        self.metrics = Metrics()
         self.reasons: list[str] = []
         """Why `ready` says no; empty: it says yes."""
         self.running = 0

@@ -8,11 +8,11 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.openapi.utils import get_openapi
-from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, generate_latest
 from pydantic.json_schema import models_json_schema
 from starlette.responses import Response
 
 from diptych.common.errors import ModelNotFoundError
+from diptych.common.metrics import CONTENT_TYPE, Metrics
 from diptych.router import http_errors
 from diptych.router.faces import Door
 from diptych.router.http_answer import GenerationResponse
@@ -28,13 +28,13 @@ LABEL_HEADER = "x-request-id"
 MAX_LABEL_BYTES = 128
 
 
-def create_app(door: Door, *, registry: CollectorRegistry = REGISTRY) -> FastAPI:
-    """The ASGI application. `door` is the router's frontend; `registry` is what /metrics shows."""
+def create_app(door: Door, metrics: Metrics) -> FastAPI:
+    """The ASGI application. `door` is the router's frontend; `metrics` is what /metrics shows."""
     app = FastAPI(title="Diptych", version=package_version(), docs_url=None, redoc_url=None)
     http_errors.install(app)
     _add_generation(app, door)
     _add_models(app, door)
-    _add_operations(app, door, registry)
+    _add_operations(app, door, metrics)
     app.add_middleware(RequestIdMiddleware)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app
@@ -86,7 +86,7 @@ def _add_models(app: FastAPI, door: Door) -> None:
         raise ModelNotFoundError(f"model {name!r} is not served here", param="model")
 
 
-def _add_operations(app: FastAPI, door: Door, registry: CollectorRegistry) -> None:
+def _add_operations(app: FastAPI, door: Door, metrics: Metrics) -> None:
     @app.get("/health")
     @app.get("/live")
     async def live() -> Response:
@@ -100,8 +100,8 @@ def _add_operations(app: FastAPI, door: Door, registry: CollectorRegistry) -> No
         return json_response({"ready": is_ready, "reasons": reasons}, status, retry_headers(status, None))
 
     @app.get("/metrics")
-    async def metrics() -> Response:
-        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+    async def show_metrics() -> Response:
+        return Response(metrics.expose(), media_type=CONTENT_TYPE)
 
     @app.get("/version")
     async def show_version() -> Response:

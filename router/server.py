@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 
 import grpc
+import structlog
 import uvicorn
 import uvloop
-from prometheus_client import REGISTRY, CollectorRegistry
 
 from diptych.common.errors import ConfigError
+from diptych.common.logging import setup_logging
+from diptych.common.metrics import Metrics
 from diptych.router.config import RouterConfig
 from diptych.router.faces import Door
 from diptych.router.frontend import Frontend
@@ -33,7 +34,7 @@ CLOSE_S = 2.0
 HEALTH_INTERVAL_S = 0.25
 MAX_HEADER_BYTES = 32 * 1024
 
-_log = logging.getLogger(__name__)
+log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,45 +50,63 @@ def run_router(config: RouterConfig) -> int:
 
     Raises: ConfigError when a port is taken or the model cannot be read.
     """
+    setup_logging(role="router")
     code: int = uvloop.run(_run(config))
     return code
 
 
 async def _run(config: RouterConfig) -> int:
-    stop = asyncio.Event()
+    stop, hurry = asyncio.Event(), asyncio.Event()
     received: list[int] = []
     loop = asyncio.get_running_loop()
 
     def on_signal(number: int) -> None:
+        (hurry if received else stop).set()
         received.append(number)
-        stop.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, number)
 
     def announce(addresses: RouterAddresses) -> None:
-        _log.info("router serves HTTP on %s and gRPC on %s", addresses.http, addresses.grpc)
+        log.info("router serves", http=addresses.http, grpc=addresses.grpc)
 
-    await serve(config, stop, on_started=announce)
-    return 128 + received[0] if received else 0
+    await serve(config, stop, hurry, on_started=announce)
+    log.info("router stopped")
+    return 128 + received[0]
 
 
 async def serve(
-    config: RouterConfig, stop: asyncio.Event, *, on_started: Callable[[RouterAddresses], None] = lambda _: None
+    config: RouterConfig,
+    stop: asyncio.Event,
+    hurry: asyncio.Event,
+    *,
+    on_started: Callable[[RouterAddresses], None] = lambda _: None,
 ) -> None:
-    """Run frontend and faces until `stop` is set, then drain."""
+    """Run frontend and faces until `stop` is set, then drain; `hurry` cuts the draining short.
+
+    Raises: ConfigError; whatever ended one of the servers before `stop`.
+    """
     faces = Faces(config.host, config.http_port, config.grpc_port)
     frontend = Frontend(config)
     try:
         await frontend.start()
-        on_started(await faces.start(frontend, registry=frontend.metrics.registry))
+        on_started(await faces.start(frontend, frontend.metrics))
         await faces.until(stop)
     finally:
-        stopping = asyncio.create_task(faces.stop(DRAIN_S + CLOSE_S))
-        await asyncio.wait({stopping}, timeout=DRAIN_S)
-        # What still runs ends with a typed error, which the faces have CLOSE_S to deliver: an answer is never just cut.
-        await frontend.close()
-        await stopping
+        await drain(faces, frontend.close, hurry)
+
+
+async def drain(
+    faces: Faces, close: Callable[[], Awaitable[None]], hurry: asyncio.Event, drain_s: float = DRAIN_S
+) -> None:
+    """Let running requests end for `drain_s` seconds. What still runs then ends with a typed error (that is what closing the
+    frontend does), which the faces have CLOSE_S to deliver: an answer is never just cut."""
+    stopping = asyncio.create_task(faces.stop(drain_s + CLOSE_S))
+    hurrying = asyncio.create_task(hurry.wait())
+    await asyncio.wait({stopping, hurrying}, timeout=drain_s, return_when=asyncio.FIRST_COMPLETED)
+    hurrying.cancel()
+    await close()
+    await stopping
 
 
 class Faces:
@@ -109,14 +128,14 @@ class Faces:
         self._http: _HttpServer | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def start(self, door: Door, *, registry: CollectorRegistry = REGISTRY) -> RouterAddresses:
-        """Open both doors; health follows `door.ready()`, /metrics shows `registry`."""
+    async def start(self, door: Door, metrics: Metrics) -> RouterAddresses:
+        """Open both doors; health follows `door.ready()`, /metrics shows `metrics`."""
         self._grpc.add_generic_rpc_handlers((RouterService(door).handler(),))
         await self._health.install(self._grpc)
         await self._grpc.start()
         self._http = _HttpServer(
             uvicorn.Config(
-                create_app(door, registry=registry),
+                create_app(door, metrics),
                 loop="none",
                 lifespan="off",
                 ws="none",

@@ -54,7 +54,7 @@ async def serving(door: FakeDoor) -> AsyncIterator[str]:
     """The gRPC address of a router whose frontend is `door`."""
     faces = Faces("127.0.0.1", 0, 0)
     try:
-        yield (await faces.start(door)).grpc
+        yield (await faces.start(door, door.metrics)).grpc
     finally:
         await faces.stop(1.0)
 

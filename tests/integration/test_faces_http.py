@@ -30,7 +30,7 @@ async def serving(door: FakeDoor) -> AsyncIterator[str]:
     """The base URL of a router whose frontend is `door`."""
     faces = Faces("127.0.0.1", 0, 0)
     try:
-        addresses = await faces.start(door)
+        addresses = await faces.start(door, door.metrics)
         yield f"http://{addresses.http}"
     finally:
         await faces.stop(1.0)
@@ -329,7 +329,8 @@ async def test_health_readiness_metrics_version() -> None:
         not_ready = await client.get("/ready")
         assert (not_ready.status_code, not_ready.json()["reasons"]) == (503, ["no decode worker"])
         assert (await client.get("/health")).status_code == 200
-        assert "# HELP" in (await client.get("/metrics")).text
+        door.metrics.counter("things", "Things").inc(2)
+        assert "diptych_things_total 2.0" in (await client.get("/metrics")).text
         assert (await client.get("/version")).json()["version"]
         schema = (await client.get("/openapi.json")).json()
         assert "ChatCompletionRequest" in schema["components"]["schemas"]
