@@ -1,0 +1,125 @@
+"""The ASGI exchange without a server: pings, stuck clients, status before the first byte."""
+
+# ruff: noqa: ASYNC110 - the fake has no event for what is waited for
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from diptych.common.errors import NoWorkerError
+from diptych.router.fake_door import FakeDoor, Step, hello_script
+from diptych.router.http_answer import GenerationResponse
+from diptych.router.messages import TokenEvent
+from diptych.router.openai_fields import UnknownFields, refuse_unbuilt
+from diptych.router.openai_requests import chat_call
+
+SCOPE: dict[str, Any] = {"type": "http", "method": "POST", "headers": []}
+
+
+class Connection:
+    """ASGI's receive and send; `stuck` makes send wait for ever after so many messages."""
+
+    def __init__(self, stuck_after: int | None = None) -> None:
+        self.sent: list[dict[str, Any]] = []
+        self.gone = asyncio.Event()
+        self._stuck_after = stuck_after
+
+    async def receive(self) -> dict[str, Any]:
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Any) -> None:
+        self.sent.append(message)
+        if self._stuck_after is not None and len(self.sent) > self._stuck_after:
+            await asyncio.Event().wait()
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(message.get("body", b"") for message in self.sent)
+
+
+def make_response(door: FakeDoor, *, stream: bool = True, **settings: Any) -> GenerationResponse:
+    body = {"messages": [{"role": "user", "content": "a"}], "stream": stream}
+    return GenerationResponse(door, chat_call(body, label="", explain=False, unknown=UnknownFields()), **settings)
+
+
+async def test_silence_is_filled_with_pings() -> None:
+    gate = asyncio.Event()
+    script: list[Step] = [TokenEvent(0, (1,), "a"), gate, *hello_script()[-1:]]
+    connection = Connection()
+    answer = asyncio.create_task(
+        make_response(FakeDoor(script), ping_s=0.003)(SCOPE, connection.receive, connection.send)
+    )
+    async with asyncio.timeout(5):
+        while connection.body.count(b": ping\n\n") < 3:
+            await asyncio.sleep(0)
+    gate.set()
+    await answer
+    assert connection.body.endswith(b"data: [DONE]\n\n")
+    assert [message.get("more_body") for message in connection.sent[-2:]] == [True, False]
+
+
+async def test_no_ping_before_the_answer_began() -> None:
+    gate = asyncio.Event()
+    connection = Connection()
+    door = FakeDoor(hello_script(), before_start=[gate])
+    answer = asyncio.create_task(make_response(door, ping_s=0.001)(SCOPE, connection.receive, connection.send))
+    async with asyncio.timeout(5):
+        while not door.running:
+            await asyncio.sleep(0)
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert connection.sent == []
+    gate.set()
+    await answer
+    assert connection.sent[0]["status"] == 200
+
+
+async def test_a_client_that_takes_nothing_is_given_up() -> None:
+    door = FakeDoor([TokenEvent(0, (1,), "a"), None])
+    connection = Connection(stuck_after=2)
+    async with asyncio.timeout(5):
+        await make_response(door, ping_s=0.003, send_timeout_s=0.01)(SCOPE, connection.receive, connection.send)
+    assert (door.running, door.cancelled) == (0, 1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_ends_the_request(stream: bool) -> None:
+    door = FakeDoor([None])
+    connection = Connection()
+    answer = asyncio.create_task(make_response(door, stream=stream)(SCOPE, connection.receive, connection.send))
+    async with asyncio.timeout(5):
+        while not door.running:
+            await asyncio.sleep(0)
+        connection.gone.set()
+        await answer
+    assert (door.running, door.cancelled) == (0, 1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_failure_before_the_start_has_its_own_status(stream: bool) -> None:
+    connection = Connection()
+    door = FakeDoor([], before_start=[NoWorkerError("nobody", retry_after_s=0.2)])
+    await make_response(door, stream=stream)(SCOPE, connection.receive, connection.send)
+    start = connection.sent[0]
+    headers = dict(start["headers"])
+    assert (start["status"], headers[b"retry-after"], headers[b"retry-after-ms"]) == (503, b"1", b"200")
+    assert headers[b"x-request-id"] == b"req-fake"
+
+
+def test_true_is_not_one_and_false_is_not_zero() -> None:
+    refuse_unbuilt(
+        {"n": 1, "logprobs": False, "top_logprobs": 0}, {"n": (1,), "logprobs": (False,), "top_logprobs": (0,)}
+    )
+    for body in ({"n": True}, {"n": False}, {"n": "1"}, {"n": [1]}):
+        with pytest.raises(Exception, match="n is not supported"):
+            refuse_unbuilt(body, {"n": (1,)})
+
+
+def test_unknown_names_are_remembered_within_bounds(caplog: pytest.LogCaptureFixture) -> None:
+    unknown = UnknownFields(limit=2)
+    unknown.note(["a", "b", "a", "c", "\n" * 100])
+    assert len(caplog.records) == 2
