@@ -1,0 +1,155 @@
+"""Tiny random models of every architecture, written by transformers, and a driver that runs the runner by hand."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from diptych.common.paths import cache_dir
+from diptych.common.sampling import SamplingParams
+from diptych.engine.exec.model_runner import TorchModelRunner
+from diptych.engine.messages import ScheduledSeq
+
+GREEDY = SamplingParams(max_tokens=64, temperature=0.0)
+BASE = {
+    "vocab_size": 320,
+    "hidden_size": 96,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "eos_token_id": 2,
+    "initializer_range": 0.2,
+}
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+VARIANTS: dict[str, tuple[str, dict]] = {
+    "llama": ("LlamaForCausalLM", {}),
+    "llama-tied": ("LlamaForCausalLM", {"tie_word_embeddings": True, "head_dim": 24}),
+    "llama-bias": ("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 6}),
+    "llama-llama3": ("LlamaForCausalLM", {"rope_parameters": LLAMA3}),
+    "llama-linear": (
+        "LlamaForCausalLM", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 2.0}},
+    ),
+    "mistral": ("MistralForCausalLM", {"sliding_window": None}),
+    "mistral-window": ("MistralForCausalLM", {"sliding_window": 11}),
+    "qwen2": ("Qwen2ForCausalLM", {"tie_word_embeddings": True}),
+    "qwen2-window": ("Qwen2ForCausalLM", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
+    "qwen3": ("Qwen3ForCausalLM", {"head_dim": 32}),
+    "qwen3-one-kv-head": ("Qwen3ForCausalLM", {"head_dim": 16, "num_key_value_heads": 1, "attention_bias": True}),
+}  # fmt: skip
+
+
+def tiny_model_dir(
+    folder: Path, architecture: str, *, seed: int = 0, shard: str | None = None, **overrides: object
+) -> Path:
+    """Write a random model of `architecture` into `folder`; biases and norms are random too."""
+    model_class = getattr(transformers, architecture)
+    config = model_class.config_class(**{**BASE, **overrides})
+    torch.manual_seed(seed)
+    model = model_class(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(0, 0.5)
+            elif "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+    model.save_pretrained(folder, **({"max_shard_size": shard} if shard else {}))
+    return folder
+
+
+@dataclass
+class Driver:
+    """One runner, block tables dealt out at random from the pool."""
+
+    runner: TorchModelRunner
+    rng: random.Random = field(default_factory=lambda: random.Random(7))
+
+    def __post_init__(self) -> None:
+        self.free = list(range(self.runner.num_blocks))
+        self.rng.shuffle(self.free)
+
+    def table(self, num_tokens: int) -> list[int]:
+        return [self.free.pop() for _ in range(-(-num_tokens // self.runner.block_size))]
+
+    def seq(self, tokens, start, table, *, sample=True, sampling=GREEDY, index=0) -> ScheduledSeq:
+        return ScheduledSeq(f"att-{table[0]}", list(tokens), start, table, sample, sampling, index)
+
+    def prefill(self, prompt, table, *, chunk: int, sampling=GREEDY) -> int:
+        token = None
+        for start in range(0, len(prompt), chunk):
+            end = min(len(prompt), start + chunk)
+            step = self.seq(prompt[start:end], start, table, sample=end == len(prompt), sampling=sampling)
+            [token] = self.runner.execute([step]).token_ids
+        return token
+
+    def generate(self, prompts, count: int, *, chunk: int = 1000, sampling=GREEDY) -> list[list[int]]:
+        """All prompts decode together; their prefills ran one by one."""
+        tables = [self.table(len(p) + count) for p in prompts]
+        outputs = [[self.prefill(p, t, chunk=chunk, sampling=sampling)] for p, t in zip(prompts, tables, strict=True)]
+        for index in range(1, count):
+            batch = [
+                self.seq([out[-1]], len(p) + index - 1, table, sampling=sampling, index=index)
+                for p, out, table in zip(prompts, outputs, tables, strict=True)
+            ]
+            for out, token in zip(outputs, self.runner.execute(batch).token_ids, strict=True):
+                out.append(token)
+        return outputs
+
+
+@pytest.fixture(scope="session", params=sorted(VARIANTS))
+def variant(request, tmp_path_factory):
+    """(folder, transformers model) of each variant."""
+    torch.set_num_threads(1)
+    architecture, overrides = VARIANTS[request.param]
+    folder = tiny_model_dir(tmp_path_factory.mktemp(request.param), architecture, **overrides)
+    model = getattr(transformers, architecture).from_pretrained(folder, dtype=torch.float32).eval()
+    return folder, model
+
+
+@pytest.fixture(scope="session")
+def tiny_dir(tmp_path_factory) -> Path:
+    return tiny_model_dir(tmp_path_factory.mktemp("tiny"), "LlamaForCausalLM")
+
+
+@pytest.fixture
+def tiny(tiny_dir) -> Driver:
+    return Driver(TorchModelRunner.load(tiny_dir, num_blocks=64, block_size=8, num_threads=1))
+
+
+@pytest.fixture
+def driver_of():
+    """driver_of(folder, **load arguments) -> Driver."""
+
+    def make(folder, *, num_blocks=96, block_size=8, **kwargs):
+        return Driver(
+            TorchModelRunner.load(folder, num_blocks=num_blocks, block_size=block_size, num_threads=1, **kwargs)
+        )
+
+    return make
+
+
+@pytest.fixture
+def model_dir_of(tmp_path):
+    """model_dir_of(architecture, **config) -> folder of a random model."""
+
+    def make(architecture, **overrides):
+        return tiny_model_dir(tmp_path / "model", architecture, **overrides)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def real_model_dir() -> Path:
+    folder = cache_dir() / "models" / "SmolLM2-135M-Instruct"
+    if not (folder / "config.json").exists():
+        pytest.skip(f"the real model is not in {folder}: `make model` puts it there")
+    return folder

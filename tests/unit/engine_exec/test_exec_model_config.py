@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import pytest
+
+from diptych.common.errors import ConfigError
+from diptych.engine.exec.model_config import eos_token_ids, parse_config
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 512,
+    "rope_theta": 10000.0,
+}
+
+
+def config(**changes):
+    return parse_config({**LLAMA, **changes})
+
+
+def test_llama():
+    c = config()
+    assert (c.head_dim, c.num_kv_heads, c.q_size, c.kv_size) == (8, 2, 64, 16)
+    assert (c.qkv_bias, c.o_bias, c.mlp_bias, c.qk_norm, c.tie_embeddings) == (False,) * 5
+    assert c.sliding_windows == (None,) * 4
+
+
+def test_theta_in_both_spellings():
+    assert config(rope_theta=5e5).rope.theta == 5e5
+    assert config(rope_parameters={"rope_type": "default", "rope_theta": 7e4}).rope.theta == 7e4
+    old = config(rope_theta=9e4, rope_scaling={"type": "linear", "factor": 4.0}).rope
+    assert (old.kind, old.theta, old.factor) == ("linear", 9e4, 4.0)
+    new = config(
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 5e5,
+            "factor": 8,
+            "low_freq_factor": 1,
+            "high_freq_factor": 4,
+        }
+    ).rope
+    assert (new.kind, new.factor, new.original_max_position) == ("llama3", 8.0, 512)
+
+
+def test_families():
+    qwen2 = config(architectures=["Qwen2ForCausalLM"], attention_bias=False)
+    assert qwen2.qkv_bias
+    assert not qwen2.o_bias
+    qwen3 = config(architectures=["Qwen3ForCausalLM"])
+    assert qwen3.qk_norm
+    assert qwen3.head_dim == 128
+    assert config(architectures=["MistralForCausalLM"]).sliding_windows == (4096,) * 4
+    assert config(architectures=["MistralForCausalLM"], sliding_window=None).sliding_windows == (None,) * 4
+    windowed = config(
+        architectures=["Qwen2ForCausalLM"], use_sliding_window=True, sliding_window=16, max_window_layers=3
+    )
+    assert windowed.sliding_windows == (None, None, None, 16)
+
+
+@pytest.mark.parametrize(
+    ("field", "changes"),
+    [
+        ("architectures", {"architectures": ["GPT2LMHeadModel"]}),
+        ("architectures", {"architectures": None}),
+        ("hidden_act", {"hidden_act": "gelu"}),
+        ("quantization_config", {"quantization_config": {"quant_method": "awq"}}),
+        ("rope_scaling.rope_type", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}),
+        ("factor", {"rope_scaling": {"rope_type": "linear"}}),
+        ("partial_rotary_factor", {"partial_rotary_factor": 0.5}),
+        ("num_key_value_heads", {"num_key_value_heads": 3}),
+        ("hidden_size", {"hidden_size": None}),
+        ("vocab_size", {"vocab_size": "many"}),
+        ("tie_word_embeddings", {"tie_word_embeddings": "yes"}),
+        ("head_dim", {"head_dim": 7}),
+        ("layer_types", {
+            "architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True, "layer_types": ["chunked_attention"] * 4,
+        }),
+    ],
+)  # fmt: skip
+def test_what_is_not_built_is_refused_by_name(field, changes):
+    with pytest.raises(ConfigError) as error:
+        config(**changes)
+    assert error.value.field == field
+
+
+def test_eos():
+    assert eos_token_ids({**LLAMA, "eos_token_id": 2}, None) == (2,)
+    assert eos_token_ids({**LLAMA, "eos_token_id": 2}, {"eos_token_id": [3, 4]}) == (3, 4)
+    assert eos_token_ids(LLAMA, {}) == ()
+    with pytest.raises(ConfigError, match="eos_token_id"):
+        eos_token_ids({**LLAMA, "eos_token_id": 100}, None)
