@@ -44,7 +44,7 @@ def test_a_draw_depends_on_seed_and_index_only():
     crowd = torch.cat([logits_of(5, seed=1), logits, logits_of(2, seed=2)])
     others = [draw(0, seed=1, top_k=3), draw(1, temperature=0.0), *[draw(2, seed=s, top_p=0.5) for s in range(3)]]
     assert sample(crowd, [*others, draw(4, seed=9), draw(), draw()])[0][5] == alone
-    tokens = {sample(logits, [draw(i, seed=s)])[0][0] for i in range(20) for s in range(5)}
+    tokens = {sample(logits / 3, [draw(i, seed=s)])[0][0] for i in range(20) for s in range(5)}
     assert len(tokens) > 20
 
 
@@ -57,12 +57,13 @@ def test_keys_use_all_64_bits_of_the_seed():
 def test_hash_values_are_pinned():
     """Other devices and later versions must draw the same numbers; a change needs a new SAMPLER_VERSION."""
     bits = (uniforms([draw_key(42, 0, 7)], 4, CPU) * (1 << 23)).int().tolist()
-    assert bits == [[0, 0, 0, 0]]
+    assert bits == [[882174, 1547618, 4549945, 7860703]]
 
 
 def test_uniforms_are_uniform_and_independent():
     u = uniforms([draw_key(s, 0, i) for s in range(8) for i in range(8)], 4096, CPU)
-    assert u.min() > 0.0 and u.max() < 1.0
+    assert u.min() > 0.0
+    assert u.max() < 1.0
     flat = u.flatten()
     counts = torch.histc(flat, 64, 0.0, 1.0)
     expected = flat.numel() / 64
