@@ -51,10 +51,10 @@ def rich_model(make_model: MakeModel) -> Path:
 
 @pytest.mark.parametrize("which", ["byte_level_model", "rich_model"])
 def test_chat_ids_equal_those_of_transformers(request: pytest.FixtureRequest, which: str) -> None:
-    from transformers import AutoTokenizer
+    from transformers import PreTrainedTokenizerFast
 
     folder = request.getfixturevalue(which)
-    theirs, ours = AutoTokenizer.from_pretrained(folder), ModelTokenizer(folder)
+    theirs, ours = PreTrainedTokenizerFast.from_pretrained(folder), ModelTokenizer(folder)
     for messages in CONVERSATIONS:
         for prompt in (True, False):
             text = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
