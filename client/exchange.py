@@ -32,7 +32,7 @@ class RetryPolicy:
     budget_s: float = 5.0
 
     def pause_s(self, tries: int, advice_s: float | None, rng: Random) -> float:
-        pause = min(self.max_pause_s, self.base_s * 2 ** (tries - 1)) * rng.uniform(0.5, 1.0)
+        pause: float = min(self.max_pause_s, self.base_s * 2 ** (tries - 1)) * rng.uniform(0.5, 1.0)
         return max(pause, advice_s or 0.0)
 
 

@@ -27,19 +27,21 @@ def options() -> list[tuple[str, int]]:
 
 def generate_method(channel: Any) -> Callable[..., Any]:
     """The call of a sync or an aio channel; it is opened by `method(request, timeout=...)`."""
-    return channel.unary_stream(
+    method: Callable[..., Any] = channel.unary_stream(
         SERVICE + "Generate",
         request_serializer=router_pb2.GenerateRequest.SerializeToString,
         response_deserializer=router_pb2.GenerateResponse.FromString,
     )
+    return method
 
 
 def list_models_method(channel: Any) -> Callable[..., Any]:
-    return channel.unary_unary(
+    method: Callable[..., Any] = channel.unary_unary(
         SERVICE + "ListModels",
         request_serializer=router_pb2.ListModelsRequest.SerializeToString,
         response_deserializer=router_pb2.ListModelsResponse.FromString,
     )
+    return method
 
 
 def typed(error: grpc.RpcError, address: str) -> DiptychError:

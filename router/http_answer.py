@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from diptych.common.errors import DiptychError, InternalError, InvalidRequestError
+from diptych.common.errors import DiptychError, InternalError
 from diptych.router.faces import Door, accepted
 from diptych.router.http_errors import error_body, error_response, json_response
 from diptych.router.messages import FinishedEvent, GenerateEvent, TokenEvent
@@ -121,8 +121,10 @@ class GenerationResponse(Response):
         self._writing_since = None
 
     async def _fail(self, error: DiptychError, request_id: str, scope: Scope, receive: Receive, send: Send) -> None:
-        if isinstance(error, InvalidRequestError) and error.param is not None:
-            error.param = self._call.renamed.get(error.param, error.param)
+        name = self._call.renamed.get(error.param or "")
+        if name is not None and error.param is not None:
+            error.message = error.message.replace(error.param, name, 1)
+            error.param = name
         if self._streaming:
             await self._write(sse(error_body(error)), send, last=True)
         else:

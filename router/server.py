@@ -140,6 +140,7 @@ class Faces:
                 lifespan="off",
                 ws="none",
                 log_config=None,
+                log_level="warning",
                 access_log=False,
                 server_header=False,
                 h11_max_incomplete_event_size=MAX_HEADER_BYTES,
