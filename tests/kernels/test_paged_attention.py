@@ -40,6 +40,7 @@ def make_pool(kv_heads, head_dim, block_size, num_blocks=40, seed=0):
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "block_size"), SHAPES)
 @pytest.mark.parametrize("window", [None, 1, 6])
 def test_paged_decode(heads, kv_heads, head_dim, block_size, window):
+    torch.manual_seed(5)
     pool = make_pool(kv_heads, head_dim, block_size)
     lens = [max(1, block_size * 3 - 1), block_size * 2, 1]
     tables = [[31, 2, 17], [5, 39], [0]]
@@ -51,27 +52,28 @@ def test_paged_decode(heads, kv_heads, head_dim, block_size, window):
         got = paged_decode(q, layer_rows(pool, layer), block_rows(padded, NUM_LAYERS), mask, kv_heads, scale, Scratch())
         for i, (table, length) in enumerate(zip(tables, lens, strict=True)):
             expected = paged_attention_ref(q[i : i + 1], pool, layer, table, length - 1, scale=scale, window=window)
-            torch.testing.assert_close(got[i].double(), expected[0], atol=2e-6, rtol=1e-5)
+            torch.testing.assert_close(got[i].double(), expected[0], atol=4e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "block_size"), SHAPES)
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("start", [0, 3, 8])
 def test_chunk(heads, kv_heads, head_dim, block_size, window, start):
+    torch.manual_seed(5)
     pool = make_pool(kv_heads, head_dim, block_size)
     count = 9
     table = torch.randperm(40, generator=torch.Generator().manual_seed(1))[: math.ceil((start + count) / block_size)]
     q = torch.randn(count, heads, head_dim)
-    scale, scratch = 0.3, Scratch()
+    scale, scratch = head_dim**-0.5, Scratch()
     for layer in range(NUM_LAYERS):
         rows = block_rows(table, NUM_LAYERS)
         k, v = gather_kv(layer_rows(pool, layer), rows, start + count, kv_heads, head_dim, scratch)
         mask = chunk_mask(start, count, window, torch.float32, q.device)
         got = chunk_attention(q, k, v, mask, scale)
         expected = paged_attention_ref(q, pool, layer, table.tolist(), start, scale=scale, window=window)
-        torch.testing.assert_close(got.double(), expected, atol=2e-6, rtol=1e-5)
+        torch.testing.assert_close(got.double(), expected, atol=4e-6, rtol=1e-5)
         if start == 0 and window is None:
-            torch.testing.assert_close(chunk_attention(q, k, v, None, scale), got, atol=2e-6, rtol=1e-5)
+            torch.testing.assert_close(chunk_attention(q, k, v, None, scale), got, atol=4e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "block_size"), SHAPES)
