@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -56,6 +57,7 @@ class ReadSide:
         self._on_delivered = on_delivered
         self._on_failed = on_failed
         self._wanted: dict[int, _Wanted] = {}
+        self._events: deque[rd.Event] = deque()
         self.bytes_per_s = bytes_per_s
         self.bytes_sent = 0
         self.bytes_received = 0
@@ -160,19 +162,30 @@ class ReadSide:
             self._feed(rd.Received(read_id, error), now)
 
     def _feed(self, event: rd.Event, now: float) -> None:
-        for action in self._ledger.on_event(event, now):
-            match action:
-                case rd.StartRead(read_id, slab):
-                    self._start(read_id, slab, now)
-                case rd.Deliver(read_id, slab):
-                    self._on_delivered(read_id, slab)
-                case rd.FailRead(read_id, error):
-                    self._on_failed(read_id, error)
-                case rd.Acknowledge(read_id):
-                    wanted = self._wanted[read_id]
-                    self._transport.notify(wanted.key, handles.encode(wanted.handle))
-                case rd.Forget(read_id):
-                    self._wanted.pop(read_id, None)
-                case DropPeer(peer, why):
-                    log.warning("closing the endpoint to %s: %s", peer, why)
-                    self._transport.drop(peer, why)
+        """Events that an action causes wait for their turn: a lost peer with many waiting reads must not recurse."""
+        self._events.append(event)
+        if len(self._events) > 1:
+            return
+        while self._events:
+            try:
+                for action in self._ledger.on_event(self._events[0], now):
+                    self._do(action, now)
+            finally:
+                self._events.popleft()
+
+    def _do(self, action: rd.Action, now: float) -> None:
+        match action:
+            case rd.StartRead(read_id, slab):
+                self._start(read_id, slab, now)
+            case rd.Deliver(read_id, slab):
+                self._on_delivered(read_id, slab)
+            case rd.FailRead(read_id, error):
+                self._on_failed(read_id, error)
+            case rd.Acknowledge(read_id):
+                wanted = self._wanted[read_id]
+                self._transport.notify(wanted.key, handles.encode(wanted.handle))
+            case rd.Forget(read_id):
+                self._wanted.pop(read_id, None)
+            case DropPeer(peer, why):
+                log.warning("closing the endpoint to %s: %s", peer, why)
+                self._transport.drop(peer, why)

@@ -156,3 +156,15 @@ def test_a_read_right_after_the_loss_does_not_die_of_the_old_news(pair):
     assert pair.payload(3) == b"\3" * 1000
     pair.d.finish(3, pair.clock.now())
     pair.step()
+
+
+def test_a_thousand_waiting_reads_of_a_lost_peer_all_fail(pair):
+    pair.p_wire.hold("request")
+    named = pair.publish()
+    for read_id in range(1, 1001):
+        pair.want(read_id, named)
+    pair.step()
+    pair.p_wire.close()
+    pair.step()
+    assert len(pair.failed) == 1000
+    assert pair.d.counts().free == 3

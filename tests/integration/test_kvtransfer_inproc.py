@@ -1,0 +1,164 @@
+"""Two Transfers of one process with real transfer threads: the doors as prefill and decode use them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+import xxhash
+
+from diptych.common.errors import InternalError, StaleReferenceError, TransferError
+from diptych.engine.messages import RangePacked, SlabGrant
+from diptych.kvtransfer.api import PeerRef, Transfer
+from diptych.kvtransfer.build import build_transfer
+from diptych.kvtransfer.config import TransferConfig
+from diptych.kvtransfer.faults import FaultSpec
+from diptych.kvtransfer.handle import SlabHandle
+
+
+class Desk:
+    """A prefill and a decode Transfer, and the step thread's grants."""
+
+    def __init__(self, faults: FaultSpec | None = None, verify_checksum: bool = True, **options: object) -> None:
+        loop = asyncio.get_running_loop()
+        base = {"transport": "inproc", "slab_bytes": 8192, "num_slabs": 3, "lease_s": 5.0, **options}
+
+        def build(worker_id: str, role: str, **more: object) -> Transfer:
+            config = TransferConfig(**base, **more)  # type: ignore[arg-type]
+            return build_transfer(config, worker_id=worker_id, incarnation="i", role=role, layout_hash=7, loop=loop)
+
+        self.p = build("p0", "prefill")
+        self.d = build("d0", "decode", faults=faults or FaultSpec(), verify_checksum=verify_checksum)
+        self.ref = PeerRef("p0", "i", self.p.address)
+        self.grants: asyncio.Queue[SlabGrant] = asyncio.Queue()
+        self.settled: list[tuple[str, int]] = []
+        self.p.start(
+            lambda grants: [loop.call_soon_threadsafe(self.grants.put_nowait, g) for g in grants] and None,
+            lambda attempt, slab: self.settled.append((attempt, slab)),
+        )
+
+    async def publish(self, fill: int = 1, size: int = 5000, attempt: str = "att") -> SlabHandle:
+        grant = await asyncio.wait_for(self.grants.get(), 3)
+        grant.payload[:size] = bytes([fill]) * size
+        digest = xxhash.xxh3_64_intdigest(grant.payload[:size])
+        return self.p.publish("d0", RangePacked(attempt, grant.slab, grant.generation, 0, 16, size, digest))
+
+    async def all_free(self) -> None:
+        async with asyncio.timeout(3):
+            while True:
+                audits = [await side.audit(full=True) for side in (self.p, self.d)]
+                assert not any(audit.violations for audit in audits)
+                if all(audit.slabs.free == audit.slabs.total for audit in audits):
+                    return
+                await asyncio.sleep(0.005)
+
+
+@pytest.fixture
+async def desk() -> AsyncIterator[Desk]:
+    made = Desk()
+    yield made
+    await made.all_free()
+    await made.d.close()
+    await made.p.close()
+
+
+async def test_many_slabs_at_once_wait_for_their_turn(desk):
+    async def one(fill: int) -> None:
+        received = await desk.d.read(desk.ref, await desk.publish(fill), deadline_s=5)
+        assert bytes(received.payload) == bytes([fill]) * 5000
+        desk.d.finish(received)
+
+    await asyncio.gather(*(one(fill) for fill in range(40)))
+    await desk.all_free()
+    assert len(desk.settled) == 40
+
+
+async def test_finish_twice_is_once(desk):
+    received = await desk.d.read(desk.ref, await desk.publish(), deadline_s=5)
+    desk.d.finish(received)
+    again = await desk.d.read(desk.ref, await desk.publish(2), deadline_s=5)
+    desk.d.finish(received)
+    assert bytes(again.payload) == b"\2" * 5000
+    assert (await desk.d.audit()).slabs.settled == 1
+    desk.d.finish(again)
+
+
+async def test_a_cancelled_read_leaves_nothing(desk):
+    desk.d._transport.hold("receive")
+    task = asyncio.create_task(desk.d.read(desk.ref, await desk.publish(), deadline_s=5))
+    await asyncio.sleep(0.05)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert (await desk.d.audit()).slabs.quarantined == 1
+    desk.d._transport.release("receive")
+
+
+async def test_a_deadline_holds_while_the_answer_is_held(desk):
+    desk.d._transport.hold("receive")
+    with pytest.raises(TransferError, match="deadline"):
+        await desk.d.read(desk.ref, await desk.publish(), deadline_s=0.1)
+    desk.d._transport.release("receive")
+
+
+async def test_publish_of_what_is_not_granted(desk):
+    handle = await desk.publish()
+    with pytest.raises(StaleReferenceError):
+        desk.p.publish("d0", RangePacked("att", handle.slab, handle.generation, 0, 16, 100, 5))
+    grant = await desk.grants.get()
+    with pytest.raises(TransferError, match="fit"):
+        desk.p.publish("d0", RangePacked("att", grant.slab, grant.generation, 0, 16, 8192, 5))
+    desk.p.return_grant(grant.slab)
+    desk.p.return_grant(grant.slab)
+    desk.p.release("att")
+    desk.p.release("att")
+    with pytest.raises(StaleReferenceError):
+        await desk.d.read(desk.ref, handle, deadline_s=5)
+
+
+async def test_each_role_has_its_door(desk):
+    with pytest.raises(InternalError):
+        desk.d.release("att")
+    with pytest.raises(InternalError):
+        await desk.p.read(desk.ref, None, deadline_s=1)
+
+
+async def test_close_fails_what_waits_and_is_idempotent():
+    desk = Desk()
+    desk.d._transport.hold("receive")
+    task = asyncio.create_task(desk.d.read(desk.ref, await desk.publish(), deadline_s=5))
+    await asyncio.sleep(0.05)
+    await desk.d.close()
+    await desk.d.close()
+    with pytest.raises(TransferError, match="clos"):
+        await task
+    with pytest.raises(TransferError, match="closed"):
+        await desk.d.read(desk.ref, await desk.publish(), deadline_s=5)
+    await desk.p.close()
+
+
+@pytest.mark.parametrize("verify", [True, False])
+async def test_corruption_from_start_up_is_caught_unless_the_check_is_off(verify):
+    desk = Desk(faults=FaultSpec(corrupt_every=1), verify_checksum=verify)
+    handle = await desk.publish()
+    if verify:
+        with pytest.raises(TransferError, match="checksum"):
+            await desk.d.read(desk.ref, handle, deadline_s=5)
+    else:
+        received = await desk.d.read(desk.ref, handle, deadline_s=5)
+        assert sum(byte != 1 for byte in received.payload) == 1
+        desk.d.finish(received)
+    await desk.all_free()
+    await desk.d.close()
+    await desk.p.close()
+
+
+async def test_a_bug_on_the_thread_shows_in_the_audit_and_does_not_end_it():
+    desk = Desk()
+    desk.d._post(lambda now: 1 // 0)
+    assert "ZeroDivisionError" in str((await desk.d.audit()).violations)
+    received = await desk.d.read(desk.ref, await desk.publish(), deadline_s=5)
+    desk.d.finish(received)
+    await desk.d.close()
+    await desk.p.close()
