@@ -101,6 +101,26 @@ def down() -> None:
 
 
 @app.command()
+def chat(
+    address: Annotated[
+        str, typer.Option(help="host:port of the router's gRPC server; default: the cluster here.")
+    ] = "",
+    model: Annotated[str, typer.Option(help="Default: the cluster's only model.")] = "",
+    system: Annotated[str, typer.Option(help="A system message.")] = "",
+    max_tokens: Annotated[int | None, typer.Option(help="For every answer.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy; default: the model's own.")] = None,
+) -> None:
+    """Talk to the cluster in the terminal; in a pipe, every line is one turn."""
+    from diptych.cli.chat import run_chat
+    from diptych.cli.run_folder import RunFolder
+
+    if not address:
+        state = RunFolder(run_dir()).read_state()
+        address = state.grpc_address if state is not None else "127.0.0.1:50050"
+    raise typer.Exit(run_chat(address, model, system=system, max_tokens=max_tokens, temperature=temperature))
+
+
+@app.command()
 def model(
     name: Annotated[str, typer.Argument(help="smollm2 (the default model), a local folder, or a hub id.")] = "smollm2",
 ) -> None:
