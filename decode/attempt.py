@@ -146,11 +146,6 @@ class Attempt:
         self._close()
         self._engine.send(Cancel(self._sub.attempt))
 
-    async def wait_leg(self) -> None:
-        """Until the leg's task is gone (for an orderly shutdown)."""
-        if self._leg_task is not None:
-            await asyncio.wait({self._leg_task})
-
     def _on_deadline(self) -> None:
         self.end_with(RequestDeadlineError("the request's deadline passed"))
 

@@ -7,7 +7,7 @@ step thread   -> on_step(events of one step) -> Attempt -> Outbox of its session
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import structlog
 
@@ -56,6 +56,7 @@ class Session:
         for attempt in list(self.attempts):
             self._intake.end(attempt, error)
         self.outbox.close()
+        self._intake.close_session(self)
 
 
 class Intake:
@@ -72,7 +73,6 @@ class Intake:
         path: str,
         max_attempts: int,
         max_buffer_bytes: int = 32 * 1024 * 1024,
-        on_idle: Callable[[], None] | None = None,
     ) -> None:
         self._engine = engine
         self._tools = tools
@@ -81,6 +81,7 @@ class Intake:
         self._max_attempts = max_attempts
         self._max_buffer_bytes = max_buffer_bytes
         self._attempts: dict[str, tuple[Attempt, Session]] = {}
+        self._sessions: set[Session] = set()
         self._idle = asyncio.Event()
         self._idle.set()
         self._accepting = True
@@ -97,7 +98,12 @@ class Intake:
         return out
 
     def open_session(self) -> Session:
-        return Session(self, max_buffer_bytes=self._max_buffer_bytes)
+        session = Session(self, max_buffer_bytes=self._max_buffer_bytes)
+        self._sessions.add(session)
+        return session
+
+    def close_session(self, session: Session) -> None:
+        self._sessions.discard(session)
 
     # ---- from the router ----
 
@@ -171,6 +177,6 @@ class Intake:
         await self._idle.wait()
 
     def fail_all(self, error: DiptychError | None = None) -> None:
-        error = error or WorkerLostError("this decode worker shuts down")
-        for attempt in list(self._attempts):
-            self.end(attempt, error)
+        """Every attempt ends, and every router's stream after what is still to be said."""
+        for session in list(self._sessions):
+            session.close(error or WorkerLostError("this decode worker shuts down"))

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import grpc
 import structlog
@@ -74,7 +74,6 @@ class LegFacts:
     kv_bytes: int = 0
     kv_ranges: int = 0
     kv_ranges_overlapped: int = 0
-    notes: list[str] = field(default_factory=list)
 
 
 class RemoteLeg:

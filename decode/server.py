@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 import grpc
 
@@ -73,9 +74,9 @@ class DecodeRole:
         await self._peers.close()
 
 
-def run_decode(config: WorkerConfig) -> int:
-    """Run a decode worker until a signal; returns the exit code. Raises: ConfigError."""
-    return run_process(config, DecodeRole)
+def run_decode(config: WorkerConfig) -> NoReturn:
+    """Run a decode worker until a signal, then end the process. Raises: ConfigError."""
+    run_process(config, DecodeRole)
 
 
 main = run_decode

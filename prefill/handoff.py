@@ -107,7 +107,11 @@ class Leg:
         self._events.put_nowait(error)
 
     def _publish(self, packed: RangePacked) -> None:
-        handle = self._publisher.publish(self.request.decode.worker_id, packed)
+        try:
+            handle = self._publisher.publish(self.request.decode.worker_id, packed)
+        except DiptychError:
+            self._publisher.return_grant(packed.slab)
+            raise
         self._open_slabs.add(packed.slab)
         self._num_ranges += 1
         computed = prefill_pb2.Computed(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 import grpc
 
@@ -56,9 +57,9 @@ class PrefillRole:
         return
 
 
-def run_prefill(config: WorkerConfig) -> int:
-    """Run a prefill worker until a signal; returns the exit code. Raises: ConfigError."""
-    return run_process(config, PrefillRole)
+def run_prefill(config: WorkerConfig) -> NoReturn:
+    """Run a prefill worker until a signal, then end the process. Raises: ConfigError."""
+    run_process(config, PrefillRole)
 
 
 main = run_prefill

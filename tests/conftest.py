@@ -23,6 +23,8 @@ _SETTLE_S = 2.0
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Else pytest-asyncio, asked for the loop before the first async test, has the policy make one that nobody ever closes.
+asyncio.set_event_loop(None)
 
 
 def _load(name: str, path: Path) -> ModuleType:

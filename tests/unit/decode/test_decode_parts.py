@@ -1,0 +1,99 @@
+"""Coverage, link rates, life cycle and outbox."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diptych.common.errors import OverloadedError, TransferError
+from diptych.decode.coverage import Coverage
+from diptych.decode.lifecycle import Life, State
+from diptych.decode.link_rate import LinkRates
+from diptych.decode.outbox import Outbox
+from diptych.rpc.v1 import decode_pb2
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(0, 10), st.randoms())
+def test_coverage_is_complete_after_the_last_range_in_any_order(sizes: list[int], first: int, rng) -> None:
+    ranges, position = [], first
+    for size in sizes:
+        ranges.append((position, size))
+        position += size
+    coverage = Coverage(first, position)
+    rng.shuffle(ranges)
+    for start, size in ranges:
+        assert not coverage.complete
+        coverage.add(start, size)
+    assert coverage.complete
+    assert coverage.num_ranges == len(sizes)
+
+
+@pytest.mark.parametrize(("first", "num"), [(0, 16), (16, 0), (90, 16), (40, 8), (20, 60)])
+def test_coverage_refuses_what_is_outside_empty_or_twice(first: int, num: int) -> None:
+    coverage = Coverage(16, 100)
+    coverage.add(32, 16)
+    with pytest.raises(TransferError):
+        coverage.add(first, num)
+
+
+def test_link_rates_follow_the_readings_and_bound_the_deadline() -> None:
+    rates = LinkRates(alpha=0.5, floor_bytes_per_s=1e6)
+    assert rates.read_deadline_s("p0", 1_000_000, base_s=3.0) == 7.0
+    rates.observe("p0", 8_000_000, 1.0)
+    rates.observe("p0", 4_000_000, 1.0)
+    rates.observe("p0", 0, 1.0)
+    assert rates.snapshot() == {"p0": 6_000_000.0}
+    assert rates.read_deadline_s("p0", 6_000_000, base_s=3.0) == 7.0
+
+
+def test_an_illegal_move_tells_the_story() -> None:
+    life = Life("a")
+    life.move(State.FETCHING)
+    life.move(State.ENDED)
+    with pytest.raises(RuntimeError, match="a: admitting -> fetching -> ended cannot go to decoding"):
+        life.move(State.DECODING)
+
+
+async def test_outbox_merges_what_waits_and_keeps_the_order() -> None:
+    outbox = Outbox()
+    outbox.accepted("a")
+    outbox.tokens("a", 0, (1,), "x")
+    outbox.tokens("b", 4, (7,), "q")
+    outbox.tokens("a", 1, (2, 3), "yz")
+    outbox.end("b", decode_pb2.End())
+    batch = await outbox.next_batch()
+    assert batch is not None
+    kinds = [(event.attempt, event.WhichOneof("event")) for event in batch.events]
+    assert kinds == [("a", "accepted"), ("a", "tokens"), ("b", "tokens"), ("b", "end")]
+    assert list(batch.events[1].tokens.token_ids) == [1, 2, 3]
+    assert batch.events[1].tokens.text == "xyz"
+    outbox.tokens("a", 3, (4,), "")
+    outbox.close()
+    batch = await outbox.next_batch()
+    assert batch is not None
+    assert batch.events[0].tokens.offset == 3, "a batch that left is not extended"
+    assert await outbox.next_batch() is None
+
+
+async def test_outbox_wakes_a_waiting_reader() -> None:
+    outbox = Outbox()
+    reader = asyncio.create_task(outbox.next_batch())
+    await asyncio.sleep(0)
+    outbox.accepted("a")
+    batch = await reader
+    assert batch is not None
+    assert len(batch.events) == 1
+
+
+async def test_outbox_is_bounded() -> None:
+    told: list[bool] = []
+    outbox = Outbox(max_bytes=200, on_overflow=lambda: told.append(True))
+    for i in range(100):
+        outbox.tokens("a", i, (1,), "text")
+    assert told == [True]
+    outbox.close()
+    with pytest.raises(OverloadedError):
+        await outbox.next_batch()

@@ -1,0 +1,73 @@
+"""What comes from a wire is checked, and what is sent comes back equal."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+
+from diptych.common.compat import Compat, as_strings, differences
+from diptych.common.errors import IncompatibleWorkersError, InvalidRequestError
+from diptych.common.sampling import FinishReason, SamplingParams
+from diptych.rpc import convert
+from diptych.rpc.v1 import types_pb2
+
+COMPAT = Compat("m", "r1", "t1", 2, 1, 4, 16, "float32", "block-major", "a1", "s1", b"\x01" * 16)
+
+
+def test_sampling_there_and_back() -> None:
+    params = SamplingParams(5, 2**64 - 1, 0.5, 0.9, 3, True, (1, 2), ("x",))
+    assert convert.sampling_from_proto(convert.sampling_to_proto(params), vocab_size=10) == params
+
+
+@pytest.mark.parametrize("field", ["temperature", "top_p", "top_k", "seed", "max_tokens"])
+def test_an_unset_field_is_named(field: str) -> None:
+    message = convert.sampling_to_proto(SamplingParams(5))
+    message.ClearField(field)
+    with pytest.raises(InvalidRequestError) as caught:
+        convert.sampling_from_proto(message, vocab_size=10)
+    assert caught.value.param == field
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("temperature", math.nan), ("temperature", 3.0), ("top_p", 0.0), ("top_k", -2), ("max_tokens", 0)],
+)
+def test_a_value_out_of_range_is_named(field: str, value: float) -> None:
+    message = convert.sampling_to_proto(SamplingParams(5))
+    setattr(message, field, value)
+    with pytest.raises(InvalidRequestError) as caught:
+        convert.sampling_from_proto(message, vocab_size=10)
+    assert caught.value.param == field
+
+
+def test_compat_there_and_back() -> None:
+    assert convert.compat_from_proto(convert.compat_to_proto(COMPAT)) == COMPAT
+    assert as_strings(COMPAT)["block_identity_golden"] == "01" * 16
+
+
+@pytest.mark.parametrize(("field", "value"), [("num_layers", 0), ("kv_dtype", "int3"), ("model_revision", "")])
+def test_senseless_compat_is_refused(field: str, value: object) -> None:
+    with pytest.raises(IncompatibleWorkersError, match=field):
+        convert.compat_from_proto(convert.compat_to_proto(dataclasses.replace(COMPAT, **{field: value})))
+
+
+def test_differences_are_readable() -> None:
+    assert differences(COMPAT, dataclasses.replace(COMPAT, block_size=32)) == ["block_size: mine 16, theirs 32"]
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, math.inf, math.nan])
+def test_remaining_must_be_finite_and_positive(value: float) -> None:
+    with pytest.raises(InvalidRequestError):
+        convert.check_remaining(value)
+
+
+def test_token_ids_and_finish_reasons() -> None:
+    assert convert.check_token_ids([0, 9], vocab_size=10, param="prompt") == (0, 9)
+    with pytest.raises(InvalidRequestError):
+        convert.check_token_ids([10], vocab_size=10, param="prompt")
+    for reason in FinishReason:
+        assert convert.finish_reason_from_proto(convert.finish_reason_to_proto(reason)) is reason
+    with pytest.raises(InvalidRequestError):
+        convert.finish_reason_from_proto(types_pb2.FINISH_REASON_UNSPECIFIED)
