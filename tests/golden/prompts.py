@@ -162,7 +162,7 @@ PROMPTS: tuple[GoldenPrompt, ...] = (
     GoldenPrompt("text_json", text='{"name": "Ada", "born": 1815, "languages": ["', ignore_eos=True),
     GoldenPrompt("text_japanese", text="むかしむかし、あるところに、おじいさんと", ignore_eos=True),
     GoldenPrompt("text_emoji", text="🙂🙃🙂🙃🙂", ignore_eos=True),
-    GoldenPrompt("chat_ignoring_eos", messages=user("Name three colours."), ignore_eos=True),
+    GoldenPrompt("chat_ignoring_eos", messages=user("What is 17 + 25?"), ignore_eos=True),
     GoldenPrompt("block_15", text=_ESSAY, num_tokens=15),
     GoldenPrompt("block_16", text=_STORY, ignore_eos=True, num_tokens=16),
     GoldenPrompt("block_17", text=_ESSAY, num_tokens=17),
