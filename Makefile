@@ -56,7 +56,7 @@ golden: $(VENV)/.dev model ## compute the reference token ids again, with transf
 	@$(BIN)/python tests/golden/generate.py
 
 bench: $(VENV)/.dev model ## our engine beside transformers, in one run
-	@$(BIN)/diptych bench $(ARGS)
+	@$(BIN)/python -m diptych.engine.exec.bench.bench_vs_transformers $(ARGS)
 
 clean: ## delete what was built and installed here; the model's cache stays
 	rm -rf $(VENV) build dist bench-out .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis src/*.egg-info

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import grpc
 
-from diptych.cli.processes import ProcessIdentity, free_port
+from diptych.cli.processes import ProcessIdentity, free_port, spawn
 from diptych.cli.run_folder import ChildState, ClusterState, RunFolder
 from diptych.rpc.v1 import worker_pb2, worker_pb2_grpc
 
@@ -123,15 +123,7 @@ def running_cluster(root: Path, *flags: str) -> Iterator[Cluster]:
     command, _, _ = up_command(*flags)
     output = root / "up.log"
     folder = RunFolder(root / "run")
-    with output.open("wb") as file:
-        process = subprocess.Popen(
-            command,
-            env=environment(folder.root),
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            cwd=root,
-        )
+    process = spawn(command, log=output, env=environment(folder.root), cwd=root)  # dies with us, whatever happens to us
     try:
         running = Cluster(process, folder, output)
 
