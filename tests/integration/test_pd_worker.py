@@ -1,0 +1,109 @@
+"""What surrounds the hand-off: health follows the engine, the lease and the cache events, the Worker service."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import sys
+import threading
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from diptych.common.block_identity import block_keys
+from diptych.common.clock import MonotonicClock
+from diptych.common.store_memory import MemoryStore
+from diptych.decode.server import DecodeRole
+from diptych.rpc.channels import open_channel
+from diptych.rpc.stubs import WorkerStub
+from diptych.rpc.v1 import worker_pb2
+from diptych.worker.process import make_transfer
+from diptych.worker.runtime import WorkerRuntime
+
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+@pytest.fixture(scope="session")
+def pd() -> ModuleType:
+    name = "diptych_test_pd_harness"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("pd_harness.py"))
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules[name]
+
+
+async def health_becomes(address: str, wanted: int, *, within_s: float) -> None:
+    async with open_channel(address) as channel, asyncio.timeout(within_s):
+        stub = health_pb2_grpc.HealthStub(channel)
+        for service in ("", "diptych.rpc.v1.Decode"):
+            request = health_pb2.HealthCheckRequest(service=service)
+            while (await stub.Check(request)).status != wanted:  # noqa: ASYNC110 - asked like a prober does
+                await asyncio.sleep(0.02)
+
+
+async def test_health_is_lost_while_a_step_stalls_and_comes_back(pd: ModuleType) -> None:
+    stuck, release = threading.Event(), threading.Event()
+
+    def stall(seqs: object) -> None:
+        if stuck.is_set():
+            release.wait(20)
+
+    model = lambda: pd.fake_model(before_execute=stall)  # noqa: E731
+    config = {"stall_bound_s": 0.2}
+    async with (
+        pd.cluster(num_prefill=0, decode=model, decode_config=config) as alone,
+        pd.FakeRouter(alone.decode.address) as router,
+    ):
+        await health_becomes(alone.decode.address, SERVING, within_s=1.0)
+        stuck.set()
+        answer = router.submit(alone.submit_message(attempt="a", prompt=[1, 2, 3]))
+        await health_becomes(alone.decode.address, NOT_SERVING, within_s=2.2)
+        assert alone.decode.record().state == "draining"
+        stuck.clear()
+        release.set()
+        await router.ended("a")
+        assert answer.finished is not None
+        await health_becomes(alone.decode.address, SERVING, within_s=2.0)
+
+
+async def test_lease_events_and_dump_agree(pd: ModuleType) -> None:
+    store = MemoryStore(MonotonicClock())
+    model = pd.fake_model()
+    config = pd.worker_config("decode", "decode-0", heartbeat_s=0.05, lease_s=1.0)
+    worker = WorkerRuntime(config, model, make_transfer=make_transfer, make_role=DecodeRole, store=store)
+    await worker.start()
+    try:
+        alone = pd.Cluster(worker, [])
+        prompt = list(range(1, 41))
+        async with pd.FakeRouter(worker.address) as router:
+            answer = await router.run(alone.submit_message(attempt="a", prompt=prompt, max_tokens=2))
+        keys = block_keys(model.identity, [*prompt, *answer.token_ids])
+        async with asyncio.timeout(3):
+            while True:
+                events = [
+                    event for _, event in (await store.read_events({"decode-0": "0"}, block_s=0.0)).get("decode-0", [])
+                ]
+                if any(event.kind == "stored" for event in events):
+                    break
+                await asyncio.sleep(0.02)
+        assert (events[0].kind, events[0].sequence) == ("cleared", 0)
+        assert [event.sequence for event in events[1:]] == list(range(1, len(events)))
+        assert [key for event in events for key in event.keys] == keys[:2]
+        (record,) = await store.list_workers()
+        assert (record.role, record.state, record.address) == ("decode", "ready", worker.address)
+        assert record.compat["block_identity_golden"] == model.compat.block_identity_golden.hex()
+        assert record.event_epoch == events[0].epoch
+        async with open_channel(worker.address) as channel:
+            parts = [part async for part in WorkerStub(channel).DumpBlocks(worker_pb2.DumpBlocksRequest(), timeout=5)]
+        assert b"".join(part.block_keys for part in parts) == b"".join(keys[:2])
+        assert (parts[0].epoch, parts[0].sequence) == (events[-1].epoch, events[-1].sequence)
+        info = await pd.get_info(worker)
+        assert (info.worker_id, info.incarnation, info.transport_path) == ("decode-0", worker.incarnation, "inproc")
+    finally:
+        await worker.close()
+    assert await store.list_workers() == []

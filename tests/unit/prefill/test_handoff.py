@@ -1,0 +1,193 @@
+"""The hand-off of one prompt, with a scripted engine and publisher: order of events, settlement, and what a cancel frees."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+
+import pytest
+
+from diptych.common.errors import (
+    InternalError,
+    InvalidRequestError,
+    NoWorkerError,
+    OverloadedError,
+    RequestDeadlineError,
+    StaleReferenceError,
+)
+from diptych.common.sampling import SamplingParams
+from diptych.engine.messages import (
+    AddRequest,
+    Admitted,
+    Cancel,
+    Command,
+    Failed,
+    KvMode,
+    PrefillComplete,
+    RangePacked,
+    TokensOut,
+)
+from diptych.kvtransfer.handle import SlabHandle
+from diptych.prefill.handoff import Handoffs
+from diptych.prefill.request import Limits
+from diptych.rpc.convert import sampling_to_proto
+from diptych.rpc.v1 import prefill_pb2, types_pb2
+
+
+class ScriptedEngine:
+    def __init__(self) -> None:
+        self.commands: list[Command] = []
+
+    def send(self, command: Command) -> None:
+        self.commands.append(command)
+
+    def cancelled(self) -> list[str]:
+        return [command.attempt for command in self.commands if isinstance(command, Cancel)]
+
+
+class FakePublisher:
+    def __init__(self) -> None:
+        self.released: list[str] = []
+        self.returned: list[int] = []
+
+    def publish(self, peer: str, packed: RangePacked) -> SlabHandle:
+        return SlabHandle(
+            "p0", "life", packed.attempt, packed.slab, packed.generation, packed.first_token, packed.num_tokens,
+            0, 2, 1, packed.size_bytes, packed.checksum, 1, b"mac",
+        )  # fmt: skip
+
+    def return_grant(self, slab: int) -> None:
+        self.returned.append(slab)
+
+    def release(self, attempt: str) -> None:
+        self.released.append(attempt)
+
+
+@pytest.fixture
+def parts() -> tuple[Handoffs, ScriptedEngine, FakePublisher]:
+    engine, publisher = ScriptedEngine(), FakePublisher()
+    limits = Limits("p0", "life", vocab_size=100, max_model_len=256, block_size=16)
+    return Handoffs(engine, publisher, limits, max_legs=2), engine, publisher  # type: ignore[arg-type]
+
+
+def request(attempt: str = "a/1", **changes: object) -> prefill_pb2.PrefillRequest:
+    fields: dict[str, object] = {
+        "attempt": attempt,
+        "prompt_token_ids": range(40),
+        "sampling": sampling_to_proto(SamplingParams(8)),
+        "want_kv": True,
+        "prefill": types_pb2.WorkerRef(worker_id="p0", incarnation="life", address="h:1"),
+        "decode": types_pb2.WorkerRef(worker_id="d0", incarnation="x", address="h:2"),
+        "remaining_s": 30.0,
+    }
+    return prefill_pb2.PrefillRequest(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def packed(slab: int, first: int, num: int, attempt: str = "a/1") -> RangePacked:
+    return RangePacked(attempt, slab, 1, first, num, num * 16, 5)
+
+
+async def kind(events: AsyncIterator[prefill_pb2.PrefillEvent]) -> str:
+    return (await anext(events)).WhichOneof("event")  # type: ignore[return-value]
+
+
+async def test_events_in_order_and_open_until_settled(parts) -> None:
+    handoffs, engine, publisher = parts
+    async with aclosing(handoffs.serve(request(decode_cached_tokens=16))) as events:
+        # The request reaches the engine before the first event can come.
+        task = asyncio.ensure_future(events.__anext__())
+        await asyncio.sleep(0)
+        add = engine.commands[0]
+        assert isinstance(add, AddRequest)
+        assert (add.request.mode, add.request.peer, add.request.decode_cached_tokens) == (KvMode.PREFILL, "d0", 16)
+        handoffs.on_step([Admitted("a/1", 0)])
+        assert (await task).WhichOneof("event") == "started"
+        handoffs.on_step([packed(3, 16, 16)])
+        computed = (await anext(events)).computed
+        assert (computed.first_token, computed.num_tokens, computed.handles[0].slab) == (16, 16, 3)
+        handoffs.on_settled("a/1", 3)
+        handoffs.on_step([TokensOut("a/1", 0, (7,), ""), packed(4, 32, 8), PrefillComplete("a/1", 0.5)])
+        assert (await anext(events)).first_tokens.tokens[0].token_id == 7
+        assert await kind(events) == "computed"
+        finished = (await anext(events)).finished
+        assert (finished.num_ranges, finished.num_ranges_overlapped, finished.compute_s) == (2, 1, 0.5)
+        last = asyncio.ensure_future(events.__anext__())
+        await asyncio.sleep(0)
+        assert not last.done(), "slab 4 was not acknowledged"
+        assert handoffs.states() == {"settling": 1}
+        handoffs.on_settled("a/1", 4)
+        with pytest.raises(StopAsyncIteration):
+            await last
+    assert handoffs.num_legs == 0
+    assert engine.cancelled() == []
+    assert publisher.released == ["a/1"]
+    await handoffs.drained()
+
+
+async def test_a_cancel_frees_all_and_later_ranges_go_back(parts) -> None:
+    handoffs, engine, publisher = parts
+    events = handoffs.serve(request())
+    task = asyncio.ensure_future(events.__anext__())
+    await asyncio.sleep(0)
+    handoffs.on_step([Admitted("a/1", 0), packed(1, 0, 16)])
+    await task
+    await events.aclose()
+    assert engine.cancelled() == ["a/1"]
+    assert publisher.released == ["a/1"]
+    handoffs.on_step([packed(2, 16, 16), Failed("a/1", InternalError("cancelled"))])
+    assert publisher.returned == [2]
+
+
+async def test_the_engines_failure_and_the_deadline_end_the_leg(parts) -> None:
+    handoffs, _, publisher = parts
+    task = asyncio.ensure_future(anext(handoffs.serve(request())))
+    await asyncio.sleep(0)
+    handoffs.on_step([Failed("a/1", InternalError("NaN"))])
+    with pytest.raises(InternalError, match="NaN"):
+        await task
+    with pytest.raises(RequestDeadlineError):
+        await anext(handoffs.serve(request("b/1", remaining_s=0.001)))
+    assert publisher.released == ["a/1", "b/1"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"attempt": ""}, InvalidRequestError),
+        ({"prompt_token_ids": []}, InvalidRequestError),
+        ({"prompt_token_ids": [100]}, InvalidRequestError),
+        ({"decode_cached_tokens": 8}, InvalidRequestError),
+        ({"decode_cached_tokens": 48}, InvalidRequestError),
+        ({"remaining_s": 0.0}, InvalidRequestError),
+        ({"prompt_token_ids": [1] * 256}, InvalidRequestError),
+        ({"prefill": types_pb2.WorkerRef(worker_id="p0", incarnation="former")}, StaleReferenceError),
+    ],
+)
+async def test_refused_before_any_work(parts, changes: dict[str, object], error: type[Exception]) -> None:
+    handoffs, engine, _ = parts
+    message = request()
+    for name in changes:
+        message.ClearField(name)
+    message.MergeFrom(prefill_pb2.PrefillRequest(**changes))
+    with pytest.raises(error):
+        await anext(handoffs.serve(message))
+    assert engine.commands == []
+    assert handoffs.num_legs == 0
+
+
+async def test_the_queue_is_bounded_and_a_draining_worker_takes_nothing(parts) -> None:
+    handoffs, _, _ = parts
+    tasks = [asyncio.ensure_future(anext(handoffs.serve(request(f"{i}/1")))) for i in range(2)]
+    await asyncio.sleep(0)
+    with pytest.raises(InvalidRequestError, match="here already"):
+        await anext(handoffs.serve(request("0/1")))
+    with pytest.raises(OverloadedError) as caught:
+        await anext(handoffs.serve(request("2/1")))
+    assert caught.value.retry_after_s
+    handoffs.stop_accepting()
+    with pytest.raises(NoWorkerError):
+        await anext(handoffs.serve(request("3/1")))
+    handoffs.fail_all()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert handoffs.num_legs == 0

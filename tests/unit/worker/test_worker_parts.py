@@ -1,0 +1,58 @@
+"""Settings, liveness, pool size and handles of a worker."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from diptych.common.errors import ConfigError, TransferError
+from diptych.engine.messages import EngineStats
+from diptych.kvtransfer.handle import SlabHandle
+from diptych.worker import wire
+from diptych.worker.config import WorkerConfig
+from diptych.worker.liveness import why_not_live
+from diptych.worker.model import choose_num_blocks
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("role", "both"), ("port", 70_000), ("block_size", 0), ("lease_s", 0.0), ("drain_s", -1.0), ("heartbeat_s", 9.0)],
+)
+def test_a_bad_setting_is_named(field: str, value: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        WorkerConfig(**{field: value})  # type: ignore[arg-type]
+    assert caught.value.field == field
+
+
+def test_names_have_defaults() -> None:
+    config = WorkerConfig(role="prefill", model="/models/Smol")
+    assert (config.effective_worker_id, config.model_name) == ("prefill-0", "Smol")
+
+
+def test_live_means_progress() -> None:
+    assert not why_not_live(EngineStats(), 100.0, stall_bound_s=5.0)
+    assert not why_not_live(EngineStats(busy_since=95.5), 100.0, stall_bound_s=5.0)
+    assert "6.0 s" in why_not_live(EngineStats(busy_since=94.0), 100.0, stall_bound_s=5.0)
+    assert "ended" in why_not_live(EngineStats(alive=False), 100.0, stall_bound_s=5.0)
+
+
+def test_pool_size() -> None:
+    def blocks(available: int = 1 << 40, **settings: int) -> int:
+        config = WorkerConfig(**settings)  # type: ignore[arg-type]
+        return choose_num_blocks(config, bytes_per_block=1000, max_model_len=160, available_bytes=available)
+
+    assert blocks(num_blocks=7) == 7
+    assert blocks(kv_memory_bytes=9999) == 9
+    assert blocks() == (1 << 30) // 1000
+    assert blocks(available=20_000) == 11, "one whole context at least"
+    with pytest.raises(ConfigError):
+        blocks(kv_memory_bytes=999)
+
+
+def test_handles_there_and_back() -> None:
+    handle = SlabHandle("p0", "i", "a/1", 3, 9, 16, 32, 0, 2, 2**64 - 1, 4096, 2**63, 5, b"mac")
+    assert wire.handle_from_proto(wire.handle_to_proto(handle)) == handle
+    for change in ({"attempt": ""}, {"num_tokens": 0}, {"size_bytes": 0}, {"mac": b""}):
+        with pytest.raises(TransferError):
+            wire.handle_from_proto(wire.handle_to_proto(dataclasses.replace(handle, **change)))
