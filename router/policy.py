@@ -137,7 +137,9 @@ def choose_placement(
     if not candidates:
         return Rejected(tuple(_why_nobody(snapshot)))
     candidates.sort(key=lambda terms: (terms.total_ms, terms.prefill is not None))
-    chosen = _draw(candidates, rng)
+    chosen = _draw(
+        [terms for terms in candidates if terms.prefill is None or not _holds_all(request, terms.decode)], rng
+    )
     order = [terms.prefill for terms in candidates if terms.decode is chosen.decode and terms.prefill is not None]
     if chosen.prefill is not None:
         order.remove(chosen.prefill)
@@ -145,6 +147,13 @@ def choose_placement(
     elif not order:
         notes.append("no usable prefill worker: local prefill")
     return Placement(chosen, tuple(order), tuple(candidates), tuple(notes))
+
+
+def _holds_all(request: PlacementRequest, decode: WorkerView) -> bool:
+    """All of the prompt that a cache can hold lies on this decode worker, which may compute the rest (less than a block):
+    no prefill worker is needed, whatever the two rates, measured on other lengths, say about so few tokens."""
+    left = request.num_prompt_tokens - decode.hit_tokens
+    return 0 < left <= min(decode.record.block_size, request.local_prefill_max_tokens) and decode.hit_tokens > 0
 
 
 def _draw(candidates: Sequence[Terms], rng: random.Random) -> Terms:

@@ -55,6 +55,14 @@ def pair(placement):
         pytest.param([worker("p0")], [worker("d0")], 65, 64, ("p0", "d0"), id="one more: remote"),
         pytest.param([worker("p0")], [worker("d0")], 5, 0, ("p0", "d0"), id="0: never local"),
         pytest.param([worker("p0")], [worker("d0", hit=192)], 200, 64, (None, "d0"), id="cached on decode: local"),
+        pytest.param(
+            [worker("p0", hit=192)],
+            [worker("d0", hit=192, prefill_tokens_per_s=5.0)],
+            200,
+            64,
+            (None, "d0"),
+            id="all blocks cached on decode: no prefill worker, whatever the rates",
+        ),
         pytest.param([worker("p0")], [worker("d0", hit=192)], 200, 0, ("p0", "d0"), id="cached, but local is off"),
         pytest.param(
             [worker("p0"), worker("p1", hit=160)],
