@@ -23,8 +23,15 @@ _SETTLE_S = 2.0
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Else pytest-asyncio, asked for the loop before the first async test, has the policy make one that nobody ever closes.
-asyncio.set_event_loop(None)
+# Before anything imports Triton: without a GPU its kernels are interpreted (make test-gpu sets 0).
+os.environ.setdefault("TRITON_INTERPRET", "1")
+# Else the first who asks for the main thread's loop (pytest-asyncio does) has the policy make one that nobody closes.
+_main_loop = asyncio.new_event_loop()
+asyncio.set_event_loop(_main_loop)
+
+
+def pytest_unconfigure() -> None:
+    _main_loop.close()
 
 
 def _load(name: str, path: Path) -> ModuleType:
