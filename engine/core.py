@@ -29,7 +29,8 @@ from diptych.engine.runner import ModelRunner, StepAborted
 from diptych.engine.sched import remote
 from diptych.engine.sched.admission import ModelLimits
 from diptych.engine.sched.output import DetokenizerFactory
-from diptych.engine.sched.scheduler import Scheduler, SchedulerOutput
+from diptych.engine.sched.scheduler import Scheduler
+from diptych.engine.sched.step import SchedulerOutput
 
 _log = logging.getLogger(__name__)
 

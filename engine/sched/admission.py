@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from diptych.common.errors import InvalidRequestError, PromptTooLongError
+from diptych.common.errors import DiptychError, InternalError, InvalidRequestError, PromptTooLongError
 from diptych.engine.config import EngineConfig
 from diptych.engine.messages import EngineRequest, KvMode
 from diptych.engine.sched.output import DetokenizerFactory, OutputProcessor
@@ -65,9 +65,14 @@ def check_request(
             f"prompt and max_tokens need KV of {total - 1} tokens; this worker's pool holds {pool_tokens}",
             param="max_tokens",
         )
-    detokenizer = detokenizer_factory(request.sampling) if detokenizer_factory is not None else None
-    output = OutputProcessor(request.sampling, limits.eos_token_ids, total - num_prompt, detokenizer)
-    output.prime(forced)
+    try:
+        detokenizer = detokenizer_factory(request.sampling) if detokenizer_factory is not None else None
+        output = OutputProcessor(request.sampling, limits.eos_token_ids, total - num_prompt, detokenizer)
+        output.prime(forced)
+    except DiptychError:
+        raise
+    except Exception as error:  # one request's text must not end the engine
+        raise InternalError(f"making text of the tokens failed: {type(error).__name__}: {error}") from error
     return output
 
 

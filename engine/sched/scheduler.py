@@ -12,8 +12,7 @@ Events of the step collect in order and leave by `take_events`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 
 from diptych.common.block_identity import IdentityHeader
 from diptych.common.errors import DiptychError, InternalError, RequestCancelledError
@@ -30,7 +29,6 @@ from diptych.engine.messages import (
     KvMode,
     PrefillComplete,
     RangePacked,
-    ScheduledSeq,
     StepResult,
     TokensOut,
 )
@@ -41,16 +39,7 @@ from diptych.engine.sched.pace import MIN_MEASURED_TOKENS, Pace
 from diptych.engine.sched.packing import Packing, PackJob
 from diptych.engine.sched.queues import WaitingQueues
 from diptych.engine.sched.request import Request, State
-
-
-@dataclass(slots=True)
-class SchedulerOutput:
-    """One step. `seqs` goes to the runner; `requests` is aligned with it."""
-
-    seqs: list[ScheduledSeq] = field(default_factory=list)
-    requests: list[Request] = field(default_factory=list)
-    num_decode: int = 0
-    num_prefill_tokens: int = 0
+from diptych.engine.sched.step import SchedulerOutput, choose_victim
 
 
 class Scheduler:
@@ -209,16 +198,7 @@ class Scheduler:
         full.sort(key=lambda r: r.arrival)
         for request in full:
             while request.state is State.RUNNING and not self.kv.grow(request):
-                self._preempt(self._youngest(request))
-
-    def _youngest(self, request: Request) -> Request:
-        """The victim: the youngest that runs, may be `request` itself. PREFILL requests never grow and are left alone."""
-        victim = request
-        for table in (self._decoding, self._prefilling):
-            for other in table.values():
-                if other.arrival > victim.arrival and other.mode is not KvMode.PREFILL:
-                    victim = other
-        return victim
+                self._preempt(choose_victim(request, chain(self._decoding.values(), self._prefilling.values())))
 
     def _preempt(self, request: Request) -> None:
         self._decoding.pop(request.attempt, None)
@@ -307,7 +287,11 @@ class Scheduler:
         assert output is not None
         offset = len(request.token_ids) - request.num_prompt
         request.token_ids.append(token)
-        text = output.push(token)
+        try:
+            text = output.push(token)
+        except Exception as error:  # one request's text must not end the engine
+            self.fail(request, InternalError(f"making text of the tokens failed: {type(error).__name__}: {error}"))
+            return
         self._generated += 1
         self._events.append(TokensOut(request.attempt, offset, (token,), text))
         if output.finish is not None:

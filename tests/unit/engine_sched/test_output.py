@@ -125,3 +125,16 @@ def test_the_real_detokenizer_fits_the_protocol():
     names = [n for n in vars(RequestDetokenizer) if not n.startswith("_")]
     assert names
     assert all(callable(getattr(Real, n)) for n in names)
+
+
+def test_a_detokenizer_that_breaks_ends_its_request_alone(kit):
+    class Broken:
+        def push(self, token_id):
+            raise ValueError("no such token")
+
+    engine = kit.make_engine()
+    engine.core.scheduler._detokenizer_factory = lambda sampling: Broken()
+    forced, fresh = engine.generate([kit.make_request("forced", output_token_ids=(5,)), kit.make_request("fresh")])
+    assert "no such token" in str(forced.error)
+    assert "no such token" in str(fresh.error)
+    assert engine.core.scheduler.kv.pool.counts.running == 0
