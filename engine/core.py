@@ -137,7 +137,7 @@ class EngineCore:
 
     def _pack(self) -> bool:
         any_packed = False
-        while (job := self.scheduler.next_pack()) is not None:
+        while (job := self.scheduler.packing.next_job()) is not None:
             any_packed = True
             try:
                 checksum = self._runner.pack(job.block_ids, job.num_tokens, job.grant.payload)

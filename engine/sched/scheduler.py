@@ -114,16 +114,8 @@ class Scheduler:
         finish = request.output.finish
         assert finish is not None
         self._end(request, State.FINISHED_STOPPED if finish.reason is FinishReason.STOP else State.FINISHED_LENGTH)
-        self._events.append(
-            Finished(
-                request.attempt,
-                finish.reason,
-                request.output.num_outputs,
-                request.num_cached_tokens,
-                finish.stop_string,
-                finish.stop_token_id,
-            )
-        )
+        counts = (request.output.num_outputs, request.num_cached_tokens)
+        self._events.append(Finished(request.attempt, finish.reason, *counts, finish.stop_string, finish.stop_token_id))
 
     def _end(self, request: Request, state: State) -> None:
         """To a final state: out of every queue, and its blocks go back."""
@@ -315,11 +307,8 @@ class Scheduler:
         request.move(State.PACKING)
         self._complete_if_packed(request)
 
-    def next_pack(self) -> PackJob | None:
-        """Copy this, then say `packed` (or `pack_failed`), then ask again."""
-        return self.packing.next_job()
-
     def packed(self, job: PackJob, checksum: int) -> None:
+        """A job of `packing.next_job` was copied."""
         self.packing.packed(job)
         request = job.request
         size_bytes = job.num_tokens * self.limits.kv_bytes_per_token
