@@ -10,7 +10,7 @@ import pytest
 from diptych.client import AsyncClient, Completion
 
 KV_BYTES_PER_TOKEN = 46_080
-LONG = 400
+LONG = 300
 """Uncached tokens from which on a prompt takes more than three chunks."""
 BATCH = 16
 
