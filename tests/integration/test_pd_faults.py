@@ -183,12 +183,15 @@ async def test_prefill_lost_while_it_computes(pd: ModuleType, after: int) -> Non
         gate.open()
         assert answer.token_ids == expected
         assert answer.explanation.prefill == "prefill-1"
-        assert "WORKER_LOST" in answer.explanation.notes[0]
+        # Whichever is noticed first: the call that broke, or a slab that prefill took back.
+        assert answer.explanation.notes[0].startswith(
+            ("prefill prefill-0 failed (WORKER_LOST", "prefill prefill-0 failed (TRANSFER")
+        )
         await cluster.nothing_left(within_s=2.0)
 
 
 async def test_a_token_that_was_sent_is_not_sampled_again(pd: ModuleType) -> None:
-    """Prefill dies between its first token and its last slab: decode's ring is held so that no range can arrive."""
+    """The last of five slabs is damaged, when the first token is out already: the second leg must not draw it again."""
     expected = await expected_tokens(pd)
     async with (
         pd.cluster(num_prefill=2, decode_config={"fault_corrupt_every": 5}) as cluster,
@@ -196,6 +199,7 @@ async def test_a_token_that_was_sent_is_not_sampled_again(pd: ModuleType) -> Non
     ):
         answer = await router.run(cluster.submit_message(attempt="a", prompt=PROMPT))
         assert answer.token_ids == expected
+        assert "trying prefill-1" in answer.explanation.notes[0]
         await cluster.nothing_left(within_s=2.0)
 
 
