@@ -1,0 +1,48 @@
+"""Plain versions of the fused kernels, in fp32 or float64, for tests; and attention over paged KV fast enough for real shapes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def paged_attention_dense_ref(
+    q: Tensor, kv: Tensor, block_table: Tensor, start: int, *, scale: float, window: int | None = None
+) -> Tensor:
+    """Causal attention of one sequence, gathered and dense, in fp32.
+
+    Args:
+        q: [num_tokens, num_q_heads, head_dim], at positions start, start + 1, ...
+        kv: [num_blocks, 2, block_size, num_kv_heads, head_dim]. block_table: [blocks], any integer dtype.
+    Returns: [num_tokens, num_q_heads, head_dim], fp32.
+    """
+    num_tokens, end = q.shape[0], start + q.shape[0]
+    gathered = kv[block_table.long()].float().transpose(0, 1).flatten(1, 2)[:, :end]
+    group = q.shape[1] // kv.shape[3]
+    k, v = (x.repeat_interleave(group, dim=1) for x in gathered)
+    scores = torch.einsum("thd,shd->hts", q.float(), k) * scale
+    key, query = torch.arange(end, device=q.device), torch.arange(start, end, device=q.device)[:, None]
+    hidden = key > query
+    if window is not None:
+        hidden = hidden | (key <= query - window)
+    weights = torch.softmax(scores.masked_fill(hidden, float("-inf")), -1)
+    return torch.einsum("hts,shd->thd", weights, v).reshape(num_tokens, q.shape[1], q.shape[2])
+
+
+def rms_norm_ref(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """fp32, any leading dims."""
+    x = x.float()
+    return x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight.float()
+
+
+def rope_ref(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> Tensor:
+    """Rotate halves. x: [num_tokens, heads, head_dim]; cos, sin: [num_positions, head_dim / 2]. Returns: fp32."""
+    left, right = x.float().chunk(2, -1)
+    c, s = cos.float()[positions.long()][:, None], sin.float()[positions.long()][:, None]
+    return torch.cat((left * c - right * s, right * c + left * s), -1)
+
+
+def silu_mul_ref(gate_up: Tensor) -> Tensor:
+    """fp32."""
+    gate, up = gate_up.float().chunk(2, -1)
+    return gate * torch.sigmoid(gate) * up

@@ -1,0 +1,88 @@
+"""RMS norm (with the residual addition fused) and SiLU-mul in Triton."""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x_ptr, residual_ptr, weight_ptr, out_ptr, eps, size, stride_x, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    mask = at < size
+    x = tl.load(x_ptr + row * stride_x + at, mask=mask, other=0.0)
+    if RESIDUAL:
+        # Rounded to the model's dtype before the norm, as the unfused sum is.
+        x = (x.to(tl.float32) + tl.load(residual_ptr + row * size + at, mask=mask, other=0.0).to(tl.float32)).to(
+            x.dtype
+        )
+        tl.store(residual_ptr + row * size + at, x, mask=mask)
+    x = x.to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / size + eps)
+    weight = tl.load(weight_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * size + at, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
+    """y = s / sqrt(mean(s^2) + eps) * weight over the last dim, s = x (+ residual).
+
+    Args:
+        x: [rows, size], contiguous in the last dim. weight: [size], x's dtype.
+        residual: [rows, size], contiguous, x's dtype; overwritten with s.
+    Returns: [rows, size], x's dtype; computed in fp32.
+    Raises: ValueError on a shape or dtype mismatch.
+    """
+    rows, size = x.shape
+    if weight.shape != (size,) or x.stride(1) != 1 or weight.dtype != x.dtype:
+        raise ValueError(f"x {tuple(x.shape)} {x.dtype} does not fit weight {tuple(weight.shape)} {weight.dtype}")
+    if residual is not None and (
+        residual.shape != x.shape or residual.dtype != x.dtype or not residual.is_contiguous()
+    ):
+        raise ValueError(f"residual {tuple(residual.shape)} {residual.dtype} does not fit x {tuple(x.shape)} {x.dtype}")
+    out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
+    block = triton.next_power_of_2(size)
+    _rms_norm_kernel[(rows,)](
+        x,
+        x if residual is None else residual,
+        weight,
+        out,
+        eps,
+        size,
+        x.stride(0),
+        BLOCK=block,
+        RESIDUAL=residual is not None,
+        num_warps=max(1, min(16, block // 512)),
+    )
+    return out
+
+
+@triton.jit
+def _silu_mul_kernel(x_ptr, out_ptr, size, stride_x, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < size
+    gate = tl.load(x_ptr + row * stride_x + at, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + row * stride_x + size + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * size + at, (gate / (1.0 + tl.exp(-gate)) * up).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up. gate_up: [rows, 2 * size], gate first, contiguous in the last dim. Returns: [rows, size], its dtype.
+
+    Raises: ValueError on an odd width or a strided last dim.
+    """
+    rows, width = gate_up.shape
+    if width % 2 or gate_up.stride(1) != 1:
+        raise ValueError(f"gate_up {tuple(gate_up.shape)} must hold two contiguous halves")
+    out = torch.empty((rows, width // 2), dtype=gate_up.dtype, device=gate_up.device)
+    block = min(1024, triton.next_power_of_2(width // 2))
+    _silu_mul_kernel[(rows, triton.cdiv(width // 2, block))](
+        gate_up, out, width // 2, gate_up.stride(0), BLOCK=block, num_warps=4
+    )
+    return out

@@ -1,0 +1,147 @@
+"""Rotary embedding fused with the KV write (and, where the model has it, the norm of each query and key head), in Triton.
+
+One program takes one token and one KV head: it rotates that group's query heads in place, rotates the key and stores it into
+the pool, and copies the value: K and V go straight from the projection's output to their slot.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _rope_write_kernel(
+    qkv_ptr,
+    kv_ptr,
+    cos_ptr,
+    sin_ptr,
+    positions_ptr,
+    slots_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    eps,
+    stride_token,
+    stride_block,
+    stride_kv,
+    stride_slot,
+    stride_head,
+    num_q_heads,
+    num_kv_heads,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    token, kv_head = tl.program_id(0), tl.program_id(1)
+    slot = tl.load(slots_ptr + token)
+    if slot < 0:
+        return
+    position = tl.load(positions_ptr + token).to(tl.int64)
+    dim = tl.arange(0, HALF_PADDED)
+    in_half = dim < HALF
+    cos = tl.load(cos_ptr + position * HALF + dim, mask=in_half, other=0.0).to(tl.float32)[None, :]
+    sin = tl.load(sin_ptr + position * HALF + dim, mask=in_half, other=0.0).to(tl.float32)[None, :]
+
+    # Rows 0 .. GROUP - 1 are the query heads, row GROUP is the key.
+    row = tl.arange(0, HEADS)
+    is_key = row == GROUP
+    head = tl.where(is_key, num_q_heads + kv_head, kv_head * GROUP + row)
+    mask = (row <= GROUP)[:, None] & in_half[None, :]
+    at = qkv_ptr + token.to(tl.int64) * stride_token + head[:, None] * (2 * HALF) + dim[None, :]
+    left = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    right = tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32)
+    if NORM:
+        size = 2 * HALF
+        scale = 1.0 / tl.sqrt((tl.sum(left * left, 1) + tl.sum(right * right, 1)) / size + eps)[:, None]
+        q_left = tl.load(q_norm_ptr + dim, mask=in_half, other=0.0).to(tl.float32)
+        q_right = tl.load(q_norm_ptr + HALF + dim, mask=in_half, other=0.0).to(tl.float32)
+        k_left = tl.load(k_norm_ptr + dim, mask=in_half, other=0.0).to(tl.float32)
+        k_right = tl.load(k_norm_ptr + HALF + dim, mask=in_half, other=0.0).to(tl.float32)
+        left = left * scale * tl.where(is_key[:, None], k_left[None, :], q_left[None, :])
+        right = right * scale * tl.where(is_key[:, None], k_right[None, :], q_right[None, :])
+    new_left = (left * cos - right * sin).to(qkv_ptr.dtype.element_ty)
+    new_right = (right * cos + left * sin).to(qkv_ptr.dtype.element_ty)
+    is_query = (row < GROUP)[:, None] & in_half[None, :]
+    tl.store(at, new_left, mask=is_query)
+    tl.store(at + HALF, new_right, mask=is_query)
+
+    block = (slot // BLOCK_SIZE).to(tl.int64)
+    target = kv_ptr + block * stride_block + (slot % BLOCK_SIZE) * stride_slot + kv_head * stride_head + dim
+    key_mask = is_key[:, None] & in_half[None, :]
+    tl.store(target[None, :] + tl.zeros([HEADS, 1], tl.int32), new_left, mask=key_mask)
+    tl.store(target[None, :] + HALF + tl.zeros([HEADS, 1], tl.int32), new_right, mask=key_mask)
+    v_at = qkv_ptr + token.to(tl.int64) * stride_token + (num_q_heads + num_kv_heads + kv_head) * (2 * HALF) + dim
+    tl.store(target + stride_kv, tl.load(v_at, mask=in_half), mask=in_half)
+    tl.store(target + stride_kv + HALF, tl.load(v_at + HALF, mask=in_half), mask=in_half)
+
+
+def rope_write(
+    qkv: Tensor,
+    kv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    *,
+    num_q_heads: int,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """Rotate queries in place; store rotated keys and values into one layer's slots.
+
+    Args:
+        qkv: [num_tokens, (num_q_heads + 2 * num_kv_heads) * head_dim]: queries, keys, values of each token. Query heads are
+            overwritten; keys and values stay as they are. Rows may be strided.
+        kv: [num_blocks, 2, block_size, num_kv_heads, head_dim], one layer's view of the pool.
+        cos, sin: [num_positions, head_dim / 2], contiguous; fp32 keeps the angles exact whatever the model's dtype.
+        positions: [num_tokens], int32. slots: [num_tokens], int32, block * block_size + offset; < 0: a padded row, skipped.
+        q_norm, k_norm: [head_dim] weights of an RMS norm of each head before the rotation, with `eps`; both or none.
+    Returns: the queries, [num_tokens, num_q_heads, head_dim], a view of qkv.
+    Raises: ValueError on a shape, dtype or device mismatch (checked on the host, without a sync).
+    """
+    num_kv_heads, head_dim = kv.shape[3], kv.shape[4]
+    num_tokens = qkv.shape[0]
+    if qkv.shape[1] != (num_q_heads + 2 * num_kv_heads) * head_dim or qkv.stride(1) != 1:
+        raise ValueError(f"qkv {tuple(qkv.shape)} is not {num_q_heads} + 2 x {num_kv_heads} heads of {head_dim}")
+    if qkv.dtype != kv.dtype or qkv.device != kv.device:
+        raise ValueError(f"qkv is {qkv.dtype} on {qkv.device}, kv {kv.dtype} on {kv.device}")
+    if cos.shape[-1] * 2 != head_dim or cos.shape != sin.shape or not (cos.is_contiguous() and sin.is_contiguous()):
+        raise ValueError(f"rope tables {tuple(cos.shape)} do not fit heads of {head_dim}")
+    if positions.shape != (num_tokens,) or slots.shape != (num_tokens,) or slots.dtype != torch.int32:
+        raise ValueError(f"{num_tokens} tokens, {tuple(positions.shape)} positions, {tuple(slots.shape)} slots")
+    if (q_norm is None) != (k_norm is None):
+        raise ValueError("q_norm and k_norm come together")
+    group = num_q_heads // num_kv_heads
+    _rope_write_kernel[(num_tokens, num_kv_heads)](
+        qkv,
+        kv,
+        cos,
+        sin,
+        positions,
+        slots,
+        qkv if q_norm is None else q_norm,
+        qkv if k_norm is None else k_norm,
+        eps,
+        qkv.stride(0),
+        kv.stride(0),
+        kv.stride(1),
+        kv.stride(2),
+        kv.stride(3),
+        num_q_heads,
+        num_kv_heads,
+        GROUP=group,
+        HEADS=triton.next_power_of_2(group + 1),
+        HALF=head_dim // 2,
+        HALF_PADDED=triton.next_power_of_2(head_dim // 2),
+        BLOCK_SIZE=kv.shape[2],
+        NORM=q_norm is not None,
+        num_warps=1,
+    )
+    return qkv[:, : num_q_heads * head_dim].view(num_tokens, num_q_heads, head_dim)
