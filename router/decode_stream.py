@@ -114,6 +114,8 @@ class DecodeStream:
         self._commands: asyncio.Queue[decode_pb2.Command | None] | None = None
         self._task: asyncio.Task[None] | None = None
         self.num_drops = 0
+        self.num_batches = 0
+        """Rises with every message: a sign of life."""
 
     @property
     def up(self) -> bool:
@@ -181,6 +183,7 @@ class DecodeStream:
         self._notify()
         try:
             async for batch in call:
+                self.num_batches += 1
                 for event in batch.events:
                     self._deliver(event)
         except grpc.aio.AioRpcError as err:

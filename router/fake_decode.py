@@ -44,14 +44,14 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer, worker_pb2_grpc.WorkerServicer)
     address: str = ""
     health: Health = field(default_factory=Health)
 
-    async def start(self) -> FakeDecode:
+    async def start(self, port: int = 0) -> FakeDecode:
         self.go.set()
         self.accept.set()
         self._server = channels.new_server()
         decode_pb2_grpc.add_DecodeServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
         worker_pb2_grpc.add_WorkerServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
         await self.health.install(self._server)
-        self.address = f"127.0.0.1:{channels.bind(self._server, '127.0.0.1', 0)}"
+        self.address = f"127.0.0.1:{channels.bind(self._server, '127.0.0.1', port)}"
         await self._server.start()
         await self.health.set(True)
         return self

@@ -55,6 +55,7 @@ class WorkerLink:
         self._serving = False
         self._probed = False
         self._last_answer = clock.now()
+        self._batches_seen = 0
 
     def start(self) -> None:
         if self.decode is not None:
@@ -72,8 +73,11 @@ class WorkerLink:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the worker last answered a probe, whatever it said."""
-        return self._clock.now() - self._last_answer
+        """Seconds since the last sign of life: an answer to a probe, whatever it said, or a message of its stream."""
+        now = self._clock.now()
+        if self.decode is not None and self.decode.num_batches != self._batches_seen:
+            self._batches_seen, self._last_answer = self.decode.num_batches, now
+        return now - self._last_answer
 
     def why_not(self) -> str:
         """Why nothing can be placed there now, or ""."""

@@ -1,0 +1,103 @@
+"""The multiplexed stream over real gRPC on loopback."""
+
+import asyncio
+
+import pytest
+
+from diptych.common.errors import OverloadedError, WorkerLostError
+from diptych.router.decode_stream import DecodeStream
+from diptych.router.fake_decode import FakeDecode
+from diptych.rpc.channels import open_channel
+from diptych.rpc.v1 import decode_pb2, types_pb2
+
+
+def submit(attempt, count=3):
+    return decode_pb2.Submit(
+        attempt=attempt, prompt_token_ids=[1], sampling=types_pb2.SamplingParams(max_tokens=count), remaining_s=5
+    )
+
+
+@pytest.fixture
+async def worker():
+    worker = await FakeDecode().start()
+    yield worker
+    await worker.kill()
+
+
+@pytest.fixture
+async def stream(worker):
+    channel = open_channel(worker.address)
+    stream = DecodeStream(channel, "d0", max_buffered_bytes=2000)
+    stream.start()
+    await until(lambda: stream.up)
+    yield stream
+    await stream.close()
+    await channel.close()
+
+
+async def until(condition):
+    async with asyncio.timeout(5):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def read(attempt):
+    events = []
+    while not events or events[-1].WhichOneof("event") != "end":
+        events.append(await attempt.next())
+    return events
+
+
+async def test_many_attempts_share_one_stream(worker, stream):
+    attempts = [stream.open(submit(f"a{i}")) for i in range(20)]
+    for answer in await asyncio.gather(*(read(attempt) for attempt in attempts)):
+        assert answer[0].HasField("accepted")
+        assert [i for event in answer[1:-1] for i in event.tokens.token_ids] == [0, 1, 2]
+    assert (worker.num_streams, stream.num_attempts) == (1, 0)
+    attempts[0].cancel()  # after the end: nothing to tell
+    await asyncio.sleep(0.02)
+    assert worker.cancels == []
+
+
+async def test_tokens_that_wait_are_merged(stream):
+    attempt = stream.open(submit("a", 20))
+    await until(lambda: attempt.over)
+    accepted, tokens, end = await read(attempt)
+    assert list(tokens.tokens.token_ids) == list(range(20))
+    assert tokens.tokens.text.startswith("t0 t1 ")
+
+
+async def test_a_reader_that_never_reads_is_cancelled(worker, stream):
+    attempt = stream.open(submit("a", 100_000))
+    async with asyncio.timeout(5):
+        await worker.cancelled.wait()
+    with pytest.raises(OverloadedError, match="too slowly"):
+        await attempt.next()
+    assert await read(stream.open(submit("b")))  # the others go on
+
+
+async def test_a_broken_stream_fails_its_attempts_and_reconnects(worker, stream):
+    worker.go.clear()
+    attempt = stream.open(submit("a"))
+    assert (await attempt.next()).HasField("accepted")
+    port = int(worker.address.rpartition(":")[2])
+    await worker.kill()
+    with pytest.raises(WorkerLostError, match="d0 was lost"):
+        async with asyncio.timeout(2):
+            await attempt.next()
+    await until(lambda: not stream.up)
+    with pytest.raises(WorkerLostError, match="cannot be reached"):
+        stream.open(submit("b"))
+    await worker.start(port)
+    await until(lambda: stream.up)
+    assert await read(stream.open(submit("c")))
+    assert stream.num_drops == 1
+
+
+async def test_close_fails_what_runs(worker, stream):
+    worker.go.clear()
+    attempt = stream.open(submit("a"))
+    await attempt.next()
+    await stream.close("the router is stopping")
+    with pytest.raises(WorkerLostError, match="the router is stopping"):
+        await attempt.next()

@@ -1,0 +1,127 @@
+from dataclasses import dataclass
+
+import msgspec
+import pytest
+
+from diptych.common.block_identity import golden_key
+from diptych.common.worker_record import WorkerRecord
+from diptych.router.compatibility import RouterCheck, identity_header, pair_differences
+from diptych.router.members import Members
+
+KEY = bytes(32)
+
+
+@dataclass
+class FakeLink:
+    record: WorkerRecord
+    silent_s: float = 0.0
+    why: str = ""
+
+    def why_not(self):
+        return self.why
+
+
+def record(worker_id="d0", incarnation="a", **changes):
+    plain = WorkerRecord(
+        worker_id=worker_id,
+        incarnation=incarnation,
+        role="decode",
+        address="127.0.0.1:1",
+        pid=1,
+        model="m",
+        compat={"model_revision": "m1", "tokenizer_revision": "t1", "kv_dtype": "float32", "block_size": "16"},
+        kv_bytes_per_token=1,
+        num_blocks=1,
+        block_size=16,
+        max_model_len=10,
+        max_num_seqs=1,
+        event_epoch=3,
+    )
+    plain = msgspec.structs.replace(plain, **changes)
+    header = identity_header(plain, key=KEY, tokenizer_revision="t1")
+    return msgspec.structs.replace(plain, compat={**plain.compat, "block_identity_golden": golden_key(header).hex()})
+
+
+@pytest.fixture
+def members():
+    return Members(FakeLink, lambda record: "", dead_s=2.0)
+
+
+def test_a_life_begins_and_is_replaced(members):
+    (first,), lost = members.on_records([record()], 0.0)
+    assert lost == []
+    assert members.on_records([record(num_blocks=5)], 1.0) == ([], [])
+    assert (members.get("d0").record.num_blocks, members.get("d0").read_at) == (5, 1.0)
+    (second,), lost = members.on_records([record(incarnation="b")], 2.0)
+    assert lost == [first]
+    assert members.all() == [second]
+
+
+def test_a_lease_that_is_missing_for_a_moment_changes_nothing(members):
+    members.on_records([record()], 0.0)
+    members.on_records([], 1.0)
+    member = members.get("d0")
+    assert members.why_unplaceable(member, 1.5) == ""
+    members.on_records([record()], 2.0)
+    assert member.missing_since is None
+
+
+def test_without_lease_an_answering_worker_stays_but_is_not_placed_on(members):
+    members.on_records([record()], 0.0)
+    assert members.on_records([], 1.0) == ([], [])
+    assert members.on_records([], 9.0) == ([], [])
+    assert members.why_unplaceable(members.get("d0"), 9.0) == "has no lease"
+    assert members.given_up() == []
+    members.get("d0").link.silent_s = 2.5
+    assert len(members.given_up()) == 1
+    assert len(members.on_records([], 10.0)[1]) == 1
+    assert members.all() == []
+
+
+def test_silence_alone_takes_longer_to_give_up(members):
+    members.on_records([record()], 0.0)
+    link = members.get("d0").link
+    link.silent_s = 3.0
+    assert members.given_up() == []
+    link.silent_s = 7.0
+    assert len(members.given_up()) == 1
+
+
+def test_draining_and_down_links_are_not_placed_on(members):
+    members.on_records([record(state="draining")], 0.0)
+    assert members.why_unplaceable(members.get("d0"), 0.0) == "is draining"
+    members.on_records([record()], 0.0)
+    members.get("d0").link.why = "its request stream is down"
+    assert members.why_unplaceable(members.get("d0"), 0.0) == "its request stream is down"
+
+
+def test_pairs_that_differ_say_how():
+    a = {"block_size": "16", "kv_dtype": "float32"}
+    assert pair_differences(a, dict(a)) == []
+    assert pair_differences(a, {"block_size": "32"}) == [
+        "block_size: prefill 16, decode 32",
+        "kv_dtype: prefill float32, decode unset",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("check", "changes", "why"),
+    [
+        (RouterCheck("m1", "t1", KEY), {}, ""),
+        (RouterCheck("", "t1", KEY), {}, ""),
+        (RouterCheck("m2", "t1", KEY), {}, "model_revision: worker m1, router m2"),
+        (RouterCheck("m1", "t2", KEY), {}, "tokenizer_revision: worker t1, router t2"),
+        (RouterCheck("m1", "t1", b"x" * 32), {}, "block identity: worker"),
+        (RouterCheck("m1", "t1", KEY), {"block_size": 32}, "block_size: lease 32, compat 16"),
+    ],
+)
+def test_router_checks_a_worker(check, changes, why):
+    for _ in range(2):  # the second answer is the remembered one
+        assert check.why_not(record(**changes)).startswith(why)
+        assert bool(check.why_not(record(**changes))) == bool(why)
+        assert (check.header(record(**changes)) is None) == bool(why)
+
+
+def test_a_lease_without_facts_is_refused():
+    bare = msgspec.structs.replace(record(), compat={"tokenizer_revision": "t1"})
+    assert "model_revision" in RouterCheck("", "t1", KEY).why_not(bare)

@@ -1,0 +1,66 @@
+import pytest
+
+from diptych.common.clock import FakeClock
+from diptych.common.errors import WorkerLostError
+from diptych.common.sampling import FinishReason, SamplingParams
+from diptych.router.messages import FinishedEvent, PreparedRequest, TokenEvent, UsageInfo
+from diptych.router.metrics import RequestTimer, RouterMetrics
+
+
+def request(arrived):
+    return PreparedRequest("r", "", "m", (1, 2), SamplingParams(4), b"", False, 0, 0, arrived, arrived + 9)
+
+
+@pytest.fixture
+def clock():
+    return FakeClock(10.0)
+
+
+def values(metrics):
+    return {s.name + str(sorted(s.labels.items())): s.value for m in metrics.registry.collect() for s in m.samples}
+
+
+def test_tokens_are_timed_one_by_one_whatever_the_chunks(clock):
+    metrics = RouterMetrics()
+    timer = RequestTimer(metrics, request(clock.now()), clock)
+    clock.advance(0.2)
+    timer.tokens(TokenEvent(0, (7,), "a"))
+    clock.advance(0.3)
+    timer.tokens(TokenEvent(1, (8, 9, 10), "bcd"))
+    timer.tokens(TokenEvent(4, (), "!"))
+    timer.finished(FinishedEvent(FinishReason.LENGTH, UsageInfo(2, 4, 0), "", None, None), 4096)
+    timer.left()
+    got = values(metrics)
+    assert got["diptych_time_to_first_token_seconds_sum[]"] == pytest.approx(0.2)
+    assert got["diptych_inter_token_latency_seconds_count[]"] == 3
+    assert got["diptych_inter_token_latency_seconds_sum[]"] == pytest.approx(0.3)
+    assert got["diptych_e2e_request_latency_seconds_sum[]"] == pytest.approx(0.5)
+    assert got["diptych_generation_tokens_total[]"] == 4
+    assert got["diptych_kv_transfer_bytes_total[]"] == 4096
+    assert got["diptych_num_requests_running[]"] == 0
+
+
+def test_every_series_moves(clock):
+    down = [False]
+    metrics = RouterMetrics(degraded=lambda: down[0])
+    before = values(metrics)
+    down[0] = True
+    done = RequestTimer(metrics, request(clock.now()), clock)
+    done.tokens(TokenEvent(0, (7, 8), "ab"))
+    done.finished(FinishedEvent(FinishReason.STOP, UsageInfo(20, 2, 16), "", None, None), 10)
+    RequestTimer(metrics, request(clock.now()), clock).failed(WorkerLostError("x"))
+    RequestTimer(metrics, request(clock.now()), clock).left()
+    RequestTimer(metrics, request(clock.now()), clock)
+    metrics.placements.labels("remote").inc()
+    metrics.replacements.inc()
+    after = values(metrics)
+    families = {m.name for m in metrics.registry.collect()}
+    still = {
+        family
+        for family in families
+        if not any(name.startswith(family) and before.get(name) != value for name, value in after.items())
+    }
+    assert still == set()
+    assert after["diptych_request_errors_total[('reason', 'WORKER_LOST')]"] == 1
+    assert after["diptych_request_errors_total[('reason', 'CLIENT_LEFT')]"] == 1
+    assert b"# HELP diptych_degraded" in metrics.expose()
