@@ -2,9 +2,9 @@
 
     python -m diptych.engine.exec.bench.bench_vs_transformers [--quick]
 
-Both sides get the same ragged prompts at once and draw greedily without EOS. Decode time is the time for all tokens less the
-time for one token a request, on both sides; prefill is the time to the first token. Runs alternate, and the side that
-goes first changes every round, so that a busy machine slows both.
+Both sides get the same ragged prompts at once and draw greedily without EOS. Decode is what comes after the moment when every
+request has its first token; prefill is the time up to the first token. Runs alternate, and the side that goes first
+changes every round, so that a busy machine slows both.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import json
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -33,8 +33,26 @@ from diptych.engine.offline import OfflineEngine
 
 BLOCK_SIZE = 16
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
-Generate = Callable[[Sequence[list[int]], int], list[list[int]]]
-"""(prompts, new tokens each) -> new ids."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """ids: new ids of each request. times: when each request's tokens came, seconds from the start."""
+
+    ids: list[list[int]]
+    times: list[list[float]]
+
+    def prefill_s(self) -> float:
+        return max(times[0] for times in self.times)
+
+    def decode_rate(self) -> float:
+        """Tokens per second after every request has its first token."""
+        begin, end = self.prefill_s(), max(times[-1] for times in self.times)
+        return sum(at > begin for times in self.times for at in times) / (end - begin)
+
+
+Generate = Callable[[Sequence[list[int]], int], Outcome]
+"""(prompts, new tokens each) -> Outcome."""
 
 
 def ragged_prompts(count: int, shortest: int, longest: int, vocab_size: int, seed: int = 0) -> list[list[int]]:
@@ -52,57 +70,66 @@ def our_side(runner: TorchModelRunner) -> Generate:
     )
     identity = IdentityHeader(bytes(32), "bench", "bench", runner.kv_dtype, BLOCK_SIZE)
 
-    def generate(prompts: Sequence[list[int]], new_tokens: int) -> list[list[int]]:
+    def generate(prompts: Sequence[list[int]], new_tokens: int) -> Outcome:
         sampling = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
         requests = [EngineRequest(f"bench-{i}", tuple(p), sampling) for i, p in enumerate(prompts)]
-        results = OfflineEngine(runner, config, identity).generate(requests)
+        engine = OfflineEngine(runner, config, identity)
+        begin = engine.clock.now()
+        results = engine.generate(requests)
         for result in results:
             if result.error is not None:
                 raise result.error
-        return [result.token_ids for result in results]
+        return Outcome([r.token_ids for r in results], [[at - begin for at in r.token_times] for r in results])
 
     return generate
 
 
 def their_side(folder: Path) -> Generate:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, StoppingCriteriaList
 
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
 
-    def generate(prompts: Sequence[list[int]], new_tokens: int) -> list[list[int]]:
+    def generate(prompts: Sequence[list[int]], new_tokens: int) -> Outcome:
         longest = max(map(len, prompts))
         ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
         mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
+        stamps: list[float] = []
+
+        def stamp(input_ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
+            stamps.append(time.perf_counter() - begin)
+            return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+        begin = time.perf_counter()
         with torch.inference_mode():
-            out = model.generate(ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False)
-        return [row[longest:].tolist() for row in out]
+            out = model.generate(
+                ids,
+                attention_mask=mask,
+                max_new_tokens=new_tokens,
+                do_sample=False,
+                stopping_criteria=StoppingCriteriaList([stamp]),
+            )
+        return Outcome([row[longest:].tolist() for row in out], [stamps] * len(prompts))
 
     return generate
-
-
-def _seconds(side: Generate, prompts: Sequence[list[int]], new_tokens: int) -> tuple[float, list[list[int]]]:
-    begin = time.perf_counter()
-    out = side(prompts, new_tokens)
-    return time.perf_counter() - begin, out
 
 
 def _alternate(
     ours: Generate, theirs: Generate, prompts: Sequence[list[int]], new_tokens: int, rounds: int
 ) -> tuple[list[float], list[float], int]:
-    """Seconds of each round on both sides, and how many requests drew the same ids on both (last round)."""
-    times: dict[str, list[float]] = {"ours": [], "theirs": []}
-    outputs: dict[str, list[list[int]]] = {}
+    """Tokens/s of each round on both sides (decode, or prefill where one token is asked for), and how many requests drew
+    the same ids on both (last round)."""
+    rates: dict[str, list[float]] = {"ours": [], "theirs": []}
+    outcomes: dict[str, Outcome] = {}
+    num_prompt_tokens = sum(map(len, prompts))
     for number in range(rounds):
         sides = [("ours", ours), ("theirs", theirs)]
         for name, side in sides if number % 2 == 0 else reversed(sides):
-            total, outputs[name] = _seconds(side, prompts, new_tokens)
-            # A decode figure is the total less one token a request; prefill asks for that one token only.
-            first = _seconds(side, prompts, 1)[0] if new_tokens > 1 else 0.0
-            times[name].append(max(total - first, 1e-9))
-    same = sum(a == b for a, b in zip(outputs["ours"], outputs["theirs"], strict=True))
-    return times["ours"], times["theirs"], same
+            outcome = outcomes[name] = side(prompts, new_tokens)
+            rates[name].append(outcome.decode_rate() if new_tokens > 1 else num_prompt_tokens / outcome.prefill_s())
+    same = sum(a == b for a, b in zip(outcomes["ours"].ids, outcomes["theirs"].ids, strict=True))
+    return rates["ours"], rates["theirs"], same
 
 
 def run(args: argparse.Namespace) -> list[Row]:
@@ -121,13 +148,12 @@ def run(args: argparse.Namespace) -> list[Row]:
         for batch in args.batches:
             prompts = ragged_prompts(batch, args.shortest_prompt, args.longest_prompt, runner.vocab_size)
             a, b, same = _alternate(ours, theirs, prompts, args.new_tokens, args.rounds)
-            tokens = batch * (args.new_tokens - 1)
-            rows.append(make_row(f"decode, batch {batch}", threads, tokens, a, b, same_ids=same, requests=batch))
+            rows.append(make_row(f"decode, batch {batch}", threads, a, b, same_ids=same, requests=batch))
             print(table(rows[-1:]).splitlines()[1], flush=True)
         for length in args.prefill:
             prompts = ragged_prompts(1, length, length, runner.vocab_size)
             a, b, same = _alternate(ours, theirs, prompts, 1, args.rounds)
-            rows.append(make_row(f"prefill {length}", threads, length, a, b, same_ids=same, requests=1))
+            rows.append(make_row(f"prefill {length}", threads, a, b, same_ids=same, requests=1))
             print(table(rows[-1:]).splitlines()[1], flush=True)
     return rows
 

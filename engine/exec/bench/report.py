@@ -34,25 +34,16 @@ class Row:
     requests: int
 
 
-def timing(num_tokens: int, seconds: Sequence[float]) -> Timing:
-    rates = [num_tokens / s for s in seconds]
+def timing(rates: Sequence[float]) -> Timing:
     return Timing(statistics.median(rates), min(rates), max(rates))
 
 
 def make_row(
-    scenario: str,
-    threads: int,
-    num_tokens: int,
-    ours_s: Sequence[float],
-    theirs_s: Sequence[float],
-    *,
-    same_ids: int,
-    requests: int,
+    scenario: str, threads: int, ours: Sequence[float], theirs: Sequence[float], *, same_ids: int, requests: int
 ) -> Row:
-    """ours_s, theirs_s: seconds of each round, aligned."""
-    ratio = statistics.median(theirs / ours for ours, theirs in zip(ours_s, theirs_s, strict=True))
-    ours, theirs = timing(num_tokens, ours_s), timing(num_tokens, theirs_s)
-    return Row(scenario, threads, ours, theirs, ratio, same_ids, requests)
+    """ours, theirs: tokens per second of each round, aligned."""
+    ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+    return Row(scenario, threads, timing(ours), timing(theirs), ratio, same_ids, requests)
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -4,15 +4,21 @@ import json
 
 import pytest
 
-from diptych.engine.exec.bench.bench_vs_transformers import main, parse, ragged_prompts
+from diptych.engine.exec.bench.bench_vs_transformers import Outcome, main, parse, ragged_prompts
 from diptych.engine.exec.bench.report import make_row, table
 
 
 def test_row_and_table():
-    row = make_row("decode, batch 8", 1, 100, [1.0, 2.0, 4.0], [2.0, 6.0, 8.0], same_ids=8, requests=8)
+    row = make_row("decode, batch 8", 1, [100.0, 50.0, 25.0], [50.0, 10.0, 12.5], same_ids=8, requests=8)
     assert (row.ours.median, row.ours.low, row.ours.high) == (50.0, 25.0, 100.0)
     assert row.ratio == 2.0
     assert "50.0 (25.0 - 100.0)" in table([row])
+
+
+def test_decode_counts_from_the_last_first_token():
+    outcome = Outcome([[1, 2, 3], [4, 5]], [[1.0, 2.0, 4.0], [3.0, 5.0]])
+    assert outcome.prefill_s() == 3.0
+    assert outcome.decode_rate() == 2 / (5.0 - 3.0)
 
 
 def test_prompts_are_ragged_and_always_the_same():
