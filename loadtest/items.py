@@ -1,0 +1,87 @@
+"""What is sent: one work item a request, and how a list of them is written to a file and read back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from diptych.common.errors import ConfigError
+
+
+class Message(msgspec.Struct, frozen=True):
+    role: str
+    content: str
+
+
+class WorkItem(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One request. Exactly one of `token_ids`, `text` and `messages` is filled.
+
+    Attributes:
+        input_tokens: intended length of the new prompt tokens (history not counted); the server's own count is what gets
+            reported.
+        output_tokens: max_tokens.
+        session, turn: requests of one session are sent in order, each after its predecessor's end.
+        follows: put this session's history (prompts and real answers) before the prompt.
+        delay_s: think or tool time between the predecessor's end and this send.
+        arrival_s: intended send time from a trace, after scaling; None: the schedule decides.
+        cancel_after_tokens: leave after this many output tokens; None: stay to the end.
+        hash_ids: the trace's block ids, 512 tokens each.
+    """
+
+    index: int
+    input_tokens: int
+    output_tokens: int
+    token_ids: tuple[int, ...] = ()
+    text: str = ""
+    messages: tuple[Message, ...] = ()
+    kind: str = "random"
+    session: str = ""
+    turn: int = 0
+    follows: bool = False
+    delay_s: float = 0.0
+    arrival_s: float | None = None
+    tenant: str = ""
+    cancel_after_tokens: int | None = None
+    hash_ids: tuple[int, ...] = ()
+
+
+_encoder = msgspec.json.Encoder()
+_decoder = msgspec.json.Decoder(WorkItem)
+
+
+def write_jsonl(path: Path, items: Iterable[WorkItem]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"".join(_encoder.encode(item) + b"\n" for item in items))
+
+
+def read_jsonl(path: Path) -> list[WorkItem]:
+    """Raises: ConfigError naming the line that cannot be used."""
+    items: list[WorkItem] = []
+    for number, line in enumerate(_read(path).splitlines(), 1):
+        if line.strip():
+            try:
+                items.append(_decoder.decode(line))
+            except msgspec.DecodeError as error:
+                raise ConfigError("dataset", f"{path}:{number}", f"is no work item: {error}") from None
+    if not items:
+        raise ConfigError("dataset", str(path), "holds no work items")
+    return items
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError("dataset", str(path), f"cannot be read: {error.strerror}") from None
+
+
+def sessions_of(items: Sequence[WorkItem]) -> dict[str, list[WorkItem]]:
+    """Items by session in order of their turns; an item without a session is one of its own."""
+    found: dict[str, list[WorkItem]] = {}
+    for item in items:
+        found.setdefault(item.session or f"#{item.index}", []).append(item)
+    for turns in found.values():
+        turns.sort(key=lambda item: item.turn)
+    return found

@@ -1,0 +1,73 @@
+"""Prompt material from a seed: token ids of an exact length, or text of about one token a word."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Literal
+
+from diptych.loadtest.items import Message
+
+Form = Literal["ids", "text", "messages"]
+
+# Common English words: almost every tokenizer knows each of them, with its leading space, as one token.
+_TEXT = (
+    "the of and to in is was for that on with as by at from they be this have or had not but what all were when we "
+    "there can an your which their said if do will each about how up out them then she many some so these would other "
+    "into has more her two like him see time could no make than first been its who now people my made over did down "
+    "only way find use may water long little very after words called just where most know get through back much "
+    "before go good new write our used me man too any day same right look think also around another came come work "
+    "three word must because does part even place well such here take why things help put years different away again "
+    "off went old number great tell men say small every found still between name should home big give air line set "
+    "own under read last never us left end along while might next sound below saw something thought both few those "
+    "always looked show large often together asked house world going want school important until form food keep "
+    "children feet land side without boy once animals life enough took sometimes four head above kind began almost "
+    "live page got earth need far hand high year mother light parts country father let night following picture being "
+    "study second eyes soon times story boys since white days ever paper hard near sentence better best across during "
+    "today others however sure means knew try told young miles sun ways thing whole hear example heard several change "
+    "answer room sea against top turned learn point city play toward five using himself usually "
+)
+WORDS = tuple(_TEXT.split())
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One of the three is filled."""
+
+    token_ids: tuple[int, ...] = ()
+    text: str = ""
+    messages: tuple[Message, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PromptMaker:
+    """Draws prompts of a wanted length in tokens.
+
+    Args:
+        form: "ids" is exact; "text" and "messages" are about right, and the server's count is what is reported.
+        vocab: ids are drawn from [low, high): keep off the special tokens at a vocabulary's start.
+    """
+
+    form: Form
+    vocab: tuple[int, int] = (1000, 30000)
+
+    def body(self, rng: Random, num_tokens: int) -> tuple[int, ...] | str:
+        """Token ids or words; pieces can be put together with `join`."""
+        if self.form == "ids":
+            low, high = self.vocab
+            span = high - low
+            return tuple(low + int(rng.random() * span) for _ in range(num_tokens))
+        return " ".join(rng.choices(WORDS, k=num_tokens))
+
+    def join(self, pieces: Sequence[tuple[int, ...] | str], *, role: str = "user") -> Prompt:
+        if self.form == "ids":
+            return Prompt(token_ids=tuple(token for piece in pieces for token in piece if isinstance(token, int)))
+        text = " ".join(piece for piece in pieces if isinstance(piece, str) and piece)
+        return Prompt(text=text) if self.form == "text" else Prompt(messages=(Message(role, text),))
+
+    def with_system(self, system: tuple[int, ...] | str, body: tuple[int, ...] | str) -> Prompt:
+        """A shared prefix: a system message where there are messages, else just the beginning of the prompt."""
+        if self.form == "messages" and isinstance(system, str) and isinstance(body, str) and system:
+            return Prompt(messages=(Message("system", system), Message("user", body)))
+        return self.join((system, body))

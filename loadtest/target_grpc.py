@@ -1,0 +1,98 @@
+"""Our own gRPC API, through the SDK."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from diptych.client import AsyncClient, Completion, DiptychError, RetryPolicy, StreamBrokenError
+from diptych.common.errors import NoWorkerError, OverloadedError, RequestDeadlineError
+from diptych.loadtest.record import Outcome, ServerFacts
+from diptych.loadtest.target import Ask, Chunk, Ended, Event, Sampling, TargetError
+
+
+class GrpcTarget:
+    """Args: url: grpc://host:port. The SDK's retries are off: a refusal is a figure."""
+
+    def __init__(self, url: str, *, label: str = "", model: str = "", sampling: Sampling | None = None) -> None:
+        self.url = url
+        self.label = label or url
+        self._model = model
+        self._sampling = sampling or Sampling()
+        self._client: AsyncClient | None = None
+
+    async def open(self) -> str:
+        """Raises: TargetError."""
+        self._client = AsyncClient(self.url.removeprefix("grpc://"), retry=RetryPolicy(max_tries=1))
+        if not self._model:
+            try:
+                models = await self._client.list_models()
+                self._model = models[0].id
+            except (DiptychError, IndexError) as error:
+                raise TargetError(Outcome.ERROR, f"{self.url} does not answer: {error}") from None
+        return self._model
+
+    async def close(self) -> None:
+        if self._client is not None:
+            await self._client.close()
+
+    def options(self, ask: Ask) -> dict[str, Any]:
+        options: dict[str, Any] = {
+            "model": self._model,
+            "max_tokens": ask.max_tokens,
+            "temperature": self._sampling.temperature,
+            "ignore_eos": self._sampling.ignore_eos,
+            "explain": self._sampling.explain,
+            "timeout_s": self._sampling.timeout_s,
+            "request_id": ask.label,
+        }
+        if ask.token_ids:
+            options["token_ids"] = ask.token_ids
+        elif ask.messages:
+            options["messages"] = [{"role": m.role, "content": m.content} for m in ask.messages]
+        else:
+            options["prompt"] = ask.text
+        return options
+
+    async def send(self, ask: Ask) -> AsyncGenerator[Event, None]:
+        """Raises: TargetError."""
+        assert self._client is not None, "open() first"
+        try:
+            async with self._client.stream(**self.options(ask)) as stream:
+                async for delta in stream:
+                    if delta.token_ids or delta.text:
+                        yield Chunk(delta.text, delta.token_ids, len(delta.token_ids))
+                yield _end_of(stream.result)
+        except DiptychError as error:
+            raise TargetError(_outcome(error), error.message, status=error.grpc_code) from None
+
+
+def _end_of(result: Completion) -> Ended:
+    told = result.explanation
+    server = None
+    if told is not None:
+        server = ServerFacts(
+            prefill=told.prefill,
+            decode=told.decode,
+            transport=told.transport,
+            kv_bytes=told.kv_bytes,
+            local_prefill=told.local_prefill,
+            reserved_s=told.reserved_s,
+            first_token_s=told.first_token_s,
+            kv_complete_s=told.kv_complete_s,
+            notes=told.notes,
+        )
+    usage = result.usage
+    return Ended(result.finish_reason, usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, server)
+
+
+def _outcome(error: DiptychError) -> Outcome:
+    match error:
+        case OverloadedError() | NoWorkerError():
+            return Outcome.REFUSED
+        case RequestDeadlineError():
+            return Outcome.TIMEOUT
+        case StreamBrokenError():
+            return Outcome.CUT
+        case _:
+            return Outcome.ERROR
