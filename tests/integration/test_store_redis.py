@@ -9,28 +9,29 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
+from redis import asyncio as aioredis
+
 from diptych.common.redis_store import RedisStore
 from diptych.common.store import KvEvent, StoreError
 from diptych.common.worker_record import WorkerRecord
-from redis import asyncio as aioredis
 
 
 def make_record(incarnation="a1", worker_id="p0", **changes):
-    fields = dict(
-        worker_id=worker_id,
-        incarnation=incarnation,
-        role="prefill",
-        address="127.0.0.1:7001",
-        pid=42,
-        model="m",
-        compat={"block_size": "16"},
-        kv_bytes_per_token=1024,
-        num_blocks=100,
-        block_size=16,
-        max_model_len=2048,
-        max_num_seqs=8,
-        event_epoch=1,
-    )
+    fields = {
+        "worker_id": worker_id,
+        "incarnation": incarnation,
+        "role": "prefill",
+        "address": "127.0.0.1:7001",
+        "pid": 42,
+        "model": "m",
+        "compat": {"block_size": "16"},
+        "kv_bytes_per_token": 1024,
+        "num_blocks": 100,
+        "block_size": 16,
+        "max_model_len": 2048,
+        "max_num_seqs": 8,
+        "event_epoch": 1,
+    }
     return WorkerRecord(**(fields | changes))
 
 
