@@ -25,7 +25,7 @@ TILE_BYTES = 16384
 """K of one iteration; so much again for V, times the pipeline's stages, lies in shared memory."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _paged_decode_kernel(
     q_ptr,
     kv_ptr,
@@ -46,13 +46,14 @@ def _paged_decode_kernel(
     stride_out_seq,
     stride_out_head,
     num_q_heads,
+    splits,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
     seq, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -60,7 +61,7 @@ def _paged_decode_kernel(
     first = 0
     if WINDOW > 0:
         first = tl.maximum(length - WINDOW, 0)
-    share = tl.cdiv(tl.cdiv(length - first, SPLITS), TILE) * TILE
+    share = tl.cdiv(tl.cdiv(length - first, splits), TILE) * TILE
     low = first + split * share
     high = tl.minimum(low + share, length)
 
@@ -94,17 +95,17 @@ def _paged_decode_kernel(
 
     # A split without keys (a short or padded sequence) has total == 0: its output is 0 and its log-sum-exp -inf.
     out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    if SPLITS == 1:
+    if not SPLIT:
         out_at = out_ptr + seq.to(tl.int64) * stride_out_seq + heads[:, None] * stride_out_head + dim[None, :]
         tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=real)
     else:
-        slot_of_head = (seq.to(tl.int64) * num_q_heads + heads) * SPLITS + split
+        slot_of_head = (seq.to(tl.int64) * num_q_heads + heads) * splits + split
         lse = tl.where(total == 0.0, float("-inf"), peak + tl.log2(tl.where(total == 0.0, 1.0, total)))
         tl.store(lse_ptr + slot_of_head, lse, mask=row < GROUP)
         tl.store(partial_ptr + slot_of_head[:, None] * HEAD_DIM + dim[None, :], out, mask=real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _reduce_splits_kernel(
     partial_ptr,
     lse_ptr,
@@ -112,20 +113,20 @@ def _reduce_splits_kernel(
     stride_out_seq,
     stride_out_head,
     num_q_heads,
+    splits,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
-    SPLITS: tl.constexpr,
     SPLITS_PADDED: tl.constexpr,
 ):
     seq, head = tl.program_id(0), tl.program_id(1)
     split = tl.arange(0, SPLITS_PADDED)
     dim = tl.arange(0, DIM)
-    base = (seq.to(tl.int64) * num_q_heads + head) * SPLITS
-    lse = tl.load(lse_ptr + base + split, mask=split < SPLITS, other=float("-inf"))
+    base = (seq.to(tl.int64) * num_q_heads + head) * splits
+    lse = tl.load(lse_ptr + base + split, mask=split < splits, other=float("-inf"))
     peak = tl.max(lse, 0)
     weights = tl.exp2(lse - tl.where(peak == float("-inf"), 0.0, peak))
     total = tl.sum(weights, 0)
-    real = (split[:, None] < SPLITS) & (dim[None, :] < HEAD_DIM)
+    real = (split[:, None] < splits) & (dim[None, :] < HEAD_DIM)
     part = tl.load(partial_ptr + (base + split)[:, None] * HEAD_DIM + dim[None, :], mask=real, other=0.0)
     out = tl.sum(part * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
     out_at = out_ptr + seq.to(tl.int64) * stride_out_seq + head * stride_out_head + dim
@@ -214,13 +215,14 @@ def paged_decode(
         out.stride(0),
         out.stride(1),
         num_q_heads,
+        splits,
         GROUP=group,
         ROWS=max(MIN_ROWS, triton.next_power_of_2(group)),
         HEAD_DIM=head_dim,
         DIM=max(16, dim),
         BLOCK_SIZE=kv.shape[2],
         TILE=tile or max(16, min(128, TILE_BYTES // (dim * q.element_size()))),
-        SPLITS=splits,
+        SPLIT=splits > 1,
         WINDOW=window or 0,
         num_warps=num_warps,
         num_stages=num_stages,
@@ -233,9 +235,9 @@ def paged_decode(
             out.stride(0),
             out.stride(1),
             num_q_heads,
+            splits,
             HEAD_DIM=head_dim,
             DIM=dim,
-            SPLITS=splits,
             SPLITS_PADDED=triton.next_power_of_2(splits),
             num_warps=1 if splits * dim <= 1024 else 4,
         )
