@@ -1,0 +1,77 @@
+"""One measured run, and what a report is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from diptych.loadtest.config import BenchConfig
+from diptych.loadtest.environment import Environment, contended, look_around
+from diptych.loadtest.items import WorkItem
+from diptych.loadtest.lag import LagReport, warnings_of
+from diptych.loadtest.record import CountedBy, RequestRecord
+from diptych.loadtest.runner import Runner
+from diptych.loadtest.stats import Summary, summarise
+from diptych.loadtest.target import Target
+
+Watch = Callable[[str, Runner], Any]
+"""Called with the target's label before a run begins; returns a context manager that shows the runner's progress."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """`rate`: arrivals a second that were asked for; 0 in a closed loop or for a trace."""
+
+    label: str
+    url: str
+    model: str
+    config: BenchConfig
+    rate: float
+    records: Sequence[RequestRecord]
+    summary: Summary
+    lag: LagReport
+    warnings: Sequence[str]
+    round: int = 0
+
+
+@dataclass(slots=True)
+class Report:
+    """Everything of one `diptych bench` call."""
+
+    kind: str
+    title: str
+    began: datetime
+    environment: Environment
+    runs: list[RunRecord] = field(default_factory=list)
+    comparison: Any = None
+    sweeps: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def begin_report(kind: str, title: str, now: datetime) -> Report:
+    report = Report(kind, title, now, look_around())
+    if note := contended(report.environment):
+        report.notes.append(note)
+    return report
+
+
+async def measure(
+    target: Target, model: str, config: BenchConfig, items: Sequence[WorkItem], watch: Watch, *, round: int = 0
+) -> RunRecord:
+    """Run `items` once against an open target."""
+    runner = Runner(target, config.loop_spec(), seed=config.seed)
+    with watch(target.label, runner):
+        result = await runner.run(items, warmup=config.warmup_items())
+    summary = summarise(result.records, config.slo_spec(), workers=config.workers)
+    warnings = warnings_of(result.lag, summary, limited=result.limited)
+    if summary.counted_by.get(CountedBy.CHUNKS.value):
+        warnings.append("the server says nothing about token counts: one token a chunk was assumed")
+    if summary.failed:
+        warnings.append(f"{summary.failed} of {summary.requests} requests failed: latencies are those of the others")
+    traced = any(item.arrival_s is not None for item in items)
+    rate = 0.0 if config.closed_loop or traced else config.request_rate
+    return RunRecord(
+        target.label, target.url, model, config, rate, result.records, summary, result.lag, warnings, round
+    )
