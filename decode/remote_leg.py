@@ -6,6 +6,8 @@
     every token of [decode_cached, num_tokens) in, first token known  => complete: KvComplete
         the call is read on until prefill closes it; what happens to it then no longer matters
 
+A call that is silent for `silence_s` is over: a stopped worker breaks no connection.
+
 Any failure before `complete` ends the leg with a typed error. Cancelling the task cancels the gRPC call, by which prefill
 frees everything of the leg; slabs that the step thread unpacks just then are given back by the UnpackDesk.
 """
@@ -30,6 +32,7 @@ from diptych.common.errors import (
 )
 from diptych.decode.coverage import Coverage
 from diptych.decode.link_rate import LinkRates
+from diptych.decode.silence import Silence
 from diptych.decode.unpack_desk import UnpackDesk
 from diptych.kvtransfer.api import ReceivedSlab, SlabReader
 from diptych.kvtransfer.handle import SlabHandle
@@ -55,6 +58,8 @@ class LegTools:
     num_layers: int
     reads_in_flight: int = 4
     read_base_s: float = 10.0
+    silence_s: float = 3.0
+    """A call on which prefill says nothing for so long has lost its worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +108,7 @@ class RemoteLeg:
         self._arrived = Coverage(first, num_tokens)
         self._token_known = bool(request.output_token_ids)
         self._window = asyncio.Semaphore(tools.reads_in_flight)
+        self._silence = Silence(tools.silence_s)
         self.complete = False
         self.facts = LegFacts()
 
@@ -115,7 +121,11 @@ class RemoteLeg:
         self.facts.prefill_pid = peer.pid
         try:
             async with asyncio.TaskGroup() as group:
-                await self._follow(peer, group)
+                watch = group.create_task(self._watch())
+                try:
+                    await self._follow(peer, group)
+                finally:
+                    watch.cancel()
                 # Fetches that still run end on their own: each has a deadline.
         except BaseExceptionGroup as errors:
             error = _typed(errors)
@@ -125,10 +135,16 @@ class RemoteLeg:
         if not self.complete:
             raise WorkerLostError(f"prefill worker {self._ref.worker_id} ended the call before all KV had arrived")
 
+    async def _watch(self) -> None:
+        await self._silence.lasts()
+        await self._tools.peers.drop(self._ref)
+        raise WorkerLostError(f"prefill worker {self._ref.worker_id} said nothing for {self._tools.silence_s:g} s")
+
     async def _follow(self, peer: Peer, group: asyncio.TaskGroup) -> None:
         call = peer.prefill.Prefill(self._request, timeout=self._request.remaining_s)
         try:
             async for event in call:
+                self._silence.heard()
                 match event.WhichOneof("event"):
                     case "started":
                         self.facts.cached_tokens = event.started.cached_tokens

@@ -40,6 +40,7 @@ class DecodeRole:
             kv_bytes_per_token=runner.kv_bytes_per_token,
             num_layers=runtime.compat.num_layers,
             read_base_s=config.read_base_s,
+            silence_s=config.leg_silence_s,
         )
         self.intake = Intake(
             runtime.engine,

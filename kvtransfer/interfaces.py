@@ -19,6 +19,13 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def why_unreachable(theirs: str, ours: str) -> str:
+    """Why a peer that advertises `theirs` cannot be meant by a worker at `ours`; empty: it can."""
+    if is_loopback(theirs) and not is_loopback(ours):
+        return f"it advertises the loopback address {theirs}, but it is not on this host ({ours})"
+    return ""
+
+
 def interface_of(host: str) -> str:
     """Name of the interface whose IPv4 address is `host` (a name is resolved). Raises: ConfigError."""
     try:

@@ -30,7 +30,7 @@ import numpy as np
 
 from diptych.common.errors import ConfigError, TransferError
 from diptych.kvtransfer.api import KvAddress, PeerRef
-from diptych.kvtransfer.interfaces import interface_of, is_loopback
+from diptych.kvtransfer.interfaces import interface_of, why_unreachable
 from diptych.kvtransfer.layout import HEADER_BYTES, Ring, read_refusal
 from diptych.kvtransfer.transport import (
     MAX_MESSAGE_BYTES,
@@ -110,7 +110,7 @@ class UcxTransport:
         self._ucx, self._array = load_ucxx()
         self._me = (worker_id, incarnation)
         self._host = host
-        config = {"TCP_MAX_CONN_RETRIES": "2"}  # the default keeps knocking at a dead peer's port for ten seconds
+        config: dict[str, str] = {}
         if "UCX_TLS" not in os.environ:
             config["TLS"] = "tcp,self"
         if "UCX_NET_DEVICES" not in os.environ:
@@ -158,8 +158,9 @@ class UcxTransport:
         address = peer.address
         if address.transport != "ucx" or len(address.blob) <= _TOKEN_BYTES:
             raise TransferError(f"{key} has no UCX address")
-        if is_loopback(address.host) and not is_loopback(self._host):
-            raise TransferError(f"{key} advertises the loopback address {address.host}: it is on another host")
+        why = why_unreachable(address.host, self._host)
+        if why:
+            raise TransferError(f"{key}: {why}")
         conn = secrets.randbits(63)
         endpoint = _Endpoint(key, self._endpoint_to(address.blob[_TOKEN_BYTES:]), conn, address.blob[:_TOKEN_BYTES])
         self._out[key] = endpoint

@@ -15,13 +15,16 @@
                     -> CLOSED: engine Cancel, transfer.release; ranges that are packed later go back as free grants
 
 A slab that was packed for a leg that is gone by then never leaves the worker: Handoffs returns its grant.
+
+Decode gives a silent worker up. So a leg says PrefillAlive whenever it had nothing else to say for `alive_every_s`, as long as
+the engine makes progress: a stopped process says nothing, and neither does one whose engine hangs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from enum import Enum
 
 import structlog
@@ -73,9 +76,10 @@ class Leg:
         self._num_settled = 0
         self._num_overlapped: int | None = None
 
-    async def next_event(self) -> prefill_pb2.PrefillEvent | None:
-        """None: everything is settled. Raises: the error that ended the leg."""
-        event = await self._events.get()
+    async def next_event(self, within_s: float) -> prefill_pb2.PrefillEvent | None:
+        """None: everything is settled. Raises: the error that ended the leg; TimeoutError: nothing to say for so long."""
+        async with asyncio.timeout(within_s):
+            event = await self._events.get()
         if isinstance(event, DiptychError):
             raise event
         return event
@@ -145,13 +149,26 @@ class Handoffs:
 
     Args:
         max_legs: legs held at once, queued and computing; beyond it a call is refused with OverloadedError.
+        alive_every_s: a leg that has nothing to say says so after this time.
+        why_stuck: why the engine must not be called alive; empty: it makes progress.
     """
 
-    def __init__(self, engine: Engine, publisher: SlabPublisher, limits: Limits, *, max_legs: int) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        publisher: SlabPublisher,
+        limits: Limits,
+        *,
+        max_legs: int,
+        alive_every_s: float = 1.0,
+        why_stuck: Callable[[], str] = lambda: "",
+    ) -> None:
         self._engine = engine
         self._publisher = publisher
         self._limits = limits
         self._max_legs = max_legs
+        self._alive_every_s = alive_every_s
+        self._why_stuck = why_stuck
         self._legs: dict[str, Leg] = {}
         self._accepting = True
         self._idle = asyncio.Event()
@@ -189,7 +206,15 @@ class Handoffs:
         )
         self._engine.send(AddRequest(request.engine_request))
         try:
-            while (event := await leg.next_event()) is not None:
+            while True:
+                try:
+                    event = await leg.next_event(self._alive_every_s)
+                except TimeoutError:
+                    if not self._why_stuck():
+                        yield prefill_pb2.PrefillEvent(alive=prefill_pb2.PrefillAlive())
+                    continue
+                if event is None:
+                    return
                 yield event
         finally:
             timer.cancel()

@@ -28,6 +28,8 @@ class PrefillRole:
             runtime.transfer,
             Limits(runtime.worker_id, runtime.incarnation, runner.vocab_size, runner.max_model_len, runner.block_size),
             max_legs=runtime.config.max_queue,
+            alive_every_s=runtime.config.leg_silence_s / 3,
+            why_stuck=runtime.why_stuck,
         )
         engine = runtime.engine
         runtime.transfer.start(lambda grants: engine.send(GrantSlabs(grants)), self.handoffs.on_settled)

@@ -39,6 +39,8 @@ class WorkerConfig:
         stall_bound_s: a step longer than this makes the worker NOT_SERVING.
         drain_s: how long running requests may go on after SIGTERM.
         handshake_timeout_s: for a peer's answer to GetInfo.
+        leg_silence_s: decode gives a prefill worker up that said nothing for so long; prefill speaks three times as often.
+            The same on both sides.
         verify_checksum: False only in tests.
         fault_corrupt_every: tests: flip a byte of every n-th received slab.
         check_invariants: tests: walk the whole block pool after every step.
@@ -77,6 +79,7 @@ class WorkerConfig:
     stall_bound_s: float = 10.0
     drain_s: float = 30.0
     handshake_timeout_s: float = 2.0
+    leg_silence_s: float = 3.0
     verify_checksum: bool = True
     fault_corrupt_every: int = 0
     check_invariants: bool = False
@@ -101,6 +104,7 @@ class WorkerConfig:
                 raise ConfigError(name, getattr(self, name), "must be 0 or more")
         for name in (
             "slab_lease_s", "read_base_s", "lease_s", "heartbeat_s", "stall_bound_s", "handshake_timeout_s",
+            "leg_silence_s",
         ):  # fmt: skip
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(name, getattr(self, name), "must be a positive number of seconds")

@@ -11,6 +11,7 @@ import structlog
 
 from diptych.common.block_identity import IdentityHeader, golden_key
 from diptych.common.compat import Compat
+from diptych.common.detokenizer import RequestDetokenizer
 from diptych.common.errors import ConfigError
 from diptych.common.revision import model_revision, tokenizer_revision
 from diptych.common.sampling import SamplingParams
@@ -19,7 +20,6 @@ from diptych.common.tokenizer import ModelTokenizer
 from diptych.engine.runner import ModelRunner
 from diptych.engine.sched.output import DetokenizerFactory
 from diptych.worker.config import WorkerConfig
-from diptych.worker.text import RequestText
 
 log = structlog.get_logger(__name__)
 
@@ -106,8 +106,11 @@ def load_model(config: WorkerConfig) -> LoadedModel:
     if config.role == "decode":
         tokenizer = ModelTokenizer(folder)
 
-        def factory(sampling: SamplingParams) -> RequestText:
-            return RequestText(tokenizer, sampling.stop)
+        def factory(sampling: SamplingParams) -> RequestDetokenizer:
+            return RequestDetokenizer(tokenizer, sampling.stop)
+
+        # The first one builds the tokenizer's byte table, 0.1 s that no request should pay.
+        factory(SamplingParams(max_tokens=1))
 
     log.info("model loaded", seconds=round(time.monotonic() - began, 2))
     return LoadedModel(runner, compat, identity, factory)

@@ -192,6 +192,10 @@ class WorkerRuntime:
 
     # ---- what others ask ----
 
+    def why_stuck(self) -> str:
+        """Why the engine makes no progress; empty when it does."""
+        return why_not_live(self.engine.stats(), self.clock.now(), stall_bound_s=self.config.stall_bound_s)
+
     def info(self) -> worker_pb2.GetInfoResponse:
         return worker_pb2.GetInfoResponse(
             worker_id=self.worker_id,
@@ -277,8 +281,7 @@ class WorkerRuntime:
         """SERVING only while the engine makes progress."""
         while True:
             await asyncio.sleep(_LIVENESS_POLL_S)
-            stats = self.engine.stats()
-            why = why_not_live(stats, self.clock.now(), stall_bound_s=self.config.stall_bound_s)
+            why = self.why_stuck()
             live = not why
             if live != self._live:
                 log.warning("engine makes no progress" if why else "engine makes progress again", why=why)
@@ -287,7 +290,7 @@ class WorkerRuntime:
                     self._registration.beat_now()
             if not self._draining:
                 await self.health.set(live)
-            if not stats.alive:
+            if not self.engine.stats().alive:
                 self.ended.set()
                 return
 

@@ -107,16 +107,22 @@ class PrefillFinished(_message.Message):
     compute_s: float
     def __init__(self, num_ranges: _Optional[int] = ..., num_ranges_overlapped: _Optional[int] = ..., compute_s: _Optional[float] = ...) -> None: ...
 
+class PrefillAlive(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class PrefillEvent(_message.Message):
-    __slots__ = ("started", "computed", "first_tokens", "finished", "failure")
+    __slots__ = ("started", "computed", "first_tokens", "finished", "failure", "alive")
     STARTED_FIELD_NUMBER: _ClassVar[int]
     COMPUTED_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
+    ALIVE_FIELD_NUMBER: _ClassVar[int]
     started: PrefillStarted
     computed: Computed
     first_tokens: FirstTokens
     finished: PrefillFinished
     failure: _types_pb2.Failure
-    def __init__(self, started: _Optional[_Union[PrefillStarted, _Mapping]] = ..., computed: _Optional[_Union[Computed, _Mapping]] = ..., first_tokens: _Optional[_Union[FirstTokens, _Mapping]] = ..., finished: _Optional[_Union[PrefillFinished, _Mapping]] = ..., failure: _Optional[_Union[_types_pb2.Failure, _Mapping]] = ...) -> None: ...
+    alive: PrefillAlive
+    def __init__(self, started: _Optional[_Union[PrefillStarted, _Mapping]] = ..., computed: _Optional[_Union[Computed, _Mapping]] = ..., first_tokens: _Optional[_Union[FirstTokens, _Mapping]] = ..., finished: _Optional[_Union[PrefillFinished, _Mapping]] = ..., failure: _Optional[_Union[_types_pb2.Failure, _Mapping]] = ..., alive: _Optional[_Union[PrefillAlive, _Mapping]] = ...) -> None: ...

@@ -191,3 +191,21 @@ async def test_the_queue_is_bounded_and_a_draining_worker_takes_nothing(parts) -
     handoffs.fail_all()
     await asyncio.gather(*tasks, return_exceptions=True)
     assert handoffs.num_legs == 0
+
+
+async def test_a_leg_with_nothing_to_say_says_that_it_lives_but_not_for_a_stuck_engine(parts) -> None:
+    _, engine, publisher = parts
+    why = ""
+    limits = Limits("p0", "life", vocab_size=100, max_model_len=256, block_size=16)
+    handoffs = Handoffs(engine, publisher, limits, max_legs=2, alive_every_s=0.01, why_stuck=lambda: why)
+    async with aclosing(handoffs.serve(request())) as events:
+        assert await kind(events) == "alive"
+        handoffs.on_step([Admitted("a/1", 0), packed(1, 0, 16)])
+        assert [await kind(events), await kind(events), await kind(events)] == ["started", "computed", "alive"]
+        why = "a step has been running for 11.0 s"
+        silent = asyncio.ensure_future(events.__anext__())
+        await asyncio.sleep(0.05)
+        assert not silent.done()
+        why = ""
+        assert (await silent).WhichOneof("event") == "alive"
+    assert publisher.released == ["a/1"]

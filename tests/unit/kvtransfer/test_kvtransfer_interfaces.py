@@ -1,0 +1,38 @@
+"""Addresses: a loopback one is of no use to a peer on another host."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from diptych.common.errors import ConfigError
+from diptych.kvtransfer.interfaces import interface_of, is_loopback, why_unreachable
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "reachable"),
+    [
+        ("127.0.0.1", "127.0.0.1", True),
+        ("127.0.0.1", "127.0.0.2", True),
+        ("127.0.0.1", "10.0.0.5", False),
+        ("127.9.9.9", "10.0.0.5", False),
+        ("10.0.0.6", "10.0.0.5", True),
+        ("10.0.0.6", "127.0.0.1", True),
+    ],
+)
+def test_a_loopback_address_is_refused_by_a_reader_on_another_host(theirs: str, ours: str, reachable: bool) -> None:
+    why = why_unreachable(theirs, ours)
+    assert (why == "") == reachable
+    if why:
+        assert theirs in why
+        assert ours in why
+
+
+def test_the_interface_of_an_address() -> None:
+    assert interface_of("127.0.0.1") in {name for _, name in socket.if_nameindex()}
+    assert is_loopback("127.0.0.1")
+    assert not is_loopback("no.such.host.invalid")
+    for host in ("0.0.0.0", "203.0.113.9"):
+        with pytest.raises(ConfigError):
+            interface_of(host)
