@@ -17,8 +17,7 @@ def _dotted(node: ast.expr) -> str:
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)
         node = node.value
-    if isinstance(node, ast.Name):
-        parts.append(node.id)
+    parts.append(node.id if isinstance(node, ast.Name) else "?")  # a method of what a call returned
     return ".".join(reversed(parts))
 
 

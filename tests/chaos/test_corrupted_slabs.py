@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from diptych.client import AsyncClient
+from diptych.client import AsyncClient, DiptychError
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
 
@@ -40,5 +40,8 @@ async def test_without_it_the_answer_is_wrong(cluster_module, tmp_path: Path):
     """So the identity tests would notice: the KV that decode uses is the KV that crossed."""
     flags = ("--worker-args", "--fault-corrupt-every 1 --no-verify-checksum")
     with cluster_module.running_cluster(tmp_path, *flags) as running:
-        answer = await generate(running)
-        assert list(answer.token_ids) != LONG["output_ids"]
+        try:
+            ids = list((await generate(running)).token_ids)
+        except DiptychError:
+            ids = []  # logits that are no numbers are refused
+        assert ids != LONG["output_ids"]
