@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -11,6 +12,12 @@ from diptych.common.errors import InvalidRequestError
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_BYTES = 256
 MAX_SEED = 2**64 - 1
+MAX_TOP_LOGPROBS = 20
+MAX_CHOICES = 64
+MAX_LOGIT_BIAS = 1024
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_TOKENS = 64
+MAX_REPETITION_PENALTY = 10.0
 
 
 class FinishReason(Enum):
@@ -23,7 +30,19 @@ class SamplingParams:
     """How the tokens of one request are drawn.
 
     `max_tokens` is final (>= 1): the router has filled in what the context allows. `seed` is always set, so that a retry
-    draws the same tokens. `top_k` 0 and `top_p` 1.0 switch the filter off; `temperature` 0.0 is greedy.
+    draws the same tokens. `top_k` 0, `top_p` 1.0 and `min_p` 0.0 switch the filter off; `temperature` 0.0 is greedy.
+
+    Args:
+        presence_penalty, frequency_penalty: subtracted from the logits of tokens among the outputs: once, and once per
+            occurrence. repetition_penalty: divides (multiplies, if negative) the logits of tokens in prompt or outputs.
+        logit_bias: (token id, what is added to its logit).
+        allowed_token_ids: nothing else is ever drawn; empty: no such limit.
+        bad_words: token id sequences whose last token is not drawn after the others.
+        min_tokens: outputs before which neither EOS nor a stop token is drawn and no stop string is looked for.
+        include_stop_str_in_output: the text ends with the stop string instead of before it.
+        n: choices that are given out. best_of: choices that are computed, of which the n likeliest count; 0: n.
+        logprobs, prompt_logprobs: None: none; k: of the token itself and of the k likeliest at its place. They are the
+            model's own, before temperature, penalties and filters.
     """
 
     max_tokens: int
@@ -34,10 +53,41 @@ class SamplingParams:
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    min_tokens: int = 0
+    include_stop_str_in_output: bool = False
+    n: int = 1
+    best_of: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def constrained(self) -> bool:
+        """Something changes the logits before the draw: it needs the request's tokens."""
+        return bool(
+            self.presence_penalty
+            or self.frequency_penalty
+            or self.repetition_penalty != 1.0
+            or self.logit_bias
+            or self.allowed_token_ids
+            or self.bad_words
+            or self.min_tokens
+        )
+
+    @property
+    def num_choices(self) -> int:
+        """Choices that are computed."""
+        return self.best_of or self.n
 
 
 def _number(value: object, param: str) -> float:
@@ -58,6 +108,86 @@ def _integer(value: object, param: str) -> int:
     return value
 
 
+def _ids(value: object, param: str, vocab_size: int) -> tuple[int, ...]:
+    if not isinstance(value, (list, tuple)):
+        raise InvalidRequestError(f"{param} must be a list", param=param)
+    ids = tuple(_integer(i, param) for i in value)
+    if any(not 0 <= i < vocab_size for i in ids):
+        raise InvalidRequestError(f"{param} must be below the vocabulary size {vocab_size}", param=param)
+    return ids
+
+
+def _between(value: object, param: str, low: float, high: float) -> float:
+    number = _number(value, param)
+    if not low <= number <= high:
+        raise InvalidRequestError(f"{param} must be between {low:g} and {high:g}, got {number:g}", param=param)
+    return number + 0.0  # -0.0 means 0.0
+
+
+def _count(value: object, param: str, low: int, high: int) -> int:
+    number = _integer(value, param)
+    if not low <= number <= high:
+        raise InvalidRequestError(f"{param} must be between {low} and {high}, got {number}", param=param)
+    return number
+
+
+def _flag(value: object, param: str) -> bool:
+    if not isinstance(value, bool):
+        raise InvalidRequestError(f"{param} must be true or false", param=param)
+    return value
+
+
+def _stops(value: object) -> tuple[str, ...]:
+    if not isinstance(value, (list, tuple)):
+        raise InvalidRequestError("stop must be a string or a list of strings", param="stop")
+    if len(value) > MAX_STOP_STRINGS:
+        raise InvalidRequestError(f"stop takes at most {MAX_STOP_STRINGS} strings, got {len(value)}", param="stop")
+    for text in value:
+        if not isinstance(text, str) or not text:
+            raise InvalidRequestError("stop must hold non-empty strings", param="stop")
+        try:
+            size = len(text.encode())
+        except UnicodeEncodeError:
+            raise InvalidRequestError("stop holds a lone surrogate: not valid Unicode text", param="stop") from None
+        if size > MAX_STOP_STRING_BYTES:
+            raise InvalidRequestError(f"a stop string is at most {MAX_STOP_STRING_BYTES} bytes", param="stop")
+    return tuple(value)
+
+
+def _biases(value: object, vocab_size: int) -> tuple[tuple[int, float], ...]:
+    """From {token id: bias}, whose keys may be digits (JSON has no other keys), or from pairs."""
+    param = "logit_bias"
+    if isinstance(value, Mapping):
+        pairs: list[tuple[object, object]] = list(value.items())
+    elif isinstance(value, (list, tuple)) and all(isinstance(p, (list, tuple)) and len(p) == 2 for p in value):
+        pairs = [(p[0], p[1]) for p in value]
+    else:
+        raise InvalidRequestError("logit_bias must map token ids to numbers", param=param)
+    if len(pairs) > MAX_LOGIT_BIAS:
+        raise InvalidRequestError(f"logit_bias takes at most {MAX_LOGIT_BIAS} entries, got {len(pairs)}", param=param)
+    out: dict[int, float] = {}
+    for key, bias in pairs:
+        if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10:
+            key = int(key)
+        (token,) = _ids((key,), param, vocab_size)
+        if token in out:
+            raise InvalidRequestError(f"logit_bias names token {token} twice", param=param)
+        out[token] = _between(bias, param, -100.0, 100.0)
+    return tuple(sorted(out.items()))
+
+
+def _bad_words(value: object, vocab_size: int) -> tuple[tuple[int, ...], ...]:
+    param = "bad_words"
+    if not isinstance(value, (list, tuple)):
+        raise InvalidRequestError("bad_words must be a list", param=param)
+    if len(value) > MAX_BAD_WORDS:
+        raise InvalidRequestError(f"bad_words takes at most {MAX_BAD_WORDS} words, got {len(value)}", param=param)
+    words = tuple(_ids(word, param, vocab_size) for word in value)
+    if any(not 1 <= len(word) <= MAX_BAD_WORD_TOKENS for word in words):
+        raise InvalidRequestError(f"a bad word has 1 to {MAX_BAD_WORD_TOKENS} tokens", param=param)
+    return words
+
+
 def check_sampling(
     *,
     temperature: object = 1.0,
@@ -68,16 +198,28 @@ def check_sampling(
     ignore_eos: object = False,
     stop_token_ids: object = (),
     stop: object = (),
+    min_p: object = 0.0,
+    presence_penalty: object = 0.0,
+    frequency_penalty: object = 0.0,
+    repetition_penalty: object = 1.0,
+    logit_bias: object = (),
+    allowed_token_ids: object = (),
+    bad_words: object = (),
+    min_tokens: object = 0,
+    include_stop_str_in_output: object = False,
+    n: object = 1,
+    best_of: object = 0,
+    logprobs: object = None,
+    prompt_logprobs: object = None,
     vocab_size: int,
 ) -> SamplingParams:
     """Build SamplingParams from untrusted values.
 
+    Args:
+        bad_words: as token id sequences; whoever knows the tokenizer has made them.
     Raises: InvalidRequestError naming the parameter, for a wrong type, a number that is not finite or out of range, a
-        token id outside the vocabulary, or too many or too long stop strings.
+        token id outside the vocabulary, or too many or too long entries of a list.
     """
-    t = _number(temperature, "temperature")
-    if not 0.0 <= t <= 2.0:
-        raise InvalidRequestError(f"temperature must be between 0 and 2, got {t:g}", param="temperature")
     p = _number(top_p, "top_p")
     if not 0.0 < p <= 1.0:
         raise InvalidRequestError(f"top_p must be above 0 and at most 1, got {p:g}", param="top_p")
@@ -90,33 +232,41 @@ def check_sampling(
     m = _integer(max_tokens, "max_tokens")
     if not 1 <= m < 2**31:
         raise InvalidRequestError(f"max_tokens must be a positive 32-bit number, got {m}", param="max_tokens")
-    if not isinstance(ignore_eos, bool):
-        raise InvalidRequestError("ignore_eos must be true or false", param="ignore_eos")
-    if not isinstance(stop_token_ids, (list, tuple)):
-        raise InvalidRequestError("stop_token_ids must be a list", param="stop_token_ids")
-    ids = tuple(_integer(i, "stop_token_ids") for i in stop_token_ids)
-    if any(not 0 <= i < vocab_size for i in ids):
-        raise InvalidRequestError(f"stop_token_ids must be below the vocabulary size {vocab_size}", param="stop_token_ids")
-    if not isinstance(stop, (list, tuple)):
-        raise InvalidRequestError("stop must be a string or a list of strings", param="stop")
-    if len(stop) > MAX_STOP_STRINGS:
-        raise InvalidRequestError(f"stop takes at most {MAX_STOP_STRINGS} strings, got {len(stop)}", param="stop")
-    for text in stop:
-        if not isinstance(text, str) or not text:
-            raise InvalidRequestError("stop must hold non-empty strings", param="stop")
-        try:
-            size = len(text.encode())
-        except UnicodeEncodeError:
-            raise InvalidRequestError("stop holds a lone surrogate: not valid Unicode text", param="stop") from None
-        if size > MAX_STOP_STRING_BYTES:
-            raise InvalidRequestError(f"a stop string is at most {MAX_STOP_STRING_BYTES} bytes", param="stop")
+    r = _number(repetition_penalty, "repetition_penalty")
+    if not 0.0 < r <= MAX_REPETITION_PENALTY:
+        raise InvalidRequestError(
+            f"repetition_penalty must be above 0 and at most {MAX_REPETITION_PENALTY:g}, got {r:g}",
+            param="repetition_penalty",
+        )
+    least = _integer(min_tokens, "min_tokens")
+    if not 0 <= least <= m:
+        raise InvalidRequestError(f"min_tokens must be between 0 and max_tokens={m}, got {least}", param="min_tokens")
+    choices = _count(n, "n", 1, MAX_CHOICES)
+    best = _integer(best_of, "best_of")
+    if best and not choices <= best <= MAX_CHOICES:
+        raise InvalidRequestError(f"best_of must be between n={choices} and {MAX_CHOICES}, got {best}", param="best_of")
     return SamplingParams(
         max_tokens=m,
         seed=s,
-        temperature=t + 0.0,  # -0.0 means 0.0
+        temperature=_between(temperature, "temperature", 0.0, 2.0),
         top_p=p,
         top_k=max(k, 0),
-        ignore_eos=ignore_eos,
-        stop_token_ids=ids,
-        stop=tuple(stop),
+        ignore_eos=_flag(ignore_eos, "ignore_eos"),
+        stop_token_ids=_ids(stop_token_ids, "stop_token_ids", vocab_size),
+        stop=_stops(stop),
+        min_p=_between(min_p, "min_p", 0.0, 1.0),
+        presence_penalty=_between(presence_penalty, "presence_penalty", -2.0, 2.0),
+        frequency_penalty=_between(frequency_penalty, "frequency_penalty", -2.0, 2.0),
+        repetition_penalty=r,
+        logit_bias=_biases(logit_bias, vocab_size),
+        allowed_token_ids=_ids(allowed_token_ids, "allowed_token_ids", vocab_size),
+        bad_words=_bad_words(bad_words, vocab_size),
+        min_tokens=least,
+        include_stop_str_in_output=_flag(include_stop_str_in_output, "include_stop_str_in_output"),
+        n=choices,
+        best_of=best,
+        logprobs=None if logprobs is None else _count(logprobs, "logprobs", 0, MAX_TOP_LOGPROBS),
+        prompt_logprobs=(
+            None if prompt_logprobs is None else _count(prompt_logprobs, "prompt_logprobs", 0, MAX_TOP_LOGPROBS)
+        ),
     )

@@ -2,6 +2,7 @@
 
 Its KV is real bytes in the real layout, and every token it draws is a hash over the KV bytes of all positions so far: a
 wrong block table, a lost or flipped byte or a slot written twice changes the tokens, as it would (sometimes) in a model.
+Where logits matter (constraints, logprobs) they are hashes too, one a token id.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import numpy.typing as npt
 import xxhash
 
 from diptych.common.sampling import SamplingParams
-from diptych.engine.messages import ScheduledSeq, StepResult
+from diptych.engine import constraints
+from diptych.engine.messages import BlockCopy, CopyKind, ScheduledSeq, StepResult, TokenLogprobs
 from diptych.engine.runner import StepAborted
 
 
@@ -35,6 +37,7 @@ class FakeRunner:
         vocab_size: int = 1000,
         max_model_len: int = 4096,
         eos_token_ids: tuple[int, ...] = (2,),
+        num_host_blocks: int = 0,
         before_execute: Callable[[Sequence[ScheduledSeq]], None] | None = None,
     ) -> None:
         self.num_blocks = num_blocks
@@ -46,6 +49,9 @@ class FakeRunner:
         self.before_execute = before_execute
         self.bad_attempts: set[str] = set()
         self.pool = np.zeros((num_blocks, num_layers, 2, block_size, 1, head_dim), dtype=np.uint8)
+        self.num_host_blocks = num_host_blocks
+        self.host = np.zeros((num_host_blocks, *self.pool.shape[1:]), dtype=np.uint8)
+        self.copied_blocks = 0
         self.computed_tokens = 0
         self.executed_steps = 0
 
@@ -61,9 +67,19 @@ class FakeRunner:
         for i, seq in enumerate(seqs):
             if seq.attempt in self.bad_attempts:
                 result.bad_rows[i] = "NaN"
-            elif seq.sample:
-                result.token_ids[i] = self._draw(seq)
+                continue
+            if seq.prompt_targets:
+                self._prompt_logprobs(i, seq, result)
+            if seq.sample:
+                self._sample(i, seq, result)
         return result
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        for copy in copies:
+            source = self.host if copy.kind is CopyKind.FROM_HOST else self.pool
+            target = self.host if copy.kind is CopyKind.TO_HOST else self.pool
+            target[copy.dst] = source[copy.src]
+        self.copied_blocks += len(copies)
 
     def pack(self, block_ids: Sequence[int], num_tokens: int, out: memoryview) -> int:
         full, tail = divmod(num_tokens, self.block_size)
@@ -101,18 +117,63 @@ class FakeRunner:
             position += 1
         self.computed_tokens += len(seq.token_ids)
 
-    def _draw(self, seq: ScheduledSeq) -> int:
-        num_tokens = seq.start + len(seq.token_ids)
+    def _seen(self, seq: ScheduledSeq, num_tokens: int) -> int:
+        """A hash over the KV bytes of the sequence's first tokens."""
         used = -(-num_tokens // self.block_size)
         kv = self.pool[seq.block_table[:used]].transpose(0, 3, 1, 2, 4, 5).reshape(used * self.block_size, -1)
-        seen = xxhash.xxh3_64_intdigest(kv[:num_tokens].tobytes())
-        return int(xxhash.xxh3_64_intdigest(_counter(seq.sampling, seq.output_index) + seen.to_bytes(8, "little"))) % (
-            self.vocab_size
-        )
+        return int(xxhash.xxh3_64_intdigest(kv[:num_tokens].tobytes()))
+
+    def _sample(self, i: int, seq: ScheduledSeq, result: StepResult) -> None:
+        seen = self._seen(seq, seq.start + len(seq.token_ids))
+        allowed: npt.NDArray[np.float32] | None = None
+        if seq.history is not None:
+            constraint = constraints.constraint_of(seq.memo, seq.sampling, self.eos_token_ids)
+            seq.memo = constraint
+            constraint.advance(seq.history, seq.num_prompt)
+            allowed = self._logits(seen)
+            if not constraints.apply(allowed, constraint):
+                result.refused_rows[i] = "no token is left"
+                return
+        drawn: list[tuple[int, TokenLogprobs | None]] = []
+        for choice in range(seq.choice, seq.choice + seq.num_draws):
+            counter = _counter(seq.sampling, seq.output_index, choice)
+            if allowed is None:
+                token = xxhash.xxh3_64_intdigest(counter + seen.to_bytes(8, "little")) % self.vocab_size
+            else:
+                noise = self._logits(xxhash.xxh3_64_intdigest(counter)) if counter else 0.0
+                token = int(np.argmax(allowed + noise))
+            logprobs = None if seq.top_logprobs is None else self._logprobs(seen, token, seq.top_logprobs)
+            drawn.append((token, logprobs))
+        result.token_ids[i] = drawn[0][0]
+        if drawn[0][1] is not None:
+            result.logprobs[i] = drawn[0][1]
+        if drawn[1:]:
+            result.more_draws[i] = drawn[1:]
+
+    def _prompt_logprobs(self, i: int, seq: ScheduledSeq, result: StepResult) -> None:
+        top = seq.sampling.prompt_logprobs or 0
+        result.prompt_logprobs[i] = [
+            self._logprobs(self._seen(seq, seq.start + row + 1), target, top)
+            for row, target in enumerate(seq.prompt_targets)
+        ]
+
+    def _logits(self, seen: int) -> npt.NDArray[np.float32]:
+        """One in [0, 8) for each token id."""
+        x = np.arange(1, self.vocab_size + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) ^ np.uint64(seen)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return ((x ^ (x >> np.uint64(31))) >> np.uint64(40)).astype(np.float32) / np.float32(1 << 21)
+
+    def _logprobs(self, seen: int, token: int, top: int) -> TokenLogprobs:
+        logits = self._logits(seen).astype(np.float64)
+        logprobs = logits - np.log(np.exp(logits).sum())
+        best = np.argsort(-logprobs, kind="stable")[:top]
+        rank = int((logprobs > logprobs[token]).sum()) + 1
+        return TokenLogprobs(token, float(logprobs[token]), rank, tuple((int(t), float(logprobs[t])) for t in best))
 
 
-def _counter(sampling: SamplingParams, output_index: int) -> bytes:
-    """A draw depends on (seed, token index) alone, as the real sampler's does; greedy depends on neither."""
+def _counter(sampling: SamplingParams, output_index: int, choice: int = 0) -> bytes:
+    """A draw depends on (seed, choice, token index) alone, as the real sampler's does; greedy depends on none of them."""
     if sampling.greedy:
         return b""
-    return sampling.seed.to_bytes(8, "little") + output_index.to_bytes(4, "little")
+    return sampling.seed.to_bytes(8, "little") + output_index.to_bytes(4, "little") + choice.to_bytes(4, "little")

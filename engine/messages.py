@@ -12,16 +12,22 @@ A request's life by mode:
              RunLocally at any time before KvComplete: drop what arrived, compute the prompt here
 
 Cancel is safe in every state; it ends with Failed(RequestCancelledError), and nothing of the attempt is touched after
-that event. Every request ends with exactly one of Finished, PrefillComplete, Failed.
+that event. Every request ends with exactly one of Finished, PrefillComplete, Failed. With several choices (n > 1) each
+choice ends with ChoiceFinished first.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
 from diptych.common.errors import DiptychError
 from diptych.common.sampling import FinishReason, SamplingParams
+from diptych.engine.step_messages import BlockCopy as BlockCopy
+from diptych.engine.step_messages import CopyKind as CopyKind
+from diptych.engine.step_messages import ScheduledSeq as ScheduledSeq
+from diptych.engine.step_messages import StepResult as StepResult
+from diptych.engine.step_messages import TokenLogprobs as TokenLogprobs
 
 
 class KvMode(Enum):
@@ -43,6 +49,9 @@ class EngineRequest:
         decode_cached_tokens: PREFILL only: leading tokens that decode holds; not packed. A multiple of the block size.
         want_kv: PREFILL only: False packs nothing.
         peer: PREFILL only: decode worker id; slabs have a quota per peer.
+        priority: lower goes first; counts under the priority policy only.
+        tenant: whose share of tokens and of the prefix cache it uses.
+        choice: number of the first choice; enters the draws.
     """
 
     attempt: str
@@ -54,6 +63,9 @@ class EngineRequest:
     decode_cached_tokens: int = 0
     want_kv: bool = True
     peer: str = ""
+    priority: int = 0
+    tenant: str = ""
+    choice: int = 0
 
 
 # ---- commands: event loop -> step thread -------------------------------------------------------------------------
@@ -98,10 +110,12 @@ class UnpackRange:
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """The token that prefill sampled for a REMOTE request; streamed at once."""
+    """The token that prefill sampled for a REMOTE request (one for each choice); streamed at once."""
 
     attempt: str
     token_id: int
+    choice: int = 0
+    logprobs: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,12 +148,25 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True)
 class TokensOut:
-    """Tokens with indices offset, offset+1, ... among the outputs. `text` is what became certain with them."""
+    """Tokens with indices offset, offset+1, ... among the outputs. `text` is what became certain with them. `logprobs`: one
+    a token, if they were asked for."""
 
     attempt: str
     offset: int
     token_ids: tuple[int, ...]
     text: str
+    choice: int = 0
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Of prompt tokens first_token, first_token + 1, ...; the prompt's first token has none. Chunk by chunk, in order, once
+    each; a REMOTE request's come from its prefill worker."""
+
+    attempt: str
+    first_token: int
+    logprobs: tuple[TokenLogprobs, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +198,21 @@ class RangeUnpacked:
 
 
 @dataclass(frozen=True, slots=True)
+class ChoiceFinished:
+    """One of several choices has ended."""
+
+    attempt: str
+    choice: int
+    reason: FinishReason
+    num_output_tokens: int
+    stop_string: str = ""
+    stop_token_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
+    """The end of the attempt. With several choices: the reason of the last one that ended, the output tokens of all."""
+
     attempt: str
     reason: FinishReason
     num_output_tokens: int
@@ -207,10 +248,38 @@ class CacheCleared:
     epoch: int
 
 
+@dataclass(frozen=True, slots=True)
+class TierStored:
+    """Blocks that entered a tier below the prefix cache. `sequence` counts the events of the tier in this epoch."""
+
+    tier: str
+    sequence: int
+    keys: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TierEvicted:
+    tier: str
+    sequence: int
+    keys: tuple[bytes, ...]
+
+
 CacheEvent = BlocksStored | BlocksEvicted | CacheCleared
 EngineEvent = (
-    Admitted | TokensOut | RangePacked | PrefillComplete | RangeUnpacked | Finished | Failed | BlocksStored | BlocksEvicted
+    Admitted
+    | TokensOut
+    | PromptLogprobs
+    | RangePacked
+    | PrefillComplete
+    | RangeUnpacked
+    | ChoiceFinished
+    | Finished
+    | Failed
+    | BlocksStored
+    | BlocksEvicted
     | CacheCleared
+    | TierStored
+    | TierEvicted
 )
 
 
@@ -243,6 +312,8 @@ class CacheDump:
     epoch: int
     sequence: int
     keys: tuple[bytes, ...]
+    host_sequence: int = 0
+    host_keys: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,38 +336,12 @@ class EngineStats:
     cached_tokens_total: int = 0
     generation_tokens_total: int = 0
     preemptions_total: int = 0
+    swaps_total: int = 0
+    """Preemptions whose KV went to the host tier; the others are computed again."""
+    restored_tokens_total: int = 0
+    """Tokens whose KV came back from the host tier's prefix cache."""
+    host_usage: float = 0.0
+    copy_bytes_per_s: float = 0.0
+    """Between the pool and the host tier, measured online."""
     alive: bool = True
     """False: the step thread has ended (a bug in it, or close); nothing will be answered but refusals. Not ready."""
-
-
-# ---- between scheduler and model runner --------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class ScheduledSeq:
-    """One sequence's share of a step.
-
-    Args:
-        token_ids: the tokens to compute, at positions start, start + 1, ...
-        block_table: block ids of this sequence; covers at least start + len(token_ids) tokens; index i holds tokens
-            [i * block_size, (i + 1) * block_size).
-        sample: draw a token from the last position's logits.
-        output_index: index of that token among the outputs (the counter of the draw).
-    """
-
-    attempt: str
-    token_ids: list[int]
-    start: int
-    block_table: list[int]
-    sample: bool
-    sampling: SamplingParams
-    output_index: int
-
-
-@dataclass(slots=True)
-class StepResult:
-    """Aligned with the step's sequences: the drawn token, or None where none was asked for or the row was bad."""
-
-    token_ids: list[int | None]
-    bad_rows: dict[int, str] = field(default_factory=dict)
-    """Index of the sequence -> why its logits cannot be used (NaN, Inf). Neighbours are untouched."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from diptych.engine.messages import ScheduledSeq, StepResult
+from diptych.engine.messages import BlockCopy, ScheduledSeq, StepResult
 
 
 class StepAborted(Exception):
@@ -25,9 +25,15 @@ class ModelRunner(Protocol):
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    num_host_blocks: int
+    """Slots of the host tier, one block each; 0: there is none."""
 
     def execute(self, seqs: Sequence[ScheduledSeq], should_abort: Callable[[], bool] | None = None) -> StepResult:
         """Compute one step. Raises: StepAborted when should_abort() turned true between two layers."""
+        ...
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy whole blocks in the order given: what a former copy wrote a later one may read. Done when it returns."""
         ...
 
     def pack(self, block_ids: Sequence[int], num_tokens: int, out: memoryview) -> int:

@@ -1,5 +1,5 @@
 """The KV pool: one tensor [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim], so that one block of all layers is
-one contiguous piece on the wire."""
+one contiguous piece on the wire. The host tier is a second one of the same shape in (pinned) host memory."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from diptych.engine.messages import BlockCopy, CopyKind
 from diptych.kernels import kv_pack
 from diptych.kernels.paged_attention import layer_rows, layer_slots
 
@@ -28,9 +29,13 @@ class KvPool:
         *,
         dtype: torch.dtype,
         device: torch.device,
+        num_host_blocks: int = 0,
     ) -> None:
         shape = (num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim)
         self.tensor: Tensor = torch.zeros(shape, dtype=dtype, device=device)
+        self.host: Tensor = torch.empty(
+            (num_host_blocks, *shape[1:]), dtype=dtype, pin_memory=device.type == "cuda" and num_host_blocks > 0
+        )
         self.num_blocks, self.num_layers, self.block_size = num_blocks, num_layers, block_size
         self.bytes_per_token = num_layers * 2 * num_kv_heads * head_dim * self.tensor.element_size()
         self.rows = [layer_rows(self.tensor, layer) for layer in range(num_layers)]
@@ -40,6 +45,20 @@ class KvPool:
     def clear(self, block_ids: Tensor) -> None:
         """Zero whole blocks. [num_blocks] int64."""
         self.tensor.index_fill_(0, block_ids, 0)
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """See ModelRunner.copy_blocks."""
+        pool, host = self.tensor, self.host
+        ends = {
+            CopyKind.FORK: (pool, pool),
+            CopyKind.TO_HOST: (pool, host),
+            CopyKind.FROM_HOST: (host, pool),
+        }
+        for copy in copies:
+            source, target = ends[copy.kind]
+            target[copy.dst].copy_(source[copy.src], non_blocking=True)  # in the order of the one stream
+        if copies and pool.device.type == "cuda":
+            torch.cuda.current_stream(pool.device).synchronize()
 
     def pack(self, block_ids: Sequence[int], num_tokens: int, out: memoryview) -> int:
         """See ModelRunner.pack. Returns: xxh3-64 of the bytes written."""

@@ -14,9 +14,9 @@ from diptych.engine.exec.attention import BatchBuilder, PagedAttention
 from diptych.engine.exec.kv_pool import KvPool
 from diptych.engine.exec.model_config import ModelConfig, eos_token_ids, parse_config
 from diptych.engine.exec.models.decoder import Decoder
-from diptych.engine.exec.sampler import Draw, sample
+from diptych.engine.exec.sampling import draw_step, want_prompt_rows
 from diptych.engine.exec.weights import DecoderWeights, load_weights
-from diptych.engine.messages import ScheduledSeq, StepResult
+from diptych.engine.messages import BlockCopy, ScheduledSeq, StepResult
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -53,6 +53,7 @@ class TorchModelRunner:
         num_blocks: int,
         block_size: int,
         max_model_len: int,
+        num_host_blocks: int = 0,
     ) -> None:
         like = weights.embedding
         self.config = config
@@ -65,7 +66,9 @@ class TorchModelRunner:
             config.head_dim,
             dtype=like.dtype,
             device=like.device,
+            num_host_blocks=num_host_blocks,
         )
+        self.num_host_blocks = num_host_blocks
         self.num_blocks, self.block_size, self.max_model_len = num_blocks, block_size, max_model_len
         self.kv_bytes_per_token = self.pool.bytes_per_token
         self.vocab_size = config.vocab_size
@@ -85,6 +88,7 @@ class TorchModelRunner:
         block_size: int = 16,
         max_model_len: int | None = None,
         num_threads: int | None = None,
+        num_host_blocks: int = 0,
     ) -> TorchModelRunner:
         """Load a local Hugging Face folder.
 
@@ -92,6 +96,7 @@ class TorchModelRunner:
             device: "cpu" or "cuda". dtype: "float32", "bfloat16" or "float16", of weights and KV.
             max_model_len: None: what the model was trained for.
             num_threads: torch's threads in this process; None leaves them.
+            num_host_blocks: slots of the host tier, each of one block.
         Raises: ConfigError naming the field.
         """
         folder = Path(path)
@@ -100,6 +105,8 @@ class TorchModelRunner:
         for field, value in (("num_blocks", num_blocks), ("block_size", block_size)):
             if value < 1:
                 raise ConfigError(field, value, "must be at least 1")
+        if num_host_blocks < 0:
+            raise ConfigError("num_host_blocks", num_host_blocks, "must be 0 or more")
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         raw = _read_json(folder / "config.json")
@@ -111,7 +118,13 @@ class TorchModelRunner:
             raise ConfigError("max_model_len", length, f"must be between 1 and the model's {config.max_position}")
         weights = load_weights(folder, config, dtype=DTYPES[dtype], device=_device(device))
         return cls(
-            config, weights, eos_token_ids=eos, num_blocks=num_blocks, block_size=block_size, max_model_len=length
+            config,
+            weights,
+            eos_token_ids=eos,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_model_len=length,
+            num_host_blocks=num_host_blocks,
         )
 
     @torch.inference_mode()
@@ -121,20 +134,20 @@ class TorchModelRunner:
         if not seqs:
             return result
         batch = self._batches.build(seqs)
+        prompt_rows = want_prompt_rows(seqs, batch)
         fresh = self._batches.fresh_tail_blocks(seqs)
         if fresh is not None:
             self.pool.clear(fresh)
         logits = self._decoder.forward(batch, should_abort)
         if logits is None:
             return result
-        draws = [Draw(seqs[i].sampling, seqs[i].output_index) for i in batch.sample_seqs]
-        token_ids, bad = sample(logits, draws)
-        for row, i in enumerate(batch.sample_seqs):
-            if row in bad:
-                result.bad_rows[i] = bad[row]
-            else:
-                result.token_ids[i] = token_ids[row]
+        draw_step(seqs, batch.sample_seqs, prompt_rows, logits, self.eos_token_ids, result)
         return result
+
+    @torch.inference_mode()
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """See ModelRunner.copy_blocks."""
+        self.pool.copy_blocks(copies)
 
     @torch.inference_mode()
     def pack(self, block_ids: Sequence[int], num_tokens: int, out: memoryview) -> int:

@@ -5,12 +5,13 @@ index, token id). Chosen over inverting the cumulative distribution because it h
 logits differ by 1e-6 disagree only where two scores lie within 1e-6 of each other (about once in a million draws), while
 the cumulative sum over a vocabulary has tens of thousands of borders to fall across.
 
-Filters in the order temperature, top_k, top_p (as transformers and vLLM do); both keep ties at their border, so that the
-kept set does not depend on a sort's order.
+Constraints first (engine.constraints), then filters in the order temperature, min_p, top_k, top_p (as vLLM does); they keep
+ties at their border, so that the kept set does not depend on a sort's order.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,8 +19,10 @@ import torch
 from torch import Tensor
 
 from diptych.common.sampling import SamplingParams
+from diptych.engine.constraints import Constraint
+from diptych.engine.exec.constrain import EMPTY_CHOICE, constrain
 
-SAMPLER_VERSION = "gumbel-1"
+SAMPLER_VERSION = "gumbel-2"
 """Changes whenever a draw may change."""
 
 MIN_TEMPERATURE = 1e-6
@@ -33,11 +36,30 @@ _MASK64 = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """What one row needs. output_index: index of the token among the request's outputs."""
+    """What one row needs.
+
+    Args:
+        output_index: index of the token among the request's outputs.
+        constraint: what changes its logits first, advanced to this token; None: nothing.
+        num_draws: tokens to draw, for choices choice, choice + 1, ...
+    """
 
     sampling: SamplingParams
     output_index: int
     choice: int = 0
+    constraint: Constraint | None = None
+    num_draws: int = 1
+
+
+@dataclass(slots=True)
+class Drawn:
+    """Token ids aligned with the rows, -1 for a row that is in `bad` or `refused`; `more`: row -> its draws after the
+    first."""
+
+    token_ids: list[int]
+    bad: dict[int, str]
+    refused: dict[int, str]
+    more: dict[int, list[int]]
 
 
 def _splitmix64(x: int) -> int:
@@ -99,8 +121,12 @@ def _thresholds(logits: Tensor, params: Sequence[SamplingParams], window: int) -
 
 
 def _filter(scaled: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Set what top_k and top_p drop to -inf, in place."""
+    """Set what min_p, top_k and top_p drop to -inf, in place. scaled: logits / temperature less each row's maximum."""
     vocab_size = scaled.shape[1]
+    if any(p.min_p > 0.0 for p in params):  # the likeliest token stands at 0
+        least = [math.log(p.min_p) if p.min_p > 0.0 else -math.inf for p in params]
+        bound = torch.tensor(least, dtype=torch.float32, device=scaled.device)
+        scaled.masked_fill_(scaled < bound[:, None], float("-inf"))
     rows = [i for i, p in enumerate(params) if 0 < p.top_k < vocab_size or p.top_p < 1.0]
     window = min(vocab_size, max([NUCLEUS_WINDOW, *(params[i].top_k for i in rows)]))
     while rows:
@@ -138,26 +164,56 @@ def argmax_rows(x: Tensor) -> Tensor:
 
 
 def sample(logits: Tensor, draws: Sequence[Draw]) -> tuple[list[int], dict[int, str]]:
-    """Draw one token a row.
+    """One token a row, for draws without constraints. Returns: token ids (-1 for a bad row), and bad rows with the reason."""
+    drawn = draw_tokens(logits, draws)
+    return drawn.token_ids, drawn.bad
+
+
+def draw_tokens(logits: Tensor, draws: Sequence[Draw]) -> Drawn:
+    """Draw the tokens of every row.
 
     Args:
-        logits: [len(draws), vocab_size], any float dtype.
-    Returns: token ids aligned with the rows (-1 for a bad row), and bad rows with the reason.
+        logits: [len(draws), vocab_size], any float dtype; not changed.
     """
     logits = logits.float()
-    bad = bad_rows(logits)
+    out = Drawn([], bad_rows(logits), {}, {})
+    constrained = [i for i, draw in enumerate(draws) if draw.constraint is not None and i not in out.bad]
+    if constrained:
+        logits = logits.clone()
+        constrain(logits, constrained, [c for i in constrained if (c := draws[i].constraint) is not None])
+        left = (logits[constrained].amax(-1) > float("-inf")).tolist()
+        out.refused = {i: EMPTY_CHOICE for i, any_left in zip(constrained, left, strict=True) if not any_left}
     ids = argmax_rows(logits)
-    drawn = [i for i, draw in enumerate(draws) if not draw.sampling.greedy and i not in bad]
+    drawn = [i for i, d in enumerate(draws) if not d.sampling.greedy and i not in out.bad and i not in out.refused]
     if drawn:
         params = [draws[i].sampling for i in drawn]
         some = logits[drawn]
         temperature = torch.tensor([max(p.temperature, MIN_TEMPERATURE) for p in params], dtype=torch.float32)
         some = (some - some.amax(-1, keepdim=True)).div_(temperature.to(some.device)[:, None])
         scores = _filter(some, params)
+        if any(draws[i].num_draws > 1 for i in drawn):
+            out.more = _draw_more(scores, [(i, draws[i]) for i in drawn])
         keys = [draw_key(draws[i].sampling.seed, draws[i].choice, draws[i].output_index) for i in drawn]
-        noise = uniforms(keys, logits.shape[1], logits.device).log_().neg_().log_()
-        ids[drawn] = argmax_rows(scores.sub_(noise))
-    out = ids.tolist()
-    for i in bad:
-        out[i] = -1
-    return out, bad
+        ids[drawn] = argmax_rows(scores.sub_(_noise(keys, scores)))
+    out.token_ids = ids.tolist()
+    for i, draw in enumerate(draws):
+        if draw.num_draws > 1 and draw.sampling.greedy:
+            out.more[i] = [out.token_ids[i]] * (draw.num_draws - 1)
+    for i in (*out.bad, *out.refused):
+        out.token_ids[i] = -1
+    return out
+
+
+def _noise(keys: Sequence[int], like: Tensor) -> Tensor:
+    return uniforms(keys, like.shape[1], like.device).log_().neg_().log_()
+
+
+def _draw_more(scores: Tensor, rows: Sequence[tuple[int, Draw]]) -> dict[int, list[int]]:
+    """The draws after the first of each row's."""
+    more: dict[int, list[int]] = {}
+    for at, (i, draw) in enumerate(rows):
+        if draw.num_draws > 1:
+            choices = range(draw.choice + 1, draw.choice + draw.num_draws)
+            keys = [draw_key(draw.sampling.seed, choice, draw.output_index) for choice in choices]
+            more[i] = argmax_rows(scores[at] - _noise(keys, scores)).tolist()
+    return more

@@ -45,8 +45,8 @@ class Decoder:
             if index == last and not batch.sample_rows:
                 return None
             attended = self._attention.attend(index, q, k, v, batch)
-            if index == last and len(batch.sample_rows) < x.shape[0]:
-                # Behind the last attention only the rows that are sampled matter.
+            if index == last and batch.sample_rows != list(range(x.shape[0])):
+                # Behind the last attention only the rows whose logits are wanted matter, in the order wanted.
                 rows = torch.tensor(batch.sample_rows, device=x.device)
                 attended, x = attended[rows], x[rows]
             x = x + layer.o(attended)

@@ -1,0 +1,120 @@
+"""What one request's parameters do to its logits, worked out from its tokens: numpy, for every runner alike.
+
+    logits + bias  ->  repetition penalty  ->  frequency and presence penalty  ->  what may not be drawn: -inf
+
+The state grows with the tokens and holds nothing that cannot be rebuilt from them, so a preempted or handed-over request
+goes on as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from diptych.common.sampling import SamplingParams
+
+Ids = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
+
+_NO_IDS: Ids = np.empty(0, dtype=np.int64)
+
+
+def constraint_of(seq_memo: object | None, sampling: SamplingParams, eos_token_ids: Sequence[int]) -> Constraint:
+    """The one kept in a sequence's memo, or a new one."""
+    return seq_memo if isinstance(seq_memo, Constraint) else Constraint(sampling, eos_token_ids)
+
+
+class Constraint:
+    """One request's. `advance` with its tokens, then read the fields.
+
+    Args (fields):
+        bias_ids, bias: added. allowed: all others are forbidden; None: no such limit. banned: forbidden now.
+        seen, counts: distinct tokens that were seen, and how often among the outputs (0: in the prompt only).
+    """
+
+    def __init__(self, sampling: SamplingParams, eos_token_ids: Sequence[int]) -> None:
+        self.repetition = np.float32(sampling.repetition_penalty)
+        self.frequency = np.float32(sampling.frequency_penalty)
+        self.presence = np.float32(sampling.presence_penalty)
+        self.bias_ids = np.array([token for token, _ in sampling.logit_bias], dtype=np.int64)
+        self.bias = np.array([bias for _, bias in sampling.logit_bias], dtype=np.float32)
+        self.allowed = (
+            np.unique(np.array(sampling.allowed_token_ids, dtype=np.int64)) if sampling.allowed_token_ids else None
+        )
+        self.banned = _NO_IDS
+        self._counts_prompt = sampling.repetition_penalty != 1.0
+        self._counts_outputs = self._counts_prompt or bool(sampling.frequency_penalty or sampling.presence_penalty)
+        self._bad_words = sampling.bad_words
+        self._min_tokens = sampling.min_tokens
+        self._ends = np.array(
+            sorted({*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids)}), dtype=np.int64
+        )
+        self._ids: Ids = np.empty(64, dtype=np.int64)
+        self._num: Floats = np.empty(64, dtype=np.float32)
+        self._index: dict[int, int] = {}
+        self._done = -1
+        """Tokens of the history that are in the counts; -1: not begun."""
+
+    @property
+    def seen(self) -> Ids:
+        return self._ids[: len(self._index)]
+
+    @property
+    def counts(self) -> Floats:
+        return self._num[: len(self._index)]
+
+    def advance(self, history: Sequence[int], num_prompt: int) -> None:
+        """Take in the tokens that came since; `history` is prompt and outputs so far, only ever longer."""
+        if self._counts_outputs:
+            if self._done < 0:
+                if self._counts_prompt:
+                    for token in history[:num_prompt]:
+                        self._count(token, 0.0)
+                self._done = num_prompt
+            for i in range(self._done, len(history)):
+                self._count(history[i], 1.0)
+            self._done = len(history)
+        self.banned = self._forbidden(history, num_prompt)
+
+    def _count(self, token: int, amount: float) -> None:
+        at = self._index.get(token)
+        if at is not None:
+            self._num[at] += amount
+            return
+        at = len(self._index)
+        if at == len(self._ids):
+            self._ids = np.concatenate((self._ids, np.empty_like(self._ids)))
+            self._num = np.concatenate((self._num, np.empty_like(self._num)))
+        self._index[token] = at
+        self._ids[at] = token
+        self._num[at] = amount
+
+    def _forbidden(self, history: Sequence[int], num_prompt: int) -> Ids:
+        banned = self._ends if len(history) - num_prompt < self._min_tokens else _NO_IDS
+        if not self._bad_words:
+            return banned
+        # A word counts wherever it began, in the prompt too: what must not appear is the whole sequence.
+        last = []
+        for word in self._bad_words:
+            head = len(word) - 1
+            if head <= len(history) and (not head or tuple(history[-head:]) == word[:-1]):
+                last.append(word[-1])
+        return np.concatenate((banned, np.array(last, dtype=np.int64))) if last else banned
+
+
+def apply(logits: Floats, constraint: Constraint) -> bool:
+    """Change one row of logits in place, as the torch sampler does for many. Returns: whether a token is left."""
+    logits[constraint.bias_ids] += constraint.bias
+    seen = constraint.seen
+    if len(seen):
+        counts, some = constraint.counts, logits[seen]
+        some = np.where(some > 0, some / constraint.repetition, some * constraint.repetition)
+        logits[seen] = some - constraint.frequency * counts - constraint.presence * (counts > 0)
+    if constraint.allowed is not None:
+        kept = logits[constraint.allowed]
+        logits[:] = -np.inf
+        logits[constraint.allowed] = kept
+    logits[constraint.banned] = -np.inf
+    return bool((logits > -np.inf).any())

@@ -1,0 +1,89 @@
+"""What crosses between the scheduler and the model runner: plain structs. `engine.messages` names them too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from diptych.common.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural logarithms of the model's own probabilities at one token's place.
+
+    Args:
+        rank: 1 for the likeliest token.
+        top: (token id, logprob) of the likeliest ones, best first; as many as were asked for.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class CopyKind(Enum):
+    FORK = "fork"
+    """Block to block of the pool."""
+    TO_HOST = "to_host"
+    FROM_HOST = "from_host"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """Copy one whole block. src, dst: a block of the pool or a slot of the host tier, as `kind` says."""
+
+    kind: CopyKind
+    src: int
+    dst: int
+
+
+@dataclass(slots=True)
+class ScheduledSeq:
+    """One sequence's share of a step. The same object comes again in the sequence's later steps.
+
+    Args:
+        token_ids: the tokens to compute, at positions start, start + 1, ...
+        block_table: block ids of this sequence; covers at least start + len(token_ids) tokens; index i holds tokens
+            [i * block_size, (i + 1) * block_size).
+        sample: draw a token from the last position's logits.
+        output_index: index of that token among the outputs (the counter of the draw).
+        choice: number of the choice; enters the draw.
+        num_draws: tokens to draw, for choices choice, choice + 1, ...
+        top_logprobs: with the drawn token its logprobs and so many of the likeliest; None: none.
+        history: prompt and outputs so far, only if the draw depends on them; the first num_prompt are the prompt.
+        prompt_targets: row i's logits are asked for the logprob of prompt_targets[i], a prompt token.
+        memo: the sampler's own, kept between steps; None: rebuild it from `history`.
+    """
+
+    attempt: str
+    token_ids: list[int]
+    start: int
+    block_table: list[int]
+    sample: bool
+    sampling: SamplingParams
+    output_index: int
+    choice: int = 0
+    num_draws: int = 1
+    top_logprobs: int | None = None
+    history: Sequence[int] | None = None
+    num_prompt: int = 0
+    prompt_targets: Sequence[int] = ()
+    memo: object | None = None
+
+
+@dataclass(slots=True)
+class StepResult:
+    """Aligned with the step's sequences: the drawn token, or None where none was asked for or the row was bad."""
+
+    token_ids: list[int | None]
+    bad_rows: dict[int, str] = field(default_factory=dict)
+    """Index of the sequence -> why its logits cannot be used (NaN, Inf). Neighbours are untouched."""
+    refused_rows: dict[int, str] = field(default_factory=dict)
+    """Index of the sequence -> why its parameters leave no token to draw."""
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    more_draws: dict[int, list[tuple[int, TokenLogprobs | None]]] = field(default_factory=dict)
+    """Index of a sequence with num_draws > 1 -> the draws of its other choices."""
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
