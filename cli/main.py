@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from diptych.cli.keys import app as keys_app
 from diptych.cli.options import add_settings_command
 from diptych.cli.up_config import UpConfig
 from diptych.common.errors import ConfigError, DiptychError
@@ -92,6 +93,9 @@ add_settings_command(
 )
 
 
+app.add_typer(keys_app)
+
+
 @app.command()
 def down() -> None:
     """Stop the cluster that `diptych up` started from this folder."""
@@ -134,6 +138,26 @@ def model(
 def version() -> None:
     """Print the version."""
     print(metadata.version("diptych"))
+
+
+def _add_bench() -> None:
+    try:
+        from diptych.cli.bench import app as bench
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("diptych"):
+            raise
+        missing = error.name
+
+        @app.command("bench")
+        def bench_missing() -> None:
+            """Measure a server under load (install diptych[loadtest])."""
+            _fail(f"`diptych bench` needs {missing}: pip install 'diptych[loadtest]'", 1)
+
+        return
+    app.add_typer(bench)
+
+
+_add_bench()
 
 
 def main() -> NoReturn:

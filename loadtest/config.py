@@ -27,7 +27,7 @@ class BenchConfig:
 
     Args:
         model: "" asks the server for its first.
-        api: completions or chat, for HTTP targets; grpc:// targets have one API.
+        api: completions or chat, for HTTP targets; grpc for our own clusters (a grpc:// target has one API).
         workload: random, shared-prefix, conversation, agent or longdoc; or a file's format with --dataset: items, mooncake,
             azure, burstgpt, sharegpt, prompts.
         dataset: the file for a workload that is read.
@@ -109,11 +109,11 @@ class BenchConfig:
     save_items: bool = False
 
     def __post_init__(self) -> None:
-        if self.api not in ("completions", "chat"):
-            raise ConfigError("api", self.api, "must be completions or chat")
+        if self.api not in ("completions", "chat", "grpc"):
+            raise ConfigError("api", self.api, "must be completions, chat or grpc")
         if self.prompt_form not in ("", "ids", "text", "messages"):
             raise ConfigError("prompt_form", self.prompt_form, "must be ids, text or messages")
-        if self.prompt_form == "messages" and self.api != "chat":
+        if self.prompt_form == "messages" and self.api == "completions":
             raise ConfigError("prompt_form", self.prompt_form, "needs --api chat or a grpc:// target")
         if self.workload not in GENERATED + FILE_FORMATS:
             raise ConfigError("workload", self.workload, f"must be one of {', '.join(GENERATED + FILE_FORMATS)}")

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 
 from diptych.loadtest.stats import Dist, Summary, dist
+from diptych.loadtest.virtual_loop import precise_clock
 
 PERIOD_S = 0.01
 LIMIT_FLOOR_S = 0.005
@@ -47,11 +48,11 @@ class LagProbe:
         return LagReport(dist(self.lags), send, cpu / wall if wall > 0 else 0.0)
 
     async def _watch(self) -> None:
-        loop = asyncio.get_running_loop()
+        now = precise_clock()
         while True:
-            due = loop.time() + PERIOD_S
+            due = now() + PERIOD_S
             await asyncio.sleep(PERIOD_S)
-            self.lags.append(max(0.0, loop.time() - due))
+            self.lags.append(max(0.0, now() - due))
 
 
 def warnings_of(lag: LagReport, summary: Summary, *, limited: bool) -> list[str]:

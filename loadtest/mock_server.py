@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import socket
 import time
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ import msgspec
 from aiohttp import web
 
 from diptych.loadtest.stats import dist
+from diptych.loadtest.virtual_loop import precise_clock
 
 MODEL = "mock"
 WORD = " word"
@@ -52,7 +54,7 @@ class Script:
 
 
 class MockServer:
-    """Args: now: seconds on a monotonic clock; also what the event loop's timers run on."""
+    """Answers by the script, on the running loop's clock."""
 
     def __init__(self, script: Script) -> None:
         self._script = script
@@ -83,7 +85,7 @@ class MockServer:
         return web.json_response({"chunks": late.count, "mean_s": late.mean, "p50_s": late.median, "p99_s": late.p99})
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        arrived = asyncio.get_running_loop().time()
+        arrived = precise_clock()()
         body: dict[str, Any] = msgspec.json.decode(await request.read())
         chance = self._rng.random()
         if chance < self._script.refuse_rate:
@@ -92,18 +94,31 @@ class MockServer:
         if self._slots is None:
             return await self._answer(request, body, arrived, 0.0, chance)
         async with self._slots:
-            begun = asyncio.get_running_loop().time()
+            begun = precise_clock()()
             return await self._answer(request, body, begun, begun - arrived, chance)
 
     async def _answer(
         self, request: web.Request, body: dict[str, Any], zero: float, queued_s: float, chance: float
     ) -> web.StreamResponse:
         answer = _Answer(body, request.path.endswith("/chat/completions"), self._script, queued_s)
-        loop = asyncio.get_running_loop()
+        now = precise_clock()
         chunks = list(self._script.chunks(answer.num_tokens))
         if not body.get("stream"):
-            await asyncio.sleep(max(0.0, zero + chunks[-1][0] - loop.time()))
+            await asyncio.sleep(max(0.0, zero + chunks[-1][0] - now()))
             return web.json_response(answer.whole())
+        with contextlib.suppress(ConnectionError):  # the client left: nothing to say to it
+            return await self._stream(request, answer, chunks, zero, chance)
+        return web.Response()
+
+    async def _stream(
+        self,
+        request: web.Request,
+        answer: _Answer,
+        chunks: list[tuple[float, int]],
+        zero: float,
+        chance: float,
+    ) -> web.StreamResponse:
+        now = precise_clock()
         response = web.StreamResponse(headers={"content-type": "text/event-stream", "cache-control": "no-cache"})
         await response.prepare(request)
         if answer.chat:
@@ -111,7 +126,7 @@ class MockServer:
         fault = chance - self._script.refuse_rate
         stop_after = max(1, len(chunks) // 2)
         for number, (due, tokens) in enumerate(chunks):
-            wait = zero + due - loop.time()
+            wait = zero + due - now()
             if wait > 0:
                 await asyncio.sleep(wait)
             if number >= stop_after and fault < self._script.cut_rate:
@@ -122,7 +137,7 @@ class MockServer:
                 await response.write(b'data: {"error": {"message": "scripted", "type": "server_error"}}\n\n')
                 return response
             await response.write(answer.chunk(tokens))
-            self.lateness.append(loop.time() - zero - due)
+            self.lateness.append(now() - zero - due)
         wants_facts = request.headers.get("x-diptych-explain") == "1"
         await response.write(answer.end(wants_facts))
         await response.write_eof()
@@ -217,6 +232,13 @@ async def serve(script: Script, *, host: str = "127.0.0.1", port: int = 0) -> tu
     return runner, server, f"http://{host}:{listener.getsockname()[1]}"
 
 
+async def run_forever(script: Script, host: str, port: int) -> None:
+    """Serve until cancelled; the URL is the first line on stdout."""
+    _, _, url = await serve(script, host=host, port=port)
+    print(url, flush=True)
+    await asyncio.Event().wait()
+
+
 def main() -> None:
     """`python -P -m diptych.loadtest.mock_server [--port N] [--first-token-s X] ...`; prints its URL."""
     import uvloop
@@ -229,13 +251,7 @@ def main() -> None:
         parser.add_argument("--" + found.name.replace("_", "-"), type=kind, default=found.default)
     given = vars(parser.parse_args())
     host, port = given.pop("host"), given.pop("port")
-
-    async def forever() -> None:
-        _, _, url = await serve(Script(**given), host=host, port=port)
-        print(url, flush=True)
-        await asyncio.Event().wait()
-
-    uvloop.run(forever())
+    uvloop.run(run_forever(Script(**given), host, port))
 
 
 if __name__ == "__main__":

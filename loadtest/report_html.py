@@ -27,7 +27,8 @@ PHASES = (
 )
 _STYLE = """
 :root{color-scheme:light dark}body{font:14px/1.5 system-ui,sans-serif;max-width:1180px;margin:2em auto;padding:0 1em}
-table{border-collapse:collapse;margin:1em 0;display:block;overflow-x:auto}td,th{padding:.25em .7em;text-align:right;border-bottom:1px solid #8884}
+table{border-collapse:collapse;margin:1em 0;display:block;overflow-x:auto}
+td,th{padding:.25em .7em;text-align:right;border-bottom:1px solid #8884}
 td:first-child,th:first-child{text-align:left}.w{border-left:4px solid #d1622b;padding:.3em .8em;margin:.5em 0}
 .charts{display:flex;flex-wrap:wrap;gap:12px}svg{max-width:100%;height:auto}pre{overflow-x:auto}.m{opacity:.7}
 """
@@ -57,7 +58,8 @@ def _body(report: Report) -> Iterator[str]:
         yield from _sweep_part(list(report.sweeps.values()))
     yield "<h2>Figures</h2>" + _figures(report.runs)
     yield from _tenants(report.runs)
-    yield "<h2>Latency over time</h2><p class=m>By the intended send time; a request that failed has no dot.</p><div class=charts>"
+    yield "<h2>Latency over time</h2><p class=m>By the intended send time; a request that failed has no dot.</p>"
+    yield "<div class=charts>"
     yield "".join(_over_time(groups))
     yield "</div><h2>Distributions</h2><div class=charts>" + "".join(_distributions(groups)) + "</div>"
     yield "<h2>Single requests</h2><p class=m>Queue, prefill and transfer are the server's own times where it tells them; "
@@ -160,13 +162,15 @@ def _comparison_table(comparison: Comparison) -> str:
         spread = f"{ratio.low:.2f} - {ratio.high:.2f}" if ratio.ratio is not None else "-"
         quotient = f"{ratio.ratio:.2f}" if ratio.ratio is not None else "-"
         rows.append(
-            f"<tr><td>{escape(ratio.name)} {ratio.unit}</td><td>{ratio.a:.2f}</td><td>{ratio.b:.2f}</td><td><b>{quotient}</b></td>"
+            f"<tr><td>{escape(ratio.name)} {ratio.unit}</td><td>{ratio.a:.2f}</td><td>{ratio.b:.2f}</td>"
+            f"<td><b>{quotient}</b></td>"
             f"<td>{spread}</td><td>{ratio.better}</td></tr>"
         )
     return (
-        f"<h2>{escape(comparison.b)} against {escape(comparison.a)}</h2><p class=m>{comparison.rounds} rounds in turns, A B A B; medians; "
-        f"the ratio is taken within a round.</p><table><tr><th></th><th>A: {escape(comparison.a)}</th><th>B: {escape(comparison.b)}"
-        f"</th><th>B / A</th><th>spread</th><th>better</th></tr>{''.join(rows)}</table>"
+        f"<h2>{escape(comparison.b)} against {escape(comparison.a)}</h2><p class=m>{comparison.rounds} rounds "
+        f"in turns, A B A B; medians; the ratio is taken within a round.</p><table><tr><th></th>"
+        f"<th>A: {escape(comparison.a)}</th><th>B: {escape(comparison.b)}</th>"
+        f"<th>B / A</th><th>spread</th><th>better</th></tr>{''.join(rows)}</table>"
     )
 
 
@@ -187,7 +191,8 @@ def sweep_charts(sweeps: Sequence[Sweep]) -> list[str]:
 
 
 def _sweep_part(sweeps: Sequence[Sweep]) -> Iterator[str]:
-    yield f"<h2>Sweep</h2><p class=m>SLO {escape(sweeps[0].slo)} (ms), to be kept by {sweeps[0].attain:.0%} of the requests</p><table><tr>"
+    yield f"<h2>Sweep</h2><p class=m>SLO {escape(sweeps[0].slo)} (ms), to be kept by {sweeps[0].attain:.0%} of the requests</p>"
+    yield "<table><tr>"
     yield "<th></th><th>highest rate that holds</th><th>best goodput</th></tr>"
     for one in sweeps:
         yield f"<tr><td>{escape(one.label)}</td><td>{one.best_rate:.2f} req/s</td><td>{one.best_goodput:.2f} req/s</td></tr>"

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from random import Random
@@ -22,6 +23,7 @@ from diptych.loadtest.record import CountedBy, Outcome, RequestRecord, share_out
 from diptych.loadtest.schedule import ClosedLoop, OpenLoop, arrivals
 from diptych.loadtest.stats import dist
 from diptych.loadtest.target import Accepted, Ask, Chunk, Ended, Target, TargetError
+from diptych.loadtest.virtual_loop import precise_clock
 
 START_DELAY_S = 0.1
 """Between the decision to start and time 0, so that the first sends are not late."""
@@ -58,23 +60,24 @@ class Runner:
         self._seed = seed
         self._records: list[RequestRecord] = []
         self._zero = 0.0
+        self._now: Callable[[], float] = time.monotonic
         self._slots: asyncio.Semaphore | None = None
 
     async def run(self, items: Sequence[WorkItem], *, warmup: Sequence[WorkItem] = ()) -> RunResult:
         """Send `warmup` one by one, then the items. Errors of single requests are records; nothing is raised for them. The
         times of warm-up records count from the warm-up's own start."""
-        loop = asyncio.get_running_loop()
+        self._now = precise_clock()
         self._records = []
-        self._zero = loop.time()
+        self._zero = self._now()
         for item in warmup:
-            record = await self._send(item, loop.time() - self._zero, [], warmup=True)
+            record = await self._send(item, self._now() - self._zero, [], warmup=True)
             self._records.append(record)
         limit = self._spec.max_concurrency if isinstance(self._spec, OpenLoop) else 0
         self._slots = asyncio.Semaphore(limit) if limit else None
-        self.progress = Progress(total=len(items), began=loop.time())
+        self.progress = Progress(total=len(items), began=self._now())
         probe = LagProbe()
         with _garbage_held():
-            self._zero = loop.time() + START_DELAY_S
+            self._zero = self._now() + START_DELAY_S
             probe.start()
             try:
                 await self._drive(sessions_of(items))
@@ -106,7 +109,7 @@ class Runner:
 
     async def _user(self, queue: Iterator[list[WorkItem]]) -> None:
         for turns in queue:
-            await self._session(turns, max(0.0, asyncio.get_running_loop().time() - self._zero))
+            await self._session(turns, max(0.0, self._now() - self._zero))
 
     async def _session(self, turns: list[WorkItem], intended_s: float) -> None:
         history: list[Ask | str | tuple[int, ...]] = []
@@ -138,7 +141,7 @@ class Runner:
             self.progress.failed += skipped.outcome is Outcome.ERROR
 
     async def _until(self, at: float) -> None:
-        wait = self._zero + at - asyncio.get_running_loop().time()
+        wait = self._zero + at - self._now()
         if wait > 0:
             await asyncio.sleep(wait)
 
@@ -158,7 +161,7 @@ class Runner:
     async def _send(
         self, item: WorkItem, intended_s: float, history: list[Ask | str | tuple[int, ...]], *, warmup: bool
     ) -> RequestRecord:
-        now = asyncio.get_running_loop().time
+        now = self._now
         record = self._record(item, intended_s, warmup=warmup)
         ask = with_history(item, history)
         answer = _Answer(record, now, self._zero, self.progress)

@@ -138,7 +138,8 @@ def _open(title: str, height: int, width: int = WIDTH) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img" '
         f'aria-label="{escape(title)}"><style>text{{font:11px sans-serif;fill:currentColor}}.g{{stroke:currentColor;'
-        f'stroke-opacity:.15}}.t{{font-weight:bold;font-size:13px}}</style><text class="t" x="{LEFT}" y="16">{escape(title)}</text>'
+        f"stroke-opacity:.15}}.t{{font-weight:bold;font-size:13px}}</style>"
+        f'<text class="t" x="{LEFT}" y="16">{escape(title)}</text>'
     )
 
 

@@ -10,37 +10,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from diptych.common.errors import ConfigError
 from diptych.loadtest.config import BenchConfig
 from diptych.loadtest.result import Report, Watch, measure
 from diptych.loadtest.stats import Summary
+from diptych.loadtest.sweep_spec import SweepSpec
 from diptych.loadtest.target import Target
-
-
-@dataclass(frozen=True, slots=True)
-class SweepSpec:
-    """Args:
-    start: requests/s. step: factor between rates. refine: bisections after the SLO broke. max_points: an end in any case.
-    attain: the SLO holds while at least this share of the requests keeps it.
-    point_s: seconds of arrivals at each rate.
-    rates: these rates and no search.
-    """
-
-    start: float = 0.5
-    step: float = 1.5
-    refine: int = 2
-    max_points: int = 12
-    attain: float = 0.9
-    point_s: float = 20.0
-    rates: tuple[float, ...] = ()
-
-    def __post_init__(self) -> None:
-        if not (0 < self.start < math.inf and self.step > 1 and self.refine >= 0 and self.max_points >= 1):
-            raise ConfigError("start", self.start, "start above 0, step above 1, refine and max_points not negative")
-        if not 0 < self.attain <= 1:
-            raise ConfigError("attain", self.attain, "must be above 0 and at most 1")
-        if not self.point_s > 0 or any(not 0 < rate < math.inf for rate in self.rates):
-            raise ConfigError("point_s", self.point_s, "point_s and all rates must be above 0")
 
 
 @dataclass(frozen=True, slots=True)

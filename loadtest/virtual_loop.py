@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import selectors
-from collections.abc import Coroutine
+import time
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -47,3 +48,10 @@ def run_virtual(main: Coroutine[Any, Any, T], *, grace_s: float = GRACE_S) -> T:
     """Like asyncio.run, on a VirtualLoop."""
     with asyncio.Runner(loop_factory=lambda: VirtualLoop(grace_s=grace_s)) as runner:
         return runner.run(main)
+
+
+def precise_clock() -> Callable[[], float]:
+    """Seconds on the running loop's clock, to the microsecond: uvloop's own `time()` moves in steps of a millisecond and
+    only once an iteration."""
+    loop = asyncio.get_running_loop()
+    return loop.time if isinstance(loop, VirtualLoop) else time.monotonic

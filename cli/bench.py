@@ -1,0 +1,155 @@
+"""`diptych bench`: the load harness on the command line. Reports go to --out, the figures to stdout, progress to stderr."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from diptych.cli.bench_config import ClusterChoice
+from diptych.cli.bench_options import add_bench_command
+from diptych.loadtest.config import FILE_FORMATS, BenchConfig
+from diptych.loadtest.sweep_spec import SweepSpec
+
+if TYPE_CHECKING:
+    from diptych.cli.bench_run import Targets
+
+app = typer.Typer(
+    name="bench",
+    help="Measure any OpenAI-compatible server, or our own gRPC API, under load.",
+    no_args_is_help=True,
+)
+
+_TARGET = typer.Option(
+    help="http://host:port or grpc://host:port, with a name= before it if you like; default: a cluster of the benchmark's own, with its colocated baseline."
+)
+_BASELINE = typer.Option("--baseline-target", help="A second target, measured in turns with the first.")
+_ROUNDS = typer.Option(help="Rounds of A B A B.", min=1)
+
+
+def _serve(config: BenchConfig, cluster: ClusterChoice, target: str, baseline_target: str, rounds: int) -> int:
+    from diptych.cli import bench_run
+
+    return bench_run.serve(config, _targets(config, cluster, target, baseline_target), rounds)
+
+
+def _compare(config: BenchConfig, a: str, b: str, rounds: int) -> int:
+    from diptych.cli import bench_run
+
+    return bench_run.serve(config, bench_run.Targets.given(a, b), rounds, kind="compare")
+
+
+def _sweep(config: BenchConfig, search: SweepSpec, cluster: ClusterChoice, target: str, baseline_target: str) -> int:
+    from diptych.cli import bench_run
+
+    return bench_run.sweep(config, search, _targets(config, cluster, target, baseline_target))
+
+
+def _replay(
+    config: BenchConfig, cluster: ClusterChoice, trace: Path, form: str, target: str, baseline_target: str, rounds: int
+) -> int:
+    from diptych.cli import bench_run
+
+    return bench_run.serve(config, _targets(config, cluster, target, baseline_target), rounds, kind="replay")
+
+
+def _targets(config: BenchConfig, cluster: ClusterChoice, target: str, baseline: str) -> Targets:
+    from diptych.cli.bench_run import Targets
+
+    return Targets.given(target, baseline) if target else Targets.own(cluster)
+
+
+_WHERE: dict[str, tuple[Any, Any]] = {
+    "target": (Annotated[str, _TARGET], ""),
+    "baseline_target": (Annotated[str, _BASELINE], ""),
+}
+_TURNS: dict[str, tuple[Any, Any]] = {"rounds": (Annotated[int, _ROUNDS], 2)}
+
+add_bench_command(
+    app,
+    "serve",
+    {"config": BenchConfig, "cluster": ClusterChoice},
+    _serve,
+    arguments=_WHERE | _TURNS,
+    help="Drive one target, by default beside the colocated baseline with as many workers.",
+)
+add_bench_command(
+    app,
+    "compare",
+    {"config": BenchConfig},
+    _compare,
+    arguments={
+        "a": (Annotated[str, typer.Argument(help="URL of A, with a name= before it if you like.")], ...),
+        "b": (Annotated[str, typer.Argument(help="URL of B.")], ...),
+        "rounds": (Annotated[int, _ROUNDS], 3),
+    },
+    help="Two targets in turns, A B A B; prints B / A with its spread.",
+)
+add_bench_command(
+    app,
+    "sweep",
+    {"config": BenchConfig, "search": SweepSpec, "cluster": ClusterChoice},
+    _sweep,
+    arguments=_WHERE,
+    hidden=("num_requests", "request_rate", "ramp_to", "closed_loop", "dataset"),
+    help="Higher and higher rates until the SLO breaks.",
+)
+add_bench_command(
+    app,
+    "replay",
+    {"config": BenchConfig, "cluster": ClusterChoice},
+    _replay,
+    arguments={
+        "trace": (Annotated[Path, typer.Argument(help="The trace or data set.")], ...),
+        "form": (Annotated[str, typer.Option("--format", help=", ".join(FILE_FORMATS))], "mooncake"),
+    }
+    | _WHERE
+    | {"rounds": (Annotated[int, _ROUNDS], 1)},
+    hidden=("workload", "dataset"),
+    defaults={"num_requests": 0},
+    fixed=lambda given: {"workload": given["form"], "dataset": given["trace"]},
+    help="Send a recorded trace at its own times, scaled.",
+)
+
+
+@app.command()
+def mock(
+    port: Annotated[int, typer.Option(help="0: any free one.")] = 0,
+    first_token_s: Annotated[float, typer.Option(help="Seconds until the first token.")] = 0.1,
+    token_s: Annotated[float, typer.Option(help="Seconds a token.")] = 0.02,
+    tokens_per_chunk: Annotated[int, typer.Option(help="After the first.")] = 4,
+    slots: Annotated[int, typer.Option(help="Requests at once; 0: no limit.")] = 0,
+) -> None:
+    """A scripted server, to check a harness against."""
+    import asyncio
+
+    from diptych.loadtest.mock_server import Script, run_forever
+
+    script = Script(first_token_s, token_s, tokens_per_chunk, slots)
+    asyncio.run(run_forever(script, "127.0.0.1", port))
+
+
+@app.command()
+def capacity(
+    streams: Annotated[int, typer.Option(help="Open at once.")] = 2000,
+    tokens_per_s: Annotated[float, typer.Option(help="In all streams together.")] = 5000.0,
+    tokens_per_chunk: Annotated[int, typer.Option(help="1: every token is a chunk of its own.")] = 4,
+    duration_s: Annotated[float, typer.Option(help="Of the full load.")] = 20.0,
+    out: Annotated[Path, typer.Option(help="Folder for the reports.")] = Path("bench-out"),
+) -> None:
+    """What the harness itself can take on one core, against the scripted server; says how late it was."""
+    from diptych.cli.bench_capacity import run_capacity
+
+    raise typer.Exit(run_capacity(streams, tokens_per_s, tokens_per_chunk, duration_s, out))
+
+
+@app.command()
+def suite(
+    out: Annotated[Path, typer.Option(help="Folder for the reports.")] = Path("bench-out"),
+    minutes: Annotated[float, typer.Option(help="About how long the serving parts may take.", min=1.0)] = 6.0,
+) -> None:
+    """The CPU suite: the harness itself, P/D beside the colocated baseline, a sweep, the engine; writes the reports."""
+    from diptych.cli.bench_suite import run_suite
+
+    raise typer.Exit(run_suite(out, minutes))

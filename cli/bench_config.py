@@ -1,0 +1,35 @@
+"""Settings of the clusters that `diptych bench` starts itself."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterChoice:
+    """What the benchmark starts when it is given no target.
+
+    Args:
+        prefill_workers: of the P/D cluster.
+        decode_workers: of the P/D cluster; the colocated baseline has as many workers as both pools together.
+        threads_per_worker: torch threads, the same in both clusters; 0: the cores shared out.
+        serve_model: smollm2, a local folder or a hub id.
+        baseline: measure the colocated baseline beside it.
+        cluster_args: more flags of the workers, as one string.
+    """
+
+    prefill_workers: int = 1
+    decode_workers: int = 1
+    threads_per_worker: int = 0
+    serve_model: str = "smollm2"
+    baseline: bool = True
+    cluster_args: str = ""
+
+    @property
+    def num_workers(self) -> int:
+        return self.prefill_workers + self.decode_workers
+
+    @property
+    def threads(self) -> int:
+        return self.threads_per_worker or max(1, (os.cpu_count() or 1) // self.num_workers)
