@@ -15,8 +15,9 @@ from diptych.client.exchange import RetryPolicy
 from diptych.client.request import GenerateOptions
 from diptych.client.sync_client import Client, Stream
 from diptych.client.types import Completion, Delta, Explanation, ModelInfo, PlacementTerms, Usage
-from diptych.client.wire import DEFAULT_ADDRESS, DEFAULT_TIMEOUT_S
+from diptych.client.wire import DEFAULT_ADDRESS, DEFAULT_TIMEOUT_S, Tls
 from diptych.common.errors import (
+    AuthenticationError,
     DiptychError,
     IncompatibleWorkersError,
     InternalError,
@@ -24,7 +25,9 @@ from diptych.common.errors import (
     ModelNotFoundError,
     NoWorkerError,
     OverloadedError,
+    PermissionDeniedError,
     PromptTooLongError,
+    QuotaExceededError,
     RequestCancelledError,
     RequestDeadlineError,
     StaleReferenceError,
@@ -37,6 +40,7 @@ __all__ = [
     "DEFAULT_TIMEOUT_S",
     "AsyncClient",
     "AsyncStream",
+    "AuthenticationError",
     "Client",
     "Completion",
     "Delta",
@@ -50,14 +54,17 @@ __all__ = [
     "ModelNotFoundError",
     "NoWorkerError",
     "OverloadedError",
+    "PermissionDeniedError",
     "PlacementTerms",
     "PromptTooLongError",
+    "QuotaExceededError",
     "RequestCancelledError",
     "RequestDeadlineError",
     "RetryPolicy",
     "StaleReferenceError",
     "Stream",
     "StreamBrokenError",
+    "Tls",
     "TransferError",
     "UnreachableError",
     "Usage",

@@ -35,6 +35,8 @@ class AsyncClient:
         address: host:port of the router's gRPC server. Nothing is connected before the first call.
         timeout_s: deadline of `generate` and `stream` calls that do not bring their own.
         retry: tries after UNAVAILABLE, before the first message only.
+        api_key: None: the one in DIPTYCH_API_KEY, if it is set.
+        tls: None: plain text.
     """
 
     def __init__(
@@ -43,11 +45,15 @@ class AsyncClient:
         *,
         timeout_s: float = wire.DEFAULT_TIMEOUT_S,
         retry: RetryPolicy | None = None,
+        api_key: str | None = None,
+        tls: wire.Tls | None = None,
     ) -> None:
         self.address = address
         self._timeout_s = timeout_s
         self._retry = retry or RetryPolicy()
         self._rng = Random()
+        self._metadata = wire.metadata(api_key)
+        self._tls = tls
         self._channel: Any = None
 
     async def generate(self, **options: Unpack[GenerateOptions]) -> Completion:
@@ -72,7 +78,11 @@ class AsyncClient:
         while True:
             try:
                 method = wire.list_models_method(self._connected())
-                return models_from(await method(router_pb2.ListModelsRequest(), timeout=attempts.remaining_s()))
+                return models_from(
+                    await method(
+                        router_pb2.ListModelsRequest(), timeout=attempts.remaining_s(), metadata=self._metadata
+                    )
+                )
             except grpc.RpcError as error:
                 pause = attempts.pause_after(wire.typed(error, self.address))
             await asyncio.sleep(pause)
@@ -92,7 +102,11 @@ class AsyncClient:
 
     def _connected(self) -> Any:
         if self._channel is None:  # made here and not in __init__: an aio channel belongs to the running loop
-            self._channel = grpc.aio.insecure_channel(self.address, options=wire.options())
+            if self._tls is None:
+                self._channel = grpc.aio.insecure_channel(self.address, options=wire.options())
+            else:
+                credentials, options = self._tls.credentials(), wire.tls_options(self._tls)
+                self._channel = grpc.aio.secure_channel(self.address, credentials, options=options)
         return self._channel
 
     def _attempts(self, timeout_s: float) -> Attempts:
@@ -156,7 +170,7 @@ class AsyncStream:
             try:
                 if self._call is None:
                     method = wire.generate_method(self._client._connected())
-                    self._call = method(self._request, timeout=exchange.remaining_s())
+                    self._call = method(self._request, timeout=exchange.remaining_s(), metadata=self._client._metadata)
                 while (message := await self._call.read()) is not grpc.aio.EOF:
                     delta = exchange.on_message(message)
                     if delta is not None:

@@ -5,6 +5,9 @@
     |- InvalidRequestError       a parameter cannot be used; `.param` names it. Never retried
     |  |- PromptTooLongError
     |- ModelNotFoundError
+    |- AuthenticationError       no API key, or one that is not valid
+    |- PermissionDeniedError     the key is valid, but not for this
+    |- QuotaExceededError        the tenant's tokens are used up for now; `.retry_after_s`
     |- OverloadedError           shed before any work; `.retry_after_s`
     |- NoWorkerError             the router has nobody who could serve it. Retried before the first message
     |- UnreachableError          no router at this address, or a broken connection. Retried before the first message

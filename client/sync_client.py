@@ -32,6 +32,8 @@ class Client:
         address: host:port of the router's gRPC server. Nothing is connected before the first call.
         timeout_s: deadline of `generate` and `stream` calls that do not bring their own.
         retry: tries after UNAVAILABLE, before the first message only.
+        api_key: None: the one in DIPTYCH_API_KEY, if it is set.
+        tls: None: plain text.
     """
 
     def __init__(
@@ -40,12 +42,18 @@ class Client:
         *,
         timeout_s: float = wire.DEFAULT_TIMEOUT_S,
         retry: RetryPolicy | None = None,
+        api_key: str | None = None,
+        tls: wire.Tls | None = None,
     ) -> None:
         self.address = address
         self._timeout_s = timeout_s
         self._retry = retry or RetryPolicy()
         self._rng = Random()
-        self._channel = grpc.insecure_channel(address, options=wire.options())
+        self._metadata = wire.metadata(api_key)
+        if tls is None:
+            self._channel = grpc.insecure_channel(address, options=wire.options())
+        else:
+            self._channel = grpc.secure_channel(address, tls.credentials(), options=wire.tls_options(tls))
         self._generate = wire.generate_method(self._channel)
         self._list_models = wire.list_models_method(self._channel)
 
@@ -70,7 +78,11 @@ class Client:
         attempts = self._attempts(timeout_s)
         while True:
             try:
-                return models_from(self._list_models(router_pb2.ListModelsRequest(), timeout=attempts.remaining_s()))
+                return models_from(
+                    self._list_models(
+                        router_pb2.ListModelsRequest(), timeout=attempts.remaining_s(), metadata=self._metadata
+                    )
+                )
             except grpc.RpcError as error:
                 pause = attempts.pause_after(wire.typed(error, self.address))
             time.sleep(pause)
@@ -142,7 +154,9 @@ class Stream:
                 raise RequestCancelledError("the stream was closed")
             try:
                 if self._call is None:
-                    self._call = self._client._generate(self._request, timeout=exchange.remaining_s())
+                    self._call = self._client._generate(
+                        self._request, timeout=exchange.remaining_s(), metadata=self._client._metadata
+                    )
                     if self._closed:
                         self._call.cancel()
                 for message in self._call:

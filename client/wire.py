@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import grpc
 
 from diptych.client.errors import UnreachableError
-from diptych.common.errors import DiptychError, NoWorkerError
+from diptych.common.errors import DiptychError, InvalidRequestError, NoWorkerError
 from diptych.rpc.channels import channel_options
 from diptych.rpc.errors import TRAILER, from_rpc_error
 from diptych.rpc.v1 import router_pb2
@@ -19,6 +22,42 @@ DEFAULT_TIMEOUT_S = 600.0
 DEFAULT_LIST_TIMEOUT_S = 10.0
 
 SERVICE = "/diptych.rpc.v1.Router/"
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """How to reach a router that speaks TLS.
+
+    Args:
+        ca_file: PEM file of the authorities to trust; None: those that gRPC brings.
+        server_name: the name that the certificate must hold, where it is not the address's host.
+    """
+
+    ca_file: str | None = None
+    server_name: str = ""
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """Raises: OSError when the file cannot be read."""
+        return grpc.ssl_channel_credentials(None if self.ca_file is None else Path(self.ca_file).read_bytes())
+
+
+def metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
+    """What goes with every call. None: the key in DIPTYCH_API_KEY, if there is one.
+
+    Raises: InvalidRequestError, without the key in it, when it cannot be sent.
+    """
+    key = os.environ.get("DIPTYCH_API_KEY", "") if api_key is None else api_key
+    if not key:
+        return ()
+    if not key.isascii() or not key.isprintable():
+        raise InvalidRequestError("api_key must be printable ASCII", param="api_key")
+    return (("authorization", f"Bearer {key}"),)
+
+
+def tls_options(tls: Tls | None) -> list[tuple[str, Any]]:
+    if tls is None or not tls.server_name:
+        return [*options()]
+    return [*options(), ("grpc.ssl_target_name_override", tls.server_name)]
 
 
 def options() -> list[tuple[str, int]]:

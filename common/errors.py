@@ -4,6 +4,9 @@
     |- InvalidRequestError        INVALID_ARGUMENT / 400   names the parameter
     |  |- PromptTooLongError
     |- ModelNotFoundError         NOT_FOUND / 404
+    |- AuthenticationError        UNAUTHENTICATED / 401     no API key, or one that is not valid
+    |- PermissionDeniedError      PERMISSION_DENIED / 403   the key is valid, but not for this
+    |- QuotaExceededError         RESOURCE_EXHAUSTED / 429  the tenant's tokens are used up for now; Retry-After
     |- OverloadedError            RESOURCE_EXHAUSTED / 529  shed before any work; Retry-After
     |- NoWorkerError              UNAVAILABLE / 503         nobody could serve it (before the first token)
     |- WorkerLostError            ABORTED / 503             a worker died and the policy's retries are spent
@@ -53,6 +56,18 @@ class PromptTooLongError(InvalidRequestError):
 
 class ModelNotFoundError(DiptychError):
     grpc_code, http_status, reason = 5, 404, "MODEL_NOT_FOUND"
+
+
+class AuthenticationError(DiptychError):
+    grpc_code, http_status, reason = 16, 401, "UNAUTHENTICATED"
+
+
+class PermissionDeniedError(DiptychError):
+    grpc_code, http_status, reason = 7, 403, "PERMISSION_DENIED"
+
+
+class QuotaExceededError(DiptychError):
+    grpc_code, http_status, reason, retryable = 8, 429, "QUOTA_EXCEEDED", True
 
 
 class OverloadedError(DiptychError):
@@ -105,6 +120,9 @@ _BY_REASON: dict[str, type[DiptychError]] = {
         InvalidRequestError,
         PromptTooLongError,
         ModelNotFoundError,
+        AuthenticationError,
+        PermissionDeniedError,
+        QuotaExceededError,
         OverloadedError,
         NoWorkerError,
         WorkerLostError,

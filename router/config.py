@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from diptych.common.errors import ConfigError
+from diptych.common.tls import is_loopback
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +18,9 @@ class RouterConfig:
     local_prefill_max_tokens: at most this many tokens uncached on decode are computed there; 0: prefill always runs.
     request_timeout_s: deadline of a request that brings none; also the most that one may ask for.
     max_prompt_bytes: larger texts are refused before they are tokenized.
+    keys_file: API keys made by `diptych keys`; when set, every route but /live and /health and every gRPC method needs one.
+    tls_cert, tls_key: PEM files; when set, both servers speak TLS only.
+    insecure: let a server that other machines can reach run without keys or without TLS.
     generation_config: "auto" takes sampling defaults from the model's generation_config.json, "none" does not.
     """
 
@@ -32,6 +37,10 @@ class RouterConfig:
     request_timeout_s: float = 600.0
     max_prompt_bytes: int = 4 * 1024 * 1024
     generation_config: str = "auto"
+    keys_file: Path | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    insecure: bool = False
     worker_poll_s: float = 0.25
     worker_dead_s: float = 2.0
 
@@ -49,5 +58,15 @@ class RouterConfig:
             raise ConfigError("max_model_len", self.max_model_len, "must be at least 2")
         if self.max_prompt_bytes < 1:
             raise ConfigError("max_prompt_bytes", self.max_prompt_bytes, "must be at least 1")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            name = "tls_cert" if self.tls_cert is None else "tls_key"
+            raise ConfigError(name, None, "must be set too: TLS needs a certificate and its key")
+        if not (is_loopback(self.host) or self.insecure or (self.keys_file and self.tls_cert)):
+            missing = " and ".join(
+                name for name, value in (("keys_file", self.keys_file), ("tls_cert", self.tls_cert)) if not value
+            )
+            raise ConfigError(
+                "host", self.host, f"other machines can reach it: set {missing} as well, or --insecure if you must"
+            )
         if self.generation_config not in ("auto", "none"):
             raise ConfigError("generation_config", self.generation_config, 'must be "auto" or "none"')

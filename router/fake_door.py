@@ -91,6 +91,7 @@ class FakeDoor:
             failure_policy=0,
             arrived=0.0,
             deadline=1.0,
+            tenant=spec.tenant,
         )
 
     async def generate(self, request: PreparedRequest) -> AsyncIterator[GenerateEvent]:

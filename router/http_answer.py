@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -36,6 +37,7 @@ class GenerationResponse(Response):
     """Runs the whole exchange inside the response, where the connection can be watched.
 
     Args:
+        extra_headers: of a tenant's answers, asked when the answer begins.
         ping_s: a comment line is sent after so many seconds of silence in a stream.
         send_timeout_s: a client that takes nothing for so long is given up.
     """
@@ -46,6 +48,7 @@ class GenerationResponse(Response):
         call: Call,
         *,
         now: Callable[[], float] = time.time,
+        extra_headers: Callable[[str], dict[str, str]] = lambda _: {},
         ping_s: float = PING_S,
         send_timeout_s: float = SEND_TIMEOUT_S,
     ) -> None:
@@ -53,6 +56,7 @@ class GenerationResponse(Response):
         self._door = door
         self._call = call
         self._now = now
+        self._extra_headers = partial(extra_headers, call.spec.tenant)
         self._ping_s = ping_s
         self._send_timeout_s = send_timeout_s
         self._streaming = False
@@ -86,7 +90,7 @@ class GenerationResponse(Response):
                 if call.stream:
                     await self._stream(form, events, send)
                 else:
-                    answer = await _collect(form, events)
+                    answer = await self._collect(form, events)
                     await answer(scope, receive, send)
         except DiptychError as error:
             await self._fail(error, request_id, scope, receive, send)
@@ -98,7 +102,7 @@ class GenerationResponse(Response):
             await self._fail(bug, request_id, scope, receive, send)
 
     async def _stream(self, form: AnswerForm, events: AsyncIterator[GenerateEvent], send: Send) -> None:
-        headers = _SSE_HEADERS | {"x-request-id": form.prepared.request_id}
+        headers = _SSE_HEADERS | {"x-request-id": form.prepared.request_id} | self._extra_headers()
         raw = [(name.encode(), value.encode()) for name, value in headers.items()]
         await send({"type": "http.response.start", "status": 200, "headers": raw})
         self._streaming = True
@@ -128,7 +132,19 @@ class GenerationResponse(Response):
         if self._streaming:
             await self._write(sse(error_body(error)), send, last=True)
         else:
-            await error_response(error, request_id)(scope, receive, send)
+            await error_response(error, request_id, self._extra_headers())(scope, receive, send)
+
+    async def _collect(self, form: AnswerForm, events: AsyncIterator[GenerateEvent]) -> Response:
+        texts: list[str] = []
+        token_ids: list[int] = []
+        async for event in events:
+            if isinstance(event, TokenEvent):
+                texts.append(event.text)
+                token_ids.extend(event.token_ids)
+            elif isinstance(event, FinishedEvent):
+                body = form.whole("".join(texts), token_ids, event)
+                return json_response(body, headers={"x-request-id": form.prepared.request_id} | self._extra_headers())
+        raise InternalError("the answer ended without its end")
 
     def _stuck(self) -> bool:
         return self._writing_since is not None and time.monotonic() - self._writing_since > self._send_timeout_s
@@ -137,19 +153,6 @@ class GenerationResponse(Response):
         if self._streaming and self._writing_since is None and time.monotonic() - self._last_write >= self._ping_s:
             async with asyncio.timeout(self._send_timeout_s):
                 await self._write(PING, send)
-
-
-async def _collect(form: AnswerForm, events: AsyncIterator[GenerateEvent]) -> Response:
-    texts: list[str] = []
-    token_ids: list[int] = []
-    async for event in events:
-        if isinstance(event, TokenEvent):
-            texts.append(event.text)
-            token_ids.extend(event.token_ids)
-        elif isinstance(event, FinishedEvent):
-            body = form.whole("".join(texts), token_ids, event)
-            return json_response(body, headers={"x-request-id": form.prepared.request_id})
-    raise InternalError("the answer ended without its end")
 
 
 async def _until_disconnect(receive: Receive) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -24,6 +25,7 @@ _TYPES = {
     405: "invalid_request_error",
     408: "timeout_error",
     413: "invalid_request_error",
+    431: "invalid_request_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",
     504: "timeout_error",
@@ -50,8 +52,10 @@ def retry_headers(status: int, retry_after_s: float | None) -> dict[str, str]:
     return {"retry-after": str(max(1, math.ceil(wait_s))), "retry-after-ms": str(math.ceil(wait_s * 1000))}
 
 
-def error_response(error: DiptychError, request_id: str = "") -> Response:
-    headers = retry_headers(error.http_status, error.retry_after_s)
+def error_response(error: DiptychError, request_id: str = "", extra: Mapping[str, str] | None = None) -> Response:
+    headers = dict(extra or {}) | retry_headers(error.http_status, error.retry_after_s)
+    if error.http_status == 401:
+        headers["www-authenticate"] = "Bearer"
     if request_id:
         headers["x-request-id"] = request_id
     return json_response(error_body(error), error.http_status, headers)

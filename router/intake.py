@@ -123,6 +123,7 @@ class Intake:
             failure_policy=policy,
             arrived=arrived,
             deadline=arrived + timeout_s,
+            tenant=spec.tenant,
         )
 
     async def _token_ids(self, spec: GenerateSpec, param: str) -> list[int]:

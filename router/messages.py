@@ -76,6 +76,7 @@ class PreparedRequest:
     failure_policy: int
     arrived: float
     deadline: float
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -10,14 +11,18 @@ from fastapi import FastAPI, Request
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 from starlette.responses import Response
+from starlette.types import ASGIApp
 
-from diptych.common.errors import ModelNotFoundError
+from diptych.common.errors import InvalidRequestError, ModelNotFoundError
 from diptych.common.metrics import CONTENT_TYPE, Metrics
 from diptych.router import http_errors
+from diptych.router.auth import Authenticator, current_caller
+from diptych.router.auth_limits import TenantQuotas
 from diptych.router.faces import Door
 from diptych.router.http_answer import GenerationResponse
 from diptych.router.http_body import parse_object, read_body
 from diptych.router.http_errors import json_response, retry_headers
+from diptych.router.http_guard import GuardMiddleware
 from diptych.router.http_request_id import RequestIdMiddleware
 from diptych.router.messages import ModelInfo
 from diptych.router.openai_fields import UnknownFields
@@ -28,16 +33,25 @@ LABEL_HEADER = "x-request-id"
 MAX_LABEL_BYTES = 128
 
 
-def create_app(door: Door, metrics: Metrics) -> FastAPI:
-    """The ASGI application. `door` is the router's frontend; `metrics` is what /metrics shows."""
+def create_app(door: Door, metrics: Metrics, quotas: TenantQuotas | None = None) -> FastAPI:
+    """The ASGI application. `door` is the router's frontend; `metrics` is what /metrics shows; `quotas`, if there are any,
+    are told in headers."""
     app = FastAPI(title="Diptych", version=package_version(), docs_url=None, redoc_url=None)
     http_errors.install(app)
-    _add_generation(app, door)
+    _add_generation(app, door, quotas)
     _add_models(app, door)
     _add_operations(app, door, metrics)
-    app.add_middleware(RequestIdMiddleware)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app
+
+
+def guarded(app: ASGIApp, keys: Authenticator | None) -> ASGIApp:
+    """The application behind the checks that come before any routing.
+
+    Args:
+        keys: None: nobody needs one.
+    """
+    return RequestIdMiddleware(GuardMiddleware(app, keys))
 
 
 def package_version() -> str:
@@ -47,13 +61,15 @@ def package_version() -> str:
         return "0"
 
 
-def _add_generation(app: FastAPI, door: Door) -> None:
+def _add_generation(app: FastAPI, door: Door, quotas: TenantQuotas | None) -> None:
     unknown = UnknownFields()
+
+    def limits(tenant: str) -> dict[str, str]:
+        return {} if quotas is None else quotas.headers(tenant)
 
     async def answer(request: Request, build: Callable[..., Call]) -> Response:
         body = parse_object(await read_body(request))
-        explain = request.headers.get(EXPLAIN_HEADER, "0").lower() in ("1", "true")
-        return GenerationResponse(door, build(body, label=_label(request), explain=explain, unknown=unknown))
+        return GenerationResponse(door, _sent_by(request, build(body, unknown=unknown)), extra_headers=limits)
 
     @app.post("/v1/chat/completions", openapi_extra=_body_schema("ChatCompletionRequest"))
     async def chat_completions(request: Request) -> Response:
@@ -108,10 +124,24 @@ def _add_operations(app: FastAPI, door: Door, metrics: Metrics) -> None:
         return json_response({"version": package_version()})
 
 
+def _sent_by(request: Request, call: Call) -> Call:
+    """Add what the headers say, and whose request it is."""
+    spec = replace(
+        call.spec,
+        request_id=call.spec.request_id or _label(request),
+        explain=request.headers.get(EXPLAIN_HEADER, "0").lower() in ("1", "true"),
+        tenant=current_caller.get().tenant,
+    )
+    return replace(call, spec=spec)
+
+
 def _label(request: Request) -> str:
-    """The caller's own id, if its header is fit to be one; the request_id of a body is checked by the frontend."""
+    """The caller's own id. The request_id of a body is checked by the frontend. Raises: InvalidRequestError."""
     label = request.headers.get(LABEL_HEADER, "")
-    return label if label.isascii() and label.isprintable() and len(label) <= MAX_LABEL_BYTES else ""
+    if len(label) > MAX_LABEL_BYTES or not label.isascii() or (label and not label.isprintable()):
+        rule = f"must be printable ASCII of at most {MAX_LABEL_BYTES} bytes"
+        raise InvalidRequestError(f"{LABEL_HEADER} {rule}", param=LABEL_HEADER)
+    return label
 
 
 def _body_schema(model: str) -> dict[str, Any]:

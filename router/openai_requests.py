@@ -91,7 +91,7 @@ class Call:
     renamed: Mapping[str, str]
 
 
-def chat_call(body: dict[str, Any], *, label: str, explain: bool, unknown: UnknownFields) -> Call:
+def chat_call(body: dict[str, Any], *, unknown: UnknownFields) -> Call:
     """Raises: InvalidRequestError naming the field."""
     refuse_unbuilt(body, CHAT_NOT_BUILT)
     request = _validate(ChatCompletionRequest, body)
@@ -106,14 +106,12 @@ def chat_call(body: dict[str, Any], *, label: str, explain: bool, unknown: Unkno
         for message in request.messages
     ]
     if request.max_completion_tokens is None:
-        return _call(request, request.max_tokens, label=label, explain=explain, renamed={}, messages=messages)
+        return _call(request, request.max_tokens, renamed={}, messages=messages)
     renamed = {"max_tokens": "max_completion_tokens"}
-    return _call(
-        request, request.max_completion_tokens, label=label, explain=explain, renamed=renamed, messages=messages
-    )
+    return _call(request, request.max_completion_tokens, renamed=renamed, messages=messages)
 
 
-def completion_call(body: dict[str, Any], *, label: str, explain: bool, unknown: UnknownFields) -> Call:
+def completion_call(body: dict[str, Any], *, unknown: UnknownFields) -> Call:
     """Raises: InvalidRequestError naming the field."""
     refuse_unbuilt(body, COMPLETION_NOT_BUILT)
     request = _validate(CompletionRequest, body)
@@ -124,17 +122,15 @@ def completion_call(body: dict[str, Any], *, label: str, explain: bool, unknown:
             raise InvalidRequestError(f"prompt holds {len(prompt)} prompts: one a request is supported", param="prompt")
         prompt = prompt[0]
     if isinstance(prompt, str):
-        return _call(request, request.max_tokens, label=label, explain=explain, renamed={}, prompt=prompt)
+        return _call(request, request.max_tokens, renamed={}, prompt=prompt)
     renamed = {"token_ids": "prompt"}
-    return _call(request, request.max_tokens, label=label, explain=explain, renamed=renamed, token_ids=prompt)
+    return _call(request, request.max_tokens, renamed=renamed, token_ids=prompt)
 
 
 def _call(
     request: _Common,
     max_tokens: int | None,
     *,
-    label: str,
-    explain: bool,
     renamed: Mapping[str, str],
     prompt: object = None,
     token_ids: object = None,
@@ -156,8 +152,7 @@ def _call(
         ignore_eos=request.ignore_eos,
         stop_token_ids=request.stop_token_ids,
         stop=[request.stop] if isinstance(request.stop, str) else request.stop,
-        request_id=request.request_id or label,
-        explain=explain,
+        request_id=request.request_id or "",
         local_prefill_max_tokens=request.local_prefill_max_tokens,
         failure_policy=request.failure_policy or "",
     )

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import signal
 import socket
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 
@@ -21,10 +22,16 @@ import uvloop
 from diptych.common.errors import ConfigError
 from diptych.common.logging import setup_logging
 from diptych.common.metrics import Metrics
+from diptych.common.tls import ServerTls, is_loopback, load_server_tls
+from diptych.router.auth import Authenticator
+from diptych.router.auth_grpc import KeyInterceptor
+from diptych.router.auth_limits import MeteredDoor, TenantQuotas
 from diptych.router.config import RouterConfig
 from diptych.router.faces import Door
 from diptych.router.frontend import Frontend
-from diptych.router.openai_api import create_app
+from diptych.router.http_guard import MAX_HEADER_BYTES
+from diptych.router.http_protocol import HttpProtocol
+from diptych.router.openai_api import create_app, guarded
 from diptych.router.service import SERVICE, RouterService
 from diptych.rpc.channels import bind, new_server
 from diptych.rpc.health import Health
@@ -32,7 +39,6 @@ from diptych.rpc.health import Health
 DRAIN_S = 10.0
 CLOSE_S = 2.0
 HEALTH_INTERVAL_S = 0.25
-MAX_HEADER_BYTES = 32 * 1024
 
 log = structlog.get_logger(__name__)
 
@@ -86,7 +92,13 @@ async def serve(
 
     Raises: ConfigError; whatever ended one of the servers before `stop`.
     """
-    faces = Faces(config.host, config.http_port, config.grpc_port)
+    keys = None if config.keys_file is None else Authenticator(config.keys_file, now=time.monotonic)
+    tls = None
+    if config.tls_cert is not None and config.tls_key is not None:
+        tls = load_server_tls(config.tls_cert, config.tls_key)
+    if not is_loopback(config.host) and (keys is None or tls is None):
+        log.warning("other machines can reach this router", keys=keys is not None, tls=tls is not None)
+    faces = Faces(config.host, config.http_port, config.grpc_port, keys=keys, tls=tls)
     frontend = Frontend(config)
     try:
         await frontend.start()
@@ -112,15 +124,29 @@ async def drain(
 class Faces:
     """The two servers in front of one frontend. The ports are taken by the constructor.
 
+    Args:
+        keys: None: nobody needs one.
+        tls: None: both servers speak plain text.
     Raises: ConfigError naming the port that cannot be had.
     """
 
-    def __init__(self, host: str, http_port: int, grpc_port: int) -> None:
+    def __init__(
+        self,
+        host: str,
+        http_port: int,
+        grpc_port: int,
+        *,
+        keys: Authenticator | None = None,
+        tls: ServerTls | None = None,
+    ) -> None:
         self._host = host
+        self._keys = keys
+        self._tls = tls
         self._socket = listen(host, http_port)
         try:
-            self._grpc: grpc.aio.Server = new_server()
-            self._grpc_port = bind(self._grpc, host, grpc_port)
+            self._grpc: grpc.aio.Server = new_server(() if keys is None else (KeyInterceptor(keys),))
+            credentials = None if tls is None else grpc.ssl_server_credentials([(tls.key, tls.cert)])
+            self._grpc_port = bind(self._grpc, host, grpc_port, credentials)
         except BaseException:
             self._socket.close()
             raise
@@ -130,13 +156,18 @@ class Faces:
 
     async def start(self, door: Door, metrics: Metrics) -> RouterAddresses:
         """Open both doors; health follows `door.ready()`, /metrics shows `metrics`."""
+        quotas = None
+        if self._keys is not None:
+            quotas = TenantQuotas(self._keys.quota, now=time.monotonic)
+            door = MeteredDoor(door, quotas)
         self._grpc.add_generic_rpc_handlers((RouterService(door).handler(),))
         await self._health.install(self._grpc)
         await self._grpc.start()
         self._http = _HttpServer(
             uvicorn.Config(
-                create_app(door, metrics),
+                guarded(create_app(door, metrics, quotas), self._keys),
                 loop="none",
+                http=HttpProtocol,
                 lifespan="off",
                 ws="none",
                 log_config=None,
@@ -144,6 +175,8 @@ class Faces:
                 access_log=False,
                 server_header=False,
                 h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+                ssl_certfile=None if self._tls is None else self._tls.cert_file,
+                ssl_keyfile=None if self._tls is None else str(self._tls.key_file),
             )
         )
         self._tasks = [

@@ -6,12 +6,14 @@ one, where gRPC's own deserializer would report INTERNAL.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError, Message
 
 from diptych.common.errors import InternalError, InvalidRequestError
+from diptych.router.auth import current_caller
 from diptych.router.faces import Door, accepted
 from diptych.router.messages import FinishedEvent, GenerateEvent, GenerateSpec, StartedEvent, TokenEvent
 from diptych.rpc.convert import finish_reason_to_proto
@@ -51,7 +53,9 @@ class RouterService:
     async def generate(self, body: bytes, context: grpc.aio.ServicerContext) -> None:
         async with errors_to_status(context):
             request = parse(router_pb2.GenerateRequest, body)
-            prepared = await self._door.prepare(spec_from(request, context.time_remaining()))
+            prepared = await self._door.prepare(
+                replace(spec_from(request, context.time_remaining()), tenant=current_caller.get().tenant)
+            )
             finished = False
             async with accepted(self._door, prepared) as (started, events):
                 await context.write(response_from(started))

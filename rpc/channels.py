@@ -57,11 +57,17 @@ def new_server(interceptors: Sequence[grpc.aio.ServerInterceptor] = ()) -> grpc.
     return grpc.aio.server(options=server_options(), interceptors=tuple(interceptors))
 
 
-def bind(server: grpc.aio.Server, host: str, port: int) -> int:
-    """Listen on host:port (0: any free port). Returns the port. Raises: ConfigError when it cannot be had."""
+def bind(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None = None) -> int:
+    """Listen on host:port (0: any free port), with TLS if there are credentials. Returns the port.
+
+    Raises: ConfigError when it cannot be had."""
     name = f"[{host}]" if ":" in host else host
     try:
-        bound: int = server.add_insecure_port(f"{name}:{port}")
+        bound: int = (
+            server.add_insecure_port(f"{name}:{port}")
+            if credentials is None
+            else server.add_secure_port(f"{name}:{port}", credentials)
+        )
     except RuntimeError:
         bound = 0
     if bound == 0:

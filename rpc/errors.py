@@ -18,12 +18,14 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 from diptych.common.errors import (
+    AuthenticationError,
     DiptychError,
     InternalError,
     InvalidRequestError,
     ModelNotFoundError,
     NoWorkerError,
     OverloadedError,
+    PermissionDeniedError,
     RequestCancelledError,
     RequestDeadlineError,
     StaleReferenceError,
@@ -45,10 +47,12 @@ _BY_CODE: dict[int, type[DiptychError]] = {
     3: InvalidRequestError,
     4: RequestDeadlineError,
     5: ModelNotFoundError,
+    7: PermissionDeniedError,
     8: OverloadedError,
     9: StaleReferenceError,
     10: WorkerLostError,
     14: NoWorkerError,
+    16: AuthenticationError,
 }
 
 

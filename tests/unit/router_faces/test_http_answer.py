@@ -43,7 +43,7 @@ class Connection:
 
 def make_response(door: FakeDoor, *, stream: bool = True, **settings: Any) -> GenerationResponse:
     body = {"messages": [{"role": "user", "content": "a"}], "stream": stream}
-    return GenerationResponse(door, chat_call(body, label="", explain=False, unknown=UnknownFields()), **settings)
+    return GenerationResponse(door, chat_call(body, unknown=UnknownFields()), **settings)
 
 
 async def test_silence_is_filled_with_pings() -> None:

@@ -66,6 +66,7 @@ def test_usage_chunk_has_no_choices_and_the_others_a_null_usage() -> None:
         "completion_tokens": 1,
         "total_tokens": 3,
         "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
     assert done == b"data: [DONE]"
 

@@ -1,0 +1,64 @@
+"""`diptych keys`: API keys of a router."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from diptych.common.paths import run_dir
+
+app = typer.Typer(
+    name="keys",
+    help="API keys of the router. Start it with --keys-file to need them.",
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+_File = Annotated[
+    Path | None, typer.Option("--keys-file", metavar="PATH", help="Default: api-keys.json in the run folder.")
+]
+
+
+def keys_file(given: Path | None) -> Path:
+    return given or run_dir() / "api-keys.json"
+
+
+@app.command()
+def add(
+    tenant: Annotated[str, typer.Argument(help="Whose cache and quota the key uses.")] = "default",
+    tokens_per_minute: Annotated[
+        int, typer.Option(help="The tenant's quota, prompt and output tokens together; 0: none.")
+    ] = 0,
+    note: Annotated[str, typer.Option(help="For your own memory.")] = "",
+    file: _File = None,
+) -> None:
+    """Make a key and print it: it is shown this once and kept nowhere."""
+    from diptych.router.auth_keys import add_key
+
+    key, entry = add_key(keys_file(file), tenant, now=time.time(), tokens_per_minute=tokens_per_minute, note=note)
+    print(f"key {entry.id} for tenant {entry.tenant} in {keys_file(file)}", file=sys.stderr)
+    print(key)
+
+
+@app.command("list")
+def show(file: _File = None) -> None:
+    """One line a key: id, tenant, day, quota, note."""
+    from diptych.router.auth_keys import load_keys
+
+    for entry in load_keys(keys_file(file)).entries.values():
+        day = time.strftime("%Y-%m-%d", time.gmtime(entry.created))
+        quota = f"{entry.tokens_per_minute} tokens/min" if entry.tokens_per_minute else "no quota"
+        print(f"{entry.id}  {entry.tenant}  {day}  {quota}  {entry.note}".rstrip())
+
+
+@app.command()
+def revoke(key_id: Annotated[str, typer.Argument(help="See `diptych keys list`.")], file: _File = None) -> None:
+    """The key stops working within a second."""
+    from diptych.router.auth_keys import revoke_key
+
+    entry = revoke_key(keys_file(file), key_id)
+    print(f"key {entry.id} of tenant {entry.tenant} is revoked", file=sys.stderr)

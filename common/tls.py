@@ -1,0 +1,42 @@
+"""Certificate and private key of a server, read and checked once at the start."""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+
+from diptych.common.errors import ConfigError
+
+_LOOPBACK_NAMES = frozenset({"localhost", "::1"})
+
+
+@dataclass(frozen=True, slots=True)
+class ServerTls:
+    """PEM files and what is in them. The chain begins with the server's own certificate."""
+
+    cert_file: Path
+    key_file: Path
+    cert: bytes
+    key: bytes
+
+
+def load_server_tls(cert_file: Path | str, key_file: Path | str) -> ServerTls:
+    """Raises: ConfigError when a file cannot be read or the key does not belong to the certificate."""
+    found: dict[str, bytes] = {}
+    for name, file in (("tls_cert", cert_file), ("tls_key", key_file)):
+        try:
+            found[name] = Path(file).read_bytes()
+        except OSError as error:
+            raise ConfigError(name, str(file), f"cannot be read: {error.strerror}") from None
+    try:
+        # An empty password: an encrypted key is an error, not a question on somebody's terminal.
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert_file, key_file, password="")
+    except (ssl.SSLError, ValueError) as error:
+        raise ConfigError("tls_cert", str(cert_file), f"no use with tls_key={str(key_file)!r}: {error}") from None
+    return ServerTls(Path(cert_file), Path(key_file), found["tls_cert"], found["tls_key"])
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a server that listens on `host`."""
+    return host in _LOOPBACK_NAMES or host.startswith("127.")

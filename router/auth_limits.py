@@ -1,0 +1,99 @@
+"""Tokens a minute per tenant: prompt and output tokens together, in a bucket that refills steadily.
+
+A request is let in while the bucket is not empty, pays for its prompt at once and for its output as it comes; so the level
+can fall below zero, and the tenant then waits until it is above again. The buckets are this router's own: with several
+routers each grants the whole quota.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
+from typing import cast
+
+from diptych.common.errors import QuotaExceededError
+from diptych.router.faces import Door
+from diptych.router.messages import GenerateEvent, GenerateSpec, ModelInfo, PreparedRequest, TokenEvent
+
+PERIOD_S = 60.0
+MAX_TENANTS = 10_000
+
+
+class TenantQuotas:
+    """Args:
+    per_minute: tokens a minute of a tenant; 0: no limit. Asked at every use, so a changed quota counts at once.
+    now: seconds on a monotonic clock.
+    """
+
+    def __init__(self, per_minute: Callable[[str], int], *, now: Callable[[], float]) -> None:
+        self._per_minute = per_minute
+        self._now = now
+        self._levels: dict[str, tuple[float, float]] = {}
+        """Tenant -> (tokens, when that was true). A tenant that is not in here has a full bucket."""
+
+    def check(self, tenant: str) -> None:
+        """Raises: QuotaExceededError, with the time after which there is something again, when nothing is left."""
+        limit = self._per_minute(tenant)
+        if limit and (level := self._level(tenant, limit)) < 1.0:
+            raise QuotaExceededError(
+                f"the quota of {limit} tokens a minute is used up", retry_after_s=(1.0 - level) * PERIOD_S / limit
+            )
+
+    def spend(self, tenant: str, num_tokens: int) -> None:
+        limit = self._per_minute(tenant)
+        if limit:
+            level = self._level(tenant, limit) - num_tokens
+            if tenant not in self._levels and len(self._levels) >= MAX_TENANTS:
+                self._forget_full()
+            self._levels[tenant] = (level, self._now())
+
+    def headers(self, tenant: str) -> dict[str, str]:
+        """x-ratelimit-*-tokens as the OpenAI API has them; empty without a limit."""
+        limit = self._per_minute(tenant)
+        if not limit:
+            return {}
+        level = self._level(tenant, limit)
+        return {
+            "x-ratelimit-limit-tokens": str(limit),
+            "x-ratelimit-remaining-tokens": str(max(0, math.floor(level))),
+            "x-ratelimit-reset-tokens": f"{(limit - level) * PERIOD_S / limit:.3f}s",
+        }
+
+    def _level(self, tenant: str, limit: int) -> float:
+        level, at = self._levels.get(tenant, (float(limit), 0.0))
+        return min(float(limit), level + (self._now() - at) * limit / PERIOD_S)
+
+    def _forget_full(self) -> None:
+        full = [t for t in self._levels if self._level(t, limit := self._per_minute(t)) >= limit]
+        for tenant in full:
+            del self._levels[tenant]
+
+
+class MeteredDoor:
+    """A door that takes tenants' quotas into account."""
+
+    def __init__(self, door: Door, quotas: TenantQuotas) -> None:
+        self._door = door
+        self._quotas = quotas
+
+    def models(self) -> list[ModelInfo]:
+        return self._door.models()
+
+    def ready(self) -> tuple[bool, list[str]]:
+        return self._door.ready()
+
+    async def prepare(self, spec: GenerateSpec) -> PreparedRequest:
+        """Raises: QuotaExceededError, and what the door raises."""
+        self._quotas.check(spec.tenant)
+        prepared = await self._door.prepare(spec)
+        self._quotas.spend(spec.tenant, len(prepared.prompt_token_ids))
+        return prepared
+
+    async def generate(self, request: PreparedRequest) -> AsyncIterator[GenerateEvent]:
+        events = cast(AsyncGenerator[GenerateEvent, None], self._door.generate(request))
+        async with aclosing(events):
+            async for event in events:
+                if isinstance(event, TokenEvent):
+                    self._quotas.spend(request.tenant, len(event.token_ids))
+                yield event

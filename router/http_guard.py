@@ -1,0 +1,50 @@
+"""What stands before the routes: the size of the headers and the caller's key. It looks at no route table: two paths, spelled
+exactly so, are open, and everything else, known or not, needs a key."""
+
+from __future__ import annotations
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from diptych.common.errors import AuthenticationError, DiptychError
+from diptych.router.auth import ANYBODY, Authenticator, current_caller
+from diptych.router.http_errors import error_response
+
+MAX_HEADER_BYTES = 32 * 1024
+OPEN_PATHS = frozenset({"/live", "/health"})
+
+
+class HeadersTooLargeError(DiptychError):
+    grpc_code, http_status, reason = 8, 431, "HEADERS_TOO_LARGE"
+
+
+class GuardMiddleware:
+    """Args:
+    keys: None: everybody is let in, as the default tenant.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Authenticator | None) -> None:
+        self._app = app
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":  # nothing else is served
+            await self._app(scope, receive, send)
+            return
+        try:
+            size = sum(len(name) + len(value) + 4 for name, value in scope["headers"])
+            if size > MAX_HEADER_BYTES:
+                raise HeadersTooLargeError(f"the headers have {size} bytes; at most {MAX_HEADER_BYTES} are taken")
+            current_caller.set(ANYBODY)
+            if self._keys is not None and scope["path"] not in OPEN_PATHS:
+                current_caller.set(self._keys.identify(_authorization(scope)))
+        except DiptychError as error:
+            await error_response(error)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+
+def _authorization(scope: Scope) -> str:
+    values = [value for name, value in scope["headers"] if name == b"authorization"]
+    if len(values) > 1:
+        raise AuthenticationError("more than one Authorization header")
+    return values[0].decode("latin-1") if values else ""
