@@ -129,6 +129,8 @@ class RemoteLeg:
                 # Fetches that still run end on their own: each has a deadline.
         except BaseExceptionGroup as errors:
             error = _typed(errors)
+            if isinstance(error, (WorkerLostError, StaleReferenceError)):
+                self._tools.peers.drop(self._ref)
             if not self.complete:
                 raise error from None
             log.info("prefill call ended badly after its KV was complete", attempt=self._attempt, error=str(error))
@@ -137,7 +139,6 @@ class RemoteLeg:
 
     async def _watch(self) -> None:
         await self._silence.lasts()
-        await self._tools.peers.drop(self._ref)
         raise WorkerLostError(f"prefill worker {self._ref.worker_id} said nothing for {self._tools.silence_s:g} s")
 
     async def _follow(self, peer: Peer, group: asyncio.TaskGroup) -> None:
@@ -162,9 +163,13 @@ class RemoteLeg:
             typed = typed_error(error)
             if typed is None:
                 typed = self._lost(error)
-            if isinstance(typed, (WorkerLostError, StaleReferenceError)) and not self.complete:
-                await self._tools.peers.drop(self._ref)
             raise typed from None
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            # Not we, but the call was cancelled: another leg found the worker lost and its channel was closed.
+            raise WorkerLostError(f"prefill worker {self._ref.worker_id} was given up by another leg") from None
         finally:
             call.cancel()
 

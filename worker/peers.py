@@ -60,6 +60,7 @@ class PeerDirectory:
         self._timeout_s = handshake_timeout_s
         self._open_channel = open_channel
         self._peers: dict[WorkerRef, asyncio.Task[Peer]] = {}
+        self._closing: set[asyncio.Task[None]] = set()
 
     async def connect(self, ref: WorkerRef) -> Peer:
         """The peer behind `ref`, after a handshake that is done once.
@@ -72,20 +73,29 @@ class PeerDirectory:
             task.add_done_callback(lambda done: self._settle(ref, done))
         return await asyncio.shield(task)
 
-    async def drop(self, ref: WorkerRef) -> None:
-        """Forget a peer that is gone or has another life; idempotent. Its channel and KV endpoint are closed."""
+    def drop(self, ref: WorkerRef) -> None:
+        """Forget a peer that is gone or has another life; idempotent. Its channel and KV endpoint are closed in the
+        background: whoever noticed the loss need not wait for what a stopped peer makes slow."""
         task = self._peers.pop(ref, None)
         if task is None:
             return
         task.cancel()
         if task.done() and not task.cancelled() and task.exception() is None:
-            peer = task.result()
-            await peer.channel.close()
+            closing = asyncio.create_task(self._close_peer(task.result()), name=f"close {ref.worker_id}")
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+
+    async def _close_peer(self, peer: Peer) -> None:
+        try:
             await self._forget(peer.kv)
+        except (DiptychError, TimeoutError) as error:
+            log.warning("the endpoint of a lost peer did not close", peer=peer.ref.worker_id, error=repr(error))
+        await peer.channel.close()
 
     async def close(self) -> None:
         for ref in list(self._peers):
-            await self.drop(ref)
+            self.drop(ref)
+        await asyncio.gather(*self._closing)
 
     def _settle(self, ref: WorkerRef, task: asyncio.Task[Peer]) -> None:
         """Failures that may pass are not kept; a refusal for incompatibility is."""
@@ -105,7 +115,7 @@ class PeerDirectory:
             await channel.close()
             raise
         for other in [known for known in self._peers if known.worker_id == ref.worker_id and known != ref]:
-            await self.drop(other)
+            self.drop(other)
         log.info("prefill worker met", peer=ref.worker_id, incarnation=ref.incarnation, transport=info.transport_path)
         return Peer(ref, info.pid, kv, PrefillStub(channel), channel)
 

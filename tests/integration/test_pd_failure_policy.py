@@ -1,0 +1,274 @@
+"""What becomes of a request when its prefill worker is lost, by phase and policy: real processes, real UCX, a fake model.
+
+The answer is token for token that of the undisturbed run, or the request ends with a typed error; decode gives everything
+back; and it happens within the bound.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from diptych.common.errors import DiptychError, TransferError, WorkerLostError
+from diptych.decode.server import DecodeRole
+from diptych.rpc.v1 import router_pb2
+from diptych.worker.process import make_transfer
+from diptych.worker.refs import WorkerRef
+from diptych.worker.runtime import WorkerRuntime
+
+pytestmark = [
+    pytest.mark.multiproc,
+    pytest.mark.skipif(importlib.util.find_spec("ucxx") is None, reason="UCXX is not installed"),
+]
+SCRIPT = Path(__file__).with_name("pd_prefill_process.py")
+PROMPT = [(7 * i + 3) % 1000 for i in range(150)]
+RETRY, RECOMPUTE, FAIL = (
+    router_pb2.FAILURE_POLICY_RETRY,
+    router_pb2.FAILURE_POLICY_RECOMPUTE,
+    router_pb2.FAILURE_POLICY_FAIL,
+)
+POLICIES = pytest.mark.parametrize(
+    "policy",
+    [
+        pytest.param(RETRY, id="retry"),
+        pytest.param(RECOMPUTE, id="recompute", marks=pytest.mark.slow),
+        pytest.param(FAIL, id="fail", marks=pytest.mark.slow),
+    ],
+)
+SILENCE_S = 1.0
+
+
+@pytest.fixture(scope="session")
+def pd() -> ModuleType:
+    name = "diptych_test_pd_harness"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("pd_harness.py"))
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules[name]
+
+
+class Prefill:
+    """A prefill worker in a child process; duck-typed as the WorkerRuntime that submit_message wants."""
+
+    def __init__(self, process: asyncio.subprocess.Process, hello: dict[str, str]) -> None:
+        self.process = process
+        self.worker_id = hello["worker_id"]
+        self.ref = WorkerRef(hello["worker_id"], hello["incarnation"], hello["address"])
+
+    @classmethod
+    async def start(cls, worker_id: str, **options: object) -> Prefill:
+        settings = {"worker_id": worker_id, "transport": "ucx", "leg_silence_s": SILENCE_S, **options}
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-P", str(SCRIPT), json.dumps(settings),
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
+            env={**os.environ, "PYTHONSAFEPATH": "1"},
+        )  # fmt: skip
+        assert process.stdout is not None
+        return cls(process, json.loads(await asyncio.wait_for(process.stdout.readline(), 60)))
+
+    async def ask(self, line: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line.encode() + b"\n")
+        await self.answer()
+
+    async def answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        answer: dict[str, Any] = json.loads(await asyncio.wait_for(self.process.stdout.readline(), 20))
+        return answer
+
+    async def hold(self, after: int) -> None:
+        await self.ask(f"hold {after}")
+
+    async def held(self) -> None:
+        assert (await self.answer())["held"]
+
+    async def stop(self) -> None:
+        if self.process.returncode is None:
+            assert self.process.stdin is not None
+            self.process.send_signal(signal.SIGCONT)
+            self.process.stdin.close()
+            try:
+                await asyncio.wait_for(self.process.wait(), 20)
+            except TimeoutError:
+                self.process.kill()
+        await self.process.wait()
+
+
+@asynccontextmanager
+async def two_prefill_one_decode(pd: ModuleType, **decode_config: object) -> AsyncIterator[tuple[Any, list[Prefill]]]:
+    async with AsyncExitStack() as stack:
+        prefill = await asyncio.gather(*(Prefill.start(f"prefill-{i}") for i in range(2)))
+        for child in prefill:
+            stack.push_async_callback(child.stop)
+        config = pd.worker_config("decode", "decode-0", transport="ucx", leg_silence_s=SILENCE_S, **decode_config)
+        decode = WorkerRuntime(config, pd.fake_model(), make_transfer=make_transfer, make_role=DecodeRole)
+        await decode.start()
+        stack.push_async_callback(decode.close)
+        yield pd.Cluster(decode, []), prefill
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, list[int]]:
+    return {}
+
+
+async def undisturbed(pd: ModuleType, known: dict[str, list[int]]) -> list[int]:
+    if "tokens" not in known:
+        async with pd.cluster(num_prefill=0) as alone, pd.FakeRouter(alone.decode.address) as router:
+            known["tokens"] = (await router.run(alone.submit_message(attempt="local", prompt=PROMPT))).token_ids
+    return known["tokens"]
+
+
+def check(answer: Any, policy: int, tokens: list[int], errors: tuple[type[DiptychError], ...]) -> None:
+    if policy == FAIL:
+        assert isinstance(answer.error, errors), answer
+        return
+    assert answer.token_ids == tokens
+    assert "prefill-0 failed" in answer.explanation.notes[0]
+    assert ("trying prefill-1" if policy == RETRY else "local prefill") in answer.explanation.notes[0]
+    if len(answer.explanation.notes) == 1:
+        assert answer.explanation.prefill == ("prefill-1" if policy == RETRY else "decode-0")
+
+
+@POLICIES
+@pytest.mark.parametrize("after", [0, 2], ids=["before it starts", "in the middle of the transfer"])
+async def test_killed(pd: ModuleType, expected: dict[str, list[int]], policy: int, after: int) -> None:
+    tokens = await undisturbed(pd, expected)
+    async with two_prefill_one_decode(pd) as (cluster, prefill), pd.FakeRouter(cluster.decode.address) as router:
+        await prefill[0].hold(after)
+        answer = router.submit(cluster.submit_message(attempt="a", prompt=PROMPT, policy=policy, prefill=prefill))
+        await prefill[0].held()
+        began = time.monotonic()
+        prefill[0].process.kill()
+        await router.ended("a")
+        assert time.monotonic() - began < 3.0
+        check(answer, policy, tokens, (WorkerLostError, TransferError))
+        await cluster.nothing_left(within_s=2.0)
+
+
+async def test_killed_after_the_transfer_changes_nothing(pd: ModuleType, expected: dict[str, list[int]]) -> None:
+    """The KV is here and decode runs: nobody notices, and nothing is computed again."""
+    tokens = await undisturbed(pd, expected)
+    async with two_prefill_one_decode(pd) as (cluster, prefill), pd.FakeRouter(cluster.decode.address) as router:
+        answer = router.submit(
+            cluster.submit_message(attempt="a", prompt=PROMPT, prefill=prefill, max_tokens=400, policy=FAIL)
+        )
+        await router.first_token("a")
+        while "decode:decoding" not in (await cluster.decode.audit(full=True)).attempts:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        prefill[0].process.kill()
+        await router.ended("a")
+        assert answer.error is None
+        assert len(answer.token_ids) == 400
+        assert answer.token_ids[: len(tokens)] == tokens
+        assert answer.explanation.prefill == "prefill-0"
+        assert not answer.explanation.notes
+        await cluster.nothing_left(within_s=2.0)
+
+
+@POLICIES
+@pytest.mark.parametrize("after", [0, 2], ids=["before it starts", "in the middle of the transfer"])
+async def test_stopped(pd: ModuleType, expected: dict[str, list[int]], policy: int, after: int) -> None:
+    """SIGSTOP breaks no connection and completes nothing: only silence tells. The zombie that wakes changes nothing."""
+    tokens = await undisturbed(pd, expected)
+    async with two_prefill_one_decode(pd) as (cluster, prefill), pd.FakeRouter(cluster.decode.address) as router:
+        await prefill[0].hold(after)
+        answer = router.submit(cluster.submit_message(attempt="a", prompt=PROMPT, policy=policy, prefill=prefill))
+        await prefill[0].held()
+        began = time.monotonic()
+        prefill[0].process.send_signal(signal.SIGSTOP)
+        await router.ended("a")
+        assert time.monotonic() - began < SILENCE_S + 2.0
+        check(answer, policy, tokens, (WorkerLostError, TransferError))
+        await cluster.nothing_left(within_s=2.0)
+        prefill[0].process.send_signal(signal.SIGCONT)
+        await prefill[0].ask("go")
+        await asyncio.sleep(0.2)
+        again = await router.run(cluster.submit_message(attempt="b", prompt=PROMPT[::-1], prefill=prefill[:1]))
+        assert again.explanation.prefill == "prefill-0"
+        assert not again.explanation.notes
+        await cluster.nothing_left(within_s=2.0)
+
+
+async def test_stopped_for_a_moment_is_only_slow(pd: ModuleType, expected: dict[str, list[int]]) -> None:
+    tokens = await undisturbed(pd, expected)
+    async with two_prefill_one_decode(pd) as (cluster, prefill), pd.FakeRouter(cluster.decode.address) as router:
+        await prefill[0].hold(2)
+        answer = router.submit(cluster.submit_message(attempt="a", prompt=PROMPT, policy=FAIL, prefill=prefill))
+        await prefill[0].held()
+        prefill[0].process.send_signal(signal.SIGSTOP)
+        await asyncio.sleep(SILENCE_S / 3)
+        prefill[0].process.send_signal(signal.SIGCONT)
+        await prefill[0].ask("go")
+        await router.ended("a")
+        assert answer.error is None
+        assert answer.token_ids == tokens
+        assert answer.explanation.prefill == "prefill-0"
+
+
+async def test_computing_and_queueing_for_long_is_not_silence(pd: ModuleType, expected: dict[str, list[int]]) -> None:
+    tokens = await undisturbed(pd, expected)
+    async with two_prefill_one_decode(pd) as (cluster, prefill), pd.FakeRouter(cluster.decode.address) as router:
+        await prefill[0].hold(1)
+        first = router.submit(cluster.submit_message(attempt="a", prompt=PROMPT, policy=FAIL, prefill=prefill))
+        await prefill[0].held()
+        second = router.submit(cluster.submit_message(attempt="b", prompt=PROMPT, policy=FAIL, prefill=prefill))
+        await asyncio.sleep(2 * SILENCE_S)
+        assert first.error is None
+        await prefill[0].ask("go")
+        await router.ended("a")
+        await router.ended("b")
+        assert first.token_ids == second.token_ids == tokens
+
+
+@POLICIES
+async def test_damaged(pd: ModuleType, expected: dict[str, list[int]], policy: int) -> None:
+    tokens = await undisturbed(pd, expected)
+    async with (
+        two_prefill_one_decode(pd, fault_corrupt_every=5) as (cluster, prefill),
+        pd.FakeRouter(cluster.decode.address) as router,
+    ):
+        answer = await router.run(cluster.submit_message(attempt="a", prompt=PROMPT, policy=policy, prefill=prefill))
+        check(answer, policy, tokens, (TransferError,))
+        await cluster.nothing_left(within_s=2.0)
+
+
+async def test_restarted_under_the_same_name_again_and_again(pd: ModuleType, expected: dict[str, list[int]]) -> None:
+    tokens = await undisturbed(pd, expected)
+    async with two_prefill_one_decode(pd) as (cluster, prefill), pd.FakeRouter(cluster.decode.address) as router:
+        open_fds = 0
+        for life in range(3):
+            answer = await router.run(cluster.submit_message(attempt=f"a{life}", prompt=PROMPT, prefill=prefill[:1]))
+            assert answer.token_ids == tokens
+            assert answer.explanation.prefill == "prefill-0"
+            old = prefill[0]
+            old.process.kill()
+            await old.process.wait()
+            prefill[0] = await Prefill.start("prefill-0")
+            try:
+                stale = cluster.submit_message(attempt=f"b{life}", prompt=PROMPT[::-1], prefill=[old], policy=FAIL)
+                assert isinstance((await router.run(stale)).error, WorkerLostError)
+                await cluster.decode.engine.reset_cache()
+                fds = len(os.listdir("/proc/self/fd"))
+                assert life == 0 or fds <= open_fds + 2, "file descriptors grow with each life of the peer"
+                open_fds = fds
+            except BaseException:
+                await prefill[0].stop()
+                raise
+        await cluster.nothing_left(within_s=2.0)
+        await prefill[0].stop()
