@@ -1,218 +1,38 @@
-"""The transfer thread: owns ledger, ring and transport; drives the transport's progress; sweeps leases on its own timer.
-
-    event loop --inbox of calls, wakeup--> transfer thread --call_soon_threadsafe--> event loop
-
-Order within a turn matters: progress, then inbox, then the events that progress brought. A handle leaves this process
-after publish() put its slab into the inbox, so the slab is PACKED before the request that names it is looked at.
-"""
+"""The transfer thread: takes the turns of a TransferCore. It spins while answers come, and else sleeps on the transport."""
 
 from __future__ import annotations
 
 import asyncio
 import atexit
-import itertools
 import logging
-import secrets
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-from diptych.common.errors import DiptychError, InternalError, StaleReferenceError, TransferError
-from diptych.engine.messages import RangePacked, SlabGrant
-from diptych.kvtransfer.api import KvAddress, PeerRef, ReceivedSlab, TransferAudit
 from diptych.kvtransfer.config import TransferConfig
-from diptych.kvtransfer.handle import SlabHandle, new_key, sign
-from diptych.kvtransfer.layout import HEADER_BYTES, Ring, payload_capacity, write_frame
-from diptych.kvtransfer.publish_side import PublishSide
-from diptych.kvtransfer.publishing import PublisherLedger
-from diptych.kvtransfer.read_side import ReadSide
-from diptych.kvtransfer.reading import ReaderLedger
-from diptych.kvtransfer.transport import Transport, Wakeup, peer_key
+from diptych.kvtransfer.core import TICK_S, TransferCore
+from diptych.kvtransfer.transport import Transport, Wakeup
 
 log = logging.getLogger(__name__)
-_TICK_S = 0.1
 _SPIN_S = 0.0005
 """Spin for so long after the last sign of life before sleeping on the transport's events."""
 _BUSY_WAIT_S = 0.02
-_GRACE_S = 2.0
-"""On top of a read's deadline, after which the thread itself is at fault."""
 _CLOSE_S = 5.0
 
 
-class TransferThread:
-    """Implements `Transfer` (api.py). Build it through build_transfer()."""
+class TransferThread(TransferCore):
+    """Implements `Transfer` (api.py). Build it through build_transfer(). Args: as TransferCore."""
 
     def __init__(
-        self,
-        transport: Transport,
-        config: TransferConfig,
-        *,
-        worker_id: str,
-        incarnation: str,
-        role: str,
-        layout_hash: int,
-        num_layers: int,
-        bytes_per_s: float,
-        loop: asyncio.AbstractEventLoop,
+        self, transport: Transport, config: TransferConfig, *, loop: asyncio.AbstractEventLoop, **identity: Any
     ) -> None:
-        self.address: KvAddress = transport.address
-        self.path = transport.path
-        self._transport = transport
-        self._ring = Ring(config.ring)
-        transport.register(self._ring)
-        self._me = (worker_id, incarnation)
-        self._layout_hash = layout_hash
-        self._num_layers = num_layers
-        self._lease_s = config.lease_s
-        self._loop = loop
-        self._key = new_key()
-        self._on_grants: Callable[[tuple[SlabGrant, ...]], None] = lambda grants: None
-        self._on_settled: Callable[[str, int], None] = lambda attempt, slab: None
-        self._grants: list[SlabGrant] = []
-        self._granted: dict[int, int] = {}
-        """Slab -> generation. Written by the transfer thread when a slab is granted, taken by the event loop when it comes
-        back; a slab is in one hand at a time."""
-        self._read_ids = itertools.count(secrets.randbits(40))
-        self._waiting: dict[int, tuple[asyncio.Future[ReceivedSlab], SlabHandle]] = {}
-        self._lent: dict[int, tuple[ReceivedSlab, int]] = {}
-        self._violations: list[str] = []
-        self._inbox: deque[Callable[[float], None]] = deque()
         self._wakeup = Wakeup()
-        self._stopping = False
+        super().__init__(transport, config, loop=loop, wake=self._wakeup.set, **identity)
         self._closed: asyncio.Future[None] = loop.create_future()
-        self._publisher: PublishSide | None = None
-        self._reader: ReadSide | None = None
-        if role == "prefill":
-            self._publisher = PublishSide(
-                PublisherLedger(
-                    num_slabs=config.num_slabs,
-                    payload_bytes=payload_capacity(config.slab_bytes),
-                    worker_id=worker_id,
-                    incarnation=incarnation,
-                    layout_hash=layout_hash,
-                    lease_s=config.lease_s,
-                    quarantine_cap=config.effective_quarantine_cap,
-                ),
-                transport, self._ring, self._key, self._grants.append, self._tell_settled,
-            )  # fmt: skip
-        else:
-            self._reader = ReadSide(
-                ReaderLedger(
-                    num_slabs=config.num_slabs,
-                    peer_quota=config.effective_peer_quota,
-                    quarantine_cap=config.effective_quarantine_cap,
-                    quarantine_s=config.lease_s,
-                ),
-                transport,
-                self._ring,
-                layout_hash=layout_hash,
-                base_s=config.read_base_s,
-                bytes_per_s=bytes_per_s,
-                verify_checksum=config.verify_checksum,
-                on_delivered=self._tell_delivered,
-                on_failed=self._tell_failed,
-            )
-        self._rate = bytes_per_s
-        self._thread = threading.Thread(target=self._run, name=f"transfer-{worker_id}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"transfer-{self._me[0]}", daemon=True)
         self._thread.start()
         # The thread is a daemon so that a crash elsewhere cannot hang the exit; it must not run into a dying interpreter.
         atexit.register(self._stop_at_exit)
-
-    @property
-    def bytes_per_s(self) -> float:
-        return self._reader.bytes_per_s if self._reader is not None else self._rate
-
-    # ---- prefill's door: event-loop thread ----
-
-    def start(self, on_grants: Callable[[tuple[SlabGrant, ...]], None], on_settled: Callable[[str, int], None]) -> None:
-        side = self._publish_side()
-        self._on_grants, self._on_settled = on_grants, on_settled
-        self._post(side.start)
-
-    def publish(self, peer: str, packed: RangePacked) -> SlabHandle:
-        """Raises: StaleReferenceError if the slab is not granted in this generation; TransferError if it cannot be named."""
-        side = self._publish_side()
-        if self._granted.get(packed.slab) != packed.generation:
-            raise StaleReferenceError(f"slab {packed.slab} generation {packed.generation} is not granted")
-        if not 0 < packed.size_bytes <= payload_capacity(self._ring.spec.slab_bytes):
-            raise TransferError(f"range of {packed.size_bytes} bytes does not fit a slab")
-        worker_id, incarnation = self._me
-        try:
-            handle = sign(
-                self._key,
-                SlabHandle(
-                    worker_id=worker_id,
-                    incarnation=incarnation,
-                    attempt=packed.attempt,
-                    slab=packed.slab,
-                    generation=packed.generation,
-                    first_token=packed.first_token,
-                    num_tokens=packed.num_tokens,
-                    first_layer=0,
-                    num_layers=self._num_layers,
-                    layout_hash=self._layout_hash,
-                    size_bytes=packed.size_bytes,
-                    checksum=packed.checksum,
-                    expires_ns=time.monotonic_ns() + int(self._lease_s * 1e9),
-                ),
-            )
-        except ValueError as error:
-            raise TransferError(f"handle cannot be made: {error}") from error
-        write_frame(self._ring.slab(packed.slab), handle)
-        del self._granted[packed.slab]
-        self._post(partial(side.publish, peer, handle))
-        return handle
-
-    def return_grant(self, slab: int) -> None:
-        side = self._publish_side()
-        generation = self._granted.pop(slab, None)
-        if generation is not None:
-            self._post(partial(side.return_grant, slab, generation))
-
-    def release(self, attempt: str) -> None:
-        self._post(partial(self._publish_side().release, attempt))
-
-    # ---- decode's door: event-loop thread ----
-
-    async def read(self, peer: PeerRef, handle: SlabHandle, *, deadline_s: float) -> ReceivedSlab:
-        side = self._read_side()
-        if self._stopping:
-            raise TransferError("the transfer thread is closed")
-        read_id = next(self._read_ids)
-        future: asyncio.Future[ReceivedSlab] = self._loop.create_future()
-        self._waiting[read_id] = (future, handle)
-        deadline = time.monotonic() + deadline_s
-        self._post(lambda now: side.want(read_id, peer, handle, deadline, now))
-        try:
-            async with asyncio.timeout(deadline_s + _GRACE_S):
-                return await future
-        except TimeoutError:
-            self._abandon(read_id, future)
-            raise TransferError(f"the transfer thread did not answer within {deadline_s + _GRACE_S:.1f} s") from None
-        except asyncio.CancelledError:
-            self._abandon(read_id, future)
-            raise
-        finally:
-            self._waiting.pop(read_id, None)
-
-    def finish(self, slab: ReceivedSlab) -> None:
-        lent = self._lent.get(slab.local_slab)
-        if lent is None or lent[0] is not slab:
-            return  # finished before
-        del self._lent[slab.local_slab]
-        self._post(partial(self._read_side().finish, lent[1]))
-
-    async def forget(self, peer: PeerRef) -> None:
-        key = peer_key(peer.worker_id, peer.incarnation)
-        side = self._read_side()
-        await self._ask(lambda now: side.forget(key, now))
-
-    async def audit(self, full: bool = False) -> TransferAudit:
-        audit: TransferAudit = await self._ask(lambda now: self._audit(full))
-        return audit
 
     async def close(self) -> None:
         """Fail what waits, close all endpoints, end the thread. Idempotent."""
@@ -221,156 +41,32 @@ class TransferThread:
         if self._thread.is_alive():
             async with asyncio.timeout(_CLOSE_S):
                 await asyncio.shield(self._closed)
-        self._join()
-
-    # ---- between the threads ----
-
-    def _publish_side(self) -> PublishSide:
-        if self._publisher is None:
-            raise InternalError("this worker publishes nothing: its role is decode")
-        return self._publisher
-
-    def _read_side(self) -> ReadSide:
-        if self._reader is None:
-            raise InternalError("this worker reads nothing: its role is prefill")
-        return self._reader
-
-    def _post(self, call: Callable[[float], None]) -> None:
-        self._inbox.append(call)
-        self._wakeup.set()
-
-    async def _ask(self, call: Callable[[float], Any]) -> Any:
-        """Run `call` on the transfer thread and wait for what it returns."""
-        if self._stopping:
-            raise TransferError("the transfer thread is closed")
-        future: asyncio.Future[Any] = self._loop.create_future()
-
-        def run(now: float) -> None:
-            try:
-                self._on_loop(_set_result, future, call(now))
-            except Exception as error:
-                self._on_loop(_set_exception, future, InternalError(f"transfer thread: {error!r}"))
-
-        self._post(run)
-        async with asyncio.timeout(_CLOSE_S):
-            return await future
-
-    def _on_loop(self, call: Callable[..., None], *args: Any) -> None:
-        try:
-            self._loop.call_soon_threadsafe(call, *args)
-        except RuntimeError:
-            log.debug("the event loop is closed: an answer is dropped")
-
-    def _abandon(self, read_id: int, future: asyncio.Future[ReceivedSlab]) -> None:
-        if future.done() and not future.cancelled() and future.exception() is None:
-            self.finish(future.result())
-        else:
-            self._post(partial(self._read_side().finish, read_id))
-
-    def _tell_settled(self, attempt: str, slab: int) -> None:
-        self._on_loop(self._settled, attempt, slab)
-
-    def _settled(self, attempt: str, slab: int) -> None:
-        self._on_settled(attempt, slab)
-
-    def _tell_delivered(self, read_id: int, slab: int) -> None:
-        self._on_loop(self._delivered, read_id, slab)
-
-    def _delivered(self, read_id: int, slab: int) -> None:
-        future, handle = self._waiting.get(read_id, (None, None))
-        if future is None or handle is None or future.done():
-            self._post(partial(self._read_side().finish, read_id))
-            return
-        received = ReceivedSlab(handle, slab, self._ring.slab(slab)[HEADER_BYTES : HEADER_BYTES + handle.size_bytes])
-        self._lent[slab] = (received, read_id)
-        future.set_result(received)
-
-    def _tell_failed(self, read_id: int, error: DiptychError) -> None:
-        self._on_loop(self._failed, read_id, error)
-
-    def _failed(self, read_id: int, error: DiptychError) -> None:
-        future, _ = self._waiting.get(read_id, (None, None))
-        if future is not None and not future.done():
-            future.set_exception(error)
-
-    # ---- transfer thread ----
+        self._thread.join(_CLOSE_S)
+        self._wakeup.close()
+        atexit.unregister(self._stop_at_exit)
 
     def _run(self) -> None:
-        side = self._publisher or self._reader
-        assert side is not None
         transport, wakeup = self._transport, self._wakeup
-        next_tick = alive = time.monotonic()
+        alive = time.monotonic()
         try:
             while not self._stopping:
-                events = self._guarded(transport.progress) or []
-                worked = self._drain(time.monotonic())
+                worked = self.turn()
                 now = time.monotonic()
-                for event in events:
-                    self._guarded(side.on_transport, event, now)
-                due = side.next_deadline()
-                if now >= next_tick or (due is not None and now >= due):
-                    next_tick = now + _TICK_S
-                    self._guarded(side.tick, now)
-                self._flush_grants()
-                if events or worked:
+                if worked:
                     alive = now
                 elif not (transport.busy() and now - alive < _SPIN_S):
-                    until = next_tick if due is None else min(next_tick, due)
-                    limit = _BUSY_WAIT_S if transport.busy() else _TICK_S
-                    transport.wait(wakeup, min(max(0.0, until - now), limit))
+                    limit = _BUSY_WAIT_S if transport.busy() else TICK_S
+                    transport.wait(wakeup, min(max(0.0, self.next_due() - now), limit))
                     wakeup.clear()
         finally:
-            self._guarded(side.fail_all, "the worker is closing", time.monotonic())
-            self._guarded(transport.close)
-            self._on_loop(_set_result, self._closed, None)
+            self.shut()
+            self._on_loop(self._has_closed)
 
-    def _drain(self, now: float) -> bool:
-        worked = bool(self._inbox)
-        for _ in range(len(self._inbox)):
-            self._guarded(self._inbox.popleft(), now)
-        return worked
-
-    def _guarded(self, call: Callable[..., Any], *args: Any) -> Any:
-        """One failed call must not end the thread that everybody waits for; it shows in the audit."""
-        try:
-            return call(*args)
-        except Exception as error:
-            log.exception("transfer thread")
-            if len(self._violations) < 100:
-                self._violations.append(repr(error))
-            return None
-
-    def _flush_grants(self) -> None:
-        if not self._grants:
-            return
-        grants = tuple(self._grants)
-        self._grants.clear()
-        for grant in grants:
-            self._granted[grant.slab] = grant.generation
-        self._guarded(self._on_grants, grants)
-
-    def _audit(self, full: bool) -> TransferAudit:
-        side = self._publisher or self._reader
-        assert side is not None
-        violations = [*self._violations, *(side.check() if full else ())]
-        return TransferAudit(side.counts(), side.bytes_sent, side.bytes_received, tuple(violations))
+    def _has_closed(self) -> None:
+        if not self._closed.done():
+            self._closed.set_result(None)
 
     def _stop_at_exit(self) -> None:
         self._stopping = True
         self._wakeup.set()
         self._thread.join(_CLOSE_S)
-
-    def _join(self) -> None:
-        self._thread.join(_CLOSE_S)
-        self._wakeup.close()
-        atexit.unregister(self._stop_at_exit)
-
-
-def _set_result(future: asyncio.Future[Any], value: Any) -> None:
-    if not future.done():
-        future.set_result(value)
-
-
-def _set_exception(future: asyncio.Future[Any], error: Exception) -> None:
-    if not future.done():
-        future.set_exception(error)
