@@ -24,6 +24,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer, worker_pb2_grpc.WorkerServicer)
     """Args:
     refuse: ends every new attempt with this error instead of accepting it.
     go: a gate; while it is cleared no token comes.
+    hold_from: the gate closes by itself before this token.
     accept: a gate before Accepted.
     skip_offset: this token is left out of the stream.
     dump: (epoch, sequence, keys) of DumpBlocks.
@@ -33,6 +34,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer, worker_pb2_grpc.WorkerServicer)
     incarnation: str = "i1"
     refuse: DiptychError | None = None
     skip_offset: int = -1
+    hold_from: int = -1
     dump: tuple[int, int, tuple[bytes, ...]] = (0, 0, ())
     go: asyncio.Event = field(default_factory=asyncio.Event)
     accept: asyncio.Event = field(default_factory=asyncio.Event)
@@ -104,6 +106,8 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer, worker_pb2_grpc.WorkerServicer)
         await self.accept.wait()
         out.put_nowait(decode_pb2.Event(attempt=attempt, accepted=decode_pb2.Accepted()))
         for offset in range(count):
+            if offset == self.hold_from:
+                self.go.clear()
             await self.go.wait()
             if offset != self.skip_offset:
                 tokens = router_pb2.TokenDelta(offset=offset, token_ids=[offset], text=f"t{offset} ")
