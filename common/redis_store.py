@@ -211,9 +211,10 @@ class RedisStore:
     async def append_events(self, worker_id: str, events: Sequence[KvEvent]) -> None:
         if not events:
             return
-        args: list[Any] = [self._max_events, 10]
-        for event in events:
-            for field, value in encode_event(event).items():
+        rows = [encode_event(event) for event in events]
+        args: list[Any] = [self._max_events, 2 * len(rows[0])]
+        for row in rows:
+            for field, value in row.items():
                 args += [field, value]
         await self._eval(_APPEND, [self._key("kv", check_id(worker_id))], args)
 

@@ -18,7 +18,7 @@ import msgspec
 import structlog
 
 from diptych.common.clock import Clock
-from diptych.common.store import KvEvent, Store, StoreError
+from diptych.common.store import TIERS, KvEvent, Store, StoreError
 from diptych.common.worker_record import WorkerRecord
 
 _MAX_QUEUED_KEYS = 65_536
@@ -56,7 +56,8 @@ class WorkerRegistration:
         self._on_fenced = on_fenced
         self._queue: deque[KvEvent] = deque()
         self._queued_keys = 0
-        self._position: tuple[int, int] | None = None
+        self._epoch: int | None = None
+        self._sequences = dict.fromkeys(TIERS, 0)
         self._wake = asyncio.Event()
         self._beat_now = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -107,7 +108,10 @@ class WorkerRegistration:
         """Queue a cache event. Never blocks; when the queue is full everything queued is dropped and readers resync."""
         if self.fenced:
             return
-        self._position = (event.epoch, event.sequence)
+        self._epoch = event.epoch
+        if event.kind == "cleared":
+            self._sequences = dict.fromkeys(TIERS, 0)
+        self._sequences[event.tier] = event.sequence
         if event.kind == "cleared":
             self._queue.clear()  # what came before is void
             self._queued_keys = 0
@@ -122,9 +126,11 @@ class WorkerRegistration:
 
     def _current_record(self) -> WorkerRecord:
         record = self._record()
-        if self._position is not None:
-            epoch, sequence = self._position
-            record = msgspec.structs.replace(record, event_epoch=epoch, event_sequence=sequence)
+        if self._epoch is not None:
+            device, host = (self._sequences[tier] for tier in TIERS)
+            record = msgspec.structs.replace(
+                record, event_epoch=self._epoch, event_sequence=device, host_event_sequence=host
+            )
         return record
 
     async def beat(self) -> bool:

@@ -11,6 +11,9 @@ from typing import Protocol
 
 from diptych.common.worker_record import WorkerRecord
 
+TIERS = ("device", "host")
+"""Where a worker keeps blocks: ready for attention, or to be copied back first."""
+
 
 class StoreError(Exception):
     """The store did not answer in time, or not with sense. Callers go on with what they know and try again."""
@@ -20,7 +23,8 @@ class StoreError(Exception):
 class KvEvent:
     """One prefix-cache event of one worker.
 
-    kind: "stored" | "evicted" | "cleared"; sequence rises by one with every event of an epoch.
+    kind: "stored" | "evicted" | "cleared" (all tiers at once); tier: one of TIERS. The sequence rises by one with every
+    event of a tier in an epoch.
     """
 
     incarnation: str
@@ -28,6 +32,7 @@ class KvEvent:
     sequence: int
     kind: str
     keys: tuple[bytes, ...] = ()
+    tier: str = "device"
 
 
 class Store(Protocol):

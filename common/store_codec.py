@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import msgspec
 
 from diptych.common.block_identity import KEY_BYTES
-from diptych.common.store import KvEvent
+from diptych.common.store import TIERS, KvEvent
 from diptych.common.worker_record import WorkerRecord
 
 MAX_RECORD_BYTES = 64 * 1024
@@ -64,6 +64,7 @@ def decode_record(raw: bytes) -> WorkerRecord:
         ("max_num_seqs", 1),
         ("event_epoch", 0),
         ("event_sequence", 0),
+        ("host_event_sequence", 0),
     ):
         if not least <= getattr(record, name) <= MAX_COUNT:
             raise BadRowError(f"{name}: out of range")
@@ -71,7 +72,8 @@ def decode_record(raw: bytes) -> WorkerRecord:
     for name in ("num_running", "num_waiting", "waiting_prompt_tokens"):
         if not 0 <= getattr(load, name) <= MAX_COUNT:
             raise BadRowError(f"load.{name}: out of range")
-    rates = (load.kv_usage, load.prefill_tokens_per_s, load.decode_step_s, *load.link_bytes_per_s.values())
+    rates = [load.kv_usage, load.prefill_tokens_per_s, load.decode_step_s, load.host_bytes_per_s]
+    rates += load.link_bytes_per_s.values()
     if not all(math.isfinite(rate) and rate >= 0.0 for rate in rates):
         raise BadRowError("load: a rate is negative or not finite")
     return record
@@ -84,6 +86,7 @@ def encode_event(event: KvEvent) -> dict[bytes, bytes]:
         b"s": b"%d" % event.sequence,
         b"k": event.kind.encode(),
         b"b": b"".join(event.keys),
+        b"t": event.tier.encode(),
     }
 
 
@@ -93,6 +96,7 @@ def decode_event(fields: Mapping[bytes, bytes]) -> KvEvent:
         incarnation = fields[b"i"].decode()
         epoch, sequence = _count(fields[b"e"], "epoch"), _count(fields[b"s"], "sequence")
         kind, blob = fields[b"k"].decode(), fields[b"b"]
+        tier = fields.get(b"t", b"device").decode()
     except KeyError as err:
         raise BadRowError(f"event: field {err} is missing") from None
     except UnicodeDecodeError:
@@ -100,10 +104,12 @@ def decode_event(fields: Mapping[bytes, bytes]) -> KvEvent:
     check_id(incarnation, "incarnation")
     if kind not in EVENT_KINDS:
         raise BadRowError(f"kind: must be one of {EVENT_KINDS}")
+    if tier not in TIERS:
+        raise BadRowError(f"tier: must be one of {TIERS}")
     if len(blob) % KEY_BYTES or len(blob) > MAX_KEYS_PER_EVENT * KEY_BYTES:
         raise BadRowError("keys: not a bounded number of whole keys")
     keys = tuple(blob[i : i + KEY_BYTES] for i in range(0, len(blob), KEY_BYTES))
-    return KvEvent(incarnation, epoch, sequence, kind, keys)
+    return KvEvent(incarnation, epoch, sequence, kind, keys, tier)
 
 
 def _count(raw: bytes, what: str) -> int:

@@ -16,6 +16,8 @@ class WorkerLoad(msgspec.Struct, frozen=True):
     decode_step_s: float = 0.0
     link_bytes_per_s: dict[str, float] = {}
     """Decode: measured bytes/s of reads from each prefill worker id."""
+    host_bytes_per_s: float = 0.0
+    """From the host tier back to the device."""
 
 
 class WorkerRecord(msgspec.Struct, frozen=True):
@@ -36,5 +38,7 @@ class WorkerRecord(msgspec.Struct, frozen=True):
     event_epoch: int
     event_sequence: int = 0
     """Last cache event of this epoch that the worker emitted: a reader that stays behind it has missed some."""
+    host_event_sequence: int = 0
+    """The same of its host tier."""
     state: str = "ready"  # "ready" | "draining"
     load: WorkerLoad = WorkerLoad()

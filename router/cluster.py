@@ -6,36 +6,28 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import structlog
 
-from diptych.common.block_identity import IdentityHeader, block_keys
 from diptych.common.clock import Clock
 from diptych.common.errors import DiptychError, NoWorkerError, WorkerLostError
 from diptych.common.store import Store, StoreError
 from diptych.common.worker_record import WorkerRecord
 from diptych.router.compatibility import RouterCheck, pair_differences
 from diptych.router.decode_stream import Attempt
+from diptych.router.fleet import ClusterSnapshot
 from diptych.router.index import BlockIndex, IndexMode
 from diptych.router.members import Member, Members
-from diptych.router.policy import (
-    ClusterSnapshot,
-    Placement,
-    PlacementRequest,
-    Rejected,
-    WorkerView,
-    choose_placement,
-    usable_hit_tokens,
-)
+from diptych.router.placer import Candidate, Life, Placer, Prompt
+from diptych.router.policies import policy_by_name
+from diptych.router.policy import Placement, PlacementRequest, Rejected
 from diptych.router.reservations import Reservation, Reservations
 from diptych.router.worker_link import WorkerLink
 from diptych.rpc.v1 import decode_pb2
 
-log = structlog.get_logger(__name__)
+__all__ = ["Cluster", "Life", "Prompt"]
 
-Life = tuple[str, str]
-"""(worker id, incarnation)"""
+log = structlog.get_logger(__name__)
 
 _TAIL_BLOCK_S = 0.25
 _BEHIND_S = 1.5
@@ -43,25 +35,12 @@ _SNAPSHOT_PAUSE_S = 0.5
 _RETRY_AFTER_S = 1.0
 
 
-@dataclass(slots=True)
-class Prompt:
-    """A prompt and, once for each way of naming blocks, the identities of its blocks."""
-
-    token_ids: tuple[int, ...]
-    salt: bytes = b""
-    _keys: dict[IdentityHeader, list[bytes]] = field(default_factory=dict)
-
-    def keys(self, header: IdentityHeader) -> list[bytes]:
-        if header not in self._keys:
-            self._keys[header] = block_keys(header.with_salt(self.salt), self.token_ids)
-        return self._keys[header]
-
-
 class Cluster:
     """Args:
     check: what workers must share with this router.
     poll_s: pause between two looks at the leases, and between two probes of a worker.
     dead_s: silence after which a worker is not placed on.
+    policy: name of the placement policy.
     """
 
     def __init__(
@@ -73,12 +52,12 @@ class Cluster:
         rng: random.Random,
         poll_s: float = 0.25,
         dead_s: float = 2.0,
+        policy: str = "cost",
         open_link: Callable[[WorkerRecord], WorkerLink] | None = None,
     ) -> None:
         self._store = store
         self._check = check
         self._clock = clock
-        self._rng = rng
         self._poll_s = poll_s
         self._changed = asyncio.Event()
         self._members: Members[WorkerLink] = Members(open_link or self._open_link, check.why_not, dead_s)
@@ -90,14 +69,20 @@ class Cluster:
         self._tasks: list[asyncio.Task[None]] = []
         self._closing: set[asyncio.Task[None]] = set()
         self.reservations = Reservations()
+        self._placer = Placer(self._index, self.reservations, rng, policy_by_name(policy))
+        self._fleet_is_old = True
         self.degraded = ""
         """Why the view may be old, or ""."""
         self._pair_seen = False
 
     def _open_link(self, record: WorkerRecord) -> WorkerLink:
         return WorkerLink(
-            record, clock=self._clock, probe_s=self._poll_s, dead_s=self._dead_s, on_change=self._changed.set
+            record, clock=self._clock, probe_s=self._poll_s, dead_s=self._dead_s, on_change=self._on_change
         )
+
+    def _on_change(self) -> None:
+        self._fleet_is_old = True
+        self._changed.set()
 
     # ---- life ----------------------------------------------------------------------------------------------------
 
@@ -127,6 +112,7 @@ class Cluster:
             for member in self._members.given_up():
                 if member.link.decode is not None and member.link.decode.num_attempts:
                     member.link.decode.fail_attempts(member.link.why_not() or "its lease ended")
+            self._fleet_is_old = True  # silence changes with time alone
             self._fetch_snapshots()
             await asyncio.sleep(self._poll_s)
 
@@ -154,8 +140,10 @@ class Cluster:
             self._cursors[record.worker_id] = "0"
             member.link.start()
         for record in records:
-            self._index.register(record.worker_id, record.incarnation, record.event_epoch, record.event_sequence)
+            position = (record.event_epoch, record.event_sequence, record.host_event_sequence)
+            self._index.register(record.worker_id, record.incarnation, *position)
             self._watch_tail(record, now)
+        self._fleet_is_old = True
         if new or lost:
             self._changed.set()
 
@@ -164,7 +152,8 @@ class Cluster:
         member = self._members.get(record.worker_id)
         if member is None:
             return
-        if not self._index.is_behind(record.worker_id, record.event_epoch, record.event_sequence):
+        position = (record.event_epoch, record.event_sequence, record.host_event_sequence)
+        if not self._index.is_behind(record.worker_id, *position):
             member.behind_since = None
         elif member.behind_since is None:
             member.behind_since = now
@@ -184,9 +173,9 @@ class Cluster:
                 await asyncio.sleep(_TAIL_BLOCK_S)
                 continue
             for worker_id, events in found.items():
-                for cursor, event in events:
-                    self._index.apply(worker_id, event)
-                    self._cursors[worker_id] = cursor
+                if worker_id in self._cursors and events:
+                    self._index.apply_all(worker_id, [event for _, event in events])
+                    self._cursors[worker_id] = events[-1][0]
 
     def _fetch_snapshots(self) -> None:
         for worker_id in self._index.needs_snapshot():
@@ -209,41 +198,31 @@ class Cluster:
 
     # ---- questions -----------------------------------------------------------------------------------------------
 
+    def _refresh(self) -> Placer:
+        """The placer with the workers that are usable now."""
+        if self._fleet_is_old:
+            now = self._clock.now()
+            sides: dict[str, list[Candidate]] = {"prefill": [], "decode": []}
+            unusable = {}
+            for member in self._members.all():
+                record = member.record
+                if why := self._members.why_unplaceable(member, now):
+                    unusable[record.worker_id] = why
+                else:
+                    sides[record.role].append(Candidate(record, member.read_at, self._check.header(record)))
+            incompatible = {
+                (p.record.worker_id, d.record.worker_id): differences
+                for p in sides["prefill"]
+                for d in sides["decode"]
+                if (differences := self._pair(p.record, d.record))
+            }
+            self._placer.set_fleet(sides["prefill"], sides["decode"], incompatible, unusable)
+            self._fleet_is_old = False
+        return self._placer
+
     def snapshot(self, prompt: Prompt | None = None, exclude: frozenset[Life] = frozenset()) -> ClusterSnapshot:
         """Usable workers with this prompt's hits. `exclude`: lives that must not be chosen as decode."""
-        now = self._clock.now()
-        views: dict[str, list[WorkerView]] = {"prefill": [], "decode": []}
-        unusable = {}
-        for member in self._members.all():
-            record = member.record
-            why = self._members.why_unplaceable(member, now)
-            if not why and record.role == "decode" and (record.worker_id, record.incarnation) in exclude:
-                why = "failed for this request"
-            if why:
-                unusable[record.worker_id] = why
-            else:
-                views[record.role].append(self._view(member, prompt))
-        incompatible = {
-            (p.worker_id, d.worker_id): differences
-            for p in views["prefill"]
-            for d in views["decode"]
-            if (differences := self._pair(p.record, d.record))
-        }
-        return ClusterSnapshot(tuple(views["prefill"]), tuple(views["decode"]), incompatible, unusable)
-
-    def _view(self, member: Member[WorkerLink], prompt: Prompt | None) -> WorkerView:
-        record, hit = member.record, 0
-        header = self._check.header(record)
-        if prompt is not None and header is not None:
-            blocks = self._index.hit_blocks(record.worker_id, prompt.keys(header))
-            hit = usable_hit_tokens(blocks, record.block_size, len(prompt.token_ids))
-        return WorkerView(
-            record,
-            hit_tokens=hit,
-            pending_tokens=self.reservations.tokens(record.worker_id),
-            pending_requests=self.reservations.requests(record.worker_id),
-            reported_at=member.read_at,
-        )
+        return self._refresh().snapshot(prompt, exclude)
 
     def _pair(self, prefill: WorkerRecord, decode: WorkerRecord) -> list[str]:
         key = ((prefill.worker_id, prefill.incarnation), (decode.worker_id, decode.incarnation))
@@ -270,8 +249,8 @@ class Cluster:
 
     def max_model_len(self) -> int | None:
         """The smallest context of the usable workers; None: nobody is there."""
-        view = self.snapshot()
-        return min((w.record.max_model_len for w in (*view.prefill, *view.decode)), default=None)
+        fleet = self._refresh().fleet
+        return min((record.max_model_len for record in (*fleet.prefill.records, *fleet.decode.records)), default=None)
 
     def index_mode(self, placement: Placement) -> IndexMode:
         """The least trusted of what the placement rests on."""
@@ -283,7 +262,7 @@ class Cluster:
 
     def place(self, request: PlacementRequest, prompt: Prompt, exclude: frozenset[Life] = frozenset()) -> Placement:
         """Raises: NoWorkerError with the reasons."""
-        answer = choose_placement(request, self.snapshot(prompt, exclude), self._clock.now(), self._rng)
+        answer = self._refresh().place(request, prompt, self._clock.now(), exclude)
         if isinstance(answer, Rejected):
             text = "; ".join(answer.reasons) or "no worker has registered"
             raise NoWorkerError(f"nobody can serve this request: {text}", retry_after_s=_RETRY_AFTER_S)

@@ -21,10 +21,10 @@ def explanation(
     whole.index_mode = mode.value
     del whole.notes[:]
     whole.notes.extend([*placement.notes, *notes, *facts.notes])
-    shown = list(placement.candidates[:_MAX_CANDIDATES])
-    if not any(terms is placement.chosen for terms in shown):
-        shown[-1] = placement.chosen
-    whole.candidates.extend(_terms(terms, terms is placement.chosen) for terms in shown)
+    shown = placement.best(_MAX_CANDIDATES)
+    if placement.chosen not in shown:
+        shown[-1:] = [placement.chosen]
+    whole.candidates.extend(_terms(terms, terms == placement.chosen) for terms in shown)
     return whole
 
 

@@ -1,254 +1,240 @@
-"""Where a request runs: the (prefill, decode) pair with the least cost in milliseconds. Pure.
+"""Where a request runs: the (prefill, decode) pair with the least cost in milliseconds. Pure; all pairs at once.
 
     cost(P, D) = queue(P) + uncached tokens on P / prefill rate(P) + bytes to move / link(P, D) + decode load(D)
     cost(D)    = queue(D) + uncached tokens on D / prefill rate(D) + stall of D's sequences     + decode load(D)
 
-P's hit saves compute, D's hit saves bytes. Local prefill on D is a candidate only when few tokens are uncached there, or
-when no prefill worker is usable: an idle cluster still disaggregates.
+P's hit saves compute, D's hit saves bytes; a hit in a host tier is charged the copy back. Local prefill on D is a candidate
+only when few tokens are uncached there, or when no prefill worker is usable: an idle cluster still disaggregates.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
-from diptych.common.worker_record import WorkerRecord
+import numpy as np
 
-DEFAULT_PREFILL_TOKENS_PER_S = 200.0
-DEFAULT_DECODE_STEP_S = 0.03
-DEFAULT_LINK_BYTES_PER_S = 400e6
+from diptych.router.fleet import Bools, ClusterSnapshot, Floats, Loads, Pool
+from diptych.router.placement import (
+    Placement,
+    PlacementRequest,
+    Rejected,
+    Terms,
+    WorkerView,
+    usable_hit_tokens,
+)
+
+__all__ = [
+    "ClusterSnapshot",
+    "Placement",
+    "PlacementRequest",
+    "Rejected",
+    "Terms",
+    "WorkerView",
+    "choose_placement",
+    "usable_hit_tokens",
+]
+
 HANDOFF_MS = 5.0
 """Fixed price of a hand-off: a call to prefill, the announcements, the acknowledgements."""
 LOCAL_BIAS_MS = 1.0
 _TIE_FRACTION, _TIE_MS = 0.02, 0.5
+_MAX_SPARES = 8
+
+Choice = tuple[int | None, int]
+"""(index of the prefill worker, or None for local prefill; index of the decode worker)"""
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerView:
-    """A worker that may be placed on, as the router knows it now.
+@dataclass(frozen=True, slots=True, eq=False)
+class Costs:
+    """Every candidate's charge in milliseconds: `remote` [P, D] and `local` [D], infinite where not a candidate."""
 
-    Args:
-        hit_tokens: leading prompt tokens in its cache, already capped to what may be used.
-        pending_tokens: prompt tokens this router placed on it that are not known to be computed.
-        pending_requests: requests this router placed on it that have not ended.
-        reported_at: when the record was read, on the caller's clock.
-    """
+    request: PlacementRequest
+    snapshot: ClusterSnapshot
+    remote: Floats
+    local: Floats
+    prefill_queue: Floats
+    prefill_compute: Floats
+    transfer: Floats
+    decode_load: Floats
+    decode_queue: Floats
+    decode_compute: Floats
 
-    record: WorkerRecord
-    hit_tokens: int = 0
-    pending_tokens: int = 0
-    pending_requests: int = 0
-    reported_at: float = 0.0
+    def terms(self, choice: Choice) -> Terms:
+        p, d = choice
+        decode = self.snapshot.decode_view(d)
+        load = float(self.decode_load[d])
+        if p is None:
+            compute = float(self.decode_compute[d])
+            stall = compute * _sequences(self.snapshot.fleet.decode, self.snapshot.decode_loads, d) + LOCAL_BIAS_MS
+            return Terms(None, decode, float(self.decode_queue[d]), compute, 0.0, load, stall)
+        return Terms(
+            self.snapshot.prefill_view(p),
+            decode,
+            queue_ms=float(self.prefill_queue[p]),
+            prefill_ms=float(self.prefill_compute[p]),
+            transfer_ms=float(self.transfer[p, d]),
+            decode_load_ms=load,
+            stall_ms=0.0,
+        )
 
-    @property
-    def worker_id(self) -> str:
-        return self.record.worker_id
-
-
-@dataclass(frozen=True, slots=True)
-class ClusterSnapshot:
-    """Usable workers, and what keeps pairs (prefill id, decode id) apart. `unusable`: worker id -> why."""
-
-    prefill: tuple[WorkerView, ...]
-    decode: tuple[WorkerView, ...]
-    incompatible: Mapping[tuple[str, str], Sequence[str]] = field(default_factory=dict)
-    unusable: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class PlacementRequest:
-    """Args:
-    wants_kv: False when prefill's first token is the whole answer (max_tokens = 1): no KV is moved.
-    local_prefill_max_tokens: 0: never local while a prefill worker is usable.
-    allow_local_fallback: compute on decode, whatever the length, when no prefill worker is usable.
-    """
-
-    num_prompt_tokens: int
-    local_prefill_max_tokens: int
-    wants_kv: bool = True
-    allow_local_fallback: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """What one candidate was charged; `prefill` is None for local prefill on `decode`."""
-
-    prefill: WorkerView | None
-    decode: WorkerView
-    queue_ms: float
-    prefill_ms: float
-    transfer_ms: float
-    decode_load_ms: float
-    stall_ms: float
-
-    @property
-    def total_ms(self) -> float:
-        return self.queue_ms + self.prefill_ms + self.transfer_ms + self.decode_load_ms + self.stall_ms
-
-    @property
-    def pending(self) -> int:
-        return self.decode.pending_requests + (self.prefill.pending_requests if self.prefill is not None else 0)
+    def best(self, limit: int | None) -> list[Terms]:
+        """The cheapest candidates, cheapest first."""
+        flat = np.concatenate((self.local, self.remote.ravel()))  # local first: it wins a tie
+        num_decode = len(self.local)
+        order = np.argsort(flat, kind="stable")[:limit]
+        choices: list[Choice] = [
+            (None, int(i)) if i < num_decode else divmod(int(i) - num_decode, num_decode)
+            for i in order
+            if np.isfinite(flat[i])
+        ]
+        return [self.terms(choice) for choice in choices]
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """`prefill`: in the order in which to try them; empty when none is usable. `candidates`: cheapest first."""
+class Picker(Protocol):
+    """A policy: which of the candidates is taken. At least one cost is finite."""
 
-    chosen: Terms
-    prefill: tuple[WorkerView, ...]
-    candidates: tuple[Terms, ...]
-    notes: tuple[str, ...] = ()
+    name: str
 
-    @property
-    def decode(self) -> WorkerView:
-        return self.chosen.decode
-
-    @property
-    def local_prefill(self) -> bool:
-        return self.chosen.prefill is None
+    def pick(self, costs: Costs, rng: random.Random) -> Choice: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Rejected:
-    """Nobody can serve it; `reasons` for a human."""
+class CheapestPair:
+    """The cheapest candidate; near-equal ones are drawn by power of two choices over pending placements."""
 
-    reasons: tuple[str, ...]
+    name = "cost"
+
+    def pick(self, costs: Costs, rng: random.Random) -> Choice:
+        remote = costs.remote
+        full = _holds_all(costs.request, costs.snapshot)
+        if full.any():
+            remote = np.where(full, np.inf, remote)
+        best_local = float(costs.local.min())
+        best_remote = float(remote.min()) if remote.size else np.inf
+        best = min(best_local, best_remote)
+        limit = best + max(_TIE_MS, best * _TIE_FRACTION)
+        decode_pending = costs.snapshot.decode_loads.pending_requests
+        if best_local <= best_remote:
+            ties = np.flatnonzero(costs.local <= limit)
+            first, second = _two(len(ties), rng)
+            d = min((int(ties[first]), int(ties[second])), key=lambda d: (decode_pending[d], costs.local[d]))
+            return None, d
+        flat = remote.ravel()
+        ties = np.flatnonzero(flat <= limit)
+        first, second = _two(len(ties), rng)
+        pairs = [divmod(int(ties[i]), remote.shape[1]) for i in (first, second)]
+        prefill_pending = costs.snapshot.prefill_loads.pending_requests
+        return min(pairs, key=lambda pair: (prefill_pending[pair[0]] + decode_pending[pair[1]], remote[pair]))
 
 
-def usable_hit_tokens(hit_blocks: int, block_size: int, num_prompt_tokens: int) -> int:
-    """Tokens of a hit that may be used: the last prompt token is always computed."""
-    return block_size * min(hit_blocks, max(0, num_prompt_tokens - 1) // block_size)
+def _two(count: int, rng: random.Random) -> tuple[int, int]:
+    """Two different indexes below `count`; the same twice when there is only one."""
+    if count == 1:
+        return 0, 0
+    first = rng.randrange(count)
+    second = rng.randrange(count - 1)
+    return first, second + (second >= first)
+
+
+CHEAPEST = CheapestPair()
 
 
 def choose_placement(
-    request: PlacementRequest, snapshot: ClusterSnapshot, now: float, rng: random.Random
+    request: PlacementRequest,
+    snapshot: ClusterSnapshot,
+    now: float,
+    rng: random.Random,
+    policy: Picker = CHEAPEST,
 ) -> Placement | Rejected:
-    """The cheapest candidate; near-equal ones are drawn by power of two choices over pending placements."""
-    rates = _Rates(snapshot)
-    candidates: list[Terms] = []
-    notes: list[str] = []
-    for decode in snapshot.decode:
-        partners = [p for p in snapshot.prefill if not snapshot.incompatible.get((p.worker_id, decode.worker_id))]
-        candidates += [_remote_terms(request, p, decode, rates, now) for p in partners]
-        few = request.num_prompt_tokens - decode.hit_tokens <= request.local_prefill_max_tokens
-        if few or (not partners and request.allow_local_fallback):
-            candidates.append(_local_terms(request, decode, rates, now))
-    if not candidates:
+    """Charge every candidate and let the policy take one."""
+    costs = candidate_costs(request, snapshot, now)
+    if not (np.isfinite(costs.local).any() or np.isfinite(costs.remote).any()):
         return Rejected(tuple(_why_nobody(snapshot)))
-    candidates.sort(key=lambda terms: (terms.total_ms, terms.prefill is not None))
-    chosen = _draw(
-        [terms for terms in candidates if terms.prefill is None or not _holds_all(request, terms.decode)], rng
-    )
-    order = [terms.prefill for terms in candidates if terms.decode is chosen.decode and terms.prefill is not None]
-    if chosen.prefill is not None:
-        order.remove(chosen.prefill)
-        order.insert(0, chosen.prefill)
+    p, d = policy.pick(costs, rng)
+    column = costs.remote[:, d]
+    order = [int(i) for i in np.argsort(column, kind="stable")[: _MAX_SPARES + 1] if np.isfinite(column[i])]
+    notes = []
+    if p is not None:
+        order = [p, *(i for i in order if i != p)]
     elif not order:
         notes.append("no usable prefill worker: local prefill")
-    return Placement(chosen, tuple(order), tuple(candidates), tuple(notes))
+    spares = tuple(snapshot.prefill_view(i) for i in order[: _MAX_SPARES + 1])
+    return Placement(costs.terms((p, d)), spares, costs.best, tuple(notes), policy.name)
 
 
-def _holds_all(request: PlacementRequest, decode: WorkerView) -> bool:
-    """All of the prompt that a cache can hold lies on this decode worker, which may compute the rest (less than a block):
-    no prefill worker is needed, whatever the two rates, measured on other lengths, say about so few tokens."""
-    left = request.num_prompt_tokens - decode.hit_tokens
-    return 0 < left <= min(decode.record.block_size, request.local_prefill_max_tokens) and decode.hit_tokens > 0
+def candidate_costs(request: PlacementRequest, snapshot: ClusterSnapshot, now: float) -> Costs:
+    fleet = snapshot.fleet
+    prefill, decode = fleet.prefill, fleet.decode
+    on_p, on_d = snapshot.prefill_loads, snapshot.decode_loads
+    num_tokens = request.num_prompt_tokens
+    prefill_queue = _queue_ms(prefill, on_p, now)
+    prefill_compute = (num_tokens - on_p.hit_tokens) * prefill.token_ms + on_p.host_tokens * prefill.host_token_ms
+    uncached_on_d = num_tokens - on_d.hit_tokens
+    if request.wants_kv:
+        transfer = fleet.move_ms * uncached_on_d
+        transfer += HANDOFF_MS + on_d.host_tokens * decode.host_token_ms
+    else:
+        transfer = np.full(fleet.move_ms.shape, HANDOFF_MS)
+    sequences = np.maximum(decode.sequences, on_d.pending_requests)
+    decode_load = decode.step_ms * sequences
+    remote = transfer + (prefill_queue + prefill_compute)[:, None]
+    remote += decode_load
+    remote[~fleet.fits] = np.inf
+    decode_queue = _queue_ms(decode, on_d, now)
+    decode_compute = uncached_on_d * decode.token_ms + on_d.host_tokens * decode.host_token_ms
+    local = decode_queue + decode_load + decode_compute * (1.0 + sequences) + LOCAL_BIAS_MS
+    may = uncached_on_d <= request.local_prefill_max_tokens
+    if request.allow_local_fallback:
+        may |= ~fleet.fits.any(axis=0)
+    local[~may] = np.inf
+    if snapshot.barred:
+        barred = list(snapshot.barred)
+        remote[:, barred] = np.inf
+        local[barred] = np.inf
+    return Costs(
+        request,
+        snapshot,
+        remote,
+        local,
+        prefill_queue,
+        prefill_compute,
+        transfer,
+        decode_load,
+        decode_queue,
+        decode_compute,
+    )
 
 
-def _draw(candidates: Sequence[Terms], rng: random.Random) -> Terms:
-    best = candidates[0]
-    limit = best.total_ms + max(_TIE_MS, best.total_ms * _TIE_FRACTION)
-    ties = [
-        terms for terms in candidates if terms.total_ms <= limit and (terms.prefill is None) == (best.prefill is None)
-    ]
-    if len(ties) == 1:
-        return best
-    first, second = rng.sample(ties, 2)
-    return min(first, second, key=lambda terms: (terms.pending, terms.total_ms))
-
-
-class _Rates:
-    """Measured rates, else the mean of the worker's own kind, else a default."""
-
-    def __init__(self, snapshot: ClusterSnapshot) -> None:
-        self._prefill = {
-            role: _mean([w.record.load.prefill_tokens_per_s for w in views], DEFAULT_PREFILL_TOKENS_PER_S)
-            for role, views in (("prefill", snapshot.prefill), ("decode", snapshot.decode))
-        }
-        self._step = _mean([w.record.load.decode_step_s for w in snapshot.decode], DEFAULT_DECODE_STEP_S)
-        links = [rate for w in snapshot.decode for rate in w.record.load.link_bytes_per_s.values()]
-        self._link = _mean(links, DEFAULT_LINK_BYTES_PER_S)
-
-    def prefill(self, worker: WorkerView) -> float:
-        return worker.record.load.prefill_tokens_per_s or self._prefill[worker.record.role]
-
-    def step(self, worker: WorkerView) -> float:
-        return worker.record.load.decode_step_s or self._step
-
-    def link(self, prefill: WorkerView, decode: WorkerView) -> float:
-        return decode.record.load.link_bytes_per_s.get(prefill.worker_id, 0.0) or self._link
-
-
-def _mean(values: Sequence[float], default: float) -> float:
-    measured = [value for value in values if value > 0]
-    return sum(measured) / len(measured) if measured else default
-
-
-def _queue_ms(worker: WorkerView, rate: float, now: float) -> float:
+def _queue_ms(pool: Pool, loads: Loads, now: float) -> Floats:
     """What waits there: reported, less what was computed since, or placed by us, whichever is more (the report includes
     our own placements as soon as it is younger than they are)."""
-    reported = worker.record.load.waiting_prompt_tokens - rate * max(0.0, now - worker.reported_at)
-    return 1000.0 * max(reported, worker.pending_tokens, 0.0) / rate
+    reported = pool.waiting_tokens * pool.token_ms - 1000.0 * np.maximum(now - pool.reported_at, 0.0)
+    queue: Floats = np.maximum(reported, loads.pending_tokens * pool.token_ms)
+    return np.maximum(queue, 0.0)
 
 
-def _num_sequences(decode: WorkerView) -> int:
-    load = decode.record.load
-    return max(load.num_running + load.num_waiting, decode.pending_requests)
+def _sequences(decode: Pool, loads: Loads, d: int) -> float:
+    return max(float(decode.sequences[d]), float(loads.pending_requests[d]))
 
 
-def _decode_load_ms(decode: WorkerView, rates: _Rates) -> float:
-    return 1000.0 * rates.step(decode) * _num_sequences(decode)
+def _holds_all(request: PlacementRequest, snapshot: ClusterSnapshot) -> Bools:
+    """[D]: all of the prompt that a cache can hold lies on this decode worker, which may compute the rest (less than a
+    block): no prefill worker is needed, whatever the two rates, measured on other lengths, say about so few tokens."""
+    hits = snapshot.decode_loads.hit_tokens
+    left = request.num_prompt_tokens - hits
+    few: Bools = left <= np.minimum(snapshot.fleet.decode.block_size, request.local_prefill_max_tokens)
+    return few & (left > 0) & (hits > 0)
 
 
-def _remote_terms(
-    request: PlacementRequest, prefill: WorkerView, decode: WorkerView, rates: _Rates, now: float
-) -> Terms:
-    rate = rates.prefill(prefill)
-    num_moved = request.num_prompt_tokens - decode.hit_tokens if request.wants_kv else 0
-    size_bytes = num_moved * decode.record.kv_bytes_per_token
-    return Terms(
-        prefill,
-        decode,
-        queue_ms=_queue_ms(prefill, rate, now),
-        prefill_ms=1000.0 * (request.num_prompt_tokens - prefill.hit_tokens) / rate,
-        transfer_ms=HANDOFF_MS + 1000.0 * size_bytes / rates.link(prefill, decode),
-        decode_load_ms=_decode_load_ms(decode, rates),
-        stall_ms=0.0,
-    )
-
-
-def _local_terms(request: PlacementRequest, decode: WorkerView, rates: _Rates, now: float) -> Terms:
-    rate = rates.prefill(decode)
-    prefill_ms = 1000.0 * (request.num_prompt_tokens - decode.hit_tokens) / rate
-    return Terms(
-        None,
-        decode,
-        queue_ms=_queue_ms(decode, rate, now),
-        prefill_ms=prefill_ms,
-        transfer_ms=0.0,
-        decode_load_ms=_decode_load_ms(decode, rates),
-        stall_ms=prefill_ms * _num_sequences(decode) + LOCAL_BIAS_MS,
-    )
-
-
-def _why_nobody(snapshot: ClusterSnapshot) -> list[str]:
+def _why_nobody(snapshot: ClusterSnapshot) -> Sequence[str]:
     reasons = [f"{worker_id}: {why}" for worker_id, why in sorted(snapshot.unusable.items())]
     for (prefill, decode), differences in sorted(snapshot.incompatible.items()):
         if differences:
             reasons.append(f"{prefill} and {decode} do not fit: {'; '.join(differences)}")
-    if not snapshot.decode:
+    if len(snapshot.fleet.decode) == len(snapshot.barred):
         reasons.insert(0, "no usable decode worker")
-    elif not snapshot.prefill:
+    elif not len(snapshot.fleet.prefill):
         reasons.insert(0, "no usable prefill worker")
     return reasons

@@ -1,9 +1,18 @@
-"""What this router placed and has not seen the end of, so that a burst does not stampede one worker. Pure."""
+"""What routers placed and have not seen the end of, so that a burst does not stampede one worker. Pure.
+
+This router's own placements are kept by attempt; those of the other routers are sums, as they last told (see pending.py).
+"""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+_MAX_IDLE_COLUMNS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,18 +30,18 @@ class Reservations:
     def __init__(self) -> None:
         self._open: dict[str, Reservation] = {}
         self._computed: set[str] = set()
-        self._tokens: Counter[str] = Counter()
-        self._requests: Counter[str] = Counter()
+        self._columns: dict[str, int] = {}
+        self._mine = np.zeros((2, 64), np.int64)  # tokens, requests by column
+        self._others = np.zeros((2, 64), np.int64)
 
     def __len__(self) -> int:
         return len(self._open)
 
     def reserve(self, attempt: str, reservation: Reservation) -> None:
         self._open[attempt] = reservation
-        self._tokens[reservation.prefill_id] += reservation.num_tokens
-        self._requests[reservation.prefill_id] += 1
+        self._add(reservation.prefill_id, reservation.num_tokens, 1)
         if reservation.decode_id != reservation.prefill_id:
-            self._requests[reservation.decode_id] += 1
+            self._add(reservation.decode_id, 0, 1)
 
     def prompt_computed(self, attempt: str) -> None:
         """The first token was seen: the prompt no longer waits anywhere."""
@@ -40,25 +49,72 @@ class Reservations:
         if reservation is None or attempt in self._computed:
             return
         self._computed.add(attempt)
-        self._take(self._tokens, reservation.prefill_id, reservation.num_tokens)
-        if reservation.decode_id != reservation.prefill_id:
-            self._take(self._requests, reservation.prefill_id, 1)
+        remote = reservation.decode_id != reservation.prefill_id
+        self._add(reservation.prefill_id, -reservation.num_tokens, -1 if remote else 0)
 
     def release(self, attempt: str) -> None:
         self.prompt_computed(attempt)
         self._computed.discard(attempt)
         reservation = self._open.pop(attempt, None)
         if reservation is not None:
-            self._take(self._requests, reservation.decode_id, 1)
+            self._add(reservation.decode_id, 0, -1)
+
+    def _add(self, worker_id: str, tokens: int, requests: int) -> None:
+        column = self._column(worker_id)
+        self._mine[0, column] += tokens
+        self._mine[1, column] += requests
+
+    def _column(self, worker_id: str) -> int:
+        column = self._columns.get(worker_id)
+        if column is None:
+            column = self._columns[worker_id] = len(self._columns)
+            if column >= self._mine.shape[1]:
+                self._mine, self._others = (np.pad(a, ((0, 0), (0, column))) for a in (self._mine, self._others))
+        return column
 
     def tokens(self, worker_id: str) -> int:
-        return self._tokens[worker_id]
+        """Placed by this router."""
+        return int(self._mine[0, self._column(worker_id)])
 
     def requests(self, worker_id: str) -> int:
-        return self._requests[worker_id]
+        return int(self._mine[1, self._column(worker_id)])
 
-    @staticmethod
-    def _take(counter: Counter[str], worker_id: str, count: int) -> None:
-        counter[worker_id] -= count
-        if not counter[worker_id]:
-            del counter[worker_id]
+    def mine(self) -> dict[str, tuple[int, int]]:
+        """(tokens, requests) of every worker on which this router has something pending."""
+        return {
+            name: (int(self._mine[0, column]), int(self._mine[1, column]))
+            for name, column in self._columns.items()
+            if self._mine[:, column].any()
+        }
+
+    def set_others(self, pending: Mapping[str, tuple[int, int]]) -> None:
+        """The sums of the other routers, in place of what they told before."""
+        columns = {self._column(name): value for name, value in pending.items()}
+        self._others[:] = 0
+        for column, value in columns.items():
+            self._others[:, column] = value
+
+    # ---- for a placement: all workers at once --------------------------------------------------------------------
+
+    def columns(self, worker_ids: Sequence[str]) -> Ints:
+        """Where these workers stand in `at`; valid until the next call."""
+        if len(self._columns) > 4 * len(worker_ids) + _MAX_IDLE_COLUMNS:
+            self._compact(set(worker_ids))
+        return np.array([self._column(name) for name in worker_ids], np.int64)
+
+    def at(self, columns: Ints) -> tuple[Ints, Ints]:
+        """(pending tokens, pending requests), all routers together."""
+        return (
+            self._mine[0].take(columns) + self._others[0].take(columns),
+            self._mine[1].take(columns) + self._others[1].take(columns),
+        )
+
+    def _compact(self, keep: set[str]) -> None:
+        """Forget workers that left long ago."""
+        kept = [(n, c) for n, c in self._columns.items() if n in keep or self._mine[:, c].any()]
+        old = [column for _, column in kept]
+        width = max(64, len(old))
+        self._mine, self._others = (
+            np.pad(a[:, old], ((0, 0), (0, width - len(old)))) for a in (self._mine, self._others)
+        )
+        self._columns = {name: i for i, (name, _) in enumerate(kept)}

@@ -1,12 +1,17 @@
+from hashlib import blake2b
+
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from diptych.common.store import KvEvent
+from diptych.router.block_table import HOST, BlockTable, as_keys, to_bytes
 from diptych.router.index import BlockIndex, IndexMode
 
 
 def key(number):
-    return number.to_bytes(16, "big")
+    return blake2b(b"%d" % number, digest_size=16).digest()
 
 
 def keys(*numbers):
@@ -119,14 +124,142 @@ def test_unknown_workers_are_harmless():
     assert index.hit_blocks("x", keys(1)) == 0
 
 
-def test_memory_is_bounded_and_shared_fairly():
-    index = fresh(max_blocks=10)
-    index.apply("w", stored(1, *range(20)))
-    assert index.num_blocks("w") == 10
+def host(kind, sequence, *numbers, epoch=0):
+    return KvEvent("a", epoch, sequence, kind, keys(*numbers), "host")
+
+
+def test_the_host_tier_has_events_of_its_own_and_counts_for_less():
+    index = fresh()
+    index.apply_all("w", [stored(1, 1, 2, 3), host("stored", 1, 2, 3, 4), evicted(2, 2, 3)])
+    assert index.hit_blocks("w", keys(1, 2, 3, 4, 5)) == 4
+    runs = index.runs(as_keys(keys(1, 2, 3, 4, 5)))
+    assert (runs.blocks[index.column("w")], runs.host_blocks[index.column("w")]) == (4, 3)
+    assert index.num_blocks("w") == 4
+    index.apply("w", host("evicted", 2, 2))
+    assert index.hit_blocks("w", keys(1, 2, 3, 4)) == 1
+    index.apply("w", host("stored", 9, 7))  # a hole in the host tier only
     assert index.mode("w") is IndexMode.STALE
-    assert index.hit_blocks("w", keys(*range(10, 20))) == 10  # the oldest went
+    index.apply("w", stored(3, 2))
+    assert index.hit_blocks("w", keys(1, 2, 3, 4)) == 4
+    index.load_snapshot("w", "a", epoch=0, sequence=3, keys=keys(1, 2), host_sequence=8, host_keys=keys(3))
+    assert index.mode("w") is IndexMode.EXACT
+    assert index.keys_of("w", HOST) == set(keys(3, 7))
+    index.apply("w", KvEvent("a", 1, 0, "cleared"))
+    assert index.num_blocks("w") == 0
+    assert index.mode("w") is IndexMode.EXACT
+
+
+def test_a_host_tier_behind_its_lease_is_noticed():
+    index = fresh()
+    assert index.is_behind("w", 0, 0, 2)
+    index.register("v", "a", 0, 0, 3)
+    assert index.mode("v") is IndexMode.GUESS
+
+
+def test_one_lookup_answers_for_all_workers():
+    index = BlockIndex()
+    chain = [key(i) for i in range(300)]
+    for i in range(130):  # more workers than bits in a word
+        index.register(f"w{i}", "a", 0, 0)
+        index.apply(f"w{i}", KvEvent("a", 0, 1, "stored", tuple(chain[: 2 * i])))
+    runs = index.runs(as_keys(chain))
+    assert [int(runs.blocks[index.column(f"w{i}")]) for i in range(130)] == [2 * i for i in range(130)]
+    assert not runs.host_blocks.any()
+    index.forget("w77")
+    index.register("new", "a", 0, 0)
+    assert index.column("new") is not None
+    assert index.hit_blocks("new", chain) == 0
+    assert index.hit_blocks("w78", chain) == 156
+
+
+def test_memory_is_bounded_and_the_least_lately_used_goes_first():
+    index = fresh(max_blocks=16)
+    index.apply("w", stored(1, *range(14)))
+    assert index.hit_blocks("w", keys(0, 1, 2)) == 3
+    index.apply("w", stored(2, *range(14, 20)))
+    assert index.num_blocks("w") == 14
+    assert index.mode("w") is IndexMode.STALE
+    assert index.hit_blocks("w", keys(0, 1, 2)) == 3
+    assert index.hit_blocks("w", keys(*range(14, 20))) == 6
     index.register("v", "a", 0, 0)
-    assert index.num_blocks("w") == 5
+    assert index.num_blocks("w") == 7
+
+
+def test_a_busy_worker_pushes_out_only_its_own():
+    index = BlockIndex(max_blocks=4000)
+    for name in "wxyz":
+        index.register(name, "a", 0, 0)
+    hot = keys(*range(900_000, 900_004))
+    sequences = dict.fromkeys("wxyz", 0)
+    hits = 0
+    for step in range(3000):
+        name = "w" if step % 10 else "xyz"[step // 10 % 3]
+        sequences[name] += 1
+        prompt = keys(*range(4 * step, 4 * step + 4))
+        index.apply(name, KvEvent("a", 0, sequences[name], "stored", hot + prompt if step < 30 else prompt))
+        if step >= 30:
+            hits += index.hit_blocks(name, hot) == 4
+    assert hits == 2970
+    assert all(index.num_blocks(name) > 350 for name in "xyz")
+    assert 0 < index.num_blocks("w") <= 1000
+    assert index.num_keys <= 4000
+    assert index.nbytes < 4000 * 100
+
+
+def test_keys_that_are_not_spread_are_dropped_not_grown_for():
+    table = BlockTable()
+    table.add(as_keys([i.to_bytes(16, "big") for i in range(100)]), 0)  # all in few buckets
+    assert table.num_dropped > 0
+    assert table.nbytes < 100_000
+
+
+def test_the_table_grows_and_keeps_what_it_holds():
+    table, random = BlockTable(num_buckets=1), np.random.default_rng(1)
+    truth = [set() for _ in range(3)]
+    for _ in range(60):
+        column = int(random.integers(3))
+        some = to_bytes(random.integers(0, 2**62, (50, 2)).astype(np.uint64))
+        table.add(as_keys(some), column)
+        truth[column].update(some)
+        gone = sorted(truth[column])[:10]
+        table.remove(as_keys(gone), column)
+        truth[column].difference_update(gone)
+    for column in range(3):
+        assert set(to_bytes(table.keys_of(column))) == truth[column]
+        assert table.counts[0, column] == len(truth[column])
+    assert table.num_keys == sum(map(len, truth))
+    table.clear(1)
+    assert table.num_keys == len(truth[0]) + len(truth[2])
+
+
+@pytest.mark.parametrize("together", [1, 7, 1000])
+def test_five_percent_of_the_events_dropped_doubled_or_reordered(together):
+    """Whatever the batches: a lease tells of a lost tail, a hole asks for a snapshot, and then the index is the truth."""
+    chance = np.random.default_rng(together)
+    worker, index = Worker(), fresh(100_000)
+    wire = []
+    for _ in range(1000):
+        kind = ("stored", "stored", "evicted")[chance.integers(3)] if chance.random() > 0.002 else "cleared"
+        event = worker.do(kind, [int(number) for number in chance.integers(0, 500, 4)])
+        fate = chance.random()
+        if fate > 0.05:
+            wire.append(event)
+        if fate > 0.95:
+            wire.append(event)
+        if 0.05 < fate < 0.10 and len(wire) > 1:
+            wire[-1], wire[-2] = wire[-2], wire[-1]
+        if len(wire) >= together:
+            index.apply_all("w", wire)
+            wire = []
+            if index.needs_snapshot() and chance.random() < 0.1:
+                index.load_snapshot("w", "a", epoch=worker.epoch, sequence=worker.sequence, keys=tuple(worker.held))
+    index.apply_all("w", wire)
+    if index.is_behind("w", worker.epoch, worker.sequence):
+        index.lose_track("w")
+    if index.needs_snapshot():
+        index.load_snapshot("w", "a", epoch=worker.epoch, sequence=worker.sequence, keys=tuple(worker.held))
+    assert index.mode("w") is IndexMode.EXACT
+    assert index.keys_of("w") == set(worker.held)
 
 
 class Worker:
@@ -176,7 +309,7 @@ def test_dropped_doubled_and_reordered_events_end_in_the_truth(steps, chance):
                 index.apply("w", wire.pop(0))
             # EXACT is a promise, up to the tail that did not arrive yet
             if index.mode("w") is IndexMode.EXACT and not index.is_behind("w", worker.epoch, worker.sequence):
-                assert set(index._workers["w"].blocks) == set(worker.held)
+                assert index.keys_of("w") == set(worker.held)
     for event in wire:
         index.apply("w", event)
     if index.is_behind("w", worker.epoch, worker.sequence):
@@ -184,4 +317,4 @@ def test_dropped_doubled_and_reordered_events_end_in_the_truth(steps, chance):
     if index.needs_snapshot():
         index.load_snapshot("w", "a", epoch=worker.epoch, sequence=worker.sequence, keys=tuple(worker.held))
     assert index.mode("w") is IndexMode.EXACT
-    assert set(index._workers["w"].blocks) == set(worker.held)
+    assert index.keys_of("w") == set(worker.held)

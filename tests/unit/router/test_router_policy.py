@@ -37,7 +37,7 @@ def worker(worker_id, hit=0, pending=0, requests=0, **load):
 
 
 def choose(prefill, decode, n=200, local=64, incompatible=None, seed=0, **request):
-    snapshot = ClusterSnapshot(tuple(prefill), tuple(decode), incompatible or {})
+    snapshot = ClusterSnapshot.of(prefill, decode, incompatible)
     return choose_placement(PlacementRequest(n, local, **request), snapshot, NOW, random.Random(seed))
 
 
@@ -139,7 +139,7 @@ def test_incompatible_pairs_are_never_placed():
 
 
 def test_rejected_says_why():
-    snapshot = ClusterSnapshot((worker("p0"),), (), unusable={"d0": "does not answer"})
+    snapshot = ClusterSnapshot.of((worker("p0"),), (), unusable={"d0": "does not answer"})
     answer = choose_placement(PlacementRequest(10, 64), snapshot, NOW, random.Random(0))
     assert answer == Rejected(("no usable decode worker", "d0: does not answer"))
     no_prefill = choose([], [worker("d0")], allow_local_fallback=False)
@@ -174,7 +174,7 @@ def test_nothing_measured_still_places():
 
 def test_reported_queue_drains_with_time():
     old = worker("p0", waiting_prompt_tokens=100)
-    snapshot = ClusterSnapshot((old,), (worker("d0"),))
+    snapshot = ClusterSnapshot.of((old,), (worker("d0"),))
     later = choose_placement(PlacementRequest(200, 64), snapshot, NOW + 1.0, random.Random(0))
     assert later.chosen.queue_ms == 0.0
 
