@@ -22,7 +22,8 @@ app = typer.Typer(
 )
 
 _TARGET = typer.Option(
-    help="http://host:port or grpc://host:port, with a name= before it if you like; default: a cluster of the benchmark's own, with its colocated baseline."
+    help="http://host:port or grpc://host:port, with a name= before it if you like; default: a cluster of the benchmark's own, "
+    "with its colocated baseline."
 )
 _BASELINE = typer.Option("--baseline-target", help="A second target, measured in turns with the first.")
 _ROUNDS = typer.Option(help="Rounds of A B A B.", min=1)
@@ -142,6 +143,23 @@ def capacity(
     from diptych.cli.bench_capacity import run_capacity
 
     raise typer.Exit(run_capacity(streams, tokens_per_s, tokens_per_chunk, duration_s, out))
+
+
+@app.command()
+def kv(
+    transport: Annotated[str, typer.Option(help="ucx, inproc; several with commas.")] = "inproc,ucx",
+    slab_kib: Annotated[str, typer.Option(help="Sizes, with commas.")] = "64,256,1024,4096,16384",
+    repeats: Annotated[int, typer.Option(help="The best of so many.", min=1)] = 3,
+    out: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("bench-out"),
+) -> None:
+    """The KV transfer alone."""
+    from diptych.cli.bench_kv import run_kv
+
+    try:
+        sizes = [int(part) for part in slab_kib.split(",")]
+    except ValueError:
+        raise typer.BadParameter("must be numbers with commas", param_hint="--slab-kib") from None
+    raise typer.Exit(run_kv(transport.split(","), sizes, repeats, out))
 
 
 @app.command()

@@ -1,0 +1,82 @@
+"""`diptych bench kv`: the transfer alone, slab by slab, on the path that two workers of this host would take."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from diptych.common.errors import ConfigError, TransferError
+from diptych.kvtransfer.inproc import InprocTransport
+from diptych.kvtransfer.self_test import run_self_test
+from diptych.kvtransfer.transport import Transport
+from diptych.loadtest.environment import look_around
+
+SLAB_KIB = (64, 256, 1024, 4096, 16384)
+
+
+@dataclass(frozen=True, slots=True)
+class KvPoint:
+    """`share`: of what this machine copies within memory, taken in the same run."""
+
+    transport: str
+    path: str
+    slab_bytes: int
+    gb_per_s: float
+    memcpy_gb_per_s: float
+
+    @property
+    def share(self) -> float:
+        return self.gb_per_s / self.memcpy_gb_per_s if self.memcpy_gb_per_s else 0.0
+
+
+def memcpy_rate(size_bytes: int = 256 << 20, rounds: int = 4) -> float:
+    """Bytes a second of the best copy of one buffer, larger than the caches, into another."""
+    source, into = np.ones(size_bytes, dtype=np.uint8), np.zeros(size_bytes, dtype=np.uint8)
+    best = float("inf")
+    for _ in range(rounds):
+        began = time.perf_counter()
+        np.copyto(into, source)
+        best = min(best, time.perf_counter() - began)
+    return size_bytes / best
+
+
+def run_kv(transports: Sequence[str], slab_kib: Sequence[int], repeats: int, out: Path) -> int:
+    """Raises: ConfigError for a transport that is not there or does not work."""
+    points: list[KvPoint] = []
+    ceiling = memcpy_rate() / 1e9
+    print(f"{'transport':<12}{'path':<14}{'slab KiB':>10}{'GB/s':>8}{'memcpy':>8}{'share':>8}")
+    for name in transports:
+        make = _factory(name)
+        for kib in slab_kib:
+            size = kib * 1024
+            try:
+                found = max((run_self_test(make, size) for _ in range(repeats)), key=lambda test: test.bytes_per_s)
+            except TransferError as error:
+                raise ConfigError("transport", name, str(error)) from None
+            point = KvPoint(name, found.path, size, found.bytes_per_s / 1e9, ceiling)
+            points.append(point)
+            print(
+                f"{name:<12}{point.path:<14}{kib:>10}{point.gb_per_s:>8.2f}{point.memcpy_gb_per_s:>8.2f}{point.share:>8.0%}"
+            )
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / "kv.json"
+    body = {"environment": look_around().as_dict(), "points": [asdict(point) for point in points]}
+    path.write_text(json.dumps(body, indent=1) + "\n")
+    print(path)
+    return 0
+
+
+def _factory(name: str) -> Callable[[str, str], Transport]:
+    if name == "inproc":
+        return InprocTransport
+    if name == "ucx":
+        # Imported here: UCX reads its environment when it is loaded.
+        from diptych.kvtransfer.ucx import UcxTransport
+
+        return lambda worker_id, incarnation: UcxTransport(worker_id, incarnation, host="127.0.0.1")
+    raise ConfigError("transport", name, "must be ucx or inproc")

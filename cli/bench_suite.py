@@ -1,0 +1,103 @@
+"""`diptych bench suite`: what `make bench` runs. On two quiet cores under ten minutes.
+
+the harness against the scripted server -> its capacity -> P/D beside the colocated baseline, in turns -> a sweep of both
+-> the transfer alone -> the engine beside transformers
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from diptych.cli import bench_kv
+from diptych.cli.bench_capacity import distortion, mock_process, run_capacity
+from diptych.cli.bench_config import ClusterChoice
+from diptych.cli.bench_run import Place, Targets, finish, now, opened, run_async, write_reports
+from diptych.loadtest import compare, live, report_text
+from diptych.loadtest.config import BenchConfig
+from diptych.loadtest.mock_server import Script
+from diptych.loadtest.result import begin_report, measure
+from diptych.loadtest.sweep import sweep
+from diptych.loadtest.sweep_spec import SweepSpec
+
+SLO = "ttft:3000,tpot:300"
+"""Two shared cores and fp32: a prompt of 128 tokens takes about a second."""
+TOLERANCE = 0.02
+
+
+def run_suite(out: Path, minutes: float) -> int:
+    """Run all parts; a part that fails does not keep the others from running. Returns: 1 when one failed."""
+    out.mkdir(parents=True, exist_ok=True)
+    failed: list[str] = []
+    for name, code in (
+        ("harness", _harness(out)),
+        ("capacity", run_capacity(2000, 5000.0, 4, 10.0, out)),
+        ("serving", _serving(out, minutes * 60.0)),
+        ("kv", bench_kv.run_kv(("inproc", "ucx"), bench_kv.SLAB_KIB, 3, out)),
+        ("engine", _engine(out)),
+    ):
+        if code:
+            failed.append(name)
+    print(f"reports in {out}/" + (f"; FAILED or distorted: {', '.join(failed)}" if failed else ""))
+    return 1 if failed else 0
+
+
+def _harness(out: Path) -> int:
+    """The scripted server must be measured as it is scripted."""
+    script = Script()
+    config = BenchConfig(
+        num_requests=100, request_rate=20.0, input_len="64", output_len="33", slo="ttft:200", out=out, label="mock"
+    )
+
+    async def main(url: str) -> int:
+        async with opened(config, [Place(f"mock={url}")]) as targets:
+            target, model, chosen = targets[0]
+            report = begin_report("harness", "The harness against the scripted server", now())
+            run = await measure(target, model, chosen, chosen.items(), live.watcher())
+            report.runs.append(run)
+            write_reports(report, out, "mock")
+            ratios = distortion(run, script)
+            print("scripted server, measured / script: " + ", ".join(f"{k} {v:.3f}" for k, v in ratios.items()))
+            return int(any(abs(value - 1.0) > TOLERANCE for value in ratios.values()))
+
+    with mock_process(script) as url:
+        return run_async(main(url))
+
+
+def _serving(out: Path, budget_s: float) -> int:
+    """A comparison at one rate, then the sweep, in what time is left."""
+    began = time.monotonic()
+    config = BenchConfig(
+        input_len="uniform:64,192", output_len="uniform:16,48", request_rate=0.4, num_requests=12, slo=SLO, out=out
+    )
+    search = SweepSpec(start=0.25, step=1.6, refine=1, max_points=4, point_s=20.0)
+
+    async def main(places: Sequence[Place]) -> int:
+        async with opened(config, places) as targets:
+            watch = live.watcher()
+            report = begin_report("compare", "P/D against colocated, equal number of workers", now())
+            await compare.alternate(report, (targets[0], targets[1]), 2, watch)
+            code = finish(report, dataclasses.replace(config, label="pd-colocated"))
+            if time.monotonic() - began > budget_s * 0.6:
+                print("NOTE: no time for the sweep: the machine is too busy")
+                return code
+            swept = begin_report("sweep", "P/D and colocated: rates until the SLO breaks", now())
+            for target, model, chosen in targets:
+                found = await sweep(swept, target, model, chosen, search, watch)
+                for line in report_text.sweep_lines(found):
+                    print(line)
+            write_reports(swept, out, "pd-colocated")
+            return code
+
+    with Targets.own(ClusterChoice()).running(config) as places:
+        return run_async(main(places))
+
+
+def _engine(out: Path) -> int:
+    """In a process of its own: this one never loads torch."""
+    module = "diptych.engine.exec.bench.bench_vs_transformers"
+    return subprocess.run([sys.executable, "-P", "-m", module, "--quick", "--out", str(out)], check=False).returncode
