@@ -1,0 +1,54 @@
+"""Which parser reads a model's tool calls and thoughts: a registry by name, and a guess from the model's chat template.
+
+A plug-in is an entry point of group `diptych.tool_parsers`: its name is the parser's, its object a ToolFactory.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Collection, Mapping
+from importlib.metadata import entry_points
+
+from diptych.common.errors import ConfigError
+from diptych.router.tools_parsers import HermesParser, Llama3JsonParser, MistralParser
+from diptych.router.tools_pieces import ToolParser
+
+ToolFactory = Callable[[Collection[str], Callable[[], str]], ToolParser]
+"""(names of the functions that were offered, maker of call ids) -> the parser of one answer."""
+
+BUILT_IN: Mapping[str, ToolFactory] = {
+    "hermes": HermesParser,
+    "llama3-json": Llama3JsonParser,
+    "mistral": MistralParser,
+}
+GROUP = "diptych.tool_parsers"
+_MARKS = (("<tool_call>", "hermes"), ("[TOOL_CALLS]", "mistral"), ('"parameters": dictionary', "llama3-json"))
+
+
+def tool_factory(name: str) -> ToolFactory:
+    """Raises: ConfigError when nobody has registered such a parser."""
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    for point in entry_points(group=GROUP, name=name):
+        factory: ToolFactory = point.load()
+        return factory
+    known = ", ".join([*BUILT_IN, *(point.name for point in entry_points(group=GROUP))])
+    raise ConfigError("tool_call_parser", name, f"is unknown; known: auto, none, {known}")
+
+
+def guess_tool_parser(template: str) -> str:
+    """The parser of the calls that this chat template teaches; "none" when it shows none that we know."""
+    return next((name for mark, name in _MARKS if mark in template), "none")
+
+
+def new_call_id() -> str:
+    return "call_" + secrets.token_hex(12)
+
+
+def new_mistral_id() -> str:
+    """Mistral's templates take nothing but nine letters and digits."""
+    return secrets.token_hex(5)[:9]
+
+
+def id_maker(name: str) -> Callable[[], str]:
+    return new_mistral_id if name == "mistral" else new_call_id
