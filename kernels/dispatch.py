@@ -1,16 +1,37 @@
-"""Which implementation of the ops serves a device. Chosen once at start; nothing falls back later."""
+"""Which implementation of the ops serves a device. Chosen once at start; nothing falls back later.
+
+    "torch"    plain torch ops: any device; what a CPU uses
+    "triton"   compiled kernels: what a CUDA device uses; on a CPU only through Triton's interpreter, in tests
+
+Triton is imported by the modules kernels/triton_*.py only, and those only by whoever chose "triton".
+"""
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from types import ModuleType
 
 from diptych.kernels import paged_attention
 
+TORCH, TRITON = "torch", "triton"
 _BY_DEVICE: dict[str, ModuleType] = {"cpu": paged_attention, "cuda": paged_attention}
 
 
+def choose_backend(device_type: str, wanted: str | None = None) -> str:
+    """wanted: None: the device's own. Returns: "torch" or "triton".
+
+    Raises: ValueError for another name, or when Triton is wanted (by the device or the caller) and not installed.
+    """
+    chosen = wanted or (TRITON if device_type == "cuda" else TORCH)
+    if chosen not in (TORCH, TRITON):
+        raise ValueError(f"no kernels called {chosen!r}; known: {TORCH}, {TRITON}")
+    if chosen == TRITON and find_spec("triton") is None:
+        raise ValueError(f"device {device_type!r} needs the package triton; it comes with torch's CUDA builds")
+    return chosen
+
+
 def attention_ops(device_type: str) -> ModuleType:
-    """The module with write_kv, paged_decode, gather_kv and chunk_attention for "cpu" or "cuda".
+    """The torch path: the module with write_kv, paged_decode, gather_kv and chunk_attention for "cpu" or "cuda".
 
     Raises: ValueError for another device.
     """

@@ -16,7 +16,11 @@ def pool_bytes(pool: Tensor) -> Tensor:
     return pool.view(num_blocks, num_layers * two, block_size, -1).view(torch.uint8)
 
 
-def _split(data: Tensor, block_ids: Sequence[int], num_tokens: int) -> tuple[list[int], int, int]:
+def split_tokens(data: Tensor, block_ids: Sequence[int], num_tokens: int) -> tuple[list[int], int, int]:
+    """Blocks that hold the tokens, how many of them are full, and tokens of the tail block. data: pool_bytes(pool).
+
+    Raises: ValueError when the tokens need more blocks than are given, or a block is outside the pool.
+    """
     block_size = data.shape[2]
     full, tail = divmod(num_tokens, block_size)
     if num_tokens < 1 or full + (tail > 0) > len(block_ids):
@@ -40,7 +44,7 @@ def pack(data: Tensor, block_ids: Sequence[int], num_tokens: int, out: memoryvie
 
     Raises: ValueError when the tokens need more blocks or bytes than are given.
     """
-    ids, full, tail = _split(data, block_ids, num_tokens)
+    ids, full, tail = split_tokens(data, block_ids, num_tokens)
     _, rows, block_size, slot = data.shape
     flat = _flat(out, num_tokens * rows * slot, writable=True)
     border = full * rows * block_size * slot
@@ -60,7 +64,7 @@ def unpack(data: Tensor, block_ids: Sequence[int], num_tokens: int, src: memoryv
 
     Raises: ValueError when the tokens need more blocks or bytes than are given.
     """
-    ids, full, tail = _split(data, block_ids, num_tokens)
+    ids, full, tail = split_tokens(data, block_ids, num_tokens)
     _, rows, block_size, slot = data.shape
     flat = _flat(src, num_tokens * rows * slot, writable=False)
     border = full * rows * block_size * slot

@@ -20,7 +20,7 @@ from torch import Tensor
 
 MIN_ROWS = 16
 """Rows of the smallest matrix instruction."""
-MAX_SPLITS = 32
+MAX_SPLITS = 64
 TILE_BYTES = 16384
 """K of one iteration; so much again for V, times the pipeline's stages, lies in shared memory."""
 

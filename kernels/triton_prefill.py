@@ -234,7 +234,7 @@ def paged_prefill(
         BLOCK_SIZE=kv.shape[2],
         TILE=tile or (32 if wide else 64),
         WINDOW=window or 0,
-        num_warps=num_warps or (8 if rows >= 128 else 4),
+        num_warps=num_warps or 4,
         num_stages=num_stages or (2 if wide else 3),
     )
     return out

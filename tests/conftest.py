@@ -18,7 +18,16 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 # Pools that a library starts once per process and keeps; they belong to no test.
-LIBRARY_THREADS = ("grpc", "asyncio_", "AnyIO worker thread", "ThreadPoolExecutor", "tokio", "Dummy-", "ucxx-notifier")
+LIBRARY_THREADS = (
+    "grpc",
+    "asyncio_",
+    "AnyIO worker thread",
+    "ThreadPoolExecutor",
+    "tokio",
+    "Dummy-",
+    "ucxx-notifier",
+    "tqdm_monitor",
+)
 _SETTLE_S = 2.0
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -4,6 +4,7 @@ one contiguous piece on the wire. The host tier is a second one of the same shap
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 import xxhash
@@ -14,6 +15,14 @@ from diptych.kernels import kv_pack
 from diptych.kernels.paged_attention import layer_rows, layer_slots
 
 KV_LAYOUT = "block-major"
+
+
+class BlockMover(Protocol):
+    """A faster way to pack and unpack: see engine.exec.cuda.blocks."""
+
+    def pack(self, block_ids: Sequence[int], num_tokens: int, out: memoryview) -> int: ...
+
+    def unpack(self, block_ids: Sequence[int], num_tokens: int, src: memoryview) -> None: ...
 
 
 class KvPool:
@@ -41,6 +50,8 @@ class KvPool:
         self.rows = [layer_rows(self.tensor, layer) for layer in range(num_layers)]
         self.slots = [layer_slots(self.tensor, layer) for layer in range(num_layers)]
         self._bytes = kv_pack.pool_bytes(self.tensor)
+        self.mover: BlockMover | None = None
+        """Set by the Triton path, whose attention reads no slot that the sequence does not own."""
 
     def clear(self, block_ids: Tensor) -> None:
         """Zero whole blocks. [num_blocks] int64."""
@@ -63,11 +74,17 @@ class KvPool:
     def pack(self, block_ids: Sequence[int], num_tokens: int, out: memoryview) -> int:
         """See ModelRunner.pack. Returns: xxh3-64 of the bytes written."""
         flat = out.cast("B")
-        size = kv_pack.pack(self._bytes, block_ids, num_tokens, flat)
+        if self.mover is not None:
+            size = self.mover.pack(block_ids, num_tokens, flat)
+        else:
+            size = kv_pack.pack(self._bytes, block_ids, num_tokens, flat)
         return xxhash.xxh3_64_intdigest(flat[:size])
 
     def unpack(self, block_ids: Sequence[int], num_tokens: int, src: memoryview) -> None:
         """See ModelRunner.unpack."""
+        if self.mover is not None:
+            self.mover.unpack(block_ids, num_tokens, src.cast("B"))
+            return
         kv_pack.unpack(self._bytes, block_ids, num_tokens, src.cast("B"))
         tail = num_tokens % self.block_size
         if tail:

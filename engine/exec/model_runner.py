@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,6 +17,10 @@ from diptych.engine.exec.models.decoder import Decoder
 from diptych.engine.exec.sampling import draw_step, want_prompt_rows
 from diptych.engine.exec.weights import DecoderWeights, load_weights
 from diptych.engine.messages import BlockCopy, ScheduledSeq, StepResult
+from diptych.kernels.dispatch import TRITON, choose_backend
+
+if TYPE_CHECKING:
+    from diptych.engine.exec.cuda.backend import CudaBackend
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -41,6 +45,25 @@ def _device(name: str) -> torch.device:
     return torch.device(name)
 
 
+def _backend(device_type: str, wanted: str | None) -> str:
+    try:
+        return choose_backend(device_type, wanted)
+    except ValueError as error:
+        raise ConfigError("backend", wanted, str(error)) from None
+
+
+def _fused_backend(
+    config: ModelConfig, weights: DecoderWeights, pool: KvPool, max_model_len: int, graph_sizes: Sequence[int] | None
+) -> CudaBackend:
+    # Here and not above: nothing on the CPU's path imports Triton.
+    from diptych.engine.exec.cuda.backend import CudaBackend
+
+    with torch.inference_mode():
+        if graph_sizes is None:
+            return CudaBackend(config, weights, pool, max_model_len=max_model_len)
+        return CudaBackend(config, weights, pool, max_model_len=max_model_len, graph_sizes=graph_sizes)
+
+
 class TorchModelRunner:
     """Implements engine.runner.ModelRunner."""
 
@@ -54,6 +77,8 @@ class TorchModelRunner:
         block_size: int,
         max_model_len: int,
         num_host_blocks: int = 0,
+        backend: str | None = None,
+        graph_sizes: Sequence[int] | None = None,
     ) -> None:
         like = weights.embedding
         self.config = config
@@ -73,6 +98,12 @@ class TorchModelRunner:
         self.kv_bytes_per_token = self.pool.bytes_per_token
         self.vocab_size = config.vocab_size
         self.eos_token_ids = eos_token_ids
+        self.backend = _backend(like.device.type, backend)
+        self._fused: CudaBackend | None = None
+        if self.backend == TRITON:
+            self._fused = _fused_backend(config, weights, self.pool, max_model_len, graph_sizes)
+            self.pool.mover = self._fused.mover
+            return
         self._batches = BatchBuilder(config, self.pool, max_model_len=max_model_len)
         attention = PagedAttention(config, self.pool)
         self._decoder = Decoder(config, weights, attention, max_model_len=max_model_len)
@@ -89,6 +120,8 @@ class TorchModelRunner:
         max_model_len: int | None = None,
         num_threads: int | None = None,
         num_host_blocks: int = 0,
+        backend: str | None = None,
+        graph_sizes: Sequence[int] | None = None,
     ) -> TorchModelRunner:
         """Load a local Hugging Face folder.
 
@@ -97,6 +130,8 @@ class TorchModelRunner:
             max_model_len: None: what the model was trained for.
             num_threads: torch's threads in this process; None leaves them.
             num_host_blocks: slots of the host tier, each of one block.
+            backend: "torch" or "triton" (kernels, CUDA graphs for decode); None: the device's own.
+            graph_sizes: triton only: padded batch sizes of the decode graphs, ascending; None: the default ones.
         Raises: ConfigError naming the field.
         """
         folder = Path(path)
@@ -125,6 +160,8 @@ class TorchModelRunner:
             block_size=block_size,
             max_model_len=length,
             num_host_blocks=num_host_blocks,
+            backend=backend,
+            graph_sizes=graph_sizes,
         )
 
     @torch.inference_mode()
@@ -133,6 +170,8 @@ class TorchModelRunner:
         result = StepResult(token_ids=[None] * len(seqs))
         if not seqs:
             return result
+        if self._fused is not None:
+            return self._execute_fused(self._fused, seqs, should_abort, result)
         batch = self._batches.build(seqs)
         prompt_rows = want_prompt_rows(seqs, batch)
         fresh = self._batches.fresh_tail_blocks(seqs)
@@ -142,6 +181,20 @@ class TorchModelRunner:
         if logits is None:
             return result
         draw_step(seqs, batch.sample_seqs, prompt_rows, logits, self.eos_token_ids, result)
+        return result
+
+    def _execute_fused(
+        self,
+        fused: CudaBackend,
+        seqs: Sequence[ScheduledSeq],
+        should_abort: Callable[[], bool] | None,
+        result: StepResult,
+    ) -> StepResult:
+        batch = fused.build(seqs)
+        prompt_rows = want_prompt_rows(seqs, batch)
+        logits = fused.execute(seqs, batch, should_abort)
+        if logits is not None:
+            fused.draw(seqs, batch.sample_seqs, prompt_rows, logits, self.eos_token_ids, result)
         return result
 
     @torch.inference_mode()

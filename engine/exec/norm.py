@@ -14,16 +14,16 @@ class RmsNorm:
     0.12 ms. It needs fp32: other dtypes and devices keep torch's.
     """
 
-    __slots__ = ("_weight", "_eps", "_eps_tensor", "_fast")
+    __slots__ = ("weight", "eps", "_eps_tensor", "_fast")
 
     def __init__(self, weight: Tensor, eps: float) -> None:
-        self._weight, self._eps = weight, eps
+        self.weight, self.eps = weight, eps
         self._eps_tensor = torch.tensor(eps, dtype=weight.dtype, device=weight.device)
         self._fast = weight.device.type == "cpu" and weight.dtype == torch.float32
 
     def __call__(self, x: Tensor) -> Tensor:
         if not self._fast:
-            return rms_norm(x, self._weight.shape, self._weight, self._eps)
+            return rms_norm(x, self.weight.shape, self.weight, self.eps)
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        scale = torch.addcmul(self._eps_tensor, length, length, value=1.0 / self._weight.shape[0]).rsqrt_()
-        return (x * scale).mul_(self._weight)
+        scale = torch.addcmul(self._eps_tensor, length, length, value=1.0 / self.weight.shape[0]).rsqrt_()
+        return (x * scale).mul_(self.weight)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 from torch import Tensor
 
 from diptych.engine.constraints import Constraint, constraint_of
-from diptych.engine.exec.attention import StepBatch
 from diptych.engine.exec.constrain import token_logprobs
 from diptych.engine.exec.sampler import Draw, bad_rows, draw_tokens
 from diptych.engine.messages import ScheduledSeq, StepResult
@@ -16,7 +16,14 @@ PromptRows = list[tuple[int, int]]
 """(sequence index, how many of its rows) in the order of the logits behind the sampled ones."""
 
 
-def want_prompt_rows(seqs: Sequence[ScheduledSeq], batch: StepBatch) -> PromptRows:
+class RowsOfStep(Protocol):
+    """What StepBatch and CudaBatch have in common."""
+
+    order: list[int]
+    sample_rows: list[int]
+
+
+def want_prompt_rows(seqs: Sequence[ScheduledSeq], batch: RowsOfStep) -> PromptRows:
     """Ask the model for the logits of rows whose next prompt token's logprob is wanted: they come after the sampled rows."""
     wanted = [i for i in batch.order if seqs[i].prompt_targets]
     if not wanted:

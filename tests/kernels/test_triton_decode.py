@@ -64,7 +64,7 @@ def test_the_dense_reference_is_the_loop():
 
 
 def test_splits_fill_the_gpu_and_vanish_when_it_is_full():
-    assert choose_splits(1, 8, 528) == 32
+    assert choose_splits(1, 8, 528) == 64
     assert choose_splits(8, 8, 528) == 8
     assert choose_splits(64, 8, 528) == 1
     assert choose_splits(4096, 8, 528) == 1
@@ -88,16 +88,29 @@ def test_what_does_not_fit_is_refused(spoil, words):
         paged_decode(arguments["q"], case.kv, arguments["tables"], case.rows, arguments["lens"], scale=1.0)
 
 
+B16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "heads", [LLAMA_8B, Heads(9, 3, 64), Heads(16, 2, 80), Heads(8, 8, 96), Heads(8, 1, 256)], ids=str
+    ("heads", "dtype", "block_size"),
+    [
+        (LLAMA_8B, B16, 16),
+        (LLAMA_8B, F16, 64),
+        (LLAMA_8B, F32, 16),
+        (Heads(9, 3, 64), B16, 32),
+        (Heads(9, 3, 64), F32, 16),
+        (Heads(16, 2, 80), B16, 128),
+        (Heads(8, 8, 96), F16, 16),
+        (Heads(8, 1, 256), B16, 16),
+        (Heads(8, 1, 256), F32, 64),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("block_size", [16, 32, 64, 128])
 def test_decode_gpu(cuda, heads, dtype, block_size):
     lens = [1, 17, 1024, 3001, 0, 130]
     case = paged_case(heads, lens, block_size=block_size, dtype=dtype, device=cuda)
-    tolerance = {torch.bfloat16: 8e-3, torch.float16: 2e-3, torch.float32: 1e-5}[dtype]
+    tolerance = {B16: 8e-3, F16: 2e-3, F32: 1e-5}[dtype]
     for window in (None, 100):
         for splits in (1, 5):
             check(case, window=window, splits=splits, tile=None, tolerance=tolerance)

@@ -64,15 +64,28 @@ def test_a_group_that_fits_no_tile_is_refused():
         )
 
 
+B16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "heads", [LLAMA_8B, Heads(9, 3, 64), Heads(16, 2, 80), Heads(8, 8, 96), Heads(8, 1, 256)], ids=str
+    ("heads", "dtype", "block_size"),
+    [
+        (LLAMA_8B, B16, 16),
+        (LLAMA_8B, F16, 64),
+        (LLAMA_8B, F32, 16),
+        (Heads(9, 3, 64), B16, 32),
+        (Heads(9, 3, 64), F32, 16),
+        (Heads(16, 2, 80), B16, 128),
+        (Heads(8, 8, 96), F16, 16),
+        (Heads(8, 1, 256), B16, 16),
+        (Heads(8, 1, 256), F32, 64),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("block_size", [16, 64, 128])
 def test_prefill_gpu(cuda, heads, dtype, block_size):
     case = paged_case(heads, [700, 1000, 333, 64], block_size=block_size, dtype=dtype, device=cuda)
-    tolerance = {torch.bfloat16: 8e-3, torch.float16: 2e-3, torch.float32: 1e-5}[dtype]
+    tolerance = {B16: 8e-3, F16: 2e-3, F32: 1e-5}[dtype]
     rows = prefill_rows(heads.head_dim, dtype.itemsize, heads.group)
     for window in (None, 100):
         check(case, [700, 300, 1, 50], window=window, rows=rows, tile=None, tolerance=tolerance)

@@ -1,0 +1,149 @@
+"""One step over Triton kernels: lay out, send, compute (a graph where there is one), draw."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from diptych.common.sampling import SamplingParams
+from diptych.engine.exec.cuda.batch import CudaBatch, StepTensors, lay_out
+from diptych.engine.exec.cuda.block_tables import BlockTables
+from diptych.engine.exec.cuda.blocks import BlockMover
+from diptych.engine.exec.cuda.decoder import CudaDecoder
+from diptych.engine.exec.cuda.draw import PlainDraw, is_plain
+from diptych.engine.exec.cuda.graphs import GRAPH_SIZES, DecodeGraphs
+from diptych.engine.exec.cuda.upload import Upload
+from diptych.engine.exec.kv_pool import KvPool
+from diptych.engine.exec.model_config import ModelConfig
+from diptych.engine.exec.sampling import draw_step
+from diptych.engine.exec.weights import DecoderWeights
+from diptych.engine.messages import ScheduledSeq, StepResult
+from diptych.engine.runner import StepAborted
+from diptych.kernels.kv_pack import pool_bytes
+from diptych.kernels.triton_decode import choose_splits
+from diptych.kernels.triton_prefill import prefill_tiles
+
+PROGRAMS_PER_MULTIPROCESSOR = 4
+
+
+class CudaBackend:
+    """Weights, block tables, graphs. Ready when constructed: kernels compiled, graphs captured, the pool zero again.
+
+    Args:
+        graph_sizes: padded batch sizes of the decode graphs, ascending; empty: every step is launched kernel by kernel.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: DecoderWeights,
+        pool: KvPool,
+        *,
+        max_model_len: int,
+        graph_sizes: Sequence[int] = GRAPH_SIZES,
+    ) -> None:
+        device = weights.embedding.device
+        self._pool, self._num_kv_heads, self._max_model_len = pool, config.num_kv_heads, max_model_len
+        self._tables = BlockTables(-(-max_model_len // pool.block_size), pool.num_blocks, device)
+        self._decoder = CudaDecoder(config, weights, pool, self._tables.tensor, max_model_len=max_model_len)
+        self._upload, self._draw = Upload(device), PlainDraw(device, config.vocab_size)
+        self.mover = BlockMover(pool_bytes(pool.tensor))
+        self._num_programs = 8
+        self._graphs: DecodeGraphs | None = None
+        if device.type == "cuda":
+            count = torch.cuda.get_device_properties(device).multi_processor_count
+            self._num_programs = PROGRAMS_PER_MULTIPROCESSOR * count
+            self._warm_up(config.vocab_size, max_model_len)
+            if graph_sizes:
+                self._graphs = DecodeGraphs(
+                    self._decoder,
+                    device,
+                    num_kv_heads=config.num_kv_heads,
+                    num_programs=self._num_programs,
+                    sizes=graph_sizes,
+                )
+            pool.tensor.zero_()
+            torch.cuda.synchronize(device)
+
+    def _warm_up(self, vocab_size: int, max_model_len: int) -> None:
+        """Compile every kernel that a step may launch, on block 0."""
+        for params in (SamplingParams(max_tokens=1, temperature=0.0), SamplingParams(max_tokens=1, temperature=1.0)):
+            count = min(2, max_model_len, self._pool.block_size)
+            seq = ScheduledSeq("warm-up", [vocab_size - 1] * count, 0, [0], True, params, 0)
+            self.execute([seq], self.build([seq]), None)
+
+    def build(self, seqs: Sequence[ScheduledSeq]) -> CudaBatch:
+        """Raises: InternalError when a sequence breaks the scheduler's promises."""
+        return lay_out(seqs, self._pool.block_size, self._max_model_len)
+
+    def execute(
+        self, seqs: Sequence[ScheduledSeq], batch: CudaBatch, should_abort: Callable[[], bool] | None
+    ) -> Tensor | None:
+        """Compute the step's tokens and store their KV. Returns: logits of batch.sample_rows, or None when there are none.
+
+        Raises: StepAborted; InternalError for more sequences than the block tables hold, or blocks outside the pool.
+        """
+        if should_abort is not None and should_abort():
+            raise StepAborted
+        ordered = [seqs[i] for i in batch.order]
+        block_size = self._pool.block_size
+        blocks = [-(-(seq.start + len(seq.token_ids)) // block_size) for seq in ordered]
+        rows = self._tables.rows(ordered, blocks)
+        graphs = self._graphs
+        if graphs is not None and not batch.counts and len(rows) <= graphs.max_rows:
+            logits = graphs.replay(batch, rows)
+            if batch.all_rows_sampled:
+                return logits
+            if not batch.sample_rows:
+                return None
+            return logits.index_select(0, self._upload.send((batch.sample_rows,))[0])
+        return self._decoder.forward(self._send(batch, rows), should_abort, want_logits=bool(batch.sample_rows))
+
+    def _send(self, batch: CudaBatch, rows: Sequence[int]) -> StepTensors:
+        count = batch.num_decode
+        chunks: list[int] = []
+        first = count
+        for new, start, row in zip(batch.counts, batch.starts, rows[count:], strict=True):
+            chunks += (first, new, start, row)
+            first += new
+        tiles = prefill_tiles(batch.counts, batch.starts, self._decoder.group, self._decoder.tile_rows)
+        ids, positions, slots, lens, decode_rows, chunk_words, tile_words, sample_rows = self._upload.send(
+            (
+                batch.token_ids,
+                batch.positions,
+                batch.slots,
+                [p + 1 for p in batch.positions[:count]],
+                rows[:count],
+                chunks,
+                tiles,
+                batch.sample_rows,
+            )
+        )
+        return StepTensors(
+            token_ids=ids,
+            positions=positions,
+            slots=slots,
+            decode_lens=lens,
+            decode_rows=decode_rows,
+            chunks=chunk_words.view(-1, 4) if chunks else None,
+            tiles=tile_words.view(-1, 2) if chunks else None,
+            sample_rows=None if batch.all_rows_sampled else sample_rows,
+            splits=choose_splits(max(1, count), self._num_kv_heads, self._num_programs),
+        )
+
+    def draw(
+        self,
+        seqs: Sequence[ScheduledSeq],
+        sampled: Sequence[int],
+        prompt_rows: list[tuple[int, int]],
+        logits: Tensor,
+        eos_token_ids: Sequence[int],
+        result: StepResult,
+    ) -> None:
+        """Fill `result`, as draw_step does; plain requests with one sync."""
+        if prompt_rows or not sampled or not all(is_plain(seqs[i]) for i in sampled):
+            draw_step(seqs, sampled, prompt_rows, logits, eos_token_ids, result)
+        else:
+            self._draw.draw(seqs, sampled, logits, result)

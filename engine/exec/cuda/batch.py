@@ -1,0 +1,97 @@
+"""One step's layout for the Triton path. Rows: sequences with one new token in the order given, then the chunks.
+
+row   0 1 2 3 4 5 | 6 7 8 9 10 | 11 12 ...
+      decode      | chunk A    | chunk B
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from diptych.common.errors import InternalError
+from diptych.engine.messages import ScheduledSeq
+
+
+@dataclass(slots=True)
+class CudaBatch:
+    """What the host knows of a step; `order`, `sample_rows` and `sample_seqs` as in StepBatch.
+
+    Args:
+        slots: block * block_size + offset of each row's token.
+        num_decode: leading rows that are sequences of one new token.
+        counts, starts: new tokens and computed tokens before them, of each chunk.
+    """
+
+    order: list[int]
+    token_ids: list[int]
+    positions: list[int]
+    slots: list[int]
+    num_decode: int
+    counts: list[int]
+    starts: list[int]
+    sample_rows: list[int]
+    sample_seqs: list[int]
+
+    @property
+    def all_rows_sampled(self) -> bool:
+        return self.sample_rows == list(range(len(self.token_ids)))
+
+
+@dataclass(slots=True)
+class StepTensors:
+    """The same on the device, all int32.
+
+    Args:
+        token_ids, positions, slots: [num_rows]; a padded row has slot -1.
+        decode_lens, decode_rows: [num_decode]: tokens including the new one (0: a padded row), row of the block tables.
+        chunks, tiles: see paged_prefill; None: no chunks.
+        sample_rows: [num_samples]; None: all rows, in order.
+        splits: of the context, in decode attention.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    decode_lens: Tensor
+    decode_rows: Tensor
+    chunks: Tensor | None
+    tiles: Tensor | None
+    sample_rows: Tensor | None
+    splits: int
+
+
+def lay_out(seqs: Sequence[ScheduledSeq], block_size: int, max_model_len: int) -> CudaBatch:
+    """Raises: InternalError when a sequence breaks the scheduler's promises (block ids: see BlockTables)."""
+    for seq in seqs:
+        end = seq.start + len(seq.token_ids)
+        if not seq.token_ids or seq.start < 0 or end > max_model_len:
+            raise InternalError(f"{seq.attempt}: tokens [{seq.start}, {end}) of at most {max_model_len}")
+        if len(seq.block_table) * block_size < end:
+            raise InternalError(f"{seq.attempt}: {len(seq.block_table)} blocks do not cover {end} tokens")
+    single = [i for i, seq in enumerate(seqs) if len(seq.token_ids) == 1]
+    several = [i for i, seq in enumerate(seqs) if len(seq.token_ids) > 1]
+    batch = CudaBatch([*single, *several], [], [], [], len(single), [], [], [], [])
+    for i in single:
+        seq = seqs[i]
+        at = seq.start
+        batch.token_ids.append(seq.token_ids[0])
+        batch.positions.append(at)
+        batch.slots.append(seq.block_table[at // block_size] * block_size + at % block_size)
+        if seq.sample:
+            batch.sample_rows.append(len(batch.token_ids) - 1)
+            batch.sample_seqs.append(i)
+    for i in several:
+        seq = seqs[i]
+        span = range(seq.start, seq.start + len(seq.token_ids))
+        batch.token_ids += seq.token_ids
+        batch.positions += span
+        batch.slots += [seq.block_table[p // block_size] * block_size + p % block_size for p in span]
+        batch.counts.append(len(seq.token_ids))
+        batch.starts.append(seq.start)
+        if seq.sample:
+            batch.sample_rows.append(len(batch.token_ids) - 1)
+            batch.sample_seqs.append(i)
+    return batch

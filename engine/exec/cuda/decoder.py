@@ -1,0 +1,107 @@
+"""The decoder of the Llama family over fused kernels. No sync and no host decision inside: graphs capture it as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding
+
+from diptych.engine.exec.cuda.batch import StepTensors
+from diptych.engine.exec.kv_pool import KvPool
+from diptych.engine.exec.model_config import ModelConfig
+from diptych.engine.exec.rope import rope_tables
+from diptych.engine.exec.weights import DecoderWeights
+from diptych.engine.runner import StepAborted
+from diptych.kernels.triton_decode import paged_decode
+from diptych.kernels.triton_norm import rms_norm, silu_mul
+from diptych.kernels.triton_prefill import paged_prefill, prefill_rows
+from diptych.kernels.triton_rope import rope_write
+
+
+class CudaDecoder:
+    """Holds weights and rope tables; KV lives in the pool."""
+
+    def __init__(
+        self, config: ModelConfig, weights: DecoderWeights, pool: KvPool, block_tables: Tensor, *, max_model_len: int
+    ) -> None:
+        self._config, self._weights = config, weights
+        self._layers = [pool.tensor[:, layer] for layer in range(config.num_layers)]
+        self._tables, self._scale = block_tables, config.head_dim**-0.5
+        like = weights.embedding
+        self.group = config.num_heads // config.num_kv_heads
+        self.tile_rows = prefill_rows(config.head_dim, like.element_size(), self.group)
+        # fp32 whatever the model's dtype: the kernel rotates in fp32.
+        cos, sin = rope_tables(config.rope, config.head_dim, max_model_len, dtype=torch.float32, device=like.device)
+        self._cos, self._sin = cos[:, 0].contiguous(), sin[:, 0].contiguous()
+
+    def forward(
+        self, step: StepTensors, should_abort: Callable[[], bool] | None, *, want_logits: bool
+    ) -> Tensor | None:
+        """Compute the step's tokens and store their KV.
+
+        Returns: logits of step.sample_rows, [num_samples, vocab_size] in the model's dtype; None if they are not wanted.
+        Raises: StepAborted when should_abort() turned true between two layers.
+        """
+        weights, eps = self._weights, self._config.rms_norm_eps
+        residual = embedding(step.token_ids, weights.embedding)
+        x = rms_norm(residual, weights.layers[0].input_norm.weight, eps)
+        last = len(weights.layers) - 1
+        for index, layer in enumerate(weights.layers):
+            if should_abort is not None and should_abort():
+                raise StepAborted
+            qkv = layer.qkv(x)
+            q = rope_write(
+                qkv,
+                self._layers[index],
+                self._cos,
+                self._sin,
+                step.positions,
+                step.slots,
+                num_q_heads=self._config.num_heads,
+                q_norm=None if layer.q_norm is None else layer.q_norm.weight,
+                k_norm=None if layer.k_norm is None else layer.k_norm.weight,
+                eps=eps,
+            )
+            if index == last and not want_logits:
+                return None
+            attended = self._attend(index, q, step).flatten(1)
+            if index == last and step.sample_rows is not None:
+                # Behind the last attention only the rows whose logits are wanted matter, in the order wanted.
+                attended, residual = (t.index_select(0, step.sample_rows) for t in (attended, residual))
+            x = rms_norm(layer.o(attended), layer.post_norm.weight, eps, residual)
+            x = layer.down(silu_mul(layer.gate_up(x)))
+            after = weights.norm if index == last else weights.layers[index + 1].input_norm
+            x = rms_norm(x, after.weight, eps, residual)
+        return weights.lm_head(x)
+
+    def _attend(self, index: int, q: Tensor, step: StepTensors) -> Tensor:
+        kv, window = self._layers[index], self._config.sliding_windows[index]
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        num_decode = step.decode_lens.shape[0]
+        if num_decode:
+            paged_decode(
+                q[:num_decode],
+                kv,
+                self._tables,
+                step.decode_rows,
+                step.decode_lens,
+                scale=self._scale,
+                window=window,
+                splits=step.splits,
+                out=out[:num_decode],
+            )
+        if step.chunks is not None and step.tiles is not None:
+            paged_prefill(
+                q,
+                kv,
+                self._tables,
+                step.chunks,
+                step.tiles,
+                scale=self._scale,
+                window=window,
+                rows=self.tile_rows,
+                out=out,
+            )
+        return out

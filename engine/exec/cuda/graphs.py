@@ -1,0 +1,82 @@
+"""CUDA graphs of the decode step, one for each padded batch size.
+
+A step of n sequences replays the least graph of at least n rows; rows past n are padded: slot -1 stores nothing, length 0
+attends to nothing. Everything that changes from step to step lies in one static buffer, sent as one copy.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from diptych.engine.exec.cuda.batch import CudaBatch, StepTensors
+from diptych.engine.exec.cuda.decoder import CudaDecoder
+from diptych.engine.exec.cuda.upload import ALIGN, Upload
+from diptych.kernels.triton_decode import choose_splits
+
+GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+_SECTIONS = 5
+
+
+class DecodeGraphs:
+    """Captured at construction: before readiness. `sizes` ascending."""
+
+    def __init__(
+        self,
+        decoder: CudaDecoder,
+        device: torch.device,
+        *,
+        num_kv_heads: int,
+        num_programs: int,
+        sizes: Sequence[int] = GRAPH_SIZES,
+    ) -> None:
+        self._sizes = list(sizes)
+        self._upload = Upload(device, _SECTIONS * (max(sizes) + ALIGN))
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        pool = None
+        for size in reversed(self._sizes):  # the largest first: the others then fit into its memory
+            step = self._step(size, choose_splits(size, num_kv_heads, num_programs))
+            decoder.forward(step, None, want_logits=True)  # compiles kernels, and lets cuBLAS choose its own
+            torch.cuda.synchronize(device)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                logits = decoder.forward(step, None, want_logits=True)
+            if logits is None:
+                raise AssertionError("a decode step has logits")
+            self._graphs[size] = (graph, logits)
+            pool = pool or graph.pool()
+
+    @property
+    def max_rows(self) -> int:
+        return self._sizes[-1]
+
+    def _stride(self, size: int) -> int:
+        return -(-size // ALIGN) * ALIGN
+
+    def _step(self, size: int, splits: int) -> StepTensors:
+        words, stride = self._upload.device_words, self._stride(size)
+        words.zero_()
+        ids, positions, slots, lens, rows = (words[i * stride : i * stride + size] for i in range(_SECTIONS))
+        slots.fill_(-1)
+        return StepTensors(ids, positions, slots, lens, rows, None, None, None, splits)
+
+    def replay(self, batch: CudaBatch, table_rows: Sequence[int]) -> Tensor:
+        """Args: batch: at most max_rows decode rows and no chunk. Returns: logits of its rows, valid until the next replay."""
+        count = len(batch.token_ids)
+        size = self._sizes[bisect_left(self._sizes, count)]
+        none = [0] * (size - count)
+        self._upload.send(
+            (
+                batch.token_ids + none,
+                batch.positions + none,
+                batch.slots + [-1] * (size - count),
+                [p + 1 for p in batch.positions] + none,
+                [*table_rows, *none],
+            )
+        )
+        graph, logits = self._graphs[size]
+        graph.replay()
+        return logits[:count]

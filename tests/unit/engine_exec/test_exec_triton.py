@@ -1,0 +1,159 @@
+"""The Triton path of the runner on the CPU, through Triton's interpreter: the glue between kernels, without a GPU."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import xxhash
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from triton import knobs
+
+from diptych.common.errors import InternalError
+from diptych.common.sampling import SamplingParams
+from diptych.engine.exec.cuda.batch import lay_out
+from diptych.engine.exec.cuda.block_tables import BlockTables
+from diptych.engine.messages import ScheduledSeq
+from diptych.engine.runner import StepAborted
+from diptych.kernels.dispatch import choose_backend
+
+# The interpreter of Triton 3.6 takes loop bounds out of one-element arrays.
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
+interpreted = pytest.mark.skipif(not knobs.runtime.interpret, reason="set TRITON_INTERPRET=1")
+SMALL = {
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+GREEDY = SamplingParams(max_tokens=9, temperature=0.0)
+SEEDED = SamplingParams(max_tokens=9, seed=5, temperature=0.8, top_p=0.9, top_k=40)
+
+
+def prompts_of(*lengths):
+    rng = random.Random(3)
+    return [[rng.randrange(320) for _ in range(n)] for n in lengths]
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("architecture", "overrides", "sampling"),
+    [
+        ("LlamaForCausalLM", {}, GREEDY),
+        ("LlamaForCausalLM", {"attention_bias": True}, SEEDED),
+        ("MistralForCausalLM", {"sliding_window": 5}, GREEDY),
+        ("Qwen3ForCausalLM", {"head_dim": 16}, SEEDED),
+    ],
+)
+def test_ids_are_the_torch_paths(model_dir_of, driver_of, architecture, overrides, sampling):
+    folder = model_dir_of(architecture, **{**SMALL, **overrides})
+    prompts = prompts_of(3, 12)
+    expected = driver_of(folder).generate(prompts, 3, chunk=7, sampling=sampling)
+    driver = driver_of(folder, backend="triton")
+    driver.runner.pool.tensor.fill_(float("nan"))  # what a former owner left is never read
+    assert driver.generate(prompts, 3, chunk=7, sampling=sampling) == expected
+
+
+@interpreted
+def test_chunks_and_decodes_share_a_step_and_kv_moves(model_dir_of, driver_of):
+    folder = model_dir_of("LlamaForCausalLM", **SMALL)
+    one, two = prompts_of(9, 6)
+    plain, fused = driver_of(folder), driver_of(folder, backend="triton")
+    results = []
+    for driver in (plain, fused):
+        table, other = driver.table(12), driver.table(8)
+        first = driver.prefill(one, table, chunk=99)
+        mixed = [driver.seq(two, 0, other), driver.seq([first], 9, table, index=1)]
+        results.append([first, *driver.runner.execute(mixed).token_ids])
+        payload = bytearray(10 * driver.runner.kv_bytes_per_token + 3)
+        checksum = driver.runner.pack(table, 10, memoryview(payload))
+        assert checksum == xxhash.xxh3_64_intdigest(bytes(payload[:-3]))
+        there = driver.table(12)
+        driver.runner.unpack(there, 10, memoryview(bytes(payload)))
+        token = results[-1][2]
+        results[-1] += driver.runner.execute([driver.seq([token], 10, there, index=2)]).token_ids
+        with pytest.raises(InternalError):
+            driver.runner.pack([1], 9, memoryview(payload))
+        with pytest.raises(StepAborted):
+            driver.runner.execute(mixed, lambda: True)
+    assert results[0] == results[1]
+
+
+@interpreted
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+def test_logprobs_and_bad_rows_take_the_general_path(model_dir_of, driver_of):
+    driver = driver_of(model_dir_of("LlamaForCausalLM", **SMALL), backend="triton")
+    [prompt] = prompts_of(5)
+    step = driver.seq(prompt, 0, driver.table(8))
+    [expected] = driver.runner.execute([step]).token_ids
+    step.top_logprobs = 2
+    result = driver.runner.execute([step])
+    assert result.token_ids == [expected]
+    assert result.logprobs[0].token_id == expected
+    step.top_logprobs, step.start, step.token_ids = None, 5, [1]
+    driver.runner.pool.tensor[step.block_table[0], :, 1, 2] = float("nan")
+    assert list(driver.runner.execute([step]).bad_rows) == [0]
+
+
+def seq_of(attempt, table, *, tokens=1, start=0, sample=True):
+    return ScheduledSeq(attempt, [7] * tokens, start, table, sample, GREEDY, 0)
+
+
+def test_block_tables_send_only_what_is_new():
+    tables = BlockTables(6, 100, torch.device("cpu"), num_rows=2)
+    blocks = [10, 11, 12]
+    a, b = seq_of("a", blocks), seq_of("b", [20, 21])
+    [row_a, row_b] = tables.rows([a, b], [2, 2])
+    assert tables.tensor[row_a, :2].tolist() == [10, 11]
+    tables.tensor[row_a, 0] = 99  # would be sent again only if the start had changed
+    blocks.append(13)
+    assert tables.rows([b, a], [2, 4]) == [row_b, row_a]
+    assert tables.tensor[row_a, :4].tolist() == [99, 11, 12, 13]
+    a.block_table = [30, 31]
+    tables.rows([a], [2])
+    assert tables.tensor[row_a, :2].tolist() == [30, 31]
+    c = seq_of("c", [40])
+    assert tables.rows([c], [1]) == [row_b]  # the longest unused
+    assert tables.rows([b, c], [2, 1]) == [row_a, row_b]
+    assert tables.tensor[row_a, :2].tolist() == [20, 21]
+
+
+def test_block_tables_refuse_broken_promises():
+    tables = BlockTables(6, 100, torch.device("cpu"), num_rows=2)
+    for seqs, words in (
+        ([seq_of("a", [100])], "outside the pool"),
+        ([seq_of("a", [-1])], "outside the pool"),
+        ([seq_of("a", [1])] * 2, "twice"),
+        ([seq_of(x, [1]) for x in "abc"], "at most 2"),
+    ):
+        with pytest.raises(InternalError, match=words):
+            tables.rows(seqs, [1] * len(seqs))
+
+
+def test_layout_puts_single_tokens_first():
+    seqs = [
+        seq_of("a", [5, 6], tokens=3, start=7),
+        seq_of("b", [9], start=4),
+        seq_of("c", [1], tokens=2, sample=False),
+    ]
+    batch = lay_out(seqs, 8, 100)
+    assert batch.order == [1, 0, 2]
+    assert batch.positions == [4, 7, 8, 9, 0, 1]
+    assert batch.slots == [76, 47, 48, 49, 8, 9]
+    assert (batch.num_decode, batch.counts, batch.starts) == (1, [3, 2], [7, 0])
+    assert (batch.sample_rows, batch.sample_seqs) == ([0, 3], [1, 0])
+    for bad in (seq_of("x", [1], start=8), seq_of("x", [1], tokens=0), seq_of("x", list(range(20)), start=100)):
+        with pytest.raises(InternalError):
+            lay_out([bad], 8, 100)
+
+
+def test_the_backend_follows_the_device():
+    assert choose_backend("cpu") == "torch"
+    assert choose_backend("cuda") == "triton"
+    assert choose_backend("cuda", "torch") == "torch"
+    with pytest.raises(ValueError, match="no kernels called"):
+        choose_backend("cpu", "cutlass")
