@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from diptych.common.errors import ConfigError
 
+POLICIES = ("fcfs", "priority", "sjf", "fair")
+PREEMPTION_MODES = ("auto", "recompute", "swap")
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
@@ -18,6 +21,13 @@ class EngineConfig:
         max_num_batched_tokens: tokens of one step.
         max_step_time_s: caps a step's prefill chunk from the measured rate; None: only the token budget counts.
         initial_prefill_tokens_per_s: the first guess of that rate.
+        long_prefill_token_threshold: prompt tokens of one request in one step; 0: no such cap.
+        scheduling_policy: fcfs, priority, sjf or fair; see engine.sched.policies.
+        sjf_aging_tokens_per_s: under sjf, the work that a second of waiting outweighs.
+        tenant_cache_share: part of the pool that one tenant's cached blocks may take.
+        num_host_blocks: slots of the host tier; at most what the runner has.
+        preemption_mode: auto (by measured cost), recompute or swap (recompute where the host tier is full).
+        initial_copy_bytes_per_s: the first guess of the rate between pool and host tier.
         slab_quota_per_peer: packed and not yet settled slabs that one decode peer may hold.
         check_invariants: walk the whole block pool after every step (tests).
     """
@@ -29,6 +39,13 @@ class EngineConfig:
     max_step_time_s: float | None = 0.5
     initial_prefill_tokens_per_s: float = 150.0
     enable_prefix_caching: bool = True
+    long_prefill_token_threshold: int = 0
+    scheduling_policy: str = "fcfs"
+    sjf_aging_tokens_per_s: float = 50.0
+    tenant_cache_share: float = 1.0
+    num_host_blocks: int = 0
+    preemption_mode: str = "auto"
+    initial_copy_bytes_per_s: float = 4e9
     slab_quota_per_peer: int = 4
     check_invariants: bool = False
 
@@ -37,9 +54,28 @@ class EngineConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(name, value, "must be an integer of at least 1")
+        for name in ("long_prefill_token_threshold", "num_host_blocks"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ConfigError(name, value, "must be an integer of at least 0")
+        for name, known in (("scheduling_policy", POLICIES), ("preemption_mode", PREEMPTION_MODES)):
+            if getattr(self, name) not in known:
+                raise ConfigError(name, getattr(self, name), f"must be one of {', '.join(known)}")
+        if self.preemption_mode == "swap" and not self.num_host_blocks:
+            raise ConfigError("preemption_mode", "swap", "needs a host tier: set num_host_blocks")
+        if not 0.0 < self.tenant_cache_share <= 1.0:
+            raise ConfigError("tenant_cache_share", self.tenant_cache_share, "must be above 0 and at most 1")
+        for name in ("sjf_aging_tokens_per_s", "initial_copy_bytes_per_s"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
+                raise ConfigError(name, getattr(self, name), "must be a positive number")
         limit = self.max_step_time_s
         if limit is not None and not (math.isfinite(limit) and limit > 0):
             raise ConfigError("max_step_time_s", limit, "must be a positive number of seconds, or None for no limit")
         rate = self.initial_prefill_tokens_per_s
         if not (math.isfinite(rate) and rate > 0):
             raise ConfigError("initial_prefill_tokens_per_s", rate, "must be a positive number")
+
+    @property
+    def tenant_cache_blocks(self) -> int | None:
+        """Cached blocks that one tenant may have; None: no limit."""
+        return None if self.tenant_cache_share == 1.0 else int(self.tenant_cache_share * self.num_blocks)

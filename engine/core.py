@@ -16,6 +16,7 @@ from diptych.engine.messages import (
     AddRequest,
     Cancel,
     Command,
+    CopyKind,
     EngineEvent,
     EngineStats,
     FirstToken,
@@ -26,7 +27,7 @@ from diptych.engine.messages import (
     UnpackRange,
 )
 from diptych.engine.runner import ModelRunner, StepAborted
-from diptych.engine.sched import remote
+from diptych.engine.sched import handover, remote, results
 from diptych.engine.sched.admission import ModelLimits
 from diptych.engine.sched.output import DetokenizerFactory
 from diptych.engine.sched.scheduler import Scheduler
@@ -57,6 +58,8 @@ class EngineCore:
             raise ConfigError("block_size", config.block_size, f"the runner's blocks hold {runner.block_size} tokens")
         if config.block_size != identity.block_size:
             raise ConfigError("block_size", config.block_size, f"block identities are made for {identity.block_size}")
+        if config.num_host_blocks > runner.num_host_blocks:
+            raise ConfigError("num_host_blocks", config.num_host_blocks, f"the runner has {runner.num_host_blocks}")
         if config.num_blocks > runner.num_blocks:
             raise ConfigError("num_blocks", config.num_blocks, f"the runner's pool has {runner.num_blocks}")
         limits = ModelLimits(
@@ -76,15 +79,15 @@ class EngineCore:
         scheduler = self.scheduler
         match command:
             case AddRequest(request):
-                scheduler.add(request)
+                scheduler.add(request, self._clock.now())
             case Cancel(attempt):
                 scheduler.cancel(attempt)
             case GrantSlabs(grants):
                 scheduler.packing.grant(grants)
             case UnpackRange():
                 self._unpack(command)
-            case FirstToken(attempt, token_id):
-                remote.first_token(scheduler, attempt, token_id)
+            case FirstToken():
+                remote.first_token(scheduler, command)
             case KvComplete(attempt):
                 remote.kv_complete(scheduler, attempt)
             case RunLocally(attempt):
@@ -102,13 +105,16 @@ class EngineCore:
         """
         start = self._clock.now()
         out = self.scheduler.schedule(start)
-        if out.seqs:
+        copied = self._copy_blocks()
+        if copied:
+            start = self._clock.now()
+        if out.seqs and copied is not None:
             self._execute(out, cancelled, start)
             self.steps += 1
         packed = self._pack()
         if self._check and (violations := self.scheduler.check()):
             raise InvariantError("; ".join(violations))
-        return bool(out.seqs) or packed
+        return bool(out.seqs) or packed or copied is None
 
     def take_events(self) -> list[EngineEvent]:
         events, self._answers = self._answers, []
@@ -133,7 +139,28 @@ class EngineCore:
             for request in out.requests:
                 self.scheduler.fail(request, _internal("the model step failed", error))
             return
-        self.scheduler.update(out, result, self._clock.now() - start)
+        results.update(self.scheduler, out, result, self._clock.now() - start)
+
+    def _copy_blocks(self) -> bool | None:
+        """Carry out what the scheduler decided about blocks. Returns: whether there was anything; None when it failed.
+
+        A failed copy leaves unknown bytes in blocks that many may share: every request ends, the caches are emptied.
+        """
+        copies = self.scheduler.take_copies()
+        if not copies:
+            return False
+        start = self._clock.now()
+        try:
+            self._runner.copy_blocks(copies)
+        except Exception as error:
+            _log.exception("copying %d blocks failed", len(copies))
+            self.scheduler.fail_all(_internal("copying KV blocks failed", error))
+            self.scheduler.kv.pool.clear()
+            return None
+        num_moved = sum(copy.kind is not CopyKind.FORK for copy in copies)
+        block_bytes = self._runner.block_size * self._runner.kv_bytes_per_token
+        self.scheduler.pace.observe_copy(self._clock.now() - start, num_moved * block_bytes)
+        return True
 
     def _pack(self) -> bool:
         any_packed = False
@@ -145,13 +172,15 @@ class EngineCore:
                 _log.exception(
                     "packing tokens %d+%d of %s failed", job.first_token, job.num_tokens, job.request.attempt
                 )
-                self.scheduler.pack_failed(job, _internal("packing KV failed", error))
+                handover.pack_failed(self.scheduler, job, _internal("packing KV failed", error))
                 continue
-            self.scheduler.packed(job, checksum)
+            handover.packed(self.scheduler, job, checksum)
         return any_packed
 
     def _unpack(self, command: UnpackRange) -> None:
         job = remote.plan_unpack(self.scheduler, command)
+        if job is not None and self._copy_blocks() is None:
+            job = None  # the request has ended
         if job is not None:
             try:
                 self._runner.unpack(job.block_ids, job.num_tokens, command.payload)

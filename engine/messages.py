@@ -250,7 +250,7 @@ class CacheCleared:
 
 @dataclass(frozen=True, slots=True)
 class TierStored:
-    """Blocks that entered a tier below the prefix cache. `sequence` counts the events of the tier in this epoch."""
+    """Blocks that entered a tier below the prefix cache. `sequence` counts the events of the tier, from 1 on."""
 
     tier: str
     sequence: int

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from diptych.common.errors import DiptychError, InternalError, InvalidRequestError, PromptTooLongError
+from diptych.common.sampling import SamplingParams
 from diptych.engine.config import EngineConfig
 from diptych.engine.messages import EngineRequest, KvMode
-from diptych.engine.sched.output import DetokenizerFactory, OutputProcessor
+from diptych.engine.sched.output import DetokenizerFactory, LateStops, OutputProcessor, RequestDetokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,9 @@ def check_request(
     """
     prompt, forced = request.prompt_token_ids, request.output_token_ids
     _check_ids(prompt, forced, limits.vocab_size)
+    _check_parameter_ids(request.sampling, limits.vocab_size)
+    if forced and request.sampling.num_choices > 1:
+        raise InvalidRequestError("a request with several choices cannot go on where another ended", param="n")
     num_prompt = len(prompt)
     if num_prompt >= limits.max_model_len:
         raise PromptTooLongError(
@@ -65,15 +69,33 @@ def check_request(
             f"prompt and max_tokens need KV of {total - 1} tokens; this worker's pool holds {pool_tokens}",
             param="max_tokens",
         )
+    output = make_output(request.sampling, limits, total - num_prompt, detokenizer_factory)
     try:
-        detokenizer = detokenizer_factory(request.sampling) if detokenizer_factory is not None else None
-        output = OutputProcessor(request.sampling, limits.eos_token_ids, total - num_prompt, detokenizer)
         output.prime(forced)
-    except DiptychError:
-        raise
     except Exception as error:  # one request's text must not end the engine
         raise InternalError(f"making text of the tokens failed: {type(error).__name__}: {error}") from error
     return output
+
+
+def make_output(
+    sampling: SamplingParams,
+    limits: ModelLimits,
+    max_outputs: int,
+    detokenizer_factory: DetokenizerFactory | None,
+) -> OutputProcessor:
+    """The output processor of one choice. Raises: InvalidRequestError for stop strings without a detokenizer;
+    InternalError when the detokenizer cannot be made."""
+    detokenizer: RequestDetokenizer | None = None
+    try:
+        if detokenizer_factory is not None and sampling.min_tokens and sampling.stop:
+            detokenizer = LateStops(detokenizer_factory(replace(sampling, stop=())), sampling.stop, sampling.min_tokens)
+        elif detokenizer_factory is not None:
+            detokenizer = detokenizer_factory(sampling)
+    except DiptychError:
+        raise
+    except Exception as error:
+        raise InternalError(f"making text of the tokens failed: {type(error).__name__}: {error}") from error
+    return OutputProcessor(sampling, limits.eos_token_ids, max_outputs, detokenizer)
 
 
 def _check_ids(prompt: tuple[int, ...], forced: tuple[int, ...], vocab_size: int) -> None:
@@ -82,3 +104,16 @@ def _check_ids(prompt: tuple[int, ...], forced: tuple[int, ...], vocab_size: int
     for name, ids in (("prompt_token_ids", prompt), ("output_token_ids", forced)):
         if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
             raise InvalidRequestError(f"{name} must be between 0 and {vocab_size - 1}", param=name)
+
+
+def _check_parameter_ids(sampling: SamplingParams, vocab_size: int) -> None:
+    """Checked at the edge already; here because one id outside would spoil a whole batch."""
+    lists = {
+        "stop_token_ids": sampling.stop_token_ids,
+        "allowed_token_ids": sampling.allowed_token_ids,
+        "logit_bias": tuple(token for token, _ in sampling.logit_bias),
+        "bad_words": tuple(token for word in sampling.bad_words for token in word),
+    }
+    for name, ids in lists.items():
+        if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+            raise InvalidRequestError(f"{name} must be below the vocabulary size {vocab_size}", param=name)

@@ -8,6 +8,9 @@ A block is in exactly one place:
      +----release, no key-----+                                                 |
      +------------------------------------evict---------------------------------+
 
+An evicted block's bytes may go to the host tier: `copies` says so, in order, and whoever owns the runner carries them out
+before anything is computed or written. With a quota a tenant's cached blocks beyond it go first when the tenant caches more.
+
 A reservation is a count of free blocks that have no owner's id yet: `reserve` makes room for it by evicting, so
 
     free + running + cached + reserved == total
@@ -19,14 +22,36 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from diptych.engine.messages import BlockCounts, BlocksEvicted, BlocksStored, CacheCleared, CacheDump, CacheEvent
+from diptych.engine.messages import (
+    BlockCopy,
+    BlockCounts,
+    BlocksEvicted,
+    BlocksStored,
+    CacheCleared,
+    CacheDump,
+    CacheEvent,
+    CopyKind,
+)
+from diptych.engine.sched.host_tier import HostTier
 
 
 class BlockPool:
-    """Blocks 0 .. num_blocks-1 of a KV pool. Every method is O(blocks named), `check` alone walks them all."""
+    """Blocks 0 .. num_blocks-1 of a KV pool. Every method is O(blocks named), `check` alone walks them all.
 
-    def __init__(self, num_blocks: int) -> None:
+    Args:
+        tenant_quota: cached blocks (held by nobody) that one tenant may have; None: no limit.
+    """
+
+    def __init__(self, num_blocks: int, host: HostTier | None = None, tenant_quota: int | None = None) -> None:
         self.num_blocks = num_blocks
+        self.host = host or HostTier(0)
+        self.copies: list[BlockCopy] = []
+        """Still to be carried out, in this order."""
+        self._quota = tenant_quota
+        self._tenants: dict[int, str] = {}
+        """With a quota: whose a block with a key is."""
+        self._cached_of: dict[str, dict[int, None]] = {}
+        """With a quota: a tenant's evictable blocks, oldest first."""
         self._free = list(range(num_blocks - 1, -1, -1))
         self._refs = [0] * num_blocks
         self._keys: list[bytes | None] = [None] * num_blocks
@@ -93,7 +118,7 @@ class BlockPool:
         """One more reference on blocks that are running or cached."""
         for block in blocks:
             if self._refs[block] == 0:
-                del self._evictable[block]
+                self._leave_cache(block)
                 self._num_running += 1
             self._refs[block] += 1
 
@@ -108,7 +133,7 @@ class BlockPool:
                 if self._keys[block] is None:
                     self._free.append(block)
                 else:
-                    self._evictable[block] = None
+                    self._enter_cache(block)
 
     def _take(self, count: int) -> list[int]:
         if count == 0:
@@ -122,10 +147,34 @@ class BlockPool:
 
     def _make_room(self, count: int) -> None:
         while len(self._free) - self._reserved < count:
-            block = next(iter(self._evictable))
-            del self._evictable[block]
-            self._forget_key(block)
-            self._free.append(block)
+            self._evict(next(iter(self._evictable)))
+
+    def _evict(self, block: int) -> None:
+        self._leave_cache(block)
+        key = self._keys[block]
+        assert key is not None
+        if self.host.num_slots and (slot := self.host.store(key)) is not None:
+            self.copies.append(BlockCopy(CopyKind.TO_HOST, block, slot))
+        self._forget_key(block)
+        self._free.append(block)
+
+    def _enter_cache(self, block: int) -> None:
+        self._evictable[block] = None
+        if self._quota is None:
+            return
+        mine = self._cached_of.setdefault(self._tenants[block], {})
+        mine[block] = None
+        if len(mine) > self._quota:
+            self._evict(next(iter(mine)))
+
+    def _leave_cache(self, block: int) -> None:
+        del self._evictable[block]
+        if self._quota is not None:
+            tenant = self._tenants[block]
+            mine = self._cached_of[tenant]
+            del mine[block]
+            if not mine:
+                del self._cached_of[tenant]
 
     # ---- prefix cache ----
 
@@ -142,13 +191,15 @@ class BlockPool:
     def num_evictable(self, blocks: Iterable[int]) -> int:
         return sum(1 for block in blocks if self._refs[block] == 0)
 
-    def publish(self, block: int, key: bytes) -> None:
+    def publish(self, block: int, key: bytes, tenant: str = "") -> None:
         """Enter an owned block, full and trusted, into the prefix cache. A key that is there already keeps its block."""
         assert self._refs[block] > 0, f"block {block} enters the cache without an owner"
         if key in self._by_key or self._keys[block] is not None:
             return
         self._keys[block] = key
         self._by_key[key] = block
+        if self._quota is not None:
+            self._tenants[block] = tenant
         if self._evicted:
             self._flush_cache_events()
         self._stored.append(key)
@@ -156,12 +207,14 @@ class BlockPool:
     def discard(self, blocks: Iterable[int]) -> None:
         """Take blocks out of the prefix cache (their content is not trusted any more); owners keep them."""
         for block in blocks:
-            if self._keys[block] is None:
+            key = self._keys[block]
+            if key is None:
                 continue
-            self._forget_key(block)
+            self.host.discard(key)
             if self._refs[block] == 0:
-                del self._evictable[block]
+                self._leave_cache(block)
                 self._free.append(block)
+            self._forget_key(block)
 
     def clear(self) -> None:
         """Empty the prefix cache and begin a new epoch; owned blocks stay with their owners."""
@@ -171,6 +224,9 @@ class BlockPool:
         self._by_key.clear()
         self._free.extend(self._evictable)
         self._evictable.clear()
+        self._cached_of.clear()
+        self._tenants.clear()
+        self.host.clear()
         self.epoch += 1
         self.sequence = 0
         self._events.append(CacheCleared(self.epoch))
@@ -184,12 +240,13 @@ class BlockPool:
     def dump(self) -> CacheDump:
         """The cache as of `sequence`. Call `take_events` first, so that no event is under way."""
         self._flush_cache_events()
-        return CacheDump(self.epoch, self.sequence, tuple(self._by_key))
+        return CacheDump(self.epoch, self.sequence, tuple(self._by_key), self.host.sequence, self.host.keys)
 
     def _forget_key(self, block: int) -> None:
         key = self._keys[block]
         assert key is not None
         self._keys[block] = None
+        self._tenants.pop(block, None)
         del self._by_key[key]
         if self._stored:
             self._flush_cache_events()
@@ -240,6 +297,10 @@ class BlockPool:
                 out.append(f"block {block} is free and has a key")
             if block in self._evictable and key is None:
                 out.append(f"block {block} is evictable and has no key")
+            if self._quota is not None and block in self._evictable:
+                mine = self._cached_of.get(self._tenants.get(block, ""), {})
+                if block not in mine or len(mine) > self._quota:
+                    out.append(f"block {block}: its tenant's books are off")
             if key is not None and self._by_key.get(key) != block:
                 out.append(f"block {block}: the index does not know its key")
             if owned is not None and owned.get(block, 0) != refs:

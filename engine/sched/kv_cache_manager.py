@@ -1,25 +1,48 @@
-"""Blocks of requests: what they need, their hits in the prefix cache, growth, and what enters the cache."""
+"""Blocks of requests: what they need, their hits in the prefix cache and the host tier, growth, forks, swaps, and what enters
+the cache."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
+from diptych.engine.messages import BlockCopy, CopyKind, KvMode
 from diptych.engine.sched.block_pool import BlockPool
+from diptych.engine.sched.host_tier import HostTier
 from diptych.engine.sched.request import Request, State
 
 
 class KvCacheManager:
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool) -> None:
-        self.pool = BlockPool(num_blocks)
+    """Args:
+    worth_restoring: whether so many tokens are rather copied from the host tier than computed again.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool,
+        *,
+        num_host_blocks: int = 0,
+        tenant_quota: int | None = None,
+        worth_restoring: Callable[[int], bool] = lambda num_tokens: True,
+    ) -> None:
+        self.host = HostTier(num_host_blocks)
+        self.pool = BlockPool(num_blocks, self.host, tenant_quota)
         self.block_size = block_size
         self._caching = enable_prefix_caching
+        self._worth_restoring = worth_restoring
+        self.restored_tokens = 0
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
     def blocks_at_admission(self, request: Request) -> int:
-        """Of all its tokens and the one to come: a request that was just admitted never has to grow at once."""
-        return self.blocks_for(min(request.num_tokens + 1, request.max_kv_tokens))
+        """Of all its tokens and the one to come: a request that was just admitted never has to grow at once. And one more for
+        each sibling that will be forked from it, as far as the pool goes."""
+        need = self.blocks_for(min(request.num_tokens + 1, request.max_kv_tokens))
+        if request.choices is None or request.mode is KvMode.PREFILL or request.num_outputs:
+            return need
+        return max(need, min(need + len(request.choices.numbers) - 1, self.pool.num_blocks))
 
     def fits(self, request: Request, spare: int = 0) -> bool:
         """Could it be admitted now, leaving `spare` blocks over?"""
@@ -28,30 +51,38 @@ class KvCacheManager:
         return self.blocks_at_admission(request) - len(hits) + spare <= left
 
     def admit(self, request: Request, *, reserve: bool) -> bool:
-        """Pin the cached prefix and take (or, with `reserve`, count) the blocks of the rest; False: nothing was taken.
+        """Pin the cached prefix, bring back what follows it in the host tier, and take (or, with `reserve`, count) the blocks
+        of the rest; False: nothing was taken.
 
-        On success `num_computed` stands at the end of the cached prefix. A hit ends before the last token whose logits are
-        needed, so that shared blocks are never written: at most `block_size * ((num_prompt - 1) // block_size)` tokens,
-        and after a preemption the same with all tokens.
+        On success `num_computed` stands at the end of the cached prefix; of a swapped request, where it stood. A hit ends
+        before the last token whose logits are needed, so that shared blocks are never written: at most
+        `block_size * ((num_prompt - 1) // block_size)` tokens, and after a preemption the same with all tokens.
         """
+        if request.swapped:
+            return self._swap_in(request)
         hits = self._hits(request)
         self.pool.pin(hits)
+        slots, keys = self._stored_behind(request, len(hits))
+        self.host.protect(keys)
         need = self.blocks_at_admission(request) - len(hits)
+        # What is copied in needs block ids at once, even where the rest is only counted.
+        blocks = self.pool.allocate(len(slots) if reserve else need) if need <= self.pool.available else None
+        self.host.protect(())
+        if blocks is None:
+            self.pool.release(reversed(hits))
+            return False
         if reserve:
-            if not self.pool.reserve(need):
-                self.pool.release(reversed(hits))
-                return False
-            request.num_reserved = need
-            request.block_ids.extend(hits)
-        else:
-            blocks = self.pool.allocate(need)
-            if blocks is None:
-                self.pool.release(reversed(hits))
-                return False
-            request.block_ids.extend(hits)
-            request.block_ids.extend(blocks)
-        request.num_computed = len(hits) * self.block_size
-        request.num_published = len(hits)
+            request.num_reserved = need - len(slots)
+            reserved = self.pool.reserve(request.num_reserved)
+            assert reserved, "counted before"
+        for slot, block, key in zip(slots, blocks, keys, strict=False):
+            self.pool.copies.append(BlockCopy(CopyKind.FROM_HOST, slot, block))
+            self.pool.publish(block, key, request.tenant)
+        request.block_ids.extend(hits)
+        request.block_ids.extend(blocks)
+        request.num_published = len(hits) + len(slots)
+        request.num_computed = request.num_published * self.block_size
+        self.restored_tokens += len(slots) * self.block_size
         return True
 
     def bind(self, request: Request) -> None:
@@ -60,12 +91,41 @@ class KvCacheManager:
             request.block_ids.extend(self.pool.bind(request.num_reserved))
             request.num_reserved = 0
 
+    def needs_block(self, request: Request) -> bool:
+        """A decoding request whose next token has no block of its own."""
+        return request.shares_tail or len(request.block_ids) * self.block_size < len(request.token_ids)
+
     def grow(self, request: Request) -> bool:
-        """One more block; False when there is none."""
+        """A block of its own for the next token: one more, or a copy of a tail that has other owners; False when there is
+        none."""
+        if request.shares_tail:
+            return self._own_tail(request)
         block = self.pool.allocate(1)
         if block is None:
             return False
         request.block_ids.extend(block)
+        return True
+
+    def fork(self, request: Request, sibling: Request) -> None:
+        """The sibling owns the computed blocks too; whoever writes to a tail that others own copies it first."""
+        blocks = request.block_ids[: self.blocks_for(request.num_computed)]
+        self.pool.pin(blocks)
+        sibling.block_ids.extend(blocks)
+        sibling.num_computed = request.num_computed
+        sibling.num_published = request.num_published
+        if request.num_computed % self.block_size:
+            request.shares_tail = sibling.shares_tail = True
+
+    def swap_out(self, request: Request) -> bool:
+        """Its computed KV goes to the host tier and its blocks back; False: no room there, nothing has changed."""
+        count = self.blocks_for(request.num_computed)
+        slots = self.host.take(count)
+        if not count or slots is None:
+            return False
+        for block, slot in zip(request.block_ids, slots, strict=False):
+            self.pool.copies.append(BlockCopy(CopyKind.TO_HOST, block, slot))
+        self.free(request)
+        request.swapped = slots
         return True
 
     def publish(self, request: Request) -> None:
@@ -76,7 +136,7 @@ class KvCacheManager:
             return
         keys = request.keys(full)
         for i in range(first, full):
-            self.pool.publish(request.block_ids[i], keys[i])
+            self.pool.publish(request.block_ids[i], keys[i], request.tenant)
         request.num_published = full
 
     def free(self, request: Request) -> None:
@@ -85,7 +145,10 @@ class KvCacheManager:
         self.pool.release(reversed(request.block_ids))
         request.block_ids.clear()
         request.num_published = 0
+        request.shares_tail = False
         request.covered.clear()
+        self.host.give(request.swapped)
+        request.swapped = []
 
     def distrust(self, request: Request) -> None:
         """Nothing that this request read or wrote stays in the prefix cache."""
@@ -95,20 +158,65 @@ class KvCacheManager:
         """Full walk: the pool's law, and every reference is some request's."""
         owned: dict[int, int] = {}
         reserved = 0
+        swapped: list[int] = []
         out: list[str] = []
         for request in requests:
             reserved += request.num_reserved
+            swapped.extend(request.swapped)
             for block in request.block_ids:
                 owned[block] = owned.get(block, 0) + 1
             if request.num_reserved and request.state is not State.WAITING_FOR_REMOTE_KV:
                 out.append(f"attempt {request.attempt} holds a reservation in state {request.state.value}")
+            if request.swapped and request.state is not State.PREEMPTED:
+                out.append(f"attempt {request.attempt} is swapped out in state {request.state.value}")
         if reserved != self.pool.counts.reserved:
             out.append(f"blocks: reserved {self.pool.counts.reserved}, by the requests' account {reserved}")
-        return out + self.pool.check(owned)
+        return out + self.host.check(swapped) + self.pool.check(owned)
+
+    def _own_tail(self, request: Request) -> bool:
+        index = request.num_computed // self.block_size
+        shared = request.block_ids[index]
+        if self.pool.refs(shared) > 1:
+            block = self.pool.allocate(1)
+            if block is None:
+                return False
+            self.pool.copies.append(BlockCopy(CopyKind.FORK, shared, block[0]))
+            request.block_ids[index] = block[0]
+            self.pool.release((shared,))
+        request.shares_tail = False
+        return True
+
+    def _swap_in(self, request: Request) -> bool:
+        blocks = self.pool.allocate(self.blocks_at_admission(request))
+        if blocks is None:
+            return False
+        for slot, block in zip(request.swapped, blocks, strict=False):
+            self.pool.copies.append(BlockCopy(CopyKind.FROM_HOST, slot, block))
+        # The slots may be stored to again from here on: copies are carried out in order.
+        self.host.give(request.swapped)
+        request.swapped = []
+        request.block_ids.extend(blocks)
+        return True
 
     def _hits(self, request: Request) -> list[int]:
-        if not self._caching:
+        if not self._caching or request.swapped:
             return []
-        known = request.num_tokens if request.state is State.PREEMPTED else request.num_prompt
-        limit = (known - 1) // self.block_size
+        limit = self._hit_limit(request)
         return self.pool.find(request.keys(limit)[:limit])
+
+    def _hit_limit(self, request: Request) -> int:
+        """Blocks that may come from a cache."""
+        known = request.num_tokens if request.state is State.PREEMPTED else request.num_prompt
+        if request.prompt_logprobs_from is not None:
+            known = request.prompt_logprobs_from  # the row before that token must be computed
+        return (known - 1) // self.block_size
+
+    def _stored_behind(self, request: Request, num_hits: int) -> tuple[list[int], list[bytes]]:
+        """Slots and keys of the blocks that go on where the hits end, if copying them is worth it."""
+        if not self.host.num_slots or not self._caching:
+            return [], []
+        keys = request.keys(limit := self._hit_limit(request))[num_hits:limit]
+        slots = self.host.find(keys)
+        if not slots or not self._worth_restoring(len(slots) * self.block_size):
+            return [], []
+        return slots, keys[: len(slots)]

@@ -2,6 +2,7 @@
 
 EOS (unless ignore_eos) and stop_token_ids   the id counts among the outputs, the text excludes it
 stop strings                                 the text is cut in front of the string; all ids so far count
+                                             (include_stop_str_in_output: the text ends with the string, or the token's text)
 max_tokens, end of the context               LENGTH
 """
 
@@ -11,6 +12,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+from diptych.common.detokenizer import StopChecker
+from diptych.common.detokenizer import TextPiece as Piece
 from diptych.common.errors import InvalidRequestError
 from diptych.common.sampling import FinishReason, SamplingParams
 
@@ -41,6 +44,28 @@ DetokenizerFactory = Callable[[SamplingParams], RequestDetokenizer]
 """Makes the detokenizer of one request; the sampling parameters carry its stop strings."""
 
 
+class LateStops:
+    """Looks for stop strings from the min_tokens-th token on: text from before is not looked at.
+
+    Args:
+        inner: a detokenizer without stop strings.
+    """
+
+    def __init__(self, inner: RequestDetokenizer, stops: tuple[str, ...], min_tokens: int) -> None:
+        self._inner = inner
+        self._stops = StopChecker(stops)
+        self._left = min_tokens
+
+    def push(self, token_id: int) -> TextPiece:
+        self._left -= 1
+        piece = self._inner.push(token_id)
+        return piece if self._left > 0 else Piece(*self._stops.push(piece.text))
+
+    def finish(self) -> TextPiece:
+        text, stop = self._stops.push(self._inner.finish().text)
+        return Piece(text, stop) if stop is not None else Piece(text + self._stops.flush())
+
+
 @dataclass(frozen=True, slots=True)
 class Finish:
     reason: FinishReason
@@ -56,7 +81,7 @@ class OutputProcessor:
     Raises: InvalidRequestError for stop strings without a detokenizer.
     """
 
-    __slots__ = ("_detokenizer", "_eos", "_max_outputs", "_stop_ids", "finish", "num_outputs")
+    __slots__ = ("_detokenizer", "_eos", "_include_stop", "_max_outputs", "_stop_ids", "finish", "num_outputs")
 
     def __init__(
         self,
@@ -68,6 +93,7 @@ class OutputProcessor:
         self._eos = frozenset() if sampling.ignore_eos else eos_token_ids
         self._stop_ids = self._eos.union(sampling.stop_token_ids)
         self._max_outputs = max_outputs
+        self._include_stop = sampling.include_stop_str_in_output
         self._detokenizer = detokenizer
         if sampling.stop and detokenizer is None:
             raise InvalidRequestError("stop strings need a tokenizer, and this engine has none", param="stop")
@@ -85,7 +111,9 @@ class OutputProcessor:
         """Count one output token. Returns: the text that became certain; sets `finish` when it was the last token."""
         self.num_outputs += 1
         if token_id in self._stop_ids:
-            text = self._flush()
+            text = self._shown_stop(token_id) if self._include_stop else ""
+            if self.finish is None:
+                text += self._flush()
             if self.finish is None:
                 self.finish = Finish(FinishReason.STOP, stop_token_id=None if token_id in self._eos else token_id)
             return text
@@ -101,7 +129,11 @@ class OutputProcessor:
     def _flush(self) -> str:
         return self._show(self._detokenizer.finish()) if self._detokenizer is not None else ""
 
+    def _shown_stop(self, token_id: int) -> str:
+        return self._show(self._detokenizer.push(token_id)) if self._detokenizer is not None else ""
+
     def _show(self, piece: TextPiece) -> str:
-        if piece.stop is not None:
-            self.finish = Finish(FinishReason.STOP, stop_string=piece.stop)
-        return piece.text
+        if piece.stop is None:
+            return piece.text
+        self.finish = Finish(FinishReason.STOP, stop_string=piece.stop)
+        return piece.text + piece.stop if self._include_stop else piece.text

@@ -9,7 +9,7 @@ MIN_MEASURED_TOKENS = 16
 
 
 class Pace:
-    """Durations come in by `observe`; no clock inside.
+    """Durations come in by `observe` and `observe_copy`; no clock inside.
 
     Args:
         max_step_time_s: the time budget of a step; None: no cap.
@@ -18,10 +18,14 @@ class Pace:
             MIN_MEASURED_TOKENS, so that a rate that fell is measured again.
     """
 
-    def __init__(self, max_step_time_s: float | None, first_guess: float, min_chunk: int) -> None:
+    def __init__(
+        self, max_step_time_s: float | None, first_guess: float, min_chunk: int, copy_first_guess: float = 4e9
+    ) -> None:
         self._max_step_time_s = max_step_time_s
         self._min_chunk = min_chunk
-        self._rate = first_guess
+        self.rate = first_guess
+        """Prefill tokens per second, measured or guessed."""
+        self.copy_bytes_per_s = copy_first_guess
         self.prefill_tokens_per_s = 0.0
         """0.0: nothing measured yet."""
         self.decode_step_s = 0.0
@@ -31,7 +35,7 @@ class Pace:
         if self._max_step_time_s is None:
             return None
         left = self._max_step_time_s - (self.decode_step_s if num_decode else 0.0)
-        return max(self._min_chunk, int(left * self._rate))
+        return max(self._min_chunk, int(left * self.rate))
 
     def observe(self, duration_s: float, num_prefill: int, num_decode: int) -> None:
         if duration_s <= 0.0:
@@ -45,7 +49,12 @@ class Pace:
         # that a decode figure gone stale cannot make the rate explode.
         prefill_s = max(duration_s - (self.decode_step_s if num_decode else 0.0), duration_s / 2)
         self.prefill_tokens_per_s = self._mix(self.prefill_tokens_per_s, num_prefill / prefill_s)
-        self._rate = self.prefill_tokens_per_s
+        self.rate = self.prefill_tokens_per_s
+
+    def observe_copy(self, duration_s: float, size_bytes: int) -> None:
+        """Blocks went to or came from the host tier."""
+        if duration_s > 0.0 and size_bytes:
+            self.copy_bytes_per_s = self._mix(self.copy_bytes_per_s, size_bytes / duration_s)
 
     @staticmethod
     def _mix(old: float, new: float) -> float:

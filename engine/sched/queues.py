@@ -1,53 +1,85 @@
-"""Requests that wait for admission, in the order in which they are tried."""
+"""Requests that wait for admission, in the order in which the policy has them tried."""
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 
 from diptych.engine.messages import KvMode
+from diptych.engine.sched.policies import Key, Policy
 from diptych.engine.sched.request import Request
 
 
+class _Sorted:
+    """One sorted list a group. The keys are unique, so no two requests are ever compared."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._groups: dict[str, list[tuple[Key, Request]]] = {}
+        self._where: dict[str, tuple[str, Key]] = {}
+
+    def __len__(self) -> int:
+        return len(self._where)
+
+    def __contains__(self, request: Request) -> bool:
+        return request.attempt in self._where
+
+    def push(self, request: Request) -> None:
+        group, key = self._policy.group(request), self._policy.order(request)
+        insort(self._groups.setdefault(group, []), (key, request), key=lambda entry: entry[0])
+        self._where[request.attempt] = (group, key)
+
+    def remove(self, request: Request) -> None:
+        group, key = self._where.pop(request.attempt)
+        waiting = self._groups[group]
+        del waiting[bisect_left(waiting, key, key=lambda entry: entry[0])]
+        if not waiting:
+            del self._groups[group]
+
+    def head(self) -> tuple[float, Key, Request] | None:
+        best: tuple[float, Key, Request] | None = None
+        for group, waiting in self._groups.items():
+            key, request = waiting[0]
+            share = self._policy.share(group)
+            if best is None or (share, key) < best[:2]:
+                best = (share, key, request)
+        return best
+
+
 class WaitingQueues:
-    """Preempted requests (and those that gave up on remote KV) first, oldest first; then the others by arrival.
+    """REMOTE requests compute nothing when they are admitted, so they can be walked apart."""
 
-    REMOTE ones compute nothing when they are admitted, so they can be walked apart.
-    """
-
-    def __init__(self) -> None:
-        self._returned: list[Request] = []
-        self._compute: dict[str, Request] = {}
-        self._remote: dict[str, Request] = {}
+    def __init__(self, policy: Policy) -> None:
+        self._compute = _Sorted(policy)
+        self._remote = _Sorted(policy)
         self.num_tokens_to_compute = 0
         """Tokens of all requests here that will be computed on this worker, before any cache hit."""
 
     def __len__(self) -> int:
-        return len(self._returned) + len(self._compute) + len(self._remote)
+        return len(self._compute) + len(self._remote)
 
     def push(self, request: Request) -> None:
-        if request.mode is KvMode.REMOTE:
-            self._remote[request.attempt] = request
+        if request.mode is KvMode.REMOTE and not request.returned:
+            self._remote.push(request)
         else:
-            self._compute[request.attempt] = request
-            self.num_tokens_to_compute += len(request.token_ids)
+            self._compute.push(request)
+            self.num_tokens_to_compute += request.num_tokens - request.num_computed
 
     def push_returned(self, request: Request) -> None:
-        insort(self._returned, request, key=lambda r: r.arrival)
-        self.num_tokens_to_compute += len(request.token_ids)
+        """It was preempted, or gave up on remote KV: it waits before others of its class."""
+        request.returned = True
+        self.push(request)
 
     def remove(self, request: Request) -> None:
-        if self._remote.pop(request.attempt, None) is not None:
+        if request in self._remote:
+            self._remote.remove(request)
             return
-        if self._compute.pop(request.attempt, None) is None:
-            self._returned.remove(request)
-        self.num_tokens_to_compute -= len(request.token_ids)
+        self._compute.remove(request)
+        self.num_tokens_to_compute -= request.num_tokens - request.num_computed
 
     def head(self, *, may_compute: bool) -> Request | None:
         """Who is next; without `may_compute`, among the REMOTE ones only."""
-        compute: Request | None = None
-        if may_compute:
-            compute = self._returned[0] if self._returned else next(iter(self._compute.values()), None)
-        remote = next(iter(self._remote.values()), None)
-        if compute is None or (remote is not None and not self._returned and remote.arrival < compute.arrival):
-            return remote
-        return compute
+        compute = self._compute.head() if may_compute else None
+        remote = self._remote.head()
+        if compute is None or (remote is not None and remote[:2] < compute[:2]):
+            return remote[2] if remote is not None else None
+        return compute[2]

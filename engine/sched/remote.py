@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from diptych.common.errors import InternalError
-from diptych.engine.messages import UnpackRange
+from diptych.engine.messages import FirstToken, KvMode, UnpackRange
+from diptych.engine.sched import results
 from diptych.engine.sched.request import Request, State
 from diptych.engine.sched.scheduler import Scheduler
 
@@ -49,15 +50,28 @@ def unpacked(job: UnpackJob) -> None:
     job.request.covered.update(range(job.first_block, job.first_block + len(job.block_ids)))
 
 
-def first_token(scheduler: Scheduler, attempt: str, token_id: int) -> None:
-    """Streamed at once; it may end the request. Ignored when the attempt is past it: a token that was sent stays."""
-    request = _waiting(scheduler, attempt)
+def first_token(scheduler: Scheduler, command: FirstToken) -> None:
+    """Streamed at once; it may end the request. Ignored when the attempt is past it: a token that was sent stays. Those of
+    several choices wait until all are here and so is the KV that they share."""
+    request = _waiting(scheduler, command.attempt)
     if request is None or request.num_outputs > 0:
         return
-    if not 0 <= token_id < scheduler.limits.vocab_size:
-        scheduler.fail(request, InternalError(f"prefill sent token {token_id}, which is outside the vocabulary"))
+    if not 0 <= command.token_id < scheduler.limits.vocab_size:
+        scheduler.fail(
+            request, InternalError(f"prefill sent token {command.token_id}, which is outside the vocabulary")
+        )
         return
-    scheduler.take_token(request, token_id)
+    group = request.choices
+    if group is None:
+        results.take_token(scheduler, request, command.token_id, command.logprobs)
+    elif command.choice not in group.numbers:
+        scheduler.fail(request, InternalError(f"prefill sent a token of choice {command.choice}: there is none"))
+        return
+    elif group.withholds and command.logprobs is None:
+        scheduler.fail(request, InternalError("prefill sent a token without logprobs: best_of needs them"))
+        return
+    else:
+        group.first_tokens.setdefault(command.choice, (command.token_id, command.logprobs))
     _join_if_ready(scheduler, request)
 
 
@@ -85,11 +99,37 @@ def run_locally(scheduler: Scheduler, attempt: str) -> None:
     if request is None:
         return
     if request.state is State.WAITING_FOR_REMOTE_KV:
-        scheduler.run_locally(request)
+        # Compute from the pinned prefix on, in the blocks that are counted for it already.
+        del scheduler.remote[attempt]
+        scheduler.kv.bind(request)
+        request.covered.clear()
+        request.move(State.RUNNING)
+        scheduler.prefilling[attempt] = request
     elif request.state is State.WAITING:
-        scheduler.queue_locally(request)
+        scheduler.waiting.remove(request)
+        request.mode = KvMode.LOCAL
+        scheduler.waiting.push_returned(request)
 
 
 def _join_if_ready(scheduler: Scheduler, request: Request) -> None:
-    if request.state is State.WAITING_FOR_REMOTE_KV and request.kv_complete and request.num_outputs > 0:
-        scheduler.join(request)
+    """All KV but the last token's is here: the request runs, computing one token a step."""
+    if request.state is not State.WAITING_FOR_REMOTE_KV:
+        return
+    group = request.choices
+    if group is not None and len(group.first_tokens) == len(group.numbers) and not request.num_outputs:
+        # One token each is the end of them all: no KV is needed.
+        if request.kv_complete or request.max_tokens_total == request.num_prompt + 1:
+            _join(scheduler, request)
+            results.spread(scheduler, request, [group.first_tokens[number] for number in group.numbers])
+    elif request.kv_complete and request.num_outputs > 0:
+        _join(scheduler, request)
+
+
+def _join(scheduler: Scheduler, request: Request) -> None:
+    del scheduler.remote[request.attempt]
+    scheduler.kv.bind(request)
+    request.move(State.RUNNING)
+    scheduler.decoding[request.attempt] = request
+    if request.kv_complete:
+        request.num_computed = request.kv_target
+        scheduler.kv.publish(request)

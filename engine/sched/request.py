@@ -9,11 +9,12 @@
                         |
                         +--PREFILL computed--> PACKING --all packed--> FINISHED_HANDED_OFF
 
-Every state that is not final may also go to FINISHED_CANCELLED or FINISHED_FAILED.
+Every state that is not final may also go to FINISHED_CANCELLED or FINISHED_FAILED. A sibling made by a fork begins RUNNING.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ from diptych.common.block_identity import BlockHasher, IdentityHeader
 from diptych.engine.messages import EngineRequest, KvMode, ScheduledSeq
 
 if TYPE_CHECKING:
+    from diptych.engine.sched.choices import Choices
     from diptych.engine.sched.output import OutputProcessor
 
 
@@ -71,9 +73,11 @@ class Request:
     """
 
     __slots__ = (
-        "attempt", "arrival", "block_ids", "compute_s", "covered", "forced", "hasher", "header", "history", "kv_complete",
-        "kv_target", "max_tokens_total", "mode", "num_cached_tokens", "num_computed", "num_prompt", "num_published",
-        "num_reserved", "output", "packed_until", "peer", "samples", "sampling", "seq", "state", "token_ids", "want_kv",
+        "arrival", "arrived_at", "attempt", "block_ids", "choice", "choices", "compute_s", "covered", "forced", "hasher",
+        "header", "history", "kv_complete", "kv_target", "max_model_len", "max_tokens_total", "mode", "num_cached_tokens",
+        "num_computed", "num_prompt", "num_published", "num_reserved", "output", "packed_until", "peer", "priority",
+        "prompt_logprobs_from", "public", "returned", "samples", "sampling", "seq", "shares_tail", "source", "state",
+        "swapped", "tenant", "token_ids", "want_kv",
     )  # fmt: skip
 
     def __init__(
@@ -83,11 +87,22 @@ class Request:
         header: IdentityHeader,
         max_model_len: int,
         output: OutputProcessor | None,
+        arrived_at: float = 0.0,
     ) -> None:
         prompt, forced = request.prompt_token_ids, request.output_token_ids
+        self.source = request
         self.attempt = request.attempt
+        """Unique in the scheduler; `public` is what the outside calls it. They differ for siblings."""
+        self.public = request.attempt
         self.arrival = arrival
         """Rises with every request: the order of FCFS, and the youngest is preempted first."""
+        self.arrived_at = arrived_at
+        self.priority, self.tenant = request.priority, request.tenant
+        self.choice = request.choice
+        self.choices: Choices | None = None
+        """Of an attempt with several choices; its siblings share it."""
+        self.returned = False
+        """It was admitted before, or waited for remote KV: it waits before others of its class."""
         self.sampling = request.sampling
         self.mode = request.mode
         self.peer = request.peer
@@ -106,6 +121,9 @@ class Request:
             self.max_tokens_total = self.kv_target + 1
         else:
             self.max_tokens_total = min(len(prompt) + request.sampling.max_tokens, max_model_len)
+        self.max_model_len = max_model_len
+        self.prompt_logprobs_from: int | None = None if request.sampling.prompt_logprobs is None else 1
+        """First prompt token whose logprob was not given out yet; None: none are wanted (any more)."""
         self.num_computed = 0
         self.num_cached_tokens = 0
         self.block_ids: list[int] = []
@@ -113,6 +131,10 @@ class Request:
         """Blocks that are counted for it and have no id yet."""
         self.num_published = 0
         """Leading blocks that came from the prefix cache or went through it."""
+        self.shares_tail = False
+        """The block that the next token is written to may have other owners."""
+        self.swapped: list[int] = []
+        """PREEMPTED: slots of the host tier that hold its first num_computed tokens' KV."""
         self.packed_until = request.decode_cached_tokens
         self.covered: set[int] = set()
         """REMOTE: indices of the blocks whose KV was unpacked."""
@@ -120,7 +142,36 @@ class Request:
         self.compute_s = 0.0
         self.header = header
         self.hasher = BlockHasher(header)
-        self.seq = ScheduledSeq(self.attempt, [], 0, self.block_ids, False, self.sampling, 0)
+        self.seq = ScheduledSeq(
+            self.attempt,
+            [],
+            0,
+            self.block_ids,
+            False,
+            self.sampling,
+            0,
+            choice=self.choice,
+            top_logprobs=self._top_logprobs(),
+            history=self.token_ids if self.sampling.constrained else None,
+            num_prompt=self.num_prompt,
+        )
+
+    def _top_logprobs(self) -> int | None:
+        if self.sampling.logprobs is None and self.sampling.num_choices > self.sampling.n:
+            return 0  # best_of ranks by them
+        return self.sampling.logprobs
+
+    def sibling(self, choice: int, output: OutputProcessor) -> Request:
+        """Another choice with the same prompt, RUNNING; its blocks are still to be shared."""
+        source = replace(self.source, choice=choice, mode=KvMode.LOCAL)
+        other = Request(source, self.arrival, self.header, self.max_model_len, output, self.arrived_at)
+        other.attempt = f"{self.attempt}\0{choice}"
+        other.choices = self.choices
+        other.state = State.RUNNING
+        other.history = [State.RUNNING]
+        other.num_cached_tokens = self.num_cached_tokens
+        other.prompt_logprobs_from = None
+        return other
 
     @property
     def num_tokens(self) -> int:

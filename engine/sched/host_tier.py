@@ -1,0 +1,141 @@
+"""The tier below the prefix cache: slots in host memory, each for one block. Who holds which slot; the bytes are the runner's.
+
+free --store--> cached (has a key, LRU) --evict--> free
+free/cached --take--> held by a swapped request --give--> free
+
+free + cached + held == total
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from diptych.engine.messages import TierEvicted, TierStored
+
+TIER = "host"
+
+
+class HostTier:
+    """Args: num_slots: 0: everything is refused."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._cached: dict[bytes, int] = {}  # oldest first
+        self._protected: frozenset[bytes] = frozenset()
+        self._num_held = 0
+        self.sequence = 0
+        self._stored: list[bytes] = []
+        self._evicted: list[bytes] = []
+        self._events: list[TierStored | TierEvicted] = []
+
+    @property
+    def usage(self) -> float:
+        return 1.0 - len(self._free) / self.num_slots if self.num_slots else 0.0
+
+    @property
+    def num_held(self) -> int:
+        return self._num_held
+
+    @property
+    def keys(self) -> tuple[bytes, ...]:
+        return tuple(self._cached)
+
+    # ---- the cache ----
+
+    def store(self, key: bytes) -> int | None:
+        """The slot to copy an evicted block into; None: it is there already, or no slot can be had."""
+        slot = self._cached.pop(key, None)
+        if slot is not None:
+            self._cached[key] = slot
+            return None
+        if not self._free and not self._evict_one():
+            return None
+        slot = self._free.pop()
+        self._cached[key] = slot
+        if self._evicted:
+            self._flush()
+        self._stored.append(key)
+        return slot
+
+    def find(self, keys: Iterable[bytes]) -> list[int]:
+        """Slots of the longest stored run of `keys` from its start."""
+        found = []
+        for key in keys:
+            slot = self._cached.get(key)
+            if slot is None:
+                break
+            found.append(slot)
+        return found
+
+    def protect(self, keys: Iterable[bytes]) -> None:
+        """These are about to be read: nothing is stored over them until the next call."""
+        self._protected = frozenset(keys)
+
+    def discard(self, key: bytes) -> None:
+        slot = self._cached.pop(key, None)
+        if slot is not None:
+            self._free.append(slot)
+            self._note_evicted(key)
+
+    def clear(self) -> None:
+        """Empty the cache; what swapped requests hold stays."""
+        for key in list(self._cached):
+            self.discard(key)
+
+    # ---- swapped requests ----
+
+    def take(self, count: int) -> list[int] | None:
+        """Slots for one request's blocks; None (and nothing taken) when there are not that many."""
+        spare = len(self._free) + sum(key not in self._protected for key in self._cached)
+        if count > spare:
+            return None
+        while len(self._free) < count:
+            self._evict_one()
+        slots = [self._free.pop() for _ in range(count)]
+        self._num_held += count
+        return slots
+
+    def give(self, slots: Iterable[int]) -> None:
+        before = len(self._free)
+        self._free.extend(slots)
+        self._num_held -= len(self._free) - before
+
+    # ---- events and the law ----
+
+    def take_events(self) -> list[TierStored | TierEvicted]:
+        self._flush()
+        events, self._events = self._events, []
+        return events
+
+    def check(self, held: Iterable[int]) -> list[str]:
+        """Args: held: slots that swapped requests hold by their own account."""
+        slots = [*self._free, *self._cached.values(), *held]
+        out = []
+        if len(slots) != self.num_slots or len(set(slots)) != self.num_slots:
+            out.append(f"host tier: {len(slots)} places for {self.num_slots} slots, {len(set(slots))} distinct")
+        if len(self._free) + len(self._cached) + self._num_held != self.num_slots:
+            out.append("host tier: free + cached + held != total")
+        return out
+
+    def _evict_one(self) -> bool:
+        for key in self._cached:
+            if key not in self._protected:
+                self.discard(key)
+                return True
+        return False
+
+    def _note_evicted(self, key: bytes) -> None:
+        if self._stored:
+            self._flush()
+        self._evicted.append(key)
+
+    def _flush(self) -> None:
+        if self._stored:
+            self.sequence += 1
+            self._events.append(TierStored(TIER, self.sequence, tuple(self._stored)))
+            self._stored.clear()
+        if self._evicted:
+            self.sequence += 1
+            self._events.append(TierEvicted(TIER, self.sequence, tuple(self._evicted)))
+            self._evicted.clear()

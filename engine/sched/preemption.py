@@ -1,0 +1,76 @@
+"""Who gives way, and how: when blocks run out, when a more important request waits, when a fork made too many."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from diptych.engine.messages import KvMode
+from diptych.engine.sched.policies import Policy
+from diptych.engine.sched.request import Request, State
+from diptych.engine.sched.swap_cost import swap_is_cheaper
+
+if TYPE_CHECKING:
+    from diptych.engine.sched.scheduler import Scheduler
+
+
+def choose_victim(needy: Request, running: Iterable[Request], policy: Policy) -> Request:
+    """Whom to preempt so that `needy` can grow: the last by rank, which may be `needy` itself. PREFILL requests never grow
+    and are left alone: their blocks go when their ranges are packed."""
+    victim, worst = needy, policy.rank(needy)
+    for request in running:
+        rank = policy.rank(request)
+        if rank > worst and request.mode is not KvMode.PREFILL:
+            victim, worst = request, rank
+    return victim
+
+
+def grow(scheduler: Scheduler, full: list[Request]) -> None:
+    """A block of its own for each one's next token, the first by rank first."""
+    policy, kv = scheduler.policy, scheduler.kv
+    full.sort(key=policy.rank)
+    for request in full:
+        while request.state is State.RUNNING and kv.needs_block(request) and not kv.grow(request):
+            preempt(scheduler, choose_victim(request, scheduler.running(), policy))
+
+
+def preempt(scheduler: Scheduler, request: Request) -> None:
+    """Its blocks go; its KV is kept in the host tier where that is cheaper than computing it again."""
+    scheduler.decoding.pop(request.attempt, None)
+    scheduler.prefilling.pop(request.attempt, None)
+    if _goes_to_host(scheduler, request):
+        scheduler.swaps += 1
+    else:
+        scheduler.kv.free(request)
+        request.num_computed = 0
+    request.move(State.PREEMPTED)
+    scheduler.waiting.push_returned(request)
+    scheduler.preemptions += 1
+
+
+def _goes_to_host(scheduler: Scheduler, request: Request) -> bool:
+    mode = scheduler.config.preemption_mode
+    if mode == "recompute" or not scheduler.config.num_host_blocks:
+        return False
+    worth = mode == "swap" or swap_is_cheaper(request.num_computed, scheduler.rates)
+    return worth and scheduler.kv.swap_out(request)
+
+
+def make_way(scheduler: Scheduler) -> None:
+    """Let the next waiting request have what running ones of a worse class hold, if that is enough for it."""
+    policy, kv = scheduler.policy, scheduler.kv
+    while (request := scheduler.waiting.head(may_compute=True)) is not None:
+        if scheduler.free_slots() > 0 and kv.fits(request):
+            return
+        victims = [r for r in scheduler.running() if r.mode is not KvMode.PREFILL and policy.outranks(request, r)]
+        gain = sum(kv.pool.refs(block) == 1 for victim in victims for block in victim.block_ids)
+        if not victims or kv.blocks_at_admission(request) > kv.pool.available + gain:
+            return
+        preempt(scheduler, max(victims, key=policy.rank))
+
+
+def park_surplus(scheduler: Scheduler) -> None:
+    """After a fork more run than max_num_seqs allows: the last by rank wait."""
+    while scheduler.free_slots() < 0:
+        running = (r for r in scheduler.running() if r.mode is not KvMode.PREFILL)
+        preempt(scheduler, max(running, key=scheduler.policy.rank))

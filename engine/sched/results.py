@@ -1,0 +1,133 @@
+"""A computed step counts: sequences advance, tokens come out, choices fork, and whoever is done ends."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from diptych.common.errors import InternalError, InvalidRequestError
+from diptych.engine.messages import KvMode, PromptLogprobs, StepResult, TokenLogprobs, TokensOut
+from diptych.engine.sched import handover
+from diptych.engine.sched.request import Request
+from diptych.engine.sched.step import SchedulerOutput
+
+if TYPE_CHECKING:
+    from diptych.engine.sched.scheduler import Scheduler
+
+Draws = list[tuple[int, TokenLogprobs | None]]
+
+
+def update(scheduler: Scheduler, out: SchedulerOutput, result: StepResult, duration_s: float) -> None:
+    """The step was computed.
+
+    A bad row fails its request, and what that request read or wrote leaves the prefix cache. A request whose parameters
+    leave no token to draw fails too.
+    """
+    scheduler.pace.observe(duration_s, out.num_prefill_tokens, out.num_decode)
+    size = scheduler.config.block_size
+    policy, kv = scheduler.policy, scheduler.kv
+    trouble = bool(result.bad_rows or result.refused_rows)
+    for i, request in enumerate(out.requests):
+        if request.choices is not None and request.attempt not in scheduler.requests:
+            continue  # a sibling's failure has ended it in this very step
+        if trouble and _failed(scheduler, request, i, result):
+            continue
+        seq = request.seq
+        request.num_computed += len(seq.token_ids)
+        if request.num_computed // size > request.num_published:
+            kv.publish(request)
+        policy.charge(request, len(seq.token_ids) if i >= out.num_decode else 0, int(seq.sample))
+        if i in result.prompt_logprobs:
+            _give_prompt_logprobs(scheduler, request, result.prompt_logprobs[i])
+        if request.mode is KvMode.PREFILL:
+            _advance_prefill(scheduler, request, i, result, duration_s)
+            continue
+        if not seq.sample:
+            continue
+        token = result.token_ids[i]
+        if token is None:
+            scheduler.fail(request, InternalError(f"the runner drew no token for attempt {request.public}"))
+            continue
+        if i >= out.num_decode:
+            scheduler.start_decoding(request)
+        if seq.num_draws > 1:
+            spread(scheduler, request, _draws(i, token, result))
+        else:
+            take_token(scheduler, request, token, result.logprobs.get(i) if result.logprobs else None)
+
+
+def spread(scheduler: Scheduler, request: Request, draws: Draws) -> None:
+    """First tokens of all choices: siblings are forked, then each takes its own."""
+    everyone = [request, *scheduler.fork(request)]
+    if len(draws) != len(everyone):
+        scheduler.fail(request, InternalError(f"{len(draws)} first tokens for {len(everyone)} choices"))
+        return
+    for one, (token, logprobs) in zip(everyone, draws, strict=True):
+        if one.attempt in scheduler.requests:  # a sibling's failure ends them all
+            take_token(scheduler, one, token, logprobs)
+
+
+def take_token(scheduler: Scheduler, request: Request, token: int, logprobs: TokenLogprobs | None = None) -> None:
+    """One more output token: drawn here, or by prefill for a REMOTE request."""
+    output = request.output
+    assert output is not None
+    offset = len(request.token_ids) - request.num_prompt
+    request.token_ids.append(token)
+    try:
+        text = output.push(token)
+    except Exception as error:  # one request's text must not end the engine
+        scheduler.fail(request, InternalError(f"making text of the tokens failed: {type(error).__name__}: {error}"))
+        return
+    scheduler.generated += 1
+    if request.choices is not None and request.choices.withholds:
+        request.choices.hold(request.choice, token, text, logprobs)
+    else:
+        known = (logprobs,) if logprobs is not None else ()
+        scheduler.events.append(TokensOut(request.public, offset, (token,), text, request.choice, known))
+    if output.finish is not None:
+        scheduler.finish(request)
+
+
+def _failed(scheduler: Scheduler, request: Request, i: int, result: StepResult) -> bool:
+    if i in result.bad_rows:
+        scheduler.kv.distrust(request)
+        why = f"the model gave unusable logits for attempt {request.public}: {result.bad_rows[i]}"
+        scheduler.fail(request, InternalError(why))
+        return True
+    if i in result.refused_rows:
+        scheduler.fail(request, InvalidRequestError(result.refused_rows[i], param="allowed_token_ids"))
+        return True
+    return False
+
+
+def _draws(i: int, token: int, result: StepResult) -> Draws:
+    return [(token, result.logprobs.get(i)), *result.more_draws.get(i, ())]
+
+
+def _give_prompt_logprobs(scheduler: Scheduler, request: Request, entries: list[TokenLogprobs]) -> None:
+    """Entries of the chunk that was just computed; what was given out before a preemption is not given out again."""
+    wanted = request.prompt_logprobs_from
+    assert wanted is not None
+    first = request.num_computed - len(request.seq.token_ids) + 1
+    fresh = entries[max(0, wanted - first) :]
+    if fresh:
+        scheduler.events.append(PromptLogprobs(request.public, max(first, wanted), tuple(fresh)))
+    until = max(wanted, first + len(entries))
+    request.prompt_logprobs_from = until if until < request.num_prompt else None
+
+
+def _advance_prefill(scheduler: Scheduler, request: Request, i: int, result: StepResult, duration_s: float) -> None:
+    request.compute_s += duration_s
+    if request.want_kv:
+        scheduler.packing.offer(request)
+    if request.num_computed < len(request.token_ids):
+        return
+    if request.samples:
+        token = result.token_ids[i]
+        if token is None:
+            scheduler.fail(request, InternalError(f"the runner drew no token for attempt {request.public}"))
+            return
+        for choice, (drawn, logprobs) in enumerate(_draws(i, token, result), request.choice):
+            known = (logprobs,) if logprobs is not None else ()
+            scheduler.generated += 1
+            scheduler.events.append(TokensOut(request.public, 0, (drawn,), "", choice, known))
+    handover.computed(scheduler, request)
