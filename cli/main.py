@@ -135,6 +135,17 @@ def model(
 
 
 @app.command()
+def health(
+    address: Annotated[str, typer.Argument(help="host:port of a gRPC server, or an http:// URL.")],
+    timeout_s: Annotated[float, typer.Option(help="Deadline of the one question that is asked.")] = 3.0,
+) -> None:
+    """Ask one server whether it serves: exit code 0 or 1, for health checks."""
+    from diptych.cli.health import run_health
+
+    raise typer.Exit(run_health(address, timeout_s))
+
+
+@app.command()
 def version() -> None:
     """Print the version."""
     print(metadata.version("diptych"))

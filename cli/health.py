@@ -1,0 +1,61 @@
+"""`diptych health ADDRESS`: one question to one server, as a health check asks it."""
+
+from __future__ import annotations
+
+import sys
+import urllib.error
+import urllib.request
+
+from diptych.common.errors import ConfigError
+
+
+def why_unhealthy(address: str, *, timeout_s: float) -> str:
+    """Why the server at `address` does not serve; empty: it does.
+
+    Args:
+        address: host:port of a gRPC server (grpc.health.v1 is asked), or an http:// URL that must answer 200.
+    Raises: ConfigError when it is neither.
+    """
+    if address.startswith("http://"):
+        return _ask_http(address, timeout_s)
+    if "/" in address or ":" not in address:
+        raise ConfigError("address", address, "must be host:port or an http:// URL")
+    return _ask_grpc(address, timeout_s)
+
+
+def _ask_http(url: str, timeout_s: float) -> str:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a health check of our own needs no proxy
+    try:
+        with opener.open(url, timeout=timeout_s) as answer:
+            return "" if answer.status == 200 else f"HTTP {answer.status}"
+    except urllib.error.HTTPError as error:
+        with error:
+            return f"HTTP {error.code}: {error.read(500).decode(errors='replace')}"
+    except (OSError, ValueError) as error:
+        return str(error)
+
+
+def _ask_grpc(address: str, timeout_s: float) -> str:
+    import grpc
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        try:
+            answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+        except grpc.RpcError as error:
+            return f"{error.code().name}: {error.details()}"
+    status: str = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+    return "" if status == "SERVING" else status
+
+
+def run_health(address: str, timeout_s: float) -> int:
+    """Exit code 0 when it serves, 1 with the reason on stderr when it does not."""
+    why = why_unhealthy(address, timeout_s=timeout_s)
+    if why:
+        print(f"{address}: {why}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":  # without the other commands' imports: health checks run every few seconds
+    sys.exit(run_health(sys.argv[1], 3.0))
