@@ -24,6 +24,7 @@ from diptych.engine.messages import (
     KvComplete,
     KvMode,
     PrefillComplete,
+    PromptLogprobs,
     RangePacked,
     RangeUnpacked,
     SlabGrant,
@@ -112,6 +113,8 @@ class Pair:
         prefill.send(GrantSlabs(grants))
         self._requests: dict[str, EngineRequest] = {}
         self._on_payload = on_payload
+        self.seen: list[EngineEvent] = []
+        """What a client would be told: decode's events, and the prompt logprobs from wherever they come."""
         self.outcomes: dict[str, Outcome] = {}
         self._prefill_done: set[str] = set()
 
@@ -132,6 +135,7 @@ class Pair:
     def turn(self) -> None:
         self.decode.core.step()
         for event in self.decode.core.take_events():
+            self.seen.append(event)
             self._on_decode(event)
         self.prefill.core.step()
         for event in self.prefill.core.take_events():
@@ -145,6 +149,8 @@ class Pair:
                 self.prefill.send(
                     AddRequest(replace(request, mode=KvMode.PREFILL, decode_cached_tokens=cached, peer="decode"))
                 )
+            case TokensOut(attempt, offset, token_ids, choice=choice) if choice:
+                pass
             case TokensOut(attempt, offset, token_ids):
                 outcome = self.outcomes[attempt]
                 assert offset == len(outcome.token_ids) + len(self._requests[attempt].output_token_ids)
@@ -164,8 +170,10 @@ class Pair:
                 self.outcomes[attempt].moved_tokens += count
                 self.decode.send(UnpackRange(attempt, slab, first, count, memoryview(data)))
                 self.prefill.send(GrantSlabs((self._grants[slab],)))
-            case TokensOut(attempt, _, token_ids):
-                self.decode.send(FirstToken(attempt, token_ids[0]))
+            case TokensOut(attempt, _, token_ids, choice=choice, logprobs=logprobs):
+                self.decode.send(FirstToken(attempt, token_ids[0], choice, logprobs[0] if logprobs else None))
+            case PromptLogprobs():
+                self.seen.append(event)
             case PrefillComplete(attempt):
                 self.decode.send(KvComplete(attempt))
 
