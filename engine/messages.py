@@ -334,6 +334,8 @@ class EngineStats:
     """Prompt tokens that are queued and not computed yet."""
     prompt_tokens_total: int = 0
     cached_tokens_total: int = 0
+    computed_tokens_total: int = 0
+    """Tokens of prompts (and of preempted requests) that were computed here, chunk by chunk."""
     generation_tokens_total: int = 0
     preemptions_total: int = 0
     swaps_total: int = 0

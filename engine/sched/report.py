@@ -26,6 +26,7 @@ def stats(scheduler: Scheduler, *, steps: int, busy_since: float | None) -> Engi
         waiting_prompt_tokens=scheduler.waiting.num_tokens_to_compute + computing,
         prompt_tokens_total=scheduler.prompt_tokens,
         cached_tokens_total=scheduler.cached_tokens,
+        computed_tokens_total=scheduler.computed,
         generation_tokens_total=scheduler.generated,
         preemptions_total=scheduler.preemptions,
         swaps_total=scheduler.swaps,

@@ -117,6 +117,7 @@ def _give_prompt_logprobs(scheduler: Scheduler, request: Request, entries: list[
 
 def _advance_prefill(scheduler: Scheduler, request: Request, i: int, result: StepResult, duration_s: float) -> None:
     request.compute_s += duration_s
+    scheduler.computed += len(request.seq.token_ids)
     if request.want_kv:
         scheduler.packing.offer(request)
     if request.num_computed < len(request.token_ids):

@@ -86,7 +86,7 @@ class Scheduler:
         self.decoding: dict[str, Request] = {}
         self._arrivals = 0
         self.prompt_tokens = self.cached_tokens = self.preemptions = self.swaps = 0
-        self.generated = 0
+        self.computed = self.generated = 0
 
     @property
     def rates(self) -> Rates:
