@@ -27,14 +27,15 @@ class DecodeRole:
 
     def __init__(self, runtime: WorkerRuntime) -> None:
         runner, config = runtime.model.runner, runtime.config
+        reader = runtime.metrics.metered(runtime.transfer)
         self._links = LinkRates()
         self._peers = PeerDirectory(
             runtime.compat, forget=runtime.transfer.forget, handshake_timeout_s=config.handshake_timeout_s
         )
         tools = LegTools(
             peers=self._peers,
-            reader=runtime.transfer,
-            desk=UnpackDesk(runtime.engine, runtime.transfer),
+            reader=reader,
+            desk=UnpackDesk(runtime.engine, reader),
             links=self._links,
             clock=runtime.clock,
             kv_bytes_per_token=runner.kv_bytes_per_token,

@@ -21,6 +21,7 @@ class WorkerConfig:
         host: interface of the gRPC server and of the KV transport. Only a private one: neither asks who is calling.
         port: 0: any free one.
         advertise_host: how peers reach us; empty: host.
+        metrics_host, metrics_port: where /metrics is served, for Prometheus; no port: nowhere; 0: any free one.
         redis_url: empty: no store, the worker is on its own.
         secret_file: the cluster secret, from which keys are derived.
         dtype: of weights and KV: float32, float16 or bfloat16.
@@ -53,6 +54,8 @@ class WorkerConfig:
     host: str = "127.0.0.1"
     port: int = 0
     advertise_host: str = ""
+    metrics_host: str = "127.0.0.1"
+    metrics_port: int | None = None
     redis_url: str = ""
     cluster: str = "diptych"
     secret_file: str = ""
@@ -87,8 +90,9 @@ class WorkerConfig:
     def __post_init__(self) -> None:
         if self.role not in ("prefill", "decode"):
             raise ConfigError("role", self.role, "must be prefill or decode")
-        if not 0 <= self.port <= 65_535:
-            raise ConfigError("port", self.port, "must be between 0 and 65535")
+        for name in ("port", "metrics_port"):
+            if not 0 <= (getattr(self, name) or 0) <= 65_535:
+                raise ConfigError(name, getattr(self, name), "must be between 0 and 65535")
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "threads", "num_slabs", "max_queue"):
             if getattr(self, name) < 1:
                 raise ConfigError(name, getattr(self, name), "must be at least 1")

@@ -43,6 +43,7 @@ from diptych.rpc.v1 import worker_pb2
 from diptych.worker import wire
 from diptych.worker.config import WorkerConfig
 from diptych.worker.liveness import why_not_live
+from diptych.worker.metrics import MetricsServer, WorkerMetrics
 from diptych.worker.model import LoadedModel
 from diptych.worker.refs import WorkerRef
 from diptych.worker.role import Role
@@ -108,6 +109,8 @@ class WorkerRuntime:
             self._on_events,
             clock=self.clock,
         )
+        self.metrics = WorkerMetrics(config.role, stats=self.engine.stats, clock=self.clock)
+        self._metrics_server: MetricsServer | None = None
         self._transfer: Transfer | None = None
         self._role: Role | None = None
         self.health = Health((f"diptych.rpc.v1.{config.role.capitalize()}", "diptych.rpc.v1.Worker"))
@@ -134,9 +137,11 @@ class WorkerRuntime:
         try:
             await self._warm_up()
             self._transfer = await self._make_transfer(self)
+            self.metrics.begin(self._transfer, asyncio.get_running_loop())
             self._role = self._make_role(self)
             await self._listen()
         except BaseException:
+            await self._close_metrics()
             if self._transfer is not None:
                 await self._quietly("transfer", self._transfer.close())
             await self._quietly("engine", self.engine.close())
@@ -170,6 +175,18 @@ class WorkerRuntime:
             raise ConfigError("advertise_host", host, "peers cannot reach a wildcard address: name one of this host")
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         await self._server.start()
+        if self.config.metrics_port is not None:
+            self._metrics_server = MetricsServer(self.metrics, self.config.metrics_host, self.config.metrics_port)
+            log.info("metrics served", host=self.config.metrics_host, port=self._metrics_server.port)
+
+    @property
+    def metrics_port(self) -> int:
+        """0: metrics are not served."""
+        return self._metrics_server.port if self._metrics_server is not None else 0
+
+    async def _close_metrics(self) -> None:
+        if self._metrics_server is not None:
+            await self._quietly("metrics", asyncio.to_thread(self._metrics_server.close))
 
     async def _register(self) -> None:
         if self._store is None:
@@ -324,6 +341,7 @@ class WorkerRuntime:
         if self._store is not None:
             await self._quietly("store", self._store.close())
         await self._quietly("server", self._server.stop(1.0))
+        await self._close_metrics()
         await self._quietly("role", self.role.close())
         await self._quietly("engine", self.engine.close())
         await self._quietly("transfer", self.transfer.close())

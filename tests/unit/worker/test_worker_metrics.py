@@ -1,0 +1,88 @@
+"""A worker's metrics: what is counted since when, and failures of KV reads."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from diptych.common.errors import TransferError
+from diptych.engine.messages import EngineStats
+from diptych.kvtransfer.api import KvAddress, PeerRef, ReceivedSlab
+from diptych.kvtransfer.handle import SlabHandle
+from diptych.worker.metrics import WorkerMetrics
+
+PEER = PeerRef("prefill-0", "i", KvAddress("inproc", "", 0))
+HANDLE = SlabHandle("prefill-0", "i", "a", 0, 1, 0, 32, 0, 2, 7, 4096, 9, 5, b"mac")
+
+
+class FakeClock:
+    def __init__(self) -> None:
+        self.time = 100.0
+
+    def now(self) -> float:
+        return self.time
+
+
+class FakeReader:
+    def __init__(self, clock: FakeClock) -> None:
+        self.clock = clock
+        self.error: Exception | None = None
+        self.finished: list[ReceivedSlab] = []
+        self.forgotten: list[PeerRef] = []
+
+    async def read(self, peer: PeerRef, handle: SlabHandle, *, deadline_s: float) -> ReceivedSlab:
+        self.clock.time += 0.02
+        if self.error is not None:
+            raise self.error
+        return ReceivedSlab(handle, 0, memoryview(b""))
+
+    def finish(self, slab: ReceivedSlab) -> None:
+        self.finished.append(slab)
+
+    async def forget(self, peer: PeerRef) -> None:
+        self.forgotten.append(peer)
+
+
+def value(metrics: WorkerMetrics, name: str, **labels: str) -> float | None:
+    return metrics.registry.get_sample_value("diptych_" + name, labels)
+
+
+async def test_reads_are_timed_and_failures_counted_by_reason() -> None:
+    clock = FakeClock()
+    metrics = WorkerMetrics("decode", stats=EngineStats, clock=clock)
+    inner = FakeReader(clock)
+    reader = metrics.metered(inner)
+    slab = await reader.read(PEER, HANDLE, deadline_s=1.0)
+    reader.finish(slab)
+    await reader.forget(PEER)
+    assert (inner.finished, inner.forgotten) == ([slab], [PEER])
+    assert value(metrics, "kv_transfer_seconds_count") == 1
+    assert value(metrics, "kv_transfer_seconds_sum") == pytest.approx(0.02)
+    assert value(metrics, "prompt_tokens_by_source_total", source="external_kv_transfer") == 32
+    inner.error = TransferError("gone")
+    with pytest.raises(TransferError):
+        await reader.read(PEER, HANDLE, deadline_s=1.0)
+    assert value(metrics, "kv_transfer_failures_total", reason=TransferError("x").reason) == 1
+    assert value(metrics, "kv_transfer_seconds_count") == 1
+
+
+def test_what_the_warm_up_did_is_not_counted() -> None:
+    now = EngineStats(prompt_tokens_total=32, computed_tokens_total=32, generation_tokens_total=2, steps=3)
+    metrics = WorkerMetrics("prefill", stats=lambda: now, clock=FakeClock())
+    loop = asyncio.new_event_loop()
+    loop.close()
+    metrics.begin(None, loop)  # type: ignore[arg-type]  # no transfer: its series are absent, the engine's are not
+    now = EngineStats(
+        prompt_tokens_total=132, cached_tokens_total=16, computed_tokens_total=116, generation_tokens_total=3, steps=9,
+        preemptions_total=2, num_running=4, num_waiting=1, num_waiting_remote=2, kv_usage=0.5,
+    )  # fmt: skip
+    names = {
+        "prompt_tokens_total": 100, "prefix_cache_queries_total": 100, "prefix_cache_hits_total": 16,
+        "generation_tokens_total": 1, "num_preemptions_total": 2, "engine_steps_total": 6, "num_requests_running": 4,
+        "num_requests_waiting": 3, "kv_cache_usage_perc": 0.5,
+    }  # fmt: skip
+    assert {name: value(metrics, name) for name in names} == names
+    assert value(metrics, "prompt_tokens_by_source_total", source="local_compute") == 84
+    assert value(metrics, "prompt_tokens_by_source_total", source="external_kv_transfer") is None
+    assert value(metrics, "kv_transfer_bytes_total") is None

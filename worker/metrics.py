@@ -1,0 +1,191 @@
+"""What a worker counts and times, and the server that shows it: Prometheus text on a port of its own, loopback by default.
+
+Gauges and counters of the engine and of the ledger are read at the scrape, so they cost nothing between two of them; only
+KV reads are timed as they happen. The server answers on a thread of its own: it reads `EngineStats` without a lock and asks
+the transfer thread through the event loop, with a deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
+from wsgiref.simple_server import WSGIServer
+
+import structlog
+from prometheus_client import start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from diptych.common.clock import Clock
+from diptych.common.errors import ConfigError, DiptychError
+from diptych.common.metrics import PREFIX, Metrics
+from diptych.engine.messages import EngineStats
+from diptych.kvtransfer.api import PeerRef, ReceivedSlab, SlabReader, Transfer, TransferAudit
+from diptych.kvtransfer.handle import SlabHandle
+
+log = structlog.get_logger(__name__)
+
+TRANSFER_BUCKETS_S = (
+    *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
+)
+_AUDIT_DEADLINE_S = 2.0
+_JOIN_S = 5.0
+_SLAB_STATES = ("free", "packed", "in_flight", "settled", "quarantined")
+
+
+class WorkerMetrics(Metrics):
+    """Args:
+    role: "prefill" or "decode": a role registers only what it moves.
+    stats: the engine's numbers, as of now; callable from any thread.
+    """
+
+    def __init__(self, role: str, *, stats: Callable[[], EngineStats], clock: Clock) -> None:
+        super().__init__()
+        self.role = role
+        self._stats = stats
+        self._clock = clock
+        self._since = EngineStats()
+        self._transfer: Transfer | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.external_tokens = 0
+        if role == "decode":
+            self.read_seconds = self.histogram(
+                "kv_transfer_seconds", "One slab, from the wish to read it to its verified KV", TRANSFER_BUCKETS_S
+            )
+            self.read_failures = self.counter(
+                "kv_transfer_failures", "Reads of slabs that failed, by reason", ["reason"]
+            )
+        self.registry.register(_Snapshot(self))
+
+    def begin(self, transfer: Transfer, loop: asyncio.AbstractEventLoop) -> None:
+        """Count from now on: what the warm-up did is nobody's request."""
+        self._since = self._stats()
+        self._transfer, self._loop = transfer, loop
+
+    def metered(self, reader: SlabReader) -> SlabReader:
+        """Decode: the same reader, timed and counted."""
+        return _MeteredReader(reader, self, self._clock)
+
+    def engine_families(self) -> Iterator[Metric]:
+        now, since = self._stats(), self._since
+        yield _gauge("num_requests_running", "Requests in the running batch, prefill or decode", now.num_running)
+        waiting = now.num_waiting + now.num_waiting_remote
+        yield _gauge("num_requests_waiting", "Requests that wait for blocks, a turn, or KV from prefill", waiting)
+        yield _gauge("kv_cache_usage_perc", "Share of KV blocks in use or reserved; 1 is all of them", now.kv_usage)
+        cached = now.cached_tokens_total - since.cached_tokens_total
+        prompt = now.prompt_tokens_total - since.prompt_tokens_total
+        yield _counter("prefix_cache_queries", "Prompt tokens that were looked up in the prefix cache", prompt)
+        yield _counter("prefix_cache_hits", "Prompt tokens that were found in it", cached)
+        yield _counter("prompt_tokens", "Prompt tokens of admitted requests", prompt)
+        sources = CounterMetricFamily(
+            PREFIX + "prompt_tokens_by_source", "Where the KV of prompt tokens came from", labels=["source"]
+        )
+        sources.add_metric(["local_compute"], now.computed_tokens_total - since.computed_tokens_total)
+        sources.add_metric(["local_cache_hit"], cached)
+        if self.role == "decode":
+            sources.add_metric(["external_kv_transfer"], self.external_tokens)
+        yield sources
+        generated = now.generation_tokens_total - since.generation_tokens_total
+        yield _counter("generation_tokens", "Tokens that were drawn, or taken over from prefill", generated)
+        preempted = now.preemptions_total - since.preemptions_total
+        yield _counter("num_preemptions", "Requests that had to give their blocks back and start over", preempted)
+        yield _counter("engine_steps", "Steps of the engine", now.steps - since.steps)
+
+    def transfer_families(self) -> Iterator[Metric]:
+        """Nothing at all when the transfer thread does not answer: a missing series is seen, a stale one is believed."""
+        audit = self._audit()
+        if audit is None:
+            return
+        moved = audit.bytes_sent if self.role == "prefill" else audit.bytes_received
+        moved_text = (
+            "KV that decode workers read from here" if self.role == "prefill" else "KV that was read and verified"
+        )
+        yield _counter("kv_transfer_bytes", moved_text, moved)
+        slabs = GaugeMetricFamily(PREFIX + "kv_slabs", "Slabs of the staging ring by state", labels=["state"])
+        for state in _SLAB_STATES:
+            slabs.add_metric([state], getattr(audit.slabs, state))
+        yield slabs
+
+    def _audit(self) -> TransferAudit | None:
+        """From a thread other than the event loop's."""
+        if self._transfer is None or self._loop is None or self._loop.is_closed():
+            return None
+        coroutine = self._transfer.audit()
+        try:
+            asked = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        except RuntimeError:  # the loop was closed this moment
+            coroutine.close()
+            return None
+        try:
+            return asked.result(_AUDIT_DEADLINE_S)
+        except (TimeoutError, CancelledError, DiptychError) as error:
+            asked.cancel()
+            log.warning("the transfer thread gives no numbers", error=repr(error))
+            return None
+
+
+class _Snapshot(Collector):
+    def __init__(self, metrics: WorkerMetrics) -> None:
+        self._metrics = metrics
+
+    def describe(self) -> list[Metric]:
+        """Names only, for the registry's check against duplicates: nothing is asked yet."""
+        return list(self._metrics.engine_families())
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._metrics.engine_families()
+        yield from self._metrics.transfer_families()
+
+
+class _MeteredReader:
+    def __init__(self, reader: SlabReader, metrics: WorkerMetrics, clock: Clock) -> None:
+        self._reader, self._metrics, self._clock = reader, metrics, clock
+
+    async def read(self, peer: PeerRef, handle: SlabHandle, *, deadline_s: float) -> ReceivedSlab:
+        began = self._clock.now()
+        try:
+            slab = await self._reader.read(peer, handle, deadline_s=deadline_s)
+        except DiptychError as error:
+            self._metrics.read_failures.labels(error.reason).inc()
+            raise
+        self._metrics.read_seconds.observe(self._clock.now() - began)
+        self._metrics.external_tokens += handle.num_tokens
+        return slab
+
+    def finish(self, slab: ReceivedSlab) -> None:
+        self._reader.finish(slab)
+
+    async def forget(self, peer: PeerRef) -> None:
+        await self._reader.forget(peer)
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(PREFIX + name, text, value)
+
+
+def _counter(name: str, text: str, value: float) -> Metric:
+    return CounterMetricFamily(PREFIX + name, text, value)
+
+
+class MetricsServer:
+    """GET /metrics on host:port until close().
+
+    Raises: ConfigError when the port cannot be had.
+    """
+
+    def __init__(self, metrics: Metrics, host: str, port: int) -> None:
+        self._server: WSGIServer
+        self._thread: threading.Thread
+        try:
+            self._server, self._thread = start_http_server(port, host, metrics.registry)
+        except OSError as error:
+            raise ConfigError("metrics_port", f"{host}:{port}", f"cannot be listened on: {error.strerror}") from None
+        self.port = int(self._server.server_port)
+
+    def close(self) -> None:
+        """Blocks until the answer that is being written is out, a few seconds at most."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(_JOIN_S)
