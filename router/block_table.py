@@ -25,6 +25,8 @@ _WORD = 64
 _CHUNK = 128
 """Keys that are looked up at once; below 256, so that runs inside a chunk are counted in bytes."""
 _EVEN = np.arange(0, 2 * _CHUNK, 2)
+_TOUCH_EVERY = 4
+"""One lookup in four marks what it found: enough to tell the hot from the cold, and a quarter of the writes."""
 _MIN_LOAD = 1 / 16
 """Below this load an overflow is no reason to grow: the keys are not evenly spread, and one is dropped."""
 _MAX_STAMP = 2**32 - 2**20
@@ -41,10 +43,11 @@ def as_keys(keys: Sequence[bytes]) -> Keys:
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """By column: how many leading keys the worker holds in any tier, and how many of those in its host tier only."""
+    """By column: how many leading keys the worker holds in any tier, and how many of those in its host tier only (None:
+    there is no host tier)."""
 
     blocks: Ints
-    host_blocks: Ints
+    host_blocks: Ints | None
 
 
 class BlockTable:
@@ -57,13 +60,15 @@ class BlockTable:
         self._used = np.zeros((num_buckets, _WAYS), np.bool_)
         self._stamp = np.zeros(num_buckets * _WAYS, np.uint32)
         self._words = 1
-        self._masks: list[Any] = [self._no_masks(), None]  # [slots, words]; the host tier's only once it is used
+        # By tier, a mask of [slots] for each 64 workers; the host tier's only once it is used.
+        self._masks: list[list[Keys]] = [self._no_masks(), []]
         self._now = 1
+        self._num_lookups = 0
         self.counts = np.zeros((NUM_TIERS, _WORD), np.int64)
         self.num_dropped = 0
 
-    def _no_masks(self) -> Keys:
-        return np.zeros((self._num_buckets * _WAYS, self._words), np.uint64)
+    def _no_masks(self) -> list[Keys]:
+        return [np.zeros(self._num_buckets * _WAYS, np.uint64) for _ in range(self._words)]
 
     @property
     def num_keys(self) -> int:
@@ -71,8 +76,8 @@ class BlockTable:
 
     @property
     def nbytes(self) -> int:
-        arrays = [self._lo, self._hi, self._used, self._stamp, *self._masks]
-        return sum(array.nbytes for array in arrays if array is not None)
+        arrays = (self._lo, self._hi, self._used, self._stamp, *self._masks[DEVICE], *self._masks[HOST])
+        return sum(array.nbytes for array in arrays)
 
     def reserve_columns(self, num_columns: int) -> None:
         """Make room for workers of columns below `num_columns`."""
@@ -80,7 +85,8 @@ class BlockTable:
         if words > self._words:
             more = words - self._words
             self._words = words
-            self._masks = [None if m is None else np.pad(m, ((0, 0), (0, more))) for m in self._masks]
+            for masks in filter(None, self._masks):
+                masks += [np.zeros(self._num_buckets * _WAYS, np.uint64) for _ in range(more)]
             self.counts = np.pad(self.counts, ((0, 0), (0, more * _WORD)))
 
     # ---- finding -------------------------------------------------------------------------------------------------
@@ -95,36 +101,43 @@ class BlockTable:
         return slots, found & self._used.ravel().take(slots)
 
     def runs(self, keys: Keys) -> Runs:
-        """How far each worker's blocks reach into `keys`, and mark what was found as lately used. Compares the first 64 bits
-        of a key only: a wrong match is as likely as a wrong bit of memory, and would cost an estimate."""
+        """How far each worker's blocks reach into `keys`; now and then marks what was found as lately used. Compares the
+        first 64 bits of a key only: a wrong match is as likely as a wrong bit of memory, and would cost an estimate."""
+        self._num_lookups += 1
         blocks = np.zeros(self._words * _WORD, np.int64)
-        host = self._masks[HOST] if self._masks[HOST] is not None and self.counts[HOST].any() else None
-        device_blocks = blocks.copy() if host is not None else blocks
+        host_masks = self._masks[HOST] if self._masks[HOST] and self.counts[HOST].any() else None
+        host_blocks = np.zeros_like(blocks) if host_masks is not None else None
         low_bits = np.uint64(self._num_buckets - 1)
-        alive: Any = None
+        alive: list[Any] = [None] * self._words
         for start in range(0, len(keys), _CHUNK):
             part = keys[start : start + _CHUNK]
+            wanted = part[:, 0]
             buckets = (part & low_bits).view(np.int64)
             same = self._lo.take(buckets, axis=0).reshape(len(part), 2 * _WAYS) == part[:, :1]
             place = same.argmax(axis=1)
             slots = buckets.ravel().take((place >> 3) + _EVEN[: len(part)])
             slots <<= 3
             slots += place & 7
-            device = self._masks[DEVICE].take(slots, axis=0)
-            masks = device if host is None else device | host.take(slots, axis=0)
-            masks[self._lo.ravel().take(slots) != part[:, 0]] = 0
-            if alive is not None:
-                masks[0] &= alive
-            held = np.bitwise_and.accumulate(masks, axis=0)
-            blocks += _count(held)
-            if host is not None:
-                device_blocks += _count(held & device)
-            depth = int(np.count_nonzero(held if self._words == 1 else held.any(axis=1)))
-            self._touch(slots[:depth])
+            found = self._lo.ravel().take(slots) == wanted
+            depth = 0
+            for word in range(self._words):
+                device = self._masks[DEVICE][word].take(slots)
+                masks = device if host_masks is None else device | host_masks[word].take(slots)
+                masks *= found
+                if alive[word] is not None:
+                    masks[0] &= alive[word]
+                held = np.bitwise_and.accumulate(masks)
+                columns = slice(word * _WORD, (word + 1) * _WORD)
+                blocks[columns] += _count(held)
+                if host_blocks is not None:
+                    host_blocks[columns] += _count(held & ~device)
+                depth = max(depth, int(np.count_nonzero(held)))
+                alive[word] = held[-1]
+            if self._num_lookups % _TOUCH_EVERY == 0:
+                self._touch(slots[:depth])
             if depth < len(part):
                 break
-            alive = held[-1]
-        return Runs(blocks, blocks - device_blocks)
+        return Runs(blocks, host_blocks)
 
     def _touch(self, slots: Ints) -> None:
         """Lately used, the first ones most: a chain is forgotten from its end."""
@@ -132,7 +145,8 @@ class BlockTable:
             self._stamp >>= 1
             self._now >>= 1
         self._now += len(slots)
-        self._stamp[slots] = np.arange(self._now, self._now - len(slots), -1)
+        if len(slots):
+            self._stamp[slots] = np.arange(self._now, self._now - len(slots), -1)
 
     def keys_of(self, column: int, tier: int = DEVICE) -> Keys:
         """[n, 2], in no order."""
@@ -143,15 +157,15 @@ class BlockTable:
         word, bit = column // _WORD, np.uint64(1 << column % _WORD)
         held = np.zeros(self._num_buckets * _WAYS, np.bool_)
         for tier in tiers:
-            if self._masks[tier] is not None:
-                held |= (self._masks[tier][:, word] & bit) != 0
+            if self._masks[tier]:
+                held |= (self._masks[tier][word] & bit) != 0
         return np.flatnonzero(held)
 
     # ---- changing ------------------------------------------------------------------------------------------------
 
     def add(self, keys: Keys, column: int, tier: int = DEVICE) -> None:
         """The worker holds these blocks; parents before their children. Repeats are harmless."""
-        if self._masks[tier] is None:
+        if not self._masks[tier]:
             self._masks[tier] = self._no_masks()
         while len(keys):
             slots, found = self._find(keys)
@@ -188,15 +202,15 @@ class BlockTable:
 
     def _hold(self, slots: Ints, column: int, tier: int) -> None:
         word, bit = column // _WORD, np.uint64(1 << column % _WORD)
-        mask = self._masks[tier]
-        fresh = slots[(mask[slots, word] & bit) == 0]
+        mask = self._masks[tier][word]
+        fresh = slots[(mask[slots] & bit) == 0]
         if len(fresh):
             self.counts[tier, column] += len(np.unique(fresh))
-            mask[fresh, word] |= bit
+            mask[fresh] |= bit
         self._touch(slots)
 
     def remove(self, keys: Keys, column: int, tier: int = DEVICE) -> None:
-        if self._masks[tier] is not None and len(keys):
+        if self._masks[tier] and len(keys):
             slots, found = self._find(keys)
             self._release(np.unique(slots[found]), column, (tier,))
 
@@ -215,14 +229,14 @@ class BlockTable:
         """`slots`: without repeats."""
         word, bit = column // _WORD, np.uint64(1 << column % _WORD)
         for tier in tiers:
-            if (mask := self._masks[tier]) is not None:
-                held = slots[(mask[slots, word] & bit) != 0]
-                mask[held, word] &= ~bit
+            if self._masks[tier]:
+                mask = self._masks[tier][word]
+                held = slots[(mask[slots] & bit) != 0]
+                mask[held] &= ~bit
                 self.counts[tier, column] -= len(held)
         used = np.zeros(len(slots), np.bool_)
-        for mask in self._masks:
-            if mask is not None:
-                used |= mask[slots].any(axis=1)
+        for mask in (*self._masks[DEVICE], *self._masks[HOST]):
+            used |= mask[slots] != 0
         self._used.ravel()[slots] = used
         gone = slots[~used]  # a free slot must not hide a key that lives in the other bucket
         self._lo.ravel()[gone] = self._hi.ravel()[gone] = 0
@@ -238,17 +252,18 @@ class BlockTable:
         self._used, self._stamp = np.zeros((2 * old, _WAYS), np.bool_), np.zeros(2 * old * _WAYS, np.uint32)
         self._lo.ravel()[to], self._hi.ravel()[to], self._stamp[to] = lo, hi, stamp
         self._used.ravel()[to] = True
-        for tier, mask in enumerate(self._masks):
-            if mask is not None:
+        for tier, masks in enumerate(self._masks):
+            if masks:
                 self._masks[tier] = self._no_masks()
-                self._masks[tier][to] = mask[slots]
+                for new, mask in zip(self._masks[tier], masks, strict=True):
+                    new[to] = mask[slots]
 
 
 def _count(held: Keys) -> npt.NDArray[np.uint8]:
-    """[keys, words] of masks -> [columns], how many keys' masks have the bit."""
-    bits = np.unpackbits(held.view(np.uint8), axis=1, bitorder="little")
-    counted: npt.NDArray[np.uint8] = np.add.reduce(bits, axis=0, dtype=np.uint8)
-    return counted
+    """[keys] of masks -> [64], how many keys' masks have the bit. Eight counters, of a byte each, are added at once."""
+    bits = np.unpackbits(held.view(np.uint8), bitorder="little").view(np.uint64).reshape(-1, _WAYS)
+    counted: Keys = np.add.reduce(bits, axis=0)
+    return counted.view(np.uint8)
 
 
 def to_bytes(keys: Keys) -> list[bytes]:

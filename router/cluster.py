@@ -249,12 +249,11 @@ class Cluster:
 
     def max_model_len(self) -> int | None:
         """The smallest context of the usable workers; None: nobody is there."""
-        fleet = self._refresh().fleet
-        return min((record.max_model_len for record in (*fleet.prefill.records, *fleet.decode.records)), default=None)
+        return min((record.max_model_len for record in self._refresh().fleet.records), default=None)
 
     def index_mode(self, placement: Placement) -> IndexMode:
         """The least trusted of what the placement rests on."""
-        involved = [placement.decode, *placement.prefill[:1]]
+        involved = [placement.decode, placement.chosen.prefill or placement.decode]
         modes = {self._index.mode(view.worker_id) for view in involved}
         if self.degraded and IndexMode.EXACT in modes:
             modes.add(IndexMode.STALE)

@@ -1,4 +1,7 @@
-"""The usable workers as arrays: `Fleet` holds what changes with a lease, `Loads` what changes with every request. Pure."""
+"""The usable workers as arrays: `Fleet` holds what changes with a lease, `Loads` what changes with every request. Pure.
+
+Arrays over workers have the prefill workers first, then the decode workers: what both need is computed for all at once.
+"""
 
 from __future__ import annotations
 
@@ -15,98 +18,93 @@ DEFAULT_PREFILL_TOKENS_PER_S = 200.0
 DEFAULT_DECODE_STEP_S = 0.03
 DEFAULT_LINK_BYTES_PER_S = 400e6
 DEFAULT_HOST_BYTES_PER_S = 2e9
+HANDOFF_MS = 5.0
+"""Fixed price of a hand-off: a call to prefill, the announcements, the acknowledgements."""
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Pool:
-    """One role's workers, index by index.
-
-    Args:
-        token_ms: to compute a prompt token, as measured (0.0 measured: the mean of the role, else a default).
-        host_token_ms: to copy a token's KV back from the host tier.
-        waiting_tokens: reported as queued at `reported_at`.
-        sequences: reported as running or waiting.
-        step_ms: one decode step.
-    """
-
-    records: tuple[WorkerRecord, ...]
-    reported_at: Floats
-    token_ms: Floats
-    host_token_ms: Floats
-    waiting_tokens: Floats
-    sequences: Floats
-    step_ms: Floats
-    block_size: Ints
-
-    def __len__(self) -> int:
-        return len(self.records)
+Lease = tuple[WorkerRecord, float]
+"""A record and when it was read."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fleet:
-    """Args:
-    fits: [P, D], whether KV may cross.
-    move_ms: [P, D], to move one token's KV.
-    incompatible, unusable: for a human, by pair of ids and by id.
+    """P prefill and D decode workers.
+
+    Args:
+        records, reported_at: all P + D.
+        token_ms: to compute a prompt token (not measured yet: the mean of the role, else a default).
+        host_token_ms: to copy a token's KV back from the host tier.
+        idle_at_ms: when what was reported as queued will have been computed.
+        sequences, step_ms, block_size: [D]; reported as running or waiting; one decode step.
+        fits: [P, D], whether KV may cross. all_fit, alone: whether that is so for all, and [D] for nobody.
+        move_ms: [P, D], to move one token's KV.
+        handoff_ms: [P, D], the fixed price of a pair, infinite where KV may not cross.
+        incompatible, unusable: for a human, by pair of ids and by id.
     """
 
-    prefill: Pool
-    decode: Pool
+    num_prefill: int
+    records: tuple[WorkerRecord, ...]
+    reported_at: Floats
+    token_ms: Floats
+    host_token_ms: Floats
+    idle_at_ms: Floats
+    sequences: Floats
+    step_ms: Floats
+    block_size: Ints
     fits: Bools
+    all_fit: bool
+    alone: Bools
     move_ms: Floats
+    handoff_ms: Floats
     incompatible: Mapping[tuple[str, str], Sequence[str]] = field(default_factory=dict)
     unusable: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def num_decode(self) -> int:
+        return len(self.records) - self.num_prefill
+
     @staticmethod
     def of(
-        prefill: Sequence[tuple[WorkerRecord, float]],
-        decode: Sequence[tuple[WorkerRecord, float]],
+        prefill: Sequence[Lease],
+        decode: Sequence[Lease],
         incompatible: Mapping[tuple[str, str], Sequence[str]] | None = None,
         unusable: Mapping[str, str] | None = None,
     ) -> Fleet:
-        """`prefill`, `decode`: records and when they were read."""
         incompatible = incompatible or {}
-        fits = np.ones((len(prefill), len(decode)), np.bool_)
-        if any(incompatible.values()):
-            for p, (one, _) in enumerate(prefill):
-                for d, (other, _) in enumerate(decode):
-                    fits[p, d] = not incompatible.get((one.worker_id, other.worker_id))
+        leases = [*prefill, *decode]
+        records = tuple(record for record, _ in leases)
+        reported_at = np.array([at for _, at in leases], np.float64)
+        token_ms = np.concatenate([_token_ms(prefill), _token_ms(decode)])
+        waiting = np.array([record.load.waiting_prompt_tokens for record in records], np.float64)
+        fits = _fits(prefill, decode, incompatible)
+        alone: Bools = ~np.logical_or.reduce(fits, axis=0)
+        on_decode = [record for record, _ in decode]
         return Fleet(
-            _pool(prefill), _pool(decode), fits, _move_ms(prefill, decode), dict(incompatible), dict(unusable or {})
+            num_prefill=len(prefill),
+            records=records,
+            reported_at=reported_at,
+            token_ms=token_ms,
+            host_token_ms=1000.0
+            * np.array([record.kv_bytes_per_token for record in records], np.float64)
+            / _measured([record.load.host_bytes_per_s for record in records], DEFAULT_HOST_BYTES_PER_S),
+            idle_at_ms=1000.0 * reported_at + waiting * token_ms,
+            sequences=np.array([r.load.num_running + r.load.num_waiting for r in on_decode], np.float64),
+            step_ms=1000.0 * _measured([r.load.decode_step_s for r in on_decode], DEFAULT_DECODE_STEP_S),
+            block_size=np.array([r.block_size for r in on_decode], np.int64),
+            fits=fits,
+            all_fit=bool(fits.all()),
+            alone=alone,
+            move_ms=_move_ms(prefill, decode),
+            handoff_ms=np.where(fits, HANDOFF_MS, np.inf),
+            incompatible=dict(incompatible),
+            unusable=dict(unusable or {}),
         )
 
 
-def _pool(workers: Sequence[tuple[WorkerRecord, float]]) -> Pool:
-    records = tuple(record for record, _ in workers)
-    loads = [record.load for record in records]
-    rates = _measured([load.prefill_tokens_per_s for load in loads], DEFAULT_PREFILL_TOKENS_PER_S)
-    return Pool(
-        records,
-        reported_at=np.array([at for _, at in workers], np.float64),
-        token_ms=1000.0 / rates,
-        host_token_ms=1000.0
-        * np.array([record.kv_bytes_per_token for record in records], np.float64)
-        / _measured([load.host_bytes_per_s for load in loads], DEFAULT_HOST_BYTES_PER_S),
-        waiting_tokens=np.array([load.waiting_prompt_tokens for load in loads], np.float64),
-        sequences=np.array([load.num_running + load.num_waiting for load in loads], np.float64),
-        step_ms=1000.0 * _measured([load.decode_step_s for load in loads], DEFAULT_DECODE_STEP_S),
-        block_size=np.array([record.block_size for record in records], np.int64),
-    )
-
-
-def _move_ms(prefill: Sequence[tuple[WorkerRecord, float]], decode: Sequence[tuple[WorkerRecord, float]]) -> Floats:
-    measured = [rate for record, _ in decode for rate in record.load.link_bytes_per_s.values() if rate > 0]
-    mean = sum(measured) / len(measured) if measured else DEFAULT_LINK_BYTES_PER_S
-    table = np.empty((len(prefill), len(decode)), np.float64)
-    for d, (record, _) in enumerate(decode):
-        links = record.load.link_bytes_per_s
-        for p, (other, _) in enumerate(prefill):
-            table[p, d] = 1000.0 * record.kv_bytes_per_token / (links.get(other.worker_id, 0.0) or mean)
-    return table
+def _token_ms(leases: Sequence[Lease]) -> Floats:
+    return 1000.0 / _measured([lease[0].load.prefill_tokens_per_s for lease in leases], DEFAULT_PREFILL_TOKENS_PER_S)
 
 
 def _measured(values: Sequence[float], default: float) -> Floats:
@@ -116,12 +114,36 @@ def _measured(values: Sequence[float], default: float) -> Floats:
     return array
 
 
+def _fits(
+    prefill: Sequence[Lease], decode: Sequence[Lease], incompatible: Mapping[tuple[str, str], Sequence[str]]
+) -> Bools:
+    fits = np.ones((len(prefill), len(decode)), np.bool_)
+    if any(incompatible.values()):
+        for p, (one, _) in enumerate(prefill):
+            for d, (other, _) in enumerate(decode):
+                fits[p, d] = not incompatible.get((one.worker_id, other.worker_id))
+    return fits
+
+
+def _move_ms(prefill: Sequence[Lease], decode: Sequence[Lease]) -> Floats:
+    measured = [rate for record, _ in decode for rate in record.load.link_bytes_per_s.values() if rate > 0]
+    mean = sum(measured) / len(measured) if measured else DEFAULT_LINK_BYTES_PER_S
+    table = np.empty((len(prefill), len(decode)), np.float64)
+    for d, (record, _) in enumerate(decode):
+        links = record.load.link_bytes_per_s
+        table[:, d] = 1000.0 * record.kv_bytes_per_token / mean
+        for p, (other, _) in enumerate(prefill):
+            if rate := links.get(other.worker_id, 0.0):
+                table[p, d] = 1000.0 * record.kv_bytes_per_token / rate
+    return table
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Loads:
-    """What this request finds at each worker of a pool; see WorkerView."""
+    """What this request finds at each of the P + D workers; see WorkerView. host_tokens None: nobody has any."""
 
     hit_tokens: Ints
-    host_tokens: Ints
+    host_tokens: Ints | None
     pending_tokens: Ints
     pending_requests: Ints
 
@@ -129,12 +151,11 @@ class Loads:
 @dataclass(frozen=True, slots=True, eq=False)
 class ClusterSnapshot:
     """Args:
-    barred: indexes of decode workers that failed for this request.
+    barred: indexes (0 to D - 1) of decode workers that failed for this request.
     """
 
     fleet: Fleet
-    prefill_loads: Loads
-    decode_loads: Loads
+    loads: Loads
     barred: tuple[int, ...] = ()
 
     @staticmethod
@@ -145,47 +166,41 @@ class ClusterSnapshot:
         unusable: Mapping[str, str] | None = None,
     ) -> ClusterSnapshot:
         one, other = ([(view.record, view.reported_at) for view in views] for views in (prefill, decode))
-        return ClusterSnapshot(Fleet.of(one, other, incompatible, unusable), _loads(prefill), _loads(decode))
+        views = [*prefill, *decode]
+        loads = Loads(
+            np.array([view.hit_tokens for view in views], np.int64),
+            np.array([view.host_tokens for view in views], np.int64),
+            np.array([view.pending_tokens for view in views], np.int64),
+            np.array([view.pending_requests for view in views], np.int64),
+        )
+        return ClusterSnapshot(Fleet.of(one, other, incompatible, unusable), loads)
 
     @property
     def prefill(self) -> tuple[WorkerView, ...]:
-        return tuple(self.prefill_view(i) for i in range(len(self.fleet.prefill)))
+        return tuple(self.view(i) for i in range(self.fleet.num_prefill))
 
     @property
     def decode(self) -> tuple[WorkerView, ...]:
-        return tuple(self.decode_view(i) for i in range(len(self.fleet.decode)) if i not in self.barred)
+        first = self.fleet.num_prefill
+        return tuple(self.view(first + i) for i in range(self.fleet.num_decode) if i not in self.barred)
 
     @property
     def unusable(self) -> dict[str, str]:
-        barred = {self.fleet.decode.records[i].worker_id: "failed for this request" for i in self.barred}
-        return {**self.fleet.unusable, **barred}
+        barred = {self.fleet.records[self.fleet.num_prefill + i].worker_id for i in self.barred}
+        return {**self.fleet.unusable, **dict.fromkeys(barred, "failed for this request")}
 
     @property
     def incompatible(self) -> Mapping[tuple[str, str], Sequence[str]]:
         return self.fleet.incompatible
 
-    def prefill_view(self, index: int) -> WorkerView:
-        return _view(self.fleet.prefill, self.prefill_loads, index)
-
-    def decode_view(self, index: int) -> WorkerView:
-        return _view(self.fleet.decode, self.decode_loads, index)
-
-
-def _view(pool: Pool, loads: Loads, i: int) -> WorkerView:
-    return WorkerView(
-        pool.records[i],
-        int(loads.hit_tokens[i]),
-        int(loads.host_tokens[i]),
-        int(loads.pending_tokens[i]),
-        int(loads.pending_requests[i]),
-        float(pool.reported_at[i]),
-    )
-
-
-def _loads(views: Sequence[WorkerView]) -> Loads:
-    return Loads(
-        np.array([view.hit_tokens for view in views], np.int64),
-        np.array([view.host_tokens for view in views], np.int64),
-        np.array([view.pending_tokens for view in views], np.int64),
-        np.array([view.pending_requests for view in views], np.int64),
-    )
+    def view(self, index: int) -> WorkerView:
+        """`index`: 0 to P + D - 1."""
+        loads = self.loads
+        return WorkerView(
+            self.fleet.records[index],
+            int(loads.hit_tokens[index]),
+            0 if loads.host_tokens is None else int(loads.host_tokens[index]),
+            int(loads.pending_tokens[index]),
+            int(loads.pending_requests[index]),
+            float(self.fleet.reported_at[index]),
+        )

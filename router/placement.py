@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from diptych.common.worker_record import WorkerRecord
 
@@ -77,16 +78,33 @@ class Terms:
         return (self.prefill or self.decode).hit_tokens
 
 
+class Views(Protocol):
+    """See ClusterSnapshot."""
+
+    def view(self, index: int) -> WorkerView: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """`prefill`: in the order in which to try them; empty when none is usable. `candidates`: cheapest first, made on demand
-    (None: all of them)."""
+    """The choice and all that it was chosen from; what is only looked at is made on demand.
+
+    Args:
+        order: indexes of the prefill workers in the order in which to try them; empty when none is usable.
+        best: the cheapest candidates, cheapest first (None: all of them).
+        policy: name of the policy that chose.
+    """
 
     chosen: Terms
-    prefill: tuple[WorkerView, ...]
+    snapshot: Views = field(repr=False, compare=False)
+    order: tuple[int, ...]
     best: Callable[[int | None], list[Terms]] = field(repr=False, compare=False)
     notes: tuple[str, ...] = ()
     policy: str = "cost"
+
+    @property
+    def prefill(self) -> tuple[WorkerView, ...]:
+        """The workers of `order`."""
+        return tuple(self.snapshot.view(i) for i in self.order)
 
     @property
     def candidates(self) -> list[Terms]:

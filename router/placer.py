@@ -11,13 +11,14 @@ import numpy as np
 from diptych.common.block_identity import IdentityHeader, block_keys
 from diptych.common.worker_record import WorkerRecord
 from diptych.router.block_table import Keys, as_keys
-from diptych.router.fleet import ClusterSnapshot, Fleet, Ints, Loads, Pool
+from diptych.router.fleet import ClusterSnapshot, Fleet, Ints, Loads
 from diptych.router.index import BlockIndex
 from diptych.router.placement import Placement, PlacementRequest, Rejected
 from diptych.router.policy import CHEAPEST, Picker, choose_placement
 from diptych.router.reservations import Reservations
 
 _AFFINITY_BLOCKS = 16
+_ALL = slice(None)
 
 Life = tuple[str, str]
 """(worker id, incarnation)"""
@@ -48,12 +49,12 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Side:
-    """One pool's way into index and reservations. `by_header`: (header, indexes in the pool, columns of the index)."""
+class _Group:
+    """Workers that name blocks alike: their places in the fleet (None: they are all of it) and columns in the index."""
 
-    pool: Pool
-    reserved: Ints
-    by_header: list[tuple[IdentityHeader, Ints, Ints]]
+    header: IdentityHeader
+    at: Ints | None
+    columns: Ints
 
 
 class Placer:
@@ -68,8 +69,10 @@ class Placer:
         self._reservations = reservations
         self._rng = rng
         self.policy = policy
+        self._wants_affinity = policy.name == "session-affinity"
         self._fleet = Fleet.of((), ())
-        self._sides = [_Side(pool, np.empty(0, np.int64), []) for pool in (self._fleet.prefill, self._fleet.decode)]
+        self._reserved = np.empty(0, np.int64)
+        self._groups: list[_Group] = []
         self._lives: dict[Life, int] = {}
 
     def set_fleet(
@@ -83,25 +86,18 @@ class Placer:
         changed."""
         one, other = ([(candidate.record, candidate.read_at) for candidate in side] for side in (prefill, decode))
         self._fleet = Fleet.of(one, other, incompatible, unusable)
-        names = [candidate.record.worker_id for candidate in (*prefill, *decode)]
-        columns = self._reservations.columns(names)
-        self._sides = [
-            _Side(self._fleet.prefill, columns[: len(prefill)], self._by_header(prefill)),
-            _Side(self._fleet.decode, columns[len(prefill) :], self._by_header(decode)),
-        ]
-        self._lives = {(c.record.worker_id, c.record.incarnation): i for i, c in enumerate(decode)}
-
-    def _by_header(self, candidates: Sequence[Candidate]) -> list[tuple[IdentityHeader, Ints, Ints]]:
-        groups: dict[IdentityHeader, list[tuple[int, int]]] = {}
+        candidates = [*prefill, *decode]
+        self._reserved = self._reservations.columns([candidate.record.worker_id for candidate in candidates])
+        members: dict[IdentityHeader, list[tuple[int, int]]] = {}
         for i, candidate in enumerate(candidates):
             column = self._index.column(candidate.record.worker_id)
             if candidate.header is not None and column is not None:
-                groups.setdefault(candidate.header, []).append((i, column))
-        found = []
-        for header, members in groups.items():
-            at = np.array(members, np.int64)
-            found.append((header, at[:, 0], at[:, 1]))
-        return found
+                members.setdefault(candidate.header, []).append((i, column))
+        self._groups = []
+        for header, pairs in members.items():
+            at, columns = np.array(pairs, np.int64).T
+            self._groups.append(_Group(header, None if len(at) == len(candidates) else at, columns))
+        self._lives = {(c.record.worker_id, c.record.incarnation): i for i, c in enumerate(decode)}
 
     @property
     def fleet(self) -> Fleet:
@@ -109,35 +105,40 @@ class Placer:
 
     def snapshot(self, prompt: Prompt | None = None, exclude: frozenset[Life] = frozenset()) -> ClusterSnapshot:
         """The usable workers with this prompt's hits. `exclude`: lives that must not be chosen as decode."""
-        runs: dict[IdentityHeader, tuple[Ints, Ints]] = {}
-        if prompt is not None:
-            for header in {header for side in self._sides for header, _, _ in side.by_header}:
-                found = self._index.runs(prompt.keys(header))
-                runs[header] = (found.blocks, found.host_blocks)
-        num_tokens = len(prompt.token_ids) if prompt is not None else 0
-        loads = [self._loads(side, runs, num_tokens) for side in self._sides]
+        tokens, requests = self._reservations.at(self._reserved)
+        hit, host = self._hits(prompt)
         barred = tuple(self._lives[life] for life in exclude if life in self._lives) if exclude else ()
-        return ClusterSnapshot(self._fleet, loads[0], loads[1], barred)
+        return ClusterSnapshot(self._fleet, Loads(hit, host, tokens, requests), barred)
 
-    def _loads(self, side: _Side, runs: Mapping[IdentityHeader, tuple[Ints, Ints]], num_tokens: int) -> Loads:
-        tokens, requests = self._reservations.at(side.reserved)
-        hit = np.zeros(len(side.pool), np.int64)
-        host = np.zeros(len(side.pool), np.int64)
-        for header, at, columns in side.by_header:
-            if header in runs:
-                blocks, host_blocks = runs[header]
-                size = header.block_size
-                # The last prompt token is always computed.
-                usable = np.minimum(blocks.take(columns), max(0, num_tokens - 1) // size)
-                hit[at] = size * usable
-                host[at] = size * np.minimum(host_blocks.take(columns), usable)
-        return Loads(hit, host, tokens, requests)
+    def _hits(self, prompt: Prompt | None) -> tuple[Ints, Ints | None]:
+        """(hit tokens, those of them in host tiers only; None: nowhere), by worker."""
+        size = len(self._fleet.records)
+        hit, host = np.zeros(size, np.int64), None
+        if prompt is None:
+            return hit, host
+        for group in self._groups:
+            runs = self._index.runs(prompt.keys(group.header))
+            block_size = group.header.block_size
+            usable = runs.blocks.take(group.columns)
+            # The last prompt token is always computed.
+            np.minimum(usable, max(0, len(prompt.token_ids) - 1) // block_size, out=usable)
+            if runs.host_blocks is not None:
+                host = np.zeros(size, np.int64) if host is None else host
+                host[_ALL if group.at is None else group.at] = block_size * np.minimum(
+                    runs.host_blocks.take(group.columns), usable
+                )
+            usable *= block_size
+            if group.at is None:
+                hit = usable
+            else:
+                hit[group.at] = usable
+        return hit, host
 
     def place(
         self, request: PlacementRequest, prompt: Prompt, now: float, exclude: frozenset[Life] = frozenset()
     ) -> Placement | Rejected:
         snapshot = self.snapshot(prompt, exclude)
-        if not request.affinity and (headers := self._sides[1].by_header):
-            keys = prompt.keys(headers[0][0])[:_AFFINITY_BLOCKS]
+        if self._wants_affinity and not request.affinity and self._groups:
+            keys = prompt.keys(self._groups[0].header)[:_AFFINITY_BLOCKS]
             request = replace(request, affinity=keys[-1].tobytes() if len(keys) else b"")
         return choose_placement(request, snapshot, now, self._rng, self.policy)

@@ -24,14 +24,13 @@ class _ByWorker:
 
     def pick(self, costs: Costs, rng: random.Random) -> Choice:
         remote, local = costs.remote, costs.local
-        usable = np.isfinite(local) | np.isfinite(remote).any(axis=0)
-        fleet = costs.snapshot.fleet
+        usable = np.isfinite(remote).any(axis=0)
+        if local is not None:
+            usable |= np.isfinite(local)
         d = self._one(np.flatnonzero(usable).tolist(), "decode", costs, rng)
-        if np.isfinite(local[d]):
+        if local is not None and np.isfinite(local[d]):
             return None, d
-        fitting = np.flatnonzero(np.isfinite(remote[:, d])).tolist()
-        assert len(fleet.prefill)
-        return self._one(fitting, "prefill", costs, rng), d
+        return self._one(np.flatnonzero(np.isfinite(remote[:, d])).tolist(), "prefill", costs, rng), d
 
     def _one(self, indexes: Sequence[int], role: str, costs: Costs, rng: random.Random) -> int:
         raise NotImplementedError
@@ -59,7 +58,7 @@ class RoundRobin(_ByWorker):
 def load_of(costs: Costs, role: str, index: int) -> float:
     """Milliseconds of prompts that wait at a prefill worker; sequences of a decode worker."""
     if role == "prefill":
-        return float(costs.prefill_queue[index])
+        return float(costs.queue[index])
     return float(costs.decode_load[index])
 
 
@@ -87,9 +86,9 @@ class SessionAffinity(_ByWorker):
 
     def _one(self, indexes: Sequence[int], role: str, costs: Costs, rng: random.Random) -> int:
         fleet = costs.snapshot.fleet
-        pool = fleet.prefill if role == "prefill" else fleet.decode
+        first = 0 if role == "prefill" else fleet.num_prefill
         session = costs.request.affinity or rng.randbytes(_RANDOM_SESSION_BYTES)
-        return max(indexes, key=lambda i: _weight(session, pool.records[i].worker_id))
+        return max(indexes, key=lambda i: _weight(session, fleet.records[first + i].worker_id))
 
 
 def _weight(session: bytes, worker_id: str) -> bytes:

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import numpy as np
 
-from diptych.router.fleet import Bools, ClusterSnapshot, Floats, Loads, Pool
+from diptych.router.fleet import Bools, ClusterSnapshot, Floats
 from diptych.router.placement import (
     Placement,
     PlacementRequest,
@@ -37,57 +37,63 @@ __all__ = [
     "usable_hit_tokens",
 ]
 
-HANDOFF_MS = 5.0
-"""Fixed price of a hand-off: a call to prefill, the announcements, the acknowledgements."""
 LOCAL_BIAS_MS = 1.0
 _TIE_FRACTION, _TIE_MS = 0.02, 0.5
 _MAX_SPARES = 8
 
 Choice = tuple[int | None, int]
-"""(index of the prefill worker, or None for local prefill; index of the decode worker)"""
+"""(index of the prefill worker, or None for local prefill; index of the decode worker, 0 to D - 1)"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Costs:
-    """Every candidate's charge in milliseconds: `remote` [P, D] and `local` [D], infinite where not a candidate."""
+    """Every candidate's charge in milliseconds.
+
+    Args:
+        remote: [P, D], infinite where not a candidate.
+        local: [D], the same; None: local prefill is no candidate anywhere.
+        queue, compute: [P + D].
+        sequences, decode_load: [D].
+    """
 
     request: PlacementRequest
     snapshot: ClusterSnapshot
     remote: Floats
-    local: Floats
-    prefill_queue: Floats
-    prefill_compute: Floats
-    transfer: Floats
+    local: Floats | None
+    queue: Floats
+    compute: Floats
+    sequences: Floats
     decode_load: Floats
-    decode_queue: Floats
-    decode_compute: Floats
+
+    @property
+    def any(self) -> bool:
+        """Whether there is a candidate."""
+        if self.local is not None:
+            return bool(self.local.min() < np.inf or (self.remote < np.inf).any())
+        return bool(self.remote.size and self.remote.min() < np.inf)
 
     def terms(self, choice: Choice) -> Terms:
         p, d = choice
-        decode = self.snapshot.decode_view(d)
+        at = self.snapshot.fleet.num_prefill + d
+        decode = self.snapshot.view(at)
         load = float(self.decode_load[d])
         if p is None:
-            compute = float(self.decode_compute[d])
-            stall = compute * _sequences(self.snapshot.fleet.decode, self.snapshot.decode_loads, d) + LOCAL_BIAS_MS
-            return Terms(None, decode, float(self.decode_queue[d]), compute, 0.0, load, stall)
-        return Terms(
-            self.snapshot.prefill_view(p),
-            decode,
-            queue_ms=float(self.prefill_queue[p]),
-            prefill_ms=float(self.prefill_compute[p]),
-            transfer_ms=float(self.transfer[p, d]),
-            decode_load_ms=load,
-            stall_ms=0.0,
-        )
+            compute = float(self.compute[at])
+            stall = compute * float(self.sequences[d]) + LOCAL_BIAS_MS
+            return Terms(None, decode, float(self.queue[at]), compute, 0.0, load, stall)
+        queue, compute = float(self.queue[p]), float(self.compute[p])
+        transfer = float(self.remote[p, d]) - queue - compute - load
+        return Terms(self.snapshot.view(p), decode, queue, compute, transfer, load, 0.0)
 
     def best(self, limit: int | None) -> list[Terms]:
         """The cheapest candidates, cheapest first."""
-        flat = np.concatenate((self.local, self.remote.ravel()))  # local first: it wins a tie
-        num_decode = len(self.local)
-        order = np.argsort(flat, kind="stable")[:limit]
+        num_local = 0 if self.local is None else len(self.local)
+        flat = self.remote.ravel()
+        if self.local is not None:
+            flat = np.concatenate((self.local, flat))  # local first: it wins a tie
         choices: list[Choice] = [
-            (None, int(i)) if i < num_decode else divmod(int(i) - num_decode, num_decode)
-            for i in order
+            (None, int(i)) if i < num_local else divmod(int(i) - num_local, self.snapshot.fleet.num_decode)
+            for i in np.argsort(flat, kind="stable")[:limit]
             if np.isfinite(flat[i])
         ]
         return [self.terms(choice) for choice in choices]
@@ -96,7 +102,8 @@ class Costs:
 class Picker(Protocol):
     """A policy: which of the candidates is taken. At least one cost is finite."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def pick(self, costs: Costs, rng: random.Random) -> Choice: ...
 
@@ -108,33 +115,36 @@ class CheapestPair:
 
     def pick(self, costs: Costs, rng: random.Random) -> Choice:
         remote = costs.remote
-        full = _holds_all(costs.request, costs.snapshot)
-        if full.any():
+        pending = costs.snapshot.loads.pending_requests
+        num_prefill = costs.snapshot.fleet.num_prefill
+        if costs.local is not None and (full := _holds_all(costs.request, costs.snapshot)).any():
             remote = np.where(full, np.inf, remote)
-        best_local = float(costs.local.min())
-        best_remote = float(remote.min()) if remote.size else np.inf
-        best = min(best_local, best_remote)
-        limit = best + max(_TIE_MS, best * _TIE_FRACTION)
-        decode_pending = costs.snapshot.decode_loads.pending_requests
-        if best_local <= best_remote:
-            ties = np.flatnonzero(costs.local <= limit)
-            first, second = _two(len(ties), rng)
-            d = min((int(ties[first]), int(ties[second])), key=lambda d: (decode_pending[d], costs.local[d]))
+        least_remote = float(remote.min()) if remote.size else np.inf
+        least_local = float(costs.local.min()) if costs.local is not None else np.inf
+        least = min(least_local, least_remote)
+        limit = least + max(_TIE_MS, least * _TIE_FRACTION)
+        if costs.local is not None and least_local <= least_remote:
+            local = costs.local
+            ties = np.flatnonzero(local <= limit)
+            d = min((int(ties[i]) for i in _two(len(ties), rng)), key=lambda d: (pending[num_prefill + d], local[d]))
             return None, d
-        flat = remote.ravel()
-        ties = np.flatnonzero(flat <= limit)
+        ties = np.flatnonzero(remote <= limit)
         first, second = _two(len(ties), rng)
-        pairs = [divmod(int(ties[i]), remote.shape[1]) for i in (first, second)]
-        prefill_pending = costs.snapshot.prefill_loads.pending_requests
-        return min(pairs, key=lambda pair: (prefill_pending[pair[0]] + decode_pending[pair[1]], remote[pair]))
+        width = remote.shape[1]
+        p, d = divmod(int(ties[first]), width)
+        if first != second:
+            other_p, other_d = divmod(int(ties[second]), width)
+            mine, others = pending[p] + pending[num_prefill + d], pending[other_p] + pending[num_prefill + other_d]
+            if (others, remote[other_p, other_d]) < (mine, remote[p, d]):
+                return other_p, other_d
+        return p, d
 
 
 def _two(count: int, rng: random.Random) -> tuple[int, int]:
     """Two different indexes below `count`; the same twice when there is only one."""
     if count == 1:
         return 0, 0
-    first = rng.randrange(count)
-    second = rng.randrange(count - 1)
+    first, second = int(rng.random() * count), int(rng.random() * (count - 1))
     return first, second + (second >= first)
 
 
@@ -150,81 +160,78 @@ def choose_placement(
 ) -> Placement | Rejected:
     """Charge every candidate and let the policy take one."""
     costs = candidate_costs(request, snapshot, now)
-    if not (np.isfinite(costs.local).any() or np.isfinite(costs.remote).any()):
+    if not costs.any:
         return Rejected(tuple(_why_nobody(snapshot)))
     p, d = policy.pick(costs, rng)
     column = costs.remote[:, d]
-    order = [int(i) for i in np.argsort(column, kind="stable")[: _MAX_SPARES + 1] if np.isfinite(column[i])]
-    notes = []
+    order = column.argsort(kind="stable")[:_MAX_SPARES].tolist()
+    if not snapshot.fleet.all_fit:
+        order = [i for i in order if np.isfinite(column[i])]
+    notes: tuple[str, ...] = ()
     if p is not None:
         order = [p, *(i for i in order if i != p)]
     elif not order:
-        notes.append("no usable prefill worker: local prefill")
-    spares = tuple(snapshot.prefill_view(i) for i in order[: _MAX_SPARES + 1])
-    return Placement(costs.terms((p, d)), spares, costs.best, tuple(notes), policy.name)
+        notes = ("no usable prefill worker: local prefill",)
+    return Placement(costs.terms((p, d)), snapshot, tuple(order), costs.best, notes, policy.name)
 
 
 def candidate_costs(request: PlacementRequest, snapshot: ClusterSnapshot, now: float) -> Costs:
-    fleet = snapshot.fleet
-    prefill, decode = fleet.prefill, fleet.decode
-    on_p, on_d = snapshot.prefill_loads, snapshot.decode_loads
-    num_tokens = request.num_prompt_tokens
-    prefill_queue = _queue_ms(prefill, on_p, now)
-    prefill_compute = (num_tokens - on_p.hit_tokens) * prefill.token_ms + on_p.host_tokens * prefill.host_token_ms
-    uncached_on_d = num_tokens - on_d.hit_tokens
+    fleet, loads = snapshot.fleet, snapshot.loads
+    first_decode = fleet.num_prefill
+    uncached = request.num_prompt_tokens - loads.hit_tokens
+    # What waits there: reported, less what was computed since, or placed by us, whichever is more (the report includes
+    # our own placements as soon as it is younger than they are).
+    queue = loads.pending_tokens * fleet.token_ms
+    np.maximum(queue, fleet.idle_at_ms - 1000.0 * now, out=queue)
+    compute = uncached * fleet.token_ms
+    copy_back = None
+    if loads.host_tokens is not None:
+        copy_back = loads.host_tokens * fleet.host_token_ms
+        compute += copy_back
+    sequences = np.maximum(fleet.sequences, loads.pending_requests[first_decode:])
+    decode_load = fleet.step_ms * sequences
+    to_first_token = queue + compute
     if request.wants_kv:
-        transfer = fleet.move_ms * uncached_on_d
-        transfer += HANDOFF_MS + on_d.host_tokens * decode.host_token_ms
+        remote = fleet.move_ms * uncached[first_decode:]
+        remote += fleet.handoff_ms
+        remote += to_first_token[:first_decode, None]
+        remote += decode_load if copy_back is None else decode_load + copy_back[first_decode:]
     else:
-        transfer = np.full(fleet.move_ms.shape, HANDOFF_MS)
-    sequences = np.maximum(decode.sequences, on_d.pending_requests)
-    decode_load = decode.step_ms * sequences
-    remote = transfer + (prefill_queue + prefill_compute)[:, None]
-    remote += decode_load
-    remote[~fleet.fits] = np.inf
-    decode_queue = _queue_ms(decode, on_d, now)
-    decode_compute = uncached_on_d * decode.token_ms + on_d.host_tokens * decode.host_token_ms
-    local = decode_queue + decode_load + decode_compute * (1.0 + sequences) + LOCAL_BIAS_MS
-    may = uncached_on_d <= request.local_prefill_max_tokens
-    if request.allow_local_fallback:
-        may |= ~fleet.fits.any(axis=0)
-    local[~may] = np.inf
+        remote = fleet.handoff_ms + to_first_token[:first_decode, None]
+        remote += decode_load
+    local = _local_costs(request, snapshot, queue, compute, sequences, decode_load)
     if snapshot.barred:
-        barred = list(snapshot.barred)
-        remote[:, barred] = np.inf
-        local[barred] = np.inf
-    return Costs(
-        request,
-        snapshot,
-        remote,
-        local,
-        prefill_queue,
-        prefill_compute,
-        transfer,
-        decode_load,
-        decode_queue,
-        decode_compute,
-    )
+        remote[:, list(snapshot.barred)] = np.inf
+        if local is not None:
+            local[list(snapshot.barred)] = np.inf
+    return Costs(request, snapshot, remote, local, queue, compute, sequences, decode_load)
 
 
-def _queue_ms(pool: Pool, loads: Loads, now: float) -> Floats:
-    """What waits there: reported, less what was computed since, or placed by us, whichever is more (the report includes
-    our own placements as soon as it is younger than they are)."""
-    reported = pool.waiting_tokens * pool.token_ms - 1000.0 * np.maximum(now - pool.reported_at, 0.0)
-    queue: Floats = np.maximum(reported, loads.pending_tokens * pool.token_ms)
-    return np.maximum(queue, 0.0)
-
-
-def _sequences(decode: Pool, loads: Loads, d: int) -> float:
-    return max(float(decode.sequences[d]), float(loads.pending_requests[d]))
+def _local_costs(
+    request: PlacementRequest,
+    snapshot: ClusterSnapshot,
+    queue: Floats,
+    compute: Floats,
+    sequences: Floats,
+    decode_load: Floats,
+) -> Floats | None:
+    first_decode = snapshot.fleet.num_prefill
+    may = snapshot.loads.hit_tokens[first_decode:] >= request.num_prompt_tokens - request.local_prefill_max_tokens
+    if request.allow_local_fallback:
+        may |= snapshot.fleet.alone
+    if not may.any():
+        return None
+    local: Floats = queue[first_decode:] + decode_load + compute[first_decode:] * (1.0 + sequences) + LOCAL_BIAS_MS
+    local[~may] = np.inf
+    return local
 
 
 def _holds_all(request: PlacementRequest, snapshot: ClusterSnapshot) -> Bools:
     """[D]: all of the prompt that a cache can hold lies on this decode worker, which may compute the rest (less than a
     block): no prefill worker is needed, whatever the two rates, measured on other lengths, say about so few tokens."""
-    hits = snapshot.decode_loads.hit_tokens
+    hits = snapshot.loads.hit_tokens[snapshot.fleet.num_prefill :]
     left = request.num_prompt_tokens - hits
-    few: Bools = left <= np.minimum(snapshot.fleet.decode.block_size, request.local_prefill_max_tokens)
+    few: Bools = left <= np.minimum(snapshot.fleet.block_size, request.local_prefill_max_tokens)
     return few & (left > 0) & (hits > 0)
 
 
@@ -233,8 +240,8 @@ def _why_nobody(snapshot: ClusterSnapshot) -> Sequence[str]:
     for (prefill, decode), differences in sorted(snapshot.incompatible.items()):
         if differences:
             reasons.append(f"{prefill} and {decode} do not fit: {'; '.join(differences)}")
-    if len(snapshot.fleet.decode) == len(snapshot.barred):
+    if snapshot.fleet.num_decode == len(snapshot.barred):
         reasons.insert(0, "no usable decode worker")
-    elif not len(snapshot.fleet.prefill):
+    elif not snapshot.fleet.num_prefill:
         reasons.insert(0, "no usable prefill worker")
     return reasons

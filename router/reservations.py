@@ -33,6 +33,7 @@ class Reservations:
         self._columns: dict[str, int] = {}
         self._mine = np.zeros((2, 64), np.int64)  # tokens, requests by column
         self._others = np.zeros((2, 64), np.int64)
+        self._all = np.zeros((2, 64), np.int64)
 
     def __len__(self) -> int:
         return len(self._open)
@@ -61,15 +62,18 @@ class Reservations:
 
     def _add(self, worker_id: str, tokens: int, requests: int) -> None:
         column = self._column(worker_id)
-        self._mine[0, column] += tokens
-        self._mine[1, column] += requests
+        for table in (self._mine, self._all):
+            table[0, column] += tokens
+            table[1, column] += requests
 
     def _column(self, worker_id: str) -> int:
         column = self._columns.get(worker_id)
         if column is None:
             column = self._columns[worker_id] = len(self._columns)
             if column >= self._mine.shape[1]:
-                self._mine, self._others = (np.pad(a, ((0, 0), (0, column))) for a in (self._mine, self._others))
+                self._mine, self._others, self._all = (
+                    np.pad(table, ((0, 0), (0, column))) for table in (self._mine, self._others, self._all)
+                )
         return column
 
     def tokens(self, worker_id: str) -> int:
@@ -93,6 +97,7 @@ class Reservations:
         self._others[:] = 0
         for column, value in columns.items():
             self._others[:, column] = value
+        self._all = self._mine + self._others
 
     # ---- for a placement: all workers at once --------------------------------------------------------------------
 
@@ -104,10 +109,8 @@ class Reservations:
 
     def at(self, columns: Ints) -> tuple[Ints, Ints]:
         """(pending tokens, pending requests), all routers together."""
-        return (
-            self._mine[0].take(columns) + self._others[0].take(columns),
-            self._mine[1].take(columns) + self._others[1].take(columns),
-        )
+        tokens, requests = self._all.take(columns, axis=1)
+        return tokens, requests
 
     def _compact(self, keep: set[str]) -> None:
         """Forget workers that left long ago."""
@@ -117,4 +120,5 @@ class Reservations:
         self._mine, self._others = (
             np.pad(a[:, old], ((0, 0), (0, width - len(old)))) for a in (self._mine, self._others)
         )
+        self._all = self._mine + self._others
         self._columns = {name: i for i, (name, _) in enumerate(kept)}

@@ -164,7 +164,7 @@ def test_one_lookup_answers_for_all_workers():
         index.apply(f"w{i}", KvEvent("a", 0, 1, "stored", tuple(chain[: 2 * i])))
     runs = index.runs(as_keys(chain))
     assert [int(runs.blocks[index.column(f"w{i}")]) for i in range(130)] == [2 * i for i in range(130)]
-    assert not runs.host_blocks.any()
+    assert runs.host_blocks is None
     index.forget("w77")
     index.register("new", "a", 0, 0)
     assert index.column("new") is not None
@@ -175,7 +175,8 @@ def test_one_lookup_answers_for_all_workers():
 def test_memory_is_bounded_and_the_least_lately_used_goes_first():
     index = fresh(max_blocks=16)
     index.apply("w", stored(1, *range(14)))
-    assert index.hit_blocks("w", keys(0, 1, 2)) == 3
+    for _ in range(4):
+        assert index.hit_blocks("w", keys(0, 1, 2)) == 3
     index.apply("w", stored(2, *range(14, 20)))
     assert index.num_blocks("w") == 14
     assert index.mode("w") is IndexMode.STALE

@@ -194,3 +194,25 @@ def test_ties_are_spread_and_prefer_fewer_pending():
 )
 def test_the_last_token_is_always_computed(blocks, n, expected):
     assert usable_hit_tokens(blocks, 16, n) == expected
+
+
+def test_a_hit_in_a_host_tier_is_charged_the_copy_back():
+    far = WorkerView(worker("p0", hit=192).record, 192, 192, reported_at=NOW)
+    placement = choose([far, worker("p1", hit=176)], [worker("d0")])
+    by_id = {terms.prefill.worker_id: terms for terms in placement.candidates}
+    assert by_id["p0"].prefill_ms == pytest.approx(80.0 + 192 * 50_000 / 2e9 * 1000)
+    assert pair(placement) == ("p0", "d0")
+    slow = worker("p0", hit=192, host_bytes_per_s=1e7)
+    slow = WorkerView(slow.record, 192, 192, reported_at=NOW)
+    assert pair(choose([slow, worker("p1", hit=176)], [worker("d0")])) == ("p1", "d0")
+
+
+def test_workers_that_failed_for_this_request_are_barred():
+    whole = ClusterSnapshot.of([worker("p0")], [worker("d0"), worker("d1", num_running=50)])
+    barred = ClusterSnapshot(whole.fleet, whole.loads, (0,))
+    request = PlacementRequest(200, 64)
+    assert pair(choose_placement(request, barred, NOW, random.Random(0))) == ("p0", "d1")
+    assert [view.worker_id for view in barred.decode] == ["d1"]
+    assert barred.unusable == {"d0": "failed for this request"}
+    nobody = ClusterSnapshot(whole.fleet, whole.loads, (0, 1))
+    assert isinstance(choose_placement(request, nobody, NOW, random.Random(0)), Rejected)

@@ -1,0 +1,1 @@
+"""Benchmarks of the router's decisions; results are in results/."""
