@@ -89,8 +89,9 @@ class WorkerMetrics(Metrics):
         yield sources
         generated = now.generation_tokens_total - since.generation_tokens_total
         yield _counter("generation_tokens", "Tokens that were drawn, or taken over from prefill", generated)
-        preempted = now.preemptions_total - since.preemptions_total
-        yield _counter("num_preemptions", "Requests that had to give their blocks back and start over", preempted)
+        if self.role == "decode":  # prefill's requests never grow
+            preempted = now.preemptions_total - since.preemptions_total
+            yield _counter("num_preemptions", "Requests that had to give their blocks back and start over", preempted)
         yield _counter("engine_steps", "Steps of the engine", now.steps - since.steps)
 
     def transfer_families(self) -> Iterator[Metric]:

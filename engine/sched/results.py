@@ -23,6 +23,7 @@ def update(scheduler: Scheduler, out: SchedulerOutput, result: StepResult, durat
     leave no token to draw fails too.
     """
     scheduler.pace.observe(duration_s, out.num_prefill_tokens, out.num_decode)
+    scheduler.computed += out.num_prefill_tokens
     size = scheduler.config.block_size
     policy, kv = scheduler.policy, scheduler.kv
     trouble = bool(result.bad_rows or result.refused_rows)
@@ -117,7 +118,6 @@ def _give_prompt_logprobs(scheduler: Scheduler, request: Request, entries: list[
 
 def _advance_prefill(scheduler: Scheduler, request: Request, i: int, result: StepResult, duration_s: float) -> None:
     request.compute_s += duration_s
-    scheduler.computed += len(request.seq.token_ids)
     if request.want_kv:
         scheduler.packing.offer(request)
     if request.num_computed < len(request.token_ids):

@@ -69,7 +69,7 @@ async def test_reads_are_timed_and_failures_counted_by_reason() -> None:
 
 def test_what_the_warm_up_did_is_not_counted() -> None:
     now = EngineStats(prompt_tokens_total=32, computed_tokens_total=32, generation_tokens_total=2, steps=3)
-    metrics = WorkerMetrics("prefill", stats=lambda: now, clock=FakeClock())
+    metrics = WorkerMetrics("decode", stats=lambda: now, clock=FakeClock())
     loop = asyncio.new_event_loop()
     loop.close()
     metrics.begin(None, loop)  # type: ignore[arg-type]  # no transfer: its series are absent, the engine's are not
@@ -84,5 +84,5 @@ def test_what_the_warm_up_did_is_not_counted() -> None:
     }  # fmt: skip
     assert {name: value(metrics, name) for name in names} == names
     assert value(metrics, "prompt_tokens_by_source_total", source="local_compute") == 84
-    assert value(metrics, "prompt_tokens_by_source_total", source="external_kv_transfer") is None
+    assert value(metrics, "prompt_tokens_by_source_total", source="external_kv_transfer") == 0
     assert value(metrics, "kv_transfer_bytes_total") is None

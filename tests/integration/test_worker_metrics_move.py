@@ -1,0 +1,109 @@
+"""Over HTTP from real workers: every series that a worker registers moves."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+PROMPT = [(7 * i + 3) % 1000 for i in range(150)]
+# A state is a place, not an event: that the slabs move shows in `free`.
+NEED_NOT_MOVE = {("diptych_kv_slabs", s) for s in ("packed", "in_flight", "settled", "quarantined")}
+
+
+@pytest.fixture(scope="session")
+def pd() -> ModuleType:
+    name = "diptych_test_pd_harness"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("pd_harness.py"))
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules[name]
+
+
+class Watch:
+    """The values that every series took, by (name, label value)."""
+
+    def __init__(self, port: int) -> None:
+        self._url = f"http://127.0.0.1:{port}/metrics"
+        self.seen: dict[tuple[str, str], set[float]] = {}
+        self.families: set[str] = set()
+
+    def look(self) -> None:
+        with urllib.request.urlopen(self._url, timeout=5) as answer:
+            text = answer.read().decode()
+        for family in text_string_to_metric_families(text):
+            self.families.add(family.name)
+            for sample in family.samples:
+                if sample.name.endswith(("_created", "_bucket")):
+                    continue
+                label = next(iter(sample.labels.values()), "")
+                # A labelled child that appears has moved: it was at nothing before.
+                self.seen.setdefault((sample.name, label), set() if not self.seen else {0.0}).add(sample.value)
+
+    def still(self) -> set[tuple[str, str]]:
+        return {key for key, values in self.seen.items() if len(values) < 2} - NEED_NOT_MOVE
+
+
+async def test_every_series_of_both_roles_moves(pd: ModuleType) -> None:
+    model = lambda: pd.fake_model(num_blocks=24, before_execute=lambda seqs: time.sleep(0.004))  # noqa: E731
+    async with (
+        pd.cluster(
+            num_prefill=1,
+            decode=model,
+            prefill=model,
+            decode_config={"metrics_port": 0, "fault_corrupt_every": 5},
+            prefill_config={"metrics_port": 0, "max_num_seqs": 1},
+        ) as cluster,
+        pd.FakeRouter(cluster.decode.address) as router,
+    ):
+        watches = [Watch(cluster.prefill[0].metrics_port), Watch(cluster.decode.metrics_port)]
+
+        async def look(ended: asyncio.Event) -> None:
+            while not ended.is_set():
+                for watch in watches:
+                    await asyncio.to_thread(watch.look)
+                await asyncio.sleep(0.01)
+
+        for watch in watches:
+            await asyncio.to_thread(watch.look)
+        assert all(values == {0.0} for watch in watches for (n, _), values in watch.seen.items() if "slabs" not in n)
+        ended = asyncio.Event()
+        looking = asyncio.create_task(look(ended))
+        try:
+            for turn in range(2):  # the second time both sides have seen the prompts
+                for number in range(6):
+                    prompt = [number + 1, *PROMPT[: 60 + 10 * number]]
+                    # The first token alone moves no KV, so the second turn of it is prefill's cache hit.
+                    router.submit(cluster.submit_message(attempt=f"one-{turn}-{number}", prompt=prompt, max_tokens=1))
+                    await router.ended(f"one-{turn}-{number}")
+            names = [f"many-{number}" for number in range(6)]
+            for number, name in enumerate(names):
+                prompt = [100 + number, *PROMPT[:40]]
+                router.submit(cluster.submit_message(attempt=name, prompt=prompt, max_tokens=60, local=number == 5))
+            for name in names:
+                await router.ended(name)
+            for number in range(2):
+                again = cluster.submit_message(attempt=f"again-{number}", prompt=[200, *PROMPT[:40]], max_tokens=4)
+                answer = await router.run(again)
+                assert answer.finished is not None, answer.error
+        finally:
+            ended.set()
+            await looking
+        for watch in watches:
+            await asyncio.to_thread(watch.look)
+        prefill, decode = watches
+        assert prefill.still() == set()
+        assert decode.still() == set()
+        assert "diptych_kv_transfer_failures" in decode.families
+        assert {"diptych_kv_transfer_seconds", "diptych_num_preemptions"} <= decode.families - prefill.families
+        await cluster.nothing_left()
