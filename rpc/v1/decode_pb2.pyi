@@ -76,10 +76,20 @@ class Accepted(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class PrefillFault(_message.Message):
+    __slots__ = ("worker_id", "reason")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    reason: str
+    def __init__(self, worker_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
 class End(_message.Message):
-    __slots__ = ("failure", "finished")
+    __slots__ = ("failure", "finished", "prefill_faults")
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FAULTS_FIELD_NUMBER: _ClassVar[int]
     failure: _types_pb2.Failure
     finished: _router_pb2.Finished
-    def __init__(self, failure: _Optional[_Union[_types_pb2.Failure, _Mapping]] = ..., finished: _Optional[_Union[_router_pb2.Finished, _Mapping]] = ...) -> None: ...
+    prefill_faults: _containers.RepeatedCompositeFieldContainer[PrefillFault]
+    def __init__(self, failure: _Optional[_Union[_types_pb2.Failure, _Mapping]] = ..., finished: _Optional[_Union[_router_pb2.Finished, _Mapping]] = ..., prefill_faults: _Optional[_Iterable[_Union[PrefillFault, _Mapping]]] = ...) -> None: ...

@@ -19,6 +19,42 @@ FAILURE_POLICY_FAIL: FailurePolicy
 FAILURE_POLICY_RECOMPUTE: FailurePolicy
 FAILURE_POLICY_RETRY: FailurePolicy
 
+class ExplainRequest(_message.Message):
+    __slots__ = ("request_id",)
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+
+class ExplainResponse(_message.Message):
+    __slots__ = ("explanation", "outcome", "label", "prompt_tokens", "age_s")
+    EXPLANATION_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    LABEL_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    explanation: _types_pb2.Explanation
+    outcome: str
+    label: str
+    prompt_tokens: int
+    age_s: float
+    def __init__(self, explanation: _Optional[_Union[_types_pb2.Explanation, _Mapping]] = ..., outcome: _Optional[str] = ..., label: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., age_s: _Optional[float] = ...) -> None: ...
+
+class WhatIfRequest(_message.Message):
+    __slots__ = ("request", "pool")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    request: GenerateRequest
+    pool: str
+    def __init__(self, request: _Optional[_Union[GenerateRequest, _Mapping]] = ..., pool: _Optional[str] = ...) -> None: ...
+
+class WhatIfResponse(_message.Message):
+    __slots__ = ("explanation", "prompt_tokens")
+    EXPLANATION_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    explanation: _types_pb2.Explanation
+    prompt_tokens: int
+    def __init__(self, explanation: _Optional[_Union[_types_pb2.Explanation, _Mapping]] = ..., prompt_tokens: _Optional[int] = ...) -> None: ...
+
 class ChatMessage(_message.Message):
     __slots__ = ("role", "content")
     ROLE_FIELD_NUMBER: _ClassVar[int]

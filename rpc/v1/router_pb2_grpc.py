@@ -46,6 +46,16 @@ class RouterStub:
                 request_serializer=diptych_dot_rpc_dot_v1_dot_router__pb2.ListModelsRequest.SerializeToString,
                 response_deserializer=diptych_dot_rpc_dot_v1_dot_router__pb2.ListModelsResponse.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/diptych.rpc.v1.Router/Explain',
+                request_serializer=diptych_dot_rpc_dot_v1_dot_router__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=diptych_dot_rpc_dot_v1_dot_router__pb2.ExplainResponse.FromString,
+                _registered_method=True)
+        self.WhatIf = channel.unary_unary(
+                '/diptych.rpc.v1.Router/WhatIf',
+                request_serializer=diptych_dot_rpc_dot_v1_dot_router__pb2.WhatIfRequest.SerializeToString,
+                response_deserializer=diptych_dot_rpc_dot_v1_dot_router__pb2.WhatIfResponse.FromString,
+                _registered_method=True)
 
 
 class RouterServicer:
@@ -66,6 +76,20 @@ class RouterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Explain(self, request, context):
+        """Why a request of the recent past went where it went. NOT_FOUND when this router remembers none of that id.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WhatIf(self, request, context):
+        """Where a request would go now, or in another pool of workers; nothing is run.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RouterServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -78,6 +102,16 @@ def add_RouterServicer_to_server(servicer, server):
                     servicer.ListModels,
                     request_deserializer=diptych_dot_rpc_dot_v1_dot_router__pb2.ListModelsRequest.FromString,
                     response_serializer=diptych_dot_rpc_dot_v1_dot_router__pb2.ListModelsResponse.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=diptych_dot_rpc_dot_v1_dot_router__pb2.ExplainRequest.FromString,
+                    response_serializer=diptych_dot_rpc_dot_v1_dot_router__pb2.ExplainResponse.SerializeToString,
+            ),
+            'WhatIf': grpc.unary_unary_rpc_method_handler(
+                    servicer.WhatIf,
+                    request_deserializer=diptych_dot_rpc_dot_v1_dot_router__pb2.WhatIfRequest.FromString,
+                    response_serializer=diptych_dot_rpc_dot_v1_dot_router__pb2.WhatIfResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -136,6 +170,60 @@ class Router:
             '/diptych.rpc.v1.Router/ListModels',
             diptych_dot_rpc_dot_v1_dot_router__pb2.ListModelsRequest.SerializeToString,
             diptych_dot_rpc_dot_v1_dot_router__pb2.ListModelsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/diptych.rpc.v1.Router/Explain',
+            diptych_dot_rpc_dot_v1_dot_router__pb2.ExplainRequest.SerializeToString,
+            diptych_dot_rpc_dot_v1_dot_router__pb2.ExplainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WhatIf(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/diptych.rpc.v1.Router/WhatIf',
+            diptych_dot_rpc_dot_v1_dot_router__pb2.WhatIfRequest.SerializeToString,
+            diptych_dot_rpc_dot_v1_dot_router__pb2.WhatIfResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -158,11 +158,15 @@ class DumpBlocksRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DumpBlocksResponse(_message.Message):
-    __slots__ = ("epoch", "sequence", "block_keys")
+    __slots__ = ("epoch", "sequence", "block_keys", "host_sequence", "host_block_keys")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     BLOCK_KEYS_FIELD_NUMBER: _ClassVar[int]
+    HOST_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    HOST_BLOCK_KEYS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     sequence: int
     block_keys: bytes
-    def __init__(self, epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., block_keys: _Optional[bytes] = ...) -> None: ...
+    host_sequence: int
+    host_block_keys: bytes
+    def __init__(self, epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., block_keys: _Optional[bytes] = ..., host_sequence: _Optional[int] = ..., host_block_keys: _Optional[bytes] = ...) -> None: ...
