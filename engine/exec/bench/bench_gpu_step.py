@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from diptych.common.sampling import SamplingParams
+from diptych.engine.exec.cuda import decoder
 from diptych.engine.exec.linear import make_linear
 from diptych.engine.exec.model_config import ModelConfig, parse_config
 from diptych.engine.exec.model_runner import TorchModelRunner
@@ -172,10 +173,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, required=True, help="JSON file")
     parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--small-rows", type=int, help="rows up to which linear layers take our kernel")
     args = parser.parse_args()
     torch.manual_seed(0)
+    if args.small_rows is not None:
+        decoder.SMALL_ROWS = args.small_rows
     bandwidth, peak = read_bandwidth(), matmul_peak()
     facts: dict[str, Any] = {**machine(), "read_tb_s": bandwidth / 1e12, "matmul_tflop_s": peak / 1e12}
+    facts["small_rows"] = decoder.SMALL_ROWS
     config = parse_config({**LLAMA_8B, "num_hidden_layers": args.layers})
     weights = random_weights(config)
     begin = time.perf_counter()

@@ -48,7 +48,7 @@ class CudaBackend:
         self._pool, self._num_kv_heads, self._max_model_len = pool, config.num_kv_heads, max_model_len
         self._tables = BlockTables(-(-max_model_len // pool.block_size), pool.num_blocks, device)
         self._decoder = CudaDecoder(config, weights, pool, self._tables.tensor, max_model_len=max_model_len)
-        self._upload, self._draw = Upload(device), PlainDraw(device, config.vocab_size)
+        self._upload, self._draw = Upload(device), PlainDraw(device)
         self.mover = BlockMover(pool_bytes(pool.tensor))
         self._num_programs = 8
         self._graphs: DecodeGraphs | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -10,14 +11,19 @@ from torch.nn.functional import embedding
 
 from diptych.engine.exec.cuda.batch import StepTensors
 from diptych.engine.exec.kv_pool import KvPool
+from diptych.engine.exec.linear import Linear
 from diptych.engine.exec.model_config import ModelConfig
 from diptych.engine.exec.rope import rope_tables
-from diptych.engine.exec.weights import DecoderWeights
+from diptych.engine.exec.weights import AnyLinear, DecoderWeights
 from diptych.engine.runner import StepAborted
 from diptych.kernels.triton_decode import paged_decode
+from diptych.kernels.triton_matmul import small_matmul
 from diptych.kernels.triton_norm import rms_norm, silu_mul
 from diptych.kernels.triton_prefill import paged_prefill, prefill_rows
 from diptych.kernels.triton_rope import rope_write
+
+SMALL_ROWS = 16
+"""Up to so many rows the linear layers take our own kernel: measured, see kernels/bench/NOTES.md."""
 
 
 class CudaDecoder:
@@ -51,7 +57,7 @@ class CudaDecoder:
         for index, layer in enumerate(weights.layers):
             if should_abort is not None and should_abort():
                 raise StepAborted
-            qkv = layer.qkv(x)
+            qkv = self._linear(layer.qkv, x)
             q = rope_write(
                 qkv,
                 self._layers[index],
@@ -70,11 +76,27 @@ class CudaDecoder:
             if index == last and step.sample_rows is not None:
                 # Behind the last attention only the rows whose logits are wanted matter, in the order wanted.
                 attended, residual = (t.index_select(0, step.sample_rows) for t in (attended, residual))
-            x = rms_norm(layer.o(attended), layer.post_norm.weight, eps, residual)
-            x = layer.down(silu_mul(layer.gate_up(x)))
+            x = rms_norm(self._linear(layer.o, attended), layer.post_norm.weight, eps, residual)
+            x = self._linear(layer.down, self._gate_up(layer.gate_up, x))
             after = weights.norm if index == last else weights.layers[index + 1].input_norm
             x = rms_norm(x, after.weight, eps, residual)
-        return weights.lm_head(x)
+        return self._linear(weights.lm_head, x)
+
+    def _linear(self, layer: AnyLinear, x: Tensor) -> Tensor:
+        if self._reads_weights(layer, x):
+            return small_matmul(x, layer.weight)
+        return layer(x)
+
+    def _gate_up(self, layer: AnyLinear, x: Tensor) -> Tensor:
+        if self._reads_weights(layer, x):
+            return small_matmul(x, layer.weight, silu=True)
+        return silu_mul(layer(x))
+
+    def _reads_weights(self, layer: AnyLinear, x: Tensor) -> TypeGuard[Linear]:
+        """Few rows: the time is that of reading the weight, and our kernel reads faster than cuBLAS."""
+        if not isinstance(layer, Linear) or layer.bias is not None or x.dtype == torch.float32:
+            return False
+        return x.shape[0] <= SMALL_ROWS
 
     def _attend(self, index: int, q: Tensor, step: StepTensors) -> Tensor:
         kv, window = self._layers[index], self._config.sliding_windows[index]

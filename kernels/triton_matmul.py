@@ -1,0 +1,124 @@
+"""Linear layers for few rows in Triton: bound by reading the weight once, which cuBLAS does at half to three quarters of the
+memory's speed for the smaller projections.
+
+One program owns BLOCK_N output columns and streams their weight rows, all of K, through a deep pipeline: no split of K, so no
+second kernel and no atomics, and the result does not depend on timing. With SILU it owns the same columns of gate and of up,
+and writes silu(gate) * up: the activation costs no launch and no traffic.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MAX_ROWS = 64
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _small_matmul_kernel(
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    num_rows,
+    num_columns,
+    size,
+    stride_x,
+    stride_weight,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr,
+    SILU: tl.constexpr,
+):
+    row = tl.arange(0, ROWS)
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    real_row = (row < num_rows)[:, None]
+    real_column = (column < num_columns)[:, None]
+    x_at = x_ptr + row[:, None] * stride_x + k[None, :]
+    w_at = weight_ptr + column[:, None].to(tl.int64) * stride_weight + k[None, :]
+    up_at = w_at + num_columns.to(tl.int64) * stride_weight
+    acc = tl.zeros([ROWS, BLOCK_N], tl.float32)
+    acc_up = tl.zeros([ROWS, BLOCK_N], tl.float32)
+    for start in tl.range(0, size, BLOCK_K):
+        if EVEN:
+            x = tl.load(x_at + start, mask=real_row, other=0.0)
+            w = tl.load(w_at + start)
+        else:
+            inside = (start + k < size)[None, :]
+            x = tl.load(x_at + start, mask=real_row & inside, other=0.0)
+            w = tl.load(w_at + start, mask=real_column & inside, other=0.0)
+        acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+        if SILU:
+            if EVEN:
+                up = tl.load(up_at + start)
+            else:
+                up = tl.load(up_at + start, mask=real_column & inside, other=0.0)
+            acc_up = tl.dot(x, tl.trans(up), acc_up, input_precision="ieee")
+    if SILU:
+        # Rounded as the unfused projection would be.
+        gate = acc.to(out_ptr.dtype.element_ty).to(tl.float32)
+        acc = gate / (1.0 + tl.exp(-gate)) * acc_up.to(out_ptr.dtype.element_ty).to(tl.float32)
+    out_at = out_ptr + row[:, None] * num_columns + column[None, :]
+    tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=real_row & (column < num_columns)[None, :])
+
+
+@dataclass(frozen=True, slots=True)
+class MatmulShape:
+    """How one launch is cut; chosen by measurement: see kernels/bench/NOTES.md."""
+
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+def choose_shape(num_rows: int, num_columns: int, *, silu: bool) -> MatmulShape:
+    """Enough programs for every multiprocessor, and some 100 KB in flight on each."""
+    if num_rows > 16:
+        return MatmulShape(32, 128, 4, 4)
+    return MatmulShape(16 if silu or num_columns < 8192 else 32, 256, 4, 4)
+
+
+def small_matmul(x: Tensor, weight: Tensor, *, silu: bool = False, shape: MatmulShape | None = None) -> Tensor:
+    """x @ weight.T for at most MAX_ROWS rows; with silu, weight holds gate and up one after the other.
+
+    Args:
+        x: [rows, size]; weight: [columns, size], or [2 * columns, size] with silu; same dtype, contiguous in the last dim.
+        shape: None: choose_shape.
+    Returns: [rows, columns], x's dtype; accumulated in fp32. With silu: silu(gate) * up.
+    Raises: ValueError on a shape or dtype mismatch.
+    """
+    num_rows, size = x.shape
+    columns = weight.shape[0] // 2 if silu else weight.shape[0]
+    if not 1 <= num_rows <= MAX_ROWS:
+        raise ValueError(f"{num_rows} rows: between 1 and {MAX_ROWS} are supported")
+    if weight.shape[1] != size or weight.dtype != x.dtype or x.stride(1) != 1 or weight.stride(1) != 1:
+        raise ValueError(f"x {tuple(x.shape)} {x.dtype} does not fit weight {tuple(weight.shape)} {weight.dtype}")
+    if silu and weight.shape[0] % 2:
+        raise ValueError(f"{weight.shape[0]} rows of weight are not gate and up")
+    cut = shape or choose_shape(num_rows, columns, silu=silu)
+    out = torch.empty((num_rows, columns), dtype=x.dtype, device=x.device)
+    _small_matmul_kernel[(triton.cdiv(columns, cut.block_n),)](
+        x,
+        weight,
+        out,
+        num_rows,
+        columns,
+        size,
+        x.stride(0),
+        weight.stride(0),
+        ROWS=max(16, triton.next_power_of_2(num_rows)),
+        BLOCK_N=cut.block_n,
+        BLOCK_K=cut.block_k,
+        EVEN=size % cut.block_k == 0 and columns % cut.block_n == 0,
+        SILU=silu,
+        num_warps=cut.num_warps,
+        num_stages=cut.num_stages,
+    )
+    return out
