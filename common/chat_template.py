@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -76,6 +76,9 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ConfigError("chat_template", source[:40] + "...", f"does not compile: {error}") from error
         self._special_tokens = dict(special_tokens)
+        self.source = source
+        self.variables: frozenset[str] = frozenset(meta.find_undeclared_variables(environment.parse(source)))
+        """Names that the template reads."""
 
     def render(
         self,

@@ -31,7 +31,7 @@ class IncrementalDetokenizer:
     """Text of one output, special tokens left out. The first one of a tokenizer builds a table (tens of milliseconds)."""
 
     def __init__(self, tokenizer: ModelTokenizer) -> None:
-        table = _byte_table(tokenizer.raw)
+        table = byte_table(tokenizer.raw)
         self._decoder: _Decoder = _WindowDecoder(tokenizer) if table is None else _ByteLevelDecoder(table)
 
     def push(self, token_id: int) -> str:
@@ -68,7 +68,7 @@ def _byte_of_char() -> dict[str, int]:
 
 
 @lru_cache(maxsize=8)
-def _byte_table(tokenizer: Tokenizer) -> list[bytes] | None:
+def byte_table(tokenizer: Tokenizer) -> list[bytes] | None:
     """Bytes of every token id, b"" for special tokens and holes; None when the decoder is not plain byte level."""
     if not isinstance(tokenizer.decoder, decoders.ByteLevel):
         return None

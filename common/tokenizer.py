@@ -70,6 +70,10 @@ class ModelTokenizer:
         return self._template is not None
 
     @property
+    def chat_template(self) -> ChatTemplate | None:
+        return self._template
+
+    @property
     def raw(self) -> Tokenizer:
         """The library's tokenizer, for common/detokenizer.py."""
         return self._tokenizer

@@ -14,7 +14,7 @@ from typing import cast
 
 from diptych.common.errors import QuotaExceededError
 from diptych.router.faces import Door
-from diptych.router.messages import GenerateEvent, GenerateSpec, ModelInfo, PreparedRequest, TokenEvent
+from diptych.router.messages import GenerateEvent, GenerateSpec, ModelFeatures, ModelInfo, PreparedRequest, TokenEvent
 
 PERIOD_S = 60.0
 MAX_TENANTS = 10_000
@@ -82,6 +82,18 @@ class MeteredDoor:
 
     def ready(self) -> tuple[bool, list[str]]:
         return self._door.ready()
+
+    def features(self) -> ModelFeatures:
+        return self._door.features()
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._door.token_bytes(token_id)
+
+    async def tokenize(self, spec: GenerateSpec) -> list[int]:
+        return await self._door.tokenize(spec)
+
+    async def detokenize(self, model: object, token_ids: object) -> str:
+        return await self._door.detokenize(model, token_ids)
 
     async def prepare(self, spec: GenerateSpec) -> PreparedRequest:
         """Raises: QuotaExceededError, and what the door raises."""

@@ -70,3 +70,5 @@ class RouterConfig:
             )
         if self.generation_config not in ("auto", "none"):
             raise ConfigError("generation_config", self.generation_config, 'must be "auto" or "none"')
+        if self.reasoning_parser not in ("auto", "none", "think"):
+            raise ConfigError("reasoning_parser", self.reasoning_parser, 'must be "auto", "think" or "none"')

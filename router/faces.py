@@ -7,7 +7,14 @@ from contextlib import asynccontextmanager
 from typing import Protocol, cast
 
 from diptych.common.errors import InternalError
-from diptych.router.messages import GenerateEvent, GenerateSpec, ModelInfo, PreparedRequest, StartedEvent
+from diptych.router.messages import (
+    GenerateEvent,
+    GenerateSpec,
+    ModelFeatures,
+    ModelInfo,
+    PreparedRequest,
+    StartedEvent,
+)
 
 
 class Door(Protocol):
@@ -16,6 +23,14 @@ class Door(Protocol):
     def models(self) -> list[ModelInfo]: ...
 
     def ready(self) -> tuple[bool, list[str]]: ...
+
+    def features(self) -> ModelFeatures: ...
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+    async def tokenize(self, spec: GenerateSpec) -> list[int]: ...
+
+    async def detokenize(self, model: object, token_ids: object) -> str: ...
 
     async def prepare(self, spec: GenerateSpec) -> PreparedRequest: ...
 

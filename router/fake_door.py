@@ -8,13 +8,17 @@ from collections.abc import AsyncIterator, Sequence
 from diptych.common.errors import DiptychError, InvalidRequestError, ModelNotFoundError
 from diptych.common.metrics import Metrics
 from diptych.common.sampling import FinishReason, check_sampling
+from diptych.router.intake import MORE_SAMPLING
 from diptych.router.messages import (
+    ChoiceFinishedEvent,
     Explanation,
     FinishedEvent,
     GenerateEvent,
     GenerateSpec,
+    ModelFeatures,
     ModelInfo,
     PreparedRequest,
+    PromptLogprobsEvent,
     StartedEvent,
     TokenEvent,
     UsageInfo,
@@ -44,8 +48,10 @@ class FakeDoor:
         self.before_start = before_start
         self.specs: list[GenerateSpec] = []
         self.metrics = Metrics()
+        self.model_features = ModelFeatures()
         self.reasons: list[str] = []
         """Why `ready` says no; empty: it says yes."""
+        self.thinking = False
         self.running = 0
         self.cancelled = 0
         self.prepared = 0
@@ -58,12 +64,36 @@ class FakeDoor:
     def ready(self) -> tuple[bool, list[str]]:
         return not self.reasons, self.reasons
 
+    def features(self) -> ModelFeatures:
+        return self.model_features
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Ids from 100 on are single bytes, so that a token can be half a character."""
+        return bytes([token_id - 100]) if 100 <= token_id < 356 else f"<{token_id}>".encode()
+
+    async def tokenize(self, spec: GenerateSpec) -> list[int]:
+        self.specs.append(spec)
+        if self.refuse is not None:
+            raise self.refuse
+        self._check_model(spec.model)
+        return [100 + byte for byte in spec.prompt.encode()] if isinstance(spec.prompt, str) else [1, 2, 3]
+
+    async def detokenize(self, model: object, token_ids: object) -> str:
+        self._check_model(model)
+        assert isinstance(token_ids, list)
+        if not all(0 <= token < VOCAB_SIZE for token in token_ids):
+            raise InvalidRequestError("tokens must be below the vocabulary size", param="tokens")
+        return b"".join(self.token_bytes(token) for token in token_ids).decode("utf-8", "replace")
+
+    def _check_model(self, model: object) -> None:
+        if model not in ("", MODEL):
+            raise ModelNotFoundError(f"model {model!r} is not served here", param="model")
+
     async def prepare(self, spec: GenerateSpec) -> PreparedRequest:
         self.specs.append(spec)
         if self.refuse is not None:
             raise self.refuse
-        if spec.model not in ("", MODEL):
-            raise ModelNotFoundError(f"model {spec.model!r} is not served here", param="model")
+        self._check_model(spec.model)
         sampling = check_sampling(
             temperature=_or(spec.temperature, 1.0),
             top_p=_or(spec.top_p, 1.0),
@@ -73,6 +103,7 @@ class FakeDoor:
             ignore_eos=_or(spec.ignore_eos, False),
             stop_token_ids=_or(spec.stop_token_ids, ()),
             stop=_or(spec.stop, ()),
+            **{name: value for name in MORE_SAMPLING if (value := getattr(spec, name)) is not None},
             vocab_size=VOCAB_SIZE,
         )
         ids = spec.token_ids if isinstance(spec.token_ids, list) else [1, 2, 3]
@@ -92,6 +123,8 @@ class FakeDoor:
             arrived=0.0,
             deadline=1.0,
             tenant=spec.tenant,
+            thinking=self.thinking,
+            echo=str(spec.prompt) if spec.echo else "",
         )
 
     async def generate(self, request: PreparedRequest) -> AsyncIterator[GenerateEvent]:
@@ -105,7 +138,7 @@ class FakeDoor:
                 if isinstance(step, FinishedEvent):
                     complete = True
                     yield finished(step, request.explain)
-                elif isinstance(step, TokenEvent):
+                elif isinstance(step, (TokenEvent, ChoiceFinishedEvent, PromptLogprobsEvent)):
                     yield step
                 else:
                     await _play(step)

@@ -18,6 +18,7 @@ from diptych.common.redis_store import RedisStore
 from diptych.common.revision import model_revision, tokenizer_revision
 from diptych.common.secret import derive_key, load_secret, tenant_salt
 from diptych.common.store import Store
+from diptych.common.token_bytes import TokenBytes
 from diptych.common.tokenizer import GenerationDefaults, ModelTokenizer, generation_defaults
 from diptych.router.cluster import Cluster
 from diptych.router.compatibility import RouterCheck
@@ -28,6 +29,7 @@ from diptych.router.messages import (
     FinishedEvent,
     GenerateEvent,
     GenerateSpec,
+    ModelFeatures,
     ModelInfo,
     PreparedRequest,
     StartedEvent,
@@ -36,6 +38,8 @@ from diptych.router.messages import (
 )
 from diptych.router.metrics import RequestTimer, RouterMetrics
 from diptych.router.relay import Relay
+from diptych.router.tools import guess_tool_parser, tool_factory
+from diptych.router.tools_reasoning import CLOSE
 
 __all__ = [
     "Explanation",
@@ -99,6 +103,8 @@ class Frontend:
             log.info("sampling defaults from generation_config.json", defaults=str(defaults))
         if self._store is None:
             self._store = RedisStore(config.redis_url, cluster=config.cluster)
+        self._features = _features(tokenizer, config.tool_call_parser, config.reasoning_parser)
+        self._token_bytes = TokenBytes(tokenizer)
         self._cluster = Cluster(
             self._store,
             check,
@@ -151,6 +157,21 @@ class Frontend:
         Raises: InvalidRequestError (PromptTooLongError) naming the parameter, ModelNotFoundError, OverloadedError.
         """
         try:
+    def features(self) -> ModelFeatures:
+        return self._features
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token stands for; may be half a character."""
+        return self._token_bytes.of(token_id) if self._token_bytes is not None else b""
+
+    async def tokenize(self, spec: GenerateSpec) -> list[int]:
+        """Token ids of the spec's prompt or messages. Raises: as `prepare` does for them."""
+        return await self._running(self._intake).tokenize(spec)
+
+    async def detokenize(self, model: object, token_ids: object) -> str:
+        """Text of token ids, special tokens included. Raises: InvalidRequestError, ModelNotFoundError."""
+        return await self._running(self._intake).detokenize(model, token_ids)
+
             return await self._running(self._intake).prepare(spec)
         except DiptychError as err:
             self.metrics.errors.labels(err.reason).inc()
@@ -207,3 +228,16 @@ def _context(path: Path) -> int | None:
     """The model's own limit, if config.json (which the tokenizer has read) names one."""
     value = json.loads((path / "config.json").read_text(encoding="utf-8")).get("max_position_embeddings")
     return value if type(value) is int and value > 1 else None
+def _features(tokenizer: ModelTokenizer, tool_parser: str, reasoning_parser: str) -> ModelFeatures:
+    """Raises: ConfigError for a parser that nobody knows."""
+    template = tokenizer.chat_template
+    if template is None:
+        return ModelFeatures()
+    if tool_parser == "auto":
+        tool_parser = guess_tool_parser(template.source)
+    if tool_parser != "none":
+        tool_factory(tool_parser)
+    reasoning = reasoning_parser == "think" or (reasoning_parser == "auto" and CLOSE in template.source)
+    return ModelFeatures(tool_parser, reasoning, "tools" in template.variables)
+
+

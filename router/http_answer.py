@@ -17,9 +17,10 @@ from starlette.types import Receive, Scope, Send
 
 from diptych.common.errors import DiptychError, InternalError
 from diptych.router.faces import Door, accepted
-from diptych.router.http_errors import error_body, error_response, json_response
-from diptych.router.messages import FinishedEvent, GenerateEvent, TokenEvent
-from diptych.router.openai_answers import PING, AnswerForm, sse
+from diptych.router.http_errors import error_response, json_response
+from diptych.router.messages import FinishedEvent, GenerateEvent
+from diptych.router.openai_answers import PING
+from diptych.router.openai_form import Form, Scene
 from diptych.router.openai_requests import Call
 
 PING_S = 15.0
@@ -59,6 +60,7 @@ class GenerationResponse(Response):
         self._extra_headers = partial(extra_headers, call.spec.tenant)
         self._ping_s = ping_s
         self._send_timeout_s = send_timeout_s
+        self._form: Form | None = None
         self._streaming = False
         self._last_write = 0.0
         self._writing_since: float | None = None
@@ -85,12 +87,13 @@ class GenerationResponse(Response):
             prepared = await self._door.prepare(self._call.spec)
             request_id = prepared.request_id
             call = self._call
-            form = AnswerForm(prepared, call.chat, int(self._now()), call.include_usage, call.return_token_ids)
+            form = call.make_form(Scene(prepared, int(self._now()), self._door.features(), self._door.token_bytes))
+            self._form = form
             async with accepted(self._door, prepared) as (_, events):
                 if call.stream:
-                    await self._stream(form, events, send)
+                    await self._stream(form, request_id, events, send)
                 else:
-                    answer = await self._collect(form, events)
+                    answer = await self._collect(form, request_id, events)
                     await answer(scope, receive, send)
         except DiptychError as error:
             await self._fail(error, request_id, scope, receive, send)
@@ -101,20 +104,20 @@ class GenerationResponse(Response):
             bug = InternalError("internal error; the log of the server has the trace")
             await self._fail(bug, request_id, scope, receive, send)
 
-    async def _stream(self, form: AnswerForm, events: AsyncIterator[GenerateEvent], send: Send) -> None:
-        headers = _SSE_HEADERS | {"x-request-id": form.prepared.request_id} | self._extra_headers()
+    async def _stream(self, form: Form, request_id: str, events: AsyncIterator[GenerateEvent], send: Send) -> None:
+        headers = _SSE_HEADERS | {"x-request-id": request_id} | self._extra_headers()
         raw = [(name.encode(), value.encode()) for name, value in headers.items()]
         await send({"type": "http.response.start", "status": 200, "headers": raw})
         self._streaming = True
-        if (first := form.first_chunk()) is not None:
+        if first := form.begin():
             await self._write(first, send)
         async for event in events:
-            if isinstance(event, TokenEvent):
-                if (chunk := form.token_chunk(event)) is not None:
-                    await self._write(chunk, send)
-            elif isinstance(event, FinishedEvent):
-                await self._write(form.last_chunks(event), send, last=True)
+            chunk = form.chunks(event)
+            if isinstance(event, FinishedEvent):
+                await self._write(chunk, send, last=True)
                 return
+            if chunk:
+                await self._write(chunk, send)
         raise InternalError("the answer ended without its end")
 
     async def _write(self, chunk: bytes, send: Send, *, last: bool = False) -> None:
@@ -129,21 +132,17 @@ class GenerationResponse(Response):
         if name is not None and error.param is not None:
             error.message = error.message.replace(error.param, name, 1)
             error.param = name
-        if self._streaming:
-            await self._write(sse(error_body(error)), send, last=True)
+        if self._streaming and self._form is not None:
+            await self._write(self._form.failure(error), send, last=True)
         else:
             await error_response(error, request_id, self._extra_headers())(scope, receive, send)
 
-    async def _collect(self, form: AnswerForm, events: AsyncIterator[GenerateEvent]) -> Response:
-        texts: list[str] = []
-        token_ids: list[int] = []
+    async def _collect(self, form: Form, request_id: str, events: AsyncIterator[GenerateEvent]) -> Response:
         async for event in events:
-            if isinstance(event, TokenEvent):
-                texts.append(event.text)
-                token_ids.extend(event.token_ids)
-            elif isinstance(event, FinishedEvent):
-                body = form.whole("".join(texts), token_ids, event)
-                return json_response(body, headers={"x-request-id": form.prepared.request_id} | self._extra_headers())
+            if isinstance(event, FinishedEvent):
+                body = form.whole(event)
+                return json_response(body, headers={"x-request-id": request_id} | self._extra_headers())
+            form.absorb(event)
         raise InternalError("the answer ended without its end")
 
     def _stuck(self) -> bool:

@@ -11,19 +11,42 @@ import random
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 from diptych.common.clock import Clock
 from diptych.common.errors import InvalidRequestError, ModelNotFoundError, OverloadedError, PromptTooLongError
 from diptych.common.ids import new_request_id
-from diptych.common.sampling import SamplingParams, check_sampling
+from diptych.common.sampling import MAX_BAD_WORDS, SamplingParams, check_sampling
 from diptych.common.tokenizer import GenerationDefaults
 from diptych.router.messages import GenerateSpec, PreparedRequest
+from diptych.router.tools_reasoning import OPEN
 from diptych.rpc.v1 import router_pb2
 
 _TOKENIZER_THREADS = 2
 _MAX_TOKENIZING = 64
 _MAX_LABEL_BYTES = 128
+_MAX_DETOKENIZED = 1_000_000
+_MAX_BAD_WORD_CHARS = 256
+_THINK_TAIL_TOKENS = 8
+MAX_CHOICES = 16
+"""Of one request, also with best_of."""
+
+MORE_SAMPLING = (
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "allowed_token_ids",
+    "min_tokens",
+    "include_stop_str_in_output",
+    "n",
+    "best_of",
+    "logprobs",
+    "prompt_logprobs",
+)
+_T = TypeVar("_T")
 
 FAILURE_POLICIES: Mapping[str, int] = {
     "": router_pb2.FAILURE_POLICY_UNSPECIFIED,
@@ -40,7 +63,11 @@ class TextToIds(Protocol):
 
     def encode(self, text: str, add_special_tokens: bool = True, *, param: str = "prompt") -> list[int]: ...
 
-    def encode_chat(self, messages: Any, add_generation_prompt: bool = True) -> list[int]: ...
+    def encode_chat(
+        self, messages: Any, add_generation_prompt: bool = True, *, tools: Any = None, extra: Any = None
+    ) -> list[int]: ...
+
+    def decode(self, token_ids: Any, *, skip_special_tokens: bool = True) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +115,7 @@ class Intake:
         """Raises: InvalidRequestError and PromptTooLongError naming the parameter, ModelNotFoundError, OverloadedError."""
         arrived = self._clock.now()
         limits = self._limits
-        if not isinstance(spec.model, str):
-            raise InvalidRequestError("model must be text", param="model")
-        if spec.model not in ("", limits.model):
-            name = spec.model[:128].encode("ascii", "replace").decode()
-            raise ModelNotFoundError(f"the model {name!r} does not exist; there is {limits.model!r}", param="model")
+        self._check_model(spec.model)
         label = _label(spec.request_id)
         policy = FAILURE_POLICIES.get(spec.failure_policy) if isinstance(spec.failure_policy, str) else None
         if policy is None:
@@ -102,15 +125,17 @@ class Intake:
             local = _integer(spec.local_prefill_max_tokens, "local_prefill_max_tokens", 0, 2**31 - 1)
         timeout_s = min(_timeout(spec.timeout_s, limits.request_timeout_s), limits.request_timeout_s)
         param = _input_name(spec)
-        self._sampling(spec, room=1)  # refuse bad numbers before the tokenizer works
+        bad_words = await self._bad_words(spec.bad_words)
+        self._sampling(spec, limits.max_model_len(), bad_words)  # refuse bad numbers before the tokenizer works
         token_ids = await self._token_ids(spec, param)
         room = self._room(len(token_ids), param)
-        sampling = self._sampling(spec, room)
+        sampling = self._sampling(spec, room, bad_words)
         if sampling.max_tokens > room:
             raise InvalidRequestError(
                 f"max_tokens={sampling.max_tokens} is more than the {room} tokens that the context leaves",
                 param="max_tokens",
             )
+        tail = self._tokenizer.decode(token_ids[-_THINK_TAIL_TOKENS:], skip_special_tokens=False)
         return PreparedRequest(
             request_id=new_request_id(),
             label=label,
@@ -124,7 +149,53 @@ class Intake:
             arrived=arrived,
             deadline=arrived + timeout_s,
             tenant=spec.tenant,
+            thinking=param == "messages" and tail.rstrip().endswith(OPEN),
+            echo=self._echo(spec, token_ids) if spec.echo else "",
         )
+
+    def _check_model(self, model: object) -> None:
+        if not isinstance(model, str):
+            raise InvalidRequestError("model must be text", param="model")
+        if model not in ("", self._limits.model):
+            name = model[:128].encode("ascii", "replace").decode()
+            there = self._limits.model
+            raise ModelNotFoundError(f"the model {name!r} does not exist; there is {there!r}", param="model")
+
+    async def tokenize(self, spec: GenerateSpec) -> list[int]:
+        """Token ids of the spec's input. Raises: InvalidRequestError, ModelNotFoundError, OverloadedError."""
+        self._check_model(spec.model)
+        return await self._token_ids(spec, _input_name(spec))
+
+    async def detokenize(self, model: object, token_ids: object) -> str:
+        """Text of `token_ids`, special tokens included. Raises: InvalidRequestError, ModelNotFoundError, OverloadedError."""
+        self._check_model(model)
+        ids = _check_ids(token_ids, self._tokenizer.vocab_size, _MAX_DETOKENIZED, param="tokens")
+        return await self._in_thread(partial(self._tokenizer.decode, ids, skip_special_tokens=False))
+
+    def _echo(self, spec: GenerateSpec, token_ids: list[int]) -> str:
+        return spec.prompt if isinstance(spec.prompt, str) else self._tokenizer.decode(token_ids)
+
+    async def _bad_words(self, words: object) -> object:
+        """Texts to token ids: each with and without a space before it, as it stands in and at the beginning of a text."""
+        if words is None or not isinstance(words, (list, tuple)):
+            return words
+        if len(words) > MAX_BAD_WORDS // 2:
+            raise InvalidRequestError(f"bad_words takes at most {MAX_BAD_WORDS // 2} words", param="bad_words")
+        if not all(isinstance(word, str) and word.strip() and len(word) <= _MAX_BAD_WORD_CHARS for word in words):
+            raise InvalidRequestError(
+                f"bad_words must hold texts of 1 to {_MAX_BAD_WORD_CHARS} characters", param="bad_words"
+            )
+        return await self._in_thread(partial(self._encode_words, list(words)))
+
+    def _encode_words(self, words: list[str]) -> list[list[int]]:
+        found: list[list[int]] = []
+        for word in words:
+            bare = word.strip()
+            for form in (bare, " " + bare):
+                ids = self._tokenizer.encode(form, False, param="bad_words")
+                if ids and ids not in found:
+                    found.append(ids)
+        return found
 
     async def _token_ids(self, spec: GenerateSpec, param: str) -> list[int]:
         if param == "token_ids":
@@ -133,23 +204,26 @@ class Intake:
             if not isinstance(spec.prompt, str):
                 raise InvalidRequestError("prompt must be text", param="prompt")
             self._check_size(len(spec.prompt), param)
-            ids = await self._in_thread(self._tokenizer.encode, spec.prompt)
+            ids = await self._in_thread(partial(self._tokenizer.encode, spec.prompt, spec.add_special_tokens))
         else:
             self._check_size(_text_size(spec.messages), param)
-            ids = await self._in_thread(self._tokenizer.encode_chat, spec.messages)
+            encode = partial(
+                self._tokenizer.encode_chat, spec.messages, tools=spec.tools, extra=spec.chat_template_kwargs
+            )
+            ids = await self._in_thread(encode)
         if not ids:
             raise InvalidRequestError(f"{param} is empty", param=param)
         return ids
 
-    async def _in_thread(self, work: Callable[..., list[int]], argument: object) -> list[int]:
+    async def _in_thread(self, work: Callable[[], _T]) -> _T:
         if self._num_tokenizing >= _MAX_TOKENIZING:
             raise OverloadedError("too many prompts are waiting for the tokenizer", retry_after_s=1.0)
         self._num_tokenizing += 1
-        future = asyncio.get_running_loop().run_in_executor(self._threads, work, argument)
+        future = asyncio.get_running_loop().run_in_executor(self._threads, work)
         future.add_done_callback(self._tokenized)
         return await future
 
-    def _tokenized(self, future: asyncio.Future[list[int]]) -> None:
+    def _tokenized(self, future: asyncio.Future[_T]) -> None:
         self._num_tokenizing -= 1
         if not future.cancelled():
             future.exception()  # seen, also when the client is gone
@@ -170,8 +244,15 @@ class Intake:
             )
         return context - num_prompt_tokens
 
-    def _sampling(self, spec: GenerateSpec, room: int) -> SamplingParams:
+    def _sampling(self, spec: GenerateSpec, room: int, bad_words: object) -> SamplingParams:
         """`room`: the default of max_tokens."""
+        for name in ("n", "best_of"):
+            value = getattr(spec, name)
+            if type(value) is int and value > MAX_CHOICES:
+                raise InvalidRequestError(f"{name} must be at most {MAX_CHOICES}, got {value}", param=name)
+        more = {name: value for name in MORE_SAMPLING if (value := getattr(spec, name)) is not None}
+        if bad_words is not None:
+            more["bad_words"] = bad_words
         return check_sampling(
             temperature=_given(spec.temperature, self._defaults.temperature, 1.0),
             top_p=_given(spec.top_p, self._defaults.top_p, 1.0),
@@ -182,6 +263,7 @@ class Intake:
             stop_token_ids=_given(spec.stop_token_ids, ()),
             stop=_given(spec.stop, ()),
             vocab_size=self._tokenizer.vocab_size,
+            **more,
         )
 
 
@@ -220,16 +302,16 @@ def _input_name(spec: GenerateSpec) -> str:
     return given[0]
 
 
-def _check_ids(value: object, vocab_size: int, max_model_len: int) -> list[int]:
+def _check_ids(value: object, vocab_size: int, max_model_len: int, param: str = "token_ids") -> list[int]:
     if not isinstance(value, (list, tuple)):
-        raise InvalidRequestError("token_ids must be a list", param="token_ids")
+        raise InvalidRequestError(f"{param} must be a list", param=param)
     if len(value) >= max_model_len:
         raise PromptTooLongError(
-            f"token_ids has {len(value)} tokens; the context of {max_model_len} must leave room for one more",
-            param="token_ids",
+            f"{param} has {len(value)} tokens; the context of {max_model_len} must leave room for one more",
+            param=param,
         )
     if not all(type(token) is int and 0 <= token < vocab_size for token in value):
-        raise InvalidRequestError(f"token_ids must be integers from 0 to {vocab_size - 1}", param="token_ids")
+        raise InvalidRequestError(f"{param} must be integers from 0 to {vocab_size - 1}", param=param)
     return list(value)
 
 

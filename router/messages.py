@@ -23,6 +23,7 @@ class GenerateSpec:
     """A request as it came in: values are untrusted objects and None means not given.
 
     Exactly one of prompt (str), token_ids (list of int) and messages (list of {"role": str, "content": str}) is given.
+    Fields without a word here are those of SamplingParams.
 
     Args:
         model: empty: the only model.
@@ -31,6 +32,10 @@ class GenerateSpec:
         local_prefill_max_tokens: None: the router's setting.
         failure_policy: "fail" | "recompute" | "retry" | "" (the default: retry, then recompute).
         timeout_s: seconds the caller will wait; capped by the router's setting.
+        bad_words: texts.
+        tools: JSON schemas of functions, for the chat template.
+        add_special_tokens: let the tokenizer add its own to `prompt`.
+        echo: the answer begins with the prompt.
         tenant: whose cache is used; decided by the face, never taken from the body.
     """
 
@@ -51,6 +56,23 @@ class GenerateSpec:
     local_prefill_max_tokens: object = None
     failure_policy: object = ""
     timeout_s: object = None
+    min_p: object = None
+    presence_penalty: object = None
+    frequency_penalty: object = None
+    repetition_penalty: object = None
+    logit_bias: object = None
+    allowed_token_ids: object = None
+    bad_words: object = None
+    min_tokens: object = None
+    include_stop_str_in_output: object = None
+    n: object = None
+    best_of: object = None
+    logprobs: object = None
+    prompt_logprobs: object = None
+    tools: object = None
+    chat_template_kwargs: object = None
+    add_special_tokens: bool = True
+    echo: bool = False
     tenant: str = ""
 
 
@@ -63,6 +85,8 @@ class PreparedRequest:
         label: the caller's own id, or empty.
         failure_policy: number of router.proto FailurePolicy.
         arrived, deadline: on the router's monotonic clock.
+        thinking: the prompt ends within the model's thoughts.
+        echo: text that the answer begins with.
     """
 
     request_id: str
@@ -77,6 +101,38 @@ class PreparedRequest:
     arrived: float
     deadline: float
     tenant: str = ""
+    thinking: bool = False
+    echo: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFeatures:
+    """What the faces need to know of the model.
+
+    Args:
+        tool_parser: name of the parser of its tool calls, see router/tools.py; "none": it makes none.
+        reasoning: it writes its thoughts between <think> and </think>.
+        takes_tools: its chat template shows them to it.
+    """
+
+    tool_parser: str = "none"
+    reasoning: bool = False
+    takes_tools: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Natural logarithms of the model's own probabilities at one token's place.
+
+    Args:
+        rank: 1 for the likeliest token.
+        top: (token id, logprob) of the likeliest ones, best first; as many as were asked for.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +146,32 @@ class StartedEvent:
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """Tokens offset, offset + 1, ... of the answer and the text that became certain with them (may be empty)."""
+    """Tokens offset, offset + 1, ... of a choice and the text that became certain with them (may be empty). `logprobs`: one
+    a token, if they were asked for."""
 
     offset: int
     token_ids: tuple[int, ...]
     text: str
+    choice: int = 0
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobsEvent:
+    """Of prompt tokens first_token, first_token + 1, ...; the prompt's first token has none."""
+
+    first_token: int
+    logprobs: tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceFinishedEvent:
+    """One of several choices has ended; nothing more of it comes."""
+
+    choice: int
+    reason: FinishReason
+    stop_string: str
+    stop_token_id: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +183,8 @@ class UsageInfo:
 
 @dataclass(frozen=True, slots=True)
 class FinishedEvent:
-    """The last event. `explanation` is None unless the request asked for it."""
+    """The last event. `explanation` is None unless the request asked for it. With several choices the usage is that of all,
+    and how each of them ended was told by its ChoiceFinishedEvent."""
 
     reason: FinishReason
     usage: UsageInfo
@@ -115,4 +193,4 @@ class FinishedEvent:
     explanation: Explanation | None
 
 
-GenerateEvent = StartedEvent | TokenEvent | FinishedEvent
+GenerateEvent = StartedEvent | TokenEvent | PromptLogprobsEvent | ChoiceFinishedEvent | FinishedEvent

@@ -9,6 +9,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.responses import Response
 from starlette.types import ASGIApp
@@ -26,11 +27,27 @@ from diptych.router.http_guard import GuardMiddleware
 from diptych.router.http_request_id import RequestIdMiddleware
 from diptych.router.messages import ModelInfo
 from diptych.router.openai_fields import UnknownFields
-from diptych.router.openai_requests import Call, ChatCompletionRequest, CompletionRequest, chat_call, completion_call
+from diptych.router.openai_requests import (
+    Call,
+    ChatCompletionRequest,
+    CompletionRequest,
+    chat_call,
+    completion_call,
+    validate,
+)
+from diptych.router.openai_responses import ResponsesRequest, responses_call
+from diptych.router.openai_tokenize import DetokenizeRequest, TokenizeRequest, tokenize_spec
 
 EXPLAIN_HEADER = "x-diptych-explain"
 LABEL_HEADER = "x-request-id"
 MAX_LABEL_BYTES = 128
+_BODIES: tuple[type[BaseModel], ...] = (
+    ChatCompletionRequest,
+    CompletionRequest,
+    ResponsesRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+)
 
 
 def create_app(door: Door, metrics: Metrics, quotas: TenantQuotas | None = None) -> FastAPI:
@@ -39,6 +56,7 @@ def create_app(door: Door, metrics: Metrics, quotas: TenantQuotas | None = None)
     app = FastAPI(title="Diptych", version=package_version(), docs_url=None, redoc_url=None)
     http_errors.install(app)
     _add_generation(app, door, quotas)
+    _add_tokens(app, door)
     _add_models(app, door)
     _add_operations(app, door, metrics)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
@@ -69,7 +87,9 @@ def _add_generation(app: FastAPI, door: Door, quotas: TenantQuotas | None) -> No
 
     async def answer(request: Request, build: Callable[..., Call]) -> Response:
         body = parse_object(await read_body(request))
-        return GenerationResponse(door, _sent_by(request, build(body, unknown=unknown)), extra_headers=limits)
+        return GenerationResponse(
+            door, _sent_by(request, build(body, features=door.features(), unknown=unknown)), extra_headers=limits
+        )
 
     @app.post("/v1/chat/completions", openapi_extra=_body_schema("ChatCompletionRequest"))
     async def chat_completions(request: Request) -> Response:
@@ -78,6 +98,25 @@ def _add_generation(app: FastAPI, door: Door, quotas: TenantQuotas | None) -> No
     @app.post("/v1/completions", openapi_extra=_body_schema("CompletionRequest"))
     async def completions(request: Request) -> Response:
         return await answer(request, completion_call)
+
+    @app.post("/v1/responses", openapi_extra=_body_schema("ResponsesRequest"))
+    async def responses(request: Request) -> Response:
+        return await answer(request, responses_call)
+
+
+def _add_tokens(app: FastAPI, door: Door) -> None:
+    @app.post("/tokenize", openapi_extra=_body_schema("TokenizeRequest"))
+    async def tokenize(request: Request) -> Response:
+        spec, with_texts = tokenize_spec(parse_object(await read_body(request)), door.features())
+        tokens = await door.tokenize(spec)
+        texts = [door.token_bytes(token).decode("utf-8", "replace") for token in tokens] if with_texts else None
+        length = door.models()[0].max_model_len
+        return json_response({"count": len(tokens), "max_model_len": length, "tokens": tokens, "token_strs": texts})
+
+    @app.post("/detokenize", openapi_extra=_body_schema("DetokenizeRequest"))
+    async def detokenize(request: Request) -> Response:
+        body = validate(DetokenizeRequest, parse_object(await read_body(request)))
+        return json_response({"prompt": await door.detokenize(body.model, body.tokens)})
 
 
 def _add_models(app: FastAPI, door: Door) -> None:
@@ -154,7 +193,7 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
         schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
         _, definitions = models_json_schema(
-            [(ChatCompletionRequest, "validation"), (CompletionRequest, "validation")],
+            [(model, "validation") for model in _BODIES],
             ref_template="#/components/schemas/{model}",
         )
         schema.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])

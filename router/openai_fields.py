@@ -28,8 +28,6 @@ NOT_BUILT: Mapping[str, tuple[object, ...]] = {
     "logprobs": _OFF,
     "top_logprobs": _ZERO,
     "prompt_logprobs": _NO,
-    "tools": _EMPTY,
-    "tool_choice": (None, "none", "auto"),
     "functions": _EMPTY,
     "function_call": (None, "none", "auto"),
     "response_format": (None, {"type": "text"}),
@@ -57,7 +55,6 @@ NOT_BUILT: Mapping[str, tuple[object, ...]] = {
     "continue_final_message": _OFF,
     "documents": _EMPTY,
     "chat_template": _NO,
-    "chat_template_kwargs": _EMPTY,
     "priority": _ZERO,
     "return_tokens_as_token_ids": _OFF,
     "cache_salt": _EMPTY,
@@ -72,11 +69,29 @@ NOT_BUILT: Mapping[str, tuple[object, ...]] = {
 }
 """Name -> values that ask for nothing."""
 
-HARMLESS = frozenset({"parallel_tool_calls", "include_reasoning"})
-"""Without tools and reasoning these change nothing, whatever they say."""
+HARMLESS = frozenset({"parallel_tool_calls", "include_reasoning", "tool_choice"})
+"""Where there are no tools and no reasoning these change nothing, whatever they say."""
 
 CHAT_NOT_BUILT: Mapping[str, tuple[object, ...]] = {**NOT_BUILT, "add_special_tokens": _OFF}
-COMPLETION_NOT_BUILT: Mapping[str, tuple[object, ...]] = {**NOT_BUILT, "add_special_tokens": (None, True)}
+COMPLETION_NOT_BUILT: Mapping[str, tuple[object, ...]] = {
+    **NOT_BUILT,
+    "tools": _EMPTY,
+    "chat_template_kwargs": _EMPTY,
+}
+RESPONSES_NOT_BUILT: Mapping[str, tuple[object, ...]] = {
+    **NOT_BUILT,
+    "tools": _EMPTY,
+    "tool_choice": (None, "none", "auto"),
+    "text": (None, {}, {"format": {"type": "text"}}),
+    "reasoning": (None, {}),
+    "previous_response_id": _NO,
+    "conversation": _NO,
+    "background": _OFF,
+    "include": _EMPTY,
+    "prompt": _NO,
+    "max_tool_calls": _NO,
+    "truncation": (None, "disabled"),
+}
 
 
 def refuse_unbuilt(body: Mapping[str, Any], not_built: Mapping[str, tuple[object, ...]]) -> None:

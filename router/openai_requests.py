@@ -2,51 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from diptych.common.errors import InvalidRequestError
-from diptych.router.messages import GenerateSpec
+from diptych.router.messages import GenerateSpec, ModelFeatures
 from diptych.router.openai_fields import CHAT_NOT_BUILT, COMPLETION_NOT_BUILT, HARMLESS, UnknownFields, refuse_unbuilt
+from diptych.router.openai_form import ChatForm, CompletionForm, Form, Scene, Wishes
+from diptych.router.openai_tools import ChatMessage, Tool, offered_tools, template_messages
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
-_MESSAGE_NOT_BUILT = ("tool_calls", "tool_call_id", "function_call", "audio")
-_UNION_FORMS = {"prompt": "a string or a list of token ids", "stop": "a string or a list of strings"}
+_UNION_FORMS = {
+    "prompt": "a string or a list of token ids",
+    "stop": "a string or a list of strings",
+    "input": "a string or a list of messages",
+}
+_SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "ignore_eos",
+    "stop_token_ids",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "min_tokens",
+    "include_stop_str_in_output",
+    "n",
+    "best_of",
+    "prompt_logprobs",
+    "local_prefill_max_tokens",
+)
+"""Fields that go into the spec as they are."""
+
+_MAX_TEMPLATE_KWARGS = 16
+_MAX_TEMPLATE_VALUE_CHARS = 256
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=True)
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore")
 
-
-class ChatMessage(_Strict):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str
-
-    @field_validator("content", mode="before")
-    @classmethod
-    def _join_text_parts(cls, content: object) -> object:
-        if not isinstance(content, list):
-            return content
-        texts = []
-        for part in content:
-            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                raise ValueError('content parts must be {"type": "text", "text": ...}: other kinds are not supported')
-            texts.append(part["text"])
-        return "\n".join(texts)
-
-
-class StreamOptions(_Strict):
     include_usage: bool | None = None
     continuous_usage_stats: Literal[False] | None = None
 
 
-class _Common(_Strict):
+class Sampled(BaseModel):
+    """What every kind of request has."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=True)
+
     model: str = ""
-    max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -54,13 +69,30 @@ class _Common(_Strict):
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, Any] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    min_tokens: int | None = None
+    include_stop_str_in_output: bool | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     user: str | None = None
     request_id: str | None = None
-    return_token_ids: bool | None = None
     local_prefill_max_tokens: int | None = None
     failure_policy: Literal["fail", "recompute", "retry", ""] | None = None
+
+
+class _Common(Sampled):
+    max_tokens: int | None = None
+    n: int | None = None
+    best_of: int | None = None
+    prompt_logprobs: int | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
 
 
 class ChatCompletionRequest(_Common):
@@ -68,12 +100,22 @@ class ChatCompletionRequest(_Common):
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class CompletionRequest(_Common):
     """Body of POST /v1/completions. One prompt: text or token ids."""
 
     prompt: str | list[int] | list[str] | list[list[int]]
+    echo: bool | None = None
+    logprobs: int | None = None
+    add_special_tokens: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,101 +126,129 @@ class Call:
     """
 
     spec: GenerateSpec
-    chat: bool
     stream: bool
-    include_usage: bool
-    return_token_ids: bool
+    make_form: Callable[[Scene], Form]
     renamed: Mapping[str, str]
 
 
-def chat_call(body: dict[str, Any], *, unknown: UnknownFields) -> Call:
+def chat_call(body: dict[str, Any], *, features: ModelFeatures, unknown: UnknownFields) -> Call:
     """Raises: InvalidRequestError naming the field."""
     refuse_unbuilt(body, CHAT_NOT_BUILT)
-    request = _validate(ChatCompletionRequest, body)
+    request = validate(ChatCompletionRequest, body)
     for message in body["messages"]:
-        for name in _MESSAGE_NOT_BUILT:
+        for name in ("function_call", "audio"):
             if message.get(name):
-                raise InvalidRequestError(f"messages: {name} is not supported yet", param="messages")
-    _note_unknown(ChatCompletionRequest, body, CHAT_NOT_BUILT, unknown)
-    messages = [
-        # developer is the newer name of system; chat templates know the old one
-        {"role": "system" if message.role == "developer" else message.role, "content": message.content}
-        for message in request.messages
-    ]
-    if request.max_completion_tokens is None:
-        return _call(request, request.max_tokens, renamed={}, messages=messages)
-    renamed = {"max_tokens": "max_completion_tokens"}
-    return _call(request, request.max_completion_tokens, renamed=renamed, messages=messages)
+                raise InvalidRequestError(f"messages: {name} is not supported", param="messages")
+    note_unknown(ChatCompletionRequest, body, CHAT_NOT_BUILT, unknown)
+    tools, names = offered_tools(request.tools, request.tool_choice, features)
+    if request.top_logprobs is not None and not request.logprobs:
+        raise InvalidRequestError("top_logprobs is for logprobs=true only", param="top_logprobs")
+    max_tokens, renamed = request.max_tokens, {"logprobs": "top_logprobs"}
+    if request.max_completion_tokens is not None:
+        max_tokens, renamed["max_tokens"] = request.max_completion_tokens, "max_completion_tokens"
+    spec = _spec(
+        request,
+        max_tokens=max_tokens,
+        messages=template_messages(request.messages),
+        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        tools=tools,
+        chat_template_kwargs=_template_kwargs(request.chat_template_kwargs),
+    )
+    wishes = _wishes(
+        request,
+        tool_names=names,
+        parallel_tool_calls=request.parallel_tool_calls is not False,
+        include_reasoning=request.include_reasoning is not False,
+    )
+    return Call(spec, bool(request.stream), partial(ChatForm, wishes), renamed)
 
 
-def completion_call(body: dict[str, Any], *, unknown: UnknownFields) -> Call:
+def completion_call(body: dict[str, Any], *, features: ModelFeatures, unknown: UnknownFields) -> Call:
     """Raises: InvalidRequestError naming the field."""
     refuse_unbuilt(body, COMPLETION_NOT_BUILT)
-    request = _validate(CompletionRequest, body)
-    _note_unknown(CompletionRequest, body, COMPLETION_NOT_BUILT, unknown)
+    request = validate(CompletionRequest, body)
+    note_unknown(CompletionRequest, body, COMPLETION_NOT_BUILT, unknown)
     prompt: object = request.prompt
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
         if len(prompt) > 1:
             raise InvalidRequestError(f"prompt holds {len(prompt)} prompts: one a request is supported", param="prompt")
         prompt = prompt[0]
-    if isinstance(prompt, str):
-        return _call(request, request.max_tokens, renamed={}, prompt=prompt)
-    renamed = {"token_ids": "prompt"}
-    return _call(request, request.max_tokens, renamed=renamed, token_ids=prompt)
-
-
-def _call(
-    request: _Common,
-    max_tokens: int | None,
-    *,
-    renamed: Mapping[str, str],
-    prompt: object = None,
-    token_ids: object = None,
-    messages: object = None,
-) -> Call:
-    stream = bool(request.stream)
-    if request.stream_options is not None and not stream:
-        raise InvalidRequestError("stream_options is for stream=true only", param="stream_options")
-    spec = GenerateSpec(
-        model=request.model,
-        prompt=prompt,
-        token_ids=token_ids,
-        messages=messages,
-        temperature=request.temperature,
-        top_p=request.top_p,
-        top_k=request.top_k,
-        seed=request.seed,
-        max_tokens=max_tokens,
-        ignore_eos=request.ignore_eos,
-        stop_token_ids=request.stop_token_ids,
-        stop=[request.stop] if isinstance(request.stop, str) else request.stop,
-        request_id=request.request_id or "",
-        local_prefill_max_tokens=request.local_prefill_max_tokens,
-        failure_policy=request.failure_policy or "",
+    source = {"prompt": prompt} if isinstance(prompt, str) else {"token_ids": prompt}
+    more: dict[str, object] = {}
+    if request.echo and request.logprobs is not None:
+        if request.stream:
+            raise InvalidRequestError("echo with logprobs is for stream=false only", param="echo")
+        more["prompt_logprobs"] = request.logprobs
+    spec = _spec(
+        request,
+        max_tokens=request.max_tokens,
+        logprobs=request.logprobs,
+        echo=bool(request.echo),
+        add_special_tokens=request.add_special_tokens is not False,
+        **source,
+        **more,
     )
-    return Call(
-        spec=spec,
-        chat=messages is not None,
-        stream=stream,
+    renamed = {} if isinstance(prompt, str) else {"token_ids": "prompt"}
+    return Call(spec, bool(request.stream), partial(CompletionForm, _wishes(request)), renamed)
+
+
+def sampling_fields(request: Sampled) -> dict[str, Any]:
+    """Arguments of a GenerateSpec that every kind of request fills in alike."""
+    fields = {name: getattr(request, name) for name in _SAMPLING if hasattr(request, name)}
+    return fields | {
+        "model": request.model,
+        "stop": [request.stop] if isinstance(request.stop, str) else request.stop,
+        "request_id": request.request_id or "",
+        "failure_policy": request.failure_policy or "",
+    }
+
+
+def _spec(request: _Common, **more: Any) -> GenerateSpec:
+    if request.stream_options is not None and not request.stream:
+        raise InvalidRequestError("stream_options is for stream=true only", param="stream_options")
+    for name in ("prompt_logprobs", "best_of"):
+        if request.stream and getattr(request, name) is not None:
+            raise InvalidRequestError(f"{name} is for stream=false only", param=name)
+    return GenerateSpec(**sampling_fields(request) | more)
+
+
+def _wishes(request: _Common, **more: Any) -> Wishes:
+    return Wishes(
         include_usage=bool(request.stream_options and request.stream_options.include_usage),
         return_token_ids=bool(request.return_token_ids),
-        renamed=renamed,
+        tokens_as_ids=bool(request.return_tokens_as_token_ids),
+        **more,
     )
 
 
-def _validate(model: type[_Model], body: dict[str, Any]) -> _Model:
+def _template_kwargs(values: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Switches of the model's own template, such as enable_thinking: plain values only, so that nothing can be looped over."""
+    param = "chat_template_kwargs"
+    if values is None:
+        return None
+    if len(values) > _MAX_TEMPLATE_KWARGS:
+        raise InvalidRequestError(f"{param} takes at most {_MAX_TEMPLATE_KWARGS} values", param=param)
+    for name, value in values.items():
+        plain = value is None or isinstance(value, (bool, int, float, str))
+        if not plain or len(name) > 64 or (isinstance(value, str) and len(value) > _MAX_TEMPLATE_VALUE_CHARS):
+            raise InvalidRequestError(f"{param}.{name[:64]} must be a number, true, false or a short text", param=param)
+    return values
+
+
+def validate(model: type[_Model], body: dict[str, Any]) -> _Model:
+    """Raises: InvalidRequestError naming the first field that does not fit."""
     try:
         return model.model_validate(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        param = str(first["loc"][0])
+        param = str(first["loc"][0]) if first["loc"] else "body"
         if param in _UNION_FORMS and param in body:
             raise InvalidRequestError(f"{param} must be {_UNION_FORMS[param]}", param=param) from None
         path = ".".join(str(part) for part in first["loc"])
         raise InvalidRequestError(f"{path}: {first['msg'].removeprefix('Value error, ')}", param=param) from None
 
 
-def _note_unknown(
+def note_unknown(
     model: type[BaseModel], body: dict[str, Any], not_built: Mapping[str, object], unknown: UnknownFields
 ) -> None:
     unknown.note(

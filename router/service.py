@@ -61,7 +61,8 @@ class RouterService:
                 await context.write(response_from(started))
                 async for event in events:
                     # Tokens that come while this write is pending are waiting in one event afterwards.
-                    await context.write(response_from(event))
+                    if (response := response_from(event)) is not None:
+                        await context.write(response)
                     finished = isinstance(event, FinishedEvent)
             if not finished:
                 raise InternalError("the answer ended without its end")
@@ -114,13 +115,15 @@ def spec_from(request: router_pb2.GenerateRequest, remaining_s: float | None) ->
     )
 
 
-def response_from(event: GenerateEvent) -> router_pb2.GenerateResponse:
+def response_from(event: GenerateEvent) -> router_pb2.GenerateResponse | None:
     if isinstance(event, TokenEvent):
         tokens = router_pb2.TokenDelta(offset=event.offset, token_ids=event.token_ids, text=event.text)
         return router_pb2.GenerateResponse(tokens=tokens)
     if isinstance(event, StartedEvent):
         started = router_pb2.Started(request_id=event.request_id, model=event.model, prompt_tokens=event.prompt_tokens)
         return router_pb2.GenerateResponse(started=started)
+    if not isinstance(event, FinishedEvent):
+        return None
     usage = types_pb2.Usage(
         prompt_tokens=event.usage.prompt_tokens,
         completion_tokens=event.usage.completion_tokens,

@@ -20,8 +20,11 @@ class Words:
         self.calls += 1
         return [min(len(word), 99) for word in text.split()]
 
-    def encode_chat(self, messages, add_generation_prompt=True):
+    def encode_chat(self, messages, add_generation_prompt=True, *, tools=None, extra=None):
         return self.encode(" ".join(message["content"] for message in messages))
+
+    def decode(self, token_ids, *, skip_special_tokens=True):
+        return " ".join("x" * token_id for token_id in token_ids)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 from diptych.common.errors import NoWorkerError
 from diptych.router.fake_door import FakeDoor, Step, hello_script
 from diptych.router.http_answer import GenerationResponse
-from diptych.router.messages import TokenEvent
+from diptych.router.messages import ModelFeatures, TokenEvent
 from diptych.router.openai_fields import UnknownFields, refuse_unbuilt
 from diptych.router.openai_requests import chat_call
 
@@ -43,7 +43,7 @@ class Connection:
 
 def make_response(door: FakeDoor, *, stream: bool = True, **settings: Any) -> GenerationResponse:
     body = {"messages": [{"role": "user", "content": "a"}], "stream": stream}
-    return GenerationResponse(door, chat_call(body, unknown=UnknownFields()), **settings)
+    return GenerationResponse(door, chat_call(body, features=ModelFeatures(), unknown=UnknownFields()), **settings)
 
 
 async def test_silence_is_filled_with_pings() -> None:

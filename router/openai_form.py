@@ -1,0 +1,331 @@
+"""How answers are written: chat and completions, whole and as a stream.
+
+chunks of a stream:  role -> content* -> finish_reason -> [usage, if asked for] -> data: [DONE]
+                     |---- for each choice ----------|
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from diptych.common.errors import DiptychError, InternalError
+from diptych.router.http_errors import error_body
+from diptych.router.messages import (
+    ChoiceFinishedEvent,
+    FinishedEvent,
+    GenerateEvent,
+    ModelFeatures,
+    PreparedRequest,
+    PromptLogprobsEvent,
+    TokenEvent,
+    TokenLogprob,
+)
+from diptych.router.openai_answers import DONE, explanation_object, sse, usage_object
+from diptych.router.openai_choice import Choice
+from diptych.router.openai_logprobs import CompletionLogprobs, TokenBytesOf, TokenNames, chat_logprobs, prompt_logprobs
+from diptych.router.tools import id_maker, tool_factory
+from diptych.router.tools_pieces import CallArguments, CallStart, Content, Piece, Reasoning
+from diptych.router.tools_reasoning import ReasoningSplitter
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What a request says about the form of its answer.
+
+    Args:
+        tool_names: functions that were offered; empty: tool calls are not looked for.
+    """
+
+    include_usage: bool = False
+    return_token_ids: bool = False
+    tokens_as_ids: bool = False
+    tool_names: tuple[str, ...] = ()
+    parallel_tool_calls: bool = True
+    include_reasoning: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """What an answer needs to know beside its events.
+
+    Args:
+        created: Unix seconds.
+    """
+
+    prepared: PreparedRequest
+    created: int
+    features: ModelFeatures
+    token_bytes: TokenBytesOf
+
+
+class Form(Protocol):
+    """Feed it every event, in order: `chunks` while streaming, else `absorb`, then `whole`."""
+
+    def begin(self) -> bytes:
+        """What a stream begins with; may be empty."""
+
+    def chunks(self, event: GenerateEvent) -> bytes:
+        """What a stream says about the event; may be empty."""
+
+    def absorb(self, event: GenerateEvent) -> None: ...
+
+    def whole(self, finished: FinishedEvent) -> dict[str, Any]: ...
+
+    def failure(self, error: DiptychError) -> bytes:
+        """The last words of a stream that cannot go on."""
+
+
+class _Answer:
+    """What chat and completions share."""
+
+    prefix = ""
+    kind = ""
+    chunk_kind = ""
+
+    def __init__(self, wishes: Wishes, scene: Scene, *, chat: bool) -> None:
+        self.wishes = wishes
+        self.prepared = scene.prepared
+        self.created = scene.created
+        self.names = TokenNames(scene.token_bytes, as_ids=wishes.tokens_as_ids)
+        self.choices = [make_choice(index, wishes, scene, chat=chat) for index in range(scene.prepared.sampling.n)]
+        self.prompt_logprobs: list[TokenLogprob] = []
+
+    @property
+    def id(self) -> str:
+        return self.prefix + self.prepared.request_id
+
+    def choice(self, index: int) -> Choice:
+        if not index < len(self.choices):
+            raise InternalError(f"choice {index} came, {len(self.choices)} were asked for")
+        return self.choices[index]
+
+    def absorb(self, event: GenerateEvent) -> None:
+        if isinstance(event, TokenEvent):
+            self.choice(event.choice).feed(event)
+        elif isinstance(event, ChoiceFinishedEvent):
+            self.choice(event.choice).end(event)
+        elif isinstance(event, PromptLogprobsEvent):
+            self.prompt_logprobs.extend(event.logprobs)
+
+    def chunks(self, event: GenerateEvent) -> bytes:
+        if isinstance(event, TokenEvent):
+            choice = self.choice(event.choice)
+            return self.token_chunks(choice, choice.feed(event), event)
+        if isinstance(event, ChoiceFinishedEvent):
+            return self._choice_end(self.choice(event.choice), event, {})
+        if isinstance(event, PromptLogprobsEvent):
+            self.prompt_logprobs.extend(event.logprobs)
+            return b""
+        if isinstance(event, FinishedEvent):
+            return self._end(event)
+        return b""
+
+    def failure(self, error: DiptychError) -> bytes:
+        return sse(error_body(error))
+
+    def token_chunks(self, choice: Choice, pieces: list[Piece], event: TokenEvent | None) -> bytes:
+        raise NotImplementedError
+
+    def empty_choice(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _choice_end(self, choice: Choice, event: FinishedEvent | ChoiceFinishedEvent, extra: dict[str, Any]) -> bytes:
+        out = self.token_chunks(choice, choice.end(event), None)
+        return out + sse(self.chunk(choice, self.empty_choice(), ended=True) | extra)
+
+    def _end(self, event: FinishedEvent) -> bytes:
+        extra = {}
+        if event.explanation is not None:
+            extra["diptych"] = explanation_object(event.explanation)
+        out = b"".join(self._choice_end(c, event, extra) for c in self.choices if c.finish_reason is None)
+        if self.wishes.include_usage:
+            out += sse(self.head() | {"choices": [], "usage": self.usage(event)} | extra)
+        return out + DONE
+
+    def usage(self, event: FinishedEvent) -> dict[str, Any]:
+        return usage_object(event.usage, sum(choice.reasoning_tokens for choice in self.choices))
+
+    def head(self, kind: str | None = None) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": kind or self.chunk_kind,
+            "created": self.created,
+            "model": self.prepared.model,
+        }
+
+    def chunk(self, choice: Choice, body: dict[str, Any], *, ended: bool = False) -> dict[str, Any]:
+        shown = {"index": choice.index} | body
+        shown.setdefault("logprobs", None)
+        shown["finish_reason"] = choice.finish_reason if ended else None
+        if ended:
+            shown["stop_reason"] = choice.stop_reason
+        chunk = self.head() | {"choices": [shown]}
+        if self.wishes.include_usage:
+            chunk["usage"] = None
+        return chunk
+
+    def whole(self, finished: FinishedEvent) -> dict[str, Any]:
+        for choice in self.choices:
+            if choice.finish_reason is None:
+                choice.end(finished)
+        body = self.head(self.kind) | {
+            "choices": [self.whole_choice(choice) for choice in self.choices],
+            "usage": self.usage(finished),
+        }
+        if finished.explanation is not None:
+            body["diptych"] = explanation_object(finished.explanation)
+        return body
+
+    def whole_choice(self, choice: Choice) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class ChatForm(_Answer):
+    prefix, kind, chunk_kind = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, wishes: Wishes, scene: Scene) -> None:
+        super().__init__(wishes, scene, chat=True)
+        self._logprobs = scene.prepared.sampling.logprobs is not None
+
+    def begin(self) -> bytes:
+        out = b""
+        for choice in self.choices:
+            chunk = self.chunk(choice, {"delta": {"role": "assistant", "content": ""}})
+            if self.wishes.return_token_ids and not choice.index:
+                chunk["prompt_token_ids"] = list(self.prepared.prompt_token_ids)
+            out += sse(chunk)
+        return out
+
+    def empty_choice(self) -> dict[str, Any]:
+        return {"delta": {}}
+
+    def token_chunks(self, choice: Choice, pieces: list[Piece], event: TokenEvent | None) -> bytes:
+        """One chunk a piece; the tokens' facts go with the first."""
+        facts: dict[str, Any] = {}
+        if event is not None and self.wishes.return_token_ids and event.token_ids:
+            facts["token_ids"] = list(event.token_ids)
+        if event is not None and self._logprobs and event.logprobs:
+            facts["logprobs"] = chat_logprobs(event.logprobs, self.names)
+        out = b""
+        for delta in [_delta(piece) for piece in pieces] or ([{"content": ""}] if facts else []):
+            out += sse(self.chunk(choice, {"delta": delta} | facts))
+            facts = {}
+        return out
+
+    def whole(self, finished: FinishedEvent) -> dict[str, Any]:
+        body = super().whole(finished)
+        if self.wishes.return_token_ids:
+            body["prompt_token_ids"] = list(self.prepared.prompt_token_ids)
+        if self.prepared.sampling.prompt_logprobs is not None:
+            body["prompt_logprobs"] = prompt_logprobs(self.prompt_logprobs, self.names)
+        return body
+
+    def whole_choice(self, choice: Choice) -> dict[str, Any]:
+        content = "".join(choice.content)
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": None if choice.calls and not content else content,
+            "refusal": None,
+        }
+        if choice.reasoning:
+            message["reasoning_content"] = "".join(choice.reasoning)
+        if choice.calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": "".join(call.arguments)},
+                }
+                for call in choice.calls
+            ]
+        shown = {
+            "index": choice.index,
+            "message": message,
+            "logprobs": chat_logprobs(choice.logprobs, self.names) if self._logprobs else None,
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+        }
+        if self.wishes.return_token_ids:
+            shown["token_ids"] = choice.token_ids
+        return shown
+
+
+class CompletionForm(_Answer):
+    prefix, kind, chunk_kind = "cmpl-", "text_completion", "text_completion"
+
+    def __init__(self, wishes: Wishes, scene: Scene) -> None:
+        super().__init__(wishes, scene, chat=False)
+        self._wants_logprobs = scene.prepared.sampling.logprobs is not None
+        self._logprobs = [CompletionLogprobs(self.names) for _ in self.choices]
+
+    def begin(self) -> bytes:
+        out = b""
+        for choice in self.choices:
+            body: dict[str, Any] = {"text": self.prepared.echo}
+            if self.wishes.return_token_ids:
+                body["prompt_token_ids"] = list(self.prepared.prompt_token_ids)
+            if self.prepared.echo or self.wishes.return_token_ids:
+                out += sse(self.chunk(choice, body))
+        return out
+
+    def empty_choice(self) -> dict[str, Any]:
+        return {"text": ""}
+
+    def token_chunks(self, choice: Choice, pieces: list[Piece], event: TokenEvent | None) -> bytes:
+        text = "".join(piece.text for piece in pieces if isinstance(piece, Content))
+        body: dict[str, Any] = {"text": text}
+        if event is not None and self.wishes.return_token_ids and event.token_ids:
+            body["token_ids"] = list(event.token_ids)
+        if event is not None and self._wants_logprobs and event.logprobs:
+            body["logprobs"] = self._logprobs[choice.index].part(event.logprobs)
+        return sse(self.chunk(choice, body)) if text or len(body) > 1 else b""
+
+    def whole_choice(self, choice: Choice) -> dict[str, Any]:
+        entries: list[TokenLogprob | int] = list(choice.logprobs)
+        if self.prepared.echo and self.prepared.sampling.prompt_logprobs is not None:
+            entries = [self.prepared.prompt_token_ids[0], *self.prompt_logprobs, *entries]
+        shown = {
+            "index": choice.index,
+            "text": self.prepared.echo + "".join(choice.content),
+            "logprobs": self._logprobs[choice.index].part(entries) if self._wants_logprobs else None,
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+        }
+        if self.wishes.return_token_ids:
+            shown["token_ids"] = choice.token_ids
+            shown["prompt_token_ids"] = list(self.prepared.prompt_token_ids)
+        if self.prepared.sampling.prompt_logprobs is not None and not self.prepared.echo:
+            shown["prompt_logprobs"] = prompt_logprobs(self.prompt_logprobs, self.names)
+        return shown
+
+
+def make_choice(index: int, wishes: Wishes, scene: Scene, *, chat: bool) -> Choice:
+    """Completions are given out as they are; chat answers are taken apart."""
+    if not chat:
+        return Choice(index)
+    features = scene.features
+    splitter = ReasoningSplitter(thinking=scene.prepared.thinking) if features.reasoning else None
+    parser = None
+    if wishes.tool_names and features.tool_parser != "none":
+        parser = tool_factory(features.tool_parser)(wishes.tool_names, id_maker(features.tool_parser))
+    return Choice(
+        index,
+        splitter,
+        parser,
+        parallel=wishes.parallel_tool_calls,
+        keep_reasoning=wishes.include_reasoning,
+    )
+
+
+def _delta(piece: Piece) -> dict[str, Any]:
+    match piece:
+        case Content(text):
+            return {"content": text}
+        case Reasoning(text):
+            return {"reasoning_content": text}
+        case CallStart(index, call_id, name):
+            function = {"name": name, "arguments": ""}
+            return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]}
+        case CallArguments(index, text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}

@@ -1,0 +1,50 @@
+"""Bodies of /tokenize and /detokenize, in vLLM's form."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from diptych.common.errors import InvalidRequestError
+from diptych.router.messages import GenerateSpec, ModelFeatures
+from diptych.router.openai_requests import validate
+from diptych.router.openai_tools import ChatMessage, Tool, offered_tools, template_messages
+
+
+class TokenizeRequest(BaseModel):
+    """Body of POST /tokenize: a prompt or messages."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    model: str = ""
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    tools: list[Tool] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(BaseModel):
+    """Body of POST /detokenize."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    model: str = ""
+    tokens: list[int]
+
+
+def tokenize_spec(body: dict[str, Any], features: ModelFeatures) -> tuple[GenerateSpec, bool]:
+    """(what to tokenize, whether the tokens' texts are wanted). Raises: InvalidRequestError naming the field."""
+    request = validate(TokenizeRequest, body)
+    if (request.prompt is None) == (request.messages is None):
+        raise InvalidRequestError("give one of prompt and messages", param="prompt")
+    tools, _ = offered_tools(request.tools, None, features)
+    spec = GenerateSpec(
+        model=request.model,
+        prompt=request.prompt,
+        messages=None if request.messages is None else template_messages(request.messages),
+        tools=tools,
+        add_special_tokens=request.add_special_tokens is not False,
+    )
+    return spec, bool(request.return_token_strs)

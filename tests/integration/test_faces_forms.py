@@ -1,0 +1,202 @@
+"""Tools, responses and tokens over HTTP, with the real openai client where it knows the route."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc.aio
+import httpx
+import openai
+
+from diptych.common.errors import WorkerLostError
+from diptych.common.sampling import FinishReason
+from diptych.router.fake_door import MODEL, FakeDoor, Step, hello_script
+from diptych.router.messages import FinishedEvent, ModelFeatures, TokenEvent, UsageInfo
+from diptych.router.server import Faces
+
+CHAT = "/v1/chat/completions"
+MESSAGES: list[Any] = [{"role": "user", "content": "Hi"}]
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+CALLER = ModelFeatures(tool_parser="hermes", reasoning=True, takes_tools=True)
+WAIT_S = 5.0
+
+grpc.aio.init_grpc_aio()
+
+
+@asynccontextmanager
+async def serving(door: FakeDoor) -> AsyncIterator[str]:
+    faces = Faces("127.0.0.1", 0, 0)
+    try:
+        yield "http://" + (await faces.start(door, door.metrics)).http
+    finally:
+        await faces.stop(1.0)
+
+
+@asynccontextmanager
+async def http(door: FakeDoor) -> AsyncIterator[httpx.AsyncClient]:
+    async with serving(door) as url, httpx.AsyncClient(base_url=url, timeout=WAIT_S) as client:
+        yield client
+
+
+@asynccontextmanager
+async def openai_client(door: FakeDoor) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with (
+        serving(door) as url,
+        openai.AsyncOpenAI(base_url=url + "/v1", api_key="none", max_retries=0, timeout=WAIT_S) as client,
+    ):
+        yield client
+
+
+def says(*texts: str, reason: FinishReason = FinishReason.STOP) -> list[Step]:
+    tokens: list[Step] = [TokenEvent(i, (10 + i,), text) for i, text in enumerate(texts)]
+    return [*tokens, FinishedEvent(reason, UsageInfo(3, len(texts), 2), "", None, None)]
+
+
+async def test_tool_calls_there_and_back() -> None:
+    door = FakeDoor(says("Well.\n<tool", '_call>{"name": "add", "arguments": {"a"', ": 1}}</tool_call>"))
+    door.model_features = CALLER
+    async with openai_client(door) as client:
+        ask: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "tools": [TOOL]}
+        answer = await client.chat.completions.create(**ask, tool_choice="auto")
+        message = answer.choices[0].message
+        assert message.tool_calls is not None
+        assert (answer.choices[0].finish_reason, message.content) == ("tool_calls", "Well.\n")
+        call = message.tool_calls[0]
+        assert call.type == "function"
+        assert (call.function.name, call.function.arguments) == ("add", '{"a": 1}')
+        chunks = [chunk async for chunk in await client.chat.completions.create(**ask, stream=True)]
+        parts = [part for chunk in chunks for part in chunk.choices[0].delta.tool_calls or ()]
+        assert parts[0].function is not None
+        assert parts[0].function.name == "add"
+        assert "".join(part.function.arguments or "" for part in parts if part.function) == '{"a": 1}'
+        assert chunks[-1].choices[0].finish_reason == "tool_calls"
+        said = message.model_dump(exclude_none=True)
+        turns = [*MESSAGES, said, {"role": "tool", "tool_call_id": call.id, "content": "1"}]
+        await client.chat.completions.create(model=MODEL, messages=turns, tools=[TOOL])  # type: ignore[list-item]
+    assert door.specs[0].tools == [TOOL]
+    spec = door.specs[-1]
+    assert isinstance(spec.messages, list)
+    assert spec.messages[1]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1}}
+    assert spec.messages[2] == {"role": "tool", "content": "1", "tool_call_id": call.id}
+
+
+async def test_tools_that_cannot_be_had_are_400() -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(40):
+        deep = {"properties": deep}
+
+    def function(**facts: Any) -> dict[str, Any]:
+        return {"tools": [{"type": "function", "function": {"name": "a"} | facts}]}
+
+    broken = {"id": "a", "function": {"name": "f", "arguments": "["}}
+    bad: list[tuple[ModelFeatures, dict[str, Any], str]] = [
+        (ModelFeatures(), {"tools": [TOOL]}, "tools"),
+        (ModelFeatures(tool_parser="hermes"), {"tools": [TOOL]}, "tools"),
+        (CALLER, {"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
+        (CALLER, {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "add"}}}, "tool_choice"),
+        (CALLER, {"tools": [TOOL], "tool_choice": 1}, "tool_choice"),
+        (CALLER, {"tools": [TOOL] * 129}, "tools"),
+        (CALLER, {"tools": [TOOL, TOOL]}, "tools"),
+        (CALLER, function(name="a b"), "tools"),
+        (CALLER, function(strict=True), "tools"),
+        (CALLER, function(parameters=deep), "tools"),
+        (CALLER, function(parameters={"x": "y" * 70_000}), "tools"),
+        (CALLER, {"messages": [{"role": "tool", "content": "a"}]}, "messages"),
+        (CALLER, {"messages": [{"role": "user", "content": None}]}, "messages"),
+        (CALLER, {"messages": [{"role": "assistant", "tool_calls": [broken]}]}, "messages"),
+        (CALLER, {"chat_template_kwargs": {"a": [1]}}, "chat_template_kwargs"),
+        (CALLER, {"chat_template_kwargs": {str(i): 1 for i in range(17)}}, "chat_template_kwargs"),
+    ]
+    door = FakeDoor(hello_script())
+    async with http(door) as client:
+        for features, body, param in bad:
+            door.model_features = features
+            answer = await client.post(CHAT, json={"messages": MESSAGES} | body)
+            error = answer.json()["error"]
+            assert (answer.status_code, error["param"]) == (400, param), (str(body)[:80], error)
+        door.model_features = CALLER
+        for body in ({"tools": [TOOL], "tool_choice": "none"}, {"tools": []}, {"tools": None, "tool_choice": "auto"}):
+            assert (await client.post(CHAT, json={"messages": MESSAGES} | body)).status_code == 200
+            assert door.specs[-1].tools is None
+
+
+async def test_responses() -> None:
+    door = FakeDoor(hello_script())
+    async with openai_client(door) as client:
+        answer = await client.responses.create(model=MODEL, input="Hi", instructions="Be brief", max_output_tokens=9)
+        assert (answer.output_text, answer.status) == ("Hello there", "completed")
+        assert answer.usage is not None
+        assert (answer.usage.input_tokens, answer.usage.output_tokens, answer.usage.total_tokens) == (3, 4, 7)
+        assert answer.usage.input_tokens_details.cached_tokens == 2
+        turns: Any = [
+            {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+            {"role": "assistant", "content": "b", "type": "message"},
+        ]
+        seen = [event async for event in await client.responses.create(model=MODEL, input=turns, stream=True)]
+    assert door.specs[0].messages == [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "Hi"}]
+    assert door.specs[0].max_tokens == 9
+    assert door.specs[1].messages == [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert [event.type for event in seen] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        "response.output_text.delta",
+        "response.output_text.delta",
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.completed",
+    ]
+    assert [event.sequence_number for event in seen] == list(range(10))
+    last: Any = seen[-1]
+    assert last.response.output_text == "Hello there"
+
+
+async def test_responses_that_are_cut_and_that_fail() -> None:
+    async with http(FakeDoor(says("a", reason=FinishReason.LENGTH))) as client:
+        body = (await client.post("/v1/responses", json={"input": "a"})).json()
+        assert (body["status"], body["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    async with http(FakeDoor([TokenEvent(0, (1,), "He"), WorkerLostError("gone")])) as client:
+        answer = await client.post("/v1/responses", json={"input": "a", "stream": True})
+        assert answer.text.rstrip().rsplit("\n\n", 1)[-1].startswith("event: error\n")
+        assert "response.completed" not in answer.text
+    bad: list[tuple[dict[str, Any], str]] = [
+        ({}, "input"),
+        ({"input": []}, "input"),
+        ({"input": [{"type": "image"}]}, "input"),
+        ({"input": 1}, "input"),
+        ({"input": "a", "previous_response_id": "x"}, "previous_response_id"),
+        ({"input": "a", "n": 2}, "n"),
+        ({"input": "a", "max_output_tokens": 0}, "max_output_tokens"),
+        ({"input": "a", "tools": [TOOL]}, "tools"),
+    ]
+    async with http(FakeDoor(hello_script())) as client:
+        for body, param in bad:
+            answer = await client.post("/v1/responses", json=body)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), body
+
+
+async def test_tokenize_and_back() -> None:
+    door = FakeDoor([])
+    async with http(door) as client:
+        answer = (await client.post("/tokenize", json={"prompt": "h\u00e9", "return_token_strs": True})).json()
+        assert (answer["count"], answer["tokens"], answer["max_model_len"]) == (3, [204, 295, 269], 2048)
+        assert answer["token_strs"][0] == "h"
+        back = await client.post("/detokenize", json={"tokens": answer["tokens"]})
+        assert back.json() == {"prompt": "h\u00e9"}
+        chat = await client.post("/tokenize", json={"messages": MESSAGES, "add_special_tokens": False})
+        assert chat.json()["token_strs"] is None
+        assert door.specs[-1].messages == MESSAGES
+        bad: list[tuple[str, dict[str, Any], int]] = [
+            ("/tokenize", {}, 400),
+            ("/tokenize", {"prompt": "a", "messages": MESSAGES}, 400),
+            ("/tokenize", {"prompt": "a", "model": "other"}, 404),
+            ("/detokenize", {"tokens": "a"}, 400),
+            ("/detokenize", {"tokens": [10**6]}, 400),
+            ("/detokenize", {}, 400),
+        ]
+        for path, body, status in bad:
+            assert (await client.post(path, json=body)).status_code == status, body
