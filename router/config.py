@@ -21,6 +21,8 @@ class RouterConfig:
     keys_file: API keys made by `diptych keys`; when set, every route but /live and /health and every gRPC method needs one.
     tls_cert, tls_key: PEM files; when set, both servers speak TLS only.
     insecure: let a server that other machines can reach run without keys or without TLS.
+    tool_call_parser: hermes, llama3-json, mistral or a plug-in's name; "auto" goes by the chat template, "none" refuses tools.
+    reasoning_parser: "think" parts <think>...</think> from answers; "auto" goes by the chat template, "none" does not.
     generation_config: "auto" takes sampling defaults from the model's generation_config.json, "none" does not.
     """
 
@@ -41,6 +43,8 @@ class RouterConfig:
     tls_cert: Path | None = None
     tls_key: Path | None = None
     insecure: bool = False
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
     worker_poll_s: float = 0.25
     worker_dead_s: float = 2.0
 

@@ -83,6 +83,8 @@ class Frontend:
         self._context: int | None = config.max_model_len
         self._cluster: Cluster | None = None
         self._intake: Intake | None = None
+        self._features = ModelFeatures()
+        self._token_bytes: TokenBytes | None = None
         self.metrics = RouterMetrics(degraded=lambda: bool(self._cluster and self._cluster.degraded))
 
     async def start(self) -> None:
