@@ -72,7 +72,7 @@ class RouterConfig:
             raise ConfigError(
                 "host", self.host, f"other machines can reach it: set {missing} as well, or --insecure if you must"
             )
-        if self.generation_config not in ("auto", "none"):
-            raise ConfigError("generation_config", self.generation_config, 'must be "auto" or "none"')
         if self.reasoning_parser not in ("auto", "none", "think"):
             raise ConfigError("reasoning_parser", self.reasoning_parser, 'must be "auto", "think" or "none"')
+        if self.generation_config not in ("auto", "none"):
+            raise ConfigError("generation_config", self.generation_config, 'must be "auto" or "none"')

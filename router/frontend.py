@@ -100,13 +100,13 @@ class Frontend:
         loop = asyncio.get_running_loop()
         tokenizer, check = await loop.run_in_executor(None, _load, path, secret)
         self._context = min(filter(None, (config.max_model_len, _context(path))), default=None)
+        self._features = _features(tokenizer, config.tool_call_parser, config.reasoning_parser)
+        self._token_bytes = TokenBytes(tokenizer)
         defaults = generation_defaults(path) if config.generation_config == "auto" else GenerationDefaults()
         if defaults != GenerationDefaults():
             log.info("sampling defaults from generation_config.json", defaults=str(defaults))
         if self._store is None:
             self._store = RedisStore(config.redis_url, cluster=config.cluster)
-        self._features = _features(tokenizer, config.tool_call_parser, config.reasoning_parser)
-        self._token_bytes = TokenBytes(tokenizer)
         self._cluster = Cluster(
             self._store,
             check,
@@ -153,12 +153,6 @@ class Frontend:
             return False, ["the router is not running"]
         return self._cluster.ready()
 
-    async def prepare(self, spec: GenerateSpec) -> PreparedRequest:
-        """Check everything and tokenize (off the event loop).
-
-        Raises: InvalidRequestError (PromptTooLongError) naming the parameter, ModelNotFoundError, OverloadedError.
-        """
-        try:
     def features(self) -> ModelFeatures:
         return self._features
 
@@ -174,6 +168,12 @@ class Frontend:
         """Text of token ids, special tokens included. Raises: InvalidRequestError, ModelNotFoundError."""
         return await self._running(self._intake).detokenize(model, token_ids)
 
+    async def prepare(self, spec: GenerateSpec) -> PreparedRequest:
+        """Check everything and tokenize (off the event loop).
+
+        Raises: InvalidRequestError (PromptTooLongError) naming the parameter, ModelNotFoundError, OverloadedError.
+        """
+        try:
             return await self._running(self._intake).prepare(spec)
         except DiptychError as err:
             self.metrics.errors.labels(err.reason).inc()
@@ -226,10 +226,6 @@ def _load(path: Path, secret: bytes) -> tuple[ModelTokenizer, RouterCheck]:
     return ModelTokenizer(path), check
 
 
-def _context(path: Path) -> int | None:
-    """The model's own limit, if config.json (which the tokenizer has read) names one."""
-    value = json.loads((path / "config.json").read_text(encoding="utf-8")).get("max_position_embeddings")
-    return value if type(value) is int and value > 1 else None
 def _features(tokenizer: ModelTokenizer, tool_parser: str, reasoning_parser: str) -> ModelFeatures:
     """Raises: ConfigError for a parser that nobody knows."""
     template = tokenizer.chat_template
@@ -243,3 +239,7 @@ def _features(tokenizer: ModelTokenizer, tool_parser: str, reasoning_parser: str
     return ModelFeatures(tool_parser, reasoning, "tools" in template.variables)
 
 
+def _context(path: Path) -> int | None:
+    """The model's own limit, if config.json (which the tokenizer has read) names one."""
+    value = json.loads((path / "config.json").read_text(encoding="utf-8")).get("max_position_embeddings")
+    return value if type(value) is int and value > 1 else None
