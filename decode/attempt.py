@@ -151,7 +151,8 @@ class Attempt:
 
     def _say_failure(self, error: DiptychError) -> None:
         self._log.info("request failed", reason=error.reason, error=error.message, state=self._life.state.value)
-        self._outbox.end(self._sub.attempt, decode_pb2.End(failure=to_failure(error)))
+        end = decode_pb2.End(failure=to_failure(error), prefill_faults=self._facts.faults())
+        self._outbox.end(self._sub.attempt, end)
 
     def _close(self) -> None:
         self._life.move(State.ENDED)
@@ -197,6 +198,7 @@ class Attempt:
         if self._life.state is not State.FETCHING:
             return
         self._leg_task = None
+        self._facts.prefill_faults.append((ref.worker_id, error.reason))
         self._take(next_after_failure(self._sub.policy, ref, error, rest))
 
     def _new_leg(self, ref: WorkerRef) -> RemoteLeg:

@@ -23,6 +23,8 @@ class Facts:
     cached_decode: int = 0
     leg: LegFacts = field(default_factory=LegFacts)
     notes: list[str] = field(default_factory=list)
+    prefill_faults: list[tuple[str, str]] = field(default_factory=list)
+    """(worker id, reason) of each leg that failed."""
     reserved_s: float = 0.0
     first_token_s: float = 0.0
     kv_complete_s: float = 0.0
@@ -37,6 +39,9 @@ class Facts:
     def cached_tokens(self) -> int:
         """Prompt tokens that nobody computed for this request: what decode had, and of the rest what prefill had."""
         return self.cached_decode if self.local else max(self.cached_decode, self.leg.cached_tokens)
+
+    def faults(self) -> list[decode_pb2.PrefillFault]:
+        return [decode_pb2.PrefillFault(worker_id=name, reason=reason) for name, reason in self.prefill_faults]
 
     def explanation(self, transport_path: str) -> types_pb2.Explanation:
         return types_pb2.Explanation(
@@ -73,4 +78,4 @@ def end_of(finished: Finished, facts: Facts, transport_path: str) -> decode_pb2.
     )
     if finished.stop_token_id is not None:
         message.stop_token_id = finished.stop_token_id
-    return decode_pb2.End(finished=message)
+    return decode_pb2.End(finished=message, prefill_faults=facts.faults())

@@ -13,15 +13,19 @@ from diptych.common.clock import Clock
 from diptych.common.errors import DiptychError, NoWorkerError, WorkerLostError
 from diptych.common.store import Store, StoreError
 from diptych.common.worker_record import WorkerRecord
+from diptych.router.breaker import Breakers, is_fault
 from diptych.router.compatibility import RouterCheck, pair_differences
+from diptych.router.decisions import Decisions
 from diptych.router.decode_stream import Attempt
+from diptych.router.event_watch import EventWatch
 from diptych.router.fleet import ClusterSnapshot
 from diptych.router.index import BlockIndex, IndexMode
 from diptych.router.members import Member, Members
 from diptych.router.placer import Candidate, Life, Placer, Prompt
 from diptych.router.policies import policy_by_name
-from diptych.router.policy import Placement, PlacementRequest, Rejected
+from diptych.router.policy import CHEAPEST, Placement, PlacementRequest, Rejected
 from diptych.router.reservations import Reservation, Reservations
+from diptych.router.retry_budget import RetryBudget
 from diptych.router.worker_link import WorkerLink
 from diptych.rpc.v1 import decode_pb2
 
@@ -71,6 +75,12 @@ class Cluster:
         self.reservations = Reservations()
         self._placer = Placer(self._index, self.reservations, rng, policy_by_name(policy))
         self._fleet_is_old = True
+        self.breakers = Breakers()
+        self.retry_budget = RetryBudget()
+        self.decisions = Decisions()
+        self._event_watch = EventWatch()
+        self.mute: dict[str, str] = {}
+        """Workers whose cache the index cannot follow, and why."""
         self.degraded = ""
         """Why the view may be old, or ""."""
         self._pair_seen = False
@@ -112,7 +122,8 @@ class Cluster:
             for member in self._members.given_up():
                 if member.link.decode is not None and member.link.decode.num_attempts:
                     member.link.decode.fail_attempts(member.link.why_not() or "its lease ended")
-            self._fleet_is_old = True  # silence changes with time alone
+            self._fleet_is_old = True  # silence and breakers change with time alone
+            self._look_for_mute_workers()
             self._fetch_snapshots()
             await asyncio.sleep(self._poll_s)
 
@@ -126,6 +137,8 @@ class Cluster:
         new, lost = self._members.on_records(records, now)
         for member in lost:
             log.warning("worker lost", worker=member.record.worker_id, incarnation=member.record.incarnation)
+            self.breakers.forget(member.record.worker_id)
+            self._event_watch.forget(member.record.worker_id)
             if self._members.get(member.record.worker_id) is None:
                 self._index.forget(member.record.worker_id)
                 self._cursors.pop(member.record.worker_id, None)
@@ -160,6 +173,26 @@ class Cluster:
         elif now - member.behind_since > _BEHIND_S:
             member.behind_since = None
             self._index.lose_track(record.worker_id)
+            self._event_watch.resynced(record.worker_id)
+
+    def _look_for_mute_workers(self) -> None:
+        if self._placer.policy.name != CHEAPEST.name:
+            return  # nobody relies on the index
+        now, mute = self._clock.now(), {}
+        for member in self._members.all():
+            record = member.record
+            why = self._event_watch.why(
+                record.worker_id,
+                num_events=self._index.num_events(record.worker_id),
+                lease_sequence=record.event_sequence,
+                mode=self._index.mode(record.worker_id),
+                now=now,
+            )
+            if why:
+                mute[record.worker_id] = why
+                if record.worker_id not in self.mute:
+                    log.warning("a worker's cache cannot be followed", worker=record.worker_id, why=why)
+        self.mute = mute
 
     async def _tail_loop(self) -> None:
         while True:
@@ -188,8 +221,16 @@ class Cluster:
     async def _fetch_snapshot(self, member: Member[WorkerLink]) -> None:
         worker_id = member.record.worker_id
         try:
-            epoch, sequence, keys = await member.link.dump_blocks()
-            self._index.load_snapshot(worker_id, member.record.incarnation, epoch=epoch, sequence=sequence, keys=keys)
+            dump = await member.link.dump_blocks()
+            self._index.load_snapshot(
+                worker_id,
+                member.record.incarnation,
+                epoch=dump.epoch,
+                sequence=dump.sequence,
+                keys=dump.keys,
+                host_sequence=dump.host_sequence,
+                host_keys=dump.host_keys,
+            )
         except DiptychError as err:
             log.warning("no snapshot of a worker's cache", worker=worker_id, error=err.message)
         finally:
@@ -201,15 +242,7 @@ class Cluster:
     def _refresh(self) -> Placer:
         """The placer with the workers that are usable now."""
         if self._fleet_is_old:
-            now = self._clock.now()
-            sides: dict[str, list[Candidate]] = {"prefill": [], "decode": []}
-            unusable = {}
-            for member in self._members.all():
-                record = member.record
-                if why := self._members.why_unplaceable(member, now):
-                    unusable[record.worker_id] = why
-                else:
-                    sides[record.role].append(Candidate(record, member.read_at, self._check.header(record)))
+            sides, unusable = self._sides(self._clock.now())
             incompatible = {
                 (p.record.worker_id, d.record.worker_id): differences
                 for p in sides["prefill"]
@@ -219,6 +252,31 @@ class Cluster:
             self._placer.set_fleet(sides["prefill"], sides["decode"], incompatible, unusable)
             self._fleet_is_old = False
         return self._placer
+
+    def _sides(self, now: float) -> tuple[dict[str, list[Candidate]], dict[str, str]]:
+        """The usable workers by role, and why the others are not."""
+        sides: dict[str, list[Candidate]] = {}
+        unusable = {}
+        for role in ("prefill", "decode"):
+            members = [member for member in self._members.all() if member.record.role == role]
+            self.breakers.set_pool(role, [member.record.worker_id for member in members])
+            usable, left_alone = [], []
+            for member in members:
+                name = member.record.worker_id
+                candidate = Candidate(member.record, member.read_at, self._check.header(member.record))
+                if why := self._members.why_unplaceable(member, now):
+                    unusable[name] = why
+                elif why := self.breakers.why_not(name, now):
+                    unusable[name] = why
+                    left_alone.append(candidate)
+                else:
+                    usable.append(candidate)
+            if not usable:  # a worker that fails often is better than none
+                usable = left_alone
+                for candidate in left_alone:
+                    del unusable[candidate.record.worker_id]
+            sides[role] = usable
+        return sides, unusable
 
     def snapshot(self, prompt: Prompt | None = None, exclude: frozenset[Life] = frozenset()) -> ClusterSnapshot:
         """Usable workers with this prompt's hits. `exclude`: lives that must not be chosen as decode."""
@@ -238,6 +296,7 @@ class Cluster:
         view = self.snapshot()
         reasons = [f"{worker_id} {why}" for worker_id, why in sorted(view.unusable.items())]
         reasons += [f"{p} and {d} do not fit: {'; '.join(why)}" for (p, d), why in view.incompatible.items()]
+        reasons += [f"{worker_id} {why}" for worker_id, why in sorted(self.mute.items())]
         if self.degraded:
             reasons.append(self.degraded)
         pair = len(view.prefill) * len(view.decode) > len(view.incompatible)
@@ -277,7 +336,29 @@ class Cluster:
         computes = placement.chosen.prefill or placement.decode
         num_tokens = len(submit.prompt_token_ids) - computes.hit_tokens
         self.reservations.reserve(attempt.id, Reservation(computes.worker_id, record.worker_id, num_tokens))
+        now = self._clock.now()
+        for worker_id in {computes.worker_id, record.worker_id}:
+            if self.breakers.on_placed(worker_id, now):
+                self._fleet_is_old = True
         return attempt
+
+    def on_outcome(self, worker_id: str, reason: str) -> None:
+        """How a request ended at a worker. `reason`: of the error, or ""; what speaks neither for nor against the worker
+        only ends a probe."""
+        now = self._clock.now()
+        if reason and not is_fault(reason):
+            changed = self.breakers.on_nothing_learned(worker_id, now)
+        else:
+            changed = self.breakers.on_outcome(worker_id, fault=bool(reason), now=now)
+            if changed:
+                log.warning("breaker", worker=worker_id, state=self.breakers.state(worker_id, now).value)
+        self._fleet_is_old |= changed
+
+    def on_computed(self, worker_id: str, num_tokens: int) -> None:
+        """A worker computed this many tokens of a prompt."""
+        member = self._members.get(worker_id)
+        if member is not None and num_tokens >= member.record.block_size:
+            self._event_watch.computed(worker_id, self._clock.now())
 
     async def wait_for_change(self, timeout_s: float) -> None:
         """Until a worker comes, goes, or changes its usability, or the time is up."""

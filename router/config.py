@@ -23,6 +23,8 @@ class RouterConfig:
     insecure: let a server that other machines can reach run without keys or without TLS.
     tool_call_parser: hermes, llama3-json, mistral or a plug-in's name; "auto" goes by the chat template, "none" refuses tools.
     reasoning_parser: "think" parts <think>...</think> from answers; "auto" goes by the chat template, "none" does not.
+    placement_policy: "cost" places by cache and load; round-robin, random, least-loaded, power-of-two and session-affinity are
+        there to be compared with it.
     generation_config: "auto" takes sampling defaults from the model's generation_config.json, "none" does not.
     """
 
@@ -45,6 +47,7 @@ class RouterConfig:
     insecure: bool = False
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
+    placement_policy: str = "cost"
     worker_poll_s: float = 0.25
     worker_dead_s: float = 2.0
 

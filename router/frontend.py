@@ -85,7 +85,10 @@ class Frontend:
         self._intake: Intake | None = None
         self._features = ModelFeatures()
         self._token_bytes: TokenBytes | None = None
-        self.metrics = RouterMetrics(degraded=lambda: bool(self._cluster and self._cluster.degraded))
+        self.metrics = RouterMetrics(
+            degraded=lambda: bool(self._cluster and self._cluster.degraded),
+            mode_degraded=lambda: bool(self._cluster and self._cluster.mute),
+        )
 
     async def start(self) -> None:
         """Load the tokenizer and begin to watch the cluster. Raises: ConfigError."""
@@ -114,6 +117,7 @@ class Frontend:
             rng=self._rng,
             poll_s=config.worker_poll_s,
             dead_s=config.worker_dead_s,
+            policy=config.placement_policy,
         )
         limits = IntakeLimits(
             model=self._model,

@@ -7,15 +7,19 @@ from collections.abc import Callable
 from diptych.common.clock import Clock
 from diptych.common.errors import DiptychError
 from diptych.common.metrics import E2E_BUCKETS_S, ITL_BUCKETS_S, TOKEN_BUCKETS, TTFT_BUCKETS_S, Metrics
+from diptych.router.explain import Story
 from diptych.router.messages import FinishedEvent, PreparedRequest, TokenEvent
 
 
 class RouterMetrics(Metrics):
     """Args:
     degraded: read at every scrape: whether the view of the cluster may be old.
+    mode_degraded: the same: whether some worker's cache cannot be followed.
     """
 
-    def __init__(self, *, degraded: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self, *, degraded: Callable[[], bool] = lambda: False, mode_degraded: Callable[[], bool] = lambda: False
+    ) -> None:
         super().__init__()
         self.running = self.gauge("num_requests_running", "Requests that this router relays now")
         self.ttft = self.histogram(
@@ -35,9 +39,33 @@ class RouterMetrics(Metrics):
         self.placements = self.counter("placements", "Attempts by where the prompt was to be computed", ["prefill"])
         self.replacements = self.counter("replacements", "Requests that were placed again before their first token")
         self.kv_bytes = self.counter("kv_transfer_bytes", "Bytes of KV that crossed from prefill to decode")
+        self.predicted_cached = self.counter(
+            "predicted_cached_tokens", "Cached prompt tokens as placement expected them"
+        )
+        self.cached_error = self.counter(
+            "predicted_cached_tokens_error", "Prompt tokens by which that expectation was off, either way"
+        )
+        self.ttft_error = self.histogram(
+            "predicted_ttft_error_seconds", "Difference between expected and seen time to first token", TTFT_BUCKETS_S
+        )
+        self.regret = self.histogram(
+            "placement_regret_seconds", "How much later than expected the first token came", TTFT_BUCKETS_S
+        )
+        self.gauge(
+            "mode_degraded", "1 while placement by cache has no news of some worker's cache and is by load there"
+        ).set_function(lambda: float(mode_degraded()))
         self.gauge("degraded", "1 while the store is away and the view of the cluster may be old").set_function(
             lambda: float(degraded())
         )
+
+    def predictions(self, story: Story) -> None:
+        """A request has ended well: what was expected of it, against what came."""
+        self.predicted_cached.inc(story.predicted_cached_tokens)
+        self.cached_error.inc(abs(story.predicted_cached_tokens - story.cached_tokens))
+        if story.ttft_s > 0:
+            late_s = story.ttft_s - story.predicted_ttft_s
+            self.ttft_error.observe(abs(late_s))
+            self.regret.observe(max(0.0, late_s))
 
 
 class RequestTimer:

@@ -73,9 +73,9 @@ class Terms:
         return self.queue_ms + self.prefill_ms
 
     @property
-    def hit_tokens(self) -> int:
-        """Prompt tokens that nobody would have to compute."""
-        return (self.prefill or self.decode).hit_tokens
+    def cached_tokens(self) -> int:
+        """Prompt tokens that nobody would have to compute: what decode has, and of the rest what prefill has."""
+        return max(self.decode.hit_tokens, self.prefill.hit_tokens if self.prefill is not None else 0)
 
 
 class Views(Protocol):

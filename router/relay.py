@@ -4,6 +4,7 @@ The life cycle is router/lifecycle.py's."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import structlog
 
@@ -13,19 +14,20 @@ from diptych.common.errors import (
     InternalError,
     NoWorkerError,
     OverloadedError,
+    RequestCancelledError,
     RequestDeadlineError,
     StaleReferenceError,
     WorkerLostError,
 )
 from diptych.common.ids import new_attempt_id
 from diptych.router.cluster import Cluster, Life, Prompt
+from diptych.router.decisions import Decision
 from diptych.router.decode_stream import Attempt
-from diptych.router.explain import explanation
-from diptych.router.index import IndexMode
+from diptych.router.explain import Story
 from diptych.router.lifecycle import IllegalMoveError, Lifecycle, Move
 from diptych.router.messages import FinishedEvent, GenerateEvent, PreparedRequest, StartedEvent, TokenEvent, UsageInfo
 from diptych.router.metrics import RouterMetrics
-from diptych.router.policy import Placement, PlacementRequest, WorkerView
+from diptych.router.placement import PlacementRequest, WorkerView
 from diptych.rpc.convert import finish_reason_from_proto, sampling_to_proto
 from diptych.rpc.errors import from_failure
 from diptych.rpc.v1 import decode_pb2, router_pb2, types_pb2
@@ -50,10 +52,13 @@ class Relay:
         self._life = Lifecycle()
         self._started = False
         self._attempt: Attempt | None = None
-        self._placement: Placement | None = None
-        self._mode = IndexMode.GUESS
+        self._story = Story(request.request_id)
+        self._decision = Decision(
+            request.request_id, request.label, len(request.prompt_token_ids), request.arrived, self._story.tell
+        )
+        self._judged = True
+        """The workers of the attempt were told apart from their errors."""
         self._excluded: frozenset[Life] = frozenset()
-        self._notes: list[str] = []
         self.kv_bytes = 0
 
     async def next(self) -> GenerateEvent:
@@ -64,6 +69,7 @@ class Relay:
                     self._submit()
                 event = self._translate(await self._receive())
             except IllegalMoveError as err:
+                self._judge(InternalError.reason)
                 self.close()
                 log.error("decode broke the protocol", request=self._request.request_id, story=str(err))
                 raise InternalError("the decode worker broke the protocol; the answer was stopped") from err
@@ -77,6 +83,7 @@ class Relay:
         """Cancel what still runs and release what is reserved. Idempotent, never blocks."""
         if not self._life.ended:
             self._life.on(Move.CANCEL)
+            self._decision.outcome = RequestCancelledError.reason
         self._drop_attempt()
 
     def _drop_attempt(self) -> None:
@@ -84,6 +91,27 @@ class Relay:
         if attempt is not None:
             attempt.cancel()
             self._cluster.reservations.release(attempt.id)
+            self._judge(RequestCancelledError.reason)
+
+    def _judge(self, reason: str, faults: Sequence[decode_pb2.PrefillFault] = ()) -> None:
+        """Tell the breakers how the attempt ended. `reason`: "" if well."""
+        placement = self._story.placement
+        if self._judged or placement is None:
+            return
+        self._judged = True
+        for fault in faults:
+            self._cluster.on_outcome(fault.worker_id, fault.reason)
+        if faults and reason == faults[-1].reason:
+            reason = RequestCancelledError.reason  # decode only passes on what happened to prefill
+        self._cluster.on_outcome(placement.decode.worker_id, reason)
+        facts = self._story.facts
+        prefill = facts.prefill if facts is not None else ""
+        if prefill and prefill != placement.decode.worker_id:
+            self._cluster.on_outcome(prefill, "")
+        chosen = placement.chosen.prefill
+        told = {fault.worker_id for fault in faults} | {prefill}
+        if chosen is not None and chosen.worker_id not in told:
+            self._cluster.on_outcome(chosen.worker_id, RequestCancelledError.reason)
 
     # ---- placing -------------------------------------------------------------------------------------------------
 
@@ -95,8 +123,13 @@ class Relay:
             wants_kv=request.sampling.max_tokens > 1,
             allow_local_fallback=request.failure_policy != router_pb2.FAILURE_POLICY_FAIL,
         )
-        placement = self._placement = self._cluster.place(wish, self._prompt, self._excluded)
-        self._mode = self._cluster.index_mode(placement)
+        story = self._story
+        placement = story.placement = self._cluster.place(wish, self._prompt, self._excluded)
+        story.mode = self._cluster.index_mode(placement)
+        story.waited_s = self._clock.now() - request.arrived
+        if not self._life.num_replacements:
+            self._cluster.decisions.add(self._decision)
+            self._cluster.retry_budget.on_request()
         submit = decode_pb2.Submit(
             attempt=new_attempt_id(),
             request_id=request.request_id,
@@ -114,6 +147,7 @@ class Relay:
         )
         self._life.on(Move.SUBMIT)
         self._attempt = self._cluster.open(placement, submit)
+        self._judged = False
         self._metrics.placements.labels("local" if placement.local_prefill else "remote").inc()
 
     def _remaining_for_decode(self) -> float:
@@ -126,27 +160,33 @@ class Relay:
     async def _place_again(self, error: DiptychError) -> None:
         """Get ready for another submit, or raise the error."""
         fails = self._request.failure_policy == router_pb2.FAILURE_POLICY_FAIL
-        placement = self._placement
-        if placement is None or fails or not isinstance(error, _REPLACEABLE) or not self._life.may_replace:
-            if not self._life.ended:
-                self._life.on(Move.FAIL)
-            self._drop_attempt()
+        placement = self._story.placement
+        self._judge(error.reason)
+        may = not fails and isinstance(error, _REPLACEABLE) and self._life.may_replace
+        if placement is None or not may or not self._cluster.retry_budget.take():
+            self._fail(error)
             raise error
         self._drop_attempt()
         self._life.on(Move.REPLACE)
         self._metrics.replacements.inc()
         record = placement.decode.record
         self._excluded |= {(record.worker_id, record.incarnation)}
-        self._notes.append(f"decode {placement.decode.worker_id} {error.reason}: placed again")
-        self._placement = None
+        self._story.notes.append(f"decode {placement.decode.worker_id} {error.reason}: placed again")
+        self._story.placement = None
         log.warning("placing again", request=self._request.request_id, error=error.message)
         waited_until = self._clock.now() + _REPLACE_WAIT_S
         while not self._cluster.snapshot(exclude=self._excluded).decode:
             left_s = min(waited_until, self._request.deadline) - self._clock.now()
             if left_s <= 0:
-                self._life.on(Move.FAIL)
+                self._fail(error)
                 raise error
             await self._cluster.wait_for_change(min(left_s, 0.1))
+
+    def _fail(self, error: DiptychError) -> None:
+        if not self._life.ended:
+            self._life.on(Move.FAIL)
+        self._decision.outcome = error.reason
+        self._drop_attempt()
 
     # ---- relaying ------------------------------------------------------------------------------------------------
 
@@ -171,12 +211,16 @@ class Relay:
             delta = event.tokens
             if self._life.num_tokens == 0 and self._attempt is not None:
                 self._cluster.reservations.prompt_computed(self._attempt.id)
+                self._story.ttft_s = self._clock.now() - self._request.arrived
             self._life.on_tokens(delta.offset, len(delta.token_ids))
             return TokenEvent(delta.offset, tuple(delta.token_ids), delta.text)
         if event.end.HasField("failure"):
-            raise from_failure(event.end.failure)
+            error = from_failure(event.end.failure)
+            self._judge(error.reason, event.end.prefill_faults)
+            raise error
         self._life.on(Move.END)
         finished = self._finished(event.end.finished)
+        self._judge("", event.end.prefill_faults)
         self._drop_attempt()
         return finished
 
@@ -187,15 +231,17 @@ class Relay:
                 f"decode counted {usage.completion_tokens} tokens, {self._life.num_tokens} were streamed"
             )
         self.kv_bytes = message.explanation.kv_bytes
-        whole: types_pb2.Explanation | None = None
-        if self._request.explain and self._placement is not None:
-            whole = explanation(message.explanation, self._placement, self._mode, self._notes, self._request.request_id)
+        story = self._story
+        story.facts, story.cached_tokens = message.explanation, usage.cached_tokens
+        self._decision.outcome = "finished"
+        self._metrics.predictions(story)
+        self._cluster.on_computed(message.explanation.prefill, usage.prompt_tokens - usage.cached_tokens)
         return FinishedEvent(
             reason=finish_reason_from_proto(message.finish_reason),
             usage=UsageInfo(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens),
             stop_string=message.stop_string,
             stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
-            explanation=whole,
+            explanation=story.tell() if self._request.explain else None,
         )
 
 

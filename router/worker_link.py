@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import grpc
 import structlog
@@ -23,6 +24,17 @@ log = structlog.get_logger(__name__)
 
 _DUMP_TIMEOUT_S = 10.0
 _MAX_DUMP_KEYS = 4_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class CacheDump:
+    """Block keys of both tiers, and the last event of each that they include."""
+
+    epoch: int
+    sequence: int
+    host_sequence: int
+    keys: list[bytes]
+    host_keys: list[bytes]
 
 
 class WorkerLink:
@@ -110,24 +122,24 @@ class WorkerLink:
                 self._on_change()
             await asyncio.sleep(self._probe_s)
 
-    async def dump_blocks(self) -> tuple[int, int, list[bytes]]:
-        """(epoch, sequence, keys) of the worker's prefix cache. Raises: DiptychError."""
+    async def dump_blocks(self) -> CacheDump:
+        """What the worker's prefix cache holds. Raises: DiptychError."""
         stub = worker_pb2_grpc.WorkerStub(self._channel)  # type: ignore[no-untyped-call]
-        keys: list[bytes] = []
+        held: tuple[list[bytes], list[bytes]] = ([], [])
         position = None
         try:
             async for part in stub.DumpBlocks(worker_pb2.DumpBlocksRequest(), timeout=_DUMP_TIMEOUT_S):
-                blob = part.block_keys
-                if len(blob) % KEY_BYTES or len(keys) + len(blob) // KEY_BYTES > _MAX_DUMP_KEYS:
-                    raise InternalError(f"{self.worker_id}: a dump of {len(blob)} bytes makes no sense")
-                if position is not None and position != (part.epoch, part.sequence):
+                for keys, blob in zip(held, (part.block_keys, part.host_block_keys), strict=True):
+                    if len(blob) % KEY_BYTES or len(keys) + len(blob) // KEY_BYTES > _MAX_DUMP_KEYS:
+                        raise InternalError(f"{self.worker_id}: a dump of {len(blob)} bytes makes no sense")
+                    keys += [blob[i : i + KEY_BYTES] for i in range(0, len(blob), KEY_BYTES)]
+                if position is not None and position != (part.epoch, part.sequence, part.host_sequence):
                     raise InternalError(f"{self.worker_id}: the parts of a dump are of different moments")
-                position = (part.epoch, part.sequence)
-                keys += [blob[i : i + KEY_BYTES] for i in range(0, len(blob), KEY_BYTES)]
+                position = (part.epoch, part.sequence, part.host_sequence)
         except grpc.aio.AioRpcError as err:
             raise from_rpc_error(err) from None
         except grpc.aio.UsageError:
             raise InternalError(f"{self.worker_id}: the channel was closed") from None
         if position is None:
             raise InternalError(f"{self.worker_id}: an empty dump")
-        return (*position, keys)
+        return CacheDump(*position, *held)

@@ -3,8 +3,10 @@ import pytest
 from diptych.common.clock import FakeClock
 from diptych.common.errors import WorkerLostError
 from diptych.common.sampling import FinishReason, SamplingParams
+from diptych.router.explain import Story
 from diptych.router.messages import FinishedEvent, PreparedRequest, TokenEvent, UsageInfo
 from diptych.router.metrics import RequestTimer, RouterMetrics
+from diptych.router.placement import Placement, Terms, WorkerView
 
 
 def request(arrived):
@@ -14,6 +16,23 @@ def request(arrived):
 @pytest.fixture
 def clock():
     return FakeClock(10.0)
+
+
+def story(ttft_s, cached):
+    view = WorkerView(None, hit_tokens=48)
+    placement = Placement(Terms(view, WorkerView(None), 100.0, 200.0, 5.0, 0.0, 0.0), None, (), list)
+    return Story("r", placement, waited_s=0.1, ttft_s=ttft_s, cached_tokens=cached)
+
+
+def test_predictions_are_held_against_what_came():
+    metrics = RouterMetrics()
+    metrics.predictions(story(ttft_s=0.7, cached=16))
+    metrics.predictions(story(ttft_s=0.3, cached=64))
+    got = values(metrics)
+    assert got["diptych_predicted_cached_tokens_total[]"] == 96
+    assert got["diptych_predicted_cached_tokens_error_total[]"] == 32 + 16
+    assert got["diptych_predicted_ttft_error_seconds_sum[]"] == pytest.approx(0.3 + 0.1)
+    assert got["diptych_placement_regret_seconds_sum[]"] == pytest.approx(0.3)
 
 
 def values(metrics):
@@ -42,7 +61,7 @@ def test_tokens_are_timed_one_by_one_whatever_the_chunks(clock):
 
 def test_every_series_moves(clock):
     down = [False]
-    metrics = RouterMetrics(degraded=lambda: down[0])
+    metrics = RouterMetrics(degraded=lambda: down[0], mode_degraded=lambda: down[0])
     before = values(metrics)
     down[0] = True
     done = RequestTimer(metrics, request(clock.now()), clock)
@@ -51,6 +70,7 @@ def test_every_series_moves(clock):
     RequestTimer(metrics, request(clock.now()), clock).failed(WorkerLostError("x"))
     RequestTimer(metrics, request(clock.now()), clock).left()
     RequestTimer(metrics, request(clock.now()), clock)
+    metrics.predictions(story(ttft_s=0.7, cached=16))
     metrics.placements.labels("remote").inc()
     metrics.replacements.inc()
     after = values(metrics)

@@ -1,0 +1,50 @@
+"""The last placements of this router, for whoever asks afterwards why. Bounded, oldest out first. Pure."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from diptych.rpc.v1 import types_pb2
+
+
+@dataclass(slots=True)
+class Decision:
+    """Args:
+    explain: makes the explanation as far as it is known.
+    outcome: "running", "finished", or the reason of the error that ended the request.
+    """
+
+    request_id: str
+    label: str
+    prompt_tokens: int
+    arrived: float
+    explain: Callable[[], types_pb2.Explanation]
+    outcome: str = "running"
+
+
+class Decisions:
+    """By the router's request id and by the caller's label (its latest)."""
+
+    def __init__(self, max_decisions: int = 2048) -> None:
+        self._max = max_decisions
+        self._by_id: OrderedDict[str, Decision] = OrderedDict()
+        self._labels: dict[str, str] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def add(self, decision: Decision) -> None:
+        self._by_id[decision.request_id] = decision
+        self._by_id.move_to_end(decision.request_id)
+        if decision.label:
+            self._labels[decision.label] = decision.request_id
+        while len(self._by_id) > self._max:
+            _, old = self._by_id.popitem(last=False)
+            if self._labels.get(old.label) == old.request_id:
+                del self._labels[old.label]
+
+    def get(self, name: str) -> Decision | None:
+        """`name`: a request id, else a label."""
+        return self._by_id.get(name) or self._by_id.get(self._labels.get(name, ""))
