@@ -20,7 +20,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet
 PROTO_SOURCES := $(wildcard proto/diptych/rpc/v1/*.proto)
 
-.PHONY: help check test test-full up down proto model golden bench clean
+.PHONY: help check test test-full up down proto model golden bench bench-engine clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -55,7 +55,10 @@ model: $(VENV)/.serve ## fetch and convert the default model, once
 golden: $(VENV)/.dev model ## compute the reference token ids again, with transformers
 	@$(BIN)/python tests/golden/generate.py
 
-bench: $(VENV)/.dev model ## our engine beside transformers, in one run
+bench: $(VENV)/.dev model ## the CPU benchmarks, under ten minutes on two quiet cores; reports in bench-out/
+	@$(BIN)/diptych bench suite $(ARGS)
+
+bench-engine: $(VENV)/.dev model ## our engine beside transformers, in one run
 	@$(BIN)/python -m diptych.engine.exec.bench.bench_vs_transformers $(ARGS)
 
 clean: ## delete what was built and installed here; the model's cache stays

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
+
 from diptych.cli.bench_run import Place, finish, now, opened, run_async
 from diptych.loadtest import live
 from diptych.loadtest.config import BenchConfig
@@ -81,6 +83,12 @@ def distortion(run: RunRecord, script: Script) -> dict[str, float]:
     }
 
 
+def own_lateness(url: str) -> str:
+    """How late the scripted server was against its own script: what of a deviation is not the harness's."""
+    found = httpx.get(f"{url}/mock", timeout=10.0).json()
+    return f"{found['chunks']} chunks, late by {found['p50_s'] * 1e3:.2f} ms at p50 and {found['p99_s'] * 1e3:.2f} ms at p99"
+
+
 def run_capacity(streams: int, tokens_per_s: float, tokens_per_chunk: int, duration_s: float, out: Path) -> int:
     """The harness on one core, the mock on another. Returns: 1 when it was too late, or something failed."""
     plan = CapacityPlan(streams, tokens_per_s, tokens_per_chunk, duration_s)
@@ -94,6 +102,7 @@ def run_capacity(streams: int, tokens_per_s: float, tokens_per_chunk: int, durat
             run = run_async(_measure(plan, url, out))
         finally:
             os.sched_setaffinity(0, before)
+        print(f"the mock itself: {own_lateness(url)}")
     ratios = ", ".join(f"{name} {value:.3f}" for name, value in distortion(run, plan.script).items())
     print(f"measured / scripted at the median: {ratios}; CPU of the harness {run.lag.cpu_share:.0%} of one core")
     return 1 if run.summary.failed or any("LAG" in text for text in run.warnings) else 0

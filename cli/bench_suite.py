@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from diptych.cli import bench_kv
-from diptych.cli.bench_capacity import distortion, mock_process, run_capacity
+from diptych.cli.bench_capacity import distortion, mock_process, own_lateness, run_capacity
 from diptych.cli.bench_config import ClusterChoice
 from diptych.cli.bench_run import Place, Targets, finish, now, opened, run_async, write_reports
 from diptych.loadtest import compare, live, report_text
@@ -65,7 +65,9 @@ def _harness(out: Path) -> int:
             return int(any(abs(value - 1.0) > TOLERANCE for value in ratios.values()))
 
     with mock_process(script) as url:
-        return run_async(main(url))
+        code = run_async(main(url))
+        print(f"the mock itself: {own_lateness(url)}")
+        return code
 
 
 def _serving(out: Path, budget_s: float) -> int:

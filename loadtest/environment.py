@@ -48,7 +48,7 @@ def look_around() -> Environment:
         python=platform.python_version(),
         system=f"{platform.system()} {platform.machine()}",
         cpu=_cpu(),
-        cores=len(os.sched_getaffinity(0)),
+        cores=os.cpu_count() or 1,
         memory_gib=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30,
         load_1m=os.getloadavg()[0],
         versions={name: found for name in _PACKAGES if (found := _version(name))},

@@ -29,6 +29,8 @@ def run_lines(run: RunRecord) -> Iterator[str]:
     yield _row("Output token throughput (tok/s):", f"{summary.output_rate:.2f}")
     if summary.output_rate_per_worker is not None:
         yield _row(f"  per worker ({summary.workers}):", f"{summary.output_rate_per_worker:.2f}")
+    yield _row("Peak output token throughput (tok/s):", f"{summary.peak_output_rate:.2f}")
+    yield _row("Peak concurrent requests:", str(summary.peak_concurrency))
     yield _row("Total token throughput (tok/s):", f"{summary.total_rate:.2f}")
     if summary.hit_rate is not None:
         yield _row("Prefix cache hit rate:", f"{summary.hit_rate:.1%}")
