@@ -116,6 +116,12 @@ class KvCacheManager:
         if request.num_computed % self.block_size:
             request.shares_tail = sibling.shares_tail = True
 
+    def trim(self, request: Request) -> None:
+        """Give back blocks beyond those of its tokens and the one to come: what was counted for siblings."""
+        keep = self.blocks_for(min(request.num_tokens + 1, request.max_kv_tokens))
+        self.pool.release(reversed(request.block_ids[keep:]))
+        del request.block_ids[keep:]
+
     def swap_out(self, request: Request) -> bool:
         """Its computed KV goes to the host tier and its blocks back; False: no room there, nothing has changed."""
         count = self.blocks_for(request.num_computed)

@@ -314,6 +314,7 @@ class Scheduler:
             group.members[choice] = sibling
             self.decoding[sibling.attempt] = sibling
             siblings.append(sibling)
+        self.kv.trim(request)
         return siblings
 
     # ---- what others may know ----

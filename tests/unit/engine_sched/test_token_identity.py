@@ -31,8 +31,8 @@ FEATURES: dict[str, dict] = {
 }
 
 
-def params(feature: str, greedy: bool) -> SamplingParams:
-    base = SamplingParams(max_tokens=NUM_TOKENS, seed=11, temperature=0.0 if greedy else 0.8, ignore_eos=True)
+def params(feature: str, greedy: bool, max_tokens: int = NUM_TOKENS) -> SamplingParams:
+    base = SamplingParams(max_tokens=max_tokens, seed=11, temperature=0.0 if greedy else 0.8, ignore_eos=True)
     return replace(base, **FEATURES[feature])
 
 
@@ -100,7 +100,7 @@ def test_batched(kit, undisturbed, feature, greedy):
 @pytest.mark.parametrize("greedy", [True, False])
 @pytest.mark.parametrize("feature", sorted(FEATURES))
 def test_chunked_at_every_size(kit, undisturbed, feature, greedy):
-    request = kit.make_request("a", 65, sampling=params(feature, greedy))
+    request = kit.make_request("a", 65, sampling=params(feature, greedy, 6 if feature == "min tokens" else 2))
     for size in (*range(1, 65),):
         engine = kit.make_engine(num_blocks=128, long_prefill_token_threshold=size)
         send(engine, request)
@@ -110,7 +110,7 @@ def test_chunked_at_every_size(kit, undisturbed, feature, greedy):
 @pytest.mark.parametrize("greedy", [True, False])
 @pytest.mark.parametrize("feature", sorted(FEATURES))
 def test_warm_prefix_of_every_length(kit, undisturbed, feature, greedy):
-    request = kit.make_request("a", 30, sampling=params(feature, greedy))
+    request = kit.make_request("a", 30, sampling=params(feature, greedy, 6 if feature == "min tokens" else 3))
     for warm in range(1, 31):
         engine = kit.make_engine(num_blocks=128)
         prompt = (*request.prompt_token_ids[:warm], 7, 7, 7)
@@ -128,7 +128,7 @@ def test_warm_prefix_of_every_length(kit, undisturbed, feature, greedy):
     lengths=st.lists(st.integers(1, 20), min_size=2, max_size=4),
     budget=st.integers(3, 40),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_preempted(kit, undisturbed, mode, feature, greedy, num_blocks, lengths, budget):
     host = 64 if mode == "swap" else 0
     engine = kit.make_engine(
