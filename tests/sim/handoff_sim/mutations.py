@@ -1,0 +1,272 @@
+"""Guards of the hand-off, each with a way to remove it. Without any one of them the explorer must find something wrong.
+
+A guard that is covered by another one is not listed, since removing it alone changes nothing: a slab number out of range cannot
+carry a valid MAC; what PeerLost frees was freed by the completions that come before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+from diptych.common.errors import TransferError
+from diptych.decode.coverage import Coverage
+from diptych.decode.unpack_desk import UnpackDesk
+from diptych.engine.messages import RangePacked
+from diptych.kvtransfer import read_side
+from diptych.kvtransfer.handle import Refusal
+from diptych.kvtransfer.ledger import DropPeer, SlabState
+from diptych.kvtransfer.publishing import Acked, PublisherLedger, Released, SendDone, Tick
+from diptych.kvtransfer.reading import FailRead, Finished, ReaderLedger, Received
+from diptych.kvtransfer.reading import Tick as ReaderTick
+from diptych.prefill.handoff import Handoffs
+
+Patch = Callable[[], Any]
+MUTATIONS: dict[str, Patch] = {}
+
+
+def mutation(patch: Patch) -> Patch:
+    MUTATIONS[patch.__name__] = patch
+    return patch
+
+
+@contextmanager
+def applied(name: str) -> Iterator[None]:
+    with MUTATIONS[name]():
+        yield
+
+
+def _handler(ledger: type, event: type, function: Callable[..., Any]) -> Any:
+    return mock.patch.dict(ledger._HANDLERS, {event: function})  # type: ignore[attr-defined]
+
+
+# ---- prefill: what may be read ----
+
+
+def _without(refusal: Refusal, repair: Callable[[PublisherLedger, Any, float], tuple[Any, float]]) -> Any:
+    """_why_not with one check gone: where it would refuse for this reason, the event is repaired and judged again."""
+    original = PublisherLedger._why_not
+
+    def lenient(self: PublisherLedger, event: Any, now: float) -> Refusal | None:
+        reason = original(self, event, now)
+        return original(self, *repair(self, event, now)) if reason is refusal else reason
+
+    return mock.patch.object(PublisherLedger, "_why_not", lenient)
+
+
+@mutation
+def a_forged_handle_is_served() -> Any:
+    return _without(Refusal.FORGED, lambda ledger, event, now: (replace(event, authentic=True), now))
+
+
+@mutation
+def a_handle_of_an_old_generation_is_served() -> Any:
+    def repair(ledger: PublisherLedger, event: Any, now: float) -> tuple[Any, float]:
+        generation = ledger.table.slabs[event.handle.slab].generation
+        return replace(event, handle=replace(event.handle, generation=generation)), now
+
+    return _without(Refusal.STALE, repair)
+
+
+@mutation
+def a_handle_is_served_twice() -> Any:
+    original = PublisherLedger._why_not
+
+    def lenient(self: PublisherLedger, event: Any, now: float) -> Refusal | None:
+        reason = original(self, event, now)
+        return None if reason is Refusal.USED else reason
+
+    return mock.patch.object(PublisherLedger, "_why_not", lenient)
+
+
+@mutation
+def a_handle_is_served_after_its_lease() -> Any:
+    return _without(Refusal.EXPIRED, lambda ledger, event, now: (event, float("-inf")))
+
+
+# ---- prefill: who frees a slab, and when ----
+
+
+@mutation
+def released_slabs_are_free_while_they_are_sent() -> Any:
+    def take_back(self: PublisherLedger, index: int, now: float, why: str) -> list[Any]:
+        if self.table.slabs[index].state is SlabState.QUARANTINED:
+            return []
+        return self._free(index, why)
+
+    return mock.patch.object(PublisherLedger, "_take_back", take_back)
+
+
+@mutation
+def an_acknowledged_slab_is_free_while_it_is_sent() -> Any:
+    original = PublisherLedger._on_acked
+
+    def on_acked(self: PublisherLedger, event: Acked, now: float) -> list[Any]:
+        life = self._life_of(event.handle.slab, event.handle.generation) if event.authentic else None
+        if life is not None and self.table.slabs[event.handle.slab].state is SlabState.IN_FLIGHT:
+            return self._acknowledged(event.handle.slab, life)
+        return original(self, event, now)
+
+    return _handler(PublisherLedger, Acked, on_acked)
+
+
+@mutation
+def a_forged_acknowledgement_counts() -> Any:
+    original = PublisherLedger._on_acked
+    return _handler(
+        PublisherLedger, Acked, lambda self, event, now: original(self, replace(event, authentic=True), now)
+    )
+
+
+@mutation
+def an_acknowledgement_of_an_old_generation_counts() -> Any:
+    original = PublisherLedger._on_acked
+
+    def on_acked(self: PublisherLedger, event: Acked, now: float) -> list[Any]:
+        life = self._lives.get(event.handle.slab)
+        if life is not None and event.authentic:
+            event = replace(event, handle=replace(event.handle, generation=life.handle.generation))
+        return original(self, event, now)
+
+    return _handler(PublisherLedger, Acked, on_acked)
+
+
+@mutation
+def leases_are_not_swept() -> Any:
+    original = PublisherLedger._on_tick
+
+    def on_tick(self: PublisherLedger, event: Tick, now: float) -> list[Any]:
+        with mock.patch.object(self, "_take_back", return_value=[]):
+            return [action for action in original(self, event, now) if isinstance(action, DropPeer)]
+
+    return _handler(PublisherLedger, Tick, on_tick)
+
+
+@mutation
+def prefill_quarantine_has_no_end() -> Any:
+    original = PublisherLedger._on_tick
+    return _handler(
+        PublisherLedger,
+        Tick,
+        lambda self, event, now: [a for a in original(self, event, now) if not isinstance(a, DropPeer)],
+    )
+
+
+@mutation
+def a_late_send_frees_nothing() -> Any:
+    original = PublisherLedger._on_send_done
+
+    def on_send_done(self: PublisherLedger, event: SendDone, now: float) -> list[Any]:
+        quarantined = self.table.slabs[event.slab].state is SlabState.QUARANTINED
+        return [] if quarantined else original(self, event, now)
+
+    return _handler(PublisherLedger, SendDone, on_send_done)
+
+
+@mutation
+def a_released_attempt_frees_nothing() -> Any:
+    return _handler(PublisherLedger, Released, lambda self, event, now: [])
+
+
+@mutation
+def a_range_packed_too_late_keeps_its_grant() -> Any:
+    original = Handoffs.on_step
+
+    def on_step(self: Handoffs, events: Any) -> None:
+        original(self, [e for e in events if not isinstance(e, RangePacked) or e.attempt in self._legs])
+
+    return mock.patch.object(Handoffs, "on_step", on_step)
+
+
+# ---- decode ----
+
+
+@mutation
+def a_read_past_its_deadline_frees_its_slab() -> Any:
+    def on_tick(self: ReaderLedger, event: object, now: float) -> list[Any]:
+        actions: list[Any] = []
+        for read_id, read in list(self._reads.items()):
+            if read.slab is not None and self._slab_state(read) is SlabState.IN_FLIGHT and read.deadline <= now:
+                actions += [
+                    FailRead(read_id, TransferError("late")),
+                    *self._free(read_id, "late", now, acknowledge=True),
+                ]
+        return [*actions, *original(self, event, now)]
+
+    original = ReaderLedger._on_tick
+    return _handler(ReaderLedger, ReaderTick, on_tick)
+
+
+@mutation
+def a_cancelled_read_frees_its_slab() -> Any:
+    original = ReaderLedger._on_finished
+
+    def on_finished(self: ReaderLedger, event: Finished, now: float) -> list[Any]:
+        if self._state(event.read_id) is SlabState.IN_FLIGHT:
+            return self._free(event.read_id, "cancelled", now, acknowledge=True)
+        return original(self, event, now)
+
+    return _handler(ReaderLedger, Finished, on_finished)
+
+
+@mutation
+def a_second_completion_of_a_read_counts() -> Any:
+    original = ReaderLedger._on_received
+
+    def on_received(self: ReaderLedger, event: Received, now: float) -> list[Any]:
+        if self._state(event.read_id) is SlabState.SETTLED:
+            return self._free(event.read_id, "received", now, acknowledge=True)
+        return original(self, event, now)
+
+    return _handler(ReaderLedger, Received, on_received)
+
+
+@mutation
+def decode_quarantine_has_no_end() -> Any:
+    original = ReaderLedger._on_tick
+    return _handler(
+        ReaderLedger,
+        ReaderTick,
+        lambda self, event, now: [a for a in original(self, event, now) if not isinstance(a, DropPeer)],
+    )
+
+
+@mutation
+def a_payload_is_not_verified() -> Any:
+    check = read_side.check_slab
+    return mock.patch.object(
+        read_side, "check_slab", lambda slab, handle, verify_checksum: check(slab, handle, verify_checksum=False)
+    )
+
+
+@mutation
+def a_peer_has_no_quota() -> Any:
+    original = ReaderLedger._start_waiting
+
+    def start_waiting(self: ReaderLedger, now: float) -> list[Any]:
+        with mock.patch.object(self, "_quota", 99):
+            return original(self, now)
+
+    return mock.patch.object(ReaderLedger, "_start_waiting", start_waiting)
+
+
+@mutation
+def a_slab_is_finished_while_it_is_unpacked() -> Any:
+    original = UnpackDesk.unpack
+
+    async def unpack(self: UnpackDesk, attempt: str, slab: Any) -> bool:
+        try:
+            return await original(self, attempt, slab)
+        except BaseException:
+            self._reader.finish(slab)
+            raise
+
+    return mock.patch.object(UnpackDesk, "unpack", unpack)
+
+
+@mutation
+def decode_begins_before_every_range_is_in() -> Any:
+    return mock.patch.object(Coverage, "complete", property(lambda self: True))

@@ -1,0 +1,374 @@
+"""Workers on virtual time: the real scheduler, ledgers, doors and services; a fake model, wire and channel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from handoff_sim.channel import SimCall, SimChannel
+from handoff_sim.links import Links, Node
+from handoff_sim.loop import VirtualLoop
+from handoff_sim.wire import SimTransport, Wires
+
+from diptych.common.block_identity import IdentityHeader, golden_key
+from diptych.common.compat import Compat
+from diptych.decode.intake import Intake
+from diptych.decode.link_rate import LinkRates
+from diptych.decode.remote_leg import LegTools
+from diptych.decode.submission import Limits as DecodeLimits
+from diptych.decode.unpack_desk import UnpackDesk
+from diptych.engine.config import EngineConfig
+from diptych.engine.core import EngineCore
+from diptych.engine.fake_runner import FakeRunner
+from diptych.engine.messages import Command, EngineEvent, EngineStats, GrantSlabs, RangePacked, SlabGrant, UnpackRange
+from diptych.kvtransfer.config import TransferConfig
+from diptych.kvtransfer.core import TICK_S, TransferCore
+from diptych.kvtransfer.handle import SlabHandle
+from diptych.kvtransfer.layout import layout_hash
+from diptych.kvtransfer.ledger import SlabState
+from diptych.prefill.handoff import Handoffs
+from diptych.prefill.request import Limits as PrefillLimits
+from diptych.rpc import convert
+from diptych.rpc.v1 import worker_pb2
+from diptych.worker import wire
+from diptych.worker.peers import PeerDirectory
+from diptych.worker.refs import WorkerRef
+
+BLOCK = 4
+VOCAB = 997
+MAX_LEN = 64
+IDENTITY = IdentityHeader(bytes(32), "model", "tokenizer", "float32", BLOCK)
+COMPAT = Compat(
+    model="fake", model_revision="model", tokenizer_revision="tokenizer", num_layers=1, num_kv_heads=1, head_dim=8,
+    block_size=BLOCK, kv_dtype="float32", kv_layout="block-major", attention_version="1", sampler_version="1",
+    block_identity_golden=golden_key(IDENTITY),
+)  # fmt: skip
+LAYOUT = layout_hash(COMPAT)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    num_slabs: int = 3
+    num_blocks: int = 24
+    chunk: int = 8
+    lease_s: float = 1.0
+    read_base_s: float = 0.5
+    silence_s: float = 1.0
+    quota: int = 2
+    cap: int = 1
+    grant_quota: int = 2
+
+
+def make_runner(num_blocks: int) -> FakeRunner:
+    return FakeRunner(
+        num_blocks, BLOCK, num_layers=1, head_dim=8, vocab_size=VOCAB, max_model_len=MAX_LEN, eos_token_ids=(VOCAB - 1,)
+    )
+
+
+@dataclass
+class Context:
+    loop: VirtualLoop
+    rng: Random
+    links: Links
+    wires: Wires
+    sizes: Sizes
+    report: Callable[[str], None]
+    check_unpack: Callable[[UnpackRange], None]
+
+
+class SimEngine:
+    """The engine's core, stepped on virtual time; a step takes some."""
+
+    def __init__(self, context: Context, node: Node, on_events: Callable[[list[EngineEvent]], None]) -> None:
+        self._ctx, self._node, self._on_events = context, node, on_events
+        config = EngineConfig(
+            num_blocks=context.sizes.num_blocks, block_size=BLOCK, max_num_seqs=8, max_step_time_s=None,
+            max_num_batched_tokens=context.sizes.chunk, slab_quota_per_peer=context.sizes.grant_quota,
+            check_invariants=True,
+        )  # fmt: skip
+        self.core = EngineCore(make_runner(context.sizes.num_blocks), config, IDENTITY, context.loop)
+        self._inbox: list[Command] = []
+        self._scheduled = False
+        node.on_resume.append(self._kick)
+
+    def send(self, command: Command) -> None:
+        if not self._node.dead:
+            self._inbox.append(command)
+            self._kick()
+
+    def stats(self) -> EngineStats:
+        return self.core.stats()
+
+    def _kick(self) -> None:
+        if not self._scheduled and not self._node.dead and not self._node.stopped:
+            self._scheduled = True
+            self._ctx.loop.call_later(self._ctx.rng.random() ** 2 * 0.01, self._begin)
+
+    def _begin(self) -> None:
+        """What comes while the step is computed waits for the next one."""
+        commands, self._inbox = self._inbox, []
+        self._ctx.loop.call_later(self._ctx.rng.random() ** 2 * 0.01, self._step, commands)
+
+    def _step(self, commands: list[Command]) -> None:
+        self._scheduled = False
+        if self._node.dead:
+            return
+        if self._node.stopped:
+            self._inbox[:0] = commands
+            return
+        for command in commands:
+            if isinstance(command, UnpackRange):
+                self._ctx.check_unpack(command)
+            self.core.handle(command)
+        worked = self.core.step()
+        events = self.core.take_events()
+        if events:
+            self._ctx.loop.call_soon(self._deliver, events)
+        if worked or self._inbox:
+            self._kick()
+
+    def _deliver(self, events: list[EngineEvent]) -> None:
+        if not self._node.dead:
+            self._on_events(events)
+
+    def left_over(self) -> list[str]:
+        counts = self.core.scheduler.kv.pool.counts
+        busy = {"requests": len(self.core.scheduler.requests), "running": counts.running, "reserved": counts.reserved}
+        return [f"{self._node.worker_id}: engine has {n} {what} left" for what, n in busy.items() if n]
+
+
+class SimTransfer:
+    """A TransferCore whose turns come on virtual time, with an eye on every move of a slab."""
+
+    def __init__(self, context: Context, node: Node, role: str) -> None:
+        self._ctx, self._node = context, node
+        self._scheduled = False
+        self._tick: Any = None
+        self.transport = SimTransport(context.wires, node, self._kick)
+        sizes = context.sizes
+        self.core = TransferCore(
+            self.transport,
+            TransferConfig(
+                transport="inproc", slab_bytes=4096, num_slabs=sizes.num_slabs, lease_s=sizes.lease_s,
+                peer_quota=min(sizes.quota, sizes.num_slabs), quarantine_cap=sizes.cap, read_base_s=sizes.read_base_s,
+            ),
+            worker_id=node.worker_id, incarnation=node.incarnation, role=role, layout_hash=LAYOUT, num_layers=1,
+            bytes_per_s=1e9, loop=context.loop, clock=context.loop.time, wake=self._kick,
+        )  # fmt: skip
+        side = self.core._publisher or self.core._reader
+        assert side is not None
+        self.ledger: Any = side._ledger
+        self._side = side
+        self._move = self.ledger.table.move
+        self.ledger.table.move = self._watched_move
+        self.on_free: Callable[[int, str], None] = lambda slab, why: None
+        node.on_resume.append(self._kick)
+        self._kick()
+
+    def _watched_move(self, index: int, to: SlabState, why: str) -> Any:
+        if to is SlabState.FREE:
+            if index in self.transport.touching():
+                self._ctx.report(f"{self._node.worker_id}: slab {index} freed ({why}) while the network may touch it")
+            if index in self.transport.lent():
+                self._ctx.report(f"{self._node.worker_id}: slab {index} freed ({why}) while it is unpacked")
+            self.on_free(index, why)
+        sent = to is SlabState.IN_FLIGHT and self.core._publisher is not None
+        if sent and self.ledger._lives[index].expires <= self._ctx.loop.time():
+            self._ctx.report(f"{self._node.worker_id}: slab {index} is sent after its lease")
+        return self._move(index, to, why)
+
+    def _kick(self) -> None:
+        if not self._scheduled and not self._node.dead and not self._node.stopped:
+            self._scheduled = True
+            self._ctx.loop.call_later(self._ctx.rng.random() * 0.001, self._turn)
+
+    def _turn(self) -> None:
+        self._scheduled = False
+        if self._node.dead or self._node.stopped:
+            return
+        self.core.turn()
+        self._check()
+        if self._tick is not None:
+            self._tick.cancel()
+            self._tick = None
+        if self.core._inbox or self.transport.busy():
+            self._kick()
+        elif self.core._waiting or self._side.counts().free < self._ctx.sizes.num_slabs:
+            # Else every slab is free and nobody waits: a tick could not find anything.
+            wait = min(self.core.next_due() - self._ctx.loop.time(), TICK_S)
+            self._tick = self._ctx.loop.call_later(max(0.0, wait), self._kick)
+
+    def _check(self) -> None:
+        for broken in (*self._side.check(), *self.core._violations):
+            self._ctx.report(f"{self._node.worker_id}: {broken}")
+        self.core._violations.clear()
+        if self.core._reader is not None:
+            busy: dict[str, int] = {}
+            for read in self.ledger._reads.values():
+                busy[read.peer] = busy.get(read.peer, 0) + (read.slab is not None)
+            if any(count > self._ctx.sizes.quota for count in busy.values()):
+                self._ctx.report(f"{self._node.worker_id}: a peer holds more slabs than its quota: {busy}")
+
+    def left_over(self) -> list[str]:
+        out = []
+        counts = self.core._publisher.counts() if self.core._publisher else self._side.counts()
+        if counts.free != counts.total:
+            out.append(f"{self._node.worker_id}: slabs are left: {counts}")
+        if self.transport.num_open:
+            out.append(f"{self._node.worker_id}: {self.transport.num_open} operations are left")
+        if self.core._waiting or self.core._lent:
+            out.append(f"{self._node.worker_id}: reads are left")
+        return out
+
+    def stop(self) -> None:
+        if self._tick is not None:
+            self._tick.cancel()
+        self.core.shut()
+
+
+class PrefillNode:
+    def __init__(self, context: Context, worker_id: str, incarnation: str) -> None:
+        self.context = context
+        self.node = Node(worker_id, incarnation)
+        self.ref = WorkerRef(worker_id, incarnation, f"{worker_id}:{incarnation}")
+        self.calls: set[SimCall] = set()
+        self.transfer = SimTransfer(context, self.node, "prefill")
+        self.transfer.on_free = self._on_free
+        self.readers: Callable[[], list[DecodeNode]] = list
+        self.engine = SimEngine(context, self.node, lambda events: self.handoffs.on_step(events))
+        limits = PrefillLimits(worker_id, incarnation, VOCAB, MAX_LEN, BLOCK)
+        self.handoffs = Handoffs(
+            self.engine,  # type: ignore[arg-type]
+            self,
+            limits,
+            max_legs=8,
+            alive_every_s=context.sizes.silence_s / 3,
+        )
+        self.granted: dict[int, int] = {}
+        self.transfer.core.start(self._on_grants, self.handoffs.on_settled)
+
+    def info(self) -> worker_pb2.GetInfoResponse:
+        return worker_pb2.GetInfoResponse(
+            worker_id=self.ref.worker_id, incarnation=self.ref.incarnation, role=worker_pb2.WORKER_ROLE_PREFILL, pid=1,
+            compat=convert.compat_to_proto(COMPAT), kv_address=wire.kv_address_to_proto(self.transfer.core.address),
+        )  # fmt: skip
+
+    # ---- SlabPublisher: the real door, watched ----
+
+    def start(self, on_grants: object, on_settled: object) -> None:
+        raise AssertionError("started above")
+
+    def publish(self, peer: str, packed: RangePacked) -> SlabHandle:
+        self._given_back(packed.slab)
+        return self.transfer.core.publish(peer, packed)
+
+    def return_grant(self, slab: int) -> None:
+        self._given_back(slab)
+        self.transfer.core.return_grant(slab)
+
+    def release(self, attempt: str) -> None:
+        self.transfer.core.release(attempt)
+
+    def _given_back(self, slab: int) -> None:
+        if self.granted.pop(slab, None) is None:
+            self.context.report(f"{self.ref.worker_id}: slab {slab} came back, but was not granted")
+
+    def _on_grants(self, grants: tuple[SlabGrant, ...]) -> None:
+        for grant in grants:
+            if grant.slab in self.granted:
+                self.context.report(f"{self.ref.worker_id}: slab {grant.slab} was granted twice")
+            if grant.slab in self.transfer.transport.touching():
+                self.context.report(f"{self.ref.worker_id}: slab {grant.slab} was granted while it is being sent")
+            self.granted[grant.slab] = grant.generation
+        self.engine.send(GrantSlabs(grants))
+
+    def _on_free(self, slab: int, why: str) -> None:
+        """What rests on a word of decode rests on the word of the slab's own reader."""
+        if why not in ("acknowledged", "given up by decode"):
+            return
+        handle = self.transfer.ledger._lives[slab].handle
+        name = (handle.worker_id, handle.incarnation, handle.slab, handle.generation)
+        for reader in self.readers():
+            for future, wanted in reader.transfer.core._waiting.values():
+                mine = (wanted.worker_id, wanted.incarnation, wanted.slab, wanted.generation)
+                if mine == name and not future.done() and not reader.node.dead:
+                    self.context.report(
+                        f"{self.ref.worker_id}: slab {slab} freed ({why}) while its reader waits for it"
+                    )
+
+    def die(self) -> None:
+        self.node.dead = True
+        self.transfer.transport.die()
+        for call in list(self.calls):
+            call.broken()
+        self.handoffs.fail_all()
+
+    def left_over(self) -> list[str]:
+        out = [*self.engine.left_over(), *self.transfer.left_over()]
+        if self.handoffs.num_legs:
+            out.append(f"{self.ref.worker_id}: legs are left: {self.handoffs.states()}")
+        held, total = self.engine.core.scheduler.packing.slabs_held, self.context.sizes.num_slabs
+        if not len(self.granted) == held == total:
+            out.append(
+                f"{self.ref.worker_id}: of {total} slabs {len(self.granted)} are granted, {held} with the step thread"
+            )
+        return out
+
+
+class DecodeNode:
+    def __init__(
+        self, context: Context, worker_id: str, incarnation: str, find: Callable[[str], PrefillNode | None]
+    ) -> None:
+        self.context = context
+        self.node = Node(worker_id, incarnation)
+        self.ref = WorkerRef(worker_id, incarnation, worker_id)
+        self.transfer = SimTransfer(context, self.node, "decode")
+        self.engine = SimEngine(context, self.node, lambda events: self.intake.on_step(events))
+        self.channels: list[SimChannel] = []
+
+        def open_channel(address: str) -> Any:
+            channel = SimChannel(context.links, self.node, find(address))
+            self.channels.append(channel)
+            return channel
+
+        async def forget(peer: Any) -> None:
+            await self.transfer.core.forget(peer)
+
+        self.peers = PeerDirectory(COMPAT, forget=forget, handshake_timeout_s=0.5, open_channel=open_channel)
+        self.desk = UnpackDesk(self.engine, self.transfer.core)  # type: ignore[arg-type]
+        self.transfer.transport.lent = lambda: {slab.local_slab for slab, _ in self.desk._open.values()}
+        tools = LegTools(
+            peers=self.peers, reader=self.transfer.core, desk=self.desk, links=LinkRates(), clock=context.loop,
+            kv_bytes_per_token=16, num_layers=1, reads_in_flight=2, read_base_s=context.sizes.read_base_s,
+            silence_s=context.sizes.silence_s,
+        )  # type: ignore[arg-type]  # fmt: skip
+        self.intake = Intake(
+            self.engine,  # type: ignore[arg-type]
+            tools,
+            DecodeLimits(worker_id, incarnation, VOCAB, MAX_LEN),
+            path="sim",
+            max_attempts=16,
+        )
+
+    def on_events(self, events: Sequence[EngineEvent]) -> None:
+        self.intake.on_step(events)
+
+    def die(self, *, unnoticed: bool) -> None:
+        """Unnoticed: its host is gone, and nobody says so on any connection."""
+        self.node.dead, self.node.silenced = True, unnoticed
+        if not unnoticed:
+            self.transfer.transport.die()
+            for channel in self.channels:
+                for call in list(channel.calls):
+                    call.cancel()
+        self.intake.fail_all()
+
+    def left_over(self) -> list[str]:
+        out = [*self.engine.left_over(), *self.transfer.left_over()]
+        if self.intake.num_attempts:
+            out.append(f"{self.ref.worker_id}: attempts are left: {self.intake.states()}")
+        if self.desk.num_open:
+            out.append(f"{self.ref.worker_id}: {self.desk.num_open} slabs are with the step thread")
+        return out

@@ -1,0 +1,52 @@
+"""How many seeds the explorer needs to notice each missing guard: `python -P tests/sim/mutate.py --seeds 2000`."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import structlog  # noqa: E402
+from handoff_sim.mutations import MUTATIONS, applied  # noqa: E402
+from handoff_sim.world import run  # noqa: E402
+
+
+def seeds_until_found(name: str, limit: int) -> tuple[int, str]:
+    """The first seed that shows it (-1: none below `limit`), and what it shows."""
+    with applied(name):
+        for seed in range(limit):
+            problems, _ = run(seed)
+            if problems:
+                return seed, problems[0]
+    return -1, ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--seeds", type=int, default=1000)
+    parser.add_argument("--list", action="store_true", help="only print their names")
+    args = parser.parse_args()
+    if args.list:
+        print("\n".join(MUTATIONS))
+        return 0
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    logging.getLogger("diptych").setLevel(logging.CRITICAL)
+    missed = 0
+    for name in args.names or list(MUTATIONS):
+        began = time.monotonic()
+        seed, what = seeds_until_found(name, args.seeds)
+        missed += seed < 0
+        print(
+            f"{name:55} {'NOT FOUND' if seed < 0 else f'seed {seed}':10} {time.monotonic() - began:5.1f} s  {what}",
+            flush=True,
+        )
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

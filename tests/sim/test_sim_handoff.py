@@ -1,0 +1,62 @@
+"""The explorer in CI's size, and that it notices every guard that is missing. See docs/handoff.md."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+CI_SEEDS = 2000
+MUTATION_SEEDS = 1000
+"""Within which each missing guard must be noticed; part of CI's seeds."""
+PARTS = 2
+
+
+def run_parts(commands: list[list[str]], within_s: float) -> list[str]:
+    """Side by side; fails with what the children printed."""
+    env = {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONHASHSEED": "0"}
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-P", *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env
+        )
+        for command in commands
+    ]
+    try:
+        outputs = [child.communicate(timeout=within_s)[0] for child in children]
+    finally:
+        for child in children:
+            if child.poll() is None:
+                child.kill()
+                child.communicate()
+    for child, output in zip(children, outputs, strict=True):
+        assert child.returncode == 0, output
+    return outputs
+
+
+def explore(num_seeds: int, within_s: float) -> None:
+    each = num_seeds // PARTS
+    script = str(HERE / "explore.py")
+    outputs = run_parts([[script, "--first", str(i * each), "--seeds", str(each)] for i in range(PARTS)], within_s)
+    for output in outputs:
+        print(output.splitlines()[-1])
+        assert output.splitlines()[-1].startswith("ok: seeds")
+
+
+def test_no_schedule_breaks_a_law() -> None:
+    explore(CI_SEEDS, 400)
+
+
+@pytest.mark.slow
+def test_no_schedule_of_a_hundred_thousand_breaks_a_law() -> None:
+    explore(100_000, 6 * 3600)
+
+
+def test_every_missing_guard_is_noticed() -> None:
+    script = str(HERE / "mutate.py")
+    names = run_parts([[script, "--list"]], 60)[0].split()
+    assert len(names) >= 20
+    run_parts([[script, "--seeds", str(MUTATION_SEEDS), *names[i::PARTS]] for i in range(PARTS)], 400)
