@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from diptych.kernels.pdl import use_pdl
+
 MIN_ROWS = 16
 """Rows of the smallest matrix instruction."""
 MAX_SPLITS = 64
@@ -55,7 +57,11 @@ def _paged_decode_kernel(
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
     WINDOW: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     seq, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lens_ptr + seq)
     first = 0
@@ -117,7 +123,11 @@ def _reduce_splits_kernel(
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     SPLITS_PADDED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     seq, head = tl.program_id(0), tl.program_id(1)
     split = tl.arange(0, SPLITS_PADDED)
     dim = tl.arange(0, DIM)
@@ -194,6 +204,7 @@ def paged_decode(
     if splits > 1:
         partial = torch.empty((num_seqs, num_q_heads, splits, head_dim), dtype=torch.float32, device=q.device)
         lse = torch.empty((num_seqs, num_q_heads, splits), dtype=torch.float32, device=q.device)
+    pdl = use_pdl(q.device)
     num_kv_heads, dim = kv.shape[3], triton.next_power_of_2(head_dim)
     _paged_decode_kernel[(num_seqs, num_kv_heads, splits)](
         q,
@@ -224,8 +235,10 @@ def paged_decode(
         TILE=tile or max(16, min(128, TILE_BYTES // (dim * q.element_size()))),
         SPLIT=splits > 1,
         WINDOW=window or 0,
+        PDL=pdl,
         num_warps=num_warps,
         num_stages=num_stages,
+        launch_pdl=pdl,
     )
     if splits > 1:
         _reduce_splits_kernel[(num_seqs, num_q_heads)](
@@ -239,6 +252,8 @@ def paged_decode(
             HEAD_DIM=head_dim,
             DIM=dim,
             SPLITS_PADDED=triton.next_power_of_2(splits),
+            PDL=pdl,
             num_warps=1 if splits * dim <= 1024 else 4,
+            launch_pdl=pdl,
         )
     return out

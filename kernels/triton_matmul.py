@@ -16,7 +16,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from diptych.kernels.pdl import use_pdl
+
 MAX_ROWS = 64
+LINE = tl.constexpr(64)
+"""Elements of one 128-byte line, in half precision."""
+PREFETCH_BYTES = 16 << 20
+"""Of the whole weight; the L2 holds 50 MB and more."""
+
+
+@triton.jit
+def _prefetch(pointers):
+    """Ask the L2 for the lines of global memory at `pointers`."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [pointers.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -34,6 +53,8 @@ def _small_matmul_kernel(
     BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr,
     SILU: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.arange(0, ROWS)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -43,6 +64,16 @@ def _small_matmul_kernel(
     x_at = x_ptr + row[:, None] * stride_x + k[None, :]
     w_at = weight_ptr + column[:, None].to(tl.int64) * stride_weight + k[None, :]
     up_at = w_at + num_columns.to(tl.int64) * stride_weight
+    if PDL:
+        # The weight is nobody's output: its first part is on its way into the L2 while the kernel before still runs.
+        tl.extra.cuda.gdc_launch_dependents()
+        if EVEN and PREFETCH > 0:
+            line = tl.arange(0, PREFETCH // LINE) * LINE
+            first = weight_ptr + column[:, None].to(tl.int64) * stride_weight + line[None, :]
+            _prefetch(first)
+            if SILU:
+                _prefetch(first + num_columns.to(tl.int64) * stride_weight)
+        tl.extra.cuda.gdc_wait()
     acc = tl.zeros([ROWS, BLOCK_N], tl.float32)
     acc_up = tl.zeros([ROWS, BLOCK_N], tl.float32)
     for start in tl.range(0, size, BLOCK_K):
@@ -80,9 +111,9 @@ class MatmulShape:
 
 def choose_shape(num_rows: int, num_columns: int, *, silu: bool) -> MatmulShape:
     """Enough programs for every multiprocessor, and some 100 KB in flight on each."""
-    if num_rows > 16:
-        return MatmulShape(32, 128, 4, 4)
-    return MatmulShape(16 if silu or num_columns < 8192 else 32, 256, 4, 4)
+    if num_rows > 16 or silu or num_columns > 65_536:
+        return MatmulShape(64, 128, 4, 4)
+    return MatmulShape(32, 128, 4, 6)
 
 
 def small_matmul(x: Tensor, weight: Tensor, *, silu: bool = False, shape: MatmulShape | None = None) -> Tensor:
@@ -102,7 +133,9 @@ def small_matmul(x: Tensor, weight: Tensor, *, silu: bool = False, shape: Matmul
         raise ValueError(f"x {tuple(x.shape)} {x.dtype} does not fit weight {tuple(weight.shape)} {weight.dtype}")
     if silu and weight.shape[0] % 2:
         raise ValueError(f"{weight.shape[0]} rows of weight are not gate and up")
-    cut = shape or choose_shape(num_rows, columns, silu=silu)
+    cut, pdl = shape or choose_shape(num_rows, columns, silu=silu), use_pdl(x.device)
+    wanted = PREFETCH_BYTES // (weight.shape[0] * x.element_size())
+    prefetch = 1 << (min(wanted, size).bit_length() - 1)  # a power of two, at most what is there
     out = torch.empty((num_rows, columns), dtype=x.dtype, device=x.device)
     _small_matmul_kernel[(triton.cdiv(columns, cut.block_n),)](
         x,
@@ -118,7 +151,10 @@ def small_matmul(x: Tensor, weight: Tensor, *, silu: bool = False, shape: Matmul
         BLOCK_K=cut.block_k,
         EVEN=size % cut.block_k == 0 and columns % cut.block_n == 0,
         SILU=silu,
+        PREFETCH=prefetch if prefetch >= 64 else 0,
+        PDL=pdl,
         num_warps=cut.num_warps,
         num_stages=cut.num_stages,
+        launch_pdl=pdl,
     )
     return out

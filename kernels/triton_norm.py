@@ -8,11 +8,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from diptych.kernels.pdl import use_pdl
+
 
 @triton.jit
 def _rms_norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, out_ptr, eps, size, stride_x, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    eps,
+    size,
+    stride_x,
+    BLOCK: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     mask = at < size
@@ -46,7 +60,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     ):
         raise ValueError(f"residual {tuple(residual.shape)} {residual.dtype} does not fit x {tuple(x.shape)} {x.dtype}")
     out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
-    block = triton.next_power_of_2(size)
+    block, pdl = triton.next_power_of_2(size), use_pdl(x.device)
     _rms_norm_kernel[(rows,)](
         x,
         x if residual is None else residual,
@@ -57,13 +71,18 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
         x.stride(0),
         BLOCK=block,
         RESIDUAL=residual is not None,
+        PDL=pdl,
         num_warps=max(1, min(16, block // 512)),
+        launch_pdl=pdl,
     )
     return out
 
 
 @triton.jit
-def _silu_mul_kernel(x_ptr, out_ptr, size, stride_x, BLOCK: tl.constexpr):
+def _silu_mul_kernel(x_ptr, out_ptr, size, stride_x, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < size
@@ -81,8 +100,9 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     if width % 2 or gate_up.stride(1) != 1:
         raise ValueError(f"gate_up {tuple(gate_up.shape)} must hold two contiguous halves")
     out = torch.empty((rows, width // 2), dtype=gate_up.dtype, device=gate_up.device)
+    pdl = use_pdl(gate_up.device)
     block = min(1024, triton.next_power_of_2(width // 2))
     _silu_mul_kernel[(rows, triton.cdiv(width // 2, block))](
-        gate_up, out, width // 2, gate_up.stride(0), BLOCK=block, num_warps=4
+        gate_up, out, width // 2, gate_up.stride(0), BLOCK=block, PDL=pdl, num_warps=4, launch_pdl=pdl
     )
     return out

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from diptych.kernels.pdl import use_pdl
+
 
 @triton.jit
 def _rope_write_kernel(
@@ -37,7 +39,11 @@ def _rope_write_kernel(
     HALF_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     NORM: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     token, kv_head = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots_ptr + token)
     if slot < 0:
@@ -118,7 +124,7 @@ def rope_write(
         raise ValueError(f"{num_tokens} tokens, {tuple(positions.shape)} positions, {tuple(slots.shape)} slots")
     if (q_norm is None) != (k_norm is None):
         raise ValueError("q_norm and k_norm come together")
-    group = num_q_heads // num_kv_heads
+    group, pdl = num_q_heads // num_kv_heads, use_pdl(qkv.device)
     _rope_write_kernel[(num_tokens, num_kv_heads)](
         qkv,
         kv,
@@ -142,6 +148,8 @@ def rope_write(
         HALF_PADDED=triton.next_power_of_2(head_dim // 2),
         BLOCK_SIZE=kv.shape[2],
         NORM=q_norm is not None,
+        PDL=pdl,
         num_warps=1,
+        launch_pdl=pdl,
     )
     return qkv[:, : num_q_heads * head_dim].view(num_tokens, num_q_heads, head_dim)

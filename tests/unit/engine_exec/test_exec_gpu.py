@@ -29,7 +29,9 @@ def test_cuda_draws_what_the_cpu_draws(variant, driver_of, sampling, backend):
     folder, _ = variant
     prompts = prompts_of(5, 21, 40)
     expected = driver_of(folder).generate(prompts, 8, chunk=9, sampling=sampling)
-    driver = driver_of(folder, device="cuda", backend=backend, **({"graph_sizes": [2, 4]} if backend == "triton" else {}))
+    driver = driver_of(
+        folder, device="cuda", backend=backend, **({"graph_sizes": [2, 4]} if backend == "triton" else {})
+    )
     assert not driver.runner.pool.tensor.any()
     driver.runner.pool.tensor.fill_(float("nan") if backend == "triton" else 0.0)
     assert driver.generate(prompts, 8, chunk=9, sampling=sampling) == expected
@@ -61,3 +63,44 @@ def test_pack_on_cuda(tiny_dir, driver_of, dtype, backend):
     driver.runner.unpack([3, 4, 5], 20, memoryview(bytes(first)))
     assert driver.runner.pack([3, 4, 5], 20, memoryview(second)) == checksum
     assert first == second
+
+
+def test_overlapped_kernels_compute_what_separate_ones_do(monkeypatch):
+    """Programmatic dependent launch off and on, without and with graphs: the same logits to the bit, many times over."""
+    from diptych.engine.exec.bench.bench_gpu_step import LLAMA_8B, random_weights
+    from diptych.engine.exec.model_config import parse_config
+    from diptych.engine.exec.model_runner import TorchModelRunner
+    from diptych.engine.messages import ScheduledSeq
+    from diptych.kernels import pdl
+
+    torch.manual_seed(0)
+    config = parse_config({**LLAMA_8B, "num_hidden_layers": 4, "vocab_size": 32_000})
+    weights = random_weights(config)
+    greedy = SamplingParams(max_tokens=1, temperature=0.0)
+    tables = [list(range(i * 20, i * 20 + 20)) for i in range(12)]
+    logits: dict[tuple[bool, bool], list[torch.Tensor]] = {}
+    for overlap in (False, True):
+        for graphs in (False, True):
+            monkeypatch.setattr(pdl, "ENABLED", overlap)
+            runner = TorchModelRunner(
+                config,
+                weights,
+                eos_token_ids=(),
+                num_blocks=240,
+                block_size=16,
+                max_model_len=320,
+                graph_sizes=[1, 12] if graphs else [],
+            )
+            runner.pool.tensor.copy_(torch.randn(runner.pool.tensor.shape, generator=torch.Generator().manual_seed(1)))
+            outs = logits[overlap, graphs] = []
+            for count in (1, 12):
+                seqs = [ScheduledSeq(f"s{i}", [i + 7], 100 + 11 * i, t, True, greedy, 0) for i, t in enumerate(tables)]
+                with torch.inference_mode():
+                    for _ in range(20):
+                        batch = runner._fused.build(seqs[:count])
+                        outs.append(runner._fused.execute(seqs[:count], batch, None).clone())
+    for graphs in (False, True):
+        for one, other in zip(logits[False, graphs], logits[True, graphs], strict=True):
+            assert torch.equal(one, other)
+    for outs in logits.values():
+        assert all(torch.equal(outs[0], out) for out in outs[1:20])
