@@ -146,6 +146,30 @@ def health(
 
 
 @app.command()
+def capacity(
+    model: Annotated[str, typer.Argument(help="A config.json, a model's folder, or what `diptych model` takes.")],
+    dtype: Annotated[str, typer.Option(help="Of the cache; default: the config's own.")] = "",
+    block_size: Annotated[int, typer.Option(help="Tokens of a block.")] = 16,
+    memory_gib: Annotated[float, typer.Option(help="Show what this much memory holds.")] = 0.0,
+    prefill_rate: Annotated[float, typer.Option(help="Tokens/s; with --copy-rate: when a swap pays.")] = 0.0,
+    copy_rate: Annotated[float, typer.Option(help="GiB/s between the cache and the host tier.")] = 0.0,
+) -> None:
+    """Show what a token's KV cache takes, for any Hugging Face config."""
+    from diptych.cli.capacity import run_capacity
+
+    raise typer.Exit(
+        run_capacity(
+            model,
+            dtype=dtype,
+            block_size=block_size,
+            memory_gib=memory_gib,
+            prefill_rate=prefill_rate,
+            copy_rate=copy_rate,
+        )
+    )
+
+
+@app.command()
 def version() -> None:
     """Print the version."""
     print(metadata.version("diptych"))

@@ -17,6 +17,7 @@ from diptych.common.revision import model_revision, tokenizer_revision
 from diptych.common.sampling import SamplingParams
 from diptych.common.secret import derive_key, load_secret
 from diptych.common.tokenizer import ModelTokenizer
+from diptych.engine.capacity import capacity_line
 from diptych.engine.runner import ModelRunner
 from diptych.engine.sched.output import DetokenizerFactory
 from diptych.worker.config import WorkerConfig
@@ -113,6 +114,7 @@ def load_model(config: WorkerConfig) -> LoadedModel:
         factory(SamplingParams(max_tokens=1))
 
     log.info("model loaded", seconds=round(time.monotonic() - began, 2))
+    log.info(capacity_line(num_blocks, config.block_size, runner.kv_bytes_per_token), dtype=config.dtype)
     return LoadedModel(runner, compat, identity, factory)
 
 

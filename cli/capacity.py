@@ -1,0 +1,92 @@
+"""`diptych capacity`: what a token's KV takes, how many tokens fit, and when a swap beats computing again."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from diptych.common.errors import ConfigError
+from diptych.engine.capacity import KvShape, capacity_line, kibibytes, kv_shape
+from diptych.engine.sched.swap_cost import Rates, break_even_copy_bytes_per_s, break_even_tokens
+
+_GIB = 1 << 30
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A config.json, or the folder that holds one. Raises: ConfigError."""
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError("model", str(path), f"cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError("model", str(file), f"not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError("model", str(file), "must hold a JSON object")
+    return value
+
+
+def capacity_report(shape: KvShape, *, block_size: int, memory_gib: float = 0.0) -> list[str]:
+    """Raises: ConfigError for settings that make no sense."""
+    if block_size < 1:
+        raise ConfigError("block_size", block_size, "must be at least 1")
+    if not 0.0 <= memory_gib < math.inf:
+        raise ConfigError("memory_gib", memory_gib, "must be 0 or more")
+    size = shape.bytes_per_token
+    lines = [shape.arithmetic(), f"a block of {block_size} tokens: {kibibytes(size * block_size)}"]
+    if shape.max_position is not None:
+        whole = shape.max_position * size / _GIB
+        lines.append(f"a whole context of {shape.max_position:,} tokens: {whole:,.2f} GiB")
+    if memory_gib:
+        num_blocks = int(memory_gib * _GIB) // (size * block_size)
+        lines.append(f"{memory_gib:g} GiB hold: {capacity_line(num_blocks, block_size, size)}")
+        if shape.max_position is not None:
+            lines.append(f"that is {num_blocks * block_size / shape.max_position:,.1f} whole contexts")
+    return lines
+
+
+def break_even_report(shape: KvShape, *, prefill_tokens_per_s: float, copy_gib_per_s: float) -> list[str]:
+    """Raises: ConfigError for rates that make no sense."""
+    for name, value in (("prefill_rate", prefill_tokens_per_s), ("copy_rate", copy_gib_per_s)):
+        if not 0.0 < value < math.inf:
+            raise ConfigError(name, value, "must be a positive number")
+    rates = Rates(prefill_tokens_per_s, copy_gib_per_s * _GIB, shape.bytes_per_token)
+    least = break_even_copy_bytes_per_s(rates) / _GIB
+    tokens = break_even_tokens(rates)
+    lines = [
+        "a preempted request, computed again or swapped out and in:",
+        f"  2 x {kibibytes(shape.bytes_per_token)} x {prefill_tokens_per_s:,.0f} tokens/s = {least:,.3f} GiB/s: "
+        "a slower link never pays",
+    ]
+    if math.isinf(tokens):
+        lines.append(f"  at {copy_gib_per_s:g} GiB/s: always compute again")
+    else:
+        lines.append(f"  at {copy_gib_per_s:g} GiB/s: swap from {math.ceil(tokens):,} computed tokens on")
+    return lines
+
+
+def run_capacity(
+    model: str,
+    *,
+    dtype: str = "",
+    block_size: int = 16,
+    memory_gib: float = 0.0,
+    prefill_rate: float = 0.0,
+    copy_rate: float = 0.0,
+) -> int:
+    """Print the report. Args: model: a config.json, a folder, or what `diptych model` takes. Raises: ConfigError."""
+    path = Path(model)
+    if not path.exists():
+        from diptych.cli.model_store import resolve_model
+        from diptych.cli.progress import progress_on
+
+        with progress_on() as progress:
+            path = resolve_model(model, progress)
+    shape = kv_shape(read_config(path), dtype)
+    lines = capacity_report(shape, block_size=block_size, memory_gib=memory_gib)
+    if prefill_rate or copy_rate:
+        lines += break_even_report(shape, prefill_tokens_per_s=prefill_rate, copy_gib_per_s=copy_rate)
+    print("\n".join(lines))
+    return 0

@@ -1,0 +1,110 @@
+"""How many tokens' KV fits where: the arithmetic, from any Hugging Face config. Pure: no files, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from diptych.common.errors import ConfigError
+
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1}
+
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+_HIDDEN = ("hidden_size", "n_embd", "d_model")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv")
+_CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+
+
+@dataclass(frozen=True, slots=True)
+class KvShape:
+    """What one token leaves in the cache: `numbers` entries, as `factors` explains, of `dtype`."""
+
+    factors: tuple[tuple[int, str], ...]
+    dtype: str
+    max_position: int | None
+
+    @property
+    def numbers(self) -> int:
+        out = 1
+        for factor, _ in self.factors:
+            out *= factor
+        return out
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.numbers * DTYPE_BYTES[self.dtype]
+
+    def arithmetic(self) -> str:
+        terms = [f"{factor} {what}" for factor, what in self.factors]
+        terms.append(f"{DTYPE_BYTES[self.dtype]} bytes ({self.dtype})")
+        return f"{' x '.join(terms)} = {self.bytes_per_token:,} bytes = {kibibytes(self.bytes_per_token)} per token"
+
+
+def kv_shape(config: Mapping[str, Any], dtype: str = "") -> KvShape:
+    """The cache of a decoder with attention in every layer, whatever its architecture is called.
+
+    Args:
+        config: a config.json; a multimodal one's text_config counts.
+        dtype: of the cache; empty: the config's own, or float32.
+    Raises: ConfigError naming the field that is missing or makes no sense.
+    """
+    inner = config.get("text_config")
+    if isinstance(inner, Mapping):
+        config = {**config, **inner}
+    own = str(config.get("torch_dtype") or config.get("dtype") or "float32").removeprefix("torch.")
+    dtype = dtype or own
+    if dtype not in DTYPE_BYTES:
+        raise ConfigError("dtype", dtype, f"must be one of {', '.join(DTYPE_BYTES)}")
+    layers = _number(config, _LAYERS)
+    context = _first(config, _CONTEXT)
+    max_position = _checked(_CONTEXT[0], context) if context is not None else None
+    if config.get("kv_lora_rank"):  # multi-head latent attention: one latent and one rotated key for all heads
+        latent = _number(config, ("kv_lora_rank",)) + _number(config, ("qk_rope_head_dim",))
+        return KvShape(((layers, "layers"), (latent, "latent and rope dim")), dtype, max_position)
+    heads = _number(config, _HEADS)
+    kv_heads = 1 if config.get("multi_query") is True and not config.get("new_decoder_architecture") else None
+    kv_heads = kv_heads or _number(config, _KV_HEADS, heads)
+    head_dim = config.get("head_dim")
+    if head_dim is None:
+        hidden = _number(config, _HIDDEN)
+        if hidden % heads:
+            raise ConfigError("hidden_size", hidden, f"does not divide among {heads} heads, and head_dim is not given")
+        head_dim = hidden // heads
+    factors = (
+        (2, "(K and V)"),
+        (layers, "layers"),
+        (kv_heads, "KV heads"),
+        (_checked("head_dim", head_dim), "head dim"),
+    )
+    return KvShape(factors, dtype, max_position)
+
+
+def capacity_line(num_blocks: int, block_size: int, bytes_per_token: int) -> str:
+    """One line for the log: `KV: 18,432 blocks x 16 tokens = 294,912 tokens, 45 KiB per token`."""
+    tokens = num_blocks * block_size
+    return (
+        f"KV: {num_blocks:,} blocks x {block_size} tokens = {tokens:,} tokens, {kibibytes(bytes_per_token)} per token"
+    )
+
+
+def kibibytes(size_bytes: int) -> str:
+    return f"{size_bytes / 1024:,.2f}".rstrip("0").rstrip(".") + " KiB"
+
+
+def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> Any:
+    return next((config[name] for name in names if config.get(name) is not None), None)
+
+
+def _number(config: Mapping[str, Any], names: tuple[str, ...], default: int | None = None) -> int:
+    value = _first(config, names)
+    if value is None and default is not None:
+        return default
+    return _checked(names[0], value)
+
+
+def _checked(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(name, value, "must be a positive integer")
+    return value

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from diptych.cli.capacity import run_capacity
+from diptych.common.errors import ConfigError
+from diptych.engine.capacity import capacity_line, kv_shape
+
+LLAMA_3_70B = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "max_position_embeddings": 8192,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 80,
+    "num_key_value_heads": 8,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 128256,
+}
+
+
+def test_llama_3_70b_takes_320_kib_per_token_in_fp16(tmp_path, capsys):
+    assert kv_shape(LLAMA_3_70B, "float16").bytes_per_token == 320 * 1024
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(LLAMA_3_70B))
+    for model in (file, tmp_path):
+        assert run_capacity(str(model), dtype="float16", memory_gib=40.0) == 0
+        out = capsys.readouterr().out
+        assert (
+            "2 (K and V) x 80 layers x 8 KV heads x 128 head dim x 2 bytes (float16) = 327,680 bytes = 320 KiB" in out
+        )
+        assert "KV: 8,192 blocks x 16 tokens = 131,072 tokens, 320 KiB per token" in out
+        assert "2.50 GiB" in out
+        assert "16.0 whole contexts" in out
+
+
+def test_the_line_a_worker_prints():
+    line = capacity_line(18_432, 16, 46_080)
+    assert line == "KV: 18,432 blocks x 16 tokens = 294,912 tokens, 45 KiB per token"
+
+
+@pytest.mark.parametrize(
+    ("config", "size"),
+    [
+        ({"n_layer": 12, "n_head": 12, "n_embd": 768}, 2 * 12 * 768 * 4),
+        ({"num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 10, "dtype": "float16"}, 2 * 2 * 40 * 2),
+        (
+            {"num_hidden_layers": 32, "num_attention_heads": 71, "hidden_size": 4544, "multi_query": True},
+            2 * 32 * 64 * 4,
+        ),
+        (
+            {"num_hidden_layers": 61, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "torch_dtype": "bfloat16"},
+            61 * 576 * 2,
+        ),
+        ({"text_config": LLAMA_3_70B}, 320 * 1024),
+    ],
+)
+def test_configs_of_other_families(config, size):
+    assert kv_shape(config).bytes_per_token == size
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({}, "num_hidden_layers"),
+        ({"num_hidden_layers": 2}, "num_attention_heads"),
+        ({"num_hidden_layers": 2, "num_attention_heads": 3}, "hidden_size"),
+        ({"num_hidden_layers": 2, "num_attention_heads": 3, "hidden_size": 10}, "hidden_size"),
+        ({**LLAMA_3_70B, "num_key_value_heads": -1}, "num_key_value_heads"),
+        ({**LLAMA_3_70B, "torch_dtype": "float4"}, "dtype"),
+    ],
+)
+def test_a_config_without_sense_names_the_field(config, named):
+    with pytest.raises(ConfigError, match=named):
+        kv_shape(config)
+
+
+def test_the_break_even_is_printed(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_70B))
+    run_capacity(str(tmp_path), dtype="float16", prefill_rate=10_000.0, copy_rate=20.0)
+    assert "6.104 GiB/s: a slower link never pays" in (out := capsys.readouterr().out)
+    assert "at 20 GiB/s: swap from" in out
+    run_capacity(str(tmp_path), dtype="float16", prefill_rate=10_000.0, copy_rate=6.0)
+    assert "always compute again" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="copy_rate"):
+        run_capacity(str(tmp_path), prefill_rate=10.0)
+
+
+@pytest.mark.parametrize("content", ["[]", "{", None])
+def test_no_config_there(tmp_path, content):
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ConfigError, match="model"):
+        run_capacity(str(tmp_path))
