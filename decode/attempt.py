@@ -14,7 +14,7 @@ import structlog
 
 from diptych.common.errors import DiptychError, InternalError, RequestDeadlineError
 from diptych.decode.admission import GiveUp, Local, Remote, choose_route, next_after_failure
-from diptych.decode.explain import Facts, end_of
+from diptych.decode.explain import Facts, choice_finished, end_of
 from diptych.decode.lifecycle import Life, State
 from diptych.decode.outbox import Outbox
 from diptych.decode.remote_leg import LegHooks, LegTools, RemoteLeg
@@ -23,18 +23,21 @@ from diptych.engine.messages import (
     AddRequest,
     Admitted,
     Cancel,
+    ChoiceFinished,
     EngineRequest,
     Failed,
     Finished,
     FirstToken,
     KvComplete,
     KvMode,
+    PromptLogprobs,
     RunLocally,
+    TokenLogprobs,
     TokensOut,
 )
-from diptych.rpc.convert import sampling_to_proto
+from diptych.rpc.convert import logprobs_from_proto, logprobs_to_proto, sampling_to_proto
 from diptych.rpc.errors import to_failure
-from diptych.rpc.v1 import decode_pb2, prefill_pb2
+from diptych.rpc.v1 import decode_pb2, prefill_pb2, types_pb2
 from diptych.worker import wire
 from diptych.worker.ports import Engine
 from diptych.worker.refs import WorkerRef
@@ -66,7 +69,10 @@ class Attempt:
         self._forget = forget
         self._life = Life(submission.attempt)
         self._began = tools.clock.now()
-        self._outputs: list[int] = []
+        self._outputs: dict[int, list[int]] = {}
+        """Tokens that went out, by choice."""
+        self._prompt_logprobs_until = 1
+        """Prompt tokens before this one have had theirs (the first has none)."""
         self._leg_number = 0
         self._leg_task: asyncio.Task[None] | None = None
         self._facts = Facts(
@@ -114,13 +120,24 @@ class Attempt:
     def on_tokens(self, event: TokensOut) -> None:
         if self._life.ended:
             return
-        if event.offset != len(self._outputs):
-            self.end_with(InternalError(f"the engine sent token {event.offset}, expected {len(self._outputs)}"))
+        outputs = self._outputs.setdefault(event.choice, [])
+        if event.offset != len(outputs):
+            self.end_with(InternalError(f"the engine sent token {event.offset}, expected {len(outputs)}"))
             return
         if not self._facts.first_token_s:
             self._facts.first_token_s = self._elapsed()
-        self._outputs.extend(event.token_ids)
-        self._outbox.tokens(self._sub.attempt, event.offset, event.token_ids, event.text)
+        outputs.extend(event.token_ids)
+        logprobs = [logprobs_to_proto(entry) for entry in event.logprobs]
+        self._outbox.tokens(self._sub.attempt, event.offset, event.token_ids, event.text, event.choice, logprobs)
+
+    def on_choice_finished(self, event: ChoiceFinished) -> None:
+        if not self._life.ended:
+            self._outbox.choice_finished(self._sub.attempt, choice_finished(event))
+
+    def on_prompt_logprobs(self, event: PromptLogprobs) -> None:
+        """Of a prompt that is computed here."""
+        entries = [logprobs_to_proto(entry) for entry in event.logprobs]
+        self._on_prompt_logprobs(types_pb2.PromptLogprobs(first_token=event.first_token, logprobs=entries))
 
     def on_finished(self, event: Finished) -> None:
         if not self._life.ended:
@@ -206,11 +223,12 @@ class Attempt:
         remaining_s = sub.remaining_s - self._elapsed()
         # Tokens left to sample after those that went out already; the first of a one-token answer needs no KV.
         want_kv = sub.sampling.max_tokens > 1
+        outputs = self._outputs.get(0, [])
         request = prefill_pb2.PrefillRequest(
             attempt=f"{sub.attempt}/{self._leg_number}",
             request_id=sub.request_id,
             prompt_token_ids=sub.prompt_token_ids,
-            output_token_ids=self._outputs,
+            output_token_ids=outputs,
             sampling=sampling_to_proto(sub.sampling),
             decode_cached_tokens=self._facts.cached_decode if want_kv else 0,
             want_kv=want_kv,
@@ -221,16 +239,29 @@ class Attempt:
         )
         return RemoteLeg(
             self._tools,
-            LegHooks(self._on_first_token, self._on_kv_complete),
+            LegHooks(self._on_first_token, self._on_kv_complete, self._on_prompt_logprobs),
             attempt=sub.attempt,
             ref=ref,
             request=request,
-            num_tokens=len(sub.prompt_token_ids) + max(0, len(self._outputs) - 1),
+            num_tokens=len(sub.prompt_token_ids) + max(0, len(outputs) - 1),
         )
 
-    def _on_first_token(self, token_id: int) -> None:
+    def _on_first_token(self, token: prefill_pb2.FirstToken) -> None:
         if not self._life.ended:
-            self._engine.send(FirstToken(self._sub.attempt, token_id))
+            logprobs = logprobs_from_proto(token.logprobs, TokenLogprobs) if token.HasField("logprobs") else None
+            self._engine.send(FirstToken(self._sub.attempt, token.token_id, token.choice, logprobs))
+
+    def _on_prompt_logprobs(self, entries: types_pb2.PromptLogprobs) -> None:
+        """Each goes out once, also when a second worker computes the prompt again."""
+        known = self._prompt_logprobs_until - entries.first_token
+        if self._life.ended or known >= len(entries.logprobs):
+            return
+        if known < 0:
+            self.end_with(InternalError(f"logprobs of prompt token {entries.first_token} came too early"))
+            return
+        fresh = types_pb2.PromptLogprobs(first_token=self._prompt_logprobs_until, logprobs=entries.logprobs[known:])
+        self._prompt_logprobs_until += len(fresh.logprobs)
+        self._outbox.prompt_logprobs(self._sub.attempt, fresh)
 
     def _on_kv_complete(self) -> None:
         if self._life.state is not State.FETCHING or self._sub.sampling.max_tokens == 1:

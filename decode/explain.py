@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from diptych.decode.remote_leg import LegFacts
-from diptych.engine.messages import Finished
+from diptych.engine.messages import ChoiceFinished, Finished
 from diptych.rpc import convert
 from diptych.rpc.v1 import decode_pb2, router_pb2, types_pb2
 
@@ -62,6 +62,16 @@ class Facts:
             first_token_s=self.first_token_s,
             kv_complete_s=self.kv_complete_s,
         )
+
+
+def choice_finished(event: ChoiceFinished) -> types_pb2.ChoiceFinished:
+    return types_pb2.ChoiceFinished(
+        choice=event.choice,
+        finish_reason=convert.finish_reason_to_proto(event.reason),
+        stop_string=event.stop_string,
+        stop_token_id=event.stop_token_id,
+        completion_tokens=event.num_output_tokens,
+    )
 
 
 def end_of(finished: Finished, facts: Facts, transport_path: str) -> decode_pb2.End:

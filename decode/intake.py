@@ -23,7 +23,16 @@ from diptych.decode.attempt import Attempt
 from diptych.decode.outbox import Outbox
 from diptych.decode.remote_leg import LegTools
 from diptych.decode.submission import Limits, parse_submit
-from diptych.engine.messages import Admitted, EngineEvent, Failed, Finished, RangeUnpacked, TokensOut
+from diptych.engine.messages import (
+    Admitted,
+    ChoiceFinished,
+    EngineEvent,
+    Failed,
+    Finished,
+    PromptLogprobs,
+    RangeUnpacked,
+    TokensOut,
+)
 from diptych.rpc.errors import to_failure
 from diptych.rpc.v1 import decode_pb2
 from diptych.worker.ports import Engine
@@ -144,7 +153,7 @@ class Intake:
             if isinstance(event, RangeUnpacked):
                 self._tools.desk.on_unpacked(event)
                 continue
-            if not isinstance(event, (Admitted, TokensOut, Finished, Failed)):
+            if not isinstance(event, (Admitted, TokensOut, ChoiceFinished, PromptLogprobs, Finished, Failed)):
                 continue
             entry = self._attempts.get(event.attempt)
             if entry is None:
@@ -155,6 +164,10 @@ class Intake:
                     attempt.on_admitted(event)
                 case TokensOut():
                     attempt.on_tokens(event)
+                case ChoiceFinished():
+                    attempt.on_choice_finished(event)
+                case PromptLogprobs():
+                    attempt.on_prompt_logprobs(event)
                 case Finished():
                     attempt.on_finished(event)
                 case Failed():

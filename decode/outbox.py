@@ -1,16 +1,16 @@
 """Events on their way to one router: everything that happened since the last write goes into one StepBatch.
 
 A router that reads slowly gets fewer, larger batches: tokens of one attempt are merged, so the buffer holds at most one
-Accepted, one TokenDelta and one End for each attempt. Past `max_bytes` the router counts as lost.
+Accepted and one End for each attempt, and one TokenDelta for each of its choices. Past `max_bytes` the router counts as lost.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from diptych.common.errors import OverloadedError
-from diptych.rpc.v1 import decode_pb2, router_pb2
+from diptych.rpc.v1 import decode_pb2, router_pb2, types_pb2
 
 _EVENT_BYTES = 64
 
@@ -25,7 +25,7 @@ class Outbox:
         self._max_bytes = max_bytes
         self._on_overflow = on_overflow
         self._events: list[decode_pb2.Event] = []
-        self._tokens: dict[str, decode_pb2.Event] = {}
+        self._tokens: dict[tuple[str, int], decode_pb2.Event] = {}
         self._bytes = 0
         self._ready = asyncio.Event()
         self._closed = False
@@ -34,22 +34,37 @@ class Outbox:
     def accepted(self, attempt: str) -> None:
         self._append(decode_pb2.Event(attempt=attempt, accepted=decode_pb2.Accepted()), _EVENT_BYTES)
 
-    def tokens(self, attempt: str, offset: int, token_ids: tuple[int, ...], text: str) -> None:
-        """Append tokens; an event of the same attempt that still waits is extended."""
-        waiting = self._tokens.get(attempt)
-        size = 5 * len(token_ids) + len(text)
+    def tokens(
+        self,
+        attempt: str,
+        offset: int,
+        token_ids: tuple[int, ...],
+        text: str,
+        choice: int = 0,
+        logprobs: Sequence[types_pb2.TokenLogprobs] = (),
+    ) -> None:
+        """Append tokens; an event of the same choice that still waits is extended."""
+        waiting = self._tokens.get((attempt, choice))
+        size = 5 * len(token_ids) + len(text) + sum(entry.ByteSize() for entry in logprobs)
         if waiting is not None:
             waiting.tokens.token_ids.extend(token_ids)
             waiting.tokens.text += text
+            waiting.tokens.logprobs.extend(logprobs)
             self._grow(size)
             return
-        delta = router_pb2.TokenDelta(offset=offset, token_ids=token_ids, text=text)
+        delta = router_pb2.TokenDelta(offset=offset, token_ids=token_ids, text=text, choice=choice, logprobs=logprobs)
         event = decode_pb2.Event(attempt=attempt, tokens=delta)
-        self._tokens[attempt] = event
+        self._tokens[attempt, choice] = event
         self._append(event, size + _EVENT_BYTES)
 
+    def prompt_logprobs(self, attempt: str, entries: types_pb2.PromptLogprobs) -> None:
+        event = decode_pb2.Event(attempt=attempt, prompt_logprobs=entries)
+        self._append(event, entries.ByteSize() + _EVENT_BYTES)
+
+    def choice_finished(self, attempt: str, finished: types_pb2.ChoiceFinished) -> None:
+        self._append(decode_pb2.Event(attempt=attempt, choice_finished=finished), _EVENT_BYTES)
+
     def end(self, attempt: str, end: decode_pb2.End) -> None:
-        self._tokens.pop(attempt, None)
         self._append(decode_pb2.Event(attempt=attempt, end=end), end.ByteSize() + _EVENT_BYTES)
 
     def close(self) -> None:

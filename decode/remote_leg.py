@@ -37,7 +37,7 @@ from diptych.decode.unpack_desk import UnpackDesk
 from diptych.kvtransfer.api import ReceivedSlab, SlabReader
 from diptych.kvtransfer.handle import SlabHandle
 from diptych.rpc.errors import describe, from_failure, typed_error
-from diptych.rpc.v1 import prefill_pb2
+from diptych.rpc.v1 import prefill_pb2, types_pb2
 from diptych.worker import wire
 from diptych.worker.peers import Peer, PeerDirectory
 from diptych.worker.refs import WorkerRef
@@ -66,8 +66,9 @@ class LegTools:
 class LegHooks:
     """Called on the event loop as facts become known."""
 
-    on_first_token: Callable[[int], None]
+    on_first_token: Callable[[prefill_pb2.FirstToken], None]
     on_complete: Callable[[], None]
+    on_prompt_logprobs: Callable[[types_pb2.PromptLogprobs], None]
 
 
 @dataclass(slots=True)
@@ -106,7 +107,8 @@ class RemoteLeg:
         first = request.decode_cached_tokens if request.want_kv else num_tokens
         self._announced = Coverage(first, num_tokens)
         self._arrived = Coverage(first, num_tokens)
-        self._token_known = bool(request.output_token_ids)
+        num_choices = request.sampling.best_of or request.sampling.n or 1
+        self._choices_due = set() if request.output_token_ids else set(range(num_choices))
         self._window = asyncio.Semaphore(tools.reads_in_flight)
         self._silence = Silence(tools.silence_s)
         self.complete = False
@@ -155,6 +157,8 @@ class RemoteLeg:
                             group.create_task(self._fetch(peer, handle))
                     case "first_tokens":
                         self._first_token(event.first_tokens)
+                    case "prompt_logprobs":
+                        self._hooks.on_prompt_logprobs(event.prompt_logprobs)
                     case "finished":
                         self.facts.kv_ranges_overlapped = event.finished.num_ranges_overlapped
                     case "failure":
@@ -203,12 +207,11 @@ class RemoteLeg:
         return handles
 
     def _first_token(self, message: prefill_pb2.FirstTokens) -> None:
-        if len(message.tokens) != 1 or message.tokens[0].choice != 0:
-            raise InternalError("prefill must send exactly one first token for choice 0")
-        if self._token_known:
-            raise InternalError("prefill sent a first token that was known already")
-        self._token_known = True
-        self._hooks.on_first_token(message.tokens[0].token_id)
+        for token in message.tokens:
+            if token.choice not in self._choices_due:
+                raise InternalError(f"prefill sent a first token of choice {token.choice}, which is not due")
+            self._choices_due.discard(token.choice)
+            self._hooks.on_first_token(token)
         self._maybe_complete()
 
     async def _fetch(self, peer: Peer, handle: SlabHandle) -> None:
@@ -231,7 +234,7 @@ class RemoteLeg:
         return slab
 
     def _maybe_complete(self) -> None:
-        if self._token_known and self._arrived.complete and not self.complete:
+        if not self._choices_due and self._arrived.complete and not self.complete:
             self.complete = True
             self._hooks.on_complete()
 

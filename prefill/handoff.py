@@ -44,16 +44,25 @@ from diptych.engine.messages import (
     EngineEvent,
     Failed,
     PrefillComplete,
+    PromptLogprobs,
     RangePacked,
     TokensOut,
 )
 from diptych.kvtransfer.api import SlabPublisher
 from diptych.prefill.request import LegRequest, Limits, parse_request
-from diptych.rpc.v1 import prefill_pb2
+from diptych.rpc.convert import logprobs_to_proto
+from diptych.rpc.v1 import prefill_pb2, types_pb2
 from diptych.worker import wire
 from diptych.worker.ports import Engine
 
 log = structlog.get_logger(__name__)
+
+
+def _first_tokens(event: TokensOut) -> prefill_pb2.FirstTokens:
+    tokens = [prefill_pb2.FirstToken(choice=event.choice, token_id=token_id) for token_id in event.token_ids]
+    for token, entry in zip(tokens, event.logprobs, strict=False):  # no logprobs: none were asked for
+        token.logprobs.CopyFrom(logprobs_to_proto(entry))
+    return prefill_pb2.FirstTokens(tokens=tokens)
 
 
 class LegState(Enum):
@@ -92,10 +101,12 @@ class Leg:
                 self._put(prefill_pb2.PrefillEvent(started=started))
             case RangePacked():
                 self._publish(event)
-            case TokensOut(token_ids=token_ids):
+            case TokensOut():
                 self._last_chunk_computed()
-                tokens = [prefill_pb2.FirstToken(choice=0, token_id=token_id) for token_id in token_ids]
-                self._put(prefill_pb2.PrefillEvent(first_tokens=prefill_pb2.FirstTokens(tokens=tokens)))
+                self._put(prefill_pb2.PrefillEvent(first_tokens=_first_tokens(event)))
+            case PromptLogprobs(first_token=first, logprobs=entries):
+                known = types_pb2.PromptLogprobs(first_token=first, logprobs=map(logprobs_to_proto, entries))
+                self._put(prefill_pb2.PrefillEvent(prompt_logprobs=known))
             case PrefillComplete(compute_s=compute_s):
                 self._complete(compute_s)
             case Failed(error=error):

@@ -63,9 +63,10 @@ class Attempt:
         last = self._events[-1] if self._events else None
         if kind == "tokens" and last is not None and last.WhichOneof("event") == "tokens":
             mine, more = last.tokens, event.tokens
-            if more.offset == mine.offset + len(mine.token_ids):
+            if more.choice == mine.choice and more.offset == mine.offset + len(mine.token_ids):
                 mine.token_ids.extend(more.token_ids)
                 mine.text += more.text
+                mine.logprobs.extend(more.logprobs)
             else:  # a hole or a repeat: the reader judges it
                 self._events.append(event)
         else:
@@ -87,9 +88,15 @@ class Attempt:
 
 
 def _size(event: decode_pb2.Event) -> int:
-    if event.WhichOneof("event") != "tokens":
-        return 0
-    return len(event.tokens.token_ids) * _TOKEN_BYTES + len(event.tokens.text)
+    match event.WhichOneof("event"):
+        case "tokens":
+            tokens = event.tokens
+            logprobs = sum(entry.ByteSize() for entry in tokens.logprobs)
+            return len(tokens.token_ids) * _TOKEN_BYTES + len(tokens.text) + logprobs
+        case "prompt_logprobs":
+            return event.prompt_logprobs.ByteSize()
+        case _:
+            return 0
 
 
 class DecodeStream:

@@ -62,7 +62,8 @@ class IllegalMoveError(Exception):
 class Lifecycle:
     """Args:
     max_replacements: how often the request may be placed again.
-    num_tokens: tokens that were streamed; the offset that the next tokens must have.
+    num_tokens: tokens that were streamed, of all choices.
+    offsets: by choice, the offset that the next tokens must have.
     """
 
     max_replacements: int = 1
@@ -70,6 +71,7 @@ class Lifecycle:
     story: list[str] = field(default_factory=list)
     num_replacements: int = 0
     num_tokens: int = 0
+    offsets: dict[int, int] = field(default_factory=dict)
 
     def on(self, move: Move) -> None:
         """Raises: IllegalMoveError."""
@@ -82,11 +84,13 @@ class Lifecycle:
         if move is Move.REPLACE:
             self.num_replacements += 1
 
-    def on_tokens(self, offset: int, count: int) -> None:
+    def on_tokens(self, offset: int, count: int, choice: int = 0) -> None:
         """Raises: IllegalMoveError when tokens are missing or repeated."""
         self.on(Move.TOKENS)
-        if offset != self.num_tokens or count < 0:
-            raise IllegalMoveError(f"{count} tokens at offset {offset}, expected offset {self.num_tokens}")
+        due = self.offsets.get(choice, 0)
+        if offset != due or count < 0:
+            raise IllegalMoveError(f"{count} tokens of choice {choice} at offset {offset}, expected offset {due}")
+        self.offsets[choice] = due + count
         self.num_tokens += count
 
     @property

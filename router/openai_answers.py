@@ -7,41 +7,13 @@ from typing import Any
 import msgspec
 
 from diptych.router.messages import ChoiceFinishedEvent, Explanation, FinishedEvent, UsageInfo
+from diptych.rpc.v1 import types_pb2
 
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
 
-_EXPLAINED = (
-    "request_id",
-    "prefill",
-    "decode",
-    "transport",
-    "kv_bytes",
-    "cached_tokens_prefill",
-    "cached_tokens_decode",
-    "kv_ranges",
-    "kv_ranges_overlapped",
-    "local_prefill",
-    "index_mode",
-    "prefill_pid",
-    "decode_pid",
-    "reserved_s",
-    "first_token_s",
-    "kv_complete_s",
-)
-_TERMS = (
-    "prefill_worker_id",
-    "decode_worker_id",
-    "queue_ms",
-    "prefill_ms",
-    "transfer_ms",
-    "decode_load_ms",
-    "stall_ms",
-    "total_ms",
-    "prefill_hit_tokens",
-    "decode_hit_tokens",
-    "chosen",
-)
+_EXPLAINED = [f.name for f in Explanation.DESCRIPTOR.fields if f.name not in ("notes", "candidates")]
+_TERMS = [f.name for f in types_pb2.PlacementTerms.DESCRIPTOR.fields]
 
 
 def sse(payload: object) -> bytes:

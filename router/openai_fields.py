@@ -21,13 +21,8 @@ _ONE: tuple[object, ...] = (None, 1)
 _EMPTY: tuple[object, ...] = (None, [], {}, "")
 
 NOT_BUILT: Mapping[str, tuple[object, ...]] = {
-    "n": _ONE,
-    "best_of": _ONE,
     "use_beam_search": _OFF,
     "length_penalty": _ONE,
-    "logprobs": _OFF,
-    "top_logprobs": _ZERO,
-    "prompt_logprobs": _NO,
     "functions": _EMPTY,
     "function_call": (None, "none", "auto"),
     "response_format": (None, {"type": "text"}),
@@ -36,17 +31,7 @@ NOT_BUILT: Mapping[str, tuple[object, ...]] = {
     "guided_regex": _NO,
     "guided_choice": _NO,
     "guided_grammar": _NO,
-    "logit_bias": _EMPTY,
-    "presence_penalty": _ZERO,
-    "frequency_penalty": _ZERO,
-    "repetition_penalty": _ONE,
-    "min_p": _ZERO,
-    "min_tokens": _ZERO,
-    "echo": _OFF,
     "suffix": _EMPTY,
-    "allowed_token_ids": _EMPTY,
-    "bad_words": _EMPTY,
-    "include_stop_str_in_output": _OFF,
     "skip_special_tokens": (None, True),
     "spaces_between_special_tokens": (None, True),
     "truncate_prompt_tokens": _NO,
@@ -56,7 +41,6 @@ NOT_BUILT: Mapping[str, tuple[object, ...]] = {
     "documents": _EMPTY,
     "chat_template": _NO,
     "priority": _ZERO,
-    "return_tokens_as_token_ids": _OFF,
     "cache_salt": _EMPTY,
     "kv_transfer_params": _EMPTY,
     "stream_interval": _ONE,
@@ -72,14 +56,22 @@ NOT_BUILT: Mapping[str, tuple[object, ...]] = {
 HARMLESS = frozenset({"parallel_tool_calls", "include_reasoning", "tool_choice"})
 """Where there are no tools and no reasoning these change nothing, whatever they say."""
 
-CHAT_NOT_BUILT: Mapping[str, tuple[object, ...]] = {**NOT_BUILT, "add_special_tokens": _OFF}
+CHAT_NOT_BUILT: Mapping[str, tuple[object, ...]] = {**NOT_BUILT, "add_special_tokens": _OFF, "echo": _OFF}
 COMPLETION_NOT_BUILT: Mapping[str, tuple[object, ...]] = {
     **NOT_BUILT,
     "tools": _EMPTY,
     "chat_template_kwargs": _EMPTY,
+    "top_logprobs": _ZERO,
 }
 RESPONSES_NOT_BUILT: Mapping[str, tuple[object, ...]] = {
     **NOT_BUILT,
+    "n": _ONE,
+    "best_of": _ONE,
+    "logprobs": _OFF,
+    "top_logprobs": _ZERO,
+    "prompt_logprobs": _NO,
+    "echo": _OFF,
+    "stream_options": _NO,
     "tools": _EMPTY,
     "tool_choice": (None, "none", "auto"),
     "text": (None, {}, {"format": {"type": "text"}}),

@@ -25,10 +25,20 @@ from diptych.router.decisions import Decision
 from diptych.router.decode_stream import Attempt
 from diptych.router.explain import Story
 from diptych.router.lifecycle import IllegalMoveError, Lifecycle, Move
-from diptych.router.messages import FinishedEvent, GenerateEvent, PreparedRequest, StartedEvent, TokenEvent, UsageInfo
+from diptych.router.messages import (
+    ChoiceFinishedEvent,
+    FinishedEvent,
+    GenerateEvent,
+    PreparedRequest,
+    PromptLogprobsEvent,
+    StartedEvent,
+    TokenEvent,
+    TokenLogprob,
+    UsageInfo,
+)
 from diptych.router.metrics import RouterMetrics
 from diptych.router.placement import PlacementRequest, WorkerView
-from diptych.rpc.convert import finish_reason_from_proto, sampling_to_proto
+from diptych.rpc.convert import finish_reason_from_proto, logprobs_from_proto, sampling_to_proto
 from diptych.rpc.errors import from_failure
 from diptych.rpc.v1 import decode_pb2, router_pb2, types_pb2
 
@@ -212,8 +222,21 @@ class Relay:
             if self._life.num_tokens == 0 and self._attempt is not None:
                 self._cluster.reservations.prompt_computed(self._attempt.id)
                 self._story.ttft_s = self._clock.now() - self._request.arrived
-            self._life.on_tokens(delta.offset, len(delta.token_ids))
-            return TokenEvent(delta.offset, tuple(delta.token_ids), delta.text)
+            self._life.on_tokens(delta.offset, len(delta.token_ids), delta.choice)
+            logprobs = tuple(logprobs_from_proto(entry, TokenLogprob) for entry in delta.logprobs)
+            return TokenEvent(delta.offset, tuple(delta.token_ids), delta.text, delta.choice, logprobs)
+        if kind == "prompt_logprobs":
+            entries = event.prompt_logprobs
+            known = tuple(logprobs_from_proto(entry, TokenLogprob) for entry in entries.logprobs)
+            return PromptLogprobsEvent(entries.first_token, known)
+        if kind == "choice_finished":
+            ended = event.choice_finished
+            return ChoiceFinishedEvent(
+                ended.choice,
+                finish_reason_from_proto(ended.finish_reason),
+                ended.stop_string,
+                ended.stop_token_id if ended.HasField("stop_token_id") else None,
+            )
         if event.end.HasField("failure"):
             error = from_failure(event.end.failure)
             self._judge(error.reason, event.end.prefill_faults)
@@ -226,7 +249,9 @@ class Relay:
 
     def _finished(self, message: router_pb2.Finished) -> FinishedEvent:
         usage = message.usage
-        if usage.completion_tokens != self._life.num_tokens:
+        sampling = self._request.sampling
+        withheld = sampling.num_choices > sampling.n  # those of choices that were not among the best count, unseen
+        if usage.completion_tokens != self._life.num_tokens and not withheld:
             raise InternalError(
                 f"decode counted {usage.completion_tokens} tokens, {self._life.num_tokens} were streamed"
             )

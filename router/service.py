@@ -15,14 +15,33 @@ from google.protobuf.message import DecodeError, Message
 from diptych.common.errors import InternalError, InvalidRequestError
 from diptych.router.auth import current_caller
 from diptych.router.faces import Door, accepted
-from diptych.router.messages import FinishedEvent, GenerateEvent, GenerateSpec, StartedEvent, TokenEvent
-from diptych.rpc.convert import finish_reason_to_proto
+from diptych.router.messages import (
+    ChoiceFinishedEvent,
+    FinishedEvent,
+    GenerateEvent,
+    GenerateSpec,
+    PromptLogprobsEvent,
+    StartedEvent,
+    TokenEvent,
+)
+from diptych.rpc.convert import finish_reason_to_proto, logprobs_to_proto
 from diptych.rpc.errors import errors_to_status
 from diptych.rpc.v1 import router_pb2, types_pb2
 
 SERVICE = "diptych.rpc.v1.Router"
 
 _Message = TypeVar("_Message", bound=Message)
+_OPTIONAL = (
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "min_tokens",
+    "n",
+    "best_of",
+    "logprobs",
+    "prompt_logprobs",
+)
 _POLICIES = {
     router_pb2.FAILURE_POLICY_UNSPECIFIED: "",
     router_pb2.FAILURE_POLICY_FAIL: "fail",
@@ -61,8 +80,7 @@ class RouterService:
                 await context.write(response_from(started))
                 async for event in events:
                     # Tokens that come while this write is pending are waiting in one event afterwards.
-                    if (response := response_from(event)) is not None:
-                        await context.write(response)
+                    await context.write(response_from(event))
                     finished = isinstance(event, FinishedEvent)
             if not finished:
                 raise InternalError("the answer ended without its end")
@@ -107,6 +125,11 @@ def spec_from(request: router_pb2.GenerateRequest, remaining_s: float | None) ->
         ignore_eos=sampling.ignore_eos,
         stop_token_ids=list(sampling.stop_token_ids),
         stop=list(sampling.stop),
+        logit_bias=dict(sampling.logit_bias) or None,
+        allowed_token_ids=list(sampling.allowed_token_ids) or None,
+        bad_words=list(sampling.bad_words) or None,
+        include_stop_str_in_output=sampling.include_stop_str_in_output,
+        **{name: _given(sampling, name) for name in _OPTIONAL},
         request_id=request.request_id,
         explain=request.explain,
         local_prefill_max_tokens=_given(request, "local_prefill_max_tokens"),
@@ -115,15 +138,31 @@ def spec_from(request: router_pb2.GenerateRequest, remaining_s: float | None) ->
     )
 
 
-def response_from(event: GenerateEvent) -> router_pb2.GenerateResponse | None:
+def response_from(event: GenerateEvent) -> router_pb2.GenerateResponse:
     if isinstance(event, TokenEvent):
-        tokens = router_pb2.TokenDelta(offset=event.offset, token_ids=event.token_ids, text=event.text)
+        tokens = router_pb2.TokenDelta(
+            offset=event.offset,
+            token_ids=event.token_ids,
+            text=event.text,
+            choice=event.choice,
+            logprobs=[logprobs_to_proto(entry) for entry in event.logprobs],
+        )
         return router_pb2.GenerateResponse(tokens=tokens)
     if isinstance(event, StartedEvent):
         started = router_pb2.Started(request_id=event.request_id, model=event.model, prompt_tokens=event.prompt_tokens)
         return router_pb2.GenerateResponse(started=started)
-    if not isinstance(event, FinishedEvent):
-        return None
+    if isinstance(event, PromptLogprobsEvent):
+        entries = [logprobs_to_proto(entry) for entry in event.logprobs]
+        known = types_pb2.PromptLogprobs(first_token=event.first_token, logprobs=entries)
+        return router_pb2.GenerateResponse(prompt_logprobs=known)
+    if isinstance(event, ChoiceFinishedEvent):
+        ended = types_pb2.ChoiceFinished(
+            choice=event.choice,
+            finish_reason=finish_reason_to_proto(event.reason),
+            stop_string=event.stop_string,
+            stop_token_id=event.stop_token_id,
+        )
+        return router_pb2.GenerateResponse(choice_finished=ended)
     usage = types_pb2.Usage(
         prompt_tokens=event.usage.prompt_tokens,
         completion_tokens=event.usage.completion_tokens,

@@ -6,20 +6,75 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
 
 from diptych.common.compat import Compat
-from diptych.common.errors import IncompatibleWorkersError, InvalidRequestError
+from diptych.common.errors import IncompatibleWorkersError, InternalError, InvalidRequestError
 from diptych.common.sampling import FinishReason, SamplingParams, check_sampling
 from diptych.rpc.v1 import types_pb2, worker_pb2
 
 KV_DTYPES = ("float32", "float16", "bfloat16")
+
+_ALWAYS_SET = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "max_tokens",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "min_tokens",
+    "n",
+    "best_of",
+)
 
 _FINISH_TO_PROTO = {
     FinishReason.STOP: types_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: types_pb2.FINISH_REASON_LENGTH,
 }
 _FINISH_FROM_PROTO = {value: key for key, value in _FINISH_TO_PROTO.items()}
+
+
+class LogprobsOfToken(Protocol):
+    """What both the engine's and the router's own structs look like."""
+
+    @property
+    def token_id(self) -> int: ...
+
+    @property
+    def logprob(self) -> float: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def top(self) -> tuple[tuple[int, float], ...]: ...
+
+
+_Logprobs = TypeVar("_Logprobs")
+
+
+def logprobs_to_proto(entry: LogprobsOfToken) -> types_pb2.TokenLogprobs:
+    return types_pb2.TokenLogprobs(
+        token_id=entry.token_id,
+        logprob=entry.logprob,
+        rank=entry.rank,
+        top_token_ids=[token_id for token_id, _ in entry.top],
+        top_logprobs=[logprob for _, logprob in entry.top],
+    )
+
+
+def logprobs_from_proto(
+    message: types_pb2.TokenLogprobs, make: Callable[[int, float, int, tuple[tuple[int, float], ...]], _Logprobs]
+) -> _Logprobs:
+    """Args: make: (token_id, logprob, rank, top) -> the receiver's own struct. Raises: InternalError."""
+    if len(message.top_token_ids) != len(message.top_logprobs) or math.isnan(message.logprob):
+        raise InternalError("logprobs came that make no sense")
+    top = tuple(zip(message.top_token_ids, message.top_logprobs, strict=True))
+    return make(message.token_id, message.logprob, message.rank, top)
 
 
 def sampling_to_proto(sampling: SamplingParams) -> types_pb2.SamplingParams:
@@ -33,6 +88,19 @@ def sampling_to_proto(sampling: SamplingParams) -> types_pb2.SamplingParams:
         ignore_eos=sampling.ignore_eos,
         stop_token_ids=sampling.stop_token_ids,
         stop=sampling.stop,
+        min_p=sampling.min_p,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        logit_bias=dict(sampling.logit_bias),
+        allowed_token_ids=sampling.allowed_token_ids,
+        bad_word_ids=[types_pb2.TokenSequence(token_ids=word) for word in sampling.bad_words],
+        min_tokens=sampling.min_tokens,
+        include_stop_str_in_output=sampling.include_stop_str_in_output,
+        n=sampling.n,
+        best_of=sampling.best_of,
+        logprobs=sampling.logprobs,
+        prompt_logprobs=sampling.prompt_logprobs,
     )
 
 
@@ -41,7 +109,7 @@ def sampling_from_proto(message: types_pb2.SamplingParams, *, vocab_size: int) -
 
     Raises: InvalidRequestError naming the field that is unset or out of range.
     """
-    for field in ("temperature", "top_p", "top_k", "seed", "max_tokens"):
+    for field in _ALWAYS_SET:
         if not message.HasField(field):
             raise InvalidRequestError(f"{field} is not set", param=field)
     return check_sampling(
@@ -53,6 +121,19 @@ def sampling_from_proto(message: types_pb2.SamplingParams, *, vocab_size: int) -
         ignore_eos=message.ignore_eos,
         stop_token_ids=tuple(message.stop_token_ids),
         stop=tuple(message.stop),
+        min_p=message.min_p,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        repetition_penalty=message.repetition_penalty,
+        logit_bias=dict(message.logit_bias),
+        allowed_token_ids=tuple(message.allowed_token_ids),
+        bad_words=tuple(tuple(word.token_ids) for word in message.bad_word_ids),
+        min_tokens=message.min_tokens,
+        include_stop_str_in_output=message.include_stop_str_in_output,
+        n=message.n,
+        best_of=message.best_of,
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
         vocab_size=vocab_size,
     )
 

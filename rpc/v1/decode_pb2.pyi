@@ -61,16 +61,20 @@ class StepBatch(_message.Message):
     def __init__(self, events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ...) -> None: ...
 
 class Event(_message.Message):
-    __slots__ = ("attempt", "accepted", "tokens", "end")
+    __slots__ = ("attempt", "accepted", "tokens", "end", "choice_finished", "prompt_logprobs")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_FINISHED_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     attempt: str
     accepted: Accepted
     tokens: _router_pb2.TokenDelta
     end: End
-    def __init__(self, attempt: _Optional[str] = ..., accepted: _Optional[_Union[Accepted, _Mapping]] = ..., tokens: _Optional[_Union[_router_pb2.TokenDelta, _Mapping]] = ..., end: _Optional[_Union[End, _Mapping]] = ...) -> None: ...
+    choice_finished: _types_pb2.ChoiceFinished
+    prompt_logprobs: _types_pb2.PromptLogprobs
+    def __init__(self, attempt: _Optional[str] = ..., accepted: _Optional[_Union[Accepted, _Mapping]] = ..., tokens: _Optional[_Union[_router_pb2.TokenDelta, _Mapping]] = ..., end: _Optional[_Union[End, _Mapping]] = ..., choice_finished: _Optional[_Union[_types_pb2.ChoiceFinished, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[_types_pb2.PromptLogprobs, _Mapping]] = ...) -> None: ...
 
 class Accepted(_message.Message):
     __slots__ = ()

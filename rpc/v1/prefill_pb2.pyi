@@ -84,12 +84,14 @@ class Computed(_message.Message):
     def __init__(self, first_token: _Optional[int] = ..., num_tokens: _Optional[int] = ..., handles: _Optional[_Iterable[_Union[SlabHandle, _Mapping]]] = ...) -> None: ...
 
 class FirstToken(_message.Message):
-    __slots__ = ("choice", "token_id")
+    __slots__ = ("choice", "token_id", "logprobs")
     CHOICE_FIELD_NUMBER: _ClassVar[int]
     TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     choice: int
     token_id: int
-    def __init__(self, choice: _Optional[int] = ..., token_id: _Optional[int] = ...) -> None: ...
+    logprobs: _types_pb2.TokenLogprobs
+    def __init__(self, choice: _Optional[int] = ..., token_id: _Optional[int] = ..., logprobs: _Optional[_Union[_types_pb2.TokenLogprobs, _Mapping]] = ...) -> None: ...
 
 class FirstTokens(_message.Message):
     __slots__ = ("tokens",)
@@ -112,17 +114,19 @@ class PrefillAlive(_message.Message):
     def __init__(self) -> None: ...
 
 class PrefillEvent(_message.Message):
-    __slots__ = ("started", "computed", "first_tokens", "finished", "failure", "alive")
+    __slots__ = ("started", "computed", "first_tokens", "finished", "failure", "alive", "prompt_logprobs")
     STARTED_FIELD_NUMBER: _ClassVar[int]
     COMPUTED_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     ALIVE_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     started: PrefillStarted
     computed: Computed
     first_tokens: FirstTokens
     finished: PrefillFinished
     failure: _types_pb2.Failure
     alive: PrefillAlive
-    def __init__(self, started: _Optional[_Union[PrefillStarted, _Mapping]] = ..., computed: _Optional[_Union[Computed, _Mapping]] = ..., first_tokens: _Optional[_Union[FirstTokens, _Mapping]] = ..., finished: _Optional[_Union[PrefillFinished, _Mapping]] = ..., failure: _Optional[_Union[_types_pb2.Failure, _Mapping]] = ..., alive: _Optional[_Union[PrefillAlive, _Mapping]] = ...) -> None: ...
+    prompt_logprobs: _types_pb2.PromptLogprobs
+    def __init__(self, started: _Optional[_Union[PrefillStarted, _Mapping]] = ..., computed: _Optional[_Union[Computed, _Mapping]] = ..., first_tokens: _Optional[_Union[FirstTokens, _Mapping]] = ..., finished: _Optional[_Union[PrefillFinished, _Mapping]] = ..., failure: _Optional[_Union[_types_pb2.Failure, _Mapping]] = ..., alive: _Optional[_Union[PrefillAlive, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[_types_pb2.PromptLogprobs, _Mapping]] = ...) -> None: ...

@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from diptych.rpc.v1 import types_pb2 as diptych_dot_rpc_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x64iptych/rpc/v1/router.proto\x12\x0e\x64iptych.rpc.v1\x1a\x1a\x64iptych/rpc/v1/types.proto\"$\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x89\x01\n\x0f\x45xplainResponse\x12\x30\n\x0b\x65xplanation\x18\x01 \x01(\x0b\x32\x1b.diptych.rpc.v1.Explanation\x12\x0f\n\x07outcome\x18\x02 \x01(\t\x12\r\n\x05label\x18\x03 \x01(\t\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\r\n\x05\x61ge_s\x18\x05 \x01(\x01\"O\n\rWhatIfRequest\x12\x30\n\x07request\x18\x01 \x01(\x0b\x32\x1f.diptych.rpc.v1.GenerateRequest\x12\x0c\n\x04pool\x18\x02 \x01(\t\"Y\n\x0eWhatIfResponse\x12\x30\n\x0b\x65xplanation\x18\x01 \x01(\x0b\x32\x1b.diptych.rpc.v1.Explanation\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\":\n\tChatInput\x12-\n\x08messages\x18\x01 \x03(\x0b\x32\x1b.diptych.rpc.v1.ChatMessage\"\"\n\rTokenIdsInput\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\xec\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12\x32\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x1d.diptych.rpc.v1.TokenIdsInputH\x00\x12)\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x19.diptych.rpc.v1.ChatInputH\x00\x12\x30\n\x08sampling\x18\x05 \x01(\x0b\x32\x1e.diptych.rpc.v1.SamplingParams\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\x0f\n\x07\x65xplain\x18\x07 \x01(\x08\x12%\n\x18local_prefill_max_tokens\x18\x08 \x01(\rH\x01\x88\x01\x01\x12\x35\n\x0e\x66\x61ilure_policy\x18\t \x01(\x0e\x32\x1d.diptych.rpc.v1.FailurePolicyB\x07\n\x05inputB\x1b\n\x19_local_prefill_max_tokens\"C\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\"=\n\nTokenDelta\x12\x0e\n\x06offset\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\"\xda\x01\n\x08\x46inished\x12\x33\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x1c.diptych.rpc.v1.FinishReason\x12\x13\n\x0bstop_string\x18\x02 \x01(\t\x12\x1a\n\rstop_token_id\x18\x03 \x01(\rH\x00\x88\x01\x01\x12$\n\x05usage\x18\x04 \x01(\x0b\x32\x15.diptych.rpc.v1.Usage\x12\x30\n\x0b\x65xplanation\x18\x05 \x01(\x0b\x32\x1b.diptych.rpc.v1.ExplanationB\x10\n\x0e_stop_token_id\"\xa3\x01\n\x10GenerateResponse\x12*\n\x07started\x18\x01 \x01(\x0b\x32\x17.diptych.rpc.v1.StartedH\x00\x12,\n\x06tokens\x18\x02 \x01(\x0b\x32\x1a.diptych.rpc.v1.TokenDeltaH\x00\x12,\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x18.diptych.rpc.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"\x13\n\x11ListModelsRequest\";\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x0f\n\x07\x63reated\x18\x03 \x01(\x03\";\n\x12ListModelsResponse\x12%\n\x06models\x18\x01 \x03(\x0b\x32\x15.diptych.rpc.v1.Model*\x80\x01\n\rFailurePolicy\x12\x1e\n\x1a\x46\x41ILURE_POLICY_UNSPECIFIED\x10\x00\x12\x17\n\x13\x46\x41ILURE_POLICY_FAIL\x10\x01\x12\x1c\n\x18\x46\x41ILURE_POLICY_RECOMPUTE\x10\x02\x12\x18\n\x14\x46\x41ILURE_POLICY_RETRY\x10\x03\x32\xc3\x02\n\x06Router\x12O\n\x08Generate\x12\x1f.diptych.rpc.v1.GenerateRequest\x1a .diptych.rpc.v1.GenerateResponse0\x01\x12S\n\nListModels\x12!.diptych.rpc.v1.ListModelsRequest\x1a\".diptych.rpc.v1.ListModelsResponse\x12J\n\x07\x45xplain\x12\x1e.diptych.rpc.v1.ExplainRequest\x1a\x1f.diptych.rpc.v1.ExplainResponse\x12G\n\x06WhatIf\x12\x1d.diptych.rpc.v1.WhatIfRequest\x1a\x1e.diptych.rpc.v1.WhatIfResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x64iptych/rpc/v1/router.proto\x12\x0e\x64iptych.rpc.v1\x1a\x1a\x64iptych/rpc/v1/types.proto\"$\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x89\x01\n\x0f\x45xplainResponse\x12\x30\n\x0b\x65xplanation\x18\x01 \x01(\x0b\x32\x1b.diptych.rpc.v1.Explanation\x12\x0f\n\x07outcome\x18\x02 \x01(\t\x12\r\n\x05label\x18\x03 \x01(\t\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\r\n\x05\x61ge_s\x18\x05 \x01(\x01\"O\n\rWhatIfRequest\x12\x30\n\x07request\x18\x01 \x01(\x0b\x32\x1f.diptych.rpc.v1.GenerateRequest\x12\x0c\n\x04pool\x18\x02 \x01(\t\"Y\n\x0eWhatIfResponse\x12\x30\n\x0b\x65xplanation\x18\x01 \x01(\x0b\x32\x1b.diptych.rpc.v1.Explanation\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\":\n\tChatInput\x12-\n\x08messages\x18\x01 \x03(\x0b\x32\x1b.diptych.rpc.v1.ChatMessage\"\"\n\rTokenIdsInput\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\xec\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12\x32\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x1d.diptych.rpc.v1.TokenIdsInputH\x00\x12)\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x19.diptych.rpc.v1.ChatInputH\x00\x12\x30\n\x08sampling\x18\x05 \x01(\x0b\x32\x1e.diptych.rpc.v1.SamplingParams\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\x0f\n\x07\x65xplain\x18\x07 \x01(\x08\x12%\n\x18local_prefill_max_tokens\x18\x08 \x01(\rH\x01\x88\x01\x01\x12\x35\n\x0e\x66\x61ilure_policy\x18\t \x01(\x0e\x32\x1d.diptych.rpc.v1.FailurePolicyB\x07\n\x05inputB\x1b\n\x19_local_prefill_max_tokens\"C\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\"~\n\nTokenDelta\x12\x0e\n\x06offset\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x0e\n\x06\x63hoice\x18\x04 \x01(\r\x12/\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1d.diptych.rpc.v1.TokenLogprobs\"\xda\x01\n\x08\x46inished\x12\x33\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x1c.diptych.rpc.v1.FinishReason\x12\x13\n\x0bstop_string\x18\x02 \x01(\t\x12\x1a\n\rstop_token_id\x18\x03 \x01(\rH\x00\x88\x01\x01\x12$\n\x05usage\x18\x04 \x01(\x0b\x32\x15.diptych.rpc.v1.Usage\x12\x30\n\x0b\x65xplanation\x18\x05 \x01(\x0b\x32\x1b.diptych.rpc.v1.ExplanationB\x10\n\x0e_stop_token_id\"\x99\x02\n\x10GenerateResponse\x12*\n\x07started\x18\x01 \x01(\x0b\x32\x17.diptych.rpc.v1.StartedH\x00\x12,\n\x06tokens\x18\x02 \x01(\x0b\x32\x1a.diptych.rpc.v1.TokenDeltaH\x00\x12,\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x18.diptych.rpc.v1.FinishedH\x00\x12\x39\n\x0f\x63hoice_finished\x18\x04 \x01(\x0b\x32\x1e.diptych.rpc.v1.ChoiceFinishedH\x00\x12\x39\n\x0fprompt_logprobs\x18\x05 \x01(\x0b\x32\x1e.diptych.rpc.v1.PromptLogprobsH\x00\x42\x07\n\x05\x65vent\"\x13\n\x11ListModelsRequest\";\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x0f\n\x07\x63reated\x18\x03 \x01(\x03\";\n\x12ListModelsResponse\x12%\n\x06models\x18\x01 \x03(\x0b\x32\x15.diptych.rpc.v1.Model*\x80\x01\n\rFailurePolicy\x12\x1e\n\x1a\x46\x41ILURE_POLICY_UNSPECIFIED\x10\x00\x12\x17\n\x13\x46\x41ILURE_POLICY_FAIL\x10\x01\x12\x1c\n\x18\x46\x41ILURE_POLICY_RECOMPUTE\x10\x02\x12\x18\n\x14\x46\x41ILURE_POLICY_RETRY\x10\x03\x32\xc3\x02\n\x06Router\x12O\n\x08Generate\x12\x1f.diptych.rpc.v1.GenerateRequest\x1a .diptych.rpc.v1.GenerateResponse0\x01\x12S\n\nListModels\x12!.diptych.rpc.v1.ListModelsRequest\x1a\".diptych.rpc.v1.ListModelsResponse\x12J\n\x07\x45xplain\x12\x1e.diptych.rpc.v1.ExplainRequest\x1a\x1f.diptych.rpc.v1.ExplainResponse\x12G\n\x06WhatIf\x12\x1d.diptych.rpc.v1.WhatIfRequest\x1a\x1e.diptych.rpc.v1.WhatIfResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'diptych.rpc.v1.router_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FAILUREPOLICY']._serialized_start=1597
-  _globals['_FAILUREPOLICY']._serialized_end=1725
+  _globals['_FAILUREPOLICY']._serialized_start=1780
+  _globals['_FAILUREPOLICY']._serialized_end=1908
   _globals['_EXPLAINREQUEST']._serialized_start=75
   _globals['_EXPLAINREQUEST']._serialized_end=111
   _globals['_EXPLAINRESPONSE']._serialized_start=114
@@ -53,17 +53,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STARTED']._serialized_start=934
   _globals['_STARTED']._serialized_end=1001
   _globals['_TOKENDELTA']._serialized_start=1003
-  _globals['_TOKENDELTA']._serialized_end=1064
-  _globals['_FINISHED']._serialized_start=1067
-  _globals['_FINISHED']._serialized_end=1285
-  _globals['_GENERATERESPONSE']._serialized_start=1288
-  _globals['_GENERATERESPONSE']._serialized_end=1451
-  _globals['_LISTMODELSREQUEST']._serialized_start=1453
-  _globals['_LISTMODELSREQUEST']._serialized_end=1472
-  _globals['_MODEL']._serialized_start=1474
-  _globals['_MODEL']._serialized_end=1533
-  _globals['_LISTMODELSRESPONSE']._serialized_start=1535
-  _globals['_LISTMODELSRESPONSE']._serialized_end=1594
-  _globals['_ROUTER']._serialized_start=1728
-  _globals['_ROUTER']._serialized_end=2051
+  _globals['_TOKENDELTA']._serialized_end=1129
+  _globals['_FINISHED']._serialized_start=1132
+  _globals['_FINISHED']._serialized_end=1350
+  _globals['_GENERATERESPONSE']._serialized_start=1353
+  _globals['_GENERATERESPONSE']._serialized_end=1634
+  _globals['_LISTMODELSREQUEST']._serialized_start=1636
+  _globals['_LISTMODELSREQUEST']._serialized_end=1655
+  _globals['_MODEL']._serialized_start=1657
+  _globals['_MODEL']._serialized_end=1716
+  _globals['_LISTMODELSRESPONSE']._serialized_start=1718
+  _globals['_LISTMODELSRESPONSE']._serialized_end=1777
+  _globals['_ROUTER']._serialized_start=1911
+  _globals['_ROUTER']._serialized_end=2234
 # @@protoc_insertion_point(module_scope)
