@@ -163,6 +163,19 @@ def kv(
 
 
 @app.command()
+def router(
+    requests: Annotated[int, typer.Option(help="For each figure.", min=1)] = 400,
+    prompt_tokens: Annotated[int, typer.Option(help="Of each request.", min=1)] = 128,
+    concurrency: Annotated[int, typer.Option(help="Requests at once.", min=1)] = 32,
+    out: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("bench-out"),
+) -> None:
+    """The router alone, in CPU microseconds a request and a token."""
+    from diptych.cli.bench_router import run_router_bench
+
+    raise typer.Exit(run_router_bench(requests, prompt_tokens, concurrency, out))
+
+
+@app.command()
 def suite(
     out: Annotated[Path, typer.Option(help="Folder for the reports.")] = Path("bench-out"),
     minutes: Annotated[float, typer.Option(help="About how long the serving parts may take.", min=1.0)] = 6.0,

@@ -16,6 +16,7 @@ from pathlib import Path
 from diptych.cli import bench_kv
 from diptych.cli.bench_capacity import distortion, mock_process, own_lateness, run_capacity
 from diptych.cli.bench_config import ClusterChoice
+from diptych.cli.bench_router import run_router_bench
 from diptych.cli.bench_run import Place, Targets, finish, now, opened, run_async, write_reports
 from diptych.loadtest import compare, live, report_text
 from diptych.loadtest.config import BenchConfig
@@ -37,6 +38,7 @@ def run_suite(out: Path, minutes: float) -> int:
         ("harness", _harness(out)),
         ("capacity", run_capacity(2000, 5000.0, 4, 10.0, out)),
         ("serving", _serving(out, minutes * 60.0)),
+        ("router", run_router_bench(400, 128, 32, out)),
         ("kv", bench_kv.run_kv(("inproc", "ucx"), bench_kv.SLAB_KIB, 3, out)),
         ("engine", _engine(out)),
     ):
