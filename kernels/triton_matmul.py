@@ -135,7 +135,7 @@ def small_matmul(x: Tensor, weight: Tensor, *, silu: bool = False, shape: Matmul
         raise ValueError(f"{weight.shape[0]} rows of weight are not gate and up")
     cut, pdl = shape or choose_shape(num_rows, columns, silu=silu), use_pdl(x.device)
     wanted = PREFETCH_BYTES // (weight.shape[0] * x.element_size())
-    prefetch = 1 << (min(wanted, size).bit_length() - 1)  # a power of two, at most what is there
+    prefetch = 1 << max(0, min(wanted, size).bit_length() - 1)  # a power of two, at most what is there
     out = torch.empty((num_rows, columns), dtype=x.dtype, device=x.device)
     _small_matmul_kernel[(triton.cdiv(columns, cut.block_n),)](
         x,

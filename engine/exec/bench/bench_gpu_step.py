@@ -28,6 +28,7 @@ from diptych.engine.exec.model_runner import TorchModelRunner
 from diptych.engine.exec.norm import RmsNorm
 from diptych.engine.exec.weights import DecoderWeights, LayerWeights
 from diptych.engine.messages import ScheduledSeq
+from diptych.kernels import triton_matmul
 from diptych.kernels.bench.timing import machine, matmul_peak, read_bandwidth
 
 LLAMA_8B = {
@@ -115,7 +116,7 @@ def bench_decode(runner: TorchModelRunner, bandwidth: float, shapes: Sequence[tu
     config = runner.config
     for batch, context in shapes:
         for name, params in (("greedy", GREEDY), ("top_p", SEEDED)):
-            if name == "top_p" and batch not in (64,):
+            if name == "top_p" and batch != 64:
                 continue
             seqs = _seqs(runner, batch, context, params)
             _steps(runner, seqs, 8)
@@ -173,14 +174,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, required=True, help="JSON file")
     parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--small-rows", type=int, help="rows up to which linear layers take our kernel")
+    parser.add_argument("--ours", help="projections that take our kernel up to so many rows: gate_up=64,o=16; none: -")
+    parser.add_argument("--prefetch-mib", type=int, help="of a weight, fetched while the kernel before still runs")
+    parser.add_argument("--quick", action="store_true", help="decode at batch 1, 8 and 64 only")
     args = parser.parse_args()
     torch.manual_seed(0)
-    if args.small_rows is not None:
-        decoder.SMALL_ROWS = args.small_rows
+    if args.ours is not None:
+        named = (entry.split("=") for entry in args.ours.strip("-").split(",") if entry)
+        decoder.SMALL_ROWS = {name: int(count) for name, count in named}
+    if args.prefetch_mib is not None:
+        triton_matmul.PREFETCH_BYTES = args.prefetch_mib << 20
     bandwidth, peak = read_bandwidth(), matmul_peak()
     facts: dict[str, Any] = {**machine(), "read_tb_s": bandwidth / 1e12, "matmul_tflop_s": peak / 1e12}
-    facts["small_rows"] = decoder.SMALL_ROWS
+    facts |= {"small_rows": decoder.SMALL_ROWS, "prefetch_bytes": triton_matmul.PREFETCH_BYTES}
     config = parse_config({**LLAMA_8B, "num_hidden_layers": args.layers})
     weights = random_weights(config)
     begin = time.perf_counter()
@@ -191,8 +197,9 @@ def main() -> None:
     facts["warm_up_s"] = time.perf_counter() - begin
     runner.pool.tensor.normal_()
     print(facts, flush=True)
-    rows = bench_decode(runner, bandwidth, ((1, 1024), (8, 1024), (64, 1024), (256, 1024), (32, 8192), (1, 8192)))
-    rows += bench_prefill(runner, peak, (512, 2048, 8192))
+    shapes = [(1, 1024), (8, 1024), (64, 1024), (256, 1024), (32, 8192), (1, 8192)]
+    rows = bench_decode(runner, bandwidth, shapes[: 3 if args.quick else None])
+    rows += [] if args.quick else bench_prefill(runner, peak, (512, 2048, 8192))
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps({"machine": facts, "rows": rows}, indent=1) + "\n")
     for row in rows:

@@ -22,8 +22,8 @@ from diptych.kernels.triton_norm import rms_norm, silu_mul
 from diptych.kernels.triton_prefill import paged_prefill, prefill_rows
 from diptych.kernels.triton_rope import rope_write
 
-SMALL_ROWS = 16
-"""Up to so many rows the linear layers take our own kernel: measured, see kernels/bench/NOTES.md."""
+SMALL_ROWS = {"gate_up": 64}
+"""Up to how many rows a projection takes our own kernel instead of cuBLAS's: measured, see kernels/bench/NOTES.md."""
 
 
 class CudaDecoder:
@@ -57,7 +57,7 @@ class CudaDecoder:
         for index, layer in enumerate(weights.layers):
             if should_abort is not None and should_abort():
                 raise StepAborted
-            qkv = self._linear(layer.qkv, x)
+            qkv = self._linear("qkv", layer.qkv, x)
             q = rope_write(
                 qkv,
                 self._layers[index],
@@ -76,27 +76,26 @@ class CudaDecoder:
             if index == last and step.sample_rows is not None:
                 # Behind the last attention only the rows whose logits are wanted matter, in the order wanted.
                 attended, residual = (t.index_select(0, step.sample_rows) for t in (attended, residual))
-            x = rms_norm(self._linear(layer.o, attended), layer.post_norm.weight, eps, residual)
-            x = self._linear(layer.down, self._gate_up(layer.gate_up, x))
+            x = rms_norm(self._linear("o", layer.o, attended), layer.post_norm.weight, eps, residual)
+            x = self._linear("down", layer.down, self._gate_up(layer.gate_up, x))
             after = weights.norm if index == last else weights.layers[index + 1].input_norm
             x = rms_norm(x, after.weight, eps, residual)
-        return self._linear(weights.lm_head, x)
+        return self._linear("lm_head", weights.lm_head, x)
 
-    def _linear(self, layer: AnyLinear, x: Tensor) -> Tensor:
-        if self._reads_weights(layer, x):
+    def _linear(self, name: str, layer: AnyLinear, x: Tensor) -> Tensor:
+        if self._is_ours(layer, name, x):
             return small_matmul(x, layer.weight)
         return layer(x)
 
     def _gate_up(self, layer: AnyLinear, x: Tensor) -> Tensor:
-        if self._reads_weights(layer, x):
+        if self._is_ours(layer, "gate_up", x):
             return small_matmul(x, layer.weight, silu=True)
         return silu_mul(layer(x))
 
-    def _reads_weights(self, layer: AnyLinear, x: Tensor) -> TypeGuard[Linear]:
-        """Few rows: the time is that of reading the weight, and our kernel reads faster than cuBLAS."""
+    def _is_ours(self, layer: AnyLinear, name: str, x: Tensor) -> TypeGuard[Linear]:
         if not isinstance(layer, Linear) or layer.bias is not None or x.dtype == torch.float32:
             return False
-        return x.shape[0] <= SMALL_ROWS
+        return x.shape[0] <= SMALL_ROWS.get(name, 0)
 
     def _attend(self, index: int, q: Tensor, step: StepTensors) -> Tensor:
         kv, window = self._layers[index], self._config.sliding_windows[index]
