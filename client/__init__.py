@@ -14,7 +14,7 @@ from diptych.client.errors import StreamBrokenError, UnreachableError
 from diptych.client.exchange import RetryPolicy
 from diptych.client.request import GenerateOptions
 from diptych.client.sync_client import Client, Stream
-from diptych.client.types import Completion, Delta, Explanation, ModelInfo, PlacementTerms, Usage
+from diptych.client.types import Choice, Completion, Delta, Explanation, ModelInfo, PlacementTerms, TokenLogprobs, Usage
 from diptych.client.wire import DEFAULT_ADDRESS, DEFAULT_TIMEOUT_S, Tls
 from diptych.common.errors import (
     AuthenticationError,
@@ -41,6 +41,7 @@ __all__ = [
     "AsyncClient",
     "AsyncStream",
     "AuthenticationError",
+    "Choice",
     "Client",
     "Completion",
     "Delta",
@@ -65,6 +66,7 @@ __all__ = [
     "Stream",
     "StreamBrokenError",
     "Tls",
+    "TokenLogprobs",
     "TransferError",
     "UnreachableError",
     "Usage",

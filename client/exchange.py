@@ -8,14 +8,23 @@ WAITING --Started--> STREAMING --Finished--> FINISHED --end of stream--> (result
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from random import Random
 
 from diptych.client.errors import StreamBrokenError
-from diptych.client.types import FINISH_REASONS, Completion, Delta, explanation_from, usage_from
+from diptych.client.types import (
+    FINISH_REASONS,
+    Choice,
+    Completion,
+    Delta,
+    TokenLogprobs,
+    explanation_from,
+    logprobs_from,
+    usage_from,
+)
 from diptych.common.errors import DiptychError, RequestDeadlineError
-from diptych.rpc.v1 import router_pb2
+from diptych.rpc.v1 import router_pb2, types_pb2
 
 UNAVAILABLE = 14
 
@@ -80,6 +89,29 @@ class Attempts:
         return pause
 
 
+@dataclass(slots=True)
+class _Growing:
+    """A choice as it comes."""
+
+    token_ids: list[int] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finished: types_pb2.ChoiceFinished | None = None
+
+    def choice(self, index: int, whole: router_pb2.Finished) -> Choice:
+        """`whole` says how an answer with one choice ended."""
+        end = whole if self.finished is None else self.finished
+        return Choice(
+            index=index,
+            text="".join(self.texts),
+            token_ids=tuple(self.token_ids),
+            finish_reason=FINISH_REASONS.get(end.finish_reason, f"unknown({end.finish_reason})"),
+            stop_string=end.stop_string,
+            stop_token_id=end.stop_token_id if end.HasField("stop_token_id") else None,
+            logprobs=tuple(self.logprobs),
+        )
+
+
 class Exchange:
     """Checks the stream's promises and puts the answer together."""
 
@@ -88,8 +120,8 @@ class Exchange:
         self._state = State.WAITING
         self._started: router_pb2.Started | None = None
         self._finished: router_pb2.Finished | None = None
-        self._token_ids: list[int] = []
-        self._texts: list[str] = []
+        self._choices: dict[int, _Growing] = {}
+        self._prompt_logprobs: list[TokenLogprobs] = []
 
     def remaining_s(self) -> float:
         return self._attempts.remaining_s()
@@ -108,6 +140,12 @@ class Exchange:
             return None
         if kind == "tokens" and self._state is State.STREAMING:
             return self._on_tokens(message.tokens)
+        if kind == "choice_finished" and self._state is State.STREAMING:
+            self._choice(message.choice_finished.choice).finished = message.choice_finished
+            return None
+        if kind == "prompt_logprobs" and self._state is State.STREAMING:
+            self._prompt_logprobs.extend(logprobs_from(entry) for entry in message.prompt_logprobs.logprobs)
+            return None
         if kind == "finished" and self._state is State.STREAMING:
             self._finished = message.finished
             self._state = State.FINISHED
@@ -117,7 +155,7 @@ class Exchange:
     def on_end(self) -> None:
         """The stream ended with status OK. Raises: StreamBrokenError unless Finished came."""
         if self._state is not State.FINISHED:
-            raise self._broken(f"the stream ended without Finished after {len(self._token_ids)} tokens")
+            raise self._broken(f"the stream ended without Finished after {self._num_tokens()} tokens")
 
     def on_error(self, error: DiptychError) -> float:
         """Seconds to pause before the call may be opened again. Raises: `error` when it is final."""
@@ -135,26 +173,42 @@ class Exchange:
         started, finished = self._started, self._finished
         if self._state is not State.FINISHED or started is None or finished is None:
             raise StreamBrokenError(f"there is no result: the stream is {self._state.value}, not finished")
+        self._choice(0)
+        choices = tuple(growing.choice(index, finished) for index, growing in sorted(self._choices.items()))
         return Completion(
-            text="".join(self._texts),
-            token_ids=tuple(self._token_ids),
-            finish_reason=FINISH_REASONS.get(finished.finish_reason, f"unknown({finished.finish_reason})"),
+            text=choices[0].text,
+            token_ids=choices[0].token_ids,
+            finish_reason=choices[0].finish_reason,
             usage=usage_from(finished.usage),
             request_id=started.request_id,
             model=started.model,
-            stop_string=finished.stop_string,
-            stop_token_id=finished.stop_token_id if finished.HasField("stop_token_id") else None,
+            stop_string=choices[0].stop_string,
+            stop_token_id=choices[0].stop_token_id,
             explanation=explanation_from(finished.explanation) if finished.HasField("explanation") else None,
+            choices=choices,
+            logprobs=choices[0].logprobs,
+            prompt_logprobs=tuple(self._prompt_logprobs),
         )
 
     def _on_tokens(self, tokens: router_pb2.TokenDelta) -> Delta:
-        expected = len(self._token_ids)
+        growing = self._choice(tokens.choice)
+        expected = len(growing.token_ids)
         if tokens.offset != expected:
             kind = "a gap" if tokens.offset > expected else "a repeat"
             raise self._broken(f"{kind} in the tokens: offset {tokens.offset} came where {expected} was due")
-        self._token_ids.extend(tokens.token_ids)
-        self._texts.append(tokens.text)
-        return Delta(tokens.offset, tuple(tokens.token_ids), tokens.text)
+        if growing.finished is not None:
+            raise self._broken(f"tokens of choice {tokens.choice} came after its end")
+        logprobs = tuple(logprobs_from(entry) for entry in tokens.logprobs)
+        growing.token_ids.extend(tokens.token_ids)
+        growing.texts.append(tokens.text)
+        growing.logprobs.extend(logprobs)
+        return Delta(tokens.offset, tuple(tokens.token_ids), tokens.text, tokens.choice, logprobs)
+
+    def _choice(self, index: int) -> _Growing:
+        return self._choices.setdefault(index, _Growing())
+
+    def _num_tokens(self) -> int:
+        return sum(len(growing.token_ids) for growing in self._choices.values())
 
     def _broken(self, message: str) -> StreamBrokenError:
         self._state = State.FAILED

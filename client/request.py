@@ -32,6 +32,17 @@ class GenerateOptions(TypedDict, total=False):
         stop: a string or several; text is cut before the first that appears.
         stop_token_ids: token ids that end the answer.
         ignore_eos: go on after the model's end-of-text token.
+        min_p: 0 (off) to 1.
+        presence_penalty, frequency_penalty: -2 to 2.
+        repetition_penalty: above 0; 1 is off.
+        logit_bias: token id -> what is added to its logit, -100 to 100.
+        allowed_token_ids: nothing else is drawn.
+        bad_words: texts that the answer does not hold.
+        min_tokens: tokens before which nothing ends the answer.
+        include_stop_str_in_output: the text ends with the stop string instead of before it.
+        n: number of choices. best_of: choices that are computed, of which the n likeliest come back.
+        logprobs: of each token and of so many of the likeliest ones at its place (0 to 20).
+        prompt_logprobs: the same of the prompt's tokens.
         model: name of the model; may be left out when the cluster serves one.
         request_id: a label of yours (printable ASCII, at most 128 bytes) for logs.
         timeout_s: deadline of the whole call, retries included; default DEFAULT_TIMEOUT_S (600 s).
@@ -51,6 +62,19 @@ class GenerateOptions(TypedDict, total=False):
     stop: str | Sequence[str] | None
     stop_token_ids: Sequence[int]
     ignore_eos: bool
+    min_p: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    repetition_penalty: float | None
+    logit_bias: Mapping[int, float] | None
+    allowed_token_ids: Sequence[int] | None
+    bad_words: Sequence[str] | None
+    min_tokens: int | None
+    include_stop_str_in_output: bool
+    n: int | None
+    best_of: int | None
+    logprobs: int | None
+    prompt_logprobs: int | None
     model: str
     request_id: str
     timeout_s: float | None
@@ -60,7 +84,23 @@ class GenerateOptions(TypedDict, total=False):
 
 
 _KNOWN = frozenset(GenerateOptions.__annotations__)
-_SAMPLING_SCALARS = ("max_tokens", "temperature", "top_p", "top_k", "seed")
+_SAMPLING_SCALARS = (
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "min_tokens",
+    "include_stop_str_in_output",
+    "n",
+    "best_of",
+    "logprobs",
+    "prompt_logprobs",
+)
 
 
 def build_request(options: GenerateOptions) -> router_pb2.GenerateRequest:
@@ -79,6 +119,12 @@ def build_request(options: GenerateOptions) -> router_pb2.GenerateRequest:
     stop = options.get("stop") or ()
     _extend(request.sampling, "stop", (stop,) if isinstance(stop, str) else stop, "stop")
     _extend(request.sampling, "stop_token_ids", options.get("stop_token_ids") or (), "stop_token_ids")
+    _extend(request.sampling, "allowed_token_ids", options.get("allowed_token_ids") or (), "allowed_token_ids")
+    _extend(request.sampling, "bad_words", options.get("bad_words") or (), "bad_words")
+    try:
+        request.sampling.logit_bias.update(options.get("logit_bias") or {})
+    except (TypeError, ValueError, AttributeError) as error:
+        raise InvalidRequestError(f"logit_bias cannot be sent: {error}", param="logit_bias") from None
     for name in ("model", "request_id", "explain", "local_prefill_max_tokens"):
         if values.get(name) is not None:
             _assign(request, name, values[name], name)

@@ -10,13 +10,41 @@ FINISH_REASONS = {types_pb2.FINISH_REASON_STOP: "stop", types_pb2.FINISH_REASON_
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural logarithms of the model's own probabilities at one token's place, before temperature and penalties.
+
+    `rank` is 1 for the likeliest token; `top` holds (token id, logprob) of the likeliest ones, best first.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
-    """Tokens with indices offset, offset + 1, ... among the answer's tokens. `text` is what became certain with them;
-    it may be empty (half a character, the beginning of a possible stop string)."""
+    """Tokens with indices offset, offset + 1, ... among the choice's tokens. `text` is what became certain with them;
+    it may be empty (half a character, the beginning of a possible stop string). `logprobs`: one a token, if asked for."""
 
     offset: int
     token_ids: tuple[int, ...]
     text: str
+    choice: int = 0
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One of several answers to the same prompt; see Completion for the fields."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    stop_string: str = ""
+    stop_token_id: int | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +75,8 @@ class PlacementTerms:
     prefill_hit_tokens: int
     decode_hit_tokens: int
     chosen: bool
+    prefill_host_tokens: int = 0
+    decode_host_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +106,18 @@ class Explanation:
     reserved_s: float
     first_token_s: float
     kv_complete_s: float
+    policy: str = ""
+    predicted_ttft_s: float = 0.0
+    ttft_s: float = 0.0
+    predicted_cached_tokens: int = 0
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
     """A whole answer. `finish_reason` is "stop" or "length"; `stop_string` and `stop_token_id` say what ended it, if
-    one of the request's did. `explanation` is None unless the request asked for it."""
+    one of the request's did. `explanation` is None unless the request asked for it. With n > 1 these are of choice 0, and
+    `choices` holds all of them. `prompt_logprobs`: of all prompt tokens but the first."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -92,6 +128,9 @@ class Completion:
     stop_string: str = ""
     stop_token_id: int | None = None
     explanation: Explanation | None = None
+    choices: tuple[Choice, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +138,11 @@ class ModelInfo:
     id: str
     max_model_len: int
     created: int
+
+
+def logprobs_from(message: types_pb2.TokenLogprobs) -> TokenLogprobs:
+    top = tuple(zip(message.top_token_ids, message.top_logprobs, strict=False))
+    return TokenLogprobs(message.token_id, message.logprob, message.rank, top)
 
 
 def usage_from(message: types_pb2.Usage) -> Usage:
@@ -125,6 +169,11 @@ def explanation_from(message: types_pb2.Explanation) -> Explanation:
         reserved_s=message.reserved_s,
         first_token_s=message.first_token_s,
         kv_complete_s=message.kv_complete_s,
+        policy=message.policy,
+        predicted_ttft_s=message.predicted_ttft_s,
+        ttft_s=message.ttft_s,
+        predicted_cached_tokens=message.predicted_cached_tokens,
+        cached_tokens=message.cached_tokens,
     )
 
 
@@ -145,4 +194,6 @@ def _terms_from(message: types_pb2.PlacementTerms) -> PlacementTerms:
         prefill_hit_tokens=message.prefill_hit_tokens,
         decode_hit_tokens=message.decode_hit_tokens,
         chosen=message.chosen,
+        prefill_host_tokens=message.prefill_host_tokens,
+        decode_host_tokens=message.decode_host_tokens,
     )
