@@ -146,10 +146,14 @@ class Admitted:
     num_cached_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TokensOut:
     """Tokens with indices offset, offset+1, ... among the outputs. `text` is what became certain with them. `logprobs`: one
-    a token, if they were asked for."""
+    a token, if they were asked for.
+
+    Never changed once made; not frozen, because there is one for every sequence and step, and a frozen one takes four times
+    as long to make.
+    """
 
     attempt: str
     offset: int

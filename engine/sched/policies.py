@@ -26,6 +26,9 @@ class Policy:
     preempts = False
     """A waiting request may take what a running one of a worse class holds."""
 
+    charges = False
+    """`charge` is to be called."""
+
     def group(self, request: Request) -> str:
         """Requests of one group are ordered among themselves, groups by `share`."""
         return ""
@@ -83,6 +86,8 @@ class ShortestJobFirst(Policy):
 class FairShare(Policy):
     """Virtual token counters: a tenant that comes back from a pause starts where the least served active one stands, so that
     nobody saves up."""
+
+    charges = True
 
     def __init__(self) -> None:
         self._served: dict[str, float] = {}

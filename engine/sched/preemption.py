@@ -26,11 +26,11 @@ def choose_victim(needy: Request, running: Iterable[Request], policy: Policy) ->
 
 
 def grow(scheduler: Scheduler, full: list[Request]) -> None:
-    """A block of its own for each one's next token, the first by rank first."""
+    """A block of its own for each one's next token, the first by rank first. Those that do not run any more are passed over."""
     policy, kv = scheduler.policy, scheduler.kv
     full.sort(key=policy.rank)
     for request in full:
-        while request.state is State.RUNNING and kv.needs_block(request) and not kv.grow(request):
+        while request.attempt in scheduler.decoding and kv.needs_block(request) and not kv.grow(request):
             preempt(scheduler, choose_victim(request, scheduler.running(), policy))
 
 

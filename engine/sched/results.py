@@ -23,37 +23,53 @@ def update(scheduler: Scheduler, out: SchedulerOutput, result: StepResult, durat
     leave no token to draw fails too.
     """
     scheduler.pace.observe(duration_s, out.num_prefill_tokens, out.num_decode)
-    scheduler.computed += out.num_prefill_tokens
     size = scheduler.config.block_size
-    policy, kv = scheduler.policy, scheduler.kv
+    policy, kv, live = scheduler.policy, scheduler.kv, scheduler.requests
+    charges = policy.charges
     trouble = bool(result.bad_rows or result.refused_rows)
+    token_ids, logprobs = result.token_ids, result.logprobs
     for i, request in enumerate(out.requests):
-        if request.choices is not None and request.attempt not in scheduler.requests:
+        if request.choices is not None and request.attempt not in live:
             continue  # a sibling's failure has ended it in this very step
         if trouble and _failed(scheduler, request, i, result):
             continue
-        seq = request.seq
-        request.num_computed += len(seq.token_ids)
-        if request.num_computed // size > request.num_published:
+        if charges:
+            policy.charge(request, len(request.seq.token_ids) if i >= out.num_decode else 0, int(request.seq.sample))
+        if i >= out.num_decode:
+            _advance_chunk(scheduler, request, i, result, duration_s)
+            continue
+        # One of hundreds of decoding sequences, every step: nothing here that is not needed.
+        computed = request.num_computed + 1
+        request.num_computed = computed
+        if not computed % size:
             kv.publish(request)
-        policy.charge(request, len(seq.token_ids) if i >= out.num_decode else 0, int(seq.sample))
-        if i in result.prompt_logprobs:
-            _give_prompt_logprobs(scheduler, request, result.prompt_logprobs[i])
-        if request.mode is KvMode.PREFILL:
-            _advance_prefill(scheduler, request, i, result, duration_s)
-            continue
-        if not seq.sample:
-            continue
-        token = result.token_ids[i]
+        token = token_ids[i]
         if token is None:
             scheduler.fail(request, InternalError(f"the runner drew no token for attempt {request.public}"))
             continue
-        if i >= out.num_decode:
-            scheduler.start_decoding(request)
-        if seq.num_draws > 1:
-            spread(scheduler, request, _draws(i, token, result))
-        else:
-            take_token(scheduler, request, token, result.logprobs.get(i) if result.logprobs else None)
+        take_token(scheduler, request, token, logprobs.get(i) if logprobs else None)
+
+
+def _advance_chunk(scheduler: Scheduler, request: Request, i: int, result: StepResult, duration_s: float) -> None:
+    seq = request.seq
+    request.num_computed += len(seq.token_ids)
+    scheduler.kv.publish(request)
+    if i in result.prompt_logprobs:
+        _give_prompt_logprobs(scheduler, request, result.prompt_logprobs[i])
+    if request.mode is KvMode.PREFILL:
+        _advance_prefill(scheduler, request, i, result, duration_s)
+        return
+    if not seq.sample:
+        return
+    token = result.token_ids[i]
+    if token is None:
+        scheduler.fail(request, InternalError(f"the runner drew no token for attempt {request.public}"))
+        return
+    scheduler.start_decoding(request)
+    if seq.num_draws > 1:
+        spread(scheduler, request, _draws(i, token, result))
+    else:
+        take_token(scheduler, request, token, result.logprobs.get(i))
 
 
 def spread(scheduler: Scheduler, request: Request, draws: Draws) -> None:
@@ -71,8 +87,11 @@ def take_token(scheduler: Scheduler, request: Request, token: int, logprobs: Tok
     """One more output token: drawn here, or by prefill for a REMOTE request."""
     output = request.output
     assert output is not None
-    offset = len(request.token_ids) - request.num_prompt
-    request.token_ids.append(token)
+    tokens = request.token_ids
+    offset = len(tokens) - request.num_prompt
+    tokens.append(token)
+    if len(request.block_ids) * scheduler.config.block_size < len(tokens):
+        scheduler.growing.append(request)
     try:
         text = output.push(token)
     except Exception as error:  # one request's text must not end the engine

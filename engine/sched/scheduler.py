@@ -84,6 +84,8 @@ class Scheduler:
         self.remote: dict[str, Request] = {}
         self.prefilling: dict[str, Request] = {}
         self.decoding: dict[str, Request] = {}
+        self.growing: list[Request] = []
+        """Decoding requests whose next token needs a block of its own; whoever makes the need says so here."""
         self._arrivals = 0
         self.prompt_tokens = self.cached_tokens = self.preemptions = self.swaps = 0
         self.computed = self.generated = 0
@@ -201,10 +203,9 @@ class Scheduler:
 
     def _schedule_decode(self, out: SchedulerOutput) -> None:
         decoding = self.decoding
-        size = self.config.block_size
-        full = [r for r in decoding.values() if len(r.block_ids) * size < len(r.token_ids) or r.shares_tail]
-        if full:
-            preemption.grow(self, full)
+        if self.growing:
+            growing, self.growing = self.growing, []
+            preemption.grow(self, growing)
         if len(decoding) > self.config.max_num_batched_tokens:
             served = list(islice(decoding.values(), self.config.max_num_batched_tokens))
             for request in served:  # whoever was served goes to the end, so that all have their turn
@@ -315,6 +316,7 @@ class Scheduler:
             self.decoding[sibling.attempt] = sibling
             siblings.append(sibling)
         self.kv.trim(request)
+        self.growing.extend([request, *siblings])
         return siblings
 
     # ---- what others may know ----
