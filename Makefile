@@ -20,7 +20,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet
 PROTO_SOURCES := $(wildcard proto/diptych/rpc/v1/*.proto)
 
-.PHONY: help check test test-full up down proto model golden bench bench-engine clean
+.PHONY: help check test test-full up down proto model golden bench bench-router bench-engine clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -64,6 +64,10 @@ bench-engine: $(VENV)/.dev model ## our engine beside transformers, in one run
 clean: ## delete what was built and installed here; the model's cache stays
 	rm -rf $(VENV) build dist bench-out .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis src/*.egg-info
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
+
+bench-router: $(VENV)/.dev ## the router's decisions: speed and memory, and how well policies place
+	@$(BIN)/python -m diptych.router.bench.bench_decision
+	@$(BIN)/python -m diptych.router.bench.bench_quality
 
 # ---- set-up, in stages; each stamp is older than what it was made from only when that changed ----------------------
 

@@ -38,6 +38,10 @@ class Prompt:
             self._keys[header] = as_keys(block_keys(header.with_salt(self.salt), self.token_ids))
         return self._keys[header]
 
+    def know(self, header: IdentityHeader, keys: Keys) -> None:
+        """The identities are known already."""
+        self._keys[header] = keys
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:

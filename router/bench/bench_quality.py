@@ -1,0 +1,81 @@
+"""How well policies place: hit rate and time to first token on a prefix-heavy trace, 8 simulated workers, virtual time.
+
+    python -m diptych.router.bench.bench_quality [--duration 120] [--rates 2 3.5] [--out FILE]
+
+Every policy gets the same trace, cluster and candidates (see simulation.py); only whom it takes differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from diptych.router.bench.approximate_tree import ApproximateTree
+from diptych.router.bench.report import RESULTS, surroundings, write
+from diptych.router.bench.simulation import Outcome, SimConfig, Simulation
+from diptych.router.bench.svg import bars
+from diptych.router.bench.trace import TraceConfig, TraceRequest, make_trace
+from diptych.router.policies import POLICIES, policy_by_name
+
+TREE = ApproximateTree.name
+
+
+def run(name: str, trace: Sequence[TraceRequest], config: SimConfig, seed: int = 0) -> list[Outcome]:
+    """One policy over the whole trace."""
+    if name == TREE:
+        tree = ApproximateTree(lambda affinity: trace[int.from_bytes(affinity, "little")].keys)
+        return Simulation(config, tree, seed, by_session=False).run(trace)
+    return Simulation(config, policy_by_name(name), seed).run(trace)
+
+
+def summary(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    prompt = sum(outcome.request.num_tokens for outcome in outcomes)
+    cached = sum(outcome.cached for outcome in outcomes)
+    off = sum(abs(outcome.predicted_cached - outcome.cached) for outcome in outcomes)
+    p50, p95, p99 = np.percentile([outcome.ttft_s for outcome in outcomes], [50, 95, 99])
+    return {
+        "hit_rate": round(cached / prompt, 4),
+        "hit_prediction_error": round(off / prompt, 4),
+        "ttft_p50_s": round(float(p50), 4),
+        "ttft_p95_s": round(float(p95), 4),
+        "ttft_p99_s": round(float(p99), 4),
+        "queue_p99_s": round(float(np.percentile([outcome.queued_s for outcome in outcomes], 99)), 4),
+    }
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--duration", type=float, default=120.0, help="virtual seconds in which chats begin")
+    parser.add_argument("--rates", type=float, nargs="+", default=[2.0, 3.5], help="new chats per second")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", default="", help="result file; default: the committed one")
+    given = parser.parse_args(arguments)
+    names = [*POLICIES, TREE]
+    config = SimConfig()
+    runs = []
+    for rate in given.rates:
+        trace_config = TraceConfig(seed=given.seed, duration_s=given.duration, sessions_per_s=rate)
+        trace = make_trace(trace_config)
+        found = {}
+        for name in names:
+            found[name] = summary(run(name, trace, config, given.seed))
+            print(rate, name, found[name], flush=True)
+        runs.append({"trace": dataclasses.asdict(trace_config), "requests": len(trace), "policies": found})
+    result = {"surroundings": surroundings(), "cluster": dataclasses.asdict(config), "runs": runs}
+    path = write("quality", result, given.out)
+    panels = []
+    for rate, entry in zip(given.rates, runs, strict=True):
+        policies = entry["policies"]
+        panels += [
+            (f"p99 TTFT in s, {rate:g} chats/s", {name: policies[name]["ttft_p99_s"] for name in names}),  # type: ignore[index]
+            (f"hit rate in %, {rate:g} chats/s", {name: 100 * policies[name]["hit_rate"] for name in names}),  # type: ignore[index]
+        ]
+    picture = path.with_suffix(".svg") if given.out else RESULTS / "quality.svg"
+    picture.write_text(bars(panels, columns=2), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

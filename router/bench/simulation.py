@@ -1,0 +1,257 @@
+"""A cluster in virtual time around the production placer: index, reservations, costs and policies are the router's own.
+
+    trace --placer.place--> prefill queue --compute--> first token --KV--> decode --answer--> caches, events --delay--> index
+
+A prefill worker computes one prompt after the other at a fixed rate; a decode worker's step grows with its sequences. Both
+keep a prefix cache (least lately used out first) and publish its events; leases are read every `lease_s`.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from diptych.common.store import KvEvent
+from diptych.common.worker_record import WorkerLoad, WorkerRecord
+from diptych.router.bench.trace import BLOCK_SIZE, HEADER, TraceRequest
+from diptych.router.index import BlockIndex
+from diptych.router.placement import Placement, PlacementRequest
+from diptych.router.placer import Candidate, Placer, Prompt
+from diptych.router.policy import Picker
+from diptych.router.reservations import Reservation, Reservations
+
+
+@dataclass(frozen=True, slots=True)
+class SimConfig:
+    num_prefill: int = 4
+    num_decode: int = 4
+    cache_blocks: int = 8192
+    prefill_tokens_per_s: float = 8000.0
+    prefill_fixed_s: float = 0.005
+    step_s: float = 0.010
+    step_per_sequence_s: float = 0.0002
+    kv_bytes_per_token: int = 131_072
+    link_bytes_per_s: float = 10e9
+    event_delay_s: float = 0.02
+    lease_s: float = 0.25
+    local_prefill_max_tokens: int = 64
+
+
+@dataclass(slots=True)
+class Outcome:
+    request: TraceRequest
+    predicted_cached: int
+    cached: int = 0
+    predicted_ttft_s: float = 0.0
+    ttft_s: float = 0.0
+    queued_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _Job:
+    request: TraceRequest
+    placement: Placement
+    attempt: str
+    outcome: Outcome
+    arrived: float
+
+
+@dataclass(slots=True)
+class _Worker:
+    worker_id: str
+    role: str
+    capacity: int
+    cache: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
+    queue: deque[_Job] = field(default_factory=deque)
+    busy: bool = False
+    running: int = 0
+    sequence: int = 0
+
+    def hit_blocks(self, keys: Sequence[bytes]) -> int:
+        for length, key in enumerate(keys):
+            if key not in self.cache:
+                return length
+        return len(keys)
+
+    def store(self, keys: Sequence[bytes]) -> list[KvEvent]:
+        """Hold these blocks; the ends of chains are forgotten first."""
+        fresh = tuple(key for key in keys if key not in self.cache)
+        for key in reversed(keys):
+            self.cache[key] = None
+            self.cache.move_to_end(key)
+        gone = tuple(self.cache.popitem(last=False)[0] for _ in range(max(0, len(self.cache) - self.capacity)))
+        return [self._event(kind, changed) for kind, changed in (("stored", fresh), ("evicted", gone)) if changed]
+
+    def _event(self, kind: str, keys: tuple[bytes, ...]) -> KvEvent:
+        self.sequence += 1
+        return KvEvent("i", 0, self.sequence, kind, keys)
+
+
+class Simulation:
+    """Args:
+    policy: who is taken among the candidates; the request's number is its `affinity` if `by_session` is False.
+    """
+
+    def __init__(self, config: SimConfig, policy: Picker, seed: int = 0, *, by_session: bool = True) -> None:
+        self._config = config
+        self._by_session = by_session
+        self.now = 0.0
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._counter = 0
+        self._index = BlockIndex()
+        self._reservations = Reservations()
+        self._placer = Placer(self._index, self._reservations, random.Random(seed), policy)
+        names = [f"p{i}" for i in range(config.num_prefill)] + [f"d{i}" for i in range(config.num_decode)]
+        self._workers = {
+            name: _Worker(name, "prefill" if name[0] == "p" else "decode", config.cache_blocks) for name in names
+        }
+        for name in names:
+            self._index.register(name, "i", 0, 0)
+        self._bases = {name: self._record(worker) for name, worker in self._workers.items()}
+        self.outcomes: list[Outcome] = []
+        self._left = 0
+
+    def run(self, trace: Sequence[TraceRequest]) -> list[Outcome]:
+        self._left = len(trace)
+        for request in trace:
+            self._at(request.at, lambda request=request: self._arrive(request))  # type: ignore[misc]
+        self._read_leases()
+        while self._due:
+            self.now, _, action = heapq.heappop(self._due)
+            action()
+        return self.outcomes
+
+    def _at(self, when: float, action: Callable[[], None]) -> None:
+        self._counter += 1
+        heapq.heappush(self._due, (when, self._counter, action))
+
+    # ---- what the router sees ------------------------------------------------------------------------------------
+
+    def _record(self, worker: _Worker) -> WorkerRecord:
+        config = self._config
+        return WorkerRecord(
+            worker_id=worker.worker_id,
+            incarnation="i",
+            role=worker.role,
+            address="127.0.0.1:1",
+            pid=1,
+            model="model",
+            compat={},
+            kv_bytes_per_token=config.kv_bytes_per_token,
+            num_blocks=config.cache_blocks,
+            block_size=BLOCK_SIZE,
+            max_model_len=131_072,
+            max_num_seqs=256,
+            event_epoch=0,
+        )
+
+    def _read_leases(self) -> None:
+        sides: dict[str, list[Candidate]] = {"prefill": [], "decode": []}
+        config = self._config
+        for name, worker in self._workers.items():
+            load = WorkerLoad(
+                num_running=worker.running,
+                num_waiting=len(worker.queue),
+                waiting_prompt_tokens=sum(
+                    job.request.num_tokens - job.outcome.predicted_cached for job in worker.queue
+                ),
+                prefill_tokens_per_s=config.prefill_tokens_per_s,
+                decode_step_s=self._step_s(worker),
+                link_bytes_per_s=dict.fromkeys(self._workers, config.link_bytes_per_s)
+                if worker.role == "decode"
+                else {},
+            )
+            record = msgspec.structs.replace(self._bases[name], load=load)
+            sides[worker.role].append(Candidate(record, self.now, HEADER))
+        self._placer.set_fleet(sides["prefill"], sides["decode"], {}, {})
+        if self._left:
+            self._at(self.now + config.lease_s, self._read_leases)
+
+    def _publish(self, worker: _Worker, keys: Sequence[bytes]) -> None:
+        if events := worker.store(keys):
+            self._at(self.now + self._config.event_delay_s, lambda: self._index.apply_all(worker.worker_id, events))
+
+    # ---- a request's life ----------------------------------------------------------------------------------------
+
+    def _arrive(self, request: TraceRequest) -> None:
+        prompt = Prompt(range(request.num_tokens))
+        prompt.know(HEADER, request.array)
+        name = request.session if self._by_session else request.number
+        wish = PlacementRequest(
+            request.num_tokens, self._config.local_prefill_max_tokens, affinity=name.to_bytes(8, "little")
+        )
+        placement = self._placer.place(wish, prompt, self.now)
+        assert isinstance(placement, Placement)
+        chosen = placement.chosen
+        computes = (chosen.prefill or chosen.decode).worker_id
+        outcome = Outcome(request, chosen.cached_tokens, predicted_ttft_s=chosen.ttft_ms / 1000.0)
+        self.outcomes.append(outcome)
+        job = _Job(request, placement, str(request.number), outcome, self.now)
+        uncached = request.num_tokens - (chosen.prefill or chosen.decode).hit_tokens
+        self._reservations.reserve(job.attempt, Reservation(computes, chosen.decode.worker_id, uncached))
+        if chosen.prefill is None:
+            self._compute_on_decode(job)
+        else:
+            worker = self._workers[computes]
+            worker.queue.append(job)
+            self._start(worker)
+
+    def _uncached(self, worker: _Worker, request: TraceRequest) -> int:
+        usable = min(worker.hit_blocks(request.keys), (request.num_tokens - 1) // BLOCK_SIZE)
+        return request.num_tokens - usable * BLOCK_SIZE
+
+    def _start(self, worker: _Worker) -> None:
+        if worker.busy or not worker.queue:
+            return
+        worker.busy = True
+        job = worker.queue.popleft()
+        job.outcome.queued_s = self.now - job.arrived
+        uncached = self._uncached(worker, job.request)
+        decode = self._workers[job.placement.decode.worker_id]
+        job.outcome.cached = job.request.num_tokens - min(uncached, self._uncached(decode, job.request))
+        took = self._config.prefill_fixed_s + uncached / self._config.prefill_tokens_per_s
+        self._at(self.now + took, lambda: self._computed(worker, job))
+
+    def _computed(self, worker: _Worker, job: _Job) -> None:
+        worker.busy = False
+        self._publish(worker, job.request.keys)
+        self._first_token(job)
+        decode = self._workers[job.placement.decode.worker_id]
+        moved = self._uncached(decode, job.request) * self._config.kv_bytes_per_token
+        self._at(self.now + moved / self._config.link_bytes_per_s, lambda: self._decode(decode, job))
+        self._start(worker)
+
+    def _compute_on_decode(self, job: _Job) -> None:
+        decode = self._workers[job.placement.decode.worker_id]
+        uncached = self._uncached(decode, job.request)
+        job.outcome.cached = job.request.num_tokens - uncached
+        took = self._step_s(decode) + uncached / self._config.prefill_tokens_per_s
+
+        def done() -> None:
+            self._first_token(job)
+            self._decode(decode, job)
+
+        self._at(self.now + took, done)
+
+    def _first_token(self, job: _Job) -> None:
+        job.outcome.ttft_s = self.now - job.arrived
+        self._reservations.prompt_computed(job.attempt)
+
+    def _step_s(self, worker: _Worker) -> float:
+        return self._config.step_s + self._config.step_per_sequence_s * worker.running
+
+    def _decode(self, worker: _Worker, job: _Job) -> None:
+        worker.running += 1
+        self._publish(worker, job.request.keys)
+        self._at(self.now + job.request.num_answer * self._step_s(worker), lambda: self._finished(worker, job))
+
+    def _finished(self, worker: _Worker, job: _Job) -> None:
+        worker.running -= 1
+        self._left -= 1
+        self._reservations.release(job.attempt)
+        self._publish(worker, job.request.later_keys)

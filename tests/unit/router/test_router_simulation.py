@@ -1,0 +1,45 @@
+import pytest
+
+from diptych.router.bench.bench_quality import TREE, run, summary
+from diptych.router.bench.simulation import SimConfig
+from diptych.router.bench.svg import bars
+from diptych.router.bench.trace import BLOCK_SIZE, TraceConfig, make_trace
+from diptych.router.policies import POLICIES
+
+
+@pytest.fixture(scope="module")
+def trace():
+    return make_trace(TraceConfig(seed=3, duration_s=8.0, sessions_per_s=3.0))
+
+
+def test_the_trace_is_seeded_ordered_and_shares_prefixes(trace):
+    again = make_trace(TraceConfig(seed=3, duration_s=8.0, sessions_per_s=3.0))
+    assert [(r.at, r.num_tokens, r.keys) for r in again] == [(r.at, r.num_tokens, r.keys) for r in trace]
+    assert [r.at for r in trace] == sorted(r.at for r in trace)
+    by_session = {}
+    for request in trace:
+        assert len(request.keys) == request.num_tokens // BLOCK_SIZE
+        before = by_session.get(request.session)
+        assert before is None or request.keys[: len(before)] == before
+        by_session[request.session] = request.later_keys
+    assert len({request.keys[0] for request in trace}) < len(by_session)
+
+
+def test_placement_by_cost_finds_the_caches_and_its_predictions_hold(trace):
+    ours, chance = (summary(run(name, trace, SimConfig())) for name in ("cost", "random"))
+    assert ours["hit_rate"] > chance["hit_rate"] + 0.1
+    assert ours["ttft_p99_s"] * 1.5 < chance["ttft_p99_s"]
+    assert ours["hit_prediction_error"] < 0.01
+
+
+@pytest.mark.parametrize("name", [*POLICIES, TREE])
+def test_every_policy_serves_everything(name, trace):
+    outcomes = run(name, trace[:40], SimConfig())
+    assert len(outcomes) == 40
+    assert all(outcome.ttft_s > 0 for outcome in outcomes)
+
+
+def test_bars_are_drawn_for_every_name():
+    picture = bars([("a < b", {"x": 1.0, "y": 2.0}), ("c", {"x": 0.0})], columns=2)
+    assert picture.count("<rect") == 4
+    assert "a &lt; b" in picture
