@@ -11,6 +11,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -94,10 +95,12 @@ def _cost(
     async def measured(chosen: BenchConfig) -> tuple[RunRecord, float]:
         async with opened(chosen, [Place(text)]) as targets:
             target, model, _ = targets[0]
-            before = sum(process.cpu_times()[:2])
+            began, before = time.monotonic(), sum(process.cpu_times()[:2])
             run = await measure(target, model, chosen, chosen.items(), live.silent)
-            return run, sum(process.cpu_times()[:2]) - before
+            spent = sum(process.cpu_times()[:2]) - before
+            return run, max(1e-6, spent - idle_share * (time.monotonic() - began))
 
+    idle_share = _idle_share(process)
     per_request: dict[int, float] = {}
     chunks = 0.0
     for tokens in (SHORT, LONG):
@@ -109,6 +112,13 @@ def _cost(
         chunks = sum(len(record.chunk_times) for record in run.records) / (sent * tokens)
     per_token = max(1e-9, (per_request[LONG] - per_request[SHORT]) / (LONG - SHORT))
     return RouterCost(face, prompt_tokens, concurrency, per_request[SHORT] * 1e6, per_token * 1e6, chunks)
+
+
+def _idle_share(process: psutil.Process, seconds: float = 2.0) -> float:
+    """CPU seconds a second of a router that has nothing to relay: not the requests' cost."""
+    before = sum(process.cpu_times()[:2])
+    time.sleep(seconds)
+    return float(sum(process.cpu_times()[:2]) - before) / seconds
 
 
 def _write(costs: Sequence[RouterCost], requests: int, out: Path) -> None:

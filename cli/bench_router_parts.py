@@ -17,8 +17,9 @@ import uvloop
 
 from diptych.common.block_identity import IdentityHeader, golden_key
 from diptych.common.clock import MonotonicClock
+from diptych.common.errors import ConfigError
 from diptych.common.metrics import Metrics
-from diptych.common.revision import tokenizer_revision
+from diptych.common.revision import model_revision, tokenizer_revision
 from diptych.common.secret import create_secret, derive_key
 from diptych.common.store_memory import MemoryStore
 from diptych.common.worker_record import WorkerRecord
@@ -28,6 +29,7 @@ from diptych.router.frontend import Frontend
 from diptych.router.server import Faces
 
 BLOCK_SIZE = 16
+READY_DEADLINE_S = 30.0
 
 
 async def run_decode() -> None:
@@ -44,7 +46,7 @@ async def run_router(folder: Path, decode_address: str) -> None:
         store = MemoryStore(clock)
         header = IdentityHeader(
             key=derive_key(secret, "block identity"),
-            model_revision="bench",
+            model_revision=model_revision(folder),
             tokenizer_revision=tokenizer_revision(folder),
             kv_dtype="float32",
             block_size=BLOCK_SIZE,
@@ -56,7 +58,10 @@ async def run_router(folder: Path, decode_address: str) -> None:
         faces = Faces("127.0.0.1", 0, 0)
         await frontend.start()
         addresses = await faces.start(frontend, getattr(frontend, "metrics", None) or Metrics())
-        while not frontend.ready()[0]:  # noqa: ASYNC110 - the parent has a deadline
+        until = clock.now() + READY_DEADLINE_S
+        while not frontend.ready()[0]:
+            if clock.now() > until:
+                raise ConfigError("router", addresses.http, f"not ready: {'; '.join(frontend.ready()[1])}")
             await asyncio.sleep(0.05)
         print("serves", addresses.http, addresses.grpc, flush=True)
         await asyncio.Event().wait()
