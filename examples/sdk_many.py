@@ -1,0 +1,36 @@
+"""Ask many questions at once over one connection.
+
+python examples/sdk_many.py [host:port]
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from diptych.client import AsyncClient, DiptychError, OverloadedError
+
+WORDS = ["sea", "sky", "sun", "wind", "rain", "snow", "stone", "tree"]
+
+
+async def ask(client: AsyncClient, word: str) -> str:
+    for _ in range(3):
+        try:
+            return (await client.generate(prompt=f"A line about the {word}:", max_tokens=16, timeout_s=60.0)).text
+        except OverloadedError as error:  # shed before any work: the server says when to come back
+            await asyncio.sleep(error.retry_after_s or 1.0)
+        except DiptychError as error:
+            return f"({type(error).__name__}: {error.message})"
+    return "(given up: the cluster is full)"
+
+
+async def main(address: str = "127.0.0.1:50050") -> int:
+    async with AsyncClient(address) as client:
+        answers = await asyncio.gather(*(ask(client, word) for word in WORDS))
+    for word, answer in zip(WORDS, answers, strict=True):
+        print(f"{word}: {answer.strip()}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(asyncio.run(main(*sys.argv[1:])))

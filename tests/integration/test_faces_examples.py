@@ -1,0 +1,60 @@
+"""Every example runs to its end against a router whose frontend is a script, with keys on."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from pathlib import Path
+
+import grpc.aio
+import pytest
+
+from diptych.router.auth import Authenticator
+from diptych.router.auth_keys import add_key
+from diptych.router.fake_door import FakeDoor, hello_script
+from diptych.router.server import Faces
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+SAYS = {
+    "sdk_stream.py": "Hello there",
+    "sdk_many.py": "tree: Hello there",
+    "sdk_logprobs.py": "choice 0: 'Hello there' (stop)",
+    "openai_stream.py": "Hello there",
+    "http_plain.py": "Hello there",
+}
+WAIT_S = 60.0
+
+grpc.aio.init_grpc_aio()
+
+
+def test_every_example_is_run_here_and_told_of_in_the_readme() -> None:
+    assert {path.name for path in EXAMPLES.glob("*.py")} == set(SAYS)
+    readme = (EXAMPLES / "README.md").read_text()
+    assert all(f"`{name}`" in readme for name in SAYS)
+
+
+@pytest.mark.parametrize("name", sorted(SAYS))
+async def test_example(name: str, tmp_path: Path) -> None:
+    key, _ = add_key(tmp_path / "keys.json", "acme", now=0.0)
+    faces = Faces("127.0.0.1", 0, 0, keys=Authenticator(tmp_path / "keys.json", now=time.monotonic))
+    door = FakeDoor(hello_script())
+    try:
+        addresses = await faces.start(door, door.metrics)
+        target = addresses.grpc if name.startswith("sdk_") else f"http://{addresses.http}/v1"
+        child = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-P",
+            str(EXAMPLES / name),
+            target,
+            env=os.environ | {"DIPTYCH_API_KEY": key, "OPENAI_API_KEY": key},
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        out, err = await asyncio.wait_for(child.communicate(), WAIT_S)
+    finally:
+        await faces.stop(1.0)
+    assert child.returncode == 0, err.decode()
+    assert SAYS[name] in out.decode()
+    assert {spec.tenant for spec in door.specs} == {"acme"}
