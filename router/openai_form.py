@@ -138,7 +138,10 @@ class _Answer:
         extra = {}
         if event.explanation is not None:
             extra["diptych"] = explanation_object(event.explanation)
-        out = b"".join(self._choice_end(c, event, extra) for c in self.choices if c.finish_reason is None)
+        running = [choice for choice in self.choices if choice.finish_reason is None]
+        out = b"".join(self._choice_end(choice, event, extra) for choice in running)
+        if extra and not running and not self.wishes.include_usage:  # every choice has had its last chunk
+            out += sse(self.head() | {"choices": []} | extra)
         if self.wishes.include_usage:
             out += sse(self.head() | {"choices": [], "usage": self.usage(event)} | extra)
         return out + DONE

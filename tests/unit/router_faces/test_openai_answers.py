@@ -218,6 +218,15 @@ def test_several_choices_end_each_for_themselves() -> None:
     assert whole[1]["stop_reason"] == "!"
 
 
+def test_the_explanation_of_several_choices_comes_after_them() -> None:
+    form = make_form(prepared=prepared_with(n=2))
+    for choice in (0, 1):
+        form.chunks(ChoiceFinishedEvent(choice, FinishReason.STOP, "", None))
+    explained = replace(STOPPED, explanation=types_pb2.Explanation(prefill="p0"))
+    chunk = parsed(form.chunks(explained).removesuffix(DONE))
+    assert (chunk["choices"], chunk["diptych"]["prefill"]) == ([], "p0")
+
+
 ENTRIES = (TokenLogprob(7, -0.5, 1, ((7, -0.5), (9, -2.0))), TokenLogprob(8, float("-inf"), 3, ((9, -0.25),)))
 
 
