@@ -7,6 +7,7 @@ import pytest
 from diptych.common.detokenizer import StopChecker
 from diptych.common.errors import InvalidRequestError
 from diptych.common.sampling import FinishReason, SamplingParams
+from diptych.engine.sched.admission import ModelLimits, make_output
 from diptych.engine.sched.output import OutputProcessor
 
 EOS = 0
@@ -138,3 +139,37 @@ def test_a_detokenizer_that_breaks_ends_its_request_alone(kit):
     assert "no such token" in str(forced.error)
     assert "no such token" in str(fresh.error)
     assert engine.core.scheduler.kv.pool.counts.running == 0
+
+
+def test_the_stop_string_is_shown_when_asked_for():
+    output = make(stop=("END",), include_stop_str_in_output=True)
+    assert "".join(feed(output, "abEND")) == "abEND"
+    assert output.finish is not None
+    assert output.finish.stop_string == "END"
+    output = make(stop_token_ids=(65,), include_stop_str_in_output=True)
+    assert output.push(65) == "A"
+    assert output.finish is not None
+    assert output.finish.stop_token_id == 65
+
+
+@pytest.mark.parametrize("sent", range(4))
+def test_stop_strings_count_from_min_tokens_on(sent):
+    def make_late():
+        sampling = SamplingParams(max_tokens=20, stop=("ab",), min_tokens=4)
+        limits = ModelLimits(100, 2000, frozenset({EOS}), 1)
+        return make_output(sampling, limits, 20, ToyDetokenizer)
+
+    output = make_late()
+    assert "".join(feed(output, "ababxab")) == "ababx"
+    assert output.finish is not None
+    assert (output.finish.stop_string, output.num_outputs) == ("ab", 7)
+    resumed = make_late()
+    resumed.prime(ord(c) for c in "ababxab"[:sent])
+    assert "".join(feed(resumed, "ababxab"[sent:])) == "ababx"[sent:]
+
+
+def test_a_stop_string_may_end_at_the_min_tokens_th_token():
+    limits = ModelLimits(100, 2000, frozenset({EOS}), 1)
+    output = make_output(SamplingParams(max_tokens=20, stop=("b",), min_tokens=2), limits, 20, ToyDetokenizer)
+    assert "".join(feed(output, "bb")) == "b"
+    assert output.finish is not None
