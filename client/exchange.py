@@ -7,6 +7,7 @@ WAITING --Started--> STREAMING --Finished--> FINISHED --end of stream--> (result
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -23,7 +24,7 @@ from diptych.client.types import (
     logprobs_from,
     usage_from,
 )
-from diptych.common.errors import DiptychError, RequestDeadlineError
+from diptych.common.errors import DiptychError, InvalidRequestError, RequestDeadlineError
 from diptych.rpc.v1 import router_pb2, types_pb2
 
 UNAVAILABLE = 14
@@ -52,6 +53,14 @@ class State(Enum):
     FAILED = "failed"
 
 
+def checked_timeout(timeout_s: object) -> float:
+    """Raises: InvalidRequestError unless it is a positive, finite number of seconds: every call has a deadline."""
+    number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
+    if not number or not 0.0 < timeout_s < math.inf:  # type: ignore[operator]
+        raise InvalidRequestError("timeout_s must be a positive, finite number of seconds", param="timeout_s")
+    return float(timeout_s)  # type: ignore[arg-type]
+
+
 class Attempts:
     """Deadline and retries of one call.
 
@@ -61,7 +70,7 @@ class Attempts:
     """
 
     def __init__(self, timeout_s: float, retry: RetryPolicy, now: Callable[[], float], rng: Random) -> None:
-        self._timeout_s = timeout_s
+        self._timeout_s = checked_timeout(timeout_s)
         self._retry = retry
         self._now = now
         self._rng = rng

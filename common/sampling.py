@@ -10,6 +10,8 @@ from enum import Enum
 from diptych.common.errors import InvalidRequestError
 
 MAX_STOP_STRINGS = 16
+MAX_STOP_TOKEN_IDS = 256
+MAX_ALLOWED_TOKEN_IDS = 16_384
 MAX_STOP_STRING_BYTES = 256
 MAX_SEED = 2**64 - 1
 MAX_TOP_LOGPROBS = 20
@@ -108,9 +110,11 @@ def _integer(value: object, param: str) -> int:
     return value
 
 
-def _ids(value: object, param: str, vocab_size: int) -> tuple[int, ...]:
+def _ids(value: object, param: str, vocab_size: int, at_most: int) -> tuple[int, ...]:
     if not isinstance(value, (list, tuple)):
         raise InvalidRequestError(f"{param} must be a list", param=param)
+    if len(value) > at_most:  # before anything looks at each: millions of them would hold up the event loop
+        raise InvalidRequestError(f"{param} takes at most {at_most} token ids, got {len(value)}", param=param)
     ids = tuple(_integer(i, param) for i in value)
     if any(not 0 <= i < vocab_size for i in ids):
         raise InvalidRequestError(f"{param} must be below the vocabulary size {vocab_size}", param=param)
@@ -169,7 +173,7 @@ def _biases(value: object, vocab_size: int) -> tuple[tuple[int, float], ...]:
     for key, bias in pairs:
         if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10:
             key = int(key)
-        (token,) = _ids((key,), param, vocab_size)
+        (token,) = _ids((key,), param, vocab_size, 1)
         if token in out:
             raise InvalidRequestError(f"logit_bias names token {token} twice", param=param)
         out[token] = _between(bias, param, -100.0, 100.0)
@@ -182,8 +186,8 @@ def _bad_words(value: object, vocab_size: int) -> tuple[tuple[int, ...], ...]:
         raise InvalidRequestError("bad_words must be a list", param=param)
     if len(value) > MAX_BAD_WORDS:
         raise InvalidRequestError(f"bad_words takes at most {MAX_BAD_WORDS} words, got {len(value)}", param=param)
-    words = tuple(_ids(word, param, vocab_size) for word in value)
-    if any(not 1 <= len(word) <= MAX_BAD_WORD_TOKENS for word in words):
+    words = tuple(_ids(word, param, vocab_size, MAX_BAD_WORD_TOKENS) for word in value)
+    if not all(words):
         raise InvalidRequestError(f"a bad word has 1 to {MAX_BAD_WORD_TOKENS} tokens", param=param)
     return words
 
@@ -252,14 +256,14 @@ def check_sampling(
         top_p=p,
         top_k=max(k, 0),
         ignore_eos=_flag(ignore_eos, "ignore_eos"),
-        stop_token_ids=_ids(stop_token_ids, "stop_token_ids", vocab_size),
+        stop_token_ids=_ids(stop_token_ids, "stop_token_ids", vocab_size, MAX_STOP_TOKEN_IDS),
         stop=_stops(stop),
         min_p=_between(min_p, "min_p", 0.0, 1.0),
         presence_penalty=_between(presence_penalty, "presence_penalty", -2.0, 2.0),
         frequency_penalty=_between(frequency_penalty, "frequency_penalty", -2.0, 2.0),
         repetition_penalty=r,
         logit_bias=_biases(logit_bias, vocab_size),
-        allowed_token_ids=_ids(allowed_token_ids, "allowed_token_ids", vocab_size),
+        allowed_token_ids=_ids(allowed_token_ids, "allowed_token_ids", vocab_size, MAX_ALLOWED_TOKEN_IDS),
         bad_words=_bad_words(bad_words, vocab_size),
         min_tokens=least,
         include_stop_str_in_output=_flag(include_stop_str_in_output, "include_stop_str_in_output"),

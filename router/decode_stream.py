@@ -16,7 +16,8 @@ from collections.abc import AsyncIterator, Callable
 import grpc
 import structlog
 
-from diptych.common.errors import DiptychError, OverloadedError, WorkerLostError
+from diptych.common.errors import DiptychError, InvalidRequestError, OverloadedError, WorkerLostError
+from diptych.rpc.channels import MAX_MESSAGE_BYTES
 from diptych.rpc.v1 import decode_pb2, decode_pb2_grpc
 
 log = structlog.get_logger(__name__)
@@ -25,6 +26,7 @@ _CONNECT_TIMEOUT_S = 2.0
 _PAUSE_S, _MAX_PAUSE_S = 0.1, 1.0
 MAX_BUFFERED_BYTES = 1024 * 1024
 _TOKEN_BYTES = 8
+_COMMAND_OVERHEAD_BYTES = 64
 
 
 class Attempt:
@@ -145,9 +147,12 @@ class DecodeStream:
             await asyncio.gather(task, return_exceptions=True)
 
     def open(self, submit: decode_pb2.Submit) -> Attempt:
-        """Submit an attempt. Raises: WorkerLostError when the stream is down."""
+        """Submit an attempt. Raises: WorkerLostError when the stream is down, InvalidRequestError when it is too large."""
         if self._commands is None:
             raise WorkerLostError(f"decode worker {self._worker_id} cannot be reached")
+        if submit.ByteSize() > MAX_MESSAGE_BYTES - _COMMAND_OVERHEAD_BYTES:
+            # gRPC would break the whole stream over it, and with it every other request.
+            raise InvalidRequestError(f"the request takes {submit.ByteSize()} bytes on the wire: too many")
         attempt = Attempt(self, submit.attempt, self._max_buffered_bytes)
         self._attempts[submit.attempt] = attempt
         self._commands.put_nowait(decode_pb2.Command(submit=submit))

@@ -10,6 +10,7 @@ import msgspec
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from diptych.common.errors import DiptychError
@@ -89,7 +90,11 @@ def install(app: FastAPI) -> None:
             error_object(500, "internal error; the log of the server has the trace", code="internal"), 500
         )
 
+    async def on_gone(request: Request, error: Exception) -> Response:
+        return Response(status_code=499)  # nobody reads it: the client left while it sent its body
+
     app.add_exception_handler(DiptychError, on_diptych)
+    app.add_exception_handler(ClientDisconnect, on_gone)
     app.add_exception_handler(HTTPException, on_http)
     app.add_exception_handler(RequestValidationError, on_validation)
     app.add_exception_handler(Exception, on_bug)

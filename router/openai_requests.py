@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -16,6 +16,9 @@ from diptych.router.openai_form import ChatForm, CompletionForm, Form, Scene, Wi
 from diptych.router.openai_tools import ChatMessage, Tool, offered_tools, template_messages
 
 _Model = TypeVar("_Model", bound=BaseModel)
+_Item = TypeVar("_Item")
+Items: TypeAlias = Annotated[list[_Item], Field(fail_fast=True)]
+"""A list that is given up at its first bad element: a body of millions of them must not cost as many errors."""
 
 _UNION_FORMS = {
     "prompt": "a string or a list of token ids",
@@ -66,16 +69,16 @@ class Sampled(BaseModel):
     top_p: float | None = None
     top_k: int | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Items[str] | None = None
+    stop_token_ids: Items[int] | None = None
     ignore_eos: bool | None = None
     min_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, Any] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    allowed_token_ids: Items[int] | None = None
+    bad_words: Items[str] | None = None
     min_tokens: int | None = None
     include_stop_str_in_output: bool | None = None
     stream: bool | None = None
@@ -98,11 +101,11 @@ class _Common(Sampled):
 class ChatCompletionRequest(_Common):
     """Body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[Items[ChatMessage], Field(min_length=1)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[Tool] | None = None
+    tools: Items[Tool] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
@@ -112,7 +115,7 @@ class ChatCompletionRequest(_Common):
 class CompletionRequest(_Common):
     """Body of POST /v1/completions. One prompt: text or token ids."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | Items[int] | Items[str] | Items[Items[int]]
     echo: bool | None = None
     logprobs: int | None = None
     add_special_tokens: bool | None = None

@@ -20,7 +20,7 @@ from diptych.router.messages import FinishedEvent, GenerateEvent, GenerateSpec, 
 from diptych.router.openai_answers import explanation_object
 from diptych.router.openai_fields import RESPONSES_NOT_BUILT, UnknownFields, refuse_unbuilt
 from diptych.router.openai_form import Scene, Wishes, make_choice
-from diptych.router.openai_requests import Call, Sampled, note_unknown, sampling_fields, validate
+from diptych.router.openai_requests import Call, Items, Sampled, note_unknown, sampling_fields, validate
 from diptych.router.tools_pieces import Content
 
 _TEXT_PARTS = ("input_text", "output_text", "text")
@@ -50,7 +50,7 @@ class InputMessage(BaseModel):
 class ResponsesRequest(Sampled):
     """Body of POST /v1/responses."""
 
-    input: str | list[InputMessage]
+    input: str | Items[InputMessage]
     instructions: str | None = None
     max_output_tokens: int | None = None
     store: bool | None = None

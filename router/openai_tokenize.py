@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from diptych.common.errors import InvalidRequestError
 from diptych.router.messages import GenerateSpec, ModelFeatures
-from diptych.router.openai_requests import validate
+from diptych.router.openai_requests import Items, validate
 from diptych.router.openai_tools import ChatMessage, Tool, offered_tools, template_messages
 
 
@@ -19,8 +19,8 @@ class TokenizeRequest(BaseModel):
 
     model: str = ""
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
-    tools: list[Tool] | None = None
+    messages: Annotated[Items[ChatMessage], Field(min_length=1)] | None = None
+    tools: Items[Tool] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
@@ -31,7 +31,7 @@ class DetokenizeRequest(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
     model: str = ""
-    tokens: list[int]
+    tokens: Items[int]
 
 
 def tokenize_spec(body: dict[str, Any], features: ModelFeatures) -> tuple[GenerateSpec, bool]:

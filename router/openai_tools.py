@@ -57,7 +57,7 @@ class ChatMessage(_Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | None = None
     reasoning_content: str | None = None
-    tool_calls: Annotated[list[ToolCallMessage], Field(max_length=MAX_TOOLS)] | None = None
+    tool_calls: Annotated[list[ToolCallMessage], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_call_id: str | None = None
 
     @field_validator("content", mode="before")

@@ -22,6 +22,7 @@ from diptych.rpc.v1 import worker_pb2, worker_pb2_grpc
 
 log = structlog.get_logger(__name__)
 
+_STALL_S = 0.25
 _DUMP_TIMEOUT_S = 10.0
 _MAX_DUMP_KEYS = 4_000_000
 
@@ -120,7 +121,11 @@ class WorkerLink:
                 return
             if self.why_not() != before:
                 self._on_change()
+            asleep = self._clock.now()
             await asyncio.sleep(self._probe_s)
+            stalled_s = self._clock.now() - asleep - self._probe_s
+            if stalled_s > _STALL_S:  # it was this process that did not listen: no silence of the worker's
+                self._last_answer += stalled_s
 
     async def dump_blocks(self) -> CacheDump:
         """What the worker's prefix cache holds. Raises: DiptychError."""

@@ -17,7 +17,7 @@ from diptych.client import (
     UnreachableError,
     WorkerLostError,
 )
-from diptych.client.exchange import Attempts, Exchange
+from diptych.client.exchange import Attempts, Exchange, checked_timeout
 from diptych.common.clock import FakeClock
 from diptych.rpc.v1 import router_pb2, types_pb2
 
@@ -133,3 +133,10 @@ def test_the_deadline_counts_over_all_tries() -> None:
     clock.advance(0.5)
     with pytest.raises(RequestDeadlineError, match="timeout_s=2"):
         attempts.remaining_s()
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1.0, float("inf"), float("nan"), "a", True, None])
+def test_a_call_without_a_usable_deadline_is_refused_by_name(timeout_s):
+    with pytest.raises(InvalidRequestError) as caught:
+        checked_timeout(timeout_s)
+    assert caught.value.param == "timeout_s"
