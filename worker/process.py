@@ -71,7 +71,12 @@ async def serve(config: WorkerConfig, make_role: RoleFactory) -> int:
     runtime = WorkerRuntime(
         config, loading.result(), make_transfer=make_transfer, make_role=make_role, store=_store(config)
     )
-    await runtime.start()
+    starting = asyncio.create_task(runtime.start())
+    await _first(starting, signals.once.wait())
+    if not starting.done():
+        # Nobody knows of this worker yet, so there is nothing to drain: it may wait for a store that never comes.
+        os._exit(_exit_code(signals))
+    starting.result()
     ready = {"worker_id": runtime.worker_id, "address": runtime.address, "pid": os.getpid()}
     print("READY " + json.dumps(ready), flush=True)
     log.info("ready", address=runtime.address, transport=runtime.transfer.path, incarnation=runtime.incarnation)
