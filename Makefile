@@ -12,6 +12,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 TORCH_VERSION ?= 2.13.0
 # Where torch comes from, for example: make up TORCH_INDEX_ARGS="--index-url <PyTorch's index of CPU wheels>"
 TORCH_INDEX_ARGS ?=
+# Python with torch, Triton and the worker's packages, on a machine with a GPU.
+GPU_PYTHON ?= $(BIN)/python
 # More flags of `diptych up`, for example: make up ARGS="--http-port 8080"
 ARGS ?=
 
@@ -20,7 +22,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet
 PROTO_SOURCES := $(wildcard proto/diptych/rpc/v1/*.proto)
 
-.PHONY: help check test test-full up down proto model golden bench bench-router bench-engine clean
+.PHONY: help check test test-full up down proto model golden bench bench-router bench-engine test-gpu bench-gpu clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -60,6 +62,13 @@ bench: $(VENV)/.dev model ## the CPU benchmarks, under ten minutes on two quiet 
 
 bench-engine: $(VENV)/.dev model ## our engine beside transformers, in one run
 	@$(BIN)/python -m diptych.engine.exec.bench.bench_vs_transformers $(ARGS)
+
+test-gpu: ## the tests that need a CUDA device, with the Python that GPU_PYTHON names
+	@PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" TRITON_INTERPRET=0 $(GPU_PYTHON) -m pytest -m gpu tests/kernels tests/unit/engine_exec $(ARGS)
+
+bench-gpu: ## kernels alone, and whole steps of a model of 8 billion random weights; results into bench/results/
+	@PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" TRITON_INTERPRET=0 $(GPU_PYTHON) -m diptych.kernels.bench.bench_kernels --out bench/results/gpu-kernels.json
+	@PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" TRITON_INTERPRET=0 $(GPU_PYTHON) -m diptych.engine.exec.bench.bench_gpu_step --out bench/results/gpu-step.json
 
 clean: ## delete what was built and installed here; the model's cache stays
 	rm -rf $(VENV) build dist bench-out .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis src/*.egg-info

@@ -1,5 +1,4 @@
-"""Linear layers for few rows in Triton: bound by reading the weight once, which cuBLAS does at half to three quarters of the
-memory's speed for the smaller projections.
+"""Linear layers for few rows in Triton: bound by reading the weight once.
 
 One program owns BLOCK_N output columns and streams their weight rows, all of K, through a deep pipeline: no split of K, so no
 second kernel and no atomics, and the result does not depend on timing. With SILU it owns the same columns of gate and of up,
@@ -19,23 +18,6 @@ from torch import Tensor
 from diptych.kernels.pdl import use_pdl
 
 MAX_ROWS = 64
-LINE = tl.constexpr(64)
-"""Elements of one 128-byte line, in half precision."""
-PREFETCH_BYTES = 16 << 20
-"""Of the whole weight; the L2 holds 50 MB and more."""
-
-
-@triton.jit
-def _prefetch(pointers):
-    """Ask the L2 for the lines of global memory at `pointers`."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [pointers.to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -53,7 +35,6 @@ def _small_matmul_kernel(
     BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr,
     SILU: tl.constexpr,
-    PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row = tl.arange(0, ROWS)
@@ -65,14 +46,7 @@ def _small_matmul_kernel(
     w_at = weight_ptr + column[:, None].to(tl.int64) * stride_weight + k[None, :]
     up_at = w_at + num_columns.to(tl.int64) * stride_weight
     if PDL:
-        # The weight is nobody's output: its first part is on its way into the L2 while the kernel before still runs.
         tl.extra.cuda.gdc_launch_dependents()
-        if EVEN and PREFETCH > 0:
-            line = tl.arange(0, PREFETCH // LINE) * LINE
-            first = weight_ptr + column[:, None].to(tl.int64) * stride_weight + line[None, :]
-            _prefetch(first)
-            if SILU:
-                _prefetch(first + num_columns.to(tl.int64) * stride_weight)
         tl.extra.cuda.gdc_wait()
     acc = tl.zeros([ROWS, BLOCK_N], tl.float32)
     acc_up = tl.zeros([ROWS, BLOCK_N], tl.float32)
@@ -134,8 +108,6 @@ def small_matmul(x: Tensor, weight: Tensor, *, silu: bool = False, shape: Matmul
     if silu and weight.shape[0] % 2:
         raise ValueError(f"{weight.shape[0]} rows of weight are not gate and up")
     cut, pdl = shape or choose_shape(num_rows, columns, silu=silu), use_pdl(x.device)
-    wanted = PREFETCH_BYTES // (weight.shape[0] * x.element_size())
-    prefetch = 1 << max(0, min(wanted, size).bit_length() - 1)  # a power of two, at most what is there
     out = torch.empty((num_rows, columns), dtype=x.dtype, device=x.device)
     _small_matmul_kernel[(triton.cdiv(columns, cut.block_n),)](
         x,
@@ -151,7 +123,6 @@ def small_matmul(x: Tensor, weight: Tensor, *, silu: bool = False, shape: Matmul
         BLOCK_K=cut.block_k,
         EVEN=size % cut.block_k == 0 and columns % cut.block_n == 0,
         SILU=silu,
-        PREFETCH=prefetch if prefetch >= 64 else 0,
         PDL=pdl,
         num_warps=cut.num_warps,
         num_stages=cut.num_stages,

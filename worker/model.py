@@ -56,7 +56,7 @@ def choose_num_blocks(config: WorkerConfig, *, bytes_per_block: int, max_model_l
 def load_model(config: WorkerConfig) -> LoadedModel:
     """Takes seconds; run it in an executor. Raises: ConfigError naming the setting or the file."""
     # Imported here: torch takes seconds, and a fake runner needs none of it.
-    from diptych.engine.exec.attention import ATTENTION_VERSION
+    from diptych.engine.exec.attention import attention_version
     from diptych.engine.exec.kv_pool import KV_LAYOUT
     from diptych.engine.exec.model_config import parse_config
     from diptych.engine.exec.model_runner import TorchModelRunner
@@ -82,7 +82,7 @@ def load_model(config: WorkerConfig) -> LoadedModel:
         block_size=config.block_size,
         kv_dtype=config.dtype,
         kv_layout=KV_LAYOUT,
-        attention_version=ATTENTION_VERSION,
+        attention_version=attention_version(config.device),
         sampler_version=SAMPLER_VERSION,
         block_identity_golden=golden_key(identity),
     )

@@ -26,7 +26,15 @@ from diptych.kernels.dispatch import attention_ops
 from diptych.kernels.paged_attention import Scratch, block_rows, chunk_mask, decode_mask, token_slots
 
 ATTENTION_VERSION = "torch-sdpa-1"
-"""Changes whenever the numbers may change beyond rounding."""
+"""Of the torch path; changes whenever the numbers may change beyond rounding."""
+TRITON_ATTENTION_VERSION = "triton-1"
+"""Of the Triton path."""
+
+
+def attention_version(device_type: str) -> str:
+    """What a worker on "cpu" or "cuda" computes attention with: both workers of a pair must agree."""
+    return TRITON_ATTENTION_VERSION if device_type == "cuda" else ATTENTION_VERSION
+
 
 CPU_GROUP_BYTES = 4 << 20
 """Gathered K and V of one group; about what the last-level cache holds beside the weights."""

@@ -28,7 +28,6 @@ from diptych.engine.exec.model_runner import TorchModelRunner
 from diptych.engine.exec.norm import RmsNorm
 from diptych.engine.exec.weights import DecoderWeights, LayerWeights
 from diptych.engine.messages import ScheduledSeq
-from diptych.kernels import triton_matmul
 from diptych.kernels.bench.timing import machine, matmul_peak, read_bandwidth
 
 LLAMA_8B = {
@@ -175,18 +174,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="JSON file")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--ours", help="projections that take our kernel up to so many rows: gate_up=64,o=16; none: -")
-    parser.add_argument("--prefetch-mib", type=int, help="of a weight, fetched while the kernel before still runs")
     parser.add_argument("--quick", action="store_true", help="decode at batch 1, 8 and 64 only")
     args = parser.parse_args()
     torch.manual_seed(0)
     if args.ours is not None:
         named = (entry.split("=") for entry in args.ours.strip("-").split(",") if entry)
         decoder.SMALL_ROWS = {name: int(count) for name, count in named}
-    if args.prefetch_mib is not None:
-        triton_matmul.PREFETCH_BYTES = args.prefetch_mib << 20
     bandwidth, peak = read_bandwidth(), matmul_peak()
     facts: dict[str, Any] = {**machine(), "read_tb_s": bandwidth / 1e12, "matmul_tflop_s": peak / 1e12}
-    facts |= {"small_rows": decoder.SMALL_ROWS, "prefetch_bytes": triton_matmul.PREFETCH_BYTES}
+    facts["small_rows"] = decoder.SMALL_ROWS
     config = parse_config({**LLAMA_8B, "num_hidden_layers": args.layers})
     weights = random_weights(config)
     begin = time.perf_counter()

@@ -18,7 +18,6 @@ from diptych.engine.exec.cuda.batch import lay_out
 from diptych.engine.exec.cuda.block_tables import BlockTables
 from diptych.engine.messages import ScheduledSeq
 from diptych.engine.runner import StepAborted
-from diptych.kernels.dispatch import choose_backend
 
 # The interpreter of Triton 3.6 takes loop bounds out of one-element arrays.
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
@@ -31,7 +30,8 @@ SMALL = {
     "num_key_value_heads": 1,
 }
 GREEDY = SamplingParams(max_tokens=9, temperature=0.0)
-SEEDED = SamplingParams(max_tokens=9, seed=5, temperature=0.8, top_p=0.9, top_k=40)
+SEEDED = SamplingParams(max_tokens=9, seed=5, temperature=0.8)
+TOP_K = SamplingParams(max_tokens=9, seed=5, temperature=0.8, top_k=40)
 
 
 def prompts_of(*lengths):
@@ -44,7 +44,7 @@ def prompts_of(*lengths):
     ("architecture", "overrides", "sampling"),
     [
         ("LlamaForCausalLM", {}, GREEDY),
-        ("LlamaForCausalLM", {"attention_bias": True}, SEEDED),
+        ("LlamaForCausalLM", {"attention_bias": True}, TOP_K),
         ("MistralForCausalLM", {"sliding_window": 5}, GREEDY),
         ("Qwen3ForCausalLM", {"head_dim": 16}, SEEDED),
     ],
@@ -52,10 +52,10 @@ def prompts_of(*lengths):
 def test_ids_are_the_torch_paths(model_dir_of, driver_of, architecture, overrides, sampling):
     folder = model_dir_of(architecture, **{**SMALL, **overrides})
     prompts = prompts_of(3, 12)
-    expected = driver_of(folder).generate(prompts, 3, chunk=7, sampling=sampling)
+    expected = driver_of(folder).generate(prompts, 2, chunk=7, sampling=sampling)
     driver = driver_of(folder, backend="triton")
     driver.runner.pool.tensor.fill_(float("nan"))  # what a former owner left is never read
-    assert driver.generate(prompts, 3, chunk=7, sampling=sampling) == expected
+    assert driver.generate(prompts, 2, chunk=7, sampling=sampling) == expected
 
 
 @interpreted
@@ -149,11 +149,3 @@ def test_layout_puts_single_tokens_first():
     for bad in (seq_of("x", [1], start=8), seq_of("x", [1], tokens=0), seq_of("x", list(range(20)), start=100)):
         with pytest.raises(InternalError):
             lay_out([bad], 8, 100)
-
-
-def test_the_backend_follows_the_device():
-    assert choose_backend("cpu") == "torch"
-    assert choose_backend("cuda") == "triton"
-    assert choose_backend("cuda", "torch") == "torch"
-    with pytest.raises(ValueError, match="no kernels called"):
-        choose_backend("cpu", "cutlass")
