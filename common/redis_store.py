@@ -4,6 +4,8 @@
     {cluster}:worker:ID     hash under a TTL: incarnation, start, role, state, address, record (JSON)
     {cluster}:start:ID      start number of the youngest incarnation that registered; outlives the lease
     {cluster}:kv:ID         stream of cache events, MAXLEN ~
+    {cluster}:routers       set of router ids that ever had something pending (swept by readers)
+    {cluster}:pending:ID    hash under a TTL: worker id -> "tokens requests" that the router placed there
 
 Incarnations are ordered by a start number that Redis draws at the first registration: its own clock in microseconds, or
 one more than the last, whichever is larger, so that the order survives a FLUSHALL. A key of a wrong type is replaced.
@@ -19,13 +21,15 @@ from redis import asyncio as aioredis
 from redis.exceptions import RedisError, ResponseError
 
 from diptych.common.errors import ConfigError
-from diptych.common.store import KvEvent, StoreError
+from diptych.common.store import KvEvent, Pending, StoreError
 from diptych.common.store_codec import (
     BadRowError,
     check_id,
     decode_event,
+    decode_pending,
     decode_record,
     encode_event,
+    encode_pending,
     encode_record,
 )
 from diptych.common.worker_record import WorkerRecord
@@ -33,6 +37,7 @@ from diptych.common.worker_record import WorkerRecord
 T = TypeVar("T")
 
 MAX_WORKERS = 1024
+MAX_ROUTERS = 64
 _START_TTL_S = 7 * 24 * 3600
 _READ_COUNT = 256
 
@@ -83,6 +88,22 @@ for i = 3, #ARGV, width do
   redis.call('XADD', KEYS[1], 'MAXLEN', '~', ARGV[1], '*', unpack(ARGV, i, i + width - 1))
 end
 redis.call('EXPIRE', KEYS[1], 86400)
+return 1
+"""
+
+
+# KEYS: row, routers. ARGV: id, ttl_ms, then worker ids and their sums.
+_PUT_PENDING = """
+local is = redis.call('TYPE', KEYS[2]).ok
+if is ~= 'set' and is ~= 'none' then redis.call('DEL', KEYS[2]) end
+redis.call('DEL', KEYS[1])
+for i = 3, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
+if #ARGV > 2 then
+  redis.call('PEXPIRE', KEYS[1], ARGV[2])
+  redis.call('SADD', KEYS[2], ARGV[1])
+else
+  redis.call('SREM', KEYS[2], ARGV[1])
+end
 return 1
 """
 
@@ -167,11 +188,12 @@ class RedisStore:
         name = check_id(worker_id)
         await self._eval(_REMOVE, [self._key("worker", name), self._key("workers")], [name, incarnation])
 
-    async def list_workers(self) -> list[WorkerRecord]:
+    async def _names(self, kind: str) -> list[str]:
+        """The ids in a set of ids, sorted."""
         try:
-            members = await self._call(self._redis.execute_command("SMEMBERS", self._key("workers")))
+            members = await self._call(self._redis.execute_command("SMEMBERS", self._key(kind)))
         except StoreError as err:
-            if isinstance(err.__cause__, ResponseError):  # a key of a wrong type: the workers replace it
+            if isinstance(err.__cause__, ResponseError):  # a key of a wrong type: whoever writes it replaces it
                 self.bad_rows += 1
                 return []
             raise
@@ -181,7 +203,10 @@ class RedisStore:
                 names.append(check_id(raw.decode()))
             except (BadRowError, UnicodeDecodeError):
                 self.bad_rows += 1
-        names = sorted(names)[:MAX_WORKERS]
+        return sorted(names)
+
+    async def list_workers(self) -> list[WorkerRecord]:
+        names = (await self._names("workers"))[:MAX_WORKERS]
         if not names:
             return []
         pipe = self._redis.pipeline(transaction=False)
@@ -253,6 +278,35 @@ class RedisStore:
                 except BadRowError:
                     # The hole in the sequence makes the reader fetch a snapshot.
                     self.bad_rows += 1
+        return found
+
+    async def put_pending(self, router_id: str, pending: Pending, *, ttl_s: float) -> None:
+        name = check_id(router_id, "router_id")
+        args: list[Any] = [name, max(1, int(ttl_s * 1000))]
+        for worker_id, value in encode_pending(pending).items():
+            args += [worker_id, value]
+        await self._eval(_PUT_PENDING, [self._key("pending", name), self._key("routers")], args)
+
+    async def list_pending(self) -> dict[str, Pending]:
+        names = (await self._names("routers"))[:MAX_ROUTERS]
+        if not names:
+            return {}
+        pipe = self._redis.pipeline(transaction=False)
+        for name in names:
+            pipe.hgetall(self._key("pending", name))
+        rows = await self._call(pipe.execute(raise_on_error=False))
+        found: dict[str, Pending] = {}
+        gone = [name for name, row in zip(names, rows, strict=True) if not row]
+        for name, row in zip(names, rows, strict=True):
+            try:
+                if not isinstance(row, dict):
+                    raise BadRowError("pending: not a row")
+                if row:
+                    found[name] = decode_pending(row)
+            except BadRowError:
+                self.bad_rows += 1
+        if gone:  # a router that comes back adds itself again
+            await self._call(self._redis.execute_command("SREM", self._key("routers"), *gone))
         return found
 
     async def close(self) -> None:

@@ -35,7 +35,23 @@ class KvEvent:
     tier: str = "device"
 
 
-class Store(Protocol):
+Pending = Mapping[str, tuple[int, int]]
+"""By worker id: prompt tokens and requests that a router placed there and has not seen the end of."""
+
+
+class PendingStore(Protocol):
+    """What routers tell each other. Bounded in time; StoreError when the store cannot be reached."""
+
+    async def put_pending(self, router_id: str, pending: Pending, *, ttl_s: float) -> None:
+        """Replace this router's row; it ends by itself after `ttl_s`."""
+        ...
+
+    async def list_pending(self) -> dict[str, Pending]:
+        """The rows that live, by router id; what does not parse is skipped (and counted)."""
+        ...
+
+
+class Store(PendingStore, Protocol):
     """Every method is bounded in time and raises StoreError when the store cannot be reached."""
 
     async def put_worker(self, record: WorkerRecord, *, ttl_s: float) -> bool:

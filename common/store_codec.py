@@ -9,11 +9,12 @@ from collections.abc import Mapping
 import msgspec
 
 from diptych.common.block_identity import KEY_BYTES
-from diptych.common.store import TIERS, KvEvent
+from diptych.common.store import TIERS, KvEvent, Pending
 from diptych.common.worker_record import WorkerRecord
 
 MAX_RECORD_BYTES = 64 * 1024
 MAX_KEYS_PER_EVENT = 8192
+MAX_PENDING_WORKERS = 1024
 MAX_COUNT = 2**53
 ROLES = ("prefill", "decode")
 STATES = ("ready", "draining")
@@ -110,6 +111,25 @@ def decode_event(fields: Mapping[bytes, bytes]) -> KvEvent:
         raise BadRowError("keys: not a bounded number of whole keys")
     keys = tuple(blob[i : i + KEY_BYTES] for i in range(0, len(blob), KEY_BYTES))
     return KvEvent(incarnation, epoch, sequence, kind, keys, tier)
+
+
+def encode_pending(pending: Pending) -> dict[str, bytes]:
+    return {worker_id: b"%d %d" % sums for worker_id, sums in pending.items()}
+
+
+def decode_pending(fields: Mapping[bytes, bytes]) -> dict[str, tuple[int, int]]:
+    """Raises: BadRowError on anything that is not a row of sane sums."""
+    if len(fields) > MAX_PENDING_WORKERS:
+        raise BadRowError(f"pending: more than {MAX_PENDING_WORKERS} workers")
+    found = {}
+    for raw_id, raw in fields.items():
+        tokens, _, requests = raw.partition(b" ")
+        try:
+            worker_id = check_id(raw_id.decode())
+        except UnicodeDecodeError:
+            raise BadRowError("pending: worker id is not UTF-8") from None
+        found[worker_id] = (_count(tokens, "tokens"), _count(requests, "requests"))
+    return found
 
 
 def _count(raw: bytes, what: str) -> int:

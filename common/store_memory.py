@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 
 from diptych.common.clock import Clock
-from diptych.common.store import KvEvent, StoreError
+from diptych.common.store import KvEvent, Pending, StoreError
 from diptych.common.worker_record import WorkerRecord
 
 
@@ -20,6 +20,7 @@ class MemoryStore:
         self._starts: dict[tuple[str, str], int] = {}
         self._youngest: dict[str, int] = {}
         self._events: dict[str, list[tuple[int, KvEvent]]] = {}
+        self._pending: dict[str, tuple[Pending, float]] = {}
         self._counter = 0
         self._changed = asyncio.Event()
         self.available = True
@@ -28,6 +29,7 @@ class MemoryStore:
     def flush(self) -> None:
         self._rows.clear()
         self._events.clear()
+        self._pending.clear()
         self._youngest.clear()
 
     def _check(self) -> None:
@@ -89,6 +91,15 @@ class MemoryStore:
             if fresh:
                 found[name] = fresh
         return found
+
+    async def put_pending(self, router_id: str, pending: Pending, *, ttl_s: float) -> None:
+        self._check()
+        self._pending[router_id] = (dict(pending), self._clock.now() + ttl_s)
+
+    async def list_pending(self) -> dict[str, Pending]:
+        self._check()
+        now = self._clock.now()
+        return {router_id: row for router_id, (row, expires) in self._pending.items() if expires > now}
 
     async def close(self) -> None:
         pass

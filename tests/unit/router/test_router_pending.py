@@ -1,0 +1,130 @@
+import random
+
+import pytest
+
+from diptych.common.clock import FakeClock
+from diptych.common.store_memory import MemoryStore
+from diptych.router.bench.bench_decision import BLOCK_SIZE, HEADER, make_record
+from diptych.router.block_table import as_keys
+from diptych.router.index import BlockIndex
+from diptych.router.pending import PendingShare
+from diptych.router.placement import PlacementRequest
+from diptych.router.placer import Candidate, Placer, Prompt
+from diptych.router.reservations import Reservation, Reservations
+
+
+@pytest.fixture
+def clock():
+    return FakeClock(100.0)
+
+
+def share(store, clock, name):
+    reservations = Reservations()
+    return PendingShare(store, reservations, name, clock=clock), reservations
+
+
+def seen(reservations, *names):
+    tokens, requests = reservations.at(reservations.columns(names))
+    return list(zip(tokens.tolist(), requests.tolist(), strict=True))
+
+
+async def test_sums_of_others_are_added_and_go_when_they_go(clock):
+    store = MemoryStore(clock)
+    (a, mine), (b, yours), (c, theirs) = (share(store, clock, name) for name in "abc")
+    mine.reserve("1", Reservation("p0", "d0", 100))
+    yours.reserve("1", Reservation("p0", "d1", 50))
+    for one in (a, b, c):
+        await one.exchange()
+    await a.exchange()
+    assert seen(mine, "p0", "d0", "d1") == [(150, 2), (0, 1), (0, 1)]
+    assert seen(theirs, "p0", "d0", "d1") == [(150, 2), (0, 1), (0, 1)]
+    assert mine.tokens("p0") == 100
+    yours.release("1")
+    await b.exchange()
+    await a.exchange()
+    assert seen(mine, "p0", "d1") == [(100, 1), (0, 0)]
+    clock.advance(1.6)
+    await a.exchange()  # renews its row
+    clock.advance(1.6)
+    await c.exchange()
+    assert seen(theirs, "p0") == [(100, 1)]
+    clock.advance(3.1)  # a died
+    await c.exchange()
+    assert seen(theirs, "p0", "d0") == [(0, 0), (0, 0)]
+
+
+async def test_a_store_that_is_away_is_survived(clock):
+    store = MemoryStore(clock)
+    (a, mine), (b, yours) = (share(store, clock, name) for name in "ab")
+    yours.reserve("1", Reservation("p0", "d0", 7))
+    await b.exchange()
+    await a.exchange()
+    store.available = False
+    await a.exchange()
+    assert seen(mine, "p0") == [(7, 1)]
+    clock.advance(3.5)
+    await a.exchange()
+    assert seen(mine, "p0") == [(0, 0)]
+    store.available = True
+    await b.exchange()
+    await a.exchange()
+    assert seen(mine, "p0") == [(7, 1)]
+
+
+def test_columns_of_workers_long_gone_are_forgotten():
+    reservations = Reservations()
+    reservations.reserve("kept", Reservation("old-7", "d0", 5))
+    for i in range(3000):
+        reservations.reserve("x", Reservation(f"old-{i}", "d0", 5))
+        reservations.release("x")
+    assert seen(reservations, "d0", "old-7") == [(0, 1), (5, 1)]
+    assert len(reservations._columns) < 10
+    reservations.release("kept")
+    assert seen(reservations, "d0", "old-7") == [(0, 0), (0, 0)]
+    assert reservations.mine() == {}
+
+
+class Replica:
+    """A router with nothing but its placer."""
+
+    def __init__(self, store, clock, name, records, keys):
+        self.share, self.reservations = share(store, clock, name)
+        index = BlockIndex()
+        self.placer = Placer(index, self.reservations, random.Random(name))
+        for record in records:
+            index.register(record.worker_id, "i", 0, 0)
+        index.load_snapshot("p0", "i", epoch=0, sequence=1, keys=keys)
+        at = [Candidate(record, 0.0, HEADER) for record in records]
+        self.placer.set_fleet(at[:4], at[4:], {}, {})
+        self.count = 0
+
+    def place(self, keys):
+        prompt = Prompt(range(len(keys) * BLOCK_SIZE + 40))
+        prompt.know(HEADER, as_keys(keys))
+        chosen = self.placer.place(PlacementRequest(len(prompt.token_ids), 0), prompt, 1000.0).chosen
+        self.count += 1
+        tokens = len(prompt.token_ids) - chosen.prefill.hit_tokens
+        self.reservations.reserve(
+            str(self.count), Reservation(chosen.prefill.worker_id, chosen.decode.worker_id, tokens)
+        )
+
+
+async def burst(clock, *, shared):
+    """Three routers, one prefix that p0 alone holds, 80 requests each, told to each other after every fourth."""
+    store = MemoryStore(clock)
+    records = [make_record(f"{role[0]}{i}", role, random.Random(0)) for role in ("prefill", "decode") for i in range(4)]
+    keys = [b"%16d" % i for i in range(32)]
+    routers = [Replica(store, clock, f"r{i}", records, keys) for i in range(3)]
+    for step in range(80):
+        for router in routers:
+            router.place(keys)
+        if shared and step % 4 == 3:
+            for router in routers * 2:
+                await router.share.exchange()
+    return [sum(router.reservations.tokens(f"p{i}") for router in routers) for i in range(4)]
+
+
+async def test_three_routers_do_not_stampede_the_worker_that_holds_the_prefix(clock):
+    alone, together = await burst(clock, shared=False), await burst(clock, shared=True)
+    assert max(together) < 1.35 * sum(together) / 4
+    assert together[0] < alone[0]
