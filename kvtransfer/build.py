@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 from diptych.common.errors import ConfigError, TransferError
 from diptych.kvtransfer.api import Transfer
-from diptych.kvtransfer.config import TransferConfig
+from diptych.kvtransfer.config import AUTO_ORDER, TransferConfig
 from diptych.kvtransfer.faults import FaultyTransport
 from diptych.kvtransfer.inproc import InprocTransport
-from diptych.kvtransfer.self_test import run_self_test
+from diptych.kvtransfer.self_test import SelfTest, run_self_test
 from diptych.kvtransfer.thread import TransferThread
 from diptych.kvtransfer.transport import Transport
 
@@ -40,11 +40,10 @@ def build_transfer(
     """
     if role not in ROLES:
         raise ConfigError("role", role, f"must be one of {', '.join(ROLES)}")
-    make = _factory(config)
+    make, found = _choose(config)
+    if config.require_transport and found.path != config.require_transport:
+        raise ConfigError("require_transport", config.require_transport, f"the self-test found {found.path}")
     try:
-        found = run_self_test(make, config.slab_bytes)
-        if config.require_transport and found.path != config.require_transport:
-            raise ConfigError("require_transport", config.require_transport, f"the self-test found {found.path}")
         transport = make(worker_id, incarnation)
     except TransferError as error:
         raise ConfigError("transport", config.transport, str(error)) from error
@@ -65,10 +64,36 @@ def build_transfer(
     )
 
 
-def _factory(config: TransferConfig) -> Callable[[str, str], Transport]:
-    if config.transport == "inproc":
+Factory = Callable[[str, str], Transport]
+
+
+def _choose(config: TransferConfig) -> tuple[Factory, SelfTest]:
+    """The transport that was asked for; with "auto" the first that works, the others named in the log.
+
+    Raises: ConfigError: none works.
+    """
+    reasons = []
+    for name in AUTO_ORDER if config.transport == "auto" else (config.transport,):
+        make = _factory(name, config.host)
+        try:
+            found = run_self_test(make, config.slab_bytes)
+        except (ConfigError, TransferError) as error:
+            reasons.append(f"{name}: {error}")
+            continue
+        if config.transport == "auto":
+            log.warning("kv transfer: auto took %s%s", found.path, f"; {'; '.join(reasons)}" if reasons else "")
+        return make, found
+    raise ConfigError("transport", config.transport, "; ".join(reasons))
+
+
+def _factory(name: str, host: str) -> Factory:
+    if name == "inproc":
         return InprocTransport
     # Imported here: UCX reads its environment when it is loaded, and inproc needs none of it.
+    if name == "nixl":
+        from diptych.kvtransfer.nixl import NixlTransport
+
+        return lambda worker_id, incarnation: NixlTransport(worker_id, incarnation, host=host)
     from diptych.kvtransfer.ucx import UcxTransport
 
-    return lambda worker_id, incarnation: UcxTransport(worker_id, incarnation, host=config.host)
+    return lambda worker_id, incarnation: UcxTransport(worker_id, incarnation, host=host)

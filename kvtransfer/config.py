@@ -8,7 +8,9 @@ from diptych.common.errors import ConfigError
 from diptych.kvtransfer.faults import FaultSpec
 from diptych.kvtransfer.layout import RingSpec
 
-TRANSPORTS = ("auto", "ucx", "inproc")
+TRANSPORTS = ("auto", "ucx", "nixl", "inproc")
+AUTO_ORDER = ("nixl", "ucx")
+"""Best first: NIXL reads one-sided, and over shared memory within a host; both share UCX below."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +18,8 @@ class TransferConfig:
     """Raises: ConfigError.
 
     Args:
-        transport: "auto" takes the best that passes the self-test between two processes; "inproc" is for tests.
+        transport: "auto" takes the first of AUTO_ORDER that is installed and passes the self-test, and says so; "inproc" is for
+            tests. Both workers of a pair must use the same one: install the same extras on both, or name it.
         host: address of ours that the transport binds to and advertises; no other interface listens.
         slab_bytes: whole slab with header and trailer, a multiple of the page size.
         peer_quota: slabs of decode's ring that one prefill worker may keep busy; 0: three quarters of the ring.

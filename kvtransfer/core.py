@@ -62,11 +62,11 @@ class TransferCore:
         clock: Callable[[], float] = time.monotonic,
         wake: Callable[[], None] = lambda: None,
     ) -> None:
-        self.address: KvAddress = transport.address
-        self.path = transport.path
         self._transport = transport
         self._ring = Ring(config.ring)
         transport.register(self._ring)
+        self.address: KvAddress = transport.address
+        self.path = transport.path
         self._me = (worker_id, incarnation)
         self._layout_hash = layout_hash
         self._num_layers = num_layers

@@ -54,7 +54,6 @@ class FaultyTransport:
     ) -> None:
         spec = spec or FaultSpec()
         self.inner = inner
-        self.address: KvAddress = inner.address
         self.path = inner.path
         self._spec = spec
         self._clock = clock
@@ -88,6 +87,10 @@ class FaultyTransport:
         self._corrupt += count
 
     # ---- Transport ----
+
+    @property
+    def address(self) -> KvAddress:
+        return self.inner.address
 
     def register(self, ring: Ring) -> None:
         self.inner.register(ring)

@@ -99,9 +99,13 @@ def sleep_on(fds: list[int], timeout_s: float) -> None:
 
 
 class Transport(Protocol):
-    address: KvAddress
     path: str
     """What bytes travel on, for example "ucx:tcp"."""
+
+    @property
+    def address(self) -> KvAddress:
+        """What peers are told; final once the ring is registered."""
+        ...
 
     def register(self, ring: Ring) -> None:
         """Sends and receives will be from and into this ring's slabs."""

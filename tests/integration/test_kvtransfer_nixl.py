@@ -1,0 +1,172 @@
+"""NIXL between two real processes, behind the same doors as UCX; and what differs: nobody says that an idle peer is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from diptych.common.errors import ConfigError, StaleReferenceError, TransferError
+from diptych.kvtransfer.api import KvAddress, PeerRef, Transfer
+from diptych.kvtransfer.build import build_transfer
+from diptych.kvtransfer.config import TransferConfig
+
+pytestmark = [
+    pytest.mark.multiproc,
+    pytest.mark.skipif(importlib.util.find_spec("nixl_cu12") is None, reason="NIXL is not installed"),
+]
+SIZE = 3 << 20
+
+
+@pytest.fixture(scope="session")
+def harness() -> ModuleType:
+    name = "diptych_test_kvtransfer_ucx_harness"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("test_kvtransfer_ucx.py"))
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules[name]
+
+
+async def start(harness: ModuleType, incarnation: str = "life1", **options: object) -> Any:
+    child = await harness.Publisher.start(incarnation, transport="nixl", **options)
+    address = child.ref.address
+    child.ref = PeerRef(child.ref.worker_id, incarnation, KvAddress("nixl", address.host, 0, address.blob))
+    return child
+
+
+@pytest.fixture
+async def publisher(harness: ModuleType) -> AsyncIterator[Any]:
+    child = await start(harness)
+    yield child
+    await child.stop()
+
+
+@pytest.fixture
+async def reader() -> AsyncIterator[Transfer]:
+    config = TransferConfig(transport="nixl", num_slabs=8)
+    transfer = build_transfer(
+        config, worker_id="d0", incarnation="x", role="decode", layout_hash=7, loop=asyncio.get_running_loop()
+    )
+    yield transfer
+    await transfer.close()
+
+
+async def test_fifty_slabs_arrive_intact_and_every_slab_comes_back(harness, publisher, reader) -> None:
+    for seed in range(50):
+        size = SIZE if seed % 5 else 1 + seed * 7
+        received = await reader.read(publisher.ref, await publisher.publish("a", seed, size), deadline_s=10)
+        expected = np.random.default_rng(seed).integers(0, 256, size, np.uint8)
+        assert np.array_equal(np.frombuffer(received.payload, np.uint8), expected)
+        reader.finish(received)
+    await harness.until_free(reader, 2)
+    await asyncio.sleep(0.2)
+    assert (await publisher.counts()).free == 8
+    assert publisher.path.startswith("nixl:")
+
+
+async def test_a_handle_is_read_once_and_a_forged_one_never(harness, publisher, reader) -> None:
+    handle = await publisher.publish("a", 1)
+    with pytest.raises(TransferError, match="FORGED"):
+        await reader.read(publisher.ref, replace(handle, attempt="b"), deadline_s=10)
+    received = await reader.read(publisher.ref, handle, deadline_s=10)
+    with pytest.raises(StaleReferenceError, match="USED"):
+        await reader.read(publisher.ref, handle, deadline_s=10)
+    reader.finish(received)
+    await harness.until_free(reader, 2)
+
+
+async def test_stopped_publisher_deadline_quarantine_and_return(harness, publisher, reader) -> None:
+    reader.finish(await reader.read(publisher.ref, await publisher.publish("a", 0), deadline_s=10))
+    handle = await publisher.publish("a", 1)
+    await publisher.freeze()
+    began = time.monotonic()
+    with pytest.raises(TransferError, match="deadline"):
+        await reader.read(publisher.ref, handle, deadline_s=0.5)
+    assert time.monotonic() - began < 1.5
+    assert (await reader.audit(full=True)).slabs.quarantined == 1
+    publisher.process.send_signal(signal.SIGCONT)
+    await harness.until_free(reader, 5)
+    reader.finish(await reader.read(publisher.ref, await publisher.publish("a", 2), deadline_s=10))
+
+
+async def test_forget_is_the_proof_of_death_of_a_killed_publisher(harness, publisher, reader) -> None:
+    """A read that prefill did not answer yet has touched nothing: it ends when the endpoint is closed."""
+    reader.finish(await reader.read(publisher.ref, await publisher.publish("a", 9), deadline_s=10))
+    handles = [await publisher.publish("a", seed) for seed in range(4)]
+    await publisher.freeze()
+    reads = [asyncio.create_task(reader.read(publisher.ref, handle, deadline_s=30)) for handle in handles]
+    await asyncio.sleep(0.2)
+    publisher.process.kill()
+    await publisher.process.wait()
+    await reader.forget(publisher.ref)
+    results = await asyncio.gather(*reads, return_exceptions=True)
+    assert all(isinstance(result, TransferError) and "peer lost" in str(result) for result in results), results
+    await harness.until_free(reader, 2)
+
+
+async def test_a_publisher_that_started_again_is_a_new_peer(harness, reader) -> None:
+    old = await start(harness, "life1")
+    handle = await old.publish("a", 1)
+    reader.finish(await reader.read(old.ref, await old.publish("a", 2), deadline_s=10))
+    old.process.kill()
+    await old.process.wait()
+    new = await start(harness, "life2")
+    try:
+        with pytest.raises(StaleReferenceError):
+            await reader.read(new.ref, handle, deadline_s=5)
+        reader.finish(await reader.read(new.ref, await new.publish("a", 3), deadline_s=10))
+        await harness.until_free(reader, 2)
+    finally:
+        await new.stop()
+
+
+async def test_idle_costs_next_to_nothing(publisher, reader) -> None:
+    reader.finish(await reader.read(publisher.ref, await publisher.publish("a", 1), deadline_s=10))
+    await asyncio.sleep(0.2)
+    before = time.process_time()
+    await asyncio.sleep(3)
+    assert (time.process_time() - before) / 3 < 0.04, "two percent, and as much for a busy machine"
+
+
+def build(**options: object) -> str:
+    loop = asyncio.new_event_loop()
+    try:
+        transfer = build_transfer(
+            TransferConfig(**options), worker_id="d0", incarnation="x", role="decode", layout_hash=7, loop=loop
+        )  # type: ignore[arg-type]
+        path = transfer.path
+        loop.run_until_complete(transfer.close())
+        return path
+    finally:
+        loop.close()
+
+
+def test_auto_takes_the_best_and_says_so(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert build(transport="auto").startswith("nixl:")
+    assert "auto took nixl:" in caplog.text
+    monkeypatch.setitem(sys.modules, "nixl_cu12", None)
+    caplog.clear()
+    assert build(transport="auto").startswith("ucx:")
+    assert "auto took ucx:" in caplog.text
+    assert "NIXL cannot be loaded" in caplog.text
+
+
+def test_a_required_transport_refuses_the_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nixl_cu12", None)
+    with pytest.raises(ConfigError, match="the self-test found ucx:"):
+        build(transport="auto", require_transport="nixl:any")
+    with pytest.raises(ConfigError, match="NIXL cannot be loaded"):
+        build(transport="nixl")
