@@ -51,8 +51,11 @@ class Axis:
 
     def ticks(self) -> list[float]:
         if self.log:
-            first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
-            return [10.0**n for n in range(first, last + 1) if self.low <= 10.0**n <= self.high]
+            decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
+            for factors in ((1,), (1, 2, 5)):
+                found = [f * 10.0**n for n in decades for f in factors if self.low <= f * 10.0**n <= self.high]
+                if len(found) > 2:
+                    return found
         raw = (self.high - self.low) / 5
         size = 10.0 ** math.floor(math.log10(raw))
         step = next(size * factor for factor in (1, 2, 2.5, 5, 10) if size * factor >= raw * 0.999)

@@ -118,6 +118,8 @@ def test_a_sweep_climbs_until_the_slo_breaks_and_bisects():
 def test_axis_ticks_are_round_numbers():
     assert Axis(0, 97, 0, 100).ticks() == pytest.approx([0, 20, 40, 60, 80])
     assert Axis(0.5, 2000, 0, 100, log=True).ticks() == [1, 10, 100, 1000]
+    assert Axis(99, 650, 0, 100, log=True).ticks() == [100, 200, 500]
+    assert Axis(99, 107, 0, 100, log=True).ticks() == pytest.approx([100, 102, 104, 106])
     assert Axis(0, 10, 0, 100).at(5) == 50
 
 
