@@ -72,6 +72,7 @@ def run_chat(
     system: str = "",
     max_tokens: int | None = None,
     temperature: float | None = None,
+    tls_ca: str | None = None,
 ) -> int:
     """Chat with the router at `address` (host:port of its gRPC server).
 
@@ -79,12 +80,19 @@ def run_chat(
         model: empty: the cluster's only model.
         system: text of a system message; empty: none of ours.
         max_tokens, temperature: for every answer; None: the model's own.
+        tls_ca: PEM file of the authorities to trust; None: the router speaks no TLS.
+    Raises: ConfigError when that file cannot be read.
     Returns: the exit code: 0, or 1 when a turn of a piped conversation failed.
     """
-    from diptych.client import Client
+    from diptych.client import Client, Tls
+    from diptych.common.errors import ConfigError
 
     conversation = Conversation(model, system, max_tokens, temperature)
-    with Client(address) as client:
+    try:
+        client = Client(address, tls=None if tls_ca is None else Tls(tls_ca))
+    except OSError as error:
+        raise ConfigError("tls_ca", tls_ca, f"cannot be read: {error.strerror}") from None
+    with client:
         if sys.stdin.isatty() and sys.stdout.isatty():
             return chat_on_terminal(client, conversation)
         return chat_piped(client, conversation, sys.stdin, sys.stdout)

@@ -94,7 +94,8 @@ class ClusterPlan:
                 "max-model-len": config.max_model_len,
                 "local-prefill-max-tokens": config.local_prefill_max_tokens,
             }
-            return [*diptych_command(), "router", *self._common_flags(), *_flags(flags)]
+            insecure = ["--insecure"] if config.insecure else []
+            return [*diptych_command(), "router", *self._common_flags(), *_flags(flags), *insecure]
 
         return ChildSpec("router", "router", command, self._log("router"), _SERVING_GROUP)
 

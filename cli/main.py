@@ -113,15 +113,19 @@ def chat(
     system: Annotated[str, typer.Option(help="A system message.")] = "",
     max_tokens: Annotated[int | None, typer.Option(help="For every answer.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy; default: the model's own.")] = None,
+    tls_ca: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="PEM file of the authorities to trust: the router speaks TLS.")
+    ] = None,
 ) -> None:
-    """Talk to the cluster in the terminal; in a pipe, every line is one turn."""
+    """Talk to the cluster in the terminal; in a pipe, every line is one turn. An API key is taken from DIPTYCH_API_KEY."""
     from diptych.cli.chat import run_chat
     from diptych.cli.run_folder import RunFolder
 
     if not address:
         state = RunFolder(run_dir()).read_state()
         address = state.grpc_address if state is not None else "127.0.0.1:50050"
-    raise typer.Exit(run_chat(address, model, system=system, max_tokens=max_tokens, temperature=temperature))
+    wishes: dict[str, Any] = {"system": system, "max_tokens": max_tokens, "temperature": temperature}
+    raise typer.Exit(run_chat(address, model, tls_ca=None if tls_ca is None else str(tls_ca), **wishes))
 
 
 @app.command()

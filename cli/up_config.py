@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diptych.common.errors import ConfigError
+from diptych.common.tls import is_loopback
 
 
 @dataclass(frozen=True)
@@ -15,6 +16,7 @@ class UpConfig:
     Args:
         model: a local Hugging Face folder or a hub id; "" is the default model, fetched and converted once.
         served_model_name: the name clients use; "" takes the model's own.
+        insecure: let `host` be one that other machines can reach: this cluster asks for no keys and speaks no TLS.
         redis_url: "" starts an embedded server.
         secret_file: None makes a new secret for this run.
         num_blocks: KV blocks per worker; 0 lets the worker choose from the memory it finds.
@@ -26,6 +28,7 @@ class UpConfig:
     model: str = ""
     served_model_name: str = ""
     host: str = "127.0.0.1"
+    insecure: bool = False
     http_port: int = 8000
     grpc_port: int = 50050
     redis_url: str = ""
@@ -53,6 +56,9 @@ class UpConfig:
         for name in ("http_port", "grpc_port"):
             if not 1 <= getattr(self, name) <= 65535:
                 raise ConfigError(name, getattr(self, name), "must be 1 to 65535")
+        if not (is_loopback(self.host) or self.insecure):
+            rule = "other machines can reach it: give --insecure, or run `diptych router` with keys and TLS"
+            raise ConfigError("host", self.host, rule)
         if self.http_port == self.grpc_port:
             raise ConfigError("grpc_port", self.grpc_port, "must differ from http_port")
         for name in ("local_prefill_max_tokens", "max_model_len", "num_blocks", "threads_per_worker"):
