@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diptych.common.errors import ConfigError
+from diptych.engine.config import POLICIES, PREEMPTION_MODES
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,11 @@ class WorkerConfig:
         max_model_len: 0: the model's own.
         max_step_time_s: bound on a step's prefill; 0: only max_num_batched_tokens bounds it.
         threads: torch threads.
+        scheduling_policy: fcfs, priority, sjf (shortest job first, with aging) or fair (tokens by tenant).
+        long_prefill_token_threshold: prompt tokens of one request in one step; 0: no such cap.
+        tenant_cache_share: part of the pool that one tenant's cached blocks may take.
+        num_host_blocks: KV blocks in host memory for what the pool evicts or swaps out; 0: none.
+        preemption_mode: auto (by measured cost), recompute or swap.
         transport: ucx, auto or inproc (tests).
         require_transport: refuse to start unless the self-test found exactly this path, for example ucx:tcp.
         slab_bytes, num_slabs: the staging ring.
@@ -70,6 +76,11 @@ class WorkerConfig:
     max_step_time_s: float = 0.5
     threads: int = 1
     enable_prefix_caching: bool = True
+    scheduling_policy: str = "fcfs"
+    long_prefill_token_threshold: int = 0
+    tenant_cache_share: float = 1.0
+    num_host_blocks: int = 0
+    preemption_mode: str = "auto"
     transport: str = "ucx"
     require_transport: str = ""
     slab_bytes: int = 4 << 20
@@ -96,7 +107,16 @@ class WorkerConfig:
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "threads", "num_slabs", "max_queue"):
             if getattr(self, name) < 1:
                 raise ConfigError(name, getattr(self, name), "must be at least 1")
+        for name, known in (("scheduling_policy", POLICIES), ("preemption_mode", PREEMPTION_MODES)):
+            if getattr(self, name) not in known:
+                raise ConfigError(name, getattr(self, name), f"must be one of {', '.join(known)}")
+        if self.preemption_mode == "swap" and not self.num_host_blocks:
+            raise ConfigError("preemption_mode", "swap", "needs a host tier: set num_host_blocks")
+        if not 0.0 < self.tenant_cache_share <= 1.0:
+            raise ConfigError("tenant_cache_share", self.tenant_cache_share, "must be above 0 and at most 1")
         for name in (
+            "long_prefill_token_threshold",
+            "num_host_blocks",
             "num_blocks",
             "kv_memory_bytes",
             "max_model_len",

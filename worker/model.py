@@ -102,6 +102,7 @@ def load_model(config: WorkerConfig) -> LoadedModel:
         block_size=config.block_size,
         max_model_len=max_model_len,
         num_threads=config.threads,
+        num_host_blocks=config.num_host_blocks,
     )
     factory: DetokenizerFactory | None = None
     if config.role == "decode":
