@@ -61,6 +61,10 @@ model: $(VENV)/.serve ## fetch and convert the default model, once
 golden: $(VENV)/.dev model ## compute the reference token ids again, with transformers
 	@$(BIN)/python tests/golden/generate.py
 
+SEEDS ?= 100000
+sim: $(VENV)/.dev ## random schedules of the hand-off, SEEDS of them; prints every seed that breaks a law
+	@$(BIN)/python -P tests/sim/explore.py --seeds $(SEEDS) $(ARGS)
+
 bench: $(VENV)/.dev model ## the CPU benchmarks, under ten minutes on two quiet cores; reports in bench-out/
 	@$(BIN)/diptych bench suite $(ARGS)
 

@@ -121,6 +121,7 @@ class NixlTransport:
         self._out: dict[str, _Peer] = {}
         self._in: dict[int, _Peer] = {}
         self._gone: set[str] = set()
+        self._dying: list[_Peer] = []
         self._reads: dict[int, _Read] = {}
         self._answers: dict[_Peer, _Answers] = {}
         self._ops = itertools.count(1)
@@ -203,7 +204,9 @@ class NixlTransport:
     # ---- both ----
 
     def progress(self) -> list[TransportEvent]:
-        self._gone = {e.peer for e in self._events if isinstance(e, PeerLost)}
+        # Whoever is dying, and whose loss is told just now: a new endpoint of that name must wait until everybody knows.
+        lost = {event.peer for event in self._events if isinstance(event, PeerLost)}
+        self._gone = {peer.name for peer in self._dying} | lost
         if not self._closed:
             for bodies in self._agent.get_new_notifs().values():
                 for body in bodies:
@@ -362,8 +365,11 @@ class NixlTransport:
             return
         peer.lost = why
         self._gone.add(peer.name)
-        self._out.pop(peer.name, None)
-        self._in.pop(peer.conn, None) if not peer.outgoing else None
+        self._dying.append(peer)
+        if peer.outgoing:
+            self._out.pop(peer.name, None)
+        else:
+            self._in.pop(peer.conn, None)
         for op in self._answers.pop(peer, _Answers()).ops.values():
             self._events.append(SendDone(op, False))
         for read_id in [i for i, r in self._reads.items() if r.peer is peer]:
@@ -371,8 +377,9 @@ class NixlTransport:
         self._maybe_buried(peer)
 
     def _maybe_buried(self, peer: _Peer) -> None:
-        if any(read.peer is peer for read in self._reads.values()):
+        if peer not in self._dying or any(read.peer is peer for read in self._reads.values()):
             return
+        self._dying.remove(peer)
         with contextlib.suppress(Exception):
             self._agent.remove_remote_agent(peer.agent)
         self._events.append(PeerLost(peer.name, peer.lost))

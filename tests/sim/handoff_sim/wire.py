@@ -130,7 +130,7 @@ class SimTransport:
         self._out: dict[str, _Conn] = {}
         self._in: dict[str, _Conn] = {}
         self._gone: set[str] = set()
-        self._fresh_gone: set[str] = set()
+        self._dying: list[_Conn] = []
         self._events: list[TransportEvent] = []
         self._recvs: dict[int, _Recv] = {}
         self._sends: dict[int, _Send] = {}
@@ -279,7 +279,9 @@ class SimTransport:
             self._emit(NoteArrived(conn.name, body))
 
     def progress(self) -> list[TransportEvent]:
-        self._gone, self._fresh_gone = self._fresh_gone, set()
+        # Whoever is dying, and whose loss is told just now: a new endpoint of that name must wait until everybody knows.
+        lost = {event.peer for event in self._events if isinstance(event, PeerLost)}
+        self._gone = {conn.name_for(self) for conn in self._dying} | lost
         events, self._events = self._events, []
         return events
 
@@ -301,7 +303,7 @@ class SimTransport:
         self._out = {k: c for k, c in self._out.items() if c is not conn}
         self._in = {k: c for k, c in self._in.items() if c is not conn}
         self._gone.add(conn.name_for(self))
-        self._fresh_gone.add(conn.name_for(self))
+        self._dying.append(conn)
         self._links.deliver(self.node, self.node, self._links.delay(), lambda: self._buried(conn, why))
         other = conn.other(self)
         self._links.deliver(self.node, other.node, self._links.delay(), lambda: other.lose(conn, "closed by peer"))
@@ -313,7 +315,7 @@ class SimTransport:
         for op in [i for i, s in self._sends.items() if s.conn is conn]:
             del self._sends[op]
             self._emit(SendDone(op, False))
-        self._fresh_gone.add(conn.name_for(self))
+        self._dying.remove(conn)
         self._emit(PeerLost(conn.name_for(self), why))
 
     def die(self) -> None:

@@ -96,6 +96,7 @@ class World:
         self.context = Context(self.loop, rng, self.links, self.wires, self.sizes, self.report, self._check_unpack)
         self.prefill: dict[str, PrefillNode] = {}
         self.lives = 0
+        self._restarts = 0
         self._triggers: list[tuple[int, Callable[[], None]]] = []
         self._trail: list[str] = []
 
@@ -201,9 +202,10 @@ class World:
     async def _settle(self, within_s: float) -> None:
         """Until everything is free, and a moment longer; what is not by then shows in the checks."""
         limit = self.loop.time() + within_s
-        while self._left_over() and self.loop.time() < limit:  # noqa: ASYNC110 - virtual time
+        quiet = 0
+        while quiet < 2 and self.loop.time() < limit:  # twice: a worker may have started again just now
+            quiet = 0 if self._left_over() else quiet + 1
             await asyncio.sleep(0.1)
-        await asyncio.sleep(0.1)
 
     async def _until_all_ended(self) -> None:
         limit = self.loop.time() + 32.0
@@ -253,7 +255,12 @@ class World:
         self._trail.append(f"{victim.ref.worker_id} killed at {self.loop.num_callbacks}")
         if not victim.node.dead:
             victim.die()
-            self.loop.call_later(self.rng.choice((0.0, 0.05, 2.0)), self._start_prefill, victim.ref.worker_id)
+            self._restarts += 1
+            self.loop.call_later(self.rng.choice((0.0, 0.05, 2.0)), self._restart, victim.ref.worker_id)
+
+    def _restart(self, worker_id: str) -> None:
+        self._restarts -= 1
+        self._start_prefill(worker_id)
 
     def _start_prefill(self, worker_id: str) -> None:
         self.lives += 1
@@ -394,7 +401,8 @@ class World:
 
     def _left_over(self) -> list[str]:
         nodes = [node for node in (*self.prefill.values(), self.decode) if not node.node.dead]
-        return [left for node in nodes for left in node.left_over()]
+        coming = [f"{self._restarts} workers are starting again"] if self._restarts else []
+        return [*coming, *(left for node in nodes for left in node.left_over())]
 
     def _check_end(self) -> None:
         for left in self._left_over():
