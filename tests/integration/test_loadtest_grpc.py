@@ -17,7 +17,14 @@ grpc.aio.init_grpc_aio()  # its poller thread lives as long as the process; it m
 
 
 async def bench(door: FakeDoor, **more: object) -> tuple[str, RunRecord]:
-    settings = {"num_requests": 6, "request_rate": 50.0, "input_len": "8", "output_len": "8", "warmup": 1, "timeout_s": 10.0}
+    settings = {
+        "num_requests": 6,
+        "request_rate": 50.0,
+        "input_len": "8",
+        "output_len": "8",
+        "warmup": 1,
+        "timeout_s": 10.0,
+    }
     config = BenchConfig(**(settings | more))
     faces = Faces("127.0.0.1", 0, 0)
     try:
