@@ -129,7 +129,7 @@ $(VENV)/.torch: $(VENV)/.python
 
 $(VENV)/.serve: pyproject.toml constraints.txt $(VENV)/.torch
 	@echo "set-up 3/3: what serving needs"
-	@$(PIP) install -c constraints.txt -e ".[cli,router,worker]"
+	@$(PIP) install -c constraints.txt -e ".[cli,loadtest,router,worker]"
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt $(VENV)/.serve
