@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.metadata import requires
 
 _BLOCKED = """
 import sys
@@ -37,3 +38,8 @@ def test_the_sdk_stands_alone() -> None:
     kind, rooms = done.stdout.splitlines()
     assert kind in ("UnreachableError", "RequestDeadlineError")
     assert rooms == "['client', 'common', 'rpc']"
+
+
+def test_the_wheel_pulls_in_nothing_else() -> None:
+    needs = [line for line in requires("diptych") or () if "extra ==" not in line]
+    assert sorted(line.split(">")[0] for line in needs) == ["googleapis-common-protos", "grpcio", "protobuf"]

@@ -146,3 +146,53 @@ async def test_bad_numbers_are_refused_before_the_tokenizer_works(intake, words)
     with pytest.raises(InvalidRequestError):
         await intake.prepare(GenerateSpec(prompt="a b", temperature=-1))
     assert words.calls == 0
+
+
+async def test_words_that_are_bad_are_banned_in_both_places_of_a_text(intake, words):
+    words.encode = lambda text, add=True, *, param="prompt": [len(text)]
+    request = await intake.prepare(GenerateSpec(prompt="a", bad_words=["sky "]))
+    assert request.sampling.bad_words == ((3,), (4,))
+    for bad in ("sky", [1], [" "], ["x" * 300], ["a"] * 200):
+        with pytest.raises(InvalidRequestError) as caught:
+            await intake.prepare(GenerateSpec(prompt="a", bad_words=bad))
+        assert caught.value.param == "bad_words"
+
+
+@pytest.mark.parametrize("field", ["n", "best_of"])
+async def test_choices_are_capped(intake, field):
+    with pytest.raises(InvalidRequestError) as caught:
+        await intake.prepare(GenerateSpec(prompt="a", **{field: 17}))
+    assert caught.value.param == field
+
+
+async def test_echo_and_thoughts_are_told_to_the_faces(intake, words):
+    request = await intake.prepare(GenerateSpec(prompt="a bb", echo=True, tenant="t"))
+    assert (request.echo, request.thinking, request.tenant) == ("a bb", False, "t")
+    assert (await intake.prepare(GenerateSpec(token_ids=[1, 2], echo=True))).echo == "x xx"
+    words.decode = lambda ids, *, skip_special_tokens=True: "<|assistant|><think>\n"
+    assert (await intake.prepare(GenerateSpec(messages=[{"role": "user", "content": "a"}]))).thinking
+    assert not (await intake.prepare(GenerateSpec(prompt="a"))).thinking
+
+
+async def test_tools_and_switches_reach_the_template(intake, words):
+    seen = {}
+
+    def encode_chat(messages, add_generation_prompt=True, *, tools=None, extra=None):
+        seen.update(tools=tools, extra=extra)
+        return [1]
+
+    words.encode_chat = encode_chat
+    tools, switches = [{"type": "function"}], {"enable_thinking": False}
+    spec = GenerateSpec(messages=[{"role": "user", "content": "a"}], tools=tools, chat_template_kwargs=switches)
+    assert await intake.tokenize(spec) == [1]
+    assert seen == {"tools": tools, "extra": switches}
+
+
+async def test_detokenize(intake):
+    assert await intake.detokenize("", [1, 2]) == "x xx"
+    for tokens in ("a", [100], [-1], [True]):
+        with pytest.raises(InvalidRequestError) as caught:
+            await intake.detokenize("", tokens)
+        assert caught.value.param == "tokens"
+    with pytest.raises(ModelNotFoundError):
+        await intake.detokenize("other", [1])

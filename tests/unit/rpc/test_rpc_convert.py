@@ -8,7 +8,7 @@ import math
 import pytest
 
 from diptych.common.compat import Compat, as_strings, differences
-from diptych.common.errors import IncompatibleWorkersError, InvalidRequestError
+from diptych.common.errors import IncompatibleWorkersError, InternalError, InvalidRequestError
 from diptych.common.sampling import FinishReason, SamplingParams
 from diptych.rpc import convert
 from diptych.rpc.v1 import types_pb2
@@ -21,7 +21,42 @@ def test_sampling_there_and_back() -> None:
     assert convert.sampling_from_proto(convert.sampling_to_proto(params), vocab_size=10) == params
 
 
-@pytest.mark.parametrize("field", ["temperature", "top_p", "top_k", "seed", "max_tokens"])
+def test_every_sampling_field_there_and_back() -> None:
+    params = SamplingParams(
+        5,
+        min_p=0.1,
+        presence_penalty=-1.5,
+        frequency_penalty=2.0,
+        repetition_penalty=1.25,
+        logit_bias=((1, -100.0), (7, 0.5)),
+        allowed_token_ids=(3, 4),
+        bad_words=((1,), (2, 3)),
+        min_tokens=2,
+        include_stop_str_in_output=True,
+        n=2,
+        best_of=3,
+        logprobs=0,
+        prompt_logprobs=4,
+    )
+    plain = SamplingParams(5)
+    changed = {
+        field.name for field in dataclasses.fields(params) if getattr(params, field.name) != getattr(plain, field.name)
+    }
+    assert len(changed) == 13
+    assert convert.sampling_from_proto(convert.sampling_to_proto(params), vocab_size=10) == params
+    assert convert.sampling_from_proto(convert.sampling_to_proto(plain), vocab_size=10) == plain
+
+
+def test_logprobs_there_and_back() -> None:
+    message = types_pb2.TokenLogprobs(token_id=3, logprob=-math.inf, rank=9, top_token_ids=[1], top_logprobs=[-0.1])
+    entry = convert.logprobs_from_proto(message, lambda *facts: facts)
+    assert entry == (3, -math.inf, 9, ((1, -0.1),))
+    message.top_logprobs.append(0.0)
+    with pytest.raises(InternalError):
+        convert.logprobs_from_proto(message, lambda *facts: facts)
+
+
+@pytest.mark.parametrize("field", ["temperature", "top_p", "top_k", "seed", "max_tokens", "n", "min_p"])
 def test_an_unset_field_is_named(field: str) -> None:
     message = convert.sampling_to_proto(SamplingParams(5))
     message.ClearField(field)

@@ -1,0 +1,173 @@
+"""Every field beside every other: disaggregated answers equal colocated ones, streams equal whole answers, and the counters
+show that KV really crossed."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+pytestmark = pytest.mark.multiproc
+
+PROMPT = "Explain in one paragraph why the sky is blue, with an emoji like \U0001f30d and the word \u7a7a."
+TIMEOUT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def http(cluster):
+    with httpx.Client(base_url=cluster.http_url, timeout=TIMEOUT_S, headers={"x-diptych-explain": "1"}) as client:
+        yield client
+
+
+def ask(http: httpx.Client, body: dict[str, Any], *, local: bool) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """(choices, whole body) of a chat answer, put together from chunks if it is streamed."""
+    where = {"local_prefill_max_tokens": 4000 if local else 0}
+    answer = http.post("/v1/chat/completions", json=body | where)
+    assert answer.status_code == 200, (body, answer.text)
+    if not body.get("stream"):
+        whole = answer.json()
+        return [shown(choice, choice["message"]["content"]) for choice in whole["choices"]], whole
+    parts = [part.removeprefix("data: ") for part in answer.text.split("\n\n") if part]
+    assert parts[-1] == "[DONE]", parts[-1]
+    chunks = [json.loads(part) for part in parts[:-1]]
+    texts: dict[int, str] = {}
+    ids: dict[int, list[int]] = {}
+    logprobs: dict[int, list[Any]] = {}
+    ends: dict[int, dict[str, Any]] = {}
+    last: dict[str, Any] = {}
+    for chunk in chunks:
+        last = chunk if "diptych" in chunk else last
+        for choice in chunk["choices"]:
+            index = choice["index"]
+            texts[index] = texts.get(index, "") + (choice["delta"].get("content") or "")
+            ids.setdefault(index, []).extend(choice.get("token_ids", ()))
+            logprobs.setdefault(index, []).extend((choice.get("logprobs") or {"content": ()})["content"])
+            if choice["finish_reason"] is not None:
+                ends[index] = choice
+    usage = [chunk["usage"] for chunk in chunks if chunk.get("usage")]
+    wanted = (body.get("stream_options") or {}).get("include_usage")
+    assert bool(usage) == bool(wanted)
+    choices = []
+    for index in sorted(texts):
+        entry = {"content": logprobs[index]} if body.get("logprobs") else None
+        choices.append(shown(ends[index] | {"token_ids": ids[index], "logprobs": entry}, texts[index]))
+    return choices, last
+
+
+def shown(choice: dict[str, Any], text: str) -> dict[str, Any]:
+    entries = (choice["logprobs"] or {"content": None})["content"]
+    return {
+        "text": text,
+        "ids": choice["token_ids"],
+        "finish": (choice["finish_reason"], choice["stop_reason"]),
+        "logprobs": entries and [(e["token"], e["bytes"], len(e["top_logprobs"]), e["logprob"]) for e in entries],
+    }
+
+
+def same(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> None:
+    assert len(a) == len(b)
+    for one, other in zip(a, b, strict=True):
+        first, second = one.pop("logprobs"), other.pop("logprobs")
+        assert one == other
+        assert (first is None) == (second is None)
+        for x, y in zip(first or (), second or (), strict=True):
+            assert x[:3] == y[:3]
+            assert x[3] == pytest.approx(y[3], abs=1e-5)
+        one["logprobs"], other["logprobs"] = first, second
+
+
+GRID = [
+    {"stream": stream, **usage, **least, **logprobs, **n, **stop}
+    for stream, usage, least, logprobs, n, stop in itertools.product(
+        (False, True),
+        ({}, {"stream_options": {"include_usage": True}}),
+        ({}, {"min_tokens": 5}),
+        ({}, {"logprobs": True, "top_logprobs": 2}),
+        ({}, {"n": 2}),
+        ({}, {"stop": ["the", "."]}),
+    )
+    if stream or not usage
+]
+
+
+FEW = [fields for i, fields in enumerate(GRID) if i % 7 in (0, 3)]
+
+
+@pytest.mark.parametrize("grid", [pytest.param(FEW, id="few"), pytest.param(GRID, id="all", marks=pytest.mark.slow)])
+def test_the_grid(http, cluster, grid) -> None:
+    moved = 0
+    for i, fields in enumerate(grid):
+        prompt = [{"role": "user", "content": f"{i // 8}. {PROMPT}"}]
+        body = {"messages": prompt, "max_completion_tokens": 10, "seed": i, "return_token_ids": True, **fields}
+        apart, whole = ask(http, body, local=False)
+        together, _ = ask(http, body, local=True)
+        same(apart, together)
+        assert len(apart) == fields.get("n", 1)
+        assert whole["diptych"]["local_prefill"] is False
+        moved += whole["diptych"]["kv_bytes"] > 0
+        if fields.get("min_tokens"):
+            assert all(len(choice["ids"]) >= 5 for choice in apart)
+        if fields["stream"]:
+            plain = {key: value for key, value in body.items() if key != "stream_options"}
+            same(apart, ask(http, plain | {"stream": False}, local=False)[0])
+    assert moved >= 2
+    cluster.wait_idle(deadline_s=5.0)
+
+
+FIELDS: list[dict[str, Any]] = [
+    {"temperature": 0, "presence_penalty": 1.5, "frequency_penalty": 1.0},
+    {"temperature": 0, "repetition_penalty": 1.4},
+    {"temperature": 0.9, "min_p": 0.2, "seed": 4},
+    {"temperature": 0, "logit_bias": {"28": -100, "260": 5}},
+    {"temperature": 0.8, "allowed_token_ids": [28, 29, 30, 260, 253], "seed": 9},
+    {"temperature": 0, "bad_words": ["sky", "blue", "the"]},
+    {"temperature": 0, "stop": ["sky"], "include_stop_str_in_output": True},
+    {"temperature": 1.0, "seed": 3, "n": 2, "best_of": 3},
+    {"temperature": 0, "max_completion_tokens": 1, "logprobs": True, "top_logprobs": 3},
+    {"temperature": 0, "max_completion_tokens": 1, "n": 2},
+]
+
+
+@pytest.mark.parametrize("fields", FIELDS, ids=lambda fields: "+".join(fields))
+def test_fields_are_the_same_apart_and_together(http, fields) -> None:
+    prompt = [{"role": "user", "content": f"{sorted(fields)} {PROMPT}"}]
+    body = {"messages": prompt, "max_completion_tokens": 12, "return_token_ids": True} | fields
+    apart, whole = ask(http, body, local=False)
+    together, _ = ask(http, body, local=True)
+    same(apart, together)
+    assert whole["diptych"]["local_prefill"] is False
+    text, ids = apart[0]["text"], apart[0]["ids"]
+    if "allowed_token_ids" in fields:
+        assert set(ids) <= set(fields["allowed_token_ids"])
+    if "logit_bias" in fields:
+        assert 28 not in ids
+    if "bad_words" in fields:
+        assert "sky" not in text
+    if "include_stop_str_in_output" in fields and apart[0]["finish"][1] == "sky":
+        assert text.endswith("sky")
+
+
+def test_prompt_logprobs_and_echo(http) -> None:
+    body = {
+        "prompt": "The sky is blue because of the air.",
+        "max_tokens": 3,
+        "temperature": 0,
+        "logprobs": 2,
+        "echo": True,
+    }
+    answers = []
+    for local in (0, 4000):
+        answer = http.post("/v1/completions", json=body | {"local_prefill_max_tokens": local})
+        assert answer.status_code == 200, answer.text
+        answers.append(answer.json()["choices"][0])
+    apart, together = answers
+    assert apart["text"].startswith(body["prompt"])
+    assert apart["text"] == together["text"]
+    assert "".join(apart["logprobs"]["tokens"]) == apart["text"]
+    assert apart["logprobs"]["tokens"] == together["logprobs"]["tokens"]
+    first, *rest = apart["logprobs"]["token_logprobs"]
+    assert first is None
+    assert rest == pytest.approx(together["logprobs"]["token_logprobs"][1:], abs=1e-5)
