@@ -15,6 +15,7 @@ from typing import cast
 from diptych.common.errors import QuotaExceededError
 from diptych.router.faces import Door
 from diptych.router.messages import GenerateEvent, GenerateSpec, ModelFeatures, ModelInfo, PreparedRequest, TokenEvent
+from diptych.rpc.v1 import router_pb2
 
 PERIOD_S = 60.0
 MAX_TENANTS = 10_000
@@ -101,6 +102,12 @@ class MeteredDoor:
         prepared = await self._door.prepare(spec)
         self._quotas.spend(spec.tenant, len(prepared.prompt_token_ids))
         return prepared
+
+    def explain(self, request_id: str, tenant: str) -> router_pb2.ExplainResponse:
+        return self._door.explain(request_id, tenant)
+
+    def what_if(self, request: PreparedRequest, pool: str) -> router_pb2.WhatIfResponse:
+        return self._door.what_if(request, pool)
 
     async def generate(self, request: PreparedRequest) -> AsyncIterator[GenerateEvent]:
         events = cast(AsyncGenerator[GenerateEvent, None], self._door.generate(request))

@@ -25,9 +25,10 @@ from diptych.router.members import Member, Members
 from diptych.router.pending import PendingShare
 from diptych.router.placer import Candidate, Life, Placer, Prompt
 from diptych.router.policies import policy_by_name
-from diptych.router.policy import CHEAPEST, Placement, PlacementRequest, Rejected
+from diptych.router.policy import CHEAPEST, Placement, PlacementRequest, Rejected, choose_placement
 from diptych.router.reservations import Reservation, Reservations
 from diptych.router.retry_budget import RetryBudget
+from diptych.router.what_if import pool_snapshot
 from diptych.router.worker_link import WorkerLink
 from diptych.rpc.v1 import decode_pb2
 
@@ -64,6 +65,7 @@ class Cluster:
         self._store = store
         self._check = check
         self._clock = clock
+        self._rng = rng
         self._poll_s = poll_s
         self._changed = asyncio.Event()
         self._members: Members[WorkerLink] = Members(open_link or self._open_link, check.why_not, dead_s)
@@ -328,6 +330,17 @@ class Cluster:
         if isinstance(answer, Rejected):
             text = "; ".join(answer.reasons) or "no worker has registered"
             raise NoWorkerError(f"nobody can serve this request: {text}", retry_after_s=_RETRY_AFTER_S)
+        return answer
+
+    def what_if(self, request: PlacementRequest, pool: str) -> Placement:
+        """Where the request would go in another pool of workers. Raises: InvalidRequestError, NoWorkerError."""
+        now = self._clock.now()
+        placer = self._refresh()
+        answer = choose_placement(
+            request, pool_snapshot(pool, placer.fleet.records, now), now, self._rng, placer.policy
+        )
+        if isinstance(answer, Rejected):
+            raise NoWorkerError("; ".join(answer.reasons))
         return answer
 
     def open(self, placement: Placement, submit: decode_pb2.Submit) -> Attempt:

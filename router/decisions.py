@@ -12,6 +12,7 @@ from diptych.rpc.v1 import types_pb2
 @dataclass(slots=True)
 class Decision:
     """Args:
+    owner: the tenant's salt; nobody else is told.
     explain: makes the explanation as far as it is known.
     outcome: "running", "finished", or the reason of the error that ended the request.
     """
@@ -20,6 +21,7 @@ class Decision:
     label: str
     prompt_tokens: int
     arrived: float
+    owner: bytes
     explain: Callable[[], types_pb2.Explanation]
     outcome: str = "running"
 

@@ -15,6 +15,7 @@ from diptych.router.messages import (
     PreparedRequest,
     StartedEvent,
 )
+from diptych.rpc.v1 import router_pb2
 
 
 class Door(Protocol):
@@ -33,6 +34,10 @@ class Door(Protocol):
     async def detokenize(self, model: object, token_ids: object) -> str: ...
 
     async def prepare(self, spec: GenerateSpec) -> PreparedRequest: ...
+
+    def explain(self, request_id: str, tenant: str) -> router_pb2.ExplainResponse: ...
+
+    def what_if(self, request: PreparedRequest, pool: str) -> router_pb2.WhatIfResponse: ...
 
     def generate(self, request: PreparedRequest) -> AsyncIterator[GenerateEvent]: ...
 

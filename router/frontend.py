@@ -13,16 +13,17 @@ from typing import TypeVar
 import structlog
 
 from diptych.common.clock import Clock, MonotonicClock
-from diptych.common.errors import ConfigError, DiptychError, NoWorkerError
+from diptych.common.errors import ConfigError, DiptychError, InvalidRequestError, NoWorkerError
 from diptych.common.redis_store import RedisStore
 from diptych.common.revision import model_revision, tokenizer_revision
 from diptych.common.secret import derive_key, load_secret, tenant_salt
 from diptych.common.store import Store
 from diptych.common.token_bytes import TokenBytes
 from diptych.common.tokenizer import GenerationDefaults, ModelTokenizer, generation_defaults
-from diptych.router.cluster import Cluster
+from diptych.router.cluster import Cluster, Prompt
 from diptych.router.compatibility import RouterCheck
 from diptych.router.config import RouterConfig
+from diptych.router.explain import Story
 from diptych.router.intake import Intake, IntakeLimits
 from diptych.router.messages import (
     Explanation,
@@ -37,9 +38,10 @@ from diptych.router.messages import (
     UsageInfo,
 )
 from diptych.router.metrics import RequestTimer, RouterMetrics
-from diptych.router.relay import Relay
+from diptych.router.relay import Relay, wish_of
 from diptych.router.tools import guess_tool_parser, tool_factory
 from diptych.router.tools_reasoning import CLOSE
+from diptych.rpc.v1 import router_pb2
 
 __all__ = [
     "Explanation",
@@ -82,6 +84,7 @@ class Frontend:
         self._model = config.served_model_name or Path(config.model).name
         self._context: int | None = config.max_model_len
         self._cluster: Cluster | None = None
+        self._secret: bytes | None = None
         self._intake: Intake | None = None
         self._features = ModelFeatures()
         self._token_bytes: TokenBytes | None = None
@@ -98,7 +101,7 @@ class Frontend:
         if not config.model or not config.secret_file:
             name = "secret_file" if config.model else "model"
             raise ConfigError(name, "", "must be set")
-        secret = load_secret(Path(config.secret_file))
+        secret = self._secret = load_secret(Path(config.secret_file))
         path = Path(config.model)
         loop = asyncio.get_running_loop()
         tokenizer, check = await loop.run_in_executor(None, _load, path, secret)
@@ -206,6 +209,32 @@ class Frontend:
         finally:
             relay.close()
             timer.left()
+
+    def explain(self, request_id: str, tenant: str) -> router_pb2.ExplainResponse:
+        """Why a request of the recent past went where it went. Raises: InvalidRequestError when it is not remembered."""
+        decision = self._running(self._cluster).decisions.get(request_id)
+        if decision is None or self._secret is None or decision.owner != tenant_salt(self._secret, tenant):
+            raise InvalidRequestError("this router remembers no request of yours with that id", param="request_id")
+        return router_pb2.ExplainResponse(
+            explanation=decision.explain(),
+            outcome=decision.outcome,
+            label=decision.label,
+            prompt_tokens=decision.prompt_tokens,
+            age_s=self._clock.now() - decision.arrived,
+        )
+
+    def what_if(self, request: PreparedRequest, pool: str) -> router_pb2.WhatIfResponse:
+        """Where the request would go now, or (`pool` like "4P4D") among as many idle workers. Nothing is run.
+
+        Raises: InvalidRequestError naming the pool, NoWorkerError.
+        """
+        cluster, wish = self._running(self._cluster), wish_of(request)
+        if pool:
+            story = Story(request.request_id, cluster.what_if(wish, pool))
+        else:
+            placement = cluster.place(wish, Prompt(request.prompt_token_ids, request.cache_salt))
+            story = Story(request.request_id, placement, cluster.index_mode(placement))
+        return router_pb2.WhatIfResponse(explanation=story.tell(), prompt_tokens=len(request.prompt_token_ids))
 
     def _running(self, part: _Part | None) -> _Part:
         if part is None:

@@ -64,7 +64,12 @@ class Relay:
         self._attempt: Attempt | None = None
         self._story = Story(request.request_id)
         self._decision = Decision(
-            request.request_id, request.label, len(request.prompt_token_ids), request.arrived, self._story.tell
+            request_id=request.request_id,
+            label=request.label,
+            prompt_tokens=len(request.prompt_token_ids),
+            arrived=request.arrived,
+            owner=request.cache_salt,
+            explain=self._story.tell,
         )
         self._judged = True
         """The workers of the attempt were told apart from their errors."""
@@ -127,12 +132,7 @@ class Relay:
 
     def _submit(self) -> None:
         request = self._request
-        wish = PlacementRequest(
-            num_prompt_tokens=len(request.prompt_token_ids),
-            local_prefill_max_tokens=request.local_prefill_max_tokens,
-            wants_kv=request.sampling.max_tokens > 1,
-            allow_local_fallback=request.failure_policy != router_pb2.FAILURE_POLICY_FAIL,
-        )
+        wish = wish_of(request)
         story = self._story
         placement = story.placement = self._cluster.place(wish, self._prompt, self._excluded)
         story.mode = self._cluster.index_mode(placement)
@@ -268,6 +268,16 @@ class Relay:
             stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
             explanation=story.tell() if self._request.explain else None,
         )
+
+
+def wish_of(request: PreparedRequest) -> PlacementRequest:
+    """What the request asks of a placement."""
+    return PlacementRequest(
+        num_prompt_tokens=len(request.prompt_token_ids),
+        local_prefill_max_tokens=request.local_prefill_max_tokens,
+        wants_kv=request.sampling.max_tokens > 1,
+        allow_local_fallback=request.failure_policy != router_pb2.FAILURE_POLICY_FAIL,
+    )
 
 
 def _ref(view: WorkerView) -> types_pb2.WorkerRef:

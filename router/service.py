@@ -66,6 +66,12 @@ class RouterService:
             "ListModels": grpc.unary_unary_rpc_method_handler(
                 self.list_models, response_serializer=router_pb2.ListModelsResponse.SerializeToString
             ),
+            "Explain": grpc.unary_unary_rpc_method_handler(
+                self.explain, response_serializer=router_pb2.ExplainResponse.SerializeToString
+            ),
+            "WhatIf": grpc.unary_unary_rpc_method_handler(
+                self.what_if, response_serializer=router_pb2.WhatIfResponse.SerializeToString
+            ),
         }
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
@@ -93,6 +99,17 @@ class RouterService:
                 for model in self._door.models()
             ]
             return router_pb2.ListModelsResponse(models=models)
+
+    async def explain(self, body: bytes, context: grpc.aio.ServicerContext) -> router_pb2.ExplainResponse:
+        async with errors_to_status(context):
+            request = parse(router_pb2.ExplainRequest, body)
+            return self._door.explain(request.request_id, current_caller.get().tenant)
+
+    async def what_if(self, body: bytes, context: grpc.aio.ServicerContext) -> router_pb2.WhatIfResponse:
+        async with errors_to_status(context):
+            request = parse(router_pb2.WhatIfRequest, body)
+            spec = replace(spec_from(request.request, context.time_remaining()), tenant=current_caller.get().tenant)
+            return self._door.what_if(await self._door.prepare(spec), request.pool)
 
 
 def parse(kind: type[_Message], body: bytes) -> _Message:

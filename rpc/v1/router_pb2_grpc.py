@@ -77,7 +77,7 @@ class RouterServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Explain(self, request, context):
-        """Why a request of the recent past went where it went. NOT_FOUND when this router remembers none of that id.
+        """Why a request of the recent past went where it went. INVALID_ARGUMENT when this router remembers none of that id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

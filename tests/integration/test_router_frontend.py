@@ -168,6 +168,88 @@ async def test_answer_and_explanation(fleet):
     assert not decode.cancels
 
 
+async def test_decisions_are_explained_afterwards_to_their_owner(fleet):
+    await fleet.add("p0", "prefill")
+    await fleet.add("d0")
+    await fleet.until_ready()
+    started = (await fleet.ask(request_id="mine"))[0]
+    told = fleet.frontend.explain("mine", "")
+    assert fleet.frontend.explain(started.request_id, "").explanation == told.explanation
+    why = told.explanation
+    assert (told.outcome, told.label, told.prompt_tokens) == ("finished", "mine", 40)
+    assert (why.request_id, why.policy, why.decode, why.cached_tokens) == (started.request_id, "cost", "d0", 16)
+    assert why.predicted_ttft_s > 0
+    assert 0 < why.ttft_s < 5
+    assert [c.prefill_worker_id for c in why.candidates] == ["p0"]
+    for name, tenant in (("mine", "another"), ("nobody", "")):
+        with pytest.raises(InvalidRequestError, match="remembers no request"):
+            fleet.frontend.explain(name, tenant)
+    assert b"diptych_placement_regret_seconds_count 1.0" in fleet.frontend.metrics.expose()
+
+
+async def test_what_if_runs_nothing(fleet):
+    await fleet.add("p0", "prefill")
+    decode = await fleet.add("d0")
+    await fleet.until_ready()
+    prepared = await fleet.frontend.prepare(GenerateSpec(token_ids=[1] * 40))
+    here = fleet.frontend.what_if(prepared, "").explanation
+    assert [(c.prefill_worker_id, c.decode_worker_id) for c in here.candidates] == [("p0", "d0")]
+    there = fleet.frontend.what_if(prepared, "4P2D")
+    assert len(there.explanation.candidates) == 8
+    assert there.prompt_tokens == 40
+    alone = fleet.frontend.what_if(prepared, "0p1d").explanation
+    assert alone.notes == ["no usable prefill worker: local prefill"]
+    for pool in ("4P", "4P0D", "P4D4", "999P1D"):
+        with pytest.raises(InvalidRequestError) as caught:
+            fleet.frontend.what_if(prepared, pool)
+        assert caught.value.param == "pool"
+    assert decode.submits == []
+
+
+async def test_a_decode_worker_that_fails_is_left_alone_and_comes_back(fleet):
+    await fleet.add("p0", "prefill")
+    workers = [await fleet.add(f"d{i}") for i in range(2)]
+    await fleet.until_ready(decode=2)
+    cluster = fleet.frontend._cluster
+    workers[0].refuse = InternalError("broken")
+    failures = 0
+    for _ in range(40):
+        try:
+            await fleet.ask()
+        except InternalError:
+            failures += 1
+    assert failures == 5
+    assert "left alone" in cluster.snapshot().unusable["d0"]
+    workers[0].refuse = InvalidRequestError("the caller's fault")
+    cluster.breakers._breakers["d0"].open_until = 0.0
+    cluster._fleet_is_old = True
+    assert not cluster.snapshot().unusable
+    refused = 0
+    while not refused:
+        try:
+            await fleet.ask()
+        except InvalidRequestError:  # a probe that tells nothing of the worker
+            refused += 1
+    workers[0].refuse = None
+    for _ in range(20):
+        await fleet.ask()
+    assert cluster.breakers.num_out(0.0) == 0
+
+
+async def test_a_worker_without_events_is_said(fleet):
+    await fleet.add("p0", "prefill")
+    await fleet.add("d0")
+    await fleet.until_ready()
+    await fleet.ask()  # the fake computes here and publishes nothing
+    assert b"diptych_mode_degraded 0.0" in fleet.frontend.metrics.expose()
+    watch = fleet.frontend._cluster._event_watch
+    assert watch._workers["p0"].computed_at is not None
+    watch._workers["p0"].computed_at -= 10.0
+    await fleet.until(lambda: fleet.frontend._cluster.mute == {"p0": "publishes no cache events"})
+    assert b"diptych_mode_degraded 1.0" in fleet.frontend.metrics.expose()
+    assert "p0 publishes no cache events" in fleet.frontend.ready()[1]
+
+
 async def test_prompt_text_and_chat_are_tokenized(fleet):
     await fleet.until(lambda: True)
     prepared = await fleet.frontend.prepare(GenerateSpec(prompt="w1 w2 w3"))

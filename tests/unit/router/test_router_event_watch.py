@@ -38,7 +38,7 @@ def test_an_index_that_stays_untrusted():
 
 
 def decision(request_id, label=""):
-    return Decision(request_id, label, 1, 0.0, types_pb2.Explanation)
+    return Decision(request_id, label, 1, 0.0, b"", types_pb2.Explanation)
 
 
 def test_decisions_are_found_by_id_and_label_and_bounded():
