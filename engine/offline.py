@@ -20,6 +20,8 @@ from diptych.engine.messages import (
     Failed,
     Finished,
     PrefillComplete,
+    PromptLogprobs,
+    TokenLogprobs,
     TokensOut,
 )
 from diptych.engine.runner import ModelRunner
@@ -28,11 +30,18 @@ from diptych.engine.sched.output import DetokenizerFactory
 
 @dataclass(slots=True)
 class OfflineResult:
-    """One request's outputs; exactly one of `finished` and `error` is set. Times are on the engine's clock."""
+    """One request's outputs; exactly one of `finished` and `error` is set. Times are on the engine's clock. What is not named
+    otherwise is the first choice's."""
 
     attempt: str
+    choice: int = 0
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    other_choices: dict[int, list[int]] = field(default_factory=dict)
+    """Token ids of the choices after the first."""
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """From the prompt's second token on."""
     num_cached_tokens: int = 0
     finished: Finished | None = None
     error: DiptychError | None = None
@@ -76,7 +85,7 @@ class OfflineEngine:
         """
         when = [0] * len(requests) if arrivals is None else list(arrivals)
         coming = sorted(range(len(requests)), key=lambda i: when[i])
-        results = {r.attempt: OfflineResult(r.attempt) for r in requests}
+        results = {r.attempt: OfflineResult(r.attempt, r.choice) for r in requests}
         left, step, given = len(results), 0, 0
         while left:
             while given < len(coming) and when[coming[given]] <= step:
@@ -99,8 +108,14 @@ class OfflineEngine:
         match event:
             case Admitted(attempt, cached):
                 results[attempt].num_cached_tokens = cached
-            case TokensOut(attempt, _, token_ids, text):
+            case PromptLogprobs(attempt, _, logprobs):
+                results[attempt].prompt_logprobs.extend(logprobs)
+            case TokensOut(attempt, _, token_ids, text, choice, logprobs):
                 result = results[attempt]
+                if choice != result.choice:
+                    result.other_choices.setdefault(choice, []).extend(token_ids)
+                    return 0
+                result.logprobs.extend(logprobs)
                 result.token_ids.extend(token_ids)
                 result.text += text
                 result.token_times.extend([self.clock.now()] * len(token_ids))
