@@ -26,7 +26,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet
 PROTO_SOURCES := $(wildcard proto/diptych/rpc/v1/*.proto)
 
-.PHONY: help check test test-full up down proto model golden bench bench-router bench-engine test-gpu bench-gpu wheels secrets images test-containers clean
+.PHONY: help check test test-full up down proto model golden sim bench bench-router bench-engine test-gpu bench-gpu wheels secrets images test-containers clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12

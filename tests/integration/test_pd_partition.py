@@ -1,0 +1,182 @@
+"""Prefill and decode on two hosts (two network namespaces): partitioned, healed, and addresses of the wrong host.
+
+The partition drops every packet and breaks no connection; what was under way lands, if ever, in slabs that nobody uses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from diptych.common.errors import DiptychError, WorkerLostError
+from diptych.decode.server import DecodeRole
+from diptych.rpc.v1 import router_pb2
+from diptych.worker.process import make_transfer
+from diptych.worker.runtime import WorkerRuntime
+
+pytestmark = [
+    pytest.mark.multiproc,
+    pytest.mark.netns,
+    pytest.mark.skipif(os.geteuid() != 0 or shutil.which("ip") is None, reason="needs root and iproute2"),
+    pytest.mark.skipif(importlib.util.find_spec("ucxx") is None, reason="UCXX is not installed"),
+]
+HERE = Path(__file__).parent
+PROMPT = [(7 * i + 3) % 1000 for i in range(150)]
+FAIL = router_pb2.FAILURE_POLICY_FAIL
+SILENCE_S = 1.0
+
+
+def load(name: str, file: str) -> ModuleType:
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, HERE / file)
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules[name]
+
+
+@pytest.fixture(scope="session")
+def pd() -> ModuleType:
+    return load("diptych_test_pd_harness", "pd_harness.py")
+
+
+@pytest.fixture(scope="session")
+def table() -> ModuleType:
+    return load("diptych_test_pd_failure_policy", "test_pd_failure_policy.py")
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+class OtherHost:
+    """A network namespace behind a pair of virtual interfaces."""
+
+    def __init__(self, number: int) -> None:
+        self.name = f"dpt{number:x}"
+        self.here, self.there = f"10.{number >> 8}.{number & 255}.1", f"10.{number >> 8}.{number & 255}.2"
+        ip("netns", "add", self.name)
+        ip("link", "add", f"{self.name}a", "type", "veth", "peer", "name", f"{self.name}b", "netns", self.name)
+        ip("addr", "add", f"{self.here}/24", "dev", f"{self.name}a")
+        ip("link", "set", f"{self.name}a", "up")
+        for words in (
+            ("addr", "add", f"{self.there}/24", "dev", f"{self.name}b"),
+            ("link", "set", f"{self.name}b", "up"),
+        ):
+            ip("-n", self.name, *words)
+        ip("-n", self.name, "link", "set", "lo", "up")
+
+    def cut(self) -> None:
+        ip("-n", self.name, "link", "set", f"{self.name}b", "down")
+
+    def heal(self) -> None:
+        ip("-n", self.name, "link", "set", f"{self.name}b", "up")
+
+    def close(self) -> None:
+        ip("netns", "del", self.name)
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[OtherHost]:
+    """One for all tests: UCX reads the routes once in a process's life, so an interface must be there before its first use."""
+    try:
+        other = OtherHost(100 * 256 + os.getpid() % 250)
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"no network namespaces here: {error.stderr.decode().strip()}")
+    yield other
+    other.close()
+
+
+@asynccontextmanager
+async def pair(pd: ModuleType, table: ModuleType, host: OtherHost, **prefill: object) -> AsyncIterator[tuple[Any, Any]]:
+    """Prefill over there, decode here."""
+    settings = {"worker_id": "prefill-0", "transport": "ucx", "leg_silence_s": SILENCE_S, "host": host.there, **prefill}
+    async with AsyncExitStack() as stack:
+        process = await asyncio.create_subprocess_exec(
+            "ip", "netns", "exec", host.name, sys.executable, "-P", str(HERE / "pd_prefill_process.py"), json.dumps(settings),
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
+            env={**os.environ, "PYTHONSAFEPATH": "1"},
+        )  # fmt: skip
+        assert process.stdout is not None
+        hello = await asyncio.wait_for(process.stdout.readline(), 60)
+        assert hello, "the prefill worker did not start"
+        child = table.Prefill(process, json.loads(hello))
+        stack.push_async_callback(child.stop)
+        config = pd.worker_config("decode", "decode-0", transport="ucx", leg_silence_s=SILENCE_S, host=host.here)
+        decode = WorkerRuntime(config, pd.fake_model(), make_transfer=make_transfer, make_role=DecodeRole)
+        await decode.start()
+        stack.push_async_callback(decode.close)
+        yield pd.Cluster(decode, []), child
+
+
+async def test_a_partition_costs_the_leg_and_heals_by_itself(
+    pd: ModuleType, table: ModuleType, host: OtherHost
+) -> None:
+    tokens = await table.undisturbed(pd, {})
+    async with pair(pd, table, host) as (cluster, child), pd.FakeRouter(cluster.decode.address) as router:
+        first = await router.run(cluster.submit_message(attempt="a", prompt=PROMPT, prefill=[child]))
+        assert first.token_ids == tokens
+        assert first.explanation.prefill == "prefill-0"
+        assert first.explanation.transport == "ucx:tcp"
+        await cluster.decode.engine.reset_cache()
+
+        await child.hold(2)
+        answer = router.submit(cluster.submit_message(attempt="b", prompt=PROMPT[::-1], prefill=[child]))
+        await child.held()
+        began = time.monotonic()
+        host.cut()
+        await router.ended("b")
+        assert time.monotonic() - began < SILENCE_S + 2.0
+        assert answer.error is None
+        assert answer.explanation.local_prefill
+        assert "said nothing" in answer.explanation.notes[0]
+        failed = await router.run(
+            cluster.submit_message(attempt="c", prompt=PROMPT[::-1], prefill=[child], policy=FAIL)
+        )
+        assert isinstance(failed.error, WorkerLostError)
+
+        host.heal()
+        await child.ask("go")
+        again = None
+        until = time.monotonic() + 8.0
+        number = 0
+        while again is None or again.explanation.local_prefill:
+            assert time.monotonic() < until, "the pair does not come back"
+            number += 1
+            await cluster.decode.engine.reset_cache()
+            again = await router.run(cluster.submit_message(attempt=f"d{number}", prompt=PROMPT, prefill=[child]))
+            assert again.token_ids == tokens, "something of before the partition landed where it must not"
+        await cluster.nothing_left(within_s=6.0)
+
+
+async def test_a_loopback_address_is_refused_by_a_reader_on_another_host(
+    pd: ModuleType, table: ModuleType, host: OtherHost
+) -> None:
+    """The gRPC server would be reachable, the KV address is not: decode says so instead of reading from its own host."""
+    async with pair(pd, table, host) as (cluster, child), pd.FakeRouter(cluster.decode.address) as router:
+        directory = cluster.decode.role._peers
+        check = directory._check
+
+        def wrong(ref: Any, info: Any) -> Any:
+            info.kv_address.host = "127.0.0.1"
+            return check(ref, info)
+
+        directory._check = wrong
+        answer = await router.run(cluster.submit_message(attempt="a", prompt=PROMPT, prefill=[child], policy=FAIL))
+        assert isinstance(answer.error, DiptychError)
+        assert "loopback address 127.0.0.1" in answer.error.message
+        await cluster.nothing_left(within_s=3.0)
