@@ -150,7 +150,7 @@ class Intake:
             deadline=arrived + timeout_s,
             tenant=spec.tenant,
             thinking=param == "messages" and tail.rstrip().endswith(OPEN),
-            echo=self._echo(spec, token_ids) if spec.echo else "",
+            echo=await self._echo(spec, token_ids) if spec.echo else "",
         )
 
     def _check_model(self, model: object) -> None:
@@ -172,8 +172,10 @@ class Intake:
         ids = _check_ids(token_ids, self._tokenizer.vocab_size, _MAX_DETOKENIZED, param="tokens")
         return await self._in_thread(partial(self._tokenizer.decode, ids, skip_special_tokens=False))
 
-    def _echo(self, spec: GenerateSpec, token_ids: list[int]) -> str:
-        return spec.prompt if isinstance(spec.prompt, str) else self._tokenizer.decode(token_ids)
+    async def _echo(self, spec: GenerateSpec, token_ids: list[int]) -> str:
+        if isinstance(spec.prompt, str):
+            return spec.prompt
+        return await self._in_thread(partial(self._tokenizer.decode, token_ids))
 
     async def _bad_words(self, words: object) -> object:
         """Texts to token ids: each with and without a space before it, as it stands in and at the beginning of a text."""

@@ -12,8 +12,11 @@ from diptych.common.clock import FakeClock
 from diptych.common.errors import AuthenticationError, ConfigError, QuotaExceededError
 from diptych.router.auth import Authenticator, Caller
 from diptych.router.auth_keys import add_key, load_keys, public_id, revoke_key
-from diptych.router.auth_limits import MAX_TENANTS, TenantQuotas
+from diptych.router.auth_limits import MAX_TENANTS, MeteredDoor, TenantQuotas
 from diptych.router.config import RouterConfig
+from diptych.router.faces import accepted
+from diptych.router.fake_door import FakeDoor
+from diptych.router.messages import GenerateSpec, TokenEvent
 
 
 @pytest.fixture
@@ -129,6 +132,17 @@ def test_a_quota_is_spent_and_comes_back() -> None:
     quotas.spend("b", 10**9)
     quotas.check("b")
     assert quotas.headers("b") == {}
+
+
+async def test_leaving_a_metered_answer_leaves_the_door_s() -> None:
+    door = FakeDoor([TokenEvent(0, (1, 2), "a"), None])
+    quotas = TenantQuotas(lambda tenant: 60, now=FakeClock().now)
+    metered = MeteredDoor(door, quotas)
+    prepared = await metered.prepare(GenerateSpec(prompt="a", tenant="t"))
+    async with accepted(metered, prepared) as (_, events):
+        await anext(events)
+    assert (door.running, door.cancelled) == (0, 1)
+    assert quotas.headers("t")["x-ratelimit-remaining-tokens"] == "55"
 
 
 def test_full_buckets_are_forgotten() -> None:
