@@ -116,6 +116,15 @@ def measure_waste(prompts: tuple[int, int], outputs: tuple[int, int], num_reques
     return Waste(load, num_requests, round(statistics.mean(shares), 4))
 
 
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--out", type=Path, help="write the report there as JSON")
@@ -137,7 +146,7 @@ def main() -> None:
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "machine": {
                 "cpu_count": os.cpu_count(),
-                "processor": platform.machine(),
+                "processor": _processor(),
                 "python": platform.python_version(),
                 "load_before": round(load_before, 1),
                 "load_after": round(os.getloadavg()[0], 1),

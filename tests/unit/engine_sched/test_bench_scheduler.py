@@ -1,0 +1,16 @@
+"""The bench itself: that it measures what it says, not how fast this machine is."""
+
+from __future__ import annotations
+
+from diptych.engine.bench.bench_scheduler import measure_waste, time_steps
+
+
+def test_every_step_holds_all_sequences():
+    row = time_steps(8, 20)
+    assert row.num_running == 8
+    assert 0 < row.cpu_us
+    assert 0 < row.wall_us <= row.wall_p95_us
+
+
+def test_little_kv_is_allocated_and_not_used():
+    assert measure_waste((16, 1024), (16, 64), 20).mean_share < 0.04
