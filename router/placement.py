@@ -40,7 +40,6 @@ class PlacementRequest:
     local_prefill_max_tokens: 0: never local while a prefill worker is usable.
     allow_local_fallback: compute on decode, whatever the length, when no prefill worker is usable.
     affinity: names the session or prefix, for the policy that keeps those together.
-    replicas: workers that should hold this prompt's prefix; more than hold it now makes a further copy cheaper.
     """
 
     num_prompt_tokens: int
@@ -48,7 +47,6 @@ class PlacementRequest:
     wants_kv: bool = True
     allow_local_fallback: bool = True
     affinity: bytes = b""
-    replicas: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -430,3 +430,37 @@ async def test_prefill_gone_is_local_and_said(fleet):
     assert fleet.frontend.ready()[0]
     with pytest.raises(DiptychError, match="no usable prefill worker"):
         await fleet.ask(failure_policy="fail")
+
+
+async def test_explain_and_what_if_from_the_command_line(fleet):
+    from typer.testing import CliRunner
+
+    from diptych.cli.main import app
+    from diptych.router.service import RouterService
+    from diptych.rpc.channels import bind, new_server
+
+    await fleet.add("p0", "prefill")
+    await fleet.add("d0")
+    await fleet.until_ready()
+    await fleet.ask(request_id="mine")
+    server = new_server()
+    port = bind(server, "127.0.0.1", 0)
+    server.add_generic_rpc_handlers((RouterService(fleet.frontend).handler(),))
+    await server.start()
+
+    async def command(*arguments):
+        arguments = [*arguments, "--address", f"127.0.0.1:{port}"]
+        return await asyncio.to_thread(CliRunner().invoke, app, arguments)
+
+    try:
+        told = await command("explain", "mine")
+        assert told.exit_code == 0, told.output
+        assert told.output.startswith("finished, 40 prompt tokens")
+        assert "> p0" in told.output
+        other = await command("what-if", "--prompt", "w1 w2 w3", "--pool", "2P2D")
+        assert other.exit_code == 0, other.output
+        assert "prefill-1" in other.output
+        unknown = await command("explain", "nobody")
+        assert "remembers no request" in str(unknown.exception)
+    finally:
+        await server.stop(0)

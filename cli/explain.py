@@ -1,0 +1,107 @@
+"""`diptych explain` and `diptych what-if`: why a request went where it went, and where one would go. One question each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+_ADDRESS = typer.Option(help="host:port of the router's gRPC server; default: the cluster here.")
+_TLS_CA = typer.Option(metavar="PATH", help="PEM file of the authorities to trust: the router speaks TLS.")
+_TIMEOUT_S = 10.0
+
+
+def register(app: typer.Typer) -> None:
+    """Add both commands."""
+
+    @app.command()
+    def explain(
+        request_id: Annotated[str, typer.Argument(help="The router's id of a request, or the label it was given.")],
+        address: Annotated[str, _ADDRESS] = "",
+        tls_ca: Annotated[Path | None, _TLS_CA] = None,
+    ) -> None:
+        """Show why a request of the recent past went where it went."""
+        from diptych.rpc.v1 import router_pb2
+
+        question = router_pb2.ExplainRequest(request_id=request_id)
+        answer = _ask(address, tls_ca, "Explain", question, router_pb2.ExplainResponse.FromString)
+        print(f"{answer.outcome}, {answer.prompt_tokens} prompt tokens, {answer.age_s:.1f} s ago")
+        print("\n".join(lines_of(answer.explanation)))
+
+    @app.command("what-if")
+    def what_if(
+        prompt: Annotated[str, typer.Option(help="Text of the prompt.")],
+        pool: Annotated[
+            str, typer.Option(help='Like "4P4D": as many idle workers; default: those that are there.')
+        ] = "",
+        max_tokens: Annotated[int, typer.Option(help="1: no KV is moved.")] = 16,
+        address: Annotated[str, _ADDRESS] = "",
+        tls_ca: Annotated[Path | None, _TLS_CA] = None,
+    ) -> None:
+        """Show where a request would go. Nothing is run."""
+        from diptych.rpc.v1 import router_pb2, types_pb2
+
+        request = router_pb2.GenerateRequest(prompt=prompt, sampling=types_pb2.SamplingParams(max_tokens=max_tokens))
+        question = router_pb2.WhatIfRequest(request=request, pool=pool)
+        answer = _ask(address, tls_ca, "WhatIf", question, router_pb2.WhatIfResponse.FromString)
+        print(f"{answer.prompt_tokens} prompt tokens")
+        print("\n".join(lines_of(answer.explanation)))
+
+
+def lines_of(why: Any) -> list[str]:
+    """A types.proto Explanation for a terminal: what was expected, what came, and what every candidate was charged."""
+    lines = [f"policy {why.policy or 'unknown'}, index {why.index_mode or 'unknown'}"]
+    lines.append(
+        f"expected: first token after {why.predicted_ttft_s:.3f} s, {why.predicted_cached_tokens} tokens cached"
+    )
+    if why.decode:
+        lines.append(
+            f"seen:     first token after {why.ttft_s:.3f} s, {why.cached_tokens} tokens cached;"
+            f" prefill {why.prefill}, decode {why.decode}, {why.kv_bytes} bytes over {why.transport}"
+        )
+    lines += [f"note: {note}" for note in why.notes]
+    lines.append(
+        f"  {'prefill':<14}{'decode':<14}{'total':>9}{'queue':>9}{'compute':>9}{'move':>9}{'load':>9}{'stall':>9}  ms"
+        f"{'hit P':>9}{'hit D':>7}"
+    )
+    for terms in why.candidates:
+        charges = (
+            *(terms.total_ms, terms.queue_ms, terms.prefill_ms),
+            *(terms.transfer_ms, terms.decode_load_ms, terms.stall_ms),
+        )
+        lines.append(
+            f"{'>' if terms.chosen else ' '} {terms.prefill_worker_id or '(local)':<14}{terms.decode_worker_id:<14}"
+            + "".join(f"{charge:>9.1f}" for charge in charges)
+            + f"    {terms.prefill_hit_tokens:>9}{terms.decode_hit_tokens:>7}"
+        )
+    return lines
+
+
+def _ask(address: str, tls_ca: Path | None, method: str, question: Any, parse: Callable[[bytes], Any]) -> Any:
+    """One unary call. Raises: DiptychError."""
+    import grpc
+
+    from diptych.cli.run_folder import RunFolder
+    from diptych.client import wire
+    from diptych.common.paths import run_dir
+
+    if not address:
+        state = RunFolder(run_dir()).read_state()
+        address = state.grpc_address if state is not None else wire.DEFAULT_ADDRESS
+    if tls_ca is None:
+        channel = grpc.insecure_channel(address, options=wire.options())
+    else:
+        tls = wire.Tls(ca_file=str(tls_ca))
+        channel = grpc.secure_channel(address, tls.credentials(), options=wire.tls_options(tls))
+    with channel:
+        call = channel.unary_unary(
+            f"/diptych.rpc.v1.Router/{method}",
+            request_serializer=type(question).SerializeToString,
+            response_deserializer=parse,
+        )
+        try:
+            return call(question, timeout=_TIMEOUT_S, metadata=wire.metadata(None))
+        except grpc.RpcError as error:
+            raise wire.typed(error, address) from None

@@ -1,0 +1,35 @@
+from diptych.cli.explain import lines_of
+from diptych.rpc.v1 import types_pb2
+
+
+def test_an_explanation_on_a_terminal():
+    why = types_pb2.Explanation(
+        policy="cost",
+        index_mode="EXACT",
+        predicted_ttft_s=0.25,
+        ttft_s=0.31,
+        predicted_cached_tokens=48,
+        cached_tokens=32,
+        prefill="p0",
+        decode="d0",
+        transport="ucx:tcp",
+        kv_bytes=4096,
+        notes=["one thing"],
+        candidates=[
+            types_pb2.PlacementTerms(prefill_worker_id="p0", decode_worker_id="d0", total_ms=12.5, chosen=True),
+            types_pb2.PlacementTerms(decode_worker_id="d1", total_ms=99.0, decode_hit_tokens=16),
+        ],
+    )
+    lines = lines_of(why)
+    assert lines[0] == "policy cost, index EXACT"
+    assert "0.250 s, 48 tokens" in lines[1]
+    assert "0.310 s, 32 tokens" in lines[2]
+    assert "4096 bytes over ucx:tcp" in lines[2]
+    assert lines[3] == "note: one thing"
+    assert lines[-2].startswith("> p0")
+    assert lines[-1].startswith("  (local)")
+    assert lines[-1].endswith("16")
+
+
+def test_an_answer_that_was_never_run_shows_no_facts():
+    assert not any(line.startswith("seen") for line in lines_of(types_pb2.Explanation(policy="cost")))
