@@ -18,6 +18,7 @@ from diptych.loadtest.target import Sampling, Target
 from diptych.loadtest.traces import ReadSpec
 from diptych.loadtest.workload import GENERATED, WorkloadSpec
 
+WARMUP_TOKENS = 8
 FILE_FORMATS = ("items", "mooncake", "azure", "burstgpt", "sharegpt", "prompts")
 
 
@@ -187,12 +188,14 @@ class BenchConfig:
         return workload.dress(traces.read(self.dataset, self.workload, read), spec)
 
     def warmup_items(self) -> list[WorkItem]:
-        """Drawn from another seed, so that they warm no prefix cache for what is measured."""
+        """Drawn from another seed, so that they warm no prefix cache for what is measured; short answers."""
         if not self.warmup:
             return []
         spec = dataclasses.replace(
             self.workload_spec(), kind="random", prefix_len=0, num_requests=self.warmup, cancel_rate=0.0
         )
+        short = dataclasses.replace(spec.output_len, high=min(spec.output_len.high, float(WARMUP_TOKENS)), low=0.0)
+        spec = dataclasses.replace(spec, output_len=short)
         return workload.generate(dataclasses.replace(spec, seed=self.seed + 1_000_003))
 
     def as_dict(self) -> dict[str, Any]:

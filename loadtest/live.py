@@ -17,6 +17,8 @@ RECENT = 50
 
 
 def line(label: str, progress: Progress, elapsed_s: float) -> str:
+    if not progress.total:
+        return f"{label}: warm-up, {progress.done} done, {elapsed_s:.0f} s"
     recent = list(progress.ttfts[-RECENT:])
     ttft = f"{statistics.median(recent) * 1000:.0f} ms" if recent else "-"
     rate = progress.tokens / elapsed_s if elapsed_s > 0 else 0.0

@@ -36,7 +36,8 @@ class Distribution:
     def draw_tokens(self, rng: Random) -> int:
         """A whole number, at least 1."""
         if self.kind == "uniform":
-            return max(1, rng.randint(math.ceil(self.values[0]), math.floor(self.values[1])))
+            whole = rng.randint(math.ceil(self.values[0]), math.floor(self.values[1]))
+            return max(1, round(min(self.high, max(self.low, whole))))
         return max(1, round(self.draw(rng)))
 
     def _raw(self, rng: Random) -> float:

@@ -203,5 +203,6 @@ def test_warm_up_shares_nothing_with_what_is_measured():
     chosen = config(prefix_len=32)
     prompts = {item.token_ids[:16] for item in chosen.items()}
     assert not prompts & {item.token_ids[:16] for item in chosen.warmup_items()}
+    assert all(item.output_tokens <= 8 for item in config(output_len="uniform:20,90").warmup_items())
     assert dataclasses.replace(chosen, warmup=0).warmup_items() == []
     assert asyncio.iscoroutinefunction(measure)
