@@ -93,7 +93,8 @@ GRID = [
 ]
 
 
-FEW = [fields for i, fields in enumerate(GRID) if i % 7 in (0, 3)]
+FEW = [fields for i, fields in enumerate(GRID) if i % 13 in (0, 1)]
+"""Every pair of values of two fields is among them."""
 
 
 @pytest.mark.parametrize("grid", [pytest.param(FEW, id="few"), pytest.param(GRID, id="all", marks=pytest.mark.slow)])
@@ -101,7 +102,7 @@ def test_the_grid(http, cluster, grid) -> None:
     moved = 0
     for i, fields in enumerate(grid):
         prompt = [{"role": "user", "content": f"{i // 8}. {PROMPT}"}]
-        body = {"messages": prompt, "max_completion_tokens": 10, "seed": i, "return_token_ids": True, **fields}
+        body = {"messages": prompt, "max_completion_tokens": 8, "seed": i, "return_token_ids": True, **fields}
         apart, whole = ask(http, body, local=False)
         together, _ = ask(http, body, local=True)
         same(apart, together)
@@ -134,7 +135,7 @@ FIELDS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("fields", FIELDS, ids=lambda fields: "+".join(fields))
 def test_fields_are_the_same_apart_and_together(http, fields) -> None:
     prompt = [{"role": "user", "content": f"{sorted(fields)} {PROMPT}"}]
-    body = {"messages": prompt, "max_completion_tokens": 12, "return_token_ids": True} | fields
+    body = {"messages": prompt, "max_completion_tokens": 8, "return_token_ids": True} | fields
     apart, whole = ask(http, body, local=False)
     together, _ = ask(http, body, local=True)
     same(apart, together)
