@@ -22,7 +22,7 @@ from diptych.kernels.pdl import use_pdl
 
 MIN_ROWS = 16
 """Rows of the smallest matrix instruction."""
-MAX_SPLITS = 64
+MAX_SPLITS = 32
 TILE_BYTES = 16384
 """K of one iteration; so much again for V, times the pipeline's stages, lies in shared memory."""
 

@@ -64,7 +64,7 @@ def test_the_dense_reference_is_the_loop():
 
 
 def test_splits_fill_the_gpu_and_vanish_when_it_is_full():
-    assert choose_splits(1, 8, 528) == 64
+    assert choose_splits(1, 8, 528) == 32
     assert choose_splits(8, 8, 528) == 8
     assert choose_splits(64, 8, 528) == 1
     assert choose_splits(4096, 8, 528) == 1

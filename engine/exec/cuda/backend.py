@@ -72,7 +72,13 @@ class CudaBackend:
         for params in (SamplingParams(max_tokens=1, temperature=0.0), SamplingParams(max_tokens=1, temperature=1.0)):
             count = min(2, max_model_len, self._pool.block_size)
             seq = ScheduledSeq("warm-up", [vocab_size - 1] * count, 0, [0], True, params, 0)
-            self.execute([seq], self.build([seq]), None)
+            batch = self.build([seq])
+            logits = self.execute([seq], batch, None)
+            if logits is not None:
+                self.draw([seq], batch.sample_seqs, [], logits, (), StepResult(token_ids=[None]))
+        token = memoryview(bytearray(self._pool.bytes_per_token))
+        self.mover.pack([0], 1, token)
+        self.mover.unpack([0], 1, token)
 
     def build(self, seqs: Sequence[ScheduledSeq]) -> CudaBatch:
         """Raises: InternalError when a sequence breaks the scheduler's promises."""
