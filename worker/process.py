@@ -53,7 +53,14 @@ def run_process(config: WorkerConfig, make_role: RoleFactory) -> NoReturn:
     Raises: ConfigError when a setting cannot be used.
     """
     setup_logging(worker=config.effective_worker_id, role=config.role)
-    code: int = uvloop.run(serve(config, make_role))
+    uvloop.run(_serve_and_exit(config, make_role))
+    raise AssertionError("the process has ended")
+
+
+async def _serve_and_exit(config: WorkerConfig, make_role: RoleFactory) -> NoReturn:
+    """Exits on the running loop: closing it would wait for every name that the resolver still looks up, and a store whose
+    name does not resolve leaves many of them behind."""
+    code = await serve(config, make_role)
     # Everything of ours is closed; taking the libraries apart in an orderly way would cost seconds for nothing.
     logging.shutdown()
     sys.stdout.flush()
