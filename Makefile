@@ -132,7 +132,10 @@ $(VENV)/.serve: pyproject.toml constraints.txt $(VENV)/.torch
 	@$(PIP) install -c constraints.txt -e ".[cli,loadtest,router,worker]"
 	@touch $@
 
-$(VENV)/.dev: pyproject.toml constraints.txt $(VENV)/.serve
+$(VENV)/.dev: pyproject.toml constraints.txt constraints-triton.txt $(VENV)/.serve
 	@echo "set-up: what checks and tests need"
 	@$(PIP) install -c constraints.txt -e ".[dev]"
+	@# A CUDA build of torch brings the Triton that it needs; beside a CPU build the kernel tests run in the interpreter.
+	@if $(BIN)/python -c 'import sys, torch; sys.exit(torch.version.cuda is not None)'; then \
+	  $(PIP) install -c constraints.txt -c constraints-triton.txt triton; fi
 	@touch $@
