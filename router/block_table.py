@@ -1,4 +1,4 @@
-"""Block keys and which workers hold them, in flat numpy tables: 29 bytes a slot for up to 64 workers, 37 with a host tier.
+"""Block keys and which workers hold them, in flat numpy tables: 33 bytes a slot for up to 64 workers, 41 with a host tier.
 
     key (lo, hi) --lo & mask, hi & mask--> two buckets of 8 slots; a key lies in one of the 16
 
@@ -41,7 +41,7 @@ def as_keys(keys: Sequence[bytes]) -> Keys:
     return np.frombuffer(b"".join(keys), dtype=np.uint64).reshape(-1, 2)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Runs:
     """By column: how many leading keys the worker holds in any tier, and how many of those in its host tier only (None:
     there is no host tier)."""
@@ -57,6 +57,7 @@ class BlockTable:
         self._num_buckets = num_buckets
         self._lo = np.zeros((num_buckets, _WAYS), np.uint64)
         self._hi = np.zeros((num_buckets, _WAYS), np.uint64)
+        self._tag = np.zeros((num_buckets, _WAYS), np.uint32)  # the upper half of lo: a lookup reads nothing else
         self._used = np.zeros((num_buckets, _WAYS), np.bool_)
         self._stamp = np.zeros(num_buckets * _WAYS, np.uint32)
         self._words = 1
@@ -76,7 +77,8 @@ class BlockTable:
 
     @property
     def nbytes(self) -> int:
-        arrays = (self._lo, self._hi, self._used, self._stamp, *self._masks[DEVICE], *self._masks[HOST])
+        arrays: list[Any] = [self._lo, self._hi, self._tag, self._used, self._stamp]
+        arrays += self._masks[DEVICE] + self._masks[HOST]
         return sum(array.nbytes for array in arrays)
 
     def reserve_columns(self, num_columns: int) -> None:
@@ -101,24 +103,28 @@ class BlockTable:
         return slots, found & self._used.ravel().take(slots)
 
     def runs(self, keys: Keys) -> Runs:
-        """How far each worker's blocks reach into `keys`; now and then marks what was found as lately used. Compares the
-        first 64 bits of a key only: a wrong match is as likely as a wrong bit of memory, and would cost an estimate."""
+        """How far each worker's blocks reach into `keys`; now and then marks what was found as lately used.
+
+        In the two buckets, which the low bits name, 32 more bits are compared: once in some hundred million keys a wrong match
+        adds a block to an estimate. Changes compare whole keys.
+        """
         self._num_lookups += 1
         blocks = np.zeros(self._words * _WORD, np.int64)
         host_masks = self._masks[HOST] if self._masks[HOST] and self.counts[HOST].any() else None
         host_blocks = np.zeros_like(blocks) if host_masks is not None else None
         low_bits = np.uint64(self._num_buckets - 1)
+        tags = keys.view(np.uint32)[:, 1:2]
         alive: list[Any] = [None] * self._words
         for start in range(0, len(keys), _CHUNK):
             part = keys[start : start + _CHUNK]
-            wanted = part[:, 0]
+            wanted = tags[start : start + _CHUNK]
             buckets = (part & low_bits).view(np.int64)
-            same = self._lo.take(buckets, axis=0).reshape(len(part), 2 * _WAYS) == part[:, :1]
+            same = self._tag.take(buckets, axis=0).reshape(len(part), 2 * _WAYS) == wanted
             place = same.argmax(axis=1)
             slots = buckets.ravel().take((place >> 3) + _EVEN[: len(part)])
             slots <<= 3
             slots += place & 7
-            found = self._lo.ravel().take(slots) == wanted
+            found = self._tag.ravel().take(slots) == wanted[:, 0]
             depth = 0
             for word in range(self._words):
                 device = self._masks[DEVICE][word].take(slots)
@@ -183,6 +189,7 @@ class BlockTable:
                     continue
             slots, first = np.unique(slots, return_index=True)
             self._lo.ravel()[slots], self._hi.ravel()[slots] = keys[first, 0], keys[first, 1]
+            self._tag.ravel()[slots] = keys[first, 0] >> np.uint64(32)
             self._used.ravel()[slots] = True
             order = np.argsort(first)  # the order of the keys, for the stamps
             self._hold(slots[order], column, tier)
@@ -240,6 +247,7 @@ class BlockTable:
         self._used.ravel()[slots] = used
         gone = slots[~used]  # a free slot must not hide a key that lives in the other bucket
         self._lo.ravel()[gone] = self._hi.ravel()[gone] = 0
+        self._tag.ravel()[gone] = 0
 
     def _grow(self) -> None:
         old, slots = self._num_buckets, np.flatnonzero(self._used.ravel())
@@ -250,6 +258,8 @@ class BlockTable:
         self._num_buckets = 2 * old
         self._lo, self._hi = (np.zeros((2 * old, _WAYS), np.uint64) for _ in range(2))
         self._used, self._stamp = np.zeros((2 * old, _WAYS), np.bool_), np.zeros(2 * old * _WAYS, np.uint32)
+        self._tag = np.zeros((2 * old, _WAYS), np.uint32)
+        self._tag.ravel()[to] = lo >> np.uint64(32)
         self._lo.ravel()[to], self._hi.ravel()[to], self._stamp[to] = lo, hi, stamp
         self._used.ravel()[to] = True
         for tier, masks in enumerate(self._masks):

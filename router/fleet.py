@@ -138,7 +138,7 @@ def _move_ms(prefill: Sequence[Lease], decode: Sequence[Lease]) -> Floats:
     return table
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Loads:
     """What this request finds at each of the P + D workers; see WorkerView. host_tokens None: nobody has any."""
 
@@ -148,7 +148,7 @@ class Loads:
     pending_requests: Ints
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class ClusterSnapshot:
     """Args:
     barred: indexes (0 to D - 1) of decode workers that failed for this request.

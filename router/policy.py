@@ -45,7 +45,7 @@ Choice = tuple[int | None, int]
 """(index of the prefill worker, or None for local prefill; index of the decode worker, 0 to D - 1)"""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Costs:
     """Every candidate's charge in milliseconds.
 
@@ -125,10 +125,10 @@ class CheapestPair:
         limit = least + max(_TIE_MS, least * _TIE_FRACTION)
         if costs.local is not None and least_local <= least_remote:
             local = costs.local
-            ties = np.flatnonzero(local <= limit)
+            (ties,) = (local <= limit).nonzero()
             d = min((int(ties[i]) for i in _two(len(ties), rng)), key=lambda d: (pending[num_prefill + d], local[d]))
             return None, d
-        ties = np.flatnonzero(remote <= limit)
+        (ties,) = (remote.ravel() <= limit).nonzero()
         first, second = _two(len(ties), rng)
         width = remote.shape[1]
         p, d = divmod(int(ties[first]), width)
