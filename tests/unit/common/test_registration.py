@@ -146,6 +146,20 @@ async def test_cleared_replaces_what_still_waits(store, clock):
     assert [(e.epoch, e.kind) for e in events] == [(4, "cleared"), (4, "stored")]
 
 
+async def test_the_lease_says_where_each_tier_stands(store, clock):
+    registration = make(store, clock)
+    registration.offer(event(1))
+    registration.offer(KvEvent("a", 3, 1, "stored", (bytes(16),), "host"))
+    registration.offer(KvEvent("a", 3, 2, "evicted", (bytes(16),), "host"))
+    await registration.beat()
+    (record,) = await store.list_workers()
+    assert (record.event_epoch, record.event_sequence, record.host_event_sequence) == (3, 1, 2)
+    registration.offer(KvEvent("a", 4, 0, "cleared"))
+    await registration.beat()
+    (record,) = await store.list_workers()
+    assert (record.event_epoch, record.event_sequence, record.host_event_sequence) == (4, 0, 0)
+
+
 async def test_events_stay_queued_while_the_store_is_away(store, clock):
     registration = make(store, clock)
     registration.offer(event(1))

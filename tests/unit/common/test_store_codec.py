@@ -4,7 +4,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diptych.common.store import KvEvent
-from diptych.common.store_codec import BadRowError, decode_event, decode_record, encode_event, encode_record
+from diptych.common.store_codec import (
+    BadRowError,
+    decode_event,
+    decode_pending,
+    decode_record,
+    encode_event,
+    encode_pending,
+    encode_record,
+)
 from diptych.common.worker_record import WorkerLoad, WorkerRecord
 
 RECORD = WorkerRecord(
@@ -29,6 +37,32 @@ EVENT = KvEvent("a", 1, 2, "stored", (bytes(16), b"x" * 16))
 def test_round_trip():
     assert decode_record(encode_record(RECORD)) == RECORD
     assert decode_event(encode_event(EVENT)) == EVENT
+    far = KvEvent("a", 1, 2, "stored", (bytes(16),), "host")
+    assert decode_event(encode_event(far)) == far
+    plain = encode_event(EVENT)
+    del plain[b"t"]  # as a worker without tiers writes it
+    assert decode_event(plain) == EVENT
+
+
+def test_pending_rows():
+    row = {"p0": (100, 2), "d0": (0, 1)}
+    assert decode_pending({name.encode(): raw for name, raw in encode_pending(row).items()}) == row
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {b"p0": b"1"},
+        {b"p0": b"1 -1"},
+        {b"p0": b"x 1"},
+        {b"../p": b"1 1"},
+        {b"\xff": b"1 1"},
+        {b"p%d" % i: b"1 1" for i in range(1025)},
+    ],
+)
+def test_broken_pending_rows_are_refused(fields):
+    with pytest.raises(BadRowError):
+        decode_pending(fields)
 
 
 @pytest.mark.parametrize(
@@ -45,6 +79,8 @@ def test_round_trip():
         ({"kv_bytes_per_token": -1}, "kv_bytes_per_token"),
         ({"num_blocks": 2**60}, "num_blocks"),
         ({"event_sequence": -1}, "event_sequence"),
+        ({"host_event_sequence": -1}, "host_event_sequence"),
+        ({"load": WorkerLoad(host_bytes_per_s=float("inf"))}, "record|rate"),
         ({"load": WorkerLoad(num_running=-1)}, "num_running"),
         ({"load": WorkerLoad(decode_step_s=-0.1)}, "rate"),
     ],
@@ -77,7 +113,15 @@ def test_no_event_does_worse_than_a_refusal(fields):
 
 @pytest.mark.parametrize(
     "change",
-    [{b"b": b"x" * 15}, {b"e": b"-1"}, {b"s": b"1" * 17}, {b"k": b"boom"}, {b"i": b"\xff"}, {b"b": b"x" * 16 * 9000}],
+    [
+        {b"b": b"x" * 15},
+        {b"e": b"-1"},
+        {b"s": b"1" * 17},
+        {b"k": b"boom"},
+        {b"t": b"tape"},
+        {b"i": b"\xff"},
+        {b"b": b"x" * 16 * 9000},
+    ],
 )
 def test_broken_events_are_refused(change):
     with pytest.raises(BadRowError):
