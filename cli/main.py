@@ -181,24 +181,20 @@ def version() -> None:
     print(metadata.version("diptych"))
 
 
-def _add_bench() -> None:
+@app.command(
+    "bench",
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+)
+def bench(ctx: typer.Context) -> None:
+    """Measure any OpenAI-compatible server, or our own gRPC API, under load."""
     try:
-        from diptych.cli.bench import app as bench
+        from diptych.cli.bench import app as bench_app  # a tree of commands of its own: nobody else pays for it
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("diptych"):
             raise
-        missing = error.name
-
-        @app.command("bench")
-        def bench_missing() -> None:
-            """Measure a server under load (install diptych[loadtest])."""
-            _fail(f"`diptych bench` needs {missing}: pip install 'diptych[loadtest]'", 1)
-
-        return
-    app.add_typer(bench)
-
-
-_add_bench()
+        _fail(f"`diptych bench` needs {error.name}: pip install 'diptych[loadtest]'", 1)
+    raise typer.Exit(bench_app(args=ctx.args, prog_name="diptych bench", standalone_mode=False) or 0)
 
 
 def main() -> NoReturn:
