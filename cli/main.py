@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -178,6 +177,8 @@ def capacity(
 @app.command()
 def version() -> None:
     """Print the version."""
+    from importlib import metadata
+
     print(metadata.version("diptych"))
 
 
