@@ -27,7 +27,12 @@ CHAT: list[tuple[str, object, int, str | None]] = [
     ("max-tokens-negative", {"messages": HI, "max_tokens": -1}, 400, "max_tokens"),
     ("max-tokens-text", {"messages": HI, "max_tokens": "ten"}, 400, "max_tokens"),
     ("seed-text", {"messages": HI, "seed": "x"}, 400, "seed"),
-    ("no-tools-in-this-template", {"messages": HI, "tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools"),
+    (
+        "no-tools-in-this-template",
+        {"messages": HI, "tools": [{"type": "function", "function": {"name": "f"}}]},
+        400,
+        "tools",
+    ),
     ("too-many-choices", {"messages": HI, "n": 17}, 400, "n"),
     ("not-built-format", {"messages": HI, "response_format": {"type": "json_object"}}, 400, "response_format"),
     ("stream-wrong-type", {"messages": HI, "stream": "maybe"}, 400, "stream"),
