@@ -23,6 +23,7 @@ def update(scheduler: Scheduler, out: SchedulerOutput, result: StepResult, durat
     leave no token to draw fails too.
     """
     scheduler.pace.observe(duration_s, out.num_prefill_tokens, out.num_decode)
+    scheduler.computed += out.num_prefill_tokens
     size = scheduler.config.block_size
     policy, kv, live = scheduler.policy, scheduler.kv, scheduler.requests
     charges = policy.charges

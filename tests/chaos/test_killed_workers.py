@@ -65,6 +65,7 @@ async def test_prefill_killed_in_mid_request(own_cluster):
     own_cluster.wait_idle(deadline_s=15.0)
 
 
+@pytest.mark.slow
 async def test_prefill_killed_and_policy_fail(own_cluster):
     async with AsyncClient(own_cluster.grpc_address, timeout_s=120.0) as client:
         task = asyncio.create_task(
