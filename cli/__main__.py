@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from diptych.cli.main import main
+from diptych.cli.start import main
 
 main()

@@ -60,7 +60,7 @@ def running(choice: ClusterChoice, *, colocated: bool) -> Iterator[RunningCluste
         folder = RunFolder(Path(root))
         folder.logs.mkdir()
         threads = str(choice.threads)
-        env = child_environment() | {
+        env = child_environment(UpConfig) | {
             "OMP_NUM_THREADS": threads,
             "OPENBLAS_NUM_THREADS": threads,
             "MKL_NUM_THREADS": threads,

@@ -7,11 +7,14 @@ import math
 from pathlib import Path
 from typing import Any
 
+from diptych.cli.up_config import UpConfig
 from diptych.common.errors import ConfigError
 from diptych.engine.capacity import KvShape, capacity_line, kibibytes, kv_shape
 from diptych.engine.sched.swap_cost import Rates, break_even_copy_bytes_per_s, break_even_tokens
 
 _GIB = 1 << 30
+_MIB = 1 << 20
+_SERVED_DTYPE = UpConfig().dtype
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -37,8 +40,7 @@ def capacity_report(shape: KvShape, *, block_size: int, memory_gib: float = 0.0)
     size = shape.bytes_per_token
     lines = [shape.arithmetic(), f"a block of {block_size} tokens: {kibibytes(size * block_size)}"]
     if shape.max_position is not None:
-        whole = shape.max_position * size / _GIB
-        lines.append(f"a whole context of {shape.max_position:,} tokens: {whole:,.2f} GiB")
+        lines.append(f"a whole context of {shape.max_position:,} tokens: {_size(shape.max_position * size)}")
     if memory_gib:
         num_blocks = int(memory_gib * _GIB) // (size * block_size)
         lines.append(f"{memory_gib:g} GiB hold: {capacity_line(num_blocks, block_size, size)}")
@@ -53,11 +55,11 @@ def break_even_report(shape: KvShape, *, prefill_tokens_per_s: float, copy_gib_p
         if not 0.0 < value < math.inf:
             raise ConfigError(name, value, "must be a positive number")
     rates = Rates(prefill_tokens_per_s, copy_gib_per_s * _GIB, shape.bytes_per_token)
-    least = break_even_copy_bytes_per_s(rates) / _GIB
+    least = _size(break_even_copy_bytes_per_s(rates), digits=3)
     tokens = break_even_tokens(rates)
     lines = [
         "a preempted request, computed again or swapped out and in:",
-        f"  2 x {kibibytes(shape.bytes_per_token)} x {prefill_tokens_per_s:,.0f} tokens/s = {least:,.3f} GiB/s: "
+        f"  2 x {kibibytes(shape.bytes_per_token)} x {prefill_tokens_per_s:,.0f} tokens/s = {least}/s: "
         "a slower link never pays",
     ]
     if math.isinf(tokens):
@@ -65,6 +67,11 @@ def break_even_report(shape: KvShape, *, prefill_tokens_per_s: float, copy_gib_p
     else:
         lines.append(f"  at {copy_gib_per_s:g} GiB/s: swap from {math.ceil(tokens):,} computed tokens on")
     return lines
+
+
+def _size(size_bytes: float, digits: int = 2) -> str:
+    unit, name = (_GIB, "GiB") if size_bytes >= _GIB else (_MIB, "MiB") if size_bytes >= _MIB else (1024, "KiB")
+    return f"{size_bytes / unit:,.{digits}f} {name}"
 
 
 def run_capacity(
@@ -76,7 +83,13 @@ def run_capacity(
     prefill_rate: float = 0.0,
     copy_rate: float = 0.0,
 ) -> int:
-    """Print the report. Args: model: a config.json, a folder, or what `diptych model` takes. Raises: ConfigError."""
+    """Print the report.
+
+    Args:
+        model: a config.json, a folder, or what `diptych model` takes.
+        dtype: of the cache; empty: the config's own, and the report says so where `diptych up` would take another.
+    Raises: ConfigError.
+    """
     path = Path(model)
     if not path.exists():
         from diptych.cli.model_store import resolve_model
@@ -86,6 +99,10 @@ def run_capacity(
             path = resolve_model(model, progress)
     shape = kv_shape(read_config(path), dtype)
     lines = capacity_report(shape, block_size=block_size, memory_gib=memory_gib)
+    if not dtype and shape.dtype != _SERVED_DTYPE:
+        lines.insert(
+            0, f"in the config's own {shape.dtype}; `diptych up` serves {_SERVED_DTYPE} unless --dtype says otherwise"
+        )
     if prefill_rate or copy_rate:
         lines += break_even_report(shape, prefill_tokens_per_s=prefill_rate, copy_gib_per_s=copy_rate)
     print("\n".join(lines))

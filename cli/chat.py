@@ -7,6 +7,7 @@ every line of the input is one turn and nothing but the answers is written.
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from diptych.client import Client, Completion
 
 HELP = "Ctrl-C interrupts an answer, Ctrl-D leaves; /clear forgets the conversation, /exit leaves."
+
+# `/help me` is meant for us, `/usr/bin/env is what?` for the model.
+_COMMAND = re.compile(r"/[\w?-]*")
 
 # A model may say anything, but it may not steer the terminal.
 _CONTROLS = {code: None for code in (*range(32), 127, *range(128, 160)) if chr(code) not in "\n\t"}
@@ -138,6 +142,8 @@ def chat_on_terminal(client: Client, conversation: Conversation) -> int:
         if text == "/clear":
             conversation.clear()
             console.print("[dim]forgotten[/dim]")
+        elif _COMMAND.fullmatch(text.split(" ", 1)[0]):
+            console.print(f"no such command. {HELP}", style="dim", markup=False)
         elif text:
             _turn(client, conversation, text, console)
 

@@ -27,6 +27,13 @@ def diptych_command() -> list[str]:
     return [sys.executable, "-P", "-m", "diptych.cli"]
 
 
+def own_name(spec: str, folder: Path) -> str:
+    """Under which name a model is served when none is given: its hub id, else its folder's name (a hub snapshot's folder is
+    called by a hash)."""
+    is_hub_id = "/" in spec and not Path(spec).expanduser().exists()
+    return spec if is_hub_id else folder.name
+
+
 @dataclass(slots=True)
 class ClusterPlan:
     config: UpConfig
@@ -48,7 +55,15 @@ class ClusterPlan:
 
     @property
     def secret_file(self) -> Path:
-        return self.config.secret_file or self.folder.secret
+        # Absolute: the children run in the run folder.
+        given = self.config.secret_file
+        return self.folder.secret if given is None else given.expanduser().absolute()
+
+    @property
+    def room(self) -> int:
+        """Tokens that one request can have by the settings given; 0: none was given."""
+        limits = [self.config.max_model_len, self.config.num_blocks * self.config.block_size]
+        return min((limit for limit in limits if limit), default=0)
 
     @property
     def probe_host(self) -> str:
@@ -67,7 +82,7 @@ class ClusterPlan:
         if self.config.secret_file is None:
             create_secret(self.folder.secret)
         else:
-            load_secret(self.config.secret_file)
+            load_secret(self.secret_file)
 
     def redis_spec(self) -> ChildSpec:
         self.addresses["redis"] = f"{LOOPBACK}:{self.redis_port}"
@@ -95,7 +110,8 @@ class ClusterPlan:
                 "local-prefill-max-tokens": config.local_prefill_max_tokens,
             }
             insecure = ["--insecure"] if config.insecure else []
-            return [*diptych_command(), "router", *self._common_flags(), *_flags(flags), *insecure]
+            more = shlex.split(config.router_args)
+            return [*diptych_command(), "router", *self._common_flags(), *_flags(flags), *insecure, *more]
 
         return ChildSpec("router", "router", command, self._log("router"), _SERVING_GROUP)
 

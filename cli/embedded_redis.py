@@ -13,7 +13,6 @@ import time
 from pathlib import Path
 
 from diptych.cli.processes import spawn
-from diptych.cli.settings import child_environment
 from diptych.common.errors import ConfigError
 
 MAX_MEMORY = "256mb"
@@ -48,7 +47,7 @@ def start_server(port: int, *, log: Path, folder: Path) -> subprocess.Popen[byte
     binary = server_binary()
     if not os.access(binary, os.X_OK):
         binary.chmod(binary.stat().st_mode | 0o100)
-    return spawn(server_command(port, folder), log=log, env=child_environment(), cwd=folder)
+    return spawn(server_command(port, folder), log=log, env=dict(os.environ), cwd=folder)
 
 
 def ping(host: str, port: int, *, timeout_s: float) -> bool:

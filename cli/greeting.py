@@ -2,33 +2,65 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 
-def greeting(*, http_url: str, grpc_address: str, model: str, logs: str) -> str:
+
+def has_chat_template(folder: Path) -> bool:
+    """Whether the model folder says how to render messages."""
+    if (folder / "chat_template.jinja").exists():
+        return True
+    try:
+        return bool(json.loads((folder / "tokenizer_config.json").read_text()).get("chat_template"))
+    except (OSError, ValueError):
+        return False
+
+
+def greeting(*, http_url: str, grpc_address: str, model: str, logs: str, chat: bool) -> str:
+    """Args: chat: the model has a chat template; else the snippets complete text."""
     return f"""
 Diptych serves {model}
   HTTP (OpenAI)  {http_url}
   gRPC (SDK)     {grpc_address}
   logs           {logs}
 
-curl {http_url}/v1/chat/completions -H 'content-type: application/json' -H 'x-diptych-explain: 1' \\
-  -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
+# over both pools; without local_prefill_max_tokens a prompt as short as this is computed on decode itself
+{curl_snippet(http_url, model, chat)}
 
 # the OpenAI client
 from openai import OpenAI
 client = OpenAI(base_url="{http_url}/v1", api_key="none")
-for chunk in client.chat.completions.create(model="{model}", stream=True,
-                                            messages=[{{"role": "user", "content": "Tell me a story."}}]):
-    print(chunk.choices[0].delta.content or "", end="", flush=True)
+{openai_snippet(model, chat)}
 
-# our SDK
-{sdk_snippet(grpc_address)}
+# our SDK, with .venv/bin/python
+{sdk_snippet(grpc_address, chat)}
 
-In a terminal: diptych chat        Ctrl-C or `make down` stops everything.
+{"In a terminal: .venv/bin/diptych chat        " if chat else ""}Ctrl-C or `make down` stops everything.
 """
 
 
-def sdk_snippet(grpc_address: str) -> str:
+def curl_snippet(http_url: str, model: str, chat: bool = True) -> str:
+    path, question = "completions", '"prompt": "The capital of France is"'
+    if chat:
+        path = "chat/completions"
+        question = '"messages": [{"role": "user", "content": "What is the capital of France?"}]'
+    return f"""curl {http_url}/v1/{path} -H 'content-type: application/json' -H 'x-diptych-explain: 1' \\
+  -d '{{"model": "{model}", {question},
+       "temperature": 0, "max_tokens": 32, "local_prefill_max_tokens": 0}}'"""
+
+
+def openai_snippet(model: str, chat: bool = True) -> str:
+    if not chat:
+        return f"""for chunk in client.completions.create(model="{model}", prompt="Once upon a time", stream=True):
+    print(chunk.choices[0].text, end="", flush=True)"""
+    return f"""for chunk in client.chat.completions.create(model="{model}", stream=True,
+                                            messages=[{{"role": "user", "content": "Tell me a story."}}]):
+    print(chunk.choices[0].delta.content or "", end="", flush=True)"""
+
+
+def sdk_snippet(grpc_address: str, chat: bool = True) -> str:
+    source = 'messages=[{"role": "user", "content": "Tell me a story."}]' if chat else 'prompt="Once upon a time"'
     return f"""from diptych.client import Client
 with Client("{grpc_address}") as client:
-    for delta in client.stream(messages=[{{"role": "user", "content": "Tell me a story."}}], max_tokens=64):
+    for delta in client.stream({source}, max_tokens=64):
         print(delta.text, end="", flush=True)"""

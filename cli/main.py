@@ -1,6 +1,6 @@
 """The `diptych` command. Heavy imports happen inside the commands, so that --help answers at once.
 
-Exit codes: 0; 1 a fault; 2 wrong usage or settings; 130 after SIGINT; 143 after SIGTERM.
+Exit codes: 0; 1 a fault, or a setting that cannot be used; 2 wrong usage; 130 after SIGINT; 143 after SIGTERM.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _DETACH = typer.Option("--detach", help="Return once the cluster serves; `diptyc
 
 
 def _up(config: UpConfig, detach: bool = False) -> int:
-    from diptych.cli.cluster_plan import diptych_command
+    from diptych.cli.cluster_plan import diptych_command, own_name
     from diptych.cli.up import run_detached, run_up
 
     if detach:
@@ -51,7 +51,7 @@ def _up(config: UpConfig, detach: bool = False) -> int:
         stages.end()
         with progress_on() as progress:
             folder = resolve_model(config.model or DEFAULT_ALIASES[0], progress)
-        return folder, config.served_model_name or folder.name
+        return folder, config.served_model_name or own_name(config.model, folder)
 
     return run_up(config, run_dir(), resolve)
 

@@ -33,14 +33,26 @@ _PROMPT = (
     "night, and lit a candle before them. Some of them can be seen in Bruges, in Antwerp and in London. The capital of France is"
 )
 """More tokens than a decode worker computes itself by default, so that the first answer goes the whole way."""
+_PROMPT_ROOM = 160
+_SHORT_PROMPT = "France is"
 
 
-def first_answer(host: str, port: int, *, timeout_s: float) -> FirstAnswer:
+def first_answer(host: str, port: int, *, timeout_s: float, room: int = 0) -> FirstAnswer:
     """Generate two tokens: the first is sampled by prefill, the second needs the KV on decode.
+
+    Args:
+        room: tokens that context and KV pool were set to; 0: what the model has. A small room gets a short prompt.
 
     Raises: RuntimeError with the server's answer when it is not a completion; OSError when it cannot be reached in time.
     """
-    body = json.dumps({"prompt": _PROMPT, "max_tokens": 2, "temperature": 0, "ignore_eos": True})
+    body = json.dumps(
+        {
+            "prompt": _PROMPT if not 0 < room < _PROMPT_ROOM else _SHORT_PROMPT,
+            "max_tokens": 2,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
+    )
     connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
     try:
         headers = {"content-type": "application/json", "x-diptych-explain": "1"}

@@ -122,12 +122,13 @@ def describe(config: Any) -> str:
     return ", ".join(f"{f.name}={_mask(f.name, getattr(config, f.name))!s}" for f in dataclasses.fields(config))
 
 
-def child_environment() -> dict[str, str]:
-    """Our environment less the settings: a child gets its settings as flags, and only there."""
+def child_environment(cls: type) -> dict[str, str]:
+    """Our environment less the settings of `cls`, which its children get as flags; what only the children know stays."""
+    own = {field.name for field in dataclasses.fields(cls)} | {"config"}
     return {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith(ENV_PREFIX) or name in ENV_ELSEWHERE - {"DIPTYCH_CONFIG"}
+        if not (name.startswith(ENV_PREFIX) and name.removeprefix(ENV_PREFIX).lower() in own)
     }
 
 

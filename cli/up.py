@@ -21,7 +21,7 @@ from types import FrameType
 
 from diptych.cli import embedded_redis
 from diptych.cli.cluster_plan import ClusterPlan
-from diptych.cli.greeting import greeting
+from diptych.cli.greeting import greeting, has_chat_template
 from diptych.cli.processes import ProcessIdentity, require_free_port, tail
 from diptych.cli.readiness import first_answer, is_ready
 from diptych.cli.run_folder import ChildState, ClusterState, RunFolder
@@ -89,7 +89,7 @@ def run_up(config: UpConfig, run_root: Path, resolve_model: Callable[[Stages], t
             model_folder, model_name = resolve_model(stages)
             stages.done(f"model {model_name} in {model_folder}")
             threads = threads_for(config, os.cpu_count() or 1)
-            env = child_environment() | _thread_environment(threads)
+            env = child_environment(UpConfig) | _thread_environment(threads)
             supervisor = Supervisor(env, cwd=folder.root)
             plan = ClusterPlan(config, folder, model_folder, model_name, threads)
             _start(plan, supervisor, signals, stages)
@@ -199,7 +199,9 @@ def _start(plan: ClusterPlan, supervisor: Supervisor, signals: _Signals, stages:
     stages.done("workers are registered and make progress")
     stages.stage("first token")
     try:
-        answer = first_answer(plan.probe_host, config.http_port, timeout_s=max(until - time.monotonic(), 5.0))
+        answer = first_answer(
+            plan.probe_host, config.http_port, timeout_s=max(until - time.monotonic(), 5.0), room=plan.room
+        )
     except (OSError, RuntimeError, ValueError, LookupError) as error:
         _check_start(supervisor, signals)
         raise StartFailed(f"ready, but the first request failed: {error}\n{_tails(supervisor)}") from None
@@ -278,5 +280,9 @@ def _thread_environment(threads: int) -> dict[str, str]:
 
 def _greeting(plan: ClusterPlan, folder: RunFolder) -> str:
     return greeting(
-        http_url=plan.http_url, grpc_address=plan.grpc_address, model=plan.model_name, logs=str(folder.logs)
+        http_url=plan.http_url,
+        grpc_address=plan.grpc_address,
+        model=plan.model_name,
+        logs=str(folder.logs),
+        chat=has_chat_template(plan.model_folder),
     )

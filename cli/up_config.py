@@ -7,6 +7,9 @@ from pathlib import Path
 
 from diptych.common.errors import ConfigError
 from diptych.common.tls import is_loopback
+from diptych.worker.config import DTYPES
+
+TRANSPORTS = ("auto", "ucx", "nixl")
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,7 @@ class UpConfig:
         num_blocks: KV blocks per worker; 0 lets the worker choose from the memory it finds.
         threads_per_worker: torch threads; 0: one while two workers share two cores, more on larger machines.
         worker_args: more flags of `diptych prefill` and `diptych decode`, as one string.
+        router_args: more flags of `diptych router`, as one string.
         startup_timeout_s: from the first process started to the first token served.
     """
 
@@ -47,6 +51,7 @@ class UpConfig:
     device: str = "cpu"
     threads_per_worker: int = 0
     worker_args: str = ""
+    router_args: str = ""
     startup_timeout_s: float = 180.0
 
     def __post_init__(self) -> None:
@@ -64,6 +69,9 @@ class UpConfig:
         for name in ("local_prefill_max_tokens", "max_model_len", "num_blocks", "threads_per_worker"):
             if getattr(self, name) < 0:
                 raise ConfigError(name, getattr(self, name), "must not be negative")
+        for name, known in (("dtype", DTYPES), ("transport", TRANSPORTS)):
+            if getattr(self, name) not in known:
+                raise ConfigError(name, getattr(self, name), f"must be one of {', '.join(known)}")
         if self.startup_timeout_s <= 0:
             raise ConfigError("startup_timeout_s", self.startup_timeout_s, "must be above 0")
 

@@ -9,6 +9,8 @@ from pathlib import Path
 from diptych.common.errors import ConfigError
 from diptych.engine.config import POLICIES, PREEMPTION_MODES
 
+DTYPES = ("float32", "float16", "bfloat16")
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
@@ -107,7 +109,11 @@ class WorkerConfig:
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "threads", "num_slabs", "max_queue"):
             if getattr(self, name) < 1:
                 raise ConfigError(name, getattr(self, name), "must be at least 1")
-        for name, known in (("scheduling_policy", POLICIES), ("preemption_mode", PREEMPTION_MODES)):
+        for name, known in (
+            ("scheduling_policy", POLICIES),
+            ("preemption_mode", PREEMPTION_MODES),
+            ("dtype", DTYPES),
+        ):
             if getattr(self, name) not in known:
                 raise ConfigError(name, getattr(self, name), f"must be one of {', '.join(known)}")
         if self.preemption_mode == "swap" and not self.num_host_blocks:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from diptych.cli import settings
+from diptych.cli.up_config import UpConfig
 from diptych.common.errors import ConfigError
 
 
@@ -86,9 +87,11 @@ def test_missing_file(tmp_path: Path):
         settings.read_file(tmp_path / "none.yaml")
 
 
-def test_children_get_no_settings_by_environment(monkeypatch):
+def test_children_get_settings_of_ours_as_flags_and_their_own_by_environment(monkeypatch):
     monkeypatch.setenv("DIPTYCH_HTTP_PORT", "1")
     monkeypatch.setenv("DIPTYCH_LOG_LEVEL", "debug")
-    env = settings.child_environment()
+    monkeypatch.setenv("DIPTYCH_SCHEDULING_POLICY", "sjf")
+    env = settings.child_environment(UpConfig)
     assert "DIPTYCH_HTTP_PORT" not in env
     assert env["DIPTYCH_LOG_LEVEL"] == "debug"
+    assert env["DIPTYCH_SCHEDULING_POLICY"] == "sjf"

@@ -16,6 +16,8 @@ from diptych.common.errors import ConfigError
         ({"http_port": 9, "grpc_port": 9}, "grpc_port"),
         ({"local_prefill_max_tokens": -1}, "local_prefill_max_tokens"),
         ({"startup_timeout_s": 0.0}, "startup_timeout_s"),
+        ({"dtype": "int3"}, "dtype"),
+        ({"transport": "foo"}, "transport"),
     ],
 )
 def test_bad_values_are_named(values, field):

@@ -1,0 +1,20 @@
+"""The console script. The SDK's install has it too, without what the command line needs: then it says what to install."""
+
+from __future__ import annotations
+
+import sys
+from typing import NoReturn
+
+
+def main() -> NoReturn:
+    try:
+        from diptych.cli.main import main as run
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("diptych"):
+            raise
+        print(
+            f"error: the command line needs {error.name}: install the extras, `diptych[cli,router,worker]`",
+            file=sys.stderr,
+        )
+        sys.exit(1)
+    run()

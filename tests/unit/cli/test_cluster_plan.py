@@ -1,0 +1,65 @@
+"""What the children are told, and what the cluster calls its model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from diptych.cli.cluster_plan import ClusterPlan, own_name
+from diptych.cli.greeting import greeting, has_chat_template
+from diptych.cli.run_folder import RunFolder
+from diptych.cli.up_config import UpConfig
+
+
+def make_plan(tmp_path: Path, **settings: object) -> ClusterPlan:
+    return ClusterPlan(UpConfig(**settings), RunFolder(tmp_path / ".run"), tmp_path / "model", "m", threads=1)
+
+
+def test_a_hub_model_is_served_under_its_id_not_its_snapshots_hash(tmp_path: Path):
+    assert own_name("Acme/Tiny-Qwen3", tmp_path / "0123abcd") == "Acme/Tiny-Qwen3"
+    assert own_name("", tmp_path / "SmolLM2") == "SmolLM2"
+    (tmp_path / "some").mkdir()
+    assert own_name(str(tmp_path / "some"), tmp_path / "some") == "some"
+
+
+def test_a_relative_secret_file_is_found_by_children_that_run_elsewhere(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.txt").write_text("ab" * 32)
+    plan = make_plan(tmp_path, secret_file=Path("mine.txt"))
+    plan.make_secret()
+    assert plan.secret_file == tmp_path / "mine.txt"
+    command = plan.router_spec().command()
+    assert command[command.index("--secret-file") + 1] == str(tmp_path / "mine.txt")
+
+
+def test_further_flags_reach_router_and_workers(tmp_path: Path):
+    plan = make_plan(tmp_path, router_args="--placement-policy random", worker_args="--scheduling-policy sjf")
+    assert plan.router_spec().command()[-2:] == ["--placement-policy", "random"]
+    assert all(spec.command()[-2:] == ["--scheduling-policy", "sjf"] for spec in plan.worker_specs())
+
+
+@pytest.mark.parametrize(
+    ("settings", "room"),
+    [({}, 0), ({"max_model_len": 64}, 64), ({"num_blocks": 3}, 48), ({"num_blocks": 3, "max_model_len": 40}, 40)],
+)
+def test_room_of_one_request(tmp_path: Path, settings, room):
+    assert make_plan(tmp_path, **settings).room == room
+
+
+def test_a_model_without_a_chat_template_is_greeted_with_completions(tmp_path: Path):
+    assert not has_chat_template(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
+    assert has_chat_template(tmp_path)
+    shown = greeting(http_url="http://h:1", grpc_address="h:2", model="m", logs="l", chat=False)
+    assert "messages" not in shown
+    assert "/v1/completions" in shown
+    assert "diptych chat" not in shown
+
+
+def test_the_printed_curl_sends_json_that_crosses_both_pools():
+    shown = greeting(http_url="http://h:1", grpc_address="h:2", model="m", logs="l", chat=True)
+    body = json.loads(shown.split("-d '")[1].split("'")[0])
+    assert body["local_prefill_max_tokens"] == 0
+    assert body["temperature"] == 0
