@@ -36,6 +36,24 @@ def test_llama_3_70b_takes_320_kib_per_token_in_fp16(tmp_path, capsys):
         assert "16.0 whole contexts" in out
 
 
+def test_a_small_model_is_shown_in_small_units(tmp_path, capsys):
+    small = {"num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 16, "max_position_embeddings": 64}
+    for context, shown in ((64, "64 tokens: 32.00 KiB"), (4096, "4,096 tokens: 2.00 MiB")):
+        (tmp_path / "config.json").write_text(json.dumps({**small, "max_position_embeddings": context}))
+        run_capacity(str(tmp_path), prefill_rate=2000.0, copy_rate=1.0)
+        out = capsys.readouterr().out
+        assert f"a whole context of {shown}\n" in out
+        assert "= 1.953 MiB/s: a slower link" in out
+
+
+def test_it_says_when_up_would_take_another_dtype(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_70B))
+    run_capacity(str(tmp_path))
+    assert "in the config's own bfloat16; `diptych up` serves float32 unless --dtype" in capsys.readouterr().out
+    run_capacity(str(tmp_path), dtype="bfloat16")
+    assert "diptych up" not in capsys.readouterr().out
+
+
 def test_the_line_a_worker_prints():
     line = capacity_line(18_432, 16, 46_080)
     assert line == "KV: 18,432 blocks x 16 tokens = 294,912 tokens, 45 KiB per token"
