@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from diptych.cli.chat import Conversation, _turn, chat_piped, summary
+from diptych.cli.chat import Conversation, _turn, chat_on_terminal, chat_piped, summary
 from diptych.client import Completion, Delta, Explanation, Usage, WorkerLostError
 
 
@@ -86,6 +86,17 @@ def test_an_interrupted_answer_is_kept_and_the_chat_goes_on() -> None:
     assert "\x1b" not in shown
     conversation.clear()
     assert conversation.messages == []
+
+
+def test_an_unknown_command_does_not_reach_the_model(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = iter(["/help", "/", "/clear it", "/usr/bin/env is what?", "/exit"])
+    monkeypatch.setattr("builtins.input", lambda *_: next(lines))
+    client = FakeClient(["A program."])
+    assert chat_on_terminal(client, Conversation()) == 0  # type: ignore[arg-type]
+    assert [asked["messages"][-1]["content"] for asked in client.asked] == ["/usr/bin/env is what?"]
+    assert capsys.readouterr().out.count("no such command. Ctrl-C interrupts") == 3
 
 
 def test_the_summary_says_who_computed_it() -> None:
