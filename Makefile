@@ -29,10 +29,10 @@ PROTO_SOURCES := $(wildcard proto/diptych/rpc/v1/*.proto)
 .PHONY: help check test test-full up down proto model golden sim bench bench-router bench-engine test-gpu bench-gpu wheels secrets images test-containers clean
 
 help: ## this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
 
 up: $(VENV)/.serve ## start a cluster on this machine: Redis, router, one prefill and one decode worker; Ctrl-C stops it
-	@exec $(BIN)/diptych up $(ARGS)
+	@$(BIN)/diptych up $(ARGS) || { code=$$?; [ $$code = 130 ] || [ $$code = 143 ] || exit $$code; }  # stopped as asked
 
 down: ## stop the cluster that `make up` started
 	@if [ -x $(BIN)/diptych ]; then exec $(BIN)/diptych down; else echo "no cluster runs: nothing was ever set up here"; fi

@@ -153,7 +153,7 @@ def health(
 @app.command()
 def capacity(
     model: Annotated[str, typer.Argument(help="A config.json, a model's folder, or what `diptych model` takes.")],
-    dtype: Annotated[str, typer.Option(help="Of the cache; default: the config's own.")] = "",
+    dtype: Annotated[str, typer.Option(help="Of the cache; default: the config's own (`up` serves float32).")] = "",
     block_size: Annotated[int, typer.Option(help="Tokens of a block.")] = 16,
     memory_gib: Annotated[float, typer.Option(help="Show what this much memory holds.")] = 0.0,
     prefill_rate: Annotated[float, typer.Option(help="Tokens/s; with --copy-rate: when a swap pays.")] = 0.0,
