@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-_PACKAGES = ("diptych", "aiohttp", "grpcio", "numpy", "uvloop", "torch", "transformers", "ucxx-cu12")
+_PACKAGES = ("diptych", "aiohttp", "grpcio", "numpy", "uvloop", "torch", "transformers", "ucxx-cu13")
 
 
 @dataclass(frozen=True, slots=True)
