@@ -25,15 +25,17 @@ _sym_db = _symbol_database.Default()
 from diptych.rpc.v1 import types_pb2 as diptych_dot_rpc_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x64iptych/rpc/v1/router.proto\x12\x0e\x64iptych.rpc.v1\x1a\x1a\x64iptych/rpc/v1/types.proto\"$\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x89\x01\n\x0f\x45xplainResponse\x12\x30\n\x0b\x65xplanation\x18\x01 \x01(\x0b\x32\x1b.diptych.rpc.v1.Explanation\x12\x0f\n\x07outcome\x18\x02 \x01(\t\x12\r\n\x05label\x18\x03 \x01(\t\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\r\n\x05\x61ge_s\x18\x05 \x01(\x01\"O\n\rWhatIfRequest\x12\x30\n\x07request\x18\x01 \x01(\x0b\x32\x1f.diptych.rpc.v1.GenerateRequest\x12\x0c\n\x04pool\x18\x02 \x01(\t\"Y\n\x0eWhatIfResponse\x12\x30\n\x0b\x65xplanation\x18\x01 \x01(\x0b\x32\x1b.diptych.rpc.v1.Explanation\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\":\n\tChatInput\x12-\n\x08messages\x18\x01 \x03(\x0b\x32\x1b.diptych.rpc.v1.ChatMessage\"\"\n\rTokenIdsInput\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\xec\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12\x32\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x1d.diptych.rpc.v1.TokenIdsInputH\x00\x12)\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x19.diptych.rpc.v1.ChatInputH\x00\x12\x30\n\x08sampling\x18\x05 \x01(\x0b\x32\x1e.diptych.rpc.v1.SamplingParams\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\x0f\n\x07\x65xplain\x18\x07 \x01(\x08\x12%\n\x18local_prefill_max_tokens\x18\x08 \x01(\rH\x01\x88\x01\x01\x12\x35\n\x0e\x66\x61ilure_policy\x18\t \x01(\x0e\x32\x1d.diptych.rpc.v1.FailurePolicyB\x07\n\x05inputB\x1b\n\x19_local_prefill_max_tokens\"C\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\"~\n\nTokenDelta\x12\x0e\n\x06offset\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x0e\n\x06\x63hoice\x18\x04 \x01(\r\x12/\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1d.diptych.rpc.v1.TokenLogprobs\"\xda\x01\n\x08\x46inished\x12\x33\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x1c.diptych.rpc.v1.FinishReason\x12\x13\n\x0bstop_string\x18\x02 \x01(\t\x12\x1a\n\rstop_token_id\x18\x03 \x01(\rH\x00\x88\x01\x01\x12$\n\x05usage\x18\x04 \x01(\x0b\x32\x15.diptych.rpc.v1.Usage\x12\x30\n\x0b\x65xplanation\x18\x05 \x01(\x0b\x32\x1b.diptych.rpc.v1.ExplanationB\x10\n\x0e_stop_token_id\"\x99\x02\n\x10GenerateResponse\x12*\n\x07started\x18\x01 \x01(\x0b\x32\x17.diptych.rpc.v1.StartedH\x00\x12,\n\x06tokens\x18\x02 \x01(\x0b\x32\x1a.diptych.rpc.v1.TokenDeltaH\x00\x12,\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x18.diptych.rpc.v1.FinishedH\x00\x12\x39\n\x0f\x63hoice_finished\x18\x04 \x01(\x0b\x32\x1e.diptych.rpc.v1.ChoiceFinishedH\x00\x12\x39\n\x0fprompt_logprobs\x18\x05 \x01(\x0b\x32\x1e.diptych.rpc.v1.PromptLogprobsH\x00\x42\x07\n\x05\x65vent\"\x13\n\x11ListModelsRequest\";\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x0f\n\x07\x63reated\x18\x03 \x01(\x03\";\n\x12ListModelsResponse\x12%\n\x06models\x18\x01 \x03(\x0b\x32\x15.diptych.rpc.v1.Model*\x80\x01\n\rFailurePolicy\x12\x1e\n\x1a\x46\x41ILURE_POLICY_UNSPECIFIED\x10\x00\x12\x17\n\x13\x46\x41ILURE_POLICY_FAIL\x10\x01\x12\x1c\n\x18\x46\x41ILURE_POLICY_RECOMPUTE\x10\x02\x12\x18\n\x14\x46\x41ILURE_POLICY_RETRY\x10\x03\x32\xc3\x02\n\x06Router\x12O\n\x08Generate\x12\x1f.diptych.rpc.v1.GenerateRequest\x1a .diptych.rpc.v1.GenerateResponse0\x01\x12S\n\nListModels\x12!.diptych.rpc.v1.ListModelsRequest\x1a\".diptych.rpc.v1.ListModelsResponse\x12J\n\x07\x45xplain\x12\x1e.diptych.rpc.v1.ExplainRequest\x1a\x1f.diptych.rpc.v1.ExplainResponse\x12G\n\x06WhatIf\x12\x1d.diptych.rpc.v1.WhatIfRequest\x1a\x1e.diptych.rpc.v1.WhatIfResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x64iptych/rpc/v1/router.proto\x12\x0e\x64iptych.rpc.v1\x1a\x1a\x64iptych/rpc/v1/types.proto\"$\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x89\x01\n\x0f\x45xplainResponse\x12\x30\n\x0b\x65xplanation\x18\x01 \x01(\x0b\x32\x1b.diptych.rpc.v1.Explanation\x12\x0f\n\x07outcome\x18\x02 \x01(\t\x12\r\n\x05label\x18\x03 \x01(\t\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\r\n\x05\x61ge_s\x18\x05 \x01(\x01\"O\n\rWhatIfRequest\x12\x30\n\x07request\x18\x01 \x01(\x0b\x32\x1f.diptych.rpc.v1.GenerateRequest\x12\x0c\n\x04pool\x18\x02 \x01(\t\"Y\n\x0eWhatIfResponse\x12\x30\n\x0b\x65xplanation\x18\x01 \x01(\x0b\x32\x1b.diptych.rpc.v1.Explanation\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\"\x83\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12,\n\ntool_calls\x18\x03 \x03(\x0b\x32\x18.diptych.rpc.v1.ToolCall\x12\x11\n\treasoning\x18\x04 \x01(\t\x12\x14\n\x0ctool_call_id\x18\x05 \x01(\t\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"M\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x12\n\nparameters\x18\x03 \x01(\t\x12\x0e\n\x06strict\x18\x04 \x01(\x08\":\n\tChatInput\x12-\n\x08messages\x18\x01 \x03(\x0b\x32\x1b.diptych.rpc.v1.ChatMessage\"\"\n\rTokenIdsInput\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\xcc\x04\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12\x32\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x1d.diptych.rpc.v1.TokenIdsInputH\x00\x12)\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x19.diptych.rpc.v1.ChatInputH\x00\x12\x30\n\x08sampling\x18\x05 \x01(\x0b\x32\x1e.diptych.rpc.v1.SamplingParams\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\x0f\n\x07\x65xplain\x18\x07 \x01(\x08\x12%\n\x18local_prefill_max_tokens\x18\x08 \x01(\rH\x01\x88\x01\x01\x12\x35\n\x0e\x66\x61ilure_policy\x18\t \x01(\x0e\x32\x1d.diptych.rpc.v1.FailurePolicy\x12\x17\n\x0fidempotency_key\x18\x14 \x01(\t\x12\x33\n\x0cresume_after\x18\x15 \x01(\x0b\x32\x1d.diptych.rpc.v1.TokenIdsInput\x12#\n\x05tools\x18\x16 \x03(\x0b\x32\x14.diptych.rpc.v1.Tool\x12/\n\x0btool_choice\x18\x17 \x01(\x0e\x32\x1a.diptych.rpc.v1.ToolChoice\x12\x11\n\ttool_name\x18\x18 \x01(\t\x12\x18\n\x10single_tool_call\x18\x19 \x01(\x08\x12\r\n\x05split\x18\x1a \x01(\x08\x42\x07\n\x05inputB\x1b\n\x19_local_prefill_max_tokens\"\xa2\x01\n\x05Piece\x12\x11\n\x07\x63ontent\x18\x01 \x01(\tH\x00\x12\x13\n\treasoning\x18\x02 \x01(\tH\x00\x12/\n\ncall_start\x18\x03 \x01(\x0b\x32\x19.diptych.rpc.v1.CallStartH\x00\x12\x37\n\x0e\x63\x61ll_arguments\x18\x04 \x01(\x0b\x32\x1d.diptych.rpc.v1.CallArgumentsH\x00\x42\x07\n\x05piece\"4\n\tCallStart\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\",\n\rCallArguments\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\"Q\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x0c\n\x04seed\x18\x04 \x01(\x04\"~\n\nTokenDelta\x12\x0e\n\x06offset\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x0e\n\x06\x63hoice\x18\x04 \x01(\r\x12/\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1d.diptych.rpc.v1.TokenLogprobs\"\xda\x01\n\x08\x46inished\x12\x33\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x1c.diptych.rpc.v1.FinishReason\x12\x13\n\x0bstop_string\x18\x02 \x01(\t\x12\x1a\n\rstop_token_id\x18\x03 \x01(\rH\x00\x88\x01\x01\x12$\n\x05usage\x18\x04 \x01(\x0b\x32\x15.diptych.rpc.v1.Usage\x12\x30\n\x0b\x65xplanation\x18\x05 \x01(\x0b\x32\x1b.diptych.rpc.v1.ExplanationB\x10\n\x0e_stop_token_id\"\xc0\x02\n\x10GenerateResponse\x12*\n\x07started\x18\x01 \x01(\x0b\x32\x17.diptych.rpc.v1.StartedH\x00\x12,\n\x06tokens\x18\x02 \x01(\x0b\x32\x1a.diptych.rpc.v1.TokenDeltaH\x00\x12,\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x18.diptych.rpc.v1.FinishedH\x00\x12\x39\n\x0f\x63hoice_finished\x18\x04 \x01(\x0b\x32\x1e.diptych.rpc.v1.ChoiceFinishedH\x00\x12\x39\n\x0fprompt_logprobs\x18\x05 \x01(\x0b\x32\x1e.diptych.rpc.v1.PromptLogprobsH\x00\x12%\n\x06pieces\x18\x14 \x03(\x0b\x32\x15.diptych.rpc.v1.PieceB\x07\n\x05\x65vent\"\x13\n\x11ListModelsRequest\";\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x0f\n\x07\x63reated\x18\x03 \x01(\x03\";\n\x12ListModelsResponse\x12%\n\x06models\x18\x01 \x03(\x0b\x32\x15.diptych.rpc.v1.Model*o\n\nToolChoice\x12\x1b\n\x17TOOL_CHOICE_UNSPECIFIED\x10\x00\x12\x14\n\x10TOOL_CHOICE_NONE\x10\x01\x12\x14\n\x10TOOL_CHOICE_AUTO\x10\x02\x12\x18\n\x14TOOL_CHOICE_REQUIRED\x10\x03*\x80\x01\n\rFailurePolicy\x12\x1e\n\x1a\x46\x41ILURE_POLICY_UNSPECIFIED\x10\x00\x12\x17\n\x13\x46\x41ILURE_POLICY_FAIL\x10\x01\x12\x1c\n\x18\x46\x41ILURE_POLICY_RECOMPUTE\x10\x02\x12\x18\n\x14\x46\x41ILURE_POLICY_RETRY\x10\x03\x32\xc3\x02\n\x06Router\x12O\n\x08Generate\x12\x1f.diptych.rpc.v1.GenerateRequest\x1a .diptych.rpc.v1.GenerateResponse0\x01\x12S\n\nListModels\x12!.diptych.rpc.v1.ListModelsRequest\x1a\".diptych.rpc.v1.ListModelsResponse\x12J\n\x07\x45xplain\x12\x1e.diptych.rpc.v1.ExplainRequest\x1a\x1f.diptych.rpc.v1.ExplainResponse\x12G\n\x06WhatIf\x12\x1d.diptych.rpc.v1.WhatIfRequest\x1a\x1e.diptych.rpc.v1.WhatIfResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'diptych.rpc.v1.router_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FAILUREPOLICY']._serialized_start=1780
-  _globals['_FAILUREPOLICY']._serialized_end=1908
+  _globals['_TOOLCHOICE']._serialized_start=2545
+  _globals['_TOOLCHOICE']._serialized_end=2656
+  _globals['_FAILUREPOLICY']._serialized_start=2659
+  _globals['_FAILUREPOLICY']._serialized_end=2787
   _globals['_EXPLAINREQUEST']._serialized_start=75
   _globals['_EXPLAINREQUEST']._serialized_end=111
   _globals['_EXPLAINRESPONSE']._serialized_start=114
@@ -42,28 +44,38 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WHATIFREQUEST']._serialized_end=332
   _globals['_WHATIFRESPONSE']._serialized_start=334
   _globals['_WHATIFRESPONSE']._serialized_end=423
-  _globals['_CHATMESSAGE']._serialized_start=425
-  _globals['_CHATMESSAGE']._serialized_end=469
-  _globals['_CHATINPUT']._serialized_start=471
-  _globals['_CHATINPUT']._serialized_end=529
-  _globals['_TOKENIDSINPUT']._serialized_start=531
-  _globals['_TOKENIDSINPUT']._serialized_end=565
-  _globals['_GENERATEREQUEST']._serialized_start=568
-  _globals['_GENERATEREQUEST']._serialized_end=932
-  _globals['_STARTED']._serialized_start=934
-  _globals['_STARTED']._serialized_end=1001
-  _globals['_TOKENDELTA']._serialized_start=1003
-  _globals['_TOKENDELTA']._serialized_end=1129
-  _globals['_FINISHED']._serialized_start=1132
-  _globals['_FINISHED']._serialized_end=1350
-  _globals['_GENERATERESPONSE']._serialized_start=1353
-  _globals['_GENERATERESPONSE']._serialized_end=1634
-  _globals['_LISTMODELSREQUEST']._serialized_start=1636
-  _globals['_LISTMODELSREQUEST']._serialized_end=1655
-  _globals['_MODEL']._serialized_start=1657
-  _globals['_MODEL']._serialized_end=1716
-  _globals['_LISTMODELSRESPONSE']._serialized_start=1718
-  _globals['_LISTMODELSRESPONSE']._serialized_end=1777
-  _globals['_ROUTER']._serialized_start=1911
-  _globals['_ROUTER']._serialized_end=2234
+  _globals['_CHATMESSAGE']._serialized_start=426
+  _globals['_CHATMESSAGE']._serialized_end=557
+  _globals['_TOOLCALL']._serialized_start=559
+  _globals['_TOOLCALL']._serialized_end=614
+  _globals['_TOOL']._serialized_start=616
+  _globals['_TOOL']._serialized_end=693
+  _globals['_CHATINPUT']._serialized_start=695
+  _globals['_CHATINPUT']._serialized_end=753
+  _globals['_TOKENIDSINPUT']._serialized_start=755
+  _globals['_TOKENIDSINPUT']._serialized_end=789
+  _globals['_GENERATEREQUEST']._serialized_start=792
+  _globals['_GENERATEREQUEST']._serialized_end=1380
+  _globals['_PIECE']._serialized_start=1383
+  _globals['_PIECE']._serialized_end=1545
+  _globals['_CALLSTART']._serialized_start=1547
+  _globals['_CALLSTART']._serialized_end=1599
+  _globals['_CALLARGUMENTS']._serialized_start=1601
+  _globals['_CALLARGUMENTS']._serialized_end=1645
+  _globals['_STARTED']._serialized_start=1647
+  _globals['_STARTED']._serialized_end=1728
+  _globals['_TOKENDELTA']._serialized_start=1730
+  _globals['_TOKENDELTA']._serialized_end=1856
+  _globals['_FINISHED']._serialized_start=1859
+  _globals['_FINISHED']._serialized_end=2077
+  _globals['_GENERATERESPONSE']._serialized_start=2080
+  _globals['_GENERATERESPONSE']._serialized_end=2400
+  _globals['_LISTMODELSREQUEST']._serialized_start=2402
+  _globals['_LISTMODELSREQUEST']._serialized_end=2421
+  _globals['_MODEL']._serialized_start=2423
+  _globals['_MODEL']._serialized_end=2482
+  _globals['_LISTMODELSRESPONSE']._serialized_start=2484
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2543
+  _globals['_ROUTER']._serialized_start=2790
+  _globals['_ROUTER']._serialized_end=3113
 # @@protoc_insertion_point(module_scope)
