@@ -61,6 +61,8 @@ class Facts:
             reserved_s=self.reserved_s,
             first_token_s=self.first_token_s,
             kv_complete_s=self.kv_complete_s,
+            prefill_queue_s=self.leg.queue_s,
+            prefill_compute_s=self.leg.compute_s,
         )
 
 

@@ -80,6 +80,10 @@ class LegFacts:
     kv_bytes: int = 0
     kv_ranges: int = 0
     kv_ranges_overlapped: int = 0
+    queue_s: float = 0.0
+    """From the call until prefill began."""
+    compute_s: float = 0.0
+    """What prefill says that its computing took."""
 
 
 class RemoteLeg:
@@ -144,6 +148,7 @@ class RemoteLeg:
         raise WorkerLostError(f"prefill worker {self._ref.worker_id} said nothing for {self._tools.silence_s:g} s")
 
     async def _follow(self, peer: Peer, group: asyncio.TaskGroup) -> None:
+        called = self._tools.clock.now()
         call = peer.prefill.Prefill(self._request, timeout=self._request.remaining_s)
         try:
             async for event in call:
@@ -152,6 +157,7 @@ class RemoteLeg:
                     case "started":
                         self.facts.cached_tokens = event.started.cached_tokens
                         self.facts.prefill_pid = event.started.pid
+                        self.facts.queue_s = self._tools.clock.now() - called
                     case "computed":
                         for handle in self._handles(event.computed):
                             group.create_task(self._fetch(peer, handle))
@@ -161,6 +167,7 @@ class RemoteLeg:
                         self._hooks.on_prompt_logprobs(event.prompt_logprobs)
                     case "finished":
                         self.facts.kv_ranges_overlapped = event.finished.num_ranges_overlapped
+                        self.facts.compute_s = event.finished.compute_s
                     case "failure":
                         raise from_failure(event.failure)
         except grpc.RpcError as error:

@@ -42,12 +42,14 @@ from diptych.rpc.stubs import add_worker
 from diptych.rpc.v1 import worker_pb2
 from diptych.worker import wire
 from diptych.worker.config import WorkerConfig
+from diptych.worker.host_facts import read_host_facts
 from diptych.worker.liveness import why_not_live
 from diptych.worker.metrics import MetricsServer, WorkerMetrics
 from diptych.worker.model import LoadedModel
 from diptych.worker.refs import WorkerRef
 from diptych.worker.role import Role
 from diptych.worker.service import WorkerServicer
+from diptych.worker.stats import engine_numbers, host_to_proto, settings_of
 
 log = structlog.get_logger(__name__)
 
@@ -77,6 +79,7 @@ class WorkerRuntime:
         self.config = config
         self.model = model
         self.clock = clock or MonotonicClock()
+        self._began = self.clock.now()
         self.worker_id = config.effective_worker_id
         self.incarnation = new_incarnation()
         self.compat = model.compat
@@ -232,6 +235,20 @@ class WorkerRuntime:
             transport_path=self.transfer.path,
             transport_bytes_per_s=self.transfer.bytes_per_s,
             version=metadata.version("diptych"),
+        )
+
+    def worker_stats(self) -> worker_pb2.GetStatsResponse:
+        """How it fares and on what host."""
+        host = self.config.metrics_host
+        return worker_pb2.GetStatsResponse(
+            engine=engine_numbers(self.engine.stats()),
+            host=host_to_proto(read_host_facts()),
+            transport_path=self.transfer.path,
+            transport_bytes_per_s=self.transfer.bytes_per_s,
+            link_bytes_per_s=self.role.link_rates(),
+            metrics_address=f"{host}:{self.metrics_port}" if self.metrics_port else "",
+            settings=settings_of(self.config),
+            uptime_s=self.clock.now() - self._began,
         )
 
     async def audit(self, *, full: bool) -> worker_pb2.AuditResponse:

@@ -32,6 +32,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             return await self._runtime.audit(full=request.full)
         raise AssertionError("errors_to_status ended the call")
 
+    async def GetStats(
+        self, request: worker_pb2.GetStatsRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.GetStatsResponse:
+        return self._runtime.worker_stats()
+
     async def DumpBlocks(
         self, request: worker_pb2.DumpBlocksRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[worker_pb2.DumpBlocksResponse]:

@@ -170,3 +170,74 @@ class DumpBlocksResponse(_message.Message):
     host_sequence: int
     host_block_keys: bytes
     def __init__(self, epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., block_keys: _Optional[bytes] = ..., host_sequence: _Optional[int] = ..., host_block_keys: _Optional[bytes] = ...) -> None: ...
+
+class GetStatsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class HostFacts(_message.Message):
+    __slots__ = ("wall_clock_s", "cpus", "load_1m", "open_files", "max_open_files", "memlock_bytes", "shm_bytes", "shm_free_bytes", "rdma_devices", "rdma_missing", "hostname")
+    WALL_CLOCK_S_FIELD_NUMBER: _ClassVar[int]
+    CPUS_FIELD_NUMBER: _ClassVar[int]
+    LOAD_1M_FIELD_NUMBER: _ClassVar[int]
+    OPEN_FILES_FIELD_NUMBER: _ClassVar[int]
+    MAX_OPEN_FILES_FIELD_NUMBER: _ClassVar[int]
+    MEMLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SHM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SHM_FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RDMA_DEVICES_FIELD_NUMBER: _ClassVar[int]
+    RDMA_MISSING_FIELD_NUMBER: _ClassVar[int]
+    HOSTNAME_FIELD_NUMBER: _ClassVar[int]
+    wall_clock_s: float
+    cpus: int
+    load_1m: float
+    open_files: int
+    max_open_files: int
+    memlock_bytes: int
+    shm_bytes: int
+    shm_free_bytes: int
+    rdma_devices: _containers.RepeatedScalarFieldContainer[str]
+    rdma_missing: _containers.RepeatedScalarFieldContainer[str]
+    hostname: str
+    def __init__(self, wall_clock_s: _Optional[float] = ..., cpus: _Optional[int] = ..., load_1m: _Optional[float] = ..., open_files: _Optional[int] = ..., max_open_files: _Optional[int] = ..., memlock_bytes: _Optional[int] = ..., shm_bytes: _Optional[int] = ..., shm_free_bytes: _Optional[int] = ..., rdma_devices: _Optional[_Iterable[str]] = ..., rdma_missing: _Optional[_Iterable[str]] = ..., hostname: _Optional[str] = ...) -> None: ...
+
+class GetStatsResponse(_message.Message):
+    __slots__ = ("engine", "host", "transport_path", "transport_bytes_per_s", "link_bytes_per_s", "metrics_address", "settings", "uptime_s")
+    class EngineEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class LinkBytesPerSEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class SettingsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_PATH_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    LINK_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_S_FIELD_NUMBER: _ClassVar[int]
+    engine: _containers.ScalarMap[str, float]
+    host: HostFacts
+    transport_path: str
+    transport_bytes_per_s: float
+    link_bytes_per_s: _containers.ScalarMap[str, float]
+    metrics_address: str
+    settings: _containers.ScalarMap[str, str]
+    uptime_s: float
+    def __init__(self, engine: _Optional[_Mapping[str, float]] = ..., host: _Optional[_Union[HostFacts, _Mapping]] = ..., transport_path: _Optional[str] = ..., transport_bytes_per_s: _Optional[float] = ..., link_bytes_per_s: _Optional[_Mapping[str, float]] = ..., metrics_address: _Optional[str] = ..., settings: _Optional[_Mapping[str, str]] = ..., uptime_s: _Optional[float] = ...) -> None: ...

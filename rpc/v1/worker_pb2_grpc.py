@@ -50,6 +50,11 @@ class WorkerStub:
                 request_serializer=diptych_dot_rpc_dot_v1_dot_worker__pb2.DumpBlocksRequest.SerializeToString,
                 response_deserializer=diptych_dot_rpc_dot_v1_dot_worker__pb2.DumpBlocksResponse.FromString,
                 _registered_method=True)
+        self.GetStats = channel.unary_unary(
+                '/diptych.rpc.v1.Worker/GetStats',
+                request_serializer=diptych_dot_rpc_dot_v1_dot_worker__pb2.GetStatsRequest.SerializeToString,
+                response_deserializer=diptych_dot_rpc_dot_v1_dot_worker__pb2.GetStatsResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer:
@@ -76,6 +81,13 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetStats(self, request, context):
+        """How it fares and on what host: for `diptych doctor`. Nothing is decided by it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -93,6 +105,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.DumpBlocks,
                     request_deserializer=diptych_dot_rpc_dot_v1_dot_worker__pb2.DumpBlocksRequest.FromString,
                     response_serializer=diptych_dot_rpc_dot_v1_dot_worker__pb2.DumpBlocksResponse.SerializeToString,
+            ),
+            'GetStats': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetStats,
+                    request_deserializer=diptych_dot_rpc_dot_v1_dot_worker__pb2.GetStatsRequest.FromString,
+                    response_serializer=diptych_dot_rpc_dot_v1_dot_worker__pb2.GetStatsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -177,6 +194,33 @@ class Worker:
             '/diptych.rpc.v1.Worker/DumpBlocks',
             diptych_dot_rpc_dot_v1_dot_worker__pb2.DumpBlocksRequest.SerializeToString,
             diptych_dot_rpc_dot_v1_dot_worker__pb2.DumpBlocksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetStats(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/diptych.rpc.v1.Worker/GetStats',
+            diptych_dot_rpc_dot_v1_dot_worker__pb2.GetStatsRequest.SerializeToString,
+            diptych_dot_rpc_dot_v1_dot_worker__pb2.GetStatsResponse.FromString,
             options,
             channel_credentials,
             insecure,

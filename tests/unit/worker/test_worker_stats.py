@@ -1,0 +1,47 @@
+"""What a worker tells of its engine and its host."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from diptych.engine.messages import EngineStats
+from diptych.worker.config import WorkerConfig
+from diptych.worker.host_facts import RDMA_MODULES, read_host_facts
+from diptych.worker.stats import SETTINGS, engine_numbers, host_to_proto, settings_of
+
+
+def test_engine_numbers_leave_out_what_is_unknown() -> None:
+    numbers = engine_numbers(EngineStats(num_running=3, kv_usage=0.5, steps=7, busy_since=None))
+    assert (numbers["num_running"], numbers["kv_usage"], numbers["steps"]) == (3.0, 0.5, 7.0)
+    assert "busy_since" not in numbers
+
+
+def test_settings_are_those_named_and_hold_no_secret() -> None:
+    told = settings_of(WorkerConfig(model="m", redis_url="redis://u:pw@h/0", secret_file="/s", max_num_seqs=9))
+    assert set(told) == set(SETTINGS)
+    assert told["max_num_seqs"] == "9"
+    assert "pw" not in str(told)
+
+
+def test_a_missing_module_and_a_missing_device_are_named(tmp_path: Path) -> None:
+    facts = read_host_facts(tmp_path)
+    assert facts.rdma_devices == ()
+    assert any("no InfiniBand or RoCE device" in why for why in facts.rdma_missing)
+    assert all(any(f"modprobe {module}" in why for why in facts.rdma_missing) for module in RDMA_MODULES)
+    (tmp_path / "sys/class/infiniband/mlx5_0").mkdir(parents=True)
+    for module in RDMA_MODULES:
+        (tmp_path / "sys/module" / module).mkdir(parents=True)
+    facts = read_host_facts(tmp_path)
+    assert facts.rdma_devices == ("mlx5_0",)
+    assert facts.rdma_missing == ("no /dev/infiniband/uverbs*: give the devices to this container",)
+    (tmp_path / "dev/infiniband").mkdir(parents=True)
+    (tmp_path / "dev/infiniband/uverbs0").touch()
+    assert read_host_facts(tmp_path).rdma_missing == ()
+
+
+def test_facts_of_this_host_fit_the_wire() -> None:
+    message = host_to_proto(read_host_facts())
+    assert message.cpus >= 1
+    assert message.open_files > 0
+    assert message.max_open_files > 0
+    assert message.wall_clock_s > 1e9

@@ -1,0 +1,86 @@
+"""What the host under this process allows, read from the kernel: for GetStats and `diptych doctor`. Nothing is decided by it."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+UNLIMITED = 2**64 - 1
+RDMA_MODULES = ("ib_core", "ib_uverbs", "rdma_ucm")
+"""What a user-space RDMA library needs of the kernel, whatever the card; its own driver shows as a device."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostFacts:
+    """Args:
+    memlock_bytes, max_open_files: UNLIMITED: without limit.
+    shm_bytes, shm_free_bytes: of /dev/shm; 0: there is none.
+    rdma_missing: what would have to be there for RDMA, in words; empty: nothing is missing.
+    """
+
+    wall_clock_s: float
+    cpus: int
+    load_1m: float
+    open_files: int
+    max_open_files: int
+    memlock_bytes: int
+    shm_bytes: int
+    shm_free_bytes: int
+    rdma_devices: tuple[str, ...]
+    rdma_missing: tuple[str, ...]
+    hostname: str
+
+
+def read_host_facts(root: Path = Path("/")) -> HostFacts:
+    """Args:
+    root: where proc/, sys/ and dev/ lie; another one in tests.
+    """
+    devices = _names(root / "sys/class/infiniband")
+    shm_bytes, shm_free = _shm(root / "dev/shm")
+    return HostFacts(
+        wall_clock_s=time.time(),
+        cpus=len(os.sched_getaffinity(0)),
+        load_1m=os.getloadavg()[0],
+        open_files=len(_names(root / "proc/self/fd")),
+        max_open_files=_limit(resource.RLIMIT_NOFILE),
+        memlock_bytes=_limit(resource.RLIMIT_MEMLOCK),
+        shm_bytes=shm_bytes,
+        shm_free_bytes=shm_free,
+        rdma_devices=tuple(devices),
+        rdma_missing=tuple(_rdma_missing(root, devices)),
+        hostname=socket.gethostname(),
+    )
+
+
+def _rdma_missing(root: Path, devices: list[str]) -> list[str]:
+    missing = [] if devices else ["no InfiniBand or RoCE device in /sys/class/infiniband"]
+    for module in RDMA_MODULES:  # a module built into the kernel shows below /sys/module, too
+        if not (root / "sys/module" / module).exists():
+            missing.append(f"kernel module {module} is not loaded (modprobe {module})")
+    if devices and not any(name.startswith("uverbs") for name in _names(root / "dev/infiniband")):
+        missing.append("no /dev/infiniband/uverbs*: give the devices to this container")
+    return missing
+
+
+def _limit(kind: int) -> int:
+    soft = resource.getrlimit(kind)[0]
+    return UNLIMITED if soft == resource.RLIM_INFINITY else soft
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return sorted(os.listdir(folder))
+    except OSError:
+        return []
+
+
+def _shm(folder: Path) -> tuple[int, int]:
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return 0, 0
+    return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize

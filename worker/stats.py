@@ -1,0 +1,29 @@
+"""The answer to GetStats: the engine's numbers by name, the host's facts, and the settings that bear on throughput."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from diptych.engine.messages import EngineStats
+from diptych.rpc.v1 import worker_pb2
+from diptych.worker.config import WorkerConfig
+from diptych.worker.host_facts import HostFacts
+
+SETTINGS = (
+    *("device", "dtype", "threads", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_step_time_s"),
+    *("num_host_blocks", "preemption_mode", "transport", "slab_bytes", "num_slabs", "enable_prefix_caching"),
+)
+
+
+def engine_numbers(stats: EngineStats) -> dict[str, float]:
+    """Every numeric field by its name; what is not known (None) is left out."""
+    values = {field.name: getattr(stats, field.name) for field in dataclasses.fields(stats)}
+    return {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
+
+
+def settings_of(config: WorkerConfig) -> dict[str, str]:
+    return {name: str(getattr(config, name)) for name in SETTINGS}
+
+
+def host_to_proto(host: HostFacts) -> worker_pb2.HostFacts:
+    return worker_pb2.HostFacts(**dataclasses.asdict(host))
