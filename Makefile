@@ -18,6 +18,8 @@ CONTAINER_TOOL ?= podman
 IMAGE_ARGS ?=
 # Python with torch, Triton and the worker's packages, on a machine with a GPU.
 GPU_PYTHON ?= $(BIN)/python
+# How many processes share the tests; all that need the one cluster run in the first.
+TEST_PROCESSES ?= 2
 # More flags of `diptych up`, for example: make up ARGS="--http-port 8080"
 ARGS ?=
 
@@ -38,7 +40,7 @@ down: ## stop the cluster that `make up` started
 	@if [ -x $(BIN)/diptych ]; then exec $(BIN)/diptych down; else echo "no cluster runs: nothing was ever set up here"; fi
 
 test: $(VENV)/.dev model ## the tests, with one real cluster; under ten minutes on two cores
-	@$(BIN)/pytest -m "not slow and not gpu and not netns and not containers" $(ARGS)
+	@$(BIN)/pytest -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder -m "not slow and not gpu and not netns and not containers" $(ARGS)
 
 test-full: $(VENV)/.dev model ## every test that needs no GPU and no root
 	@$(BIN)/pytest -m "not gpu and not netns and not containers" $(ARGS)

@@ -43,6 +43,22 @@ def pytest_unconfigure() -> None:
     _main_loop.close()
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With several processes (make test): a file stays in one of them, and all that share the one cluster do. Those come
+    first: they take longest."""
+    if not config.pluginmanager.hasplugin("xdist"):
+        return
+    items.sort(key=lambda item: not _shares_cluster(item))  # stable
+    for item in items:
+        group = "cluster" if _shares_cluster(item) else item.nodeid.partition("::")[0]
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
+def _shares_cluster(item: pytest.Item) -> bool:
+    return "cluster" in getattr(item, "fixturenames", ())
+
+
 def _load(name: str, path: Path) -> ModuleType:
     """Test support by path: the repository root never gets onto sys.path."""
     if name in sys.modules:
