@@ -90,6 +90,10 @@ class EngineClient:
         """Empty the prefix cache; CacheCleared follows as an event. Raises: as audit."""
         await self._ask(lambda core: core.scheduler.kv.pool.clear(), deadline_s)
 
+    async def measure_copies(self, *, deadline_s: float = _ASK_DEADLINE_S) -> float:
+        """See EngineCore.measure_copies. Raises: as audit."""
+        return await self._ask(lambda core: core.measure_copies(), deadline_s)
+
     async def close(self, deadline_s: float = 5.0) -> None:
         """End the step thread; what still runs fails with WorkerLostError. Idempotent.
 

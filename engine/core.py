@@ -14,6 +14,7 @@ from diptych.common.errors import ConfigError, DiptychError, InternalError
 from diptych.engine.config import EngineConfig
 from diptych.engine.messages import (
     AddRequest,
+    BlockCopy,
     Cancel,
     Command,
     CopyKind,
@@ -34,6 +35,8 @@ from diptych.engine.sched.scheduler import Scheduler
 from diptych.engine.sched.step import SchedulerOutput
 
 _log = logging.getLogger(__name__)
+
+_PROBE_BLOCKS = 16
 
 
 class InvariantError(AssertionError):
@@ -123,6 +126,33 @@ class EngineCore:
 
     def stats(self, busy_since: float | None = None) -> EngineStats:
         return self.scheduler.stats(steps=self.steps, busy_since=busy_since)
+
+    def measure_copies(self) -> float:
+        """Time copies of a few free blocks to the host tier and back, so that no choice is made by a guess.
+
+        Returns: bytes/s; 0.0 when there is no host tier, or nothing is free to be copied.
+        """
+        kv = self.scheduler.kv
+        count = min(_PROBE_BLOCKS, kv.pool.counts.free, kv.host.num_free)
+        if not count:
+            return 0.0
+        blocks, slots = kv.pool.allocate(count), kv.host.take(count)
+        assert blocks is not None
+        assert slots is not None
+        try:
+            both_ways = [BlockCopy(CopyKind.TO_HOST, b, s) for b, s in zip(blocks, slots, strict=True)]
+            both_ways += [BlockCopy(CopyKind.FROM_HOST, s, b) for b, s in zip(blocks, slots, strict=True)]
+            self._runner.copy_blocks(both_ways)  # the first time pays for memory that was never touched
+            start = self._clock.now()
+            self._runner.copy_blocks(both_ways)
+            duration_s = self._clock.now() - start
+        finally:
+            kv.pool.release(blocks)
+            kv.host.give(slots)
+        if duration_s > 0.0:
+            size_bytes = len(both_ways) * self._runner.block_size * self._runner.kv_bytes_per_token
+            self.scheduler.pace.copy_bytes_per_s = size_bytes / duration_s
+        return self.scheduler.pace.copy_bytes_per_s
 
     def _execute(self, out: SchedulerOutput, cancelled: Container[str], start: float) -> None:
         def nobody_wants_it() -> bool:

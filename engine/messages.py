@@ -254,7 +254,7 @@ class CacheCleared:
 
 @dataclass(frozen=True, slots=True)
 class TierStored:
-    """Blocks that entered a tier below the prefix cache. `sequence` counts the events of the tier, from 1 on."""
+    """Blocks that entered a tier below the prefix cache. `sequence` counts the events of the tier, from 1 on in each epoch."""
 
     tier: str
     sequence: int

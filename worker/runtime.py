@@ -21,19 +21,12 @@ from diptych.common.errors import ConfigError, DiptychError
 from diptych.common.ids import new_incarnation
 from diptych.common.registration import WorkerRegistration
 from diptych.common.sampling import SamplingParams
-from diptych.common.store import KvEvent, Store
+from diptych.common.store import Store
 from diptych.common.worker_record import WorkerLoad, WorkerRecord
 from diptych.engine.api import EngineClient
 from diptych.engine.config import EngineConfig
-from diptych.engine.messages import (
-    BlocksEvicted,
-    BlocksStored,
-    CacheCleared,
-    CacheEvent,
-    EngineEvent,
-    EngineRequest,
-    KvMode,
-)
+from diptych.engine.messages import EngineEvent, EngineRequest, KvMode
+from diptych.engine.sched.swap_cost import Rates, describe
 from diptych.kvtransfer.api import Transfer
 from diptych.rpc import convert
 from diptych.rpc.channels import bind, new_server
@@ -41,6 +34,7 @@ from diptych.rpc.health import Health
 from diptych.rpc.stubs import add_worker
 from diptych.rpc.v1 import worker_pb2
 from diptych.worker import wire
+from diptych.worker.cache_events import CacheEventFeed
 from diptych.worker.config import WorkerConfig
 from diptych.worker.host_facts import read_host_facts
 from diptych.worker.liveness import why_not_live
@@ -86,7 +80,7 @@ class WorkerRuntime:
         self._make_transfer = make_transfer
         self._make_role = make_role
         self._store = store
-        self._epoch = 0
+        self._cache_events = CacheEventFeed(self.incarnation)
         self._registration: WorkerRegistration | None = None
         self._draining = False
         self._live = True
@@ -159,7 +153,8 @@ class WorkerRuntime:
         await self.health.set(True)
 
     async def _warm_up(self) -> None:
-        """One prefill chunk and one decode step: the first request must not pay for what is made on first use."""
+        """One prefill chunk, one decode step and copies to the host tier: the first request must not pay for what is made on
+        first use, and the first preemption does not choose by a guess."""
         runner = self.model.runner
         num_tokens = max(1, min(2 * self.config.block_size, runner.max_model_len - 2))
         request = EngineRequest(
@@ -171,7 +166,9 @@ class WorkerRuntime:
         async for _ in self.engine.generate(request):
             pass
         await self.engine.reset_cache()
+        await self.engine.measure_copies()
         log.info("warmed up")
+        log.info(describe(self.preemption_rates(), mode=self.config.preemption_mode))
 
     async def _listen(self) -> None:
         await self.health.install(self._server)
@@ -207,8 +204,7 @@ class WorkerRuntime:
             clock=self.clock,
             on_fenced=self._fenced,
         )
-        # A new epoch begins with an event of its own, so that a reader knows it from the start.
-        self._registration.offer(KvEvent(self.incarnation, self._epoch, 0, "cleared"))
+        self._registration.offer(self._cache_events.beginning())
         await self._registration.start()
 
     def _fenced(self) -> None:
@@ -249,7 +245,13 @@ class WorkerRuntime:
             metrics_address=f"{host}:{self.metrics_port}" if self.metrics_port else "",
             settings=settings_of(self.config),
             uptime_s=self.clock.now() - self._began,
+            preemption=wire.preemption_to_proto(self.preemption_rates(), self.config.num_host_blocks),
         )
+
+    def preemption_rates(self) -> Rates:
+        """What recomputing and swapping cost here, as measured so far; 0.0: nothing measured yet, or no host tier."""
+        stats = self.engine.stats()
+        return Rates(stats.prefill_tokens_per_s, stats.copy_bytes_per_s, self.model.runner.kv_bytes_per_token)
 
     async def audit(self, *, full: bool) -> worker_pb2.AuditResponse:
         engine, transfer = await asyncio.gather(self.engine.audit(full), self.transfer.audit(full))
@@ -282,7 +284,7 @@ class WorkerRuntime:
             block_size=self.config.block_size,
             max_model_len=self.model.runner.max_model_len,
             max_num_seqs=self.config.max_num_seqs,
-            event_epoch=self._epoch,
+            event_epoch=self._cache_events.epoch,
             state="ready" if self._live and not self._draining else "draining",
             load=WorkerLoad(
                 num_running=stats.num_running,
@@ -292,6 +294,7 @@ class WorkerRuntime:
                 prefill_tokens_per_s=stats.prefill_tokens_per_s,
                 decode_step_s=stats.decode_step_s,
                 link_bytes_per_s=self.role.link_rates(),
+                host_bytes_per_s=stats.copy_bytes_per_s,
             ),
         )
 
@@ -299,22 +302,11 @@ class WorkerRuntime:
 
     def _on_events(self, events: list[EngineEvent]) -> None:
         for event in events:
-            if isinstance(event, (BlocksStored, BlocksEvicted, CacheCleared)):
-                self._on_cache_event(event)
+            kv_event = self._cache_events.convert(event)
+            if kv_event is not None and self._registration is not None:
+                self._registration.offer(kv_event)
         if self._role is not None:
             self._role.on_step(events)
-
-    def _on_cache_event(self, event: CacheEvent) -> None:
-        match event:
-            case CacheCleared(epoch):
-                self._epoch = epoch
-                kv_event = KvEvent(self.incarnation, epoch, 0, "cleared")
-            case BlocksStored(sequence, keys):
-                kv_event = KvEvent(self.incarnation, self._epoch, sequence, "stored", keys)
-            case BlocksEvicted(sequence, keys):
-                kv_event = KvEvent(self.incarnation, self._epoch, sequence, "evicted", keys)
-        if self._registration is not None:
-            self._registration.offer(kv_event)
 
     async def _watch(self) -> None:
         """SERVING only while the engine makes progress."""

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from diptych.worker.runtime import WorkerRuntime
 
 KEYS_PER_MESSAGE = 65_536
+"""Of each tier: at most 2 MiB a message."""
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServicer):
@@ -42,6 +43,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     ) -> AsyncIterator[worker_pb2.DumpBlocksResponse]:
         async with errors_to_status(context):
             dump = await self._runtime.engine.dump_blocks()
-            for first in range(0, max(1, len(dump.keys)), KEYS_PER_MESSAGE):
-                keys = b"".join(dump.keys[first : first + KEYS_PER_MESSAGE])
-                yield worker_pb2.DumpBlocksResponse(epoch=dump.epoch, sequence=dump.sequence, block_keys=keys)
+            for first in range(0, max(1, len(dump.keys), len(dump.host_keys)), KEYS_PER_MESSAGE):
+                part = slice(first, first + KEYS_PER_MESSAGE)
+                yield worker_pb2.DumpBlocksResponse(
+                    epoch=dump.epoch,
+                    sequence=dump.sequence,
+                    block_keys=b"".join(dump.keys[part]),
+                    host_sequence=dump.host_sequence,
+                    host_block_keys=b"".join(dump.host_keys[part]),
+                )

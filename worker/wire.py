@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from diptych.common.errors import IncompatibleWorkersError, TransferError
 from diptych.engine.messages import BlockCounts
+from diptych.engine.sched.swap_cost import Rates, break_even_tokens
 from diptych.kvtransfer.api import KvAddress, SlabCounts
 from diptych.kvtransfer.handle import SlabHandle
 from diptych.rpc.v1 import prefill_pb2, types_pb2, worker_pb2
@@ -86,4 +87,16 @@ def slab_counts_to_proto(counts: SlabCounts) -> worker_pb2.SlabCounts:
         in_flight=counts.in_flight,
         settled=counts.settled,
         quarantined=counts.quarantined,
+    )
+
+
+def preemption_to_proto(rates: Rates, num_host_blocks: int) -> worker_pb2.PreemptionCost:
+    """Unset break-even: a rate is not known, or there is no host tier to swap to."""
+    known = num_host_blocks > 0 and rates.prefill_tokens_per_s > 0.0 and rates.copy_bytes_per_s > 0.0
+    return worker_pb2.PreemptionCost(
+        prefill_tokens_per_s=rates.prefill_tokens_per_s,
+        copy_bytes_per_s=rates.copy_bytes_per_s,
+        kv_bytes_per_token=rates.kv_bytes_per_token,
+        num_host_blocks=num_host_blocks,
+        swap_from_tokens=break_even_tokens(rates) if known else None,
     )

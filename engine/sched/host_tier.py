@@ -34,6 +34,10 @@ class HostTier:
         return 1.0 - len(self._free) / self.num_slots if self.num_slots else 0.0
 
     @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
     def num_held(self) -> int:
         return self._num_held
 
@@ -79,9 +83,14 @@ class HostTier:
             self._note_evicted(key)
 
     def clear(self) -> None:
-        """Empty the cache; what swapped requests hold stays."""
-        for key in list(self._cached):
-            self.discard(key)
+        """Empty the cache and begin a new epoch with the pool's: what was not told yet is void. What swapped requests hold
+        stays."""
+        self._free.extend(self._cached.values())
+        self._cached.clear()
+        self._stored.clear()
+        self._evicted.clear()
+        self._events.clear()
+        self.sequence = 0
 
     # ---- swapped requests ----
 

@@ -49,3 +49,28 @@ def break_even_tokens(rates: Rates) -> float:
 def break_even_copy_bytes_per_s(rates: Rates) -> float:
     """Below this copy rate recomputing is cheaper at any length."""
     return 2.0 * rates.kv_bytes_per_token * rates.prefill_tokens_per_s
+
+
+def describe(rates: Rates, *, mode: str = "auto") -> str:
+    """One line for people: which way preempted requests go, by which rates.
+
+    Args:
+        rates: a copy rate of 0.0: there is no host tier; a prefill rate of 0.0: nothing was measured yet.
+        mode: the engine's preemption_mode.
+    """
+    if mode == "recompute" or not rates.copy_bytes_per_s:
+        why = "preemption_mode=recompute" if mode == "recompute" else "no host tier"
+        return f"preempted requests are computed again ({why})"
+    if not rates.prefill_tokens_per_s:
+        return "preempted requests: no prefill rate was measured yet"
+    tokens = break_even_tokens(rates)
+    basis = (
+        f"prefill {rates.prefill_tokens_per_s:,.0f} tokens/s, {rates.kv_bytes_per_token:,} bytes a token, "
+        f"copies {rates.copy_bytes_per_s / 1e9:.2f} GB/s"
+    )
+    if mode == "swap":
+        return f"preempted requests are swapped out (preemption_mode=swap; {basis})"
+    if math.isinf(tokens):
+        least = break_even_copy_bytes_per_s(rates) / 1e9
+        return f"preempted requests are computed again: a swap would pay above {least:.2f} GB/s ({basis})"
+    return f"preempted requests are swapped out from {math.ceil(tokens):,} computed tokens on ({basis})"

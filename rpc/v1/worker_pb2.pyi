@@ -92,6 +92,20 @@ class GetInfoResponse(_message.Message):
     version: str
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., pid: _Optional[int] = ..., compat: _Optional[_Union[Compat, _Mapping]] = ..., kv_address: _Optional[_Union[KvAddress, _Mapping]] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., transport_path: _Optional[str] = ..., transport_bytes_per_s: _Optional[float] = ..., version: _Optional[str] = ...) -> None: ...
 
+class PreemptionCost(_message.Message):
+    __slots__ = ("prefill_tokens_per_s", "copy_bytes_per_s", "kv_bytes_per_token", "num_host_blocks", "swap_from_tokens")
+    PREFILL_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    COPY_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    NUM_HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SWAP_FROM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    prefill_tokens_per_s: float
+    copy_bytes_per_s: float
+    kv_bytes_per_token: int
+    num_host_blocks: int
+    swap_from_tokens: float
+    def __init__(self, prefill_tokens_per_s: _Optional[float] = ..., copy_bytes_per_s: _Optional[float] = ..., kv_bytes_per_token: _Optional[int] = ..., num_host_blocks: _Optional[int] = ..., swap_from_tokens: _Optional[float] = ...) -> None: ...
+
 class AuditRequest(_message.Message):
     __slots__ = ("full",)
     FULL_FIELD_NUMBER: _ClassVar[int]
@@ -202,7 +216,7 @@ class HostFacts(_message.Message):
     def __init__(self, wall_clock_s: _Optional[float] = ..., cpus: _Optional[int] = ..., load_1m: _Optional[float] = ..., open_files: _Optional[int] = ..., max_open_files: _Optional[int] = ..., memlock_bytes: _Optional[int] = ..., shm_bytes: _Optional[int] = ..., shm_free_bytes: _Optional[int] = ..., rdma_devices: _Optional[_Iterable[str]] = ..., rdma_missing: _Optional[_Iterable[str]] = ..., hostname: _Optional[str] = ...) -> None: ...
 
 class GetStatsResponse(_message.Message):
-    __slots__ = ("engine", "host", "transport_path", "transport_bytes_per_s", "link_bytes_per_s", "metrics_address", "settings", "uptime_s")
+    __slots__ = ("engine", "host", "transport_path", "transport_bytes_per_s", "link_bytes_per_s", "metrics_address", "settings", "uptime_s", "preemption")
     class EngineEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -232,6 +246,7 @@ class GetStatsResponse(_message.Message):
     METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTION_FIELD_NUMBER: _ClassVar[int]
     engine: _containers.ScalarMap[str, float]
     host: HostFacts
     transport_path: str
@@ -240,4 +255,5 @@ class GetStatsResponse(_message.Message):
     metrics_address: str
     settings: _containers.ScalarMap[str, str]
     uptime_s: float
-    def __init__(self, engine: _Optional[_Mapping[str, float]] = ..., host: _Optional[_Union[HostFacts, _Mapping]] = ..., transport_path: _Optional[str] = ..., transport_bytes_per_s: _Optional[float] = ..., link_bytes_per_s: _Optional[_Mapping[str, float]] = ..., metrics_address: _Optional[str] = ..., settings: _Optional[_Mapping[str, str]] = ..., uptime_s: _Optional[float] = ...) -> None: ...
+    preemption: PreemptionCost
+    def __init__(self, engine: _Optional[_Mapping[str, float]] = ..., host: _Optional[_Union[HostFacts, _Mapping]] = ..., transport_path: _Optional[str] = ..., transport_bytes_per_s: _Optional[float] = ..., link_bytes_per_s: _Optional[_Mapping[str, float]] = ..., metrics_address: _Optional[str] = ..., settings: _Optional[_Mapping[str, str]] = ..., uptime_s: _Optional[float] = ..., preemption: _Optional[_Union[PreemptionCost, _Mapping]] = ...) -> None: ...

@@ -12,6 +12,7 @@ from diptych.engine.sched.swap_cost import (
     Rates,
     break_even_copy_bytes_per_s,
     break_even_tokens,
+    describe,
     restore_is_cheaper,
     swap_is_cheaper,
 )
@@ -154,6 +155,20 @@ def test_the_break_even_is_where_the_choice_flips():
     assert swap_is_cheaper(10**6, replace(RATES, copy_bytes_per_s=rate * 1.01))
     assert break_even_tokens(replace(RATES, copy_bytes_per_s=rate)) == math.inf
     assert restore_is_cheaper(10**6, replace(RATES, copy_bytes_per_s=rate * 0.6))
+
+
+@pytest.mark.parametrize(
+    ("copy_rate", "mode", "words"),
+    [
+        (1e9, "auto", "swapped out from"),
+        (1e7, "auto", "a swap would pay above 0.10 GB/s"),
+        (1e9, "swap", "preemption_mode=swap"),
+        (1e9, "recompute", "preemption_mode=recompute"),
+        (0.0, "auto", "no host tier"),
+    ],
+)
+def test_the_choice_is_told_in_words(copy_rate, mode, words):
+    assert words in describe(replace(RATES, copy_bytes_per_s=copy_rate), mode=mode)
 
 
 @pytest.mark.parametrize(("copy_rate", "swaps"), [(1.0, False), (1e12, True)])

@@ -1,0 +1,182 @@
+"""The host tier of a worker, seen from a router: its events give host credit, a hole in them ends in a snapshot with both tiers,
+and the worker says what a swap costs."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import math
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from diptych.common.block_identity import block_keys
+from diptych.common.clock import MonotonicClock
+from diptych.common.store import KvEvent
+from diptych.common.store_memory import MemoryStore
+from diptych.decode.server import DecodeRole
+from diptych.router.block_table import DEVICE, HOST, as_keys
+from diptych.router.index import BlockIndex, IndexMode
+from diptych.router.worker_link import WorkerLink
+from diptych.rpc.channels import open_channel
+from diptych.rpc.stubs import WorkerStub
+from diptych.rpc.v1 import worker_pb2
+from diptych.worker.process import make_transfer
+from diptych.worker.runtime import WorkerRuntime
+
+PROMPTS = [list(range(100 * i, 100 * i + 49)) for i in range(3)]
+"""Four blocks each with their answer, three of them full; the pool holds eight."""
+
+
+@pytest.fixture(scope="session")
+def pd() -> ModuleType:
+    name = "diptych_test_pd_harness"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("pd_harness.py"))
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules[name]
+
+
+@asynccontextmanager
+async def a_worker(pd: ModuleType, store: MemoryStore) -> AsyncIterator[WorkerRuntime]:
+    config = pd.worker_config("decode", "decode-0", heartbeat_s=0.02, lease_s=1.0, num_host_blocks=8)
+    model = pd.fake_model(num_blocks=8, num_host_blocks=8)
+    worker = WorkerRuntime(config, model, make_transfer=make_transfer, make_role=DecodeRole, store=store)
+    await worker.start()
+    try:
+        yield worker
+    finally:
+        await worker.close()
+
+
+async def serve_prompts(pd: ModuleType, worker: WorkerRuntime) -> None:
+    alone = pd.Cluster(worker, [])
+    async with pd.FakeRouter(worker.address) as router:
+        for i, prompt in enumerate(PROMPTS):
+            answer = await router.run(alone.submit_message(attempt=f"a{i}", prompt=prompt, max_tokens=2))
+            assert answer.error is None
+
+
+async def all_events(store: MemoryStore, worker: WorkerRuntime) -> list[KvEvent]:
+    """What the stream holds once it has caught up with the worker's lease."""
+    dump = await worker.engine.dump_blocks()
+    async with asyncio.timeout(3):
+        while True:
+            found = (await store.read_events({"decode-0": "0"}, block_s=0.0)).get("decode-0", [])
+            events = [event for _, event in found]
+            last = {event.tier: event.sequence for event in events}
+            if (last.get("device"), last.get("host")) == (dump.sequence, dump.host_sequence):
+                return events
+            await asyncio.sleep(0.01)
+
+
+def new_index(worker: WorkerRuntime) -> BlockIndex:
+    index = BlockIndex()
+    index.register("decode-0", worker.incarnation, 0, 0)
+    return index
+
+
+async def test_host_credit_from_events_and_after_a_hole_from_a_snapshot(pd: ModuleType) -> None:
+    store = MemoryStore(MonotonicClock())
+    async with a_worker(pd, store) as worker:
+        await serve_prompts(pd, worker)
+        events = await all_events(store, worker)
+        for tier in ("device", "host"):
+            sequences = [event.sequence for event in events if event.tier == tier and event.kind != "cleared"]
+            assert sequences == list(range(1, len(sequences) + 1))
+            assert sequences
+        keys = block_keys(worker.model.identity, PROMPTS[0])
+        index = new_index(worker)
+        index.apply_all("decode-0", events)
+        assert index.mode("decode-0") is IndexMode.EXACT
+        runs = index.runs(as_keys(keys))
+        column = index.column("decode-0")
+        assert column is not None
+        assert runs.host_blocks is not None
+        in_pool = set((await worker.engine.dump_blocks()).keys)
+        pushed_out = [key for key in keys if key not in in_pool]
+        assert pushed_out
+        assert (runs.blocks[column], runs.host_blocks[column]) == (len(keys), len(pushed_out))
+
+        holed = new_index(worker)
+        first_host = next(i for i, event in enumerate(events) if event.tier == "host")
+        holed.apply_all("decode-0", events[:first_host] + events[first_host + 1 :] + [lost_tail(worker, events)])
+        assert holed.needs_snapshot() == ["decode-0"]
+        last = events_of(events, "host")[-1].sequence
+        async with asyncio.timeout(3):  # the lease says so too, from the next heartbeat on
+            while (record := (await store.list_workers())[0]).host_event_sequence != last:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        link = WorkerLink(record, clock=MonotonicClock(), probe_s=1.0, dead_s=1.0, on_change=lambda: None)
+        try:
+            dump = await link.dump_blocks()
+        finally:
+            await link.close("the test is over")
+        holed.load_snapshot(
+            "decode-0",
+            worker.incarnation,
+            epoch=dump.epoch,
+            sequence=dump.sequence,
+            keys=dump.keys,
+            host_sequence=dump.host_sequence,
+            host_keys=dump.host_keys,
+        )
+        for tier in (DEVICE, HOST):
+            assert holed.keys_of("decode-0", tier) == index.keys_of("decode-0", tier)
+
+
+def events_of(events: list[KvEvent], tier: str) -> list[KvEvent]:
+    return [event for event in events if event.tier == tier]
+
+
+def lost_tail(worker: WorkerRuntime, events: list[KvEvent]) -> KvEvent:
+    """One host event too far on: what a reader sees that missed the one before it."""
+    last = events_of(events, "host")[-1]
+    return KvEvent(worker.incarnation, last.epoch, last.sequence + 2, "stored", (bytes(16),), "host")
+
+
+async def test_an_emptied_cache_begins_both_tiers_anew(pd: ModuleType) -> None:
+    store = MemoryStore(MonotonicClock())
+    async with a_worker(pd, store) as worker:
+        await serve_prompts(pd, worker)
+        await all_events(store, worker)
+        await worker.engine.reset_cache()
+        await serve_prompts(pd, worker)
+        events = await all_events(store, worker)
+        index = new_index(worker)
+        index.apply_all("decode-0", events)
+        dump = await worker.engine.dump_blocks()
+        assert index.mode("decode-0") is IndexMode.EXACT
+        assert index.keys_of("decode-0", HOST) == set(dump.host_keys) != set()
+        assert index.keys_of("decode-0", DEVICE) == set(dump.keys)
+
+
+async def get_stats(worker: WorkerRuntime) -> worker_pb2.GetStatsResponse:
+    async with open_channel(worker.address) as channel:
+        return await WorkerStub(channel).GetStats(worker_pb2.GetStatsRequest(), timeout=5)
+
+
+async def test_a_worker_tells_its_rates_and_where_a_swap_begins_to_pay(pd: ModuleType) -> None:
+    store = MemoryStore(MonotonicClock())
+    async with a_worker(pd, store) as worker:
+        cost = (await get_stats(worker)).preemption
+        assert cost.num_host_blocks == 8
+        assert cost.kv_bytes_per_token == worker.model.runner.kv_bytes_per_token
+        assert cost.prefill_tokens_per_s > 0
+        assert cost.copy_bytes_per_s > 0
+        assert cost.HasField("swap_from_tokens")
+        assert cost.swap_from_tokens > 0 or math.isinf(cost.swap_from_tokens)
+        async with asyncio.timeout(3):
+            while not (records := await store.list_workers()):  # noqa: ASYNC110 - polled like a router does
+                await asyncio.sleep(0.01)
+        assert records[0].load.host_bytes_per_s == worker.engine.stats().copy_bytes_per_s
+    async with pd.cluster(num_prefill=0) as alone:
+        cost = (await get_stats(alone.decode)).preemption
+        assert (cost.num_host_blocks, cost.copy_bytes_per_s) == (0, 0.0)
+        assert not cost.HasField("swap_from_tokens")
