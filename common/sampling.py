@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from diptych.common.errors import InvalidRequestError
+from diptych.common.grammar import Grammar, check_grammar
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKEN_IDS = 256
@@ -43,6 +44,7 @@ class SamplingParams:
         min_tokens: outputs before which neither EOS nor a stop token is drawn and no stop string is looked for.
         include_stop_str_in_output: the text ends with the stop string instead of before it.
         n: choices that are given out. best_of: choices that are computed, of which the n likeliest count; 0: n.
+        grammar: what the answer must look like; its end is the answer's end, whatever min_tokens and ignore_eos say.
         logprobs, prompt_logprobs: None: none; k: of the token itself and of the k likeliest at its place. They are the
             model's own, before temperature, penalties and filters.
     """
@@ -68,6 +70,7 @@ class SamplingParams:
     best_of: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
 
     @property
     def greedy(self) -> bool:
@@ -84,6 +87,7 @@ class SamplingParams:
             or self.allowed_token_ids
             or self.bad_words
             or self.min_tokens
+            or self.grammar
         )
 
     @property
@@ -215,6 +219,7 @@ def check_sampling(
     best_of: object = 0,
     logprobs: object = None,
     prompt_logprobs: object = None,
+    grammar: object = None,
     vocab_size: int,
 ) -> SamplingParams:
     """Build SamplingParams from untrusted values.
@@ -273,4 +278,5 @@ def check_sampling(
         prompt_logprobs=(
             None if prompt_logprobs is None else _count(prompt_logprobs, "prompt_logprobs", 0, MAX_TOP_LOGPROBS)
         ),
+        grammar=check_grammar(grammar),
     )

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 import structlog
 
 from diptych.common.errors import DiptychError, InternalError, RequestDeadlineError
+from diptych.common.grammar import Grammar
 from diptych.decode.admission import GiveUp, Local, Remote, choose_route, next_after_failure
 from diptych.decode.explain import Facts, choice_finished, end_of
 from diptych.decode.lifecycle import Life, State
 from diptych.decode.outbox import Outbox
 from diptych.decode.remote_leg import LegHooks, LegTools, RemoteLeg
 from diptych.decode.submission import Submission
+from diptych.engine.grammar.program import Program
 from diptych.engine.messages import (
     AddRequest,
     Admitted,
@@ -44,11 +47,15 @@ from diptych.worker.refs import WorkerRef
 
 _LEG_MARGIN_S = 0.25
 
+CompileGrammar = Callable[[Grammar], Awaitable[tuple[Program, bytes]]]
+"""What it compiled to, and the mask of the first token (empty: anything may come)."""
+
 
 class Attempt:
     """Args:
     path: the transport's path for the explanation, for example "ucx:tcp".
     forget: called once, when the engine has said its last word about the attempt.
+    compile_grammar: takes a while; what it raises ends the attempt before it was accepted.
     """
 
     def __init__(
@@ -60,6 +67,7 @@ class Attempt:
         *,
         path: str,
         forget: Callable[[str], None],
+        compile_grammar: CompileGrammar,
     ) -> None:
         self._sub = submission
         self._outbox = outbox
@@ -69,8 +77,13 @@ class Attempt:
         self._forget = forget
         self._life = Life(submission.attempt)
         self._began = tools.clock.now()
-        self._outputs: dict[int, list[int]] = {}
-        """Tokens that went out, by choice."""
+        self._outputs: dict[int, list[int]] = {0: list(submission.output_token_ids)}
+        """Tokens that the client has or that went out, by choice."""
+        self._compile_grammar = compile_grammar
+        self._compile_task: asyncio.Task[None] | None = None
+        self._first_mask = b""
+        self._entered = False
+        """The engine knows of it."""
         self._prompt_logprobs_until = 1
         """Prompt tokens before this one have had theirs (the first has none)."""
         self._leg_number = 0
@@ -89,8 +102,28 @@ class Attempt:
         return self._life.state
 
     def start(self) -> None:
-        """Accepted goes out, the engine gets the request."""
+        """Its grammar, if it has one, is compiled; then Accepted goes out and the engine gets the request."""
+        grammar = self._sub.sampling.grammar
+        if grammar is None:
+            self._enter(None)
+        else:
+            self._compile_task = asyncio.create_task(self._compile(grammar), name=f"grammar of {self._sub.attempt}")
+
+    async def _compile(self, grammar: Grammar) -> None:
+        try:
+            program, self._first_mask = await self._compile_grammar(grammar)
+        except DiptychError as error:
+            self.end_with(error)
+        except Exception as error:  # a bug of ours must not leave the request hanging
+            self._log.exception("unexpected error in compiling a grammar")
+            self.end_with(InternalError(f"unexpected error in compiling a grammar: {error!r}"))
+        else:
+            if not self._life.ended:
+                self._enter(program)
+
+    def _enter(self, grammar: Program | None) -> None:
         sub = self._sub
+        self._entered = True
         self._outbox.accepted(sub.attempt)
         self._engine.send(
             AddRequest(
@@ -101,6 +134,8 @@ class Attempt:
                     # May still become local (RunLocally), once it is known how much decode has cached.
                     mode=KvMode.REMOTE,
                     cache_salt=sub.cache_salt,
+                    output_token_ids=sub.output_token_ids,
+                    grammar=grammar,
                 )
             )
         )
@@ -161,7 +196,10 @@ class Attempt:
             return
         self._say_failure(error)
         self._close()
-        self._engine.send(Cancel(self._sub.attempt))
+        if self._entered:
+            self._engine.send(Cancel(self._sub.attempt))
+        else:
+            self._forget(self._sub.attempt)
 
     def _on_deadline(self) -> None:
         self.end_with(RequestDeadlineError("the request's deadline passed"))
@@ -174,8 +212,9 @@ class Attempt:
     def _close(self) -> None:
         self._life.move(State.ENDED)
         self._timer.cancel()
-        if self._leg_task is not None:
-            self._leg_task.cancel()
+        for task in (self._leg_task, self._compile_task):
+            if task is not None:
+                task.cancel()
 
     # ---- the prompt ----
 
@@ -229,7 +268,8 @@ class Attempt:
             request_id=sub.request_id,
             prompt_token_ids=sub.prompt_token_ids,
             output_token_ids=outputs,
-            sampling=sampling_to_proto(sub.sampling),
+            sampling=sampling_to_proto(replace(sub.sampling, grammar=None)),
+            first_token_mask=b"" if outputs else self._first_mask,
             decode_cached_tokens=self._facts.cached_decode if want_kv else 0,
             want_kv=want_kv,
             prefill=wire.ref_to_proto(ref),

@@ -19,10 +19,12 @@ from diptych.common.errors import (
     RequestCancelledError,
     WorkerLostError,
 )
-from diptych.decode.attempt import Attempt
+from diptych.common.grammar import Grammar
+from diptych.decode.attempt import Attempt, CompileGrammar
 from diptych.decode.outbox import Outbox
 from diptych.decode.remote_leg import LegTools
 from diptych.decode.submission import Limits, parse_submit
+from diptych.engine.grammar.program import Program
 from diptych.engine.messages import (
     Admitted,
     ChoiceFinished,
@@ -38,6 +40,10 @@ from diptych.rpc.v1 import decode_pb2
 from diptych.worker.ports import Engine
 
 log = structlog.get_logger(__name__)
+
+
+async def _no_grammars(grammar: Grammar) -> tuple[Program, bytes]:
+    raise InvalidRequestError("grammar: this worker compiles none (see --grammar-backend)", param="grammar")
 
 
 class Session:
@@ -71,6 +77,7 @@ class Session:
 class Intake:
     """Args:
     max_attempts: attempts held at once, running and waiting; beyond it a Submit is refused with OverloadedError.
+    compile_grammar: None: requests with a grammar are refused.
     """
 
     def __init__(
@@ -82,11 +89,13 @@ class Intake:
         path: str,
         max_attempts: int,
         max_buffer_bytes: int = 32 * 1024 * 1024,
+        compile_grammar: CompileGrammar | None = None,
     ) -> None:
         self._engine = engine
         self._tools = tools
         self._limits = limits
         self._path = path
+        self._compile_grammar = compile_grammar or _no_grammars
         self._max_attempts = max_attempts
         self._max_buffer_bytes = max_buffer_bytes
         self._attempts: dict[str, tuple[Attempt, Session]] = {}
@@ -129,7 +138,15 @@ class Intake:
         except DiptychError as error:
             session.outbox.end(message.attempt, decode_pb2.End(failure=to_failure(error)))
             return
-        attempt = Attempt(submission, session.outbox, self._engine, self._tools, path=self._path, forget=self._forget)
+        attempt = Attempt(
+            submission,
+            session.outbox,
+            self._engine,
+            self._tools,
+            path=self._path,
+            forget=self._forget,
+            compile_grammar=self._compile_grammar,
+        )
         self._attempts[submission.attempt] = (attempt, session)
         session.attempts.add(submission.attempt)
         self._idle.clear()

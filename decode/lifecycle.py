@@ -1,7 +1,7 @@
 """An attempt's life on decode.
 
 Submit --checks fail--> (never an attempt: End with the typed failure)
-   |
+   | a grammar is compiled first; until then neither Accepted is out nor the engine knows of the attempt
 ADMITTING   Accepted is out, the engine queues it, blocks are being reserved
    | Admitted -> choose_route
    |----------------------> COMPUTING   the prompt is computed here

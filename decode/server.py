@@ -29,6 +29,9 @@ class DecodeRole:
         runner, config = runtime.model.runner, runtime.config
         reader = runtime.metrics.metered(runtime.transfer)
         self._links = LinkRates()
+        self._grammars = runtime.model.grammars
+        if self._grammars is not None and config.grammar_warm_up:
+            self._grammars.warm_up()
         self._peers = PeerDirectory(
             runtime.compat, forget=runtime.transfer.forget, handshake_timeout_s=config.handshake_timeout_s
         )
@@ -49,6 +52,7 @@ class DecodeRole:
             Limits(runtime.worker_id, runtime.incarnation, runner.vocab_size, runner.max_model_len),
             path=runtime.transfer.path,
             max_attempts=config.max_queue,
+            compile_grammar=None if self._grammars is None else self._grammars.compile_with_mask,
         )
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -74,6 +78,8 @@ class DecodeRole:
 
     async def close(self) -> None:
         await self._peers.close()
+        if self._grammars is not None:
+            await self._grammars.close()
 
 
 def run_decode(config: WorkerConfig) -> NoReturn:

@@ -42,6 +42,8 @@ class Submission:
     remaining_s: float
     cache_salt: bytes
     policy: FailurePolicy
+    output_token_ids: tuple[int, ...] = ()
+    """Tokens that the client has already."""
 
 
 def parse_submit(message: decode_pb2.Submit, limits: Limits) -> Submission:
@@ -66,6 +68,7 @@ def parse_submit(message: decode_pb2.Submit, limits: Limits) -> Submission:
             param="prompt",
         )
     prompt = convert.check_token_ids(message.prompt_token_ids, vocab_size=limits.vocab_size, param="prompt")
+    outputs = convert.check_token_ids(message.output_token_ids, vocab_size=limits.vocab_size, param="output_token_ids")
     policy = _POLICIES.get(message.failure_policy)
     if policy is None:
         raise InvalidRequestError(f"failure_policy {message.failure_policy} is unknown", param="failure_policy")
@@ -85,6 +88,7 @@ def parse_submit(message: decode_pb2.Submit, limits: Limits) -> Submission:
         remaining_s=convert.check_remaining(message.remaining_s),
         cache_salt=message.cache_salt,
         policy=policy,
+        output_token_ids=outputs,
     )
 
 

@@ -9,6 +9,9 @@ from diptych.common.errors import ConfigError
 
 POLICIES = ("fcfs", "priority", "sjf", "fair")
 PREEMPTION_MODES = ("auto", "recompute", "swap")
+GRAMMAR_BACKENDS = ("auto", "xgrammar", "llguidance", "none")
+"""Of structured output. auto: xgrammar, and llguidance for JSON schemas that xgrammar would not follow to the letter. none:
+requests with a grammar are refused."""
 
 
 @dataclass(frozen=True, slots=True)

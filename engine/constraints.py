@@ -2,6 +2,8 @@
 
     logits + bias  ->  repetition penalty  ->  frequency and presence penalty  ->  what may not be drawn: -inf
 
+A grammar's mask is one of the things that forbid. Where it leaves nothing but an end, min_tokens and ignore_eos give way.
+
 The state grows with the tokens and holds nothing that cannot be rebuilt from them, so a preempted or handed-over request
 goes on as if nothing had happened.
 """
@@ -14,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from diptych.common.sampling import SamplingParams
+from diptych.engine.grammar.program import NOT_ALLOWED, SLOW, Mask, Program
 
 Ids = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
@@ -21,9 +24,11 @@ Floats = npt.NDArray[np.float32]
 _NO_IDS: Ids = np.empty(0, dtype=np.int64)
 
 
-def constraint_of(seq_memo: object | None, sampling: SamplingParams, eos_token_ids: Sequence[int]) -> Constraint:
+def constraint_of(
+    seq_memo: object | None, sampling: SamplingParams, eos_token_ids: Sequence[int], grammar: Program | None = None
+) -> Constraint:
     """The one kept in a sequence's memo, or a new one."""
-    return seq_memo if isinstance(seq_memo, Constraint) else Constraint(sampling, eos_token_ids)
+    return seq_memo if isinstance(seq_memo, Constraint) else Constraint(sampling, eos_token_ids, grammar)
 
 
 class Constraint:
@@ -32,9 +37,11 @@ class Constraint:
     Args (fields):
         bias_ids, bias: added. allowed: all others are forbidden; None: no such limit. banned: forbidden now.
         seen, counts: distinct tokens that were seen, and how often among the outputs (0: in the prompt only).
+        mask: what the grammar allows now, see engine.grammar.program; None: there is no grammar.
+        trouble: why the grammar cannot go on; then the mask allows nothing.
     """
 
-    def __init__(self, sampling: SamplingParams, eos_token_ids: Sequence[int]) -> None:
+    def __init__(self, sampling: SamplingParams, eos_token_ids: Sequence[int], grammar: Program | None = None) -> None:
         self.repetition = np.float32(sampling.repetition_penalty)
         self.frequency = np.float32(sampling.frequency_penalty)
         self.presence = np.float32(sampling.presence_penalty)
@@ -51,6 +58,12 @@ class Constraint:
         self._ends = np.array(
             sorted({*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids)}), dtype=np.int64
         )
+        self.mask: Mask | None = None
+        self.trouble = ""
+        self._matcher = None if grammar is None else grammar.matcher()
+        self._matched = 0
+        self._eos = np.array(eos_token_ids, dtype=np.int64)
+        self._ignores_eos = sampling.ignore_eos
         self._ids: Ids = np.empty(64, dtype=np.int64)
         self._num: Floats = np.empty(64, dtype=np.float32)
         self._index: dict[int, int] = {}
@@ -77,6 +90,35 @@ class Constraint:
                 self._count(history[i], 1.0)
             self._done = len(history)
         self.banned = self._forbidden(history, num_prompt)
+        if self._matcher is not None:
+            self._follow(history, num_prompt)
+
+    def _follow(self, history: Sequence[int], num_prompt: int) -> None:
+        matcher = self._matcher
+        assert matcher is not None
+        if self.mask is None:
+            self.mask = np.zeros(matcher.num_words, dtype=np.int32)
+        for i in range(num_prompt + self._matched, len(history)):
+            if not self.trouble and not matcher.accept(history[i]):
+                self.trouble = SLOW if matcher.slow else NOT_ALLOWED
+        self._matched = len(history) - num_prompt
+        self.mask[:] = 0
+        if self.trouble:
+            return
+        matcher.fill(self.mask)
+        if matcher.slow:
+            self.trouble = SLOW
+            self.mask[:] = 0
+            return
+        early = len(history) - num_prompt < self._min_tokens
+        if early or self._ignores_eos:
+            ends = np.union1d(self._ends, self._eos) if early else self._eos
+            kept = self.mask.copy()
+            np.bitwise_and.at(kept, ends >> 5, ~(np.int32(1) << (ends & 31).astype(np.int32)))
+            if kept.any():
+                self.mask = kept
+            else:  # the text is complete: nothing but an end may follow
+                self.banned = np.setdiff1d(self.banned, ends)
 
     def _count(self, token: int, amount: float) -> None:
         at = self._index.get(token)
@@ -116,5 +158,8 @@ def apply(logits: Floats, constraint: Constraint) -> bool:
         kept = logits[constraint.allowed]
         logits[:] = -np.inf
         logits[constraint.allowed] = kept
+    if constraint.mask is not None:
+        bits = np.unpackbits(constraint.mask.view(np.uint8), bitorder="little")[: len(logits)]
+        logits[bits == 0] = -np.inf
     logits[constraint.banned] = -np.inf
     return bool((logits > -np.inf).any())

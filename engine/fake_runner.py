@@ -127,12 +127,12 @@ class FakeRunner:
         seen = self._seen(seq, seq.start + len(seq.token_ids))
         allowed: npt.NDArray[np.float32] | None = None
         if seq.history is not None:
-            constraint = constraints.constraint_of(seq.memo, seq.sampling, self.eos_token_ids)
+            constraint = constraints.constraint_of(seq.memo, seq.sampling, self.eos_token_ids, seq.grammar)
             seq.memo = constraint
             constraint.advance(seq.history, seq.num_prompt)
             allowed = self._logits(seen)
             if not constraints.apply(allowed, constraint):
-                result.refused_rows[i] = "no token is left"
+                result.refused_rows[i] = constraint.trouble or "no token is left"
                 return
         drawn: list[tuple[int, TokenLogprobs | None]] = []
         for choice in range(seq.choice, seq.choice + seq.num_draws):

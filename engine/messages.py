@@ -23,6 +23,7 @@ from enum import Enum
 
 from diptych.common.errors import DiptychError
 from diptych.common.sampling import FinishReason, SamplingParams
+from diptych.engine.grammar.program import Program
 from diptych.engine.step_messages import BlockCopy as BlockCopy
 from diptych.engine.step_messages import CopyKind as CopyKind
 from diptych.engine.step_messages import ScheduledSeq as ScheduledSeq
@@ -52,6 +53,7 @@ class EngineRequest:
         priority: lower goes first; counts under the priority policy only.
         tenant: whose share of tokens and of the prefix cache it uses.
         choice: number of the first choice; enters the draws.
+        grammar: what sampling.grammar was compiled to, or a mask for the first token; None: any token may come.
     """
 
     attempt: str
@@ -66,6 +68,7 @@ class EngineRequest:
     priority: int = 0
     tenant: str = ""
     choice: int = 0
+    grammar: Program | None = None
 
 
 # ---- commands: event loop -> step thread -------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from diptych.common.sampling import SamplingParams
+from diptych.engine.grammar.program import Program
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,7 @@ class ScheduledSeq:
         top_logprobs: with the drawn token its logprobs and so many of the likeliest; None: none.
         history: prompt and outputs so far, only if the draw depends on them; the first num_prompt are the prompt.
         prompt_targets: row i's logits are asked for the logprob of prompt_targets[i], a prompt token.
+        grammar: what may be drawn, by `history`; None: anything.
         memo: the sampler's own, kept between steps; None: rebuild it from `history`.
     """
 
@@ -71,6 +73,7 @@ class ScheduledSeq:
     history: Sequence[int] | None = None
     num_prompt: int = 0
     prompt_targets: Sequence[int] = ()
+    grammar: Program | None = None
     memo: object | None = None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from diptych.common.errors import InvalidRequestError, PromptTooLongError, StaleReferenceError
+from diptych.engine.grammar.program import FirstToken, mask_words
 from diptych.engine.messages import EngineRequest, KvMode
 from diptych.rpc import convert
 from diptych.rpc.v1 import prefill_pb2
@@ -62,6 +63,9 @@ def parse_request(message: prefill_pb2.PrefillRequest, limits: Limits) -> LegReq
             param="decode_cached_tokens",
         )
     sampling = convert.sampling_from_proto(message.sampling, vocab_size=limits.vocab_size)
+    mask = message.first_token_mask
+    if mask and len(mask) != 4 * mask_words(limits.vocab_size):
+        raise InvalidRequestError(f"first_token_mask has {len(mask)} bytes", param="first_token_mask")
     return LegRequest(
         engine_request=EngineRequest(
             attempt=message.attempt,
@@ -73,6 +77,7 @@ def parse_request(message: prefill_pb2.PrefillRequest, limits: Limits) -> LegReq
             decode_cached_tokens=cached,
             want_kv=message.want_kv,
             peer=message.decode.worker_id,
+            grammar=FirstToken(mask) if mask else None,
         ),
         request_id=message.request_id,
         decode=WorkerRef(message.decode.worker_id, message.decode.incarnation, message.decode.address),

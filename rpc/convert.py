@@ -11,6 +11,7 @@ from typing import Protocol, TypeVar
 
 from diptych.common.compat import Compat
 from diptych.common.errors import IncompatibleWorkersError, InternalError, InvalidRequestError
+from diptych.common.grammar import Grammar, GrammarKind
 from diptych.common.sampling import FinishReason, SamplingParams, check_sampling
 from diptych.rpc.v1 import types_pb2, worker_pb2
 
@@ -36,6 +37,14 @@ _FINISH_TO_PROTO = {
     FinishReason.LENGTH: types_pb2.FINISH_REASON_LENGTH,
 }
 _FINISH_FROM_PROTO = {value: key for key, value in _FINISH_TO_PROTO.items()}
+_GRAMMAR_TO_PROTO = {
+    GrammarKind.JSON_SCHEMA: types_pb2.GRAMMAR_KIND_JSON_SCHEMA,
+    GrammarKind.REGEX: types_pb2.GRAMMAR_KIND_REGEX,
+    GrammarKind.CHOICE: types_pb2.GRAMMAR_KIND_CHOICE,
+    GrammarKind.EBNF: types_pb2.GRAMMAR_KIND_EBNF,
+    GrammarKind.TAGS: types_pb2.GRAMMAR_KIND_TAGS,
+}
+_GRAMMAR_FROM_PROTO = {value: key for key, value in _GRAMMAR_TO_PROTO.items()}
 
 
 class LogprobsOfToken(Protocol):
@@ -77,6 +86,18 @@ def logprobs_from_proto(
     return make(message.token_id, message.logprob, message.rank, top)
 
 
+def grammar_to_proto(grammar: Grammar) -> types_pb2.Grammar:
+    return types_pb2.Grammar(kind=_GRAMMAR_TO_PROTO[grammar.kind], source=grammar.source, free_until=grammar.free_until)
+
+
+def grammar_from_proto(message: types_pb2.Grammar) -> Grammar:
+    """Raises: InvalidRequestError for an unknown kind; what is in it is checked by check_sampling."""
+    kind = _GRAMMAR_FROM_PROTO.get(message.kind)
+    if kind is None:
+        raise InvalidRequestError(f"grammar.kind {message.kind} is unknown", param="grammar")
+    return Grammar(kind, message.source, message.free_until)
+
+
 def sampling_to_proto(sampling: SamplingParams) -> types_pb2.SamplingParams:
     """Every optional field is set."""
     return types_pb2.SamplingParams(
@@ -101,6 +122,7 @@ def sampling_to_proto(sampling: SamplingParams) -> types_pb2.SamplingParams:
         best_of=sampling.best_of,
         logprobs=sampling.logprobs,
         prompt_logprobs=sampling.prompt_logprobs,
+        grammar=None if sampling.grammar is None else grammar_to_proto(sampling.grammar),
     )
 
 
@@ -134,6 +156,7 @@ def sampling_from_proto(message: types_pb2.SamplingParams, *, vocab_size: int) -
         best_of=message.best_of,
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+        grammar=grammar_from_proto(message.grammar) if message.HasField("grammar") else None,
         vocab_size=vocab_size,
     )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diptych.common.errors import ConfigError
-from diptych.engine.config import POLICIES, PREEMPTION_MODES
+from diptych.engine.config import GRAMMAR_BACKENDS, POLICIES, PREEMPTION_MODES
 
 DTYPES = ("float32", "float16", "bfloat16")
 
@@ -38,6 +38,10 @@ class WorkerConfig:
         tenant_cache_share: part of the pool that one tenant's cached blocks may take.
         num_host_blocks: KV blocks in host memory for what the pool evicts or swaps out; 0: none.
         preemption_mode: auto (by measured cost), recompute or swap.
+        grammar_backend: of structured output: auto (xgrammar, and llguidance for what xgrammar would not follow to the
+            letter), xgrammar, llguidance, or none: requests with a grammar are refused.
+        grammar_time_cap_s: for compiling one grammar.
+        grammar_warm_up: import the grammar libraries after the start instead of at the first grammar.
         transport: ucx, auto or inproc (tests).
         require_transport: refuse to start unless the self-test found exactly this path, for example ucx:tcp.
         slab_bytes, num_slabs: the staging ring.
@@ -83,6 +87,9 @@ class WorkerConfig:
     tenant_cache_share: float = 1.0
     num_host_blocks: int = 0
     preemption_mode: str = "auto"
+    grammar_backend: str = "auto"
+    grammar_time_cap_s: float = 5.0
+    grammar_warm_up: bool = True
     transport: str = "ucx"
     require_transport: str = ""
     slab_bytes: int = 4 << 20
@@ -113,6 +120,7 @@ class WorkerConfig:
             ("scheduling_policy", POLICIES),
             ("preemption_mode", PREEMPTION_MODES),
             ("dtype", DTYPES),
+            ("grammar_backend", GRAMMAR_BACKENDS),
         ):
             if getattr(self, name) not in known:
                 raise ConfigError(name, getattr(self, name), f"must be one of {', '.join(known)}")
@@ -134,7 +142,7 @@ class WorkerConfig:
                 raise ConfigError(name, getattr(self, name), "must be 0 or more")
         for name in (
             "slab_lease_s", "read_base_s", "lease_s", "heartbeat_s", "stall_bound_s", "handshake_timeout_s",
-            "leg_silence_s",
+            "leg_silence_s", "grammar_time_cap_s",
         ):  # fmt: skip
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(name, getattr(self, name), "must be a positive number of seconds")

@@ -16,8 +16,13 @@ from diptych.common.errors import ConfigError
 from diptych.common.revision import model_revision, tokenizer_revision
 from diptych.common.sampling import SamplingParams
 from diptych.common.secret import derive_key, load_secret
+from diptych.common.token_bytes import TokenBytes
 from diptych.common.tokenizer import ModelTokenizer
 from diptych.engine.capacity import capacity_line
+from diptych.engine.grammar.backends import Loaders
+from diptych.engine.grammar.compiler import ChildProcess, GrammarCompiler, GrammarLimits
+from diptych.engine.grammar.program import AfterText, Program
+from diptych.engine.grammar.vocabulary import vocabulary_of
 from diptych.engine.runner import ModelRunner
 from diptych.engine.sched.output import DetokenizerFactory
 from diptych.worker.config import WorkerConfig
@@ -30,12 +35,13 @@ _KV_MOST_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """detokenizer_factory: None on prefill, whose text is decode's business."""
+    """detokenizer_factory, grammars: None on prefill, whose text is decode's business."""
 
     runner: ModelRunner
     compat: Compat
     identity: IdentityHeader
     detokenizer_factory: DetokenizerFactory | None
+    grammars: GrammarCompiler | None = None
 
 
 def choose_num_blocks(config: WorkerConfig, *, bytes_per_block: int, max_model_len: int, available_bytes: int) -> int:
@@ -105,6 +111,7 @@ def load_model(config: WorkerConfig) -> LoadedModel:
         num_host_blocks=config.num_host_blocks,
     )
     factory: DetokenizerFactory | None = None
+    grammars: GrammarCompiler | None = None
     if config.role == "decode":
         tokenizer = ModelTokenizer(folder)
 
@@ -113,10 +120,30 @@ def load_model(config: WorkerConfig) -> LoadedModel:
 
         # The first one builds the tokenizer's byte table, 0.1 s that no request should pay.
         factory(SamplingParams(max_tokens=1))
+        if config.grammar_backend != "none":
+            grammars = make_grammars(config, tokenizer)
 
     log.info("model loaded", seconds=round(time.monotonic() - began, 2))
     log.info(capacity_line(num_blocks, config.block_size, runner.kv_bytes_per_token), dtype=config.dtype)
-    return LoadedModel(runner, compat, identity, factory)
+    return LoadedModel(runner, compat, identity, factory, grammars)
+
+
+def make_grammars(config: WorkerConfig, tokenizer: ModelTokenizer) -> GrammarCompiler | None:
+    """None for a model that names no end: an answer that must end could not."""
+    if not tokenizer.eos_token_ids:
+        return None
+    limits = GrammarLimits(time_cap_s=config.grammar_time_cap_s)
+    token_bytes = TokenBytes(tokenizer)
+
+    def after_text(program: Program, text: str) -> AfterText:
+        return AfterText(program, text, token_bytes.of, tokenizer.vocab_size, tokenizer.eos_token_ids)
+
+    return GrammarCompiler(
+        lambda: ChildProcess(config.grammar_backend, config.model, limits),
+        Loaders(lambda: vocabulary_of(tokenizer)).load,
+        after_text,
+        limits,
+    )
 
 
 def make_identity(config: WorkerConfig, model_rev: str, tokenizer_rev: str) -> IdentityHeader:

@@ -11,7 +11,7 @@ from torch import Tensor
 from diptych.engine.constraints import Constraint
 from diptych.engine.messages import TokenLogprobs
 
-EMPTY_CHOICE = "allowed_token_ids, bad_words, logit_bias and min_tokens leave no token to draw"
+EMPTY_CHOICE = "the grammar, allowed_token_ids, bad_words, logit_bias and min_tokens leave no token to draw"
 
 
 def _spots(rows: Sequence[int], ids: Sequence[np.ndarray], device: torch.device) -> tuple[Tensor, Tensor] | None:
@@ -47,6 +47,13 @@ def constrain(logits: Tensor, rows: Sequence[int], constraints: Sequence[Constra
             kept = logits[row, ids]
             logits[row] = float("-inf")
             logits[row, ids] = kept
+    masked = [(row, c.mask) for row, c in zip(rows, constraints, strict=True) if c.mask is not None]
+    if masked:
+        at = torch.tensor([row for row, _ in masked], device=device)
+        words = torch.from_numpy(np.stack([mask for _, mask in masked])).to(device)
+        bits = (words[:, :, None] >> torch.arange(32, dtype=torch.int32, device=device)) & 1
+        forbidden = bits.view(len(masked), -1)[:, : logits.shape[1]] == 0
+        logits[at] = logits[at].masked_fill_(forbidden, float("-inf"))
     banned = _spots(rows, [c.banned for c in constraints], device)
     if banned is not None:
         logits[banned] = float("-inf")

@@ -182,7 +182,10 @@ def draw_tokens(logits: Tensor, draws: Sequence[Draw]) -> Drawn:
         logits = logits.clone()
         constrain(logits, constrained, [c for i in constrained if (c := draws[i].constraint) is not None])
         left = (logits[constrained].amax(-1) > float("-inf")).tolist()
-        out.refused = {i: EMPTY_CHOICE for i, any_left in zip(constrained, left, strict=True) if not any_left}
+        for i, any_left in zip(constrained, left, strict=True):
+            constraint = draws[i].constraint
+            if not any_left and constraint is not None:
+                out.refused[i] = constraint.trouble or EMPTY_CHOICE
     ids = argmax_rows(logits)
     drawn = [i for i, d in enumerate(draws) if not d.sampling.greedy and i not in out.bad and i not in out.refused]
     if drawn:

@@ -69,7 +69,7 @@ def draw_step(
 def _draw(seq: ScheduledSeq, eos_token_ids: Sequence[int]) -> Draw:
     if seq.history is None:
         return Draw(seq.sampling, seq.output_index, seq.choice, None, seq.num_draws)
-    constraint: Constraint = constraint_of(seq.memo, seq.sampling, eos_token_ids)
+    constraint: Constraint = constraint_of(seq.memo, seq.sampling, eos_token_ids, seq.grammar)
     seq.memo = constraint
     constraint.advance(seq.history, seq.num_prompt)
     return Draw(seq.sampling, seq.output_index, seq.choice, constraint, seq.num_draws)

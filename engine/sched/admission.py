@@ -44,6 +44,8 @@ def check_request(
         )
     if request.sampling.max_tokens < 1:
         raise InvalidRequestError("max_tokens must be at least 1", param="max_tokens")
+    if request.sampling.grammar is not None and request.grammar is None:
+        raise InvalidRequestError("grammar: this engine was given none that is compiled", param="grammar")
     total = min(num_prompt + request.sampling.max_tokens, limits.max_model_len)
     if num_prompt + len(forced) > total:
         raise InvalidRequestError(

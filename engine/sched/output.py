@@ -1,6 +1,7 @@
 """From drawn tokens to text and an end: stop rules, in the order in which they count, and incremental text.
 
-EOS (unless ignore_eos) and stop_token_ids   the id counts among the outputs, the text excludes it
+EOS (unless ignore_eos, and at the end of a grammar even then) and stop_token_ids:
+                                             the id counts among the outputs, the text excludes it
 stop strings                                 the text is cut in front of the string; all ids so far count
                                              (include_stop_str_in_output: the text ends with the string, or the token's text)
 max_tokens, end of the context               LENGTH
@@ -90,7 +91,8 @@ class OutputProcessor:
         max_outputs: int,
         detokenizer: RequestDetokenizer | None,
     ) -> None:
-        self._eos = frozenset() if sampling.ignore_eos else eos_token_ids
+        # Under a grammar EOS is drawn with ignore_eos only where nothing else may follow.
+        self._eos = frozenset() if sampling.ignore_eos and sampling.grammar is None else eos_token_ids
         self._stop_ids = self._eos.union(sampling.stop_token_ids)
         self._max_outputs = max_outputs
         self._include_stop = sampling.include_stop_str_in_output

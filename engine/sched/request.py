@@ -152,8 +152,9 @@ class Request:
             0,
             choice=self.choice,
             top_logprobs=self._top_logprobs(),
-            history=self.token_ids if self.sampling.constrained else None,
+            history=self.token_ids if self.sampling.constrained or request.grammar is not None else None,
             num_prompt=self.num_prompt,
+            grammar=request.grammar,
         )
 
     def _top_logprobs(self) -> int | None:

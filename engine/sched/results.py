@@ -115,7 +115,8 @@ def _failed(scheduler: Scheduler, request: Request, i: int, result: StepResult) 
         scheduler.fail(request, InternalError(why))
         return True
     if i in result.refused_rows:
-        scheduler.fail(request, InvalidRequestError(result.refused_rows[i], param="allowed_token_ids"))
+        param = "allowed_token_ids" if request.source.grammar is None else "grammar"
+        scheduler.fail(request, InvalidRequestError(result.refused_rows[i], param=param))
         return True
     return False
 

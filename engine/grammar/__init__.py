@@ -1,0 +1,1 @@
+"""Structured output: compiling grammars, and following them token by token."""

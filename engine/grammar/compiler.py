@@ -1,0 +1,246 @@
+"""Grammars to programs, on the worker's event loop: a bounded cache, a few compiling processes, a time and a memory cap.
+
+compile(grammar) -> cached? -> yes: Program
+                         |--> being compiled? -> wait for the same result
+                         |--> a process -> answer within time_cap_s -> loaded on a thread -> cache
+                                     |--> no answer: killed, the grammar is refused (and remembered as such)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import os
+import struct
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import structlog
+
+from diptych.common.errors import DiptychError, InternalError, InvalidRequestError, OverloadedError
+from diptych.common.grammar import Grammar, GrammarKind
+from diptych.engine.grammar.process import READY
+from diptych.engine.grammar.program import AfterText, Program, first_mask
+
+log = structlog.get_logger(__name__)
+
+_START_S = 60.0
+"""For a compiling process to import its libraries, on a machine that is busy."""
+_MAX_FRAME = 1 << 30
+_MAX_REFUSED = 256
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarLimits:
+    """Args:
+    time_cap_s, memory_bytes: of one compilation.
+    cache_bytes: of compiled grammars that are kept.
+    max_waiting: grammars that are compiled or wait for it; more are refused with OverloadedError.
+    """
+
+    time_cap_s: float = 5.0
+    memory_bytes: int = 1 << 30
+    cache_bytes: int = 64 << 20
+    max_waiting: int = 64
+    num_processes: int = 2
+
+
+class Compiling(Protocol):
+    """One compiling process."""
+
+    async def compile(self, grammar: Grammar) -> bytes:
+        """Raises: InvalidRequestError; ConnectionError when the process is gone."""
+        ...
+
+    def kill(self) -> None: ...
+
+
+class GrammarCompiler:
+    """Args:
+    start: starts a compiling process. load: makes a program of what it answers (takes a while; called on a thread).
+    after_text: wraps a program that holds only after a text.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[], Compiling],
+        load: Callable[[bytes], Program],
+        after_text: Callable[[Program, str], AfterText],
+        limits: GrammarLimits | None = None,
+    ) -> None:
+        self._start, self._load, self._after_text = start, load, after_text
+        self._limits = limits or GrammarLimits()
+        self._programs: OrderedDict[bytes, Program] = OrderedDict()
+        self._refused: OrderedDict[bytes, str] = OrderedDict()
+        self._pending: dict[bytes, asyncio.Task[Program]] = {}
+        self._idle: list[Compiling] = []
+        self._busy: set[Compiling] = set()
+        self._free = asyncio.Semaphore(self._limits.num_processes)
+        self._closed = False
+        self._warming: asyncio.Task[None] | None = None
+
+    @property
+    def cached_bytes(self) -> int:
+        return sum(program.size_bytes for program in self._programs.values())
+
+    async def compile(self, grammar: Grammar) -> Program:
+        """Raises: InvalidRequestError naming `grammar`, OverloadedError, InternalError."""
+        key = hashlib.blake2b(f"{grammar.kind.value}\0{grammar.source}".encode(), digest_size=16).digest()
+        program = self._programs.get(key)
+        if program is None:
+            program = await self._wait_for(key, grammar)
+        else:
+            self._programs.move_to_end(key)
+        return self._after_text(program, grammar.free_until) if grammar.free_until else program
+
+    async def compile_with_mask(self, grammar: Grammar) -> tuple[Program, bytes]:
+        """Also the mask of the first token. Raises: as `compile` does."""
+        program = await self.compile(grammar)
+        return program, await asyncio.get_running_loop().run_in_executor(None, first_mask, program)
+
+    def warm_up(self) -> None:
+        """Begin to import what the first grammar will need, so that it finds it there."""
+        self._warming = asyncio.create_task(self._warm_up(), name="grammar warm-up")
+
+    async def _warm_up(self) -> None:
+        try:
+            await self.compile(Grammar(GrammarKind.JSON_SCHEMA, '{"type": "object"}'))
+        except DiptychError as error:
+            log.warning("grammars cannot be compiled", error=error.message)
+
+    async def _wait_for(self, key: bytes, grammar: Grammar) -> Program:
+        if key in self._refused:
+            raise InvalidRequestError(self._refused[key], param="grammar")
+        task = self._pending.get(key)
+        if task is None:
+            if self._closed:
+                raise InternalError("this worker shuts down")
+            if len(self._pending) >= self._limits.max_waiting:
+                raise OverloadedError("too many grammars are waiting to be compiled", retry_after_s=1.0)
+            task = self._pending[key] = asyncio.create_task(self._compile(key, grammar), name="compile a grammar")
+            task.add_done_callback(lambda done: self._done(key, done))
+        # One who leaves must not take the others' result away.
+        return await asyncio.shield(task)
+
+    def _done(self, key: bytes, task: asyncio.Task[Program]) -> None:
+        self._pending.pop(key, None)
+        if not task.cancelled():
+            task.exception()  # seen, also when everybody has left
+
+    async def _compile(self, key: bytes, grammar: Grammar) -> Program:
+        try:
+            async with self._free:
+                compiled = await self._in_process(grammar)
+        except InvalidRequestError as error:
+            self._refused[key] = error.message
+            if len(self._refused) > _MAX_REFUSED:
+                self._refused.popitem(last=False)
+            raise
+        program = await asyncio.get_running_loop().run_in_executor(None, self._load, compiled)
+        self._programs[key] = program
+        while len(self._programs) > 1 and self.cached_bytes > self._limits.cache_bytes:
+            self._programs.popitem(last=False)
+        return program
+
+    async def _in_process(self, grammar: Grammar) -> bytes:
+        process = self._idle.pop() if self._idle else self._start()
+        self._busy.add(process)
+        healthy = False
+        try:
+            compiled = await process.compile(grammar)
+            healthy = True
+            return compiled
+        except InvalidRequestError:
+            healthy = True
+            raise
+        except TimeoutError:
+            cap = self._limits.time_cap_s
+            raise InvalidRequestError(f"grammar: compiling it takes more than {cap:g} s", param="grammar") from None
+        except ConnectionError as error:
+            # It was sound when it said READY: what it was given has brought it down.
+            log.warning("a compiling process is gone", error=repr(error))
+            raise InvalidRequestError("grammar: compiling it takes too much memory", param="grammar") from error
+        finally:
+            self._busy.discard(process)
+            if healthy and not self._closed:
+                self._idle.append(process)
+            else:
+                process.kill()
+
+    async def close(self) -> None:
+        """Idempotent."""
+        self._closed = True
+        tasks: list[asyncio.Task[Any]] = [*self._pending.values(), *([self._warming] if self._warming else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for process in (*self._idle, *self._busy):
+            process.kill()
+        self._idle.clear()
+
+
+class ChildProcess:
+    """See Compiling. The process starts with the first grammar."""
+
+    def __init__(self, backend: str, model: str, limits: GrammarLimits) -> None:
+        self._args = (
+            backend, model, str(limits.memory_bytes), str(int(limits.time_cap_s) + 2),
+        )  # fmt: skip
+        self._time_cap_s = limits.time_cap_s
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def compile(self, grammar: Grammar) -> bytes:
+        """Raises: also TimeoutError after the time cap, and InternalError when the process does not come up."""
+        process = self._process or await self._started()
+        assert process.stdin is not None
+        values = {"kind": grammar.kind.value, "source": grammar.source}
+        async with asyncio.timeout(self._time_cap_s):
+            await _send(process.stdin, json.dumps(values).encode())
+            answer = await _receive(process)
+        if answer[:1] != b"+":
+            raise InvalidRequestError(answer[1:].decode(), param="grammar")
+        return answer[1:]
+
+    async def _started(self) -> asyncio.subprocess.Process:
+        command: Sequence[str] = (sys.executable, "-m", "diptych.engine.grammar.process", *self._args)
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        )
+        self._process = process
+        try:
+            async with asyncio.timeout(_START_S):
+                word = await _receive(process)
+        except (ConnectionError, TimeoutError) as error:
+            raise InternalError("the process that compiles grammars does not come up") from error
+        if word != READY:
+            raise InternalError("the process that compiles grammars says something unexpected")
+        return process
+
+    def kill(self) -> None:
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+
+
+async def _send(stdin: asyncio.StreamWriter, frame: bytes) -> None:
+    stdin.write(struct.pack(">I", len(frame)) + frame)
+    await stdin.drain()
+
+
+async def _receive(process: asyncio.subprocess.Process) -> bytes:
+    assert process.stdout is not None
+    try:
+        (size,) = struct.unpack(">I", await process.stdout.readexactly(4))
+        if size > _MAX_FRAME:
+            raise ConnectionError("a frame of an impossible size")
+        return await process.stdout.readexactly(size)
+    except asyncio.IncompleteReadError:
+        raise ConnectionError(f"it ended with {process.returncode}") from None
