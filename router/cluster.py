@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import structlog
 
@@ -28,6 +29,7 @@ from diptych.router.policies import policy_by_name
 from diptych.router.policy import CHEAPEST, Placement, PlacementRequest, Rejected, choose_placement
 from diptych.router.reservations import Reservation, Reservations
 from diptych.router.retry_budget import RetryBudget
+from diptych.router.status_view import cluster_status
 from diptych.router.what_if import pool_snapshot
 from diptych.router.worker_link import WorkerLink
 from diptych.rpc.v1 import decode_pb2
@@ -376,6 +378,22 @@ class Cluster:
         member = self._members.get(worker_id)
         if member is not None and num_tokens >= member.record.block_size:
             self._event_watch.computed(worker_id, self._clock.now())
+
+    def status(self, owner: bytes) -> dict[str, Any]:
+        """For the status page. `owner`: whose requests are told."""
+        view = self.snapshot()
+        return cluster_status(
+            self._members.all(),
+            view=view,
+            index=self._index,
+            mute=self.mute,
+            degraded=self.degraded,
+            policy=self._placer.policy.name,
+            breakers=self.breakers,
+            reservations=self.reservations,
+            decisions=self.decisions.latest(owner),
+            now=self._clock.now(),
+        )
 
     async def wait_for_change(self, timeout_s: float) -> None:
         """Until a worker comes, goes, or changes its usability, or the time is up."""

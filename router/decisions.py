@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 
+from diptych.router.explain import Story
 from diptych.rpc.v1 import types_pb2
 
 
@@ -13,7 +14,7 @@ from diptych.rpc.v1 import types_pb2
 class Decision:
     """Args:
     owner: the tenant's salt; nobody else is told.
-    explain: makes the explanation as far as it is known.
+    story: what is known of it; grows while it runs.
     outcome: "running", "finished", or the reason of the error that ended the request.
     """
 
@@ -22,8 +23,11 @@ class Decision:
     prompt_tokens: int
     arrived: float
     owner: bytes
-    explain: Callable[[], types_pb2.Explanation]
+    story: Story
     outcome: str = "running"
+
+    def explain(self) -> types_pb2.Explanation:
+        return self.story.tell()
 
 
 class Decisions:
@@ -50,3 +54,8 @@ class Decisions:
     def get(self, name: str) -> Decision | None:
         """`name`: a request id, else a label."""
         return self._by_id.get(name) or self._by_id.get(self._labels.get(name, ""))
+
+    def latest(self, owner: bytes, most: int = 40) -> list[Decision]:
+        """The owner's last ones, latest first."""
+        own = (decision for decision in reversed(self._by_id.values()) if decision.owner == owner)
+        return list(islice(own, most))

@@ -8,7 +8,7 @@ import random
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import structlog
 
@@ -180,8 +180,13 @@ class Frontend:
 
         Raises: InvalidRequestError (PromptTooLongError) naming the parameter, ModelNotFoundError, OverloadedError.
         """
+        began = self._clock.now()
         try:
-            return await self._running(self._intake).prepare(spec)
+            prepared = await self._running(self._intake).prepare(spec)
+            took_s = self._clock.now() - began
+            self.metrics.tokenize.observe(took_s)
+            self.metrics.live.stage("tokenize", took_s)
+            return prepared
         except DiptychError as err:
             self.metrics.errors.labels(err.reason).inc()
             raise
@@ -222,6 +227,24 @@ class Frontend:
             prompt_tokens=decision.prompt_tokens,
             age_s=self._clock.now() - decision.arrived,
         )
+
+    def status(self, tenant: str) -> dict[str, Any]:
+        """Cluster and traffic as this router sees them, for the status page, `diptych top` and `diptych doctor`. Of single
+        requests only the tenant's own are told."""
+        now = self._clock.now()
+        ready, reasons = self.ready()
+        owner = b"" if self._secret is None else tenant_salt(self._secret, tenant)
+        return {
+            "model": self._model,
+            "max_model_len": self._max_model_len(),
+            "ready": ready,
+            "reasons": reasons,
+            "cluster": None if self._cluster is None else self._cluster.status(owner),
+            "running": self.metrics.running._value.get(),
+            "waiting": self.metrics.waiting._value.get(),
+            "stages": self.metrics.live.stages(),
+            "series": self.metrics.live.points(now),
+        }
 
     def what_if(self, request: PreparedRequest, pool: str) -> router_pb2.WhatIfResponse:
         """Where the request would go now, or (`pool` like "4P4D") among as many idle workers. Nothing is run.

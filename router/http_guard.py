@@ -1,5 +1,5 @@
-"""What stands before the routes: the size of the headers and the caller's key. It looks at no route table: two paths, spelled
-exactly so, are open, and everything else, known or not, needs a key."""
+"""What stands before the routes: the size of the headers and the caller's key. It looks at no route table: health and
+the status page's static files, spelled exactly so, are open, and everything else, known or not, needs a key."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from diptych.common.errors import AuthenticationError, DiptychError
 from diptych.router.auth import ANYBODY, Authenticator, current_caller
 from diptych.router.http_errors import error_response
+from diptych.router.status_page import STATIC_PATHS
 
 MAX_HEADER_BYTES = 32 * 1024
-OPEN_PATHS = frozenset({"/live", "/health"})
+OPEN_PATHS = frozenset({"/live", "/health"}) | STATIC_PATHS
 
 
 class HeadersTooLargeError(DiptychError):

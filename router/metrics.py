@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from diptych.common.clock import Clock
 from diptych.common.errors import DiptychError
-from diptych.common.metrics import E2E_BUCKETS_S, ITL_BUCKETS_S, TOKEN_BUCKETS, TTFT_BUCKETS_S, Metrics
+from diptych.common.metrics import (
+    E2E_BUCKETS_S,
+    ITL_BUCKETS_S,
+    STAGE_BUCKETS_S,
+    TOKEN_BUCKETS,
+    TTFT_BUCKETS_S,
+    Metrics,
+)
 from diptych.router.explain import Story
+from diptych.router.live_series import LiveSeries
 from diptych.router.messages import FinishedEvent, PreparedRequest, TokenEvent
 
 
@@ -21,7 +29,36 @@ class RouterMetrics(Metrics):
         self, *, degraded: Callable[[], bool] = lambda: False, mode_degraded: Callable[[], bool] = lambda: False
     ) -> None:
         super().__init__()
+        self.live = LiveSeries()
         self.running = self.gauge("num_requests_running", "Requests that this router relays now")
+        self.waiting = self.gauge("num_requests_waiting", "Requests that wait for their first token")
+        self.tokenize = self.histogram(
+            "tokenize_seconds", "Checks, template and tokenizer, the wait for a thread included", STAGE_BUCKETS_S
+        )
+        self.stages = {
+            "queue": self.histogram(
+                "request_queue_time_seconds",
+                "At the router, for decode's blocks, and in prefill's queue",
+                E2E_BUCKETS_S,
+            ),
+            "prefill": self.histogram(
+                "request_prefill_time_seconds", "From the prompt's turn to the first token", STAGE_BUCKETS_S
+            ),
+            "transfer": self.histogram(
+                "request_transfer_time_seconds", "From the first token until all KV was on decode", STAGE_BUCKETS_S
+            ),
+            "decode": self.histogram("request_decode_time_seconds", "From the first token to the last", E2E_BUCKETS_S),
+        }
+        self.inference = self.histogram(
+            "request_inference_time_seconds", "From the prompt's turn to the last token", E2E_BUCKETS_S
+        )
+        self.second_token = self.histogram(
+            "first_to_second_token_seconds", "The gap in which the hand-off shows", ITL_BUCKETS_S
+        )
+        self.fallbacks = self.counter("fallbacks", "What did not go as placed: where the work went instead", ["to"])
+        self.prefill_faults = self.counter(
+            "prefill_faults", "Prefill workers that decode gave up on, by reason", ["reason"]
+        )
         self.ttft = self.histogram(
             "time_to_first_token_seconds", "From a request's arrival to its first token", TTFT_BUCKETS_S
         )
@@ -58,6 +95,36 @@ class RouterMetrics(Metrics):
             lambda: float(degraded())
         )
 
+    def split(self, story: Story, total_s: float) -> None:
+        """Where a request's time went. `total_s`: from its arrival to its last token. Decode's times are on its own clock and
+        are only ever added up; no clock is subtracted from another's."""
+        facts = story.facts
+        if facts is None or story.ttft_s <= 0:
+            return
+        queue_s = story.waited_s + facts.reserved_s + facts.prefill_queue_s
+        decode_s = max(0.0, total_s - story.ttft_s)
+        parts = {"queue": queue_s, "decode": decode_s}
+        if facts.first_token_s > 0:
+            parts["prefill"] = max(0.0, facts.first_token_s - facts.reserved_s - facts.prefill_queue_s)
+        if facts.kv_complete_s > 0 and facts.kv_bytes:
+            parts["transfer"] = max(0.0, facts.kv_complete_s - facts.first_token_s)
+        for name, seconds in parts.items():
+            self.stages[name].observe(seconds)
+            self.live.stage(name, seconds)
+        self.inference.observe(max(0.0, total_s - queue_s))
+
+    def went(self, story: Story, faults: Sequence[str]) -> None:
+        """Count what did not go as placed. `faults`: reasons of the prefill workers that decode gave up on, in order."""
+        for reason in faults:
+            self.prefill_faults.labels(reason).inc()
+        placement, facts = story.placement, story.facts
+        if placement is None or facts is None or placement.local_prefill:
+            return
+        if facts.local_prefill:
+            self.fallbacks.labels("local_prefill" if faults else "decode_cache").inc()
+        elif faults:
+            self.fallbacks.labels("other_prefill").inc()
+
     def predictions(self, story: Story) -> None:
         """A request has ended well: what was expected of it, against what came."""
         self.predicted_cached.inc(story.predicted_cached_tokens)
@@ -75,20 +142,32 @@ class RequestTimer:
         self._metrics, self._request, self._clock = metrics, request, clock
         self._last: float | None = None
         self._over = False
+        self._tokens = 0
         metrics.running.inc()
+        metrics.waiting.inc()
 
     def tokens(self, event: TokenEvent) -> None:
         count = len(event.token_ids)
         if not count:
             return
         now = self._clock.now()
-        self._metrics.generation_tokens.inc(count)
+        metrics = self._metrics
+        metrics.generation_tokens.inc(count)
         if self._last is None:
-            self._metrics.ttft.observe(now - self._request.arrived)
+            metrics.waiting.dec()
+            metrics.ttft.observe(now - self._request.arrived)
+            metrics.live.first_token(now - self._request.arrived, now)
+            metrics.live.tokens(1, now)
             count -= 1  # tokens in the first message beside the first came at the same moment
             self._last = now
-        for _ in range(count):
-            self._metrics.itl.observe((now - self._last) / count)
+        elif self._tokens == 1 and self._request.sampling.num_choices == 1:
+            metrics.second_token.observe(now - self._last)
+            metrics.live.stage("second_token", now - self._last)
+        self._tokens += len(event.token_ids)
+        if count:
+            for _ in range(count):
+                metrics.itl.observe((now - self._last) / count)
+            metrics.live.tokens(count, now, (now - self._last) / count)
         self._last = now
 
     def finished(self, event: FinishedEvent, kv_bytes: int) -> None:
@@ -101,10 +180,12 @@ class RequestTimer:
             metrics.prompt_tokens.inc(usage.prompt_tokens)
             metrics.cached_tokens.inc(usage.cached_tokens)
             metrics.kv_bytes.inc(kv_bytes)
+            metrics.live.finished(usage.prompt_tokens, usage.cached_tokens, self._clock.now())
 
     def failed(self, error: DiptychError) -> None:
         if self._close():
             self._metrics.errors.labels(error.reason).inc()
+            self._metrics.live.failed(self._clock.now())
 
     def left(self) -> None:
         """The client went away; nothing to do when the request has ended."""
@@ -116,4 +197,6 @@ class RequestTimer:
             return False
         self._over = True
         self._metrics.running.dec()
+        if self._last is None:
+            self._metrics.waiting.dec()
         return True

@@ -37,6 +37,7 @@ from diptych.router.openai_requests import (
 )
 from diptych.router.openai_responses import ResponsesRequest, responses_call
 from diptych.router.openai_tokenize import DetokenizeRequest, TokenizeRequest, tokenize_spec
+from diptych.router.status_page import Status, add_status
 
 EXPLAIN_HEADER = "x-diptych-explain"
 LABEL_HEADER = "x-request-id"
@@ -50,15 +51,19 @@ _BODIES: tuple[type[BaseModel], ...] = (
 )
 
 
-def create_app(door: Door, metrics: Metrics, quotas: TenantQuotas | None = None) -> FastAPI:
+def create_app(
+    door: Door, metrics: Metrics, quotas: TenantQuotas | None = None, status: Status | None = None
+) -> FastAPI:
     """The ASGI application. `door` is the router's frontend; `metrics` is what /metrics shows; `quotas`, if there are any,
-    are told in headers."""
+    are told in headers; `status`, if given, is what the status page shows."""
     app = FastAPI(title="Diptych", version=package_version(), docs_url=None, redoc_url=None)
     http_errors.install(app)
     _add_generation(app, door, quotas)
     _add_tokens(app, door)
     _add_models(app, door)
     _add_operations(app, door, metrics)
+    if status is not None:
+        add_status(app, status, package_version())
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app
 

@@ -69,7 +69,7 @@ class Relay:
             prompt_tokens=len(request.prompt_token_ids),
             arrived=request.arrived,
             owner=request.cache_salt,
-            explain=self._story.tell,
+            story=self._story,
         )
         self._judged = True
         """The workers of the attempt were told apart from their errors."""
@@ -179,6 +179,7 @@ class Relay:
         self._drop_attempt()
         self._life.on(Move.REPLACE)
         self._metrics.replacements.inc()
+        self._metrics.fallbacks.labels("other_decode").inc()
         record = placement.decode.record
         self._excluded |= {(record.worker_id, record.incarnation)}
         self._story.notes.append(f"decode {placement.decode.worker_id} {error.reason}: placed again")
@@ -244,6 +245,7 @@ class Relay:
         self._life.on(Move.END)
         finished = self._finished(event.end.finished)
         self._judge("", event.end.prefill_faults)
+        self._metrics.went(self._story, [fault.reason for fault in event.end.prefill_faults])
         self._drop_attempt()
         return finished
 
@@ -260,6 +262,7 @@ class Relay:
         story.facts, story.cached_tokens = message.explanation, usage.cached_tokens
         self._decision.outcome = "finished"
         self._metrics.predictions(story)
+        self._metrics.split(story, self._clock.now() - self._request.arrived)
         self._cluster.on_computed(message.explanation.prefill, usage.prompt_tokens - usage.cached_tokens)
         return FinishedEvent(
             reason=finish_reason_from_proto(message.finish_reason),

@@ -33,6 +33,7 @@ from diptych.router.http_guard import MAX_HEADER_BYTES
 from diptych.router.http_protocol import HttpProtocol
 from diptych.router.openai_api import create_app, guarded
 from diptych.router.service import SERVICE, RouterService
+from diptych.router.status_page import Status
 from diptych.rpc.channels import bind, new_server
 from diptych.rpc.health import Health
 
@@ -102,7 +103,7 @@ async def serve(
     frontend = Frontend(config)
     try:
         await frontend.start()
-        on_started(await faces.start(frontend, frontend.metrics))
+        on_started(await faces.start(frontend, frontend.metrics, frontend.status))
         await faces.until(stop)
     finally:
         await drain(faces, frontend.close, hurry)
@@ -154,8 +155,8 @@ class Faces:
         self._http: _HttpServer | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def start(self, door: Door, metrics: Metrics) -> RouterAddresses:
-        """Open both doors; health follows `door.ready()`, /metrics shows `metrics`."""
+    async def start(self, door: Door, metrics: Metrics, status: Status | None = None) -> RouterAddresses:
+        """Open both doors; health follows `door.ready()`, /metrics shows `metrics`, the status page `status`."""
         quotas = None
         if self._keys is not None:
             quotas = TenantQuotas(self._keys.quota, now=time.monotonic)
@@ -165,7 +166,7 @@ class Faces:
         await self._grpc.start()
         self._http = _HttpServer(
             uvicorn.Config(
-                guarded(create_app(door, metrics, quotas), self._keys),
+                guarded(create_app(door, metrics, quotas, status), self._keys),
                 loop="none",
                 http=HttpProtocol,
                 lifespan="off",

@@ -1,7 +1,7 @@
 from diptych.router.decisions import Decision, Decisions
 from diptych.router.event_watch import EventWatch
+from diptych.router.explain import Story
 from diptych.router.index import IndexMode
-from diptych.rpc.v1 import types_pb2
 
 
 def why(watch, now, num_events=0, lease_sequence=0, mode=IndexMode.EXACT):
@@ -38,7 +38,7 @@ def test_an_index_that_stays_untrusted():
 
 
 def decision(request_id, label=""):
-    return Decision(request_id, label, 1, 0.0, b"", types_pb2.Explanation)
+    return Decision(request_id, label, 1, 0.0, b"", Story(request_id))
 
 
 def test_decisions_are_found_by_id_and_label_and_bounded():

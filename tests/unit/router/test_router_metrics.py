@@ -7,6 +7,7 @@ from diptych.router.explain import Story
 from diptych.router.messages import FinishedEvent, PreparedRequest, TokenEvent, UsageInfo
 from diptych.router.metrics import RequestTimer, RouterMetrics
 from diptych.router.placement import Placement, Terms, WorkerView
+from diptych.rpc.v1 import types_pb2
 
 
 def request(arrived):
@@ -73,6 +74,16 @@ def test_every_series_moves(clock):
     metrics.predictions(story(ttft_s=0.7, cached=16))
     metrics.placements.labels("remote").inc()
     metrics.replacements.inc()
+    metrics.tokenize.observe(0.002)
+    clock.advance(0.1)
+    two = RequestTimer(metrics, request(clock.now()), clock)
+    for offset in range(2):
+        clock.advance(0.1)
+        two.tokens(TokenEvent(offset, (7,), "a"))
+    served = story(ttft_s=0.7, cached=16)
+    served.facts = types_pb2.Explanation(reserved_s=0.1, first_token_s=0.5, kv_complete_s=0.6, kv_bytes=9)
+    metrics.split(served, 1.5)
+    metrics.went(served, ["WORKER_LOST"])
     after = values(metrics)
     families = {m.name for m in metrics.registry.collect()}
     still = {
@@ -84,3 +95,52 @@ def test_every_series_moves(clock):
     assert after["diptych_request_errors_total[('reason', 'WORKER_LOST')]"] == 1
     assert after["diptych_request_errors_total[('reason', 'CLIENT_LEFT')]"] == 1
     assert b"# HELP diptych_degraded" in metrics.expose()
+
+
+def test_where_the_time_went_is_added_up_from_one_clock_each():
+    metrics = RouterMetrics()
+    told = story(ttft_s=0.9, cached=0)  # waited 0.1 s at the router
+    told.facts = types_pb2.Explanation(
+        reserved_s=0.05, prefill_queue_s=0.2, first_token_s=0.75, kv_complete_s=0.8, kv_bytes=4096
+    )
+    metrics.split(told, 2.9)
+    got = values(metrics)
+    assert got["diptych_request_queue_time_seconds_sum[]"] == pytest.approx(0.1 + 0.05 + 0.2)
+    assert got["diptych_request_prefill_time_seconds_sum[]"] == pytest.approx(0.75 - 0.05 - 0.2)
+    assert got["diptych_request_transfer_time_seconds_sum[]"] == pytest.approx(0.05)
+    assert got["diptych_request_decode_time_seconds_sum[]"] == pytest.approx(2.0)
+    assert got["diptych_request_inference_time_seconds_sum[]"] == pytest.approx(2.9 - 0.35)
+    assert metrics.live.stages()["queue"]["count"] == 1
+
+
+@pytest.mark.parametrize(
+    ("local", "faults", "to"),
+    [
+        (True, ["WORKER_LOST"], "local_prefill"),
+        (False, ["TRANSFER_FAILED"], "other_prefill"),
+        (True, [], "decode_cache"),
+    ],
+)
+def test_a_fallback_is_counted_by_where_the_work_went(local, faults, to):
+    metrics = RouterMetrics()
+    told = story(ttft_s=0.9, cached=0)
+    told.facts = types_pb2.Explanation(local_prefill=local)
+    metrics.went(told, faults)
+    got = values(metrics)
+    assert got[f"diptych_fallbacks_total[('to', '{to}')]"] == 1
+    assert all(got[f"diptych_prefill_faults_total[('reason', '{reason}')]"] == 1 for reason in faults)
+
+
+def test_the_gap_to_the_second_token_is_measured_once_and_waiting_ends_with_the_first(clock):
+    metrics = RouterMetrics()
+    timer = RequestTimer(metrics, request(clock.now()), clock)
+    assert values(metrics)["diptych_num_requests_waiting[]"] == 1
+    for offset, pause in enumerate((0.2, 0.5, 0.01)):
+        clock.advance(pause)
+        timer.tokens(TokenEvent(offset, (7,), "a"))
+    got = values(metrics)
+    assert got["diptych_num_requests_waiting[]"] == 0
+    assert got["diptych_first_to_second_token_seconds_sum[]"] == pytest.approx(0.5)
+    assert got["diptych_first_to_second_token_seconds_count[]"] == 1
+    RequestTimer(metrics, request(clock.now()), clock).left()
+    assert values(metrics)["diptych_num_requests_waiting[]"] == 0
