@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,6 +10,7 @@ import typer
 
 from diptych.cli.bench_config import ClusterChoice
 from diptych.cli.bench_options import add_bench_command
+from diptych.common.errors import ConfigError
 from diptych.loadtest.config import FILE_FORMATS, BenchConfig
 from diptych.loadtest.sweep_spec import SweepSpec
 
@@ -173,6 +175,28 @@ def router(
     from diptych.cli.bench_router import run_router_bench
 
     raise typer.Exit(run_router_bench(requests, prompt_tokens, concurrency, out))
+
+
+@app.command()
+def vllm(
+    environment: Annotated[Path, typer.Argument(help="Virtual environment made by bench/peers/setup_vllm_cpu.sh.")],
+    mode: Annotated[str, typer.Option(help="pd: 1 prefill + 1 decode on either side; colocated: one engine.")] = "pd",
+    loads: Annotated[str, typer.Option(help="rate:0.3 and users:8, with commas; default: those of the mode.")] = "",
+    rounds: Annotated[int, typer.Option(help="Rounds of A B A B.", min=1)] = 3,
+    requests: Annotated[int, typer.Option(help="Of each run; 0: by the load.", min=0)] = 0,
+    vllm_flags: Annotated[str, typer.Option(help="Further flags of `vllm serve`.")] = "--enforce-eager",
+    seed: Annotated[int, typer.Option(help="Of workload and arrivals.")] = 0,
+    out: Annotated[Path, typer.Option(help="Folder for the reports.")] = Path("bench-out"),
+) -> None:
+    """vLLM on the CPU beside Diptych, in turns: TTFT, TPOT and tokens/s as ratios."""
+    from diptych.cli.bench_vllm import run_vllm_bench
+
+    try:
+        code = run_vllm_bench(environment, mode, loads, rounds, requests, vllm_flags, seed, out)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+    raise typer.Exit(code)
 
 
 @app.command()

@@ -69,14 +69,20 @@ async def alternate(
     targets: tuple[tuple[Target, str, BenchConfig], tuple[Target, str, BenchConfig]],
     rounds: int,
     watch: Watch,
+    *,
+    attend: Callable[[int], None] | None = None,
 ) -> Comparison:
     """Run A B A B; both get the same workload in a round, and each round its own (no prefix is warm from the last one).
 
-    Args: targets: (open target, model, settings) of A and of B; the settings differ in `workers` at most.
+    Args:
+        targets: (open target, model, settings) of A and of B; the settings differ in `workers` at most.
+        attend: told before every run whose turn it is, 0 (A) or 1 (B): whoever must be held while the other is measured.
     """
     sides: tuple[list[RunRecord], list[RunRecord]] = ([], [])
     for number in range(rounds):
-        for side, (target, model, config) in zip(sides, targets, strict=True):
+        for turn, (side, (target, model, config)) in enumerate(zip(sides, targets, strict=True)):
+            if attend is not None:
+                attend(turn)
             seeded = dataclasses.replace(config, seed=config.seed + number)
             run = await measure(target, model, seeded, seeded.items(), watch, round=number)
             side.append(run)

@@ -15,6 +15,7 @@ from diptych.loadtest.prompts import Form, PromptMaker
 from diptych.loadtest.schedule import ClosedLoop, OpenLoop
 from diptych.loadtest.slo import Slo, parse_slo
 from diptych.loadtest.target import Sampling, Target
+from diptych.loadtest.tenant_keys import read_tenant_keys
 from diptych.loadtest.traces import ReadSpec
 from diptych.loadtest.workload import GENERATED, WorkloadSpec
 
@@ -51,8 +52,11 @@ class BenchConfig:
         max_input_len: traces: longer prompts are cut; 0: no limit.
         max_output_len: traces: longer answers are cut; 0: no limit.
         cancel_rate: this share of the requests is left by its client midway.
-        tenants: name:weight,... sent as `user` (and as --tenant-header).
+        tenants: name:weight,... drawn for each session; over HTTP sent as `user` (and as --tenant-header), and known to a server
+            with keys by --tenant-keys.
         tenant_header: HTTP header that carries the tenant.
+        tenant_keys: file of lines `tenant key`: each tenant's requests carry its own API key, over HTTP and gRPC.
+        ca_file: PEM file of the authorities to trust for https:// and grpcs://; default: the system's.
         prompt_form: ids (exact lengths), text or messages; "" takes ids, or messages for the chat API and text data.
         vocab: low,high of the random token ids.
         temperature: 0 is greedy.
@@ -94,6 +98,8 @@ class BenchConfig:
     cancel_rate: float = 0.0
     tenants: str = ""
     tenant_header: str = ""
+    tenant_keys: Path | None = None
+    ca_file: Path | None = None
     prompt_form: str = ""
     vocab: str = "1000,30000"
     temperature: float = 0.0
@@ -203,6 +209,12 @@ class BenchConfig:
             key: str(value) if isinstance(value, Path) else value for key, value in dataclasses.asdict(self).items()
         }
 
+    def keys_of_tenants(self) -> dict[str, str]:
+        """Tenant -> API key. Raises: ConfigError."""
+        if self.tenant_keys is None:
+            return {}
+        return read_tenant_keys(self.tenant_keys, (name for name, _ in workload.parse_tenants(self.tenants)))
+
     def _vocab(self) -> tuple[int, int]:
         try:
             low, high = (int(part) for part in self.vocab.split(","))
@@ -212,14 +224,23 @@ class BenchConfig:
 
 
 def make_target(text: str, config: BenchConfig, *, api_key: str = "") -> Target:
-    """`[label=]http://host:port` or `[label=]grpc://host:port`. Raises: ConfigError."""
+    """`[label=]URL`; http, https, grpc or grpcs. Raises: ConfigError."""
     label, equals, url = text.partition("=")
     if not equals or "://" in label:
         label, url = "", text
-    if url.startswith("grpc://"):
+    tenant_keys, ca_file = config.keys_of_tenants(), str(config.ca_file) if config.ca_file else None
+    if url.startswith(("grpc://", "grpcs://")):
         from diptych.loadtest.target_grpc import GrpcTarget
 
-        return GrpcTarget(url, label=label, model=config.model, sampling=config.sampling)
+        return GrpcTarget(
+            url,
+            label=label,
+            model=config.model,
+            sampling=config.sampling,
+            api_key=api_key,
+            tenant_keys=tenant_keys,
+            ca_file=ca_file,
+        )
     if url.startswith(("http://", "https://")):
         from diptych.loadtest.target_openai import OpenAITarget
 
@@ -232,5 +253,7 @@ def make_target(text: str, config: BenchConfig, *, api_key: str = "") -> Target:
             sampling=config.sampling,
             api_key=api_key,
             tenant_header=config.tenant_header,
+            tenant_keys=tenant_keys,
+            ca_file=ca_file,
         )
-    raise ConfigError("target", text, "must be http://host:port, https://... or grpc://host:port")
+    raise ConfigError("target", text, "must be http://host:port, https://..., grpc://host:port or grpcs://...")

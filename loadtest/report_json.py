@@ -22,8 +22,8 @@ def run_object(run: RunRecord, report: Report, *, detailed: bool) -> dict[str, A
     summary, config = run.summary, run.config
     found: dict[str, Any] = {
         "date": report.began.strftime("%Y%m%d-%H%M%S"),
-        "endpoint_type": "grpc" if run.url.startswith("grpc://") else f"openai-{config.api}",
-        "backend": "grpc" if run.url.startswith("grpc://") else f"openai-{config.api}",
+        "endpoint_type": "grpc" if run.url.startswith("grpc") else f"openai-{config.api}",
+        "backend": "grpc" if run.url.startswith("grpc") else f"openai-{config.api}",
         "label": run.label,
         "model_id": run.model,
         "tokenizer_id": run.model,

@@ -2,39 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
-from diptych.client import AsyncClient, Completion, DiptychError, RetryPolicy, StreamBrokenError
+from diptych.client import AsyncClient, Completion, DiptychError, RetryPolicy, StreamBrokenError, Tls
 from diptych.common.errors import NoWorkerError, OverloadedError, RequestDeadlineError
 from diptych.loadtest.record import Outcome, ServerFacts
 from diptych.loadtest.target import Ask, Chunk, Ended, Event, Sampling, TargetError
 
 
 class GrpcTarget:
-    """Args: url: grpc://host:port. The SDK's retries are off: a refusal is a figure."""
+    """The SDK's retries are off: a refusal is a figure.
 
-    def __init__(self, url: str, *, label: str = "", model: str = "", sampling: Sampling | None = None) -> None:
+    Args:
+        url: grpc://host:port, grpcs:// with TLS.
+        api_key: "" takes the SDK's own (DIPTYCH_API_KEY).
+        tenant_keys: tenant -> API key; a tenant's requests go over a connection of its own.
+        ca_file: PEM file of the authorities to trust.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        label: str = "",
+        model: str = "",
+        sampling: Sampling | None = None,
+        api_key: str = "",
+        tenant_keys: Mapping[str, str] | None = None,
+        ca_file: str | None = None,
+    ) -> None:
         self.url = url
         self.label = label or url
         self._model = model
         self._sampling = sampling or Sampling()
-        self._client: AsyncClient | None = None
+        keys = dict(tenant_keys or {})
+        self._keys = {"": api_key or next(iter(keys.values()), "")} | keys
+        """By tenant; "": the model's name, the warm-up, and all without a key of their own."""
+        self._tls = Tls(ca_file) if url.startswith("grpcs://") else None
+        self._clients: dict[str, AsyncClient] = {}
 
     async def open(self) -> str:
         """Raises: TargetError."""
-        self._client = AsyncClient(self.url.removeprefix("grpc://"), retry=RetryPolicy(max_tries=1))
+        address = self.url.partition("://")[2]
+        for tenant, key in self._keys.items():
+            retry = RetryPolicy(max_tries=1)
+            self._clients[tenant] = AsyncClient(address, retry=retry, api_key=key or None, tls=self._tls)
         if not self._model:
             try:
-                models = await self._client.list_models()
+                models = await self._clients[""].list_models()
                 self._model = models[0].id
             except (DiptychError, IndexError) as error:
                 raise TargetError(Outcome.ERROR, f"{self.url} does not answer: {error}") from None
         return self._model
 
     async def close(self) -> None:
-        if self._client is not None:
-            await self._client.close()
+        for client in self._clients.values():
+            await client.close()
 
     def options(self, ask: Ask) -> dict[str, Any]:
         options: dict[str, Any] = {
@@ -56,9 +80,10 @@ class GrpcTarget:
 
     async def send(self, ask: Ask) -> AsyncGenerator[Event, None]:
         """Raises: TargetError."""
-        assert self._client is not None, "open() first"
+        assert self._clients, "open() first"
         try:
-            async with self._client.stream(**self.options(ask)) as stream:
+            client = self._clients.get(ask.tenant, self._clients[""])
+            async with client.stream(**self.options(ask)) as stream:
                 async for delta in stream:
                     if delta.token_ids or delta.text:
                         yield Chunk(delta.text, delta.token_ids, len(delta.token_ids))

@@ -7,7 +7,8 @@ at the end. The role chunk is no token.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+import ssl
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any, Literal
 
 import aiohttp
@@ -66,6 +67,9 @@ class OpenAITarget:
     """Args:
     url: http://host:port, with or without /v1.
     model: "" asks the server for its first.
+    tenant_header: HTTP header that carries the tenant.
+    tenant_keys: tenant -> API key, in place of `api_key`.
+    ca_file: PEM file of the authorities to trust.
     """
 
     def __init__(
@@ -78,6 +82,8 @@ class OpenAITarget:
         sampling: Sampling | None = None,
         api_key: str = "",
         tenant_header: str = "",
+        tenant_keys: Mapping[str, str] | None = None,
+        ca_file: str | None = None,
     ) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
         self.label = label or self.url
@@ -89,15 +95,18 @@ class OpenAITarget:
         self._headers = {"content-type": "application/json"}
         if self._sampling.explain:
             self._headers["x-diptych-explain"] = "1"
+        self._tenant_keys = dict(tenant_keys or {})
+        api_key = api_key or next(iter(self._tenant_keys.values()), "")  # for the model's name and the warm-up
         if api_key:
             self._headers["authorization"] = f"Bearer {api_key}"
+        self._ca_file = ca_file
         self._session: aiohttp.ClientSession | None = None
         self._decoder = msgspec.json.Decoder(_Event)
 
     async def open(self) -> str:
         """Raises: TargetError."""
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=300.0),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=300.0, ssl=self._trust()),
             timeout=aiohttp.ClientTimeout(total=self._sampling.timeout_s, connect=30.0),
             read_bufsize=2**18,
         )
@@ -108,6 +117,15 @@ class OpenAITarget:
             except (aiohttp.ClientError, TimeoutError, LookupError, TypeError, ValueError) as error:
                 raise TargetError(Outcome.ERROR, f"{self.url}/v1/models does not answer: {_said(error)}") from None
         return self._model
+
+    def _trust(self) -> ssl.SSLContext | bool:
+        """Raises: TargetError."""
+        if self._ca_file is None:
+            return True
+        try:
+            return ssl.create_default_context(cafile=self._ca_file)
+        except OSError as error:
+            raise TargetError(Outcome.ERROR, f"ca_file {self._ca_file}: {_said(error)}") from None
 
     async def close(self) -> None:
         if self._session is not None:
@@ -140,6 +158,8 @@ class OpenAITarget:
         headers = self._headers
         if ask.tenant and self._tenant_header:
             headers = headers | {self._tenant_header: ask.tenant}
+        if ask.tenant in self._tenant_keys:
+            headers = headers | {"authorization": f"Bearer {self._tenant_keys[ask.tenant]}"}
         data = msgspec.json.encode(self.body(ask))
         try:
             async with self._session.post(self.url + self._path, data=data, headers=headers) as answer:

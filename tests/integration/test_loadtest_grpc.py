@@ -5,11 +5,13 @@ from __future__ import annotations
 import grpc.aio
 import pytest
 
-from diptych.common.errors import OverloadedError
+from diptych.common.errors import ConfigError, OverloadedError
 from diptych.loadtest import live
 from diptych.loadtest.config import BenchConfig, make_target
 from diptych.loadtest.result import RunRecord, measure
 from diptych.loadtest.target import TargetError
+from diptych.router.auth import Authenticator
+from diptych.router.auth_keys import add_key
 from diptych.router.fake_door import MODEL, FakeDoor, hello_script
 from diptych.router.server import Faces
 
@@ -70,3 +72,44 @@ async def test_nobody_there():
             await target.open()
     finally:
         await target.close()
+
+
+@pytest.mark.parametrize("scheme", ["grpc", "http"])
+async def test_tenants_are_known_to_the_server_by_their_keys(tmp_path, scheme):
+    served, keys = tmp_path / "keys.json", tmp_path / "tenants"
+    made = {name: add_key(served, name, now=0.0)[0] for name in ("gold", "free")}
+    keys.write_text("# tenant key\n" + "".join(f"{name} {key}\n" for name, key in made.items()))
+    config = BenchConfig(
+        num_requests=12, request_rate=100.0, input_len="8", output_len="8", tenants="gold:1,free:1", tenant_keys=keys
+    )
+    door = FakeDoor(hello_script())
+    faces = Faces("127.0.0.1", 0, 0, keys=Authenticator(served, now=lambda: 0.0))
+    try:
+        addresses = await faces.start(door, door.metrics)
+        target = make_target(f"ours={scheme}://{getattr(addresses, scheme)}", config)
+        try:
+            run = await measure(target, await target.open(), config, config.items(), live.silent)
+        finally:
+            await target.close()
+    finally:
+        await faces.stop(1.0)
+    assert run.summary.outcomes == {"ok": 12}
+    sent = [record.tenant for record in run.records]
+    assert sorted(spec.tenant for spec in door.specs) == sorted(sent)
+    assert set(sent) == {"gold", "free"}
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("gold k1\n", "holds no key for free"),
+        ("gold k1\ngold k2\n", "twice"),
+        ("gold\n", "must be a tenant and its key"),
+    ],
+)
+def test_keys_that_cannot_be_used(tmp_path, text, wrong):
+    file = tmp_path / "tenants"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=wrong) as caught:
+        make_target("grpc://h:1", BenchConfig(tenants="gold,free", tenant_keys=file))
+    assert "k1" not in str(caught.value)
