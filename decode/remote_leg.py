@@ -34,6 +34,7 @@ from diptych.decode.coverage import Coverage
 from diptych.decode.link_rate import LinkRates
 from diptych.decode.silence import Silence
 from diptych.decode.unpack_desk import UnpackDesk
+from diptych.engine.messages import DeviceRange
 from diptych.kvtransfer.api import ReceivedSlab, SlabReader
 from diptych.kvtransfer.handle import SlabHandle
 from diptych.rpc.errors import describe, from_failure, typed_error
@@ -223,8 +224,11 @@ class RemoteLeg:
 
     async def _fetch(self, peer: Peer, handle: SlabHandle) -> None:
         async with self._window:
+            began = self._tools.clock.now()
             slab = await self._read(peer, handle)
             unpacked = await self._tools.desk.unpack(self._attempt, slab)
+            if isinstance(slab.payload, DeviceRange):  # nothing had moved before it was unpacked
+                self._tools.links.observe(self._ref.worker_id, handle.size_bytes, self._tools.clock.now() - began)
         if not unpacked:
             raise TransferError("the engine dropped a range: the attempt does not wait for KV any more")
         self._arrived.add(handle.first_token, handle.num_tokens)
@@ -237,7 +241,8 @@ class RemoteLeg:
         limit_s = tools.links.read_deadline_s(self._ref.worker_id, handle.size_bytes, base_s=tools.read_base_s)
         began = tools.clock.now()
         slab = await tools.reader.read(peer.kv, handle, deadline_s=min(limit_s, self._request.remaining_s))
-        tools.links.observe(self._ref.worker_id, handle.size_bytes, tools.clock.now() - began)
+        if not isinstance(slab.payload, DeviceRange):
+            tools.links.observe(self._ref.worker_id, handle.size_bytes, tools.clock.now() - began)
         return slab
 
     def _maybe_complete(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from itertools import count
 
+from diptych.common.errors import TransferError
 from diptych.engine.messages import RangeUnpacked, UnpackRange
 from diptych.kvtransfer.api import ReceivedSlab, SlabReader
 from diptych.worker.ports import Engine
@@ -24,7 +25,10 @@ class UnpackDesk:
         return len(self._open)
 
     async def unpack(self, attempt: str, slab: ReceivedSlab) -> bool:
-        """Unpack a slab into the attempt's blocks. False: the engine no longer wanted it. Cancelling the wait is safe."""
+        """Unpack a slab into the attempt's blocks. False: the engine no longer wanted it. Cancelling the wait is safe.
+
+        Raises: TransferError: the bytes were damaged, which shows only now if they came straight from a peer's GPU.
+        """
         job = next(self._jobs)
         answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._open[job] = (slab, answer)
@@ -37,5 +41,10 @@ class UnpackDesk:
             return
         slab, answer = entry
         self._reader.finish(slab)
-        if not answer.done():
+        if answer.done():
+            return
+        if event.error:
+            handle = slab.handle
+            answer.set_exception(TransferError(f"slab {handle.slab} of {handle.worker_id} is damaged: {event.error}"))
+        else:
             answer.set_result(event.unpacked)

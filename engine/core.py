@@ -27,6 +27,7 @@ from diptych.engine.messages import (
     RunLocally,
     UnpackRange,
 )
+from diptych.engine.pulls import Pulls
 from diptych.engine.runner import ModelRunner, StepAborted
 from diptych.engine.sched import handover, remote, results
 from diptych.engine.sched.admission import ModelLimits
@@ -77,6 +78,12 @@ class EngineCore:
         self._clock = clock
         self._check = config.check_invariants
         self._answers: list[EngineEvent] = []
+        self._pulls = Pulls()
+
+    @property
+    def pulling(self) -> bool:
+        """KV is being copied beside the steps; `take_events` looks whether it has come."""
+        return bool(self._pulls)
 
     def handle(self, command: Command) -> None:
         scheduler = self.scheduler
@@ -120,6 +127,8 @@ class EngineCore:
         return bool(out.seqs) or packed or copied is None
 
     def take_events(self) -> list[EngineEvent]:
+        if self._pulls:
+            self._answers.extend(self._pulls.take_done())
         events, self._answers = self._answers, []
         events.extend(self.scheduler.take_events())
         return events
@@ -213,7 +222,7 @@ class EngineCore:
             job = None  # the request has ended
         if job is not None:
             try:
-                self._runner.unpack(job.block_ids, job.num_tokens, command.payload)
+                pull = self._runner.unpack(job.block_ids, job.num_tokens, command.payload)
             except Exception as error:
                 _log.exception(
                     "unpacking tokens %d+%d of %s failed", command.first_token, job.num_tokens, command.attempt
@@ -221,6 +230,9 @@ class EngineCore:
                 self.scheduler.fail(job.request, _internal("unpacking KV failed", error))
                 job = None
             else:
+                if pull is not None:
+                    self._pulls.begin(command, job, pull)
+                    return
                 remote.unpacked(job)
         self._answers.append(RangeUnpacked(command.attempt, command.job, job is not None))
 

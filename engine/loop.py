@@ -28,6 +28,8 @@ from diptych.engine.messages import (
 )
 
 _log = logging.getLogger(__name__)
+_PULL_WAIT_S = 0.0001
+"""With nothing to compute, so often it is looked whether KV that is being copied has come."""
 _IDLE_WAIT_S = 60.0
 """Every wait has a deadline; this one only bounds how long a lost wake-up could last."""
 
@@ -138,7 +140,7 @@ class StepThread:
         core = self._core
         worked = False
         while True:
-            self._drain(wait=not worked)
+            self._drain(0.0 if worked else _PULL_WAIT_S if core.pulling else _IDLE_WAIT_S)
             if self._stopping:
                 return
             self._stats = core.stats(busy_since=self._clock.now())
@@ -146,9 +148,9 @@ class StepThread:
             self._flush()
             self._stats = core.stats()
 
-    def _drain(self, *, wait: bool) -> None:
+    def _drain(self, wait_s: float) -> None:
         try:
-            item = self._inbox.get(timeout=_IDLE_WAIT_S) if wait else self._inbox.get_nowait()
+            item = self._inbox.get(timeout=wait_s) if wait_s else self._inbox.get_nowait()
             while True:
                 self._take(item)
                 item = self._inbox.get_nowait()

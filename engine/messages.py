@@ -71,6 +71,26 @@ class EngineRequest:
     grammar: Program | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceRange:
+    """Flat bytes in GPU memory, by address: of this process, or a peer's that CUDA IPC has mapped into it. Whoever made it
+    keeps the memory mapped until the range is given back.
+
+    Args:
+        checksum: kernels.kv_sum of what must lie there; None: nobody has packed it yet, or it is not to be checked.
+    """
+
+    address: int
+    nbytes: int
+    checksum: int | None = None
+
+    def __len__(self) -> int:
+        return self.nbytes
+
+
+Payload = memoryview | DeviceRange
+
+
 # ---- commands: event loop -> step thread -------------------------------------------------------------------------
 
 
@@ -90,7 +110,7 @@ class SlabGrant:
 
     slab: int
     generation: int
-    payload: memoryview
+    payload: Payload
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +122,13 @@ class GrantSlabs:
 class UnpackRange:
     """Copy verified KV of tokens [first_token, first_token + num_tokens) into the attempt's blocks; `first_token` is a
     multiple of the block size. Answered by RangeUnpacked(job); until then `payload` must stay as it is. An attempt that is
-    gone by then is answered too (with unpacked=False)."""
+    gone by then is answered too (with unpacked=False). A DeviceRange is verified as it is copied."""
 
     attempt: str
     job: int
     first_token: int
     num_tokens: int
-    payload: memoryview
+    payload: Payload
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,9 +219,12 @@ class PrefillComplete:
 
 @dataclass(frozen=True, slots=True)
 class RangeUnpacked:
+    """`error`: what was wrong with the bytes; empty with unpacked=False: the attempt does not wait for them any more."""
+
     attempt: str
     job: int
     unpacked: bool
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,11 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from diptych.engine.messages import BlockCopy, ScheduledSeq, StepResult
+from diptych.engine.messages import BlockCopy, Payload, ScheduledSeq, StepResult
 
 
 class StepAborted(Exception):
     """The step was given up between two layers; nothing of it counts."""
+
+
+class Pull(Protocol):
+    """KV on its way into blocks beside the steps. The blocks are nobody else's before it is done."""
+
+    def done(self) -> bool:
+        """Never blocks."""
+        ...
+
+    def wait(self) -> None:
+        """Until it is done: milliseconds at most, nothing but this GPU and its link is waited for."""
+        ...
+
+    def error(self) -> str:
+        """Once it is done: what is wrong with the bytes that came; empty: they are what was packed."""
+        ...
 
 
 class ModelRunner(Protocol):
@@ -36,14 +52,18 @@ class ModelRunner(Protocol):
         """Copy whole blocks in the order given: what a former copy wrote a later one may read. Done when it returns."""
         ...
 
-    def pack(self, block_ids: Sequence[int], num_tokens: int, out: memoryview) -> int:
+    def pack(self, block_ids: Sequence[int], num_tokens: int, out: Payload) -> int:
         """Copy the KV of `num_tokens` tokens that start at block_ids[0]'s first slot into `out`: full blocks one after the
         other as they lie in the pool, then the tail block's [num_layers, 2, tail, num_kv_heads, head_dim].
 
-        Writes exactly num_tokens * kv_bytes_per_token bytes. Returns: xxh3-64 of them.
+        Writes exactly num_tokens * kv_bytes_per_token bytes. Returns: xxh3-64 of them; of a DeviceRange its kernels.kv_sum.
         """
         ...
 
-    def unpack(self, block_ids: Sequence[int], num_tokens: int, src: memoryview) -> None:
-        """The inverse of pack; slots past num_tokens in the tail block are left alone."""
+    def unpack(self, block_ids: Sequence[int], num_tokens: int, src: Payload) -> Pull | None:
+        """The inverse of pack; slots past num_tokens in the tail block are left alone.
+
+        Returns: None: done, `src` is free. A Pull (only of a DeviceRange): it has begun; `src` and the blocks are in use
+        until it is done.
+        """
         ...

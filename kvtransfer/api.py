@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from diptych.engine.messages import RangePacked, SlabGrant
+from diptych.engine.messages import Payload, RangePacked, SlabGrant
 from diptych.kvtransfer.handle import SlabHandle
 
 
@@ -59,11 +59,12 @@ class TransferAudit:
 
 @dataclass(frozen=True, slots=True)
 class ReceivedSlab:
-    """A verified slab on decode's side. `payload` is valid until finish() or abandon()."""
+    """A verified slab on decode's side. `payload` is valid until finish() or abandon(); one in GPU memory is verified by
+    whoever unpacks it."""
 
     handle: SlabHandle
     local_slab: int
-    payload: memoryview
+    payload: Payload
 
 
 class SlabPublisher(Protocol):

@@ -5,18 +5,25 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from pathlib import Path
 
 from diptych.common.errors import ConfigError, TransferError
 from diptych.kvtransfer.api import Transfer
 from diptych.kvtransfer.config import AUTO_ORDER, TransferConfig
 from diptych.kvtransfer.faults import FaultyTransport
+from diptych.kvtransfer.gpu_memory import GpuMemory, SharedMemory
+from diptych.kvtransfer.gpu_ring import GpuRing
 from diptych.kvtransfer.inproc import InprocTransport
-from diptych.kvtransfer.self_test import SelfTest, run_self_test
+from diptych.kvtransfer.ipc import IpcTransport
+from diptych.kvtransfer.layout import RingSpec
+from diptych.kvtransfer.self_test import SelfTest, run_ipc_self_test, run_self_test
 from diptych.kvtransfer.thread import TransferThread
 from diptych.kvtransfer.transport import Transport
 
 log = logging.getLogger(__name__)
 ROLES = ("prefill", "decode")
+_GPUS = Path("/proc/driver/nvidia/gpus")
+"""One entry for each GPU of the host, whatever a process may see."""
 
 
 def build_transfer(
@@ -40,7 +47,7 @@ def build_transfer(
     """
     if role not in ROLES:
         raise ConfigError("role", role, f"must be one of {', '.join(ROLES)}")
-    make, found = _choose(config)
+    make, found, memory = _choose(config)
     if config.require_transport and found.path != config.require_transport:
         raise ConfigError("require_transport", config.require_transport, f"the self-test found {found.path}")
     try:
@@ -61,29 +68,67 @@ def build_transfer(
         num_layers=num_layers,
         bytes_per_s=found.bytes_per_s,
         loop=loop,
+        ring=None if memory is None else _gpu_ring(config, role, memory),
     )
+
+
+def _gpu_ring(config: TransferConfig, role: str, memory: SharedMemory) -> GpuRing:
+    """Decode reads into its blocks: it needs no GPU memory for slabs. Raises: ConfigError."""
+    if role == "decode":
+        return GpuRing(config.ring)
+    try:
+        return GpuRing(config.ring, *memory.allocate(config.ring.total_bytes))
+    except TransferError as error:
+        raise ConfigError("num_slabs", config.num_slabs, f"slabs of {config.slab_bytes} bytes: {error}") from error
 
 
 Factory = Callable[[str, str], Transport]
 
 
-def _choose(config: TransferConfig) -> tuple[Factory, SelfTest]:
+def _choose(config: TransferConfig) -> tuple[Factory, SelfTest, SharedMemory | None]:
     """The transport that was asked for; with "auto" the first that works, the others named in the log.
 
     Raises: ConfigError: none works.
     """
     reasons = []
-    for name in AUTO_ORDER if config.transport == "auto" else (config.transport,):
-        make = _factory(name, config.host)
+    for name in auto_order(config.device) if config.transport == "auto" else (config.transport,):
+        memory = None
         try:
-            found = run_self_test(make, config.slab_bytes)
+            if name == "ipc":
+                memory = _gpu_memory()
+                make = _ipc_factory(config.host, memory)
+                found = run_ipc_self_test(make, memory, RingSpec(1, config.slab_bytes))
+            else:
+                make = _factory(name, config.host)
+                found = run_self_test(make, config.slab_bytes)
         except (ConfigError, TransferError) as error:
             reasons.append(f"{name}: {error}")
             continue
         if config.transport == "auto":
             log.warning("kv transfer: auto took %s%s", found.path, f"; {'; '.join(reasons)}" if reasons else "")
-        return make, found
+        return make, found, memory
     raise ConfigError("transport", config.transport, "; ".join(reasons))
+
+
+def auto_order(device: str) -> tuple[str, ...]:
+    """What "auto" tries. Workers on GPUs of one host can meet over CUDA IPC; with one GPU here the peer is elsewhere."""
+    several = device == "cuda" and len(list(_GPUS.glob("*"))) > 1
+    return ("ipc", *AUTO_ORDER) if several else AUTO_ORDER
+
+
+def _gpu_memory() -> GpuMemory:
+    """On the device that this process computes on. Raises: ConfigError."""
+    import torch
+
+    from diptych.kvtransfer.gpu_rate import read_rate
+
+    if not torch.cuda.is_available():
+        raise ConfigError("transport", "ipc", "no CUDA device is usable here")
+    return GpuMemory(torch.cuda.current_device(), read_rate)
+
+
+def _ipc_factory(host: str, memory: SharedMemory) -> Factory:
+    return lambda worker_id, incarnation: IpcTransport(worker_id, incarnation, host=host, memory=memory)
 
 
 def _factory(name: str, host: str) -> Factory:

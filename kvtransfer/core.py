@@ -25,7 +25,7 @@ from diptych.engine.messages import RangePacked, SlabGrant
 from diptych.kvtransfer.api import KvAddress, PeerRef, ReceivedSlab, TransferAudit
 from diptych.kvtransfer.config import TransferConfig
 from diptych.kvtransfer.handle import SlabHandle, new_key, sign
-from diptych.kvtransfer.layout import HEADER_BYTES, Ring, payload_capacity, write_frame
+from diptych.kvtransfer.layout import Ring, payload_capacity, write_frame
 from diptych.kvtransfer.publish_side import PublishSide
 from diptych.kvtransfer.publishing import PublisherLedger
 from diptych.kvtransfer.read_side import ReadSide
@@ -43,6 +43,7 @@ class TransferCore:
     """The doors of `Transfer` (api.py) but close().
 
     Args:
+        ring: of config.ring's sizes; None: one in host memory.
         clock: monotonic seconds, for leases and deadlines.
         wake: called (on the event loop) when something was put into the inbox.
     """
@@ -59,11 +60,13 @@ class TransferCore:
         num_layers: int,
         bytes_per_s: float,
         loop: asyncio.AbstractEventLoop,
+        ring: Ring | None = None,
         clock: Callable[[], float] = time.monotonic,
         wake: Callable[[], None] = lambda: None,
     ) -> None:
         self._transport = transport
-        self._ring = Ring(config.ring)
+        self._ring = ring or Ring(config.ring)
+        self._verify = config.verify_checksum
         transport.register(self._ring)
         self.address: KvAddress = transport.address
         self.path = transport.path
@@ -273,7 +276,7 @@ class TransferCore:
         if future is None or handle is None or future.done():
             self._post(partial(self._read_side().finish, read_id))
             return
-        received = ReceivedSlab(handle, slab, self._ring.slab(slab)[HEADER_BYTES : HEADER_BYTES + handle.size_bytes])
+        received = ReceivedSlab(handle, slab, self._ring.received(slab, handle, verify=self._verify))
         self._lent[slab] = (received, read_id)
         future.set_result(received)
 

@@ -20,6 +20,7 @@ from blake3 import blake3
 
 from diptych.common.compat import Compat
 from diptych.common.errors import ConfigError, DiptychError, TransferError
+from diptych.engine.messages import Payload
 from diptych.kvtransfer.handle import Refusal, SlabHandle, refusal_error
 
 HEADER_BYTES = 128
@@ -89,6 +90,9 @@ class RingSpec:
 class Ring:
     """One page-aligned allocation, cut into slabs. Never moves and never shrinks while the worker lives."""
 
+    verifies_later = False
+    """True: a received payload is summed where it is unpacked, not when it arrives (gpu_ring.py)."""
+
     def __init__(self, spec: RingSpec) -> None:
         self.spec = spec
         self._memory = mmap.mmap(-1, spec.total_bytes)
@@ -100,7 +104,11 @@ class Ring:
         start = index * self.spec.slab_bytes
         return self._view[start : start + self.spec.slab_bytes]
 
-    def payload(self, index: int) -> memoryview:
+    def received(self, index: int, handle: SlabHandle, *, verify: bool) -> Payload:
+        """The payload of a slab that was read; `verify`: whoever unpacks it checks its sum, if the ring verifies later."""
+        return self.slab(index)[HEADER_BYTES : HEADER_BYTES + handle.size_bytes]
+
+    def payload(self, index: int) -> Payload:
         """The payload part, payload_capacity() bytes, writable."""
         return self.slab(index)[HEADER_BYTES : self.spec.slab_bytes - TRAILER_BYTES]
 
@@ -118,6 +126,11 @@ def write_frame(slab: memoryview, handle: SlabHandle) -> None:
         handle.layout_hash, handle.first_token, handle.num_tokens,
     )  # fmt: skip
     _TRAILER.pack_into(slab, HEADER_BYTES + handle.size_bytes, _END, digest, handle.generation)
+
+
+def frame_generation(slab: memoryview) -> int:
+    """Generation in the header of a slab whose frame is written."""
+    return int(_HEADER.unpack_from(slab, 0)[4])
 
 
 def clear_frame(slab: memoryview, size_bytes: int) -> None:

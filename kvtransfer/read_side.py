@@ -137,7 +137,8 @@ class ReadSide:
         if error:
             problem = TransferError(error)
         elif self._ledger.awaited(read_id):
-            problem = check_slab(self._ring.slab(wanted.slab), wanted.handle, verify_checksum=self._verify_checksum)
+            here = self._verify_checksum and not self._ring.verifies_later
+            problem = check_slab(self._ring.slab(wanted.slab), wanted.handle, verify_checksum=here)
             if problem is None:
                 self._measure(wanted, now)
         self._feed(rd.Received(read_id, problem), now)
@@ -146,7 +147,7 @@ class ReadSide:
         size = wanted.handle.size_bytes
         self.bytes_received += size
         elapsed = now - wanted.started
-        if elapsed > 0 and size >= 1 << 18:
+        if elapsed > 0 and size >= 1 << 18 and not self._ring.verifies_later:
             rate = message_bytes(size) / elapsed
             self.bytes_per_s += _SMOOTHING * (rate - self.bytes_per_s)
 

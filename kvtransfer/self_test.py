@@ -10,11 +10,15 @@ import numpy as np
 
 from diptych.common.errors import TransferError
 from diptych.kvtransfer.api import PeerRef
-from diptych.kvtransfer.layout import Ring, RingSpec
+from diptych.kvtransfer.gpu_memory import SharedMemory
+from diptych.kvtransfer.gpu_ring import GpuRing
+from diptych.kvtransfer.handle import SlabHandle, encode
+from diptych.kvtransfer.layout import Ring, RingSpec, write_frame
 from diptych.kvtransfer.transport import ReceiveDone, RequestArrived, SendDone, Transport, TransportEvent
 
 _ROUNDS = 6
 _DEADLINE_S = 10.0
+_PROBE_BYTES = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +26,45 @@ class SelfTest:
     path: str
     bytes_per_s: float
     """Over the last rounds; the first, which connects, does not count."""
+
+
+def run_ipc_self_test(make: Callable[[str, str], Transport], memory: SharedMemory, spec: RingSpec) -> SelfTest:
+    """The control messages between two transports of this process, and the kernel that reads payloads on our own GPU: CUDA
+    opens no handle in the process that made it. The link to a peer is measured when it is met.
+
+    Raises: TransferError.
+    """
+    address, handle = memory.allocate(spec.total_bytes)
+    try:
+        source, sink = make("self-test-p", "0"), make("self-test-d", "0")
+        try:
+            ring, into = GpuRing(spec, address, handle), GpuRing(spec)
+            source.register(ring)
+            sink.register(into)
+            key = sink.connect(PeerRef("self-test-p", "0", source.address))
+            asked = SlabHandle("self-test-p", "0", "self-test", 0, 1, 0, 1, 0, 1, 0, _PROBE_BYTES, 0, 0)
+            write_frame(ring.slab(0), asked)
+            sink.read(key, 1, encode(asked), into.message(0, _PROBE_BYTES))
+            limit = time.monotonic() + _DEADLINE_S
+            noted, rate = False, 0.0
+            while not noted:
+                if time.monotonic() > limit:
+                    raise TransferError(f"self-test of {sink.path}: nothing arrived within {_DEADLINE_S} s")
+                for event in (*source.progress(), *sink.progress()):
+                    if isinstance(event, RequestArrived):
+                        source.answer(event.conn, event.read_id, ring.message(0, _PROBE_BYTES))
+                    elif isinstance(event, ReceiveDone):
+                        if event.error:
+                            raise TransferError(f"self-test of {sink.path}: {event.error}")
+                        rate = memory.probe(into.received(0, asked, verify=False).address, spec.total_bytes)
+                        sink.notify(key, encode(asked))
+                    noted = noted or isinstance(event, SendDone)
+            return SelfTest(sink.path, rate)
+        finally:
+            sink.close()
+            source.close()
+    finally:
+        memory.free(address)
 
 
 def run_self_test(make: Callable[[str, str], Transport], slab_bytes: int) -> SelfTest:

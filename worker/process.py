@@ -116,6 +116,7 @@ async def make_transfer(runtime: WorkerRuntime) -> Transfer:
     faults = FaultSpec(corrupt_every=config.fault_corrupt_every) if config.fault_corrupt_every else None
     settings = TransferConfig(
         transport=config.transport,
+        device=config.device,
         host=config.host,
         slab_bytes=config.slab_bytes,
         num_slabs=config.num_slabs,

@@ -10,7 +10,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from diptych.engine.messages import BlockCopy, CopyKind
+from diptych.engine.messages import BlockCopy, CopyKind, DeviceRange, Payload
+from diptych.engine.runner import Pull
 from diptych.kernels import kv_pack
 from diptych.kernels.paged_attention import layer_rows, layer_slots
 
@@ -23,6 +24,10 @@ class BlockMover(Protocol):
     def pack(self, block_ids: Sequence[int], num_tokens: int, out: memoryview) -> int: ...
 
     def unpack(self, block_ids: Sequence[int], num_tokens: int, src: memoryview) -> None: ...
+
+    def pack_device(self, block_ids: Sequence[int], num_tokens: int, out: DeviceRange) -> int: ...
+
+    def pull(self, block_ids: Sequence[int], num_tokens: int, src: DeviceRange) -> Pull: ...
 
 
 class KvPool:
@@ -71,8 +76,10 @@ class KvPool:
         if copies and pool.device.type == "cuda":
             torch.cuda.current_stream(pool.device).synchronize()
 
-    def pack(self, block_ids: Sequence[int], num_tokens: int, out: memoryview) -> int:
-        """See ModelRunner.pack. Returns: xxh3-64 of the bytes written."""
+    def pack(self, block_ids: Sequence[int], num_tokens: int, out: Payload) -> int:
+        """See ModelRunner.pack. Raises: ValueError."""
+        if isinstance(out, DeviceRange):
+            return self._gpu_mover().pack_device(block_ids, num_tokens, out)
         flat = out.cast("B")
         if self.mover is not None:
             size = self.mover.pack(block_ids, num_tokens, flat)
@@ -80,11 +87,18 @@ class KvPool:
             size = kv_pack.pack(self._bytes, block_ids, num_tokens, flat)
         return xxhash.xxh3_64_intdigest(flat[:size])
 
-    def unpack(self, block_ids: Sequence[int], num_tokens: int, src: memoryview) -> None:
-        """See ModelRunner.unpack."""
+    def _gpu_mover(self) -> BlockMover:
+        if self.mover is None:
+            raise ValueError("ranges in GPU memory need the triton backend")
+        return self.mover
+
+    def unpack(self, block_ids: Sequence[int], num_tokens: int, src: Payload) -> Pull | None:
+        """See ModelRunner.unpack. Raises: ValueError."""
+        if isinstance(src, DeviceRange):
+            return self._gpu_mover().pull(block_ids, num_tokens, src)
         if self.mover is not None:
             self.mover.unpack(block_ids, num_tokens, src.cast("B"))
-            return
+            return None
         kv_pack.unpack(self._bytes, block_ids, num_tokens, src.cast("B"))
         tail = num_tokens % self.block_size
         if tail:
@@ -92,3 +106,4 @@ class KvPool:
             # spoil this sequence. Finite numbers stay as they are.
             rest = self.tensor[block_ids[num_tokens // self.block_size], :, :, tail:]
             rest.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        return None

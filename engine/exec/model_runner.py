@@ -16,7 +16,8 @@ from diptych.engine.exec.model_config import ModelConfig, eos_token_ids, parse_c
 from diptych.engine.exec.models.decoder import Decoder
 from diptych.engine.exec.sampling import draw_step, want_prompt_rows
 from diptych.engine.exec.weights import DecoderWeights, load_weights
-from diptych.engine.messages import BlockCopy, ScheduledSeq, StepResult
+from diptych.engine.messages import BlockCopy, Payload, ScheduledSeq, StepResult
+from diptych.engine.runner import Pull
 from diptych.kernels.dispatch import TRITON, choose_backend
 
 if TYPE_CHECKING:
@@ -203,7 +204,7 @@ class TorchModelRunner:
         self.pool.copy_blocks(copies)
 
     @torch.inference_mode()
-    def pack(self, block_ids: Sequence[int], num_tokens: int, out: memoryview) -> int:
+    def pack(self, block_ids: Sequence[int], num_tokens: int, out: Payload) -> int:
         """See ModelRunner.pack. Raises: InternalError when blocks or bytes do not fit the tokens."""
         try:
             return self.pool.pack(block_ids, num_tokens, out)
@@ -211,9 +212,9 @@ class TorchModelRunner:
             raise InternalError(f"pack: {error}") from error
 
     @torch.inference_mode()
-    def unpack(self, block_ids: Sequence[int], num_tokens: int, src: memoryview) -> None:
+    def unpack(self, block_ids: Sequence[int], num_tokens: int, src: Payload) -> Pull | None:
         """See ModelRunner.unpack. Raises: InternalError when blocks or bytes do not fit the tokens."""
         try:
-            self.pool.unpack(block_ids, num_tokens, src)
+            return self.pool.unpack(block_ids, num_tokens, src)
         except ValueError as error:
             raise InternalError(f"unpack: {error}") from error

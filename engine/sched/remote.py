@@ -47,6 +47,7 @@ def plan_unpack(scheduler: Scheduler, command: UnpackRange) -> UnpackJob | None:
 
 
 def unpacked(job: UnpackJob) -> None:
+    """Every byte of the range is there, and was verified."""
     job.request.covered.update(range(job.first_block, job.first_block + len(job.block_ids)))
 
 
@@ -101,6 +102,7 @@ def run_locally(scheduler: Scheduler, attempt: str) -> None:
     if request.state is State.WAITING_FOR_REMOTE_KV:
         # Compute from the pinned prefix on, in the blocks that are counted for it already.
         del scheduler.remote[attempt]
+        request.end_pulls()
         scheduler.kv.bind(request)
         request.covered.clear()
         request.move(State.RUNNING)

@@ -22,6 +22,7 @@ from diptych.common.block_identity import BlockHasher, IdentityHeader
 from diptych.engine.messages import EngineRequest, KvMode, ScheduledSeq
 
 if TYPE_CHECKING:
+    from diptych.engine.runner import Pull
     from diptych.engine.sched.choices import Choices
     from diptych.engine.sched.output import OutputProcessor
 
@@ -76,7 +77,7 @@ class Request:
         "arrival", "arrived_at", "attempt", "block_ids", "choice", "choices", "compute_s", "covered", "forced", "hasher",
         "header", "history", "kv_complete", "kv_target", "max_model_len", "max_tokens_total", "mode", "num_cached_tokens",
         "num_computed", "num_prompt", "num_published", "num_reserved", "output", "packed_until", "peer", "priority",
-        "prompt_logprobs_from", "public", "returned", "samples", "sampling", "seq", "shares_tail", "source", "state",
+        "prompt_logprobs_from", "public", "pulls", "returned", "samples", "sampling", "seq", "shares_tail", "source", "state",
         "swapped", "tenant", "token_ids", "want_kv",
     )  # fmt: skip
 
@@ -138,6 +139,8 @@ class Request:
         self.packed_until = request.decode_cached_tokens
         self.covered: set[int] = set()
         """REMOTE: indices of the blocks whose KV was unpacked."""
+        self.pulls: list[Pull] = []
+        """REMOTE: what still writes into its blocks."""
         self.kv_complete = False
         self.compute_s = 0.0
         self.header = header
@@ -196,6 +199,12 @@ class Request:
         self.state = to
         if len(self.history) < 64:
             self.history.append(to)
+
+    def end_pulls(self) -> None:
+        """Wait for what still writes into its blocks: before they are anybody else's, or written otherwise."""
+        for pull in self.pulls:
+            pull.wait()
+        self.pulls.clear()
 
     def keys(self, num_blocks: int) -> list[bytes]:
         """Keys of the first `num_blocks` blocks; their tokens must be known."""

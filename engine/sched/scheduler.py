@@ -172,6 +172,7 @@ class Scheduler:
         self.prefilling.pop(attempt, None)
         self.decoding.pop(attempt, None)
         self.packing.drop(request)
+        request.end_pulls()
         self.kv.free(request)
         request.move(state)
         self.policy.left(request)

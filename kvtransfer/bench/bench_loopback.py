@@ -111,6 +111,7 @@ class Bench:
         async def fetch(handle: SlabHandle) -> None:
             async with window:
                 slab = await self._kv.read(self._kv_peer, handle, deadline_s=_DEADLINE_S)
+                assert isinstance(slab.payload, memoryview)
                 some = ids[handle.first_token : handle.first_token + handle.num_tokens]
                 await loop.run_in_executor(self._step_thread, self._pool.unpack, some, slab.payload)
                 self._kv.finish(slab)

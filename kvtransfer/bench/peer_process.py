@@ -58,6 +58,7 @@ class Publisher:
             for first in range(0, len(ids), self.per_slab):
                 some = ids[first : first + self.per_slab]
                 grant = self._grants.get()
+                assert isinstance(grant.payload, memoryview)
                 size, checksum = self._pool.pack(some, grant.payload)
                 packed = RangePacked("a", grant.slab, grant.generation, first, len(some), size, checksum)
                 self._loop.call_soon_threadsafe(self._announce, self.transfer, packed)

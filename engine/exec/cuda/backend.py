@@ -19,7 +19,7 @@ from diptych.engine.exec.kv_pool import KvPool
 from diptych.engine.exec.model_config import ModelConfig
 from diptych.engine.exec.sampling import draw_step
 from diptych.engine.exec.weights import DecoderWeights
-from diptych.engine.messages import ScheduledSeq, StepResult
+from diptych.engine.messages import DeviceRange, ScheduledSeq, StepResult
 from diptych.engine.runner import StepAborted
 from diptych.kernels.kv_pack import pool_bytes
 from diptych.kernels.triton_decode import choose_splits
@@ -79,6 +79,10 @@ class CudaBackend:
         token = memoryview(bytearray(self._pool.bytes_per_token))
         self.mover.pack([0], 1, token)
         self.mover.unpack([0], 1, token)
+        room = torch.zeros(self._pool.bytes_per_token, dtype=torch.uint8, device=self._pool.tensor.device)
+        there = DeviceRange(room.data_ptr(), room.numel())
+        self.mover.pack_device([0], 1, there)
+        self.mover.pull([0], 1, there).wait()
 
     def build(self, seqs: Sequence[ScheduledSeq]) -> CudaBatch:
         """Raises: InternalError when a sequence breaks the scheduler's promises."""

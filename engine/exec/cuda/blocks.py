@@ -1,17 +1,43 @@
-"""KV between a GPU's pool and host memory: one kernel gathers (scatters) the blocks, one copy moves the slab."""
+"""KV between a GPU's pool and a flat range: in host memory (one kernel gathers or scatters the blocks, one copy moves the slab),
+or in GPU memory, this one's or a peer's (one kernel does it all)."""
 
 # mypy: disable-error-code="no-untyped-call"
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from diptych.engine.exec.cuda.upload import Upload
+from diptych.engine.messages import DeviceRange
 from diptych.kernels.kv_pack import split_tokens
+from diptych.kernels.triton_move import PACK_PROGRAMS, PULL_PROGRAMS, move_blocks
 from diptych.kernels.triton_pack import pack_blocks, unpack_blocks
+
+_MASK = 2**64 - 1
+
+
+class DevicePull:
+    """See engine.runner.Pull. found: [1] int64 in host memory, valid once `ended` has happened (None: already)."""
+
+    def __init__(self, found: Tensor, expected: int | None, ended: torch.cuda.Event | None) -> None:
+        self._found, self._expected, self._ended = found, expected, ended
+
+    def done(self) -> bool:
+        return self._ended is None or bool(self._ended.query())
+
+    def wait(self) -> None:
+        if self._ended is not None:
+            self._ended.synchronize()
+
+    def error(self) -> str:
+        found = int(self._found[0]) & _MASK
+        if self._expected is None or found == self._expected:
+            return ""
+        return f"checksum {found:016x}, not {self._expected:016x}"
 
 
 class BlockMover:
@@ -23,12 +49,23 @@ class BlockMover:
         self._sent = torch.cuda.Event() if self._pinned else None
         self._slab = torch.empty(0, dtype=torch.uint8, device=data.device)
         self._host = torch.empty(0, dtype=torch.uint8)
+        self._side = torch.cuda.Stream(data.device) if self._pinned else None
+        """Pulls run beside the steps. What they use is allocated on their own stream, so that it is reused in its order."""
+        with self._beside():
+            self._pull_upload = Upload(data.device)
+
+    def _beside(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._side) if self._side is not None else nullcontext()
+
+    def _size(self, num_tokens: int, room: int) -> int:
+        size = num_tokens * self._data.shape[1] * self._data.shape[3]
+        if room < size:
+            raise ValueError(f"the payload has {room} bytes, {size} are needed")
+        return size
 
     def _prepare(self, block_ids: Sequence[int], num_tokens: int, payload: memoryview) -> tuple[Tensor, int]:
         ids, _, _ = split_tokens(self._data, block_ids, num_tokens)
-        size = num_tokens * self._data.shape[1] * self._data.shape[3]
-        if payload.nbytes < size:
-            raise ValueError(f"the payload has {payload.nbytes} bytes, {size} are needed")
+        size = self._size(num_tokens, payload.nbytes)
         if self._sent is not None:
             self._sent.synchronize()  # the last unpack's copy out of the pinned memory
         if self._slab.numel() < size:
@@ -54,3 +91,30 @@ class BlockMover:
         if self._sent is not None:
             self._sent.record()
         unpack_blocks(self._data, ids, num_tokens, self._slab)
+
+    def pack_device(self, block_ids: Sequence[int], num_tokens: int, out: DeviceRange) -> int:
+        """As kv_pack.pack, into GPU memory; done when it returns. Returns: the kv_sum of what was written."""
+        ids, _, _ = split_tokens(self._data, block_ids, num_tokens)
+        self._size(num_tokens, out.nbytes)
+        total = torch.zeros(1, dtype=torch.int64, device=self._data.device)
+        there = self._upload.send((ids,))[0]
+        move_blocks(self._data, there, num_tokens, out.address, total, pack=True, programs=PACK_PROGRAMS)
+        return int(total) & _MASK
+
+    def pull(self, block_ids: Sequence[int], num_tokens: int, src: DeviceRange) -> DevicePull:
+        """As kv_pack.unpack, out of GPU memory and beside the steps that follow. It begins once all that was launched before
+        has ended: a block's last owner may still be computing."""
+        ids, _, _ = split_tokens(self._data, block_ids, num_tokens)
+        self._size(num_tokens, src.nbytes)
+        if self._side is not None:
+            self._side.wait_stream(torch.cuda.current_stream(self._data.device))
+        with self._beside():
+            total = torch.zeros(1, dtype=torch.int64, device=self._data.device)
+            there = self._pull_upload.send((ids,))[0]
+            move_blocks(self._data, there, num_tokens, src.address, total, pack=False, programs=PULL_PROGRAMS)
+            found = torch.empty(1, dtype=torch.int64, pin_memory=self._pinned)
+            found.copy_(total, non_blocking=True)
+            ended = torch.cuda.Event() if self._side is not None else None
+            if ended is not None:
+                ended.record()
+        return DevicePull(found, src.checksum, ended)

@@ -1,0 +1,54 @@
+"""Ranges of REMOTE requests that the GPU copies into their blocks beside the steps: begun by UnpackRange, answered when done.
+
+begun --done, intact--> covered, RangeUnpacked(True)
+  |   --done, damaged--> RangeUnpacked(False, error): the leg fails, the request may try another
+  +-- request ended or RunLocally: waited for at once (Request.end_pulls) -> RangeUnpacked(False)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from diptych.engine.messages import RangeUnpacked, UnpackRange
+from diptych.engine.runner import Pull
+from diptych.engine.sched.remote import UnpackJob, unpacked
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    command: UnpackRange
+    job: UnpackJob
+    pull: Pull
+
+
+class Pulls:
+    """Those of one engine, in the order in which they were begun."""
+
+    def __init__(self) -> None:
+        self._begun: list[_Begun] = []
+
+    def __len__(self) -> int:
+        return len(self._begun)
+
+    def begin(self, command: UnpackRange, job: UnpackJob, pull: Pull) -> None:
+        job.request.pulls.append(pull)
+        self._begun.append(_Begun(command, job, pull))
+
+    def take_done(self) -> list[RangeUnpacked]:
+        """The answers of those that have ended since."""
+        answers: list[RangeUnpacked] = []
+        while self._begun and self._begun[0].pull.done():
+            begun = self._begun.pop(0)
+            answers.append(_answer(begun))
+        return answers
+
+
+def _answer(begun: _Begun) -> RangeUnpacked:
+    command, pulls = begun.command, begun.job.request.pulls
+    if begun.pull not in pulls:
+        return RangeUnpacked(command.attempt, command.job, False)
+    pulls.remove(begun.pull)
+    error = begun.pull.error()
+    if not error:
+        unpacked(begun.job)
+    return RangeUnpacked(command.attempt, command.job, not error, error)

@@ -1,0 +1,401 @@
+"""Transport between GPUs of one host: control over a Unix socket, and the payload never moves here at all.
+
+    decode                                             prefill
+    HELLO(token, names) ---------------------------->
+                 <---------------- WELCOME(handle of the ring, size)     decode maps the ring, once
+    READ(read_id, slab handle) --------------------->  RequestArrived
+                 <---------------- GO(read_id, slab, header, trailer), or NO(read_id, refusal)
+    ReceiveDone: the payload is an address; the step thread's kernel reads the link straight into the request's blocks
+    NOTE(slab handle) ------------------------------>  SendDone, NoteArrived
+
+Prefill's slab is IN_FLIGHT until decode's note: for so long a kernel may be reading it. Decode closes a connection only when
+none of its kernels reads that peer any more, so the end of a connection is prefill's proof of death; a process that died reads
+nothing. On decode's side nothing lands outside a kernel that decode itself launched and waits for.
+
+The socket is an abstract one under a random name, and takes processes of this user that bring the token in our KvAddress.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import itertools
+import logging
+import os
+import secrets
+import select
+import socket
+import struct
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from diptych.common.errors import TransferError
+from diptych.kvtransfer import handle as handles
+from diptych.kvtransfer.api import KvAddress, PeerRef
+from diptych.kvtransfer.gpu_memory import SharedMemory
+from diptych.kvtransfer.gpu_ring import GpuRing
+from diptych.kvtransfer.layout import HEADER_BYTES, TRAILER_BYTES, Ring, frame_generation
+from diptych.kvtransfer.transport import (
+    MAX_MESSAGE_BYTES,
+    NoteArrived,
+    PeerLost,
+    ReceiveDone,
+    RequestArrived,
+    SendDone,
+    TransportEvent,
+    Wakeup,
+    peer_key,
+)
+
+log = logging.getLogger(__name__)
+
+_TOKEN_BYTES = 16
+_HEAD = struct.Struct("<BQ")
+"""kind, read_id"""
+_HELLO, _WELCOME, _READ, _NOTE, _GO, _NO = range(6)
+_RING = struct.Struct("<QQ")
+"""slabs, bytes of a slab"""
+_SLAB = struct.Struct("<Q")
+_SLOW_BYTES_PER_S = 10e9
+"""A link between two GPUs that is slower than this is no link between two GPUs."""
+_MAX_CONNECTIONS = 256
+_MAX_UNSENT = 1024
+_CREDENTIALS = struct.Struct("3i")
+
+
+def host_identity() -> bytes:
+    """Equal for processes whose Unix sockets meet: one boot of one kernel, one network namespace."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}".encode()
+
+
+@dataclass(slots=True, eq=False)
+class _Link:
+    """One connection. `granted`: (slab, generation) that a kernel of decode may be reading, with prefill's op or 0."""
+
+    name: str
+    sock: socket.socket
+    outgoing: bool
+    unsent: deque[bytes] = field(default_factory=deque)
+    granted: dict[tuple[int, int], int] = field(default_factory=dict)
+    ring: bytes = b""
+    address: int = 0
+    slab_bytes: int = 0
+    num_slabs: int = 0
+    lost: str = ""
+
+
+@dataclass(slots=True)
+class _Read:
+    link: _Link
+    dest: np.ndarray
+    slab: tuple[int, int]
+
+
+class IpcTransport:
+    """See transport.Transport. Its ring is a GpuRing. Raises: TransferError when no socket can be had."""
+
+    def __init__(self, worker_id: str, incarnation: str, *, host: str, memory: SharedMemory) -> None:
+        self._me = (worker_id, incarnation)
+        self._memory = memory
+        self.path = memory.path
+        self._token = secrets.token_bytes(_TOKEN_BYTES)
+        name = f"diptych-{secrets.token_hex(16)}".encode()
+        try:
+            self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+            self._listener.bind(b"\0" + name)
+            self._listener.listen(64)
+        except OSError as error:
+            raise TransferError(f"no Unix socket: {error}") from error
+        identity = host_identity()
+        self._host_identity = identity
+        self.address = KvAddress("ipc", host, 0, b"\n".join((self._token.hex().encode(), identity, name)))
+        self._ring: GpuRing | None = None
+        self._ring_handle = b""
+        self._out: dict[str, _Link] = {}
+        self._in: list[_Link] = []
+        self._strangers: list[_Link] = []
+        """Accepted, and have not said HELLO."""
+        self._dying: list[_Link] = []
+        self._gone: set[str] = set()
+        self._reads: dict[int, _Read] = {}
+        self._ops = itertools.count(1)
+        self._events: list[TransportEvent] = []
+        self._closed = False
+
+    def register(self, ring: Ring) -> None:
+        if not isinstance(ring, GpuRing):
+            raise TransferError("the ipc transport needs a ring in GPU memory")
+        self._ring, self._ring_handle = ring, ring.handle
+
+    # ---- decode's side ----
+
+    def connect(self, peer: PeerRef) -> str:
+        key = peer_key(peer.worker_id, peer.incarnation)
+        if key in self._out:
+            return key
+        if key in self._gone or any(link.name == key for link in self._dying):
+            raise TransferError(f"peer lost: {key}")
+        for other in [k for k in self._out if k.rpartition("@")[0] == peer.worker_id]:
+            self.drop(other, "the worker has started again")
+        parts = peer.address.blob.split(b"\n")
+        if peer.address.transport != "ipc" or len(parts) != 3:
+            raise TransferError(f"{key} has no ipc address")
+        token, identity, name = parts
+        if identity != self._host_identity:
+            raise TransferError(f"{key} is not on this host (or in another network namespace): ipc cannot reach it")
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        try:
+            sock.connect(b"\0" + name)
+        except OSError as error:
+            sock.close()
+            raise TransferError(f"peer lost: {key}: {error}") from error
+        link = self._out[key] = _Link(key, sock, outgoing=True)
+        names = [part.encode() for part in self._me]
+        self._say(link, _HELLO, 0, b"\n".join((token, *names)))
+        return key
+
+    def read(self, peer: str, read_id: int, body: bytes, dest: np.ndarray) -> None:
+        link = self._out.get(peer)
+        if link is None:
+            raise TransferError(f"peer lost: {peer}")
+        if len(body) + _HEAD.size > MAX_MESSAGE_BYTES:
+            raise TransferError(f"request of {len(body)} bytes is too long")
+        try:
+            wanted = handles.decode(body)
+            slab = (wanted.slab, wanted.generation)
+        except ValueError:
+            slab = (-1, -1)  # prefill will refuse it
+        self._reads[read_id] = _Read(link, dest, slab)
+        self._say(link, _READ, read_id, body)
+
+    def notify(self, peer: str, body: bytes) -> None:
+        for link in [*self._out.values(), *self._dying]:
+            if link.name == peer and link.outgoing:
+                self._say(link, _NOTE, 0, body)
+                with contextlib.suppress(ValueError):
+                    noted = handles.decode(body)
+                    link.granted.pop((noted.slab, noted.generation), None)
+
+    # ---- prefill's side ----
+
+    def answer(self, conn: str, read_id: int, message: np.ndarray | bytes) -> int:
+        op = next(self._ops)
+        link = next((link for link in self._in if link.name == conn), None)
+        if link is None or self._ring is None:
+            self._events.append(SendDone(op, False))
+        elif isinstance(message, bytes):
+            self._say(link, _NO, read_id, message)
+            self._events.append(SendDone(op, True))
+        else:
+            index = self._ring.index_of(message)
+            link.granted[index, frame_generation(message.data)] = op
+            frame = message[:HEADER_BYTES].tobytes() + message[-TRAILER_BYTES:].tobytes()
+            self._say(link, _GO, read_id, _SLAB.pack(index) + frame)
+        return op
+
+    # ---- both ----
+
+    def progress(self) -> list[TransportEvent]:
+        if not self._closed:
+            self._accept()
+            for link in [*self._out.values(), *self._in, *self._strangers]:
+                self._receive(link)
+                self._flush(link)
+        self._bury_dead()
+        events, self._events = self._events, []
+        # Whose loss is told just now: a new link of that name must wait until everybody knows.
+        self._gone = {event.peer for event in events if isinstance(event, PeerLost)}
+        return events
+
+    def busy(self) -> bool:
+        return bool(self._events)
+
+    def wait(self, wakeup: Wakeup, timeout_s: float) -> None:
+        if self._events:
+            return
+        poll = select.poll()
+        poll.register(wakeup.fileno(), select.POLLIN)
+        poll.register(self._listener, select.POLLIN)
+        for link in [*self._out.values(), *self._in, *self._strangers]:
+            poll.register(link.sock, select.POLLIN | (select.POLLOUT if link.unsent else 0))
+        poll.poll(max(0.0, timeout_s) * 1000.0)
+
+    def drop(self, peer: str, why: str) -> None:
+        for link in [link for link in (*self._out.values(), *self._in) if link.name == peer]:
+            self._lose(link, why)
+
+    def close(self) -> None:
+        """Whoever reads a peer's ring has ended before: the engine is closed first."""
+        if self._closed:
+            return
+        for link in [*self._out.values(), *self._in, *self._strangers]:
+            self._lose(link, "closed")
+        for link in self._dying:
+            link.granted.clear()
+        self._bury_dead()
+        self._closed = True
+        self._listener.close()
+
+    # ---- inside ----
+
+    def _say(self, link: _Link, kind: int, read_id: int, body: bytes) -> None:
+        if link.lost and kind != _NOTE:
+            return
+        link.unsent.append(_HEAD.pack(kind, read_id) + body)
+        self._flush(link)
+
+    def _flush(self, link: _Link) -> None:
+        while link.unsent:
+            try:
+                link.sock.send(link.unsent[0])
+            except BlockingIOError:
+                if len(link.unsent) > _MAX_UNSENT:
+                    self._lose(link, "it does not read what it is told")
+                return
+            except OSError as error:
+                link.unsent.clear()
+                self._lose(link, str(error))
+                return
+            link.unsent.popleft()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError:
+                return
+            sock.setblocking(False)
+            _, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+            if uid != os.getuid() or len(self._in) + len(self._strangers) >= _MAX_CONNECTIONS:
+                sock.close()
+                continue
+            self._strangers.append(_Link("", sock, outgoing=False))
+
+    def _receive(self, link: _Link) -> None:
+        while not link.lost:
+            try:
+                raw = link.sock.recv(2 * MAX_MESSAGE_BYTES)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self._lose(link, str(error))
+                return
+            if not raw:
+                self._lose(link, "connection lost")
+            elif len(raw) >= _HEAD.size:
+                kind, read_id = _HEAD.unpack_from(raw)
+                self._on_message(link, kind, read_id, raw[_HEAD.size :])
+
+    def _on_message(self, link: _Link, kind: int, read_id: int, body: bytes) -> None:
+        if link in self._strangers:
+            if kind == _HELLO:
+                self._on_hello(link, body)
+            else:
+                self._lose(link, "it did not say who it is")
+        elif link.outgoing:
+            if kind == _WELCOME:
+                self._on_welcome(link, body)
+            elif kind in (_GO, _NO):
+                self._on_answer(link, read_id, body, granted=kind == _GO)
+        elif len(body) <= MAX_MESSAGE_BYTES and read_id < 1 << 48:
+            if kind == _READ:
+                self._events.append(RequestArrived(link.name, read_id, body))
+            elif kind == _NOTE:
+                self._on_note(link, body)
+
+    def _on_hello(self, link: _Link, body: bytes) -> None:
+        token, _, rest = body.partition(b"\n")
+        worker, _, incarnation = rest.partition(b"\n")
+        self._strangers.remove(link)
+        if not hmac.compare_digest(token, self._token.hex().encode()) or self._ring is None:
+            link.lost = "it does not know our token"
+            link.sock.close()
+            return
+        worker_id = worker.decode(errors="replace")
+        for old in [known for known in self._in if known.name.rpartition("@")[0] == worker_id]:
+            self._lose(old, "the worker has connected again")
+        key = peer_key(worker_id, incarnation.decode(errors="replace"))
+        link.name = f"{key}#{secrets.token_hex(8)}"
+        self._in.append(link)
+        spec = self._ring.spec
+        self._say(link, _WELCOME, 0, _RING.pack(spec.num_slabs, spec.slab_bytes) + self._ring_handle)
+
+    def _on_welcome(self, link: _Link, body: bytes) -> None:
+        link.num_slabs, link.slab_bytes = _RING.unpack_from(body)
+        handle = body[_RING.size :]
+        try:
+            link.address = self._memory.open(handle)
+            link.ring = handle
+            rate = self._memory.probe(link.address, link.num_slabs * link.slab_bytes)
+        except TransferError as error:
+            self._lose(link, f"its GPU memory cannot be reached: {error.message}")
+            return
+        say = log.info if rate >= _SLOW_BYTES_PER_S else log.warning
+        say("kv transfer: %s reads %s at %.1f GB/s", self.path, link.name, rate / 1e9)
+
+    def _on_answer(self, link: _Link, read_id: int, body: bytes, *, granted: bool) -> None:
+        read = self._reads.get(read_id)
+        if read is None or read.link is not link:
+            return
+        del self._reads[read_id]
+        if not granted:
+            size = min(len(body), read.dest.size)
+            read.dest[:size] = np.frombuffer(body, np.uint8)[:size]
+            self._events.append(ReceiveDone(read_id))
+            return
+        if len(body) != _SLAB.size + HEADER_BYTES + TRAILER_BYTES or self._ring is None:
+            self._events.append(ReceiveDone(read_id, f"{link.name} sent a malformed answer"))
+            return
+        (index,) = _SLAB.unpack_from(body)
+        if index != read.slab[0] or index >= link.num_slabs or read.dest.size > link.slab_bytes or not link.address:
+            self._events.append(ReceiveDone(read_id, f"{link.name} offers slab {index}, {read.slab[0]} was asked for"))
+            return
+        frame = np.frombuffer(body, np.uint8)[_SLAB.size :]
+        read.dest[:HEADER_BYTES], read.dest[-TRAILER_BYTES:] = frame[:HEADER_BYTES], frame[HEADER_BYTES:]
+        link.granted[read.slab] = 0
+        self._ring.arrive(self._ring.index_of(read.dest), link.address + index * link.slab_bytes)
+        self._events.append(ReceiveDone(read_id))
+
+    def _on_note(self, link: _Link, body: bytes) -> None:
+        with contextlib.suppress(ValueError):
+            noted = handles.decode(body)
+            op = link.granted.pop((noted.slab, noted.generation), 0)
+            if op:
+                self._events.append(SendDone(op, True))
+        self._events.append(NoteArrived(link.name, body))
+
+    def _lose(self, link: _Link, why: str) -> None:
+        """From here on nothing new is read over it; it is closed and told once nothing reads over it any more."""
+        if link.lost:
+            return
+        link.lost = why
+        if link in self._strangers:
+            self._strangers.remove(link)
+            link.sock.close()
+            return
+        self._out = {name: other for name, other in self._out.items() if other is not link}
+        self._in = [other for other in self._in if other is not link]
+        for read_id in [i for i, read in self._reads.items() if read.link is link]:
+            del self._reads[read_id]
+            self._events.append(ReceiveDone(read_id, f"peer lost: {link.name}: {why}"))
+        if not link.outgoing:  # its kernels have ended, or we do not care what they read: they check it
+            for op in link.granted.values():
+                self._events.append(SendDone(op, False))
+            link.granted.clear()
+        self._dying.append(link)
+
+    def _bury_dead(self) -> None:
+        for link in [link for link in self._dying if not link.granted]:
+            self._dying.remove(link)
+            self._flush(link)
+            link.sock.close()
+            if link.ring:
+                with contextlib.suppress(TransferError):
+                    self._memory.close(link.ring)
+            self._events.append(PeerLost(link.name, link.lost))

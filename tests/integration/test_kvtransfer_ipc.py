@@ -1,0 +1,273 @@
+"""The ipc transport's protocol over memory that stands in for a GPU's: real sockets, real threads, the doors of `Transfer`."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import mmap
+import os
+import time
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from diptych.common.errors import ConfigError, StaleReferenceError, TransferError
+from diptych.engine.messages import DeviceRange, RangePacked
+from diptych.kernels.kv_sum import kv_sum
+from diptych.kvtransfer.api import KvAddress, PeerRef
+from diptych.kvtransfer.build import build_transfer
+from diptych.kvtransfer.config import TransferConfig
+from diptych.kvtransfer.gpu_ring import GpuRing
+from diptych.kvtransfer.ipc import IpcTransport
+from diptych.kvtransfer.layout import RingSpec
+from diptych.kvtransfer.self_test import run_ipc_self_test
+from diptych.kvtransfer.thread import TransferThread
+
+SLAB = 8192
+NUM_SLABS = 4
+
+
+class HostMemory:
+    """SharedMemory in files of memory; says which mappings are open."""
+
+    path = "ipc:host"
+
+    def __init__(self) -> None:
+        self._maps: dict[int, mmap.mmap] = {}
+        self.open_handles: list[bytes] = []
+        self.broken = False
+
+    def allocate(self, size_bytes: int) -> tuple[int, bytes]:
+        fd = os.memfd_create("ring")
+        os.ftruncate(fd, size_bytes)
+        return self._map(fd), f"{os.getpid()}/{fd}".encode()
+
+    def _map(self, fd: int) -> int:
+        area = mmap.mmap(fd, 0)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(area))
+        self._maps[address] = area
+        return address
+
+    def open(self, handle: bytes) -> int:
+        if self.broken:
+            raise TransferError("no link between the two")
+        pid, fd = handle.decode().split("/")
+        with open(f"/proc/{pid}/fd/{fd}", "r+b") as file:
+            self.open_handles.append(handle)
+            return self._map(file.fileno())
+
+    def close(self, handle: bytes) -> None:
+        self.open_handles.remove(handle)
+
+    def free(self, address: int) -> None:
+        self._maps.pop(address)
+
+    def probe(self, address: int, size_bytes: int) -> float:
+        return len(ctypes.string_at(address, size_bytes)) * 1e9
+
+
+def data_at(payload: Any) -> np.ndarray:
+    assert isinstance(payload, DeviceRange)
+    return np.frombuffer(ctypes.string_at(payload.address, payload.nbytes), np.uint8)
+
+
+class Pair:
+    """A publisher and a reader with their threads."""
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.memory, self.reader_memory = HostMemory(), HostMemory()
+        config = TransferConfig(transport="inproc", slab_bytes=SLAB, num_slabs=NUM_SLABS)
+        common: dict[str, Any] = {"layout_hash": 7, "num_layers": 1, "bytes_per_s": 1e9, "loop": loop}
+        self.transport = IpcTransport("p0", "life", host="127.0.0.1", memory=self.memory)
+        self.publisher = TransferThread(
+            self.transport,
+            config,
+            worker_id="p0",
+            incarnation="life",
+            role="prefill",
+            ring=GpuRing(config.ring, *self.memory.allocate(config.ring.total_bytes)),
+            **common,
+        )
+        self.reader = TransferThread(
+            IpcTransport("d0", "x", host="127.0.0.1", memory=self.reader_memory),
+            config,
+            worker_id="d0",
+            incarnation="x",
+            role="decode",
+            ring=GpuRing(config.ring),
+            **common,
+        )
+        self.ref = PeerRef("p0", "life", self.publisher.address)
+        self.grants: asyncio.Queue[Any] = asyncio.Queue()
+        self.settled: list[tuple[str, int]] = []
+        self.publisher.start(
+            lambda grants: loop.call_soon_threadsafe(lambda: [self.grants.put_nowait(g) for g in grants]),
+            lambda attempt, slab: self.settled.append((attempt, slab)),
+        )
+
+    async def publish(self, attempt: str, data: np.ndarray) -> Any:
+        grant = await asyncio.wait_for(self.grants.get(), 5)
+        ctypes.memmove(grant.payload.address, data.ctypes.data, data.nbytes)
+        packed = RangePacked(attempt, grant.slab, grant.generation, 0, 1, data.nbytes, kv_sum(data))
+        return self.publisher.publish("d0", packed)
+
+    async def read(self, handle: Any) -> Any:
+        return await self.reader.read(self.ref, handle, deadline_s=5)
+
+    async def slabs(self) -> Any:
+        audit = await self.publisher.audit(full=True)
+        assert not audit.violations
+        return audit.slabs
+
+    async def until(self, met: Any) -> None:
+        limit = time.monotonic() + 5
+        while not await met():
+            assert time.monotonic() < limit
+            await asyncio.sleep(0.005)
+
+    async def close(self) -> None:
+        await self.reader.close()
+        await self.publisher.close()
+
+
+@pytest.fixture
+async def pair():
+    pair = Pair()
+    yield pair
+    await pair.close()
+
+
+def noise(seed: int, size: int = 4096) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, size, np.uint8)
+
+
+async def test_slabs_arrive_by_address_and_all_come_back(pair) -> None:
+    for seed in range(20):
+        data = noise(seed, 8 * (1 + 40 * seed))
+        received = await pair.read(await pair.publish("a", data))
+        assert np.array_equal(data_at(received.payload), data)
+        assert received.payload.checksum == kv_sum(data)
+        pair.reader.finish(received)
+
+    async def all_free() -> bool:
+        return (await pair.slabs()).free == NUM_SLABS and (await pair.reader.audit(full=True)).slabs.free == NUM_SLABS
+
+    await pair.until(all_free)
+    assert len(pair.settled) == 20
+    assert len(pair.reader_memory.open_handles) == 1  # mapped once
+
+
+async def test_a_slab_belongs_to_the_reader_until_it_says_so(pair) -> None:
+    """Also when the leg is released meanwhile: a kernel may still be reading."""
+    received = await pair.read(await pair.publish("a", noise(1)))
+    assert (await pair.slabs()).in_flight == 1
+    pair.publisher.release("a")
+    assert (await pair.slabs()).quarantined == 1
+    assert np.array_equal(data_at(received.payload), noise(1))
+    pair.reader.finish(received)
+
+    async def free() -> bool:
+        return (await pair.slabs()).free == NUM_SLABS
+
+    await pair.until(free)
+
+
+async def test_a_handle_is_read_once_and_a_forged_one_never(pair) -> None:
+    handle = await pair.publish("a", noise(1))
+    with pytest.raises(TransferError, match="FORGED"):
+        await pair.read(replace(handle, attempt="b"))
+    received = await pair.read(handle)
+    with pytest.raises(StaleReferenceError, match="USED"):
+        await pair.read(handle)
+    pair.reader.finish(received)
+
+
+async def test_the_mapping_outlives_the_peer_until_nothing_reads_it(pair) -> None:
+    received = await pair.read(await pair.publish("a", noise(3)))
+    waiting = await pair.publish("a", noise(4))
+    await pair.publisher.close()
+    with pytest.raises(TransferError, match="peer lost"):
+        await pair.read(waiting)
+    assert pair.reader_memory.open_handles
+    assert np.array_equal(data_at(received.payload), noise(3))
+    pair.reader.finish(received)
+
+    async def unmapped() -> bool:
+        return not pair.reader_memory.open_handles
+
+    await pair.until(unmapped)
+    assert (await pair.reader.audit(full=True)).slabs.free == NUM_SLABS
+
+
+async def test_a_reader_that_leaves_frees_what_it_was_reading(pair) -> None:
+    await pair.read(await pair.publish("a", noise(3)))
+    await pair.reader.close()
+
+    async def free() -> bool:
+        return (await pair.slabs()).free == NUM_SLABS
+
+    await pair.until(free)
+    assert pair.settled == [("a", 0)] or len(pair.settled) == 1
+
+
+async def test_forget_waits_for_the_kernel_that_still_reads(pair) -> None:
+    received = await pair.read(await pair.publish("a", noise(3)))
+    await pair.reader.forget(pair.ref)
+    assert pair.reader_memory.open_handles
+    assert (await pair.slabs()).in_flight == 1
+    with pytest.raises(TransferError, match="peer lost"):
+        await pair.read(await pair.publish("a", noise(5)))
+    pair.reader.finish(received)
+
+    async def gone() -> bool:
+        return not pair.reader_memory.open_handles and (await pair.slabs()).in_flight == 0
+
+    await pair.until(gone)
+    again = await pair.read(await pair.publish("a", noise(6)))
+    assert np.array_equal(data_at(again.payload), noise(6))
+    pair.reader.finish(again)
+
+
+async def test_who_cannot_be_reached_is_said(pair) -> None:
+    handle = await pair.publish("a", noise(1))
+    token, identity, name = pair.ref.address.blob.split(b"\n")
+    for blob, words in (
+        (b"\n".join((token, b"another boot", name)), "not on this host"),
+        (b"\n".join((token, identity, b"nobody")), "peer lost"),
+        (b"\n".join((b"00" * 16, identity, name)), "peer lost"),
+        (b"x", "no ipc address"),
+    ):
+        ref = replace(pair.ref, address=KvAddress("ipc", "127.0.0.1", 0, blob))
+        with pytest.raises(TransferError, match=words):
+            await pair.reader.read(ref, handle, deadline_s=5)
+    pair.reader_memory.broken = True
+    with pytest.raises(TransferError, match="no link between the two"):
+        await pair.read(handle)
+
+
+def test_the_self_test_runs_the_protocol() -> None:
+    memory = HostMemory()
+    found = run_ipc_self_test(
+        lambda worker_id, life: IpcTransport(worker_id, life, host="127.0.0.1", memory=memory),
+        memory,
+        RingSpec(1, 1 << 20),
+    )
+    assert found.path == "ipc:host"
+    assert not memory.open_handles
+
+
+async def test_ipc_without_gpus_is_refused_at_the_start() -> None:
+    with pytest.raises(ConfigError, match="needs GPUs"):
+        TransferConfig(transport="ipc")
+    with pytest.raises(ConfigError):
+        build_transfer(
+            TransferConfig(transport="ipc", device="cuda"),
+            worker_id="p0",
+            incarnation="x",
+            role="prefill",
+            layout_hash=1,
+            loop=asyncio.get_running_loop(),
+        )
