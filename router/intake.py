@@ -10,7 +10,7 @@ import math
 import random
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -20,7 +20,7 @@ from diptych.common.ids import new_request_id
 from diptych.common.sampling import MAX_BAD_WORDS, SamplingParams, check_sampling
 from diptych.common.tokenizer import GenerationDefaults
 from diptych.router.messages import GenerateSpec, PreparedRequest
-from diptych.router.tools_reasoning import OPEN
+from diptych.router.tools_reasoning import CLOSE, OPEN
 from diptych.rpc.v1 import router_pb2
 
 _TOKENIZER_THREADS = 2
@@ -45,6 +45,7 @@ MORE_SAMPLING = (
     "best_of",
     "logprobs",
     "prompt_logprobs",
+    "grammar",
 )
 _T = TypeVar("_T")
 
@@ -136,6 +137,9 @@ class Intake:
                 param="max_tokens",
             )
         tail = self._tokenizer.decode(token_ids[-_THINK_TAIL_TOKENS:], skip_special_tokens=False)
+        thinking = param == "messages" and tail.rstrip().endswith(OPEN)
+        if thinking and sampling.grammar is not None:  # it is about the answer, not about the thoughts before it
+            sampling = replace(sampling, grammar=replace(sampling.grammar, free_until=CLOSE))
         return PreparedRequest(
             request_id=new_request_id(),
             label=label,
@@ -149,7 +153,7 @@ class Intake:
             arrived=arrived,
             deadline=arrived + timeout_s,
             tenant=spec.tenant,
-            thinking=param == "messages" and tail.rstrip().endswith(OPEN),
+            thinking=thinking,
             echo=await self._echo(spec, token_ids) if spec.echo else "",
         )
 

@@ -33,6 +33,7 @@ class GenerateSpec:
         failure_policy: "fail" | "recompute" | "retry" | "" (the default: retry, then recompute).
         timeout_s: seconds the caller will wait; capped by the router's setting.
         bad_words: texts.
+        grammar: a common.grammar.Grammar.
         tools: JSON schemas of functions, for the chat template.
         add_special_tokens: let the tokenizer add its own to `prompt`.
         echo: the answer begins with the prompt.
@@ -69,6 +70,7 @@ class GenerateSpec:
     best_of: object = None
     logprobs: object = None
     prompt_logprobs: object = None
+    grammar: object = None
     tools: object = None
     chat_template_kwargs: object = None
     add_special_tokens: bool = True

@@ -10,10 +10,12 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from diptych.common.errors import InvalidRequestError
+from diptych.common.grammar import Grammar
 from diptych.router.messages import GenerateSpec, ModelFeatures
 from diptych.router.openai_fields import CHAT_NOT_BUILT, COMPLETION_NOT_BUILT, HARMLESS, UnknownFields, refuse_unbuilt
 from diptych.router.openai_form import ChatForm, CompletionForm, Form, Scene, Wishes
-from diptych.router.openai_tools import ChatMessage, Tool, offered_tools, template_messages
+from diptych.router.openai_tools import ChatMessage, Offer, Tool, offer_tools, template_messages
+from diptych.router.structured import wanted_grammar
 
 _Model = TypeVar("_Model", bound=BaseModel)
 _Item = TypeVar("_Item")
@@ -24,6 +26,7 @@ _UNION_FORMS = {
     "prompt": "a string or a list of token ids",
     "stop": "a string or a list of strings",
     "input": "a string or a list of messages",
+    "guided_json": "an object or its text",
 }
 _SAMPLING = (
     "temperature",
@@ -48,6 +51,9 @@ _SAMPLING = (
 )
 """Fields that go into the spec as they are."""
 
+FORMAT_FIELDS = (
+    "response_format", "text", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+)  # fmt: skip
 _MAX_TEMPLATE_KWARGS = 16
 _MAX_TEMPLATE_VALUE_CHARS = 256
 
@@ -86,6 +92,11 @@ class Sampled(BaseModel):
     request_id: str | None = None
     local_prefill_max_tokens: int | None = None
     failure_policy: Literal["fail", "recompute", "retry", ""] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Items[str] | None = None
+    guided_grammar: str | None = None
 
 
 class _Common(Sampled):
@@ -96,6 +107,7 @@ class _Common(Sampled):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    response_format: dict[str, Any] | None = None
 
 
 class ChatCompletionRequest(_Common):
@@ -143,10 +155,13 @@ def chat_call(body: dict[str, Any], *, features: ModelFeatures, unknown: Unknown
             if message.get(name):
                 raise InvalidRequestError(f"messages: {name} is not supported", param="messages")
     note_unknown(ChatCompletionRequest, body, CHAT_NOT_BUILT, unknown)
-    tools, names = offered_tools(request.tools, request.tool_choice, features)
+    parallel = request.parallel_tool_calls is not False
+    offer = offer_tools(request.tools, request.tool_choice, features, parallel=parallel)
+    grammar, renamed = grammar_of(request, offer)
     if request.top_logprobs is not None and not request.logprobs:
         raise InvalidRequestError("top_logprobs is for logprobs=true only", param="top_logprobs")
-    max_tokens, renamed = request.max_tokens, {"logprobs": "top_logprobs"}
+    max_tokens = request.max_tokens
+    renamed["logprobs"] = "top_logprobs"
     if request.max_completion_tokens is not None:
         max_tokens, renamed["max_tokens"] = request.max_completion_tokens, "max_completion_tokens"
     spec = _spec(
@@ -154,13 +169,14 @@ def chat_call(body: dict[str, Any], *, features: ModelFeatures, unknown: Unknown
         max_tokens=max_tokens,
         messages=template_messages(request.messages),
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
-        tools=tools,
+        tools=offer.shown,
+        grammar=grammar,
         chat_template_kwargs=_template_kwargs(request.chat_template_kwargs),
     )
     wishes = _wishes(
         request,
-        tool_names=names,
-        parallel_tool_calls=request.parallel_tool_calls is not False,
+        tool_names=offer.names,
+        parallel_tool_calls=parallel,
         include_reasoning=request.include_reasoning is not False,
     )
     return Call(spec, bool(request.stream), partial(ChatForm, wishes), renamed)
@@ -182,17 +198,40 @@ def completion_call(body: dict[str, Any], *, features: ModelFeatures, unknown: U
         if request.stream:
             raise InvalidRequestError("echo with logprobs is for stream=false only", param="echo")
         more["prompt_logprobs"] = request.logprobs
+    grammar, renamed = grammar_of(request)
     spec = _spec(
         request,
         max_tokens=request.max_tokens,
+        grammar=grammar,
         logprobs=request.logprobs,
         echo=bool(request.echo),
         add_special_tokens=request.add_special_tokens is not False,
         **source,
         **more,
     )
-    renamed = {} if isinstance(prompt, str) else {"token_ids": "prompt"}
+    if not isinstance(prompt, str):
+        renamed |= {"token_ids": "prompt"}
     return Call(spec, bool(request.stream), partial(CompletionForm, _wishes(request)), renamed)
+
+
+def grammar_of(request: Sampled, offer: Offer | None = None) -> tuple[Grammar | None, dict[str, str]]:
+    """The answer's grammar, and the name under which an error of it is told.
+
+    Raises: InvalidRequestError naming the field, also when tools and a format are both asked for: an answer is the one or
+        the other.
+    """
+    wanted = wanted_grammar({name: _plain(getattr(request, name, None)) for name in FORMAT_FIELDS})
+    if wanted is not None:
+        if offer is not None and offer.names:
+            raise InvalidRequestError(f"{wanted.field} does not go together with tools", param=wanted.field)
+        return wanted.grammar, {"grammar": wanted.field}
+    if offer is not None and offer.grammar is not None:
+        return offer.grammar, {"grammar": offer.field}
+    return None, {}
+
+
+def _plain(value: Any) -> Any:
+    return value.model_dump() if isinstance(value, BaseModel) else value
 
 
 def sampling_fields(request: Sampled) -> dict[str, Any]:

@@ -1,34 +1,38 @@
-"""The basic form of the Responses API: text in, text out, whole or as typed events. Nothing is stored.
-
-events of a stream:  created -> in_progress -> output_item.added -> content_part.added -> output_text.delta*
-                     -> output_text.done -> content_part.done -> output_item.done -> completed | incomplete
-"""
+"""The basic form of the Responses API: text and function calls in, text and function calls out. Nothing is stored."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-import msgspec
-from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, field_validator
+from pydantic import Tag as PydanticTag
 
-from diptych.common.errors import DiptychError, InvalidRequestError
-from diptych.common.sampling import FinishReason
-from diptych.router.http_errors import error_body
-from diptych.router.messages import FinishedEvent, GenerateEvent, GenerateSpec, ModelFeatures, TokenEvent
-from diptych.router.openai_answers import explanation_object
+from diptych.common.errors import InvalidRequestError
+from diptych.router.messages import GenerateSpec, ModelFeatures
 from diptych.router.openai_fields import RESPONSES_NOT_BUILT, UnknownFields, refuse_unbuilt
-from diptych.router.openai_form import Scene, Wishes, make_choice
-from diptych.router.openai_requests import Call, Items, Sampled, note_unknown, sampling_fields, validate
-from diptych.router.tools_pieces import Content
+from diptych.router.openai_form import Wishes
+from diptych.router.openai_requests import (
+    Call,
+    Items,
+    Sampled,
+    grammar_of,
+    note_unknown,
+    sampling_fields,
+    validate,
+)
+from diptych.router.openai_responses_form import ResponsesForm
+from diptych.router.openai_tools import FunctionTool, Tool, offer_tools
 
 _TEXT_PARTS = ("input_text", "output_text", "text")
 
 
-class InputMessage(BaseModel):
+class _Item(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
+
+class InputMessage(_Item):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: str
@@ -47,14 +51,58 @@ class InputMessage(BaseModel):
         return "\n".join(texts)
 
 
+class FunctionCall(_Item):
+    """A call of an earlier answer."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class FunctionCallOutput(_Item):
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, dict):
+        return str(value.get("type", "message"))
+    return str(getattr(value, "type", "message"))
+
+
+InputItem = Annotated[
+    Annotated[InputMessage, PydanticTag("message")]
+    | Annotated[FunctionCall, PydanticTag("function_call")]
+    | Annotated[FunctionCallOutput, PydanticTag("function_call_output")],
+    Discriminator(_kind),
+]
+
+
+class ResponsesTool(FunctionTool):
+    """Flat, unlike in chat."""
+
+    type: Literal["function"]
+
+
+class TextOptions(_Item):
+    format: dict[str, Any] | None = None
+    verbosity: Literal["medium"] | None = None
+
+
 class ResponsesRequest(Sampled):
     """Body of POST /v1/responses."""
 
-    input: str | Items[InputMessage]
+    input: str | Items[InputItem]
     instructions: str | None = None
     max_output_tokens: int | None = None
     store: bool | None = None
     metadata: dict[str, str] | None = None
+    text: TextOptions | None = None
+    tools: Items[ResponsesTool] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
 
 
 def responses_call(body: dict[str, Any], *, features: ModelFeatures, unknown: UnknownFields) -> Call:
@@ -64,138 +112,66 @@ def responses_call(body: dict[str, Any], *, features: ModelFeatures, unknown: Un
     note_unknown(ResponsesRequest, body, RESPONSES_NOT_BUILT, unknown)
     if request.metadata and len(request.metadata) > 16:
         raise InvalidRequestError("metadata takes at most 16 entries", param="metadata")
-    system = [{"role": "system", "content": request.instructions}] if request.instructions else []
+    parallel = request.parallel_tool_calls is not False
+    tools = [
+        Tool(
+            type="function",
+            function=FunctionTool.model_construct(**tool.model_dump(exclude={"type"}, exclude_unset=True)),
+        )
+        for tool in request.tools or ()
+    ]
+    offer = offer_tools(tools, request.tool_choice, features, parallel=parallel)
+    grammar, renamed = grammar_of(request, offer)
+    fields = sampling_fields(request) | {
+        "messages": _turns(request),
+        "max_tokens": request.max_output_tokens,
+        "tools": offer.shown,
+        "grammar": grammar,
+    }
+    renamed |= {"messages": "input", "max_tokens": "max_output_tokens"}
+    wishes = Wishes(tool_names=offer.names, parallel_tool_calls=parallel, include_reasoning=False)
+    told = {
+        "instructions": request.instructions,
+        "max_output_tokens": request.max_output_tokens,
+        "metadata": request.metadata or {},
+        "parallel_tool_calls": parallel,
+        "text": {"format": (request.text and request.text.format) or {"type": "text"}},
+        "tool_choice": request.tool_choice or "auto",
+        "tools": [tool.model_dump(exclude_unset=True) for tool in request.tools or ()],
+        "user": request.user,
+    }
+    return Call(GenerateSpec(**fields), bool(request.stream), partial(ResponsesForm, told, wishes), renamed)
+
+
+def _turns(request: ResponsesRequest) -> list[dict[str, Any]]:
+    """As chat templates know them. Raises: InvalidRequestError."""
+    turns: list[dict[str, Any]] = []
+    if request.instructions:
+        turns.append({"role": "system", "content": request.instructions})
     if isinstance(request.input, str):
-        turns = [{"role": "user", "content": request.input}]
-    else:
-        turns = [
-            {"role": "system" if item.role == "developer" else item.role, "content": item.content}
-            for item in request.input
-        ]
-    if not turns:
+        return [*turns, {"role": "user", "content": request.input}]
+    if not request.input:
         raise InvalidRequestError("input is empty", param="input")
-    fields = sampling_fields(request) | {"messages": system + turns, "max_tokens": request.max_output_tokens}
-    renamed = {"messages": "input", "max_tokens": "max_output_tokens"}
-    return Call(GenerateSpec(**fields), bool(request.stream), partial(ResponsesForm, request), renamed)
+    for i, item in enumerate(request.input):
+        if isinstance(item, FunctionCallOutput):
+            turns.append({"role": "tool", "tool_call_id": item.call_id, "content": item.output})
+        elif isinstance(item, FunctionCall):
+            function = {"name": item.name, "arguments": _arguments(item, f"input[{i}]")}
+            call = {"id": item.call_id, "type": "function", "function": function}
+            if turns and turns[-1]["role"] == "assistant":  # calls of one answer belong together
+                turns[-1].setdefault("tool_calls", []).append(call)
+            else:
+                turns.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        else:
+            turns.append({"role": "system" if item.role == "developer" else item.role, "content": item.content})
+    return turns
 
 
-class ResponsesForm:
-    """See openai_form.Form."""
-
-    def __init__(self, request: ResponsesRequest, scene: Scene) -> None:
-        self._request = request
-        self._scene = scene
-        self._choice = make_choice(0, Wishes(include_reasoning=False), scene, chat=True)
-        self._sequence = 0
-        self._message_id = "msg_" + scene.prepared.request_id
-
-    def begin(self) -> bytes:
-        item = self._item("in_progress", [])
-        place = {"item_id": self._message_id, "output_index": 0, "content_index": 0}
-        return (
-            self._event("response.created", response=self._response("in_progress", [], None))
-            + self._event("response.in_progress", response=self._response("in_progress", [], None))
-            + self._event("response.output_item.added", output_index=0, item=item)
-            + self._event("response.content_part.added", part=_part(""), **place)
-        )
-
-    def chunks(self, event: GenerateEvent) -> bytes:
-        if isinstance(event, TokenEvent):
-            return self._deltas(self._choice.feed(event))
-        return self._end(event) if isinstance(event, FinishedEvent) else b""
-
-    def absorb(self, event: GenerateEvent) -> None:
-        if isinstance(event, TokenEvent):
-            self._choice.feed(event)
-
-    def whole(self, finished: FinishedEvent) -> dict[str, Any]:
-        self._choice.end(finished)
-        return self._final(finished)
-
-    def failure(self, error: DiptychError) -> bytes:
-        told: Mapping[str, Any] = error_body(error)["error"]
-        return self._event("error", code=told["code"], message=told["message"], param=told["param"])
-
-    def _deltas(self, pieces: list[Any]) -> bytes:
-        text = "".join(piece.text for piece in pieces if isinstance(piece, Content))
-        if not text:
-            return b""
-        place = {"item_id": self._message_id, "output_index": 0, "content_index": 0}
-        return self._event("response.output_text.delta", delta=text, logprobs=[], **place)
-
-    def _end(self, finished: FinishedEvent) -> bytes:
-        out = self._deltas(self._choice.end(finished))
-        final = self._final(finished)
-        item = final["output"][0]
-        text = item["content"][0]["text"]
-        place = {"item_id": self._message_id, "output_index": 0, "content_index": 0}
-        return (
-            out
-            + self._event("response.output_text.done", text=text, logprobs=[], **place)
-            + self._event("response.content_part.done", part=_part(text), **place)
-            + self._event("response.output_item.done", output_index=0, item=item)
-            + self._event(f"response.{final['status']}", response=final)
-        )
-
-    def _final(self, finished: FinishedEvent) -> dict[str, Any]:
-        status = "incomplete" if finished.reason is FinishReason.LENGTH else "completed"
-        usage = finished.usage
-        body = self._response(
-            status,
-            [self._item(status, [_part("".join(self._choice.content))])],
-            {
-                "input_tokens": usage.prompt_tokens,
-                "input_tokens_details": {"cached_tokens": usage.cached_tokens},
-                "output_tokens": usage.completion_tokens,
-                "output_tokens_details": {"reasoning_tokens": self._choice.reasoning_tokens},
-                "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-            },
-        )
-        if finished.explanation is not None:
-            body["diptych"] = explanation_object(finished.explanation)
-        return body
-
-    def _item(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": self._message_id,
-            "type": "message",
-            "status": status,
-            "role": "assistant",
-            "content": content,
-        }
-
-    def _response(self, status: str, output: list[Any], usage: dict[str, Any] | None) -> dict[str, Any]:
-        prepared, request = self._scene.prepared, self._request
-        return {
-            "id": "resp_" + prepared.request_id,
-            "object": "response",
-            "created_at": self._scene.created,
-            "status": status,
-            "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "instructions": request.instructions,
-            "max_output_tokens": request.max_output_tokens,
-            "metadata": request.metadata or {},
-            "model": prepared.model,
-            "output": output,
-            "parallel_tool_calls": True,
-            "previous_response_id": None,
-            "store": False,
-            "temperature": prepared.sampling.temperature,
-            "text": {"format": {"type": "text"}},
-            "tool_choice": "auto",
-            "tools": [],
-            "top_p": prepared.sampling.top_p,
-            "truncation": "disabled",
-            "usage": usage,
-            "user": request.user,
-        }
-
-    def _event(self, kind: str, **facts: Any) -> bytes:
-        payload = {"type": kind, "sequence_number": self._sequence} | facts
-        self._sequence += 1
-        return f"event: {kind}\ndata: ".encode() + msgspec.json.encode(payload) + b"\n\n"
-
-
-def _part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _arguments(item: FunctionCall, at: str) -> dict[str, Any]:
+    try:
+        value = json.loads(item.arguments or "{}")
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise InvalidRequestError(f"{at}: the arguments of {item.call_id!r} must be a JSON object", param="input")
+    return value

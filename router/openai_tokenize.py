@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from diptych.common.errors import InvalidRequestError
 from diptych.router.messages import GenerateSpec, ModelFeatures
 from diptych.router.openai_requests import Items, validate
-from diptych.router.openai_tools import ChatMessage, Tool, offered_tools, template_messages
+from diptych.router.openai_tools import ChatMessage, Tool, offer_tools, template_messages
 
 
 class TokenizeRequest(BaseModel):
@@ -39,7 +39,7 @@ def tokenize_spec(body: dict[str, Any], features: ModelFeatures) -> tuple[Genera
     request = validate(TokenizeRequest, body)
     if (request.prompt is None) == (request.messages is None):
         raise InvalidRequestError("give one of prompt and messages", param="prompt")
-    tools, _ = offered_tools(request.tools, None, features)
+    tools = offer_tools(request.tools, None, features).shown
     spec = GenerateSpec(
         model=request.model,
         prompt=request.prompt,

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from diptych.common.errors import InvalidRequestError
+from diptych.common.grammar import Grammar
 from diptych.router.messages import ModelFeatures
+from diptych.router.structured import check_schema
+from diptych.router.tools import call_form
+from diptych.router.tools_choice import Function, required_calls, strict_calls
 
 MAX_TOOLS = 128
-MAX_SCHEMA_BYTES = 64 * 1024
-MAX_SCHEMA_DEPTH = 32
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
 
 
@@ -22,12 +25,12 @@ class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=True)
 
 
-class Function(_Strict):
+class FunctionTool(_Strict):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: Literal[False] | None = None
-    """True would promise that arguments always fit the schema: that needs a grammar."""
+    strict: bool | None = None
+    """Arguments always fit the schema."""
 
     @field_validator("name")
     @classmethod
@@ -39,7 +42,7 @@ class Function(_Strict):
 
 class Tool(_Strict):
     type: Literal["function"]
-    function: Function
+    function: FunctionTool
 
 
 class CalledFunction(_Strict):
@@ -117,30 +120,41 @@ def _arguments(call: ToolCallMessage, at: str) -> Any:
     return value
 
 
-def offered_tools(
-    tools: Sequence[Tool] | None, choice: object, features: ModelFeatures
-) -> tuple[list[dict[str, Any]] | None, tuple[str, ...]]:
-    """(schemas for the chat template or None, names of the functions that may be called).
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Args:
+    shown: for the chat template; None: the model is shown no tools.
+    names: of the functions that may be called.
+    grammar: what is promised about calls; None: nothing. `field`: what asked for it.
+    """
 
+    shown: list[dict[str, Any]] | None = None
+    names: tuple[str, ...] = ()
+    grammar: Grammar | None = None
+    field: str = "tool_choice"
+
+
+def offer_tools(
+    tools: Sequence[Tool] | None, choice: object, features: ModelFeatures, *, parallel: bool = True
+) -> Offer:
+    """Args:
+        parallel: several calls may come.
     Raises: InvalidRequestError for a tool_choice or a model that cannot have tools, and for schemas over the caps.
     """
-    if choice not in (None, "none", "auto"):
-        if isinstance(choice, dict) or choice == "required":
-            raise InvalidRequestError(
-                "tool_choice can be none or auto: a promised call needs a grammar, which is not built yet",
-                param="tool_choice",
-            )
-        raise InvalidRequestError("tool_choice must be none, auto, required or an object", param="tool_choice")
+    named = _named(choice)
     if not tools:
-        return None, ()
+        if named or choice == "required":
+            raise InvalidRequestError("tool_choice asks for a call, and there are no tools", param="tool_choice")
+        return Offer()
     if len(tools) > MAX_TOOLS:
         raise InvalidRequestError(f"at most {MAX_TOOLS} tools, got {len(tools)}", param="tools")
     shown = [tool.model_dump(exclude_unset=True) for tool in tools]
     for tool, value in zip(tools, shown, strict=True):
         value["function"].pop("strict", None)
-        check_schema(tool.function.parameters or {}, "tools")
+        if tool.function.parameters:
+            check_schema(tool.function.parameters, "tools")
     if choice == "none":
-        return None, ()
+        return Offer()
     if features.tool_parser == "none" or not features.takes_tools:
         raise InvalidRequestError(
             "this model's chat template knows no tools that could be read back (see --tool-call-parser)", param="tools"
@@ -148,22 +162,29 @@ def offered_tools(
     names = tuple(tool.function.name for tool in tools)
     if len(set(names)) < len(names):
         raise InvalidRequestError("two tools have the same name", param="tools")
-    return shown, names
+    if named and named not in names:
+        raise InvalidRequestError(f"tool_choice: there is no function {named!r} among the tools", param="tool_choice")
+    form = call_form(features.tool_parser)
+    functions = [Function(f.name, f.parameters, bool(f.strict)) for f in (tool.function for tool in tools)]
+    if named:
+        wanted = [function for function in functions if function.name == named]
+        return Offer(shown, (named,), required_calls(form, wanted, several=False))
+    if choice == "required":
+        return Offer(shown, names, required_calls(form, functions, several=parallel))
+    return Offer(shown, names, strict_calls(form, functions, several=parallel), "tools")
 
 
-def check_schema(schema: Mapping[str, Any], param: str) -> None:
-    """Raises: InvalidRequestError when it is larger or deeper than we take."""
-    level: list[Any] = [schema]
-    for _ in range(MAX_SCHEMA_DEPTH):
-        level = [
-            child
-            for value in level
-            for child in (value.values() if isinstance(value, dict) else value)
-            if isinstance(child, (dict, list))
-        ]
-        if not level:
-            break
-    else:
-        raise InvalidRequestError(f"a schema is nested more than {MAX_SCHEMA_DEPTH} levels deep", param=param)
-    if len(json.dumps(schema, ensure_ascii=False).encode()) > MAX_SCHEMA_BYTES:
-        raise InvalidRequestError(f"a schema has more than {MAX_SCHEMA_BYTES} bytes", param=param)
+def _named(choice: object) -> str:
+    """The one function that must be called; empty: none. Raises: InvalidRequestError."""
+    if choice is None or (isinstance(choice, str) and choice in ("none", "auto", "required")):
+        return ""
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        # chat nests it, responses does not
+        inner = choice.get("function")
+        name = inner.get("name") if isinstance(inner, dict) else choice.get("name")
+        if isinstance(name, str) and name:
+            return name
+    raise InvalidRequestError(
+        'tool_choice must be none, auto, required or {"type": "function", "function": {"name": ...}}',
+        param="tool_choice",
+    )

@@ -1,6 +1,7 @@
 """Which parser reads a model's tool calls and thoughts: a registry by name, and a guess from the model's chat template.
 
-A plug-in is an entry point of group `diptych.tool_parsers`: its name is the parser's, its object a ToolFactory.
+A plug-in is an entry point of group `diptych.tool_parsers`: its name is the parser's, its object a ToolFactory. If that has
+an attribute `call_form`, calls can be promised in it (tool_choice required or by name).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from importlib.metadata import entry_points
 
 from diptych.common.errors import ConfigError
+from diptych.router.tools_choice import HERMES_FORM, LLAMA3_JSON_FORM, MISTRAL_FORM, CallForm
 from diptych.router.tools_parsers import HermesParser, Llama3JsonParser, MistralParser
 from diptych.router.tools_pieces import ToolParser
 
@@ -20,6 +22,11 @@ BUILT_IN: Mapping[str, ToolFactory] = {
     "hermes": HermesParser,
     "llama3-json": Llama3JsonParser,
     "mistral": MistralParser,
+}
+FORMS: Mapping[str, CallForm] = {
+    "hermes": HERMES_FORM,
+    "llama3-json": LLAMA3_JSON_FORM,
+    "mistral": MISTRAL_FORM,
 }
 GROUP = "diptych.tool_parsers"
 _MARKS = (("<tool_call>", "hermes"), ("[TOOL_CALLS]", "mistral"), ('"parameters": dictionary', "llama3-json"))
@@ -34,6 +41,14 @@ def tool_factory(name: str) -> ToolFactory:
         return factory
     known = ", ".join([*BUILT_IN, *(point.name for point in entry_points(group=GROUP))])
     raise ConfigError("tool_call_parser", name, f"is unknown; known: auto, none, {known}")
+
+
+def call_form(name: str) -> CallForm | None:
+    """How calls are written that this parser reads; None: nobody has said. Raises: ConfigError as tool_factory."""
+    if name in FORMS:
+        return FORMS[name]
+    form: CallForm | None = getattr(tool_factory(name), "call_form", None)
+    return form
 
 
 def guess_tool_parser(template: str) -> str:

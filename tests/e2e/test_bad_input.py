@@ -34,7 +34,7 @@ CHAT: list[tuple[str, object, int, str | None]] = [
         "tools",
     ),
     ("too-many-choices", {"messages": HI, "n": 17}, 400, "n"),
-    ("not-built-format", {"messages": HI, "response_format": {"type": "json_object"}}, 400, "response_format"),
+    ("broken-schema", {"messages": HI, "guided_json": {"type": "nothing"}}, 400, "guided_json"),
     ("stream-wrong-type", {"messages": HI, "stream": "maybe"}, 400, "stream"),
 ]
 COMPLETIONS: list[tuple[str, object, int, str | None]] = [

@@ -11,6 +11,7 @@ import httpx
 import openai
 
 from diptych.common.errors import WorkerLostError
+from diptych.common.grammar import Grammar, Tags
 from diptych.common.sampling import FinishReason
 from diptych.router.fake_door import MODEL, FakeDoor, Step, hello_script
 from diptych.router.messages import FinishedEvent, ModelFeatures, TokenEvent, UsageInfo
@@ -20,6 +21,7 @@ CHAT = "/v1/chat/completions"
 MESSAGES: list[Any] = [{"role": "user", "content": "Hi"}]
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 CALLER = ModelFeatures(tool_parser="hermes", reasoning=True, takes_tools=True)
+LLAMA = ModelFeatures(tool_parser="llama3-json", takes_tools=True)
 WAIT_S = 5.0
 
 grpc.aio.init_grpc_aio()
@@ -82,6 +84,34 @@ async def test_tool_calls_there_and_back() -> None:
     assert spec.messages[2] == {"role": "tool", "content": "1", "tool_call_id": call.id}
 
 
+async def test_promised_calls_are_grammars() -> None:
+    door = FakeDoor(says('<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'))
+    door.model_features = CALLER
+    other = {"type": "function", "function": {"name": "sub", "parameters": {"type": "object"}, "strict": True}}
+    async with http(door) as client:
+
+        async def grammar(**body: Any) -> Tags | None:
+            answer = await client.post(CHAT, json={"messages": MESSAGES, "tools": [TOOL, other]} | body)
+            assert answer.status_code == 200, answer.text
+            found = door.specs[-1].grammar
+            assert found is None or isinstance(found, Grammar)
+            return None if found is None else Tags.load(found.source)
+
+        required = await grammar(tool_choice="required")
+        assert required is not None
+        assert (len(required.tags), required.several, required.trigger) == (2, True, "")
+        one = await grammar(tool_choice="required", parallel_tool_calls=False)
+        assert one is not None
+        assert one.several is False
+        named = await grammar(tool_choice={"type": "function", "function": {"name": "sub"}})
+        assert named is not None
+        assert [tag.begin for tag in named.tags] == ['<tool_call>\n{"name": "sub", "arguments": ']
+        strict = await grammar(tool_choice="auto")
+        assert strict is not None
+        assert strict.trigger == "<tool_call>"
+        assert await grammar(tools=[TOOL]) is None
+
+
 async def test_tools_that_cannot_be_had_are_400() -> None:
     deep: dict[str, Any] = {}
     for _ in range(40):
@@ -94,13 +124,14 @@ async def test_tools_that_cannot_be_had_are_400() -> None:
     bad: list[tuple[ModelFeatures, dict[str, Any], str]] = [
         (ModelFeatures(), {"tools": [TOOL]}, "tools"),
         (ModelFeatures(tool_parser="hermes"), {"tools": [TOOL]}, "tools"),
-        (CALLER, {"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
-        (CALLER, {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "add"}}}, "tool_choice"),
+        (CALLER, {"tool_choice": "required"}, "tool_choice"),
+        (CALLER, {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "nobody"}}}, "tool_choice"),
+        (CALLER, {"tools": [TOOL], "response_format": {"type": "json_object"}}, "response_format"),
         (CALLER, {"tools": [TOOL], "tool_choice": 1}, "tool_choice"),
         (CALLER, {"tools": [TOOL] * 129}, "tools"),
         (CALLER, {"tools": [TOOL, TOOL]}, "tools"),
         (CALLER, function(name="a b"), "tools"),
-        (CALLER, function(strict=True), "tools"),
+        (LLAMA, function(strict=True), "tools"),
         (CALLER, function(parameters=deep), "tools"),
         (CALLER, function(parameters={"x": "y" * 70_000}), "tools"),
         (CALLER, {"messages": [{"role": "tool", "content": "a"}]}, "messages"),
@@ -120,6 +151,37 @@ async def test_tools_that_cannot_be_had_are_400() -> None:
         for body in ({"tools": [TOOL], "tool_choice": "none"}, {"tools": []}, {"tools": None, "tool_choice": "auto"}):
             assert (await client.post(CHAT, json={"messages": MESSAGES} | body)).status_code == 200
             assert door.specs[-1].tools is None
+
+
+async def test_function_calls_in_responses() -> None:
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    door = FakeDoor(says("Well.", call[:20], call[20:]))
+    door.model_features = CALLER
+    tool: dict[str, Any] = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": False}
+    async with openai_client(door) as client:
+        ask: dict[str, Any] = {"model": MODEL, "tools": [tool], "tool_choice": "required"}
+        answer = await client.responses.create(**ask, input="Hi")
+        message, made = answer.output
+        assert (answer.output_text, message.type, made.type) == ("Well.", "message", "function_call")
+        assert made.type == "function_call"
+        assert (made.name, made.arguments, made.status) == ("add", '{"a": 1}', "completed")
+        seen = [event async for event in await client.responses.create(**ask, input="Hi", stream=True)]
+        assert [event.sequence_number for event in seen] == list(range(len(seen)))
+        deltas = [event.delta for event in seen if event.type == "response.function_call_arguments.delta"]
+        assert "".join(deltas) == '{"a": 1}'
+        assert seen[-1].type == "response.completed"
+        assert [item.type for item in seen[-1].response.output] == ["message", "function_call"]
+        back: Any = [
+            {"role": "user", "content": "Hi"},
+            {"type": "function_call", "call_id": made.call_id, "name": "add", "arguments": made.arguments},
+            {"type": "function_call_output", "call_id": made.call_id, "output": "1"},
+        ]
+        await client.responses.create(**ask, input=back)
+    spec = door.specs[-1]
+    assert isinstance(spec.grammar, Grammar)
+    assert isinstance(spec.messages, list)
+    assert spec.messages[1]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1}}
+    assert spec.messages[2] == {"role": "tool", "tool_call_id": made.call_id, "content": "1"}
 
 
 async def test_responses() -> None:

@@ -1,0 +1,166 @@
+"""From what the APIs call response formats and structured outputs to a Grammar. Pure: what needs no compiler is checked here.
+
+response_format     {"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": ...}}      chat, completions
+text.format         the same, flat                                                                        responses
+structured_outputs  {"json" | "regex" | "choice" | "grammar" | "json_object": ...}, and guided_*: vLLM's  both
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jsonschema_rs
+
+from diptych.common.errors import InvalidRequestError
+from diptych.common.grammar import MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH, Grammar, GrammarKind, choices_of
+
+_ANY_OBJECT = Grammar(GrammarKind.JSON_SCHEMA, '{"type": "object"}')
+_DRAFTS = ("draft-03", "draft-04", "draft-06", "draft-07", "draft/2019-09", "draft/2020-12")
+_REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
+_GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
+_VLLM_OPTIONS = ("disable_fallback", "disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """`field`: where the request asked for it; for errors that come later."""
+
+    grammar: Grammar
+    field: str
+
+
+def wanted_grammar(fields: Mapping[str, Any]) -> Wanted | None:
+    """The grammar that a request's fields ask for.
+
+    Args:
+        fields: any of response_format, text, structured_outputs, guided_*; None: not given.
+    Raises: InvalidRequestError naming the field, also when two of them ask.
+    """
+    found: list[Wanted] = []
+    if (form := fields.get("response_format")) is not None:
+        found += _of_format(form, "response_format", nested=True)
+    if (text := fields.get("text")) is not None and text.get("format") is not None:
+        found += _of_format(text["format"], "text", nested=False)
+    if (outputs := fields.get("structured_outputs")) is not None:
+        found += _of_outputs(outputs)
+    for name, kind in _GUIDED.items():
+        if fields.get(name) is not None:
+            found.append(Wanted(_grammar(kind, fields[name], name), name))
+    if len(found) > 1:
+        names = " and ".join(one.field for one in found)
+        raise InvalidRequestError(f"{found[1].field}: only one of {names} may be given", param=found[1].field)
+    return found[0] if found else None
+
+
+def schema_grammar(schema: object, field: str) -> Grammar:
+    """Raises: InvalidRequestError naming `field`."""
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequestError(f"{field}: the schema is no JSON: {error}", param=field) from None
+    check_schema(schema, field)
+    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False))
+
+
+def check_schema(schema: object, param: str) -> None:
+    """Raises: InvalidRequestError when it is larger or deeper than we take, is no JSON schema, or refers to another document."""
+    if not isinstance(schema, Mapping):
+        raise InvalidRequestError(f"{param}: a schema must be an object", param=param)
+    level: list[Any] = [schema]
+    for _ in range(MAX_SCHEMA_DEPTH):
+        for value in level:
+            if isinstance(value, dict):
+                _check_references(value, param)
+        level = [
+            child
+            for value in level
+            for child in (value.values() if isinstance(value, dict) else value)
+            if isinstance(child, (dict, list))
+        ]
+        if not level:
+            break
+    else:
+        raise InvalidRequestError(f"{param}: a schema is nested more than {MAX_SCHEMA_DEPTH} levels deep", param=param)
+    try:
+        size = len(json.dumps(schema, ensure_ascii=False, allow_nan=False).encode())
+    except ValueError:  # NaN, or a lone surrogate
+        raise InvalidRequestError(f"{param}: a schema holds what is no JSON", param=param) from None
+    if size > MAX_SCHEMA_BYTES:
+        raise InvalidRequestError(f"{param}: a schema has more than {MAX_SCHEMA_BYTES} bytes", param=param)
+    # An unknown draft would be looked for on the network.
+    draft = schema.get("$schema", "")
+    if draft and not (isinstance(draft, str) and any(f"json-schema.org/{known}/schema" in draft for known in _DRAFTS)):
+        raise InvalidRequestError(f"{param}: $schema is no known draft of JSON Schema", param=param)
+    try:
+        jsonschema_rs.meta.validate({name: value for name, value in schema.items() if name != "$schema"})
+    except (ValueError, jsonschema_rs.ReferencingError) as error:
+        first = str(error).split("\n", 1)[0][:200]
+        raise InvalidRequestError(f"{param}: no valid JSON schema: {first}", param=param) from None
+
+
+def _check_references(schema: Mapping[str, Any], param: str) -> None:
+    for name in _REFERENCES:
+        target = schema.get(name, "#")
+        if isinstance(target, str) and not target.startswith("#"):
+            raise InvalidRequestError(f"{param}: {name} must stay inside the schema", param=param)
+
+
+def _of_format(form: object, field: str, *, nested: bool) -> list[Wanted]:
+    kind = form.get("type") if isinstance(form, Mapping) else None
+    if not isinstance(form, Mapping) or kind not in ("text", "json_object", "json_schema"):
+        raise InvalidRequestError(f"{field}: type must be text, json_object or json_schema", param=field)
+    if kind == "text":
+        return []
+    if kind == "json_object":
+        return [Wanted(_ANY_OBJECT, field)]
+    body = form.get("json_schema") if nested else form
+    if not isinstance(body, Mapping) or body.get("schema") is None:
+        raise InvalidRequestError(f"{field}: json_schema must hold a schema", param=field)
+    if not isinstance(body["schema"], Mapping):
+        raise InvalidRequestError(f"{field}: a schema must be an object", param=field)
+    return [Wanted(schema_grammar(body["schema"], field), field)]
+
+
+def _of_outputs(outputs: object) -> list[Wanted]:
+    field = "structured_outputs"
+    if not isinstance(outputs, Mapping):
+        raise InvalidRequestError(f"{field} must be an object", param=field)
+    given = {name: value for name, value in outputs.items() if value is not None and value is not False}
+    for name in _VLLM_OPTIONS:
+        if name in given:
+            raise InvalidRequestError(f"{field}.{name} is not supported: leave it out", param=field)
+    if not given:
+        return []
+    if len(given) > 1 or next(iter(given)) not in ("json", "regex", "choice", "grammar", "json_object"):
+        raise InvalidRequestError(f"{field} takes one of json, json_object, regex, choice and grammar", param=field)
+    ((kind, value),) = given.items()
+    return [Wanted(_grammar(kind, value, field), field)]
+
+
+def _grammar(kind: str, value: object, field: str) -> Grammar:
+    if kind == "json_object":
+        return _ANY_OBJECT
+    if kind == "json":
+        return schema_grammar(value, field)
+    if kind == "choice":
+        if not isinstance(value, Sequence) or isinstance(value, str):
+            raise InvalidRequestError(f"{field}: a choice must be a list of texts", param=field)
+        source = json.dumps(list(value), ensure_ascii=False)
+        try:
+            choices_of(source)
+        except InvalidRequestError as error:
+            raise InvalidRequestError(error.message.replace("grammar", field, 1), param=field) from None
+        return _sized(Grammar(GrammarKind.CHOICE, source), field)
+    if not isinstance(value, str) or not value:
+        raise InvalidRequestError(f"{field}: a {kind} must be text", param=field)
+    return _sized(Grammar(GrammarKind.REGEX if kind == "regex" else GrammarKind.EBNF, value), field)
+
+
+def _sized(grammar: Grammar, field: str) -> Grammar:
+    if len(grammar.source.encode("utf-8", "surrogatepass")) > MAX_SCHEMA_BYTES:
+        raise InvalidRequestError(f"{field} has more than {MAX_SCHEMA_BYTES} bytes", param=field)
+    return grammar

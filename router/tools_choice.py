@@ -1,0 +1,90 @@
+"""What a promise about tool calls is as a grammar: the calls that tool_choice requires, or arguments that always fit (strict).
+
+How a model writes a call is its parser's knowledge; here it is turned round.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from diptych.common.errors import InvalidRequestError
+from diptych.common.grammar import Grammar, GrammarKind, Tag, Tags
+
+_NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+_ANY_ARGUMENTS: dict[str, Any] = {"type": "object"}
+
+
+@dataclass(frozen=True, slots=True)
+class CallForm:
+    """How a model writes calls: head, then calls with a separator between them, then tail.
+
+    Args:
+        begin, end: around a call's arguments; `begin` holds NAME where the function's name stands.
+        trigger: what a call in the middle of a text begins with, and nothing else does; empty: there is nothing of the kind.
+    """
+
+    begin: str
+    end: str
+    separator: str
+    head: str = ""
+    tail: str = ""
+    trigger: str = ""
+
+
+HERMES_FORM = CallForm('<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>", "\n", trigger="<tool_call>")
+LLAMA3_JSON_FORM = CallForm('{"name": "NAME", "parameters": ', "}", "; ")
+MISTRAL_FORM = CallForm(
+    '{"name": "NAME", "arguments": ', "}", ", ", head="[TOOL_CALLS][", tail="]", trigger="[TOOL_CALLS]"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A function that may be called. `parameters`: JSON schema of its arguments; None: it takes none."""
+
+    name: str
+    parameters: dict[str, Any] | None
+    strict: bool = False
+
+
+def required_calls(form: CallForm | None, functions: Sequence[Function], *, several: bool) -> Grammar:
+    """The answer is one call or several, and nothing else.
+
+    Raises: InvalidRequestError for a model whose form of calls is not known.
+    """
+    if form is None:
+        raise InvalidRequestError("tool_choice: calls cannot be promised in this model's format", param="tool_choice")
+    tags = tuple(_tag(form, function, _schema(function)) for function in functions)
+    wanted = Tags(tags, form.head, form.tail, form.separator, several)
+    return Grammar(GrammarKind.TAGS, wanted.dump())
+
+
+def strict_calls(form: CallForm | None, functions: Sequence[Function], *, several: bool) -> Grammar | None:
+    """Text and calls as the model likes, but arguments of strict functions fit their schemas. None: no function is strict.
+
+    Raises: InvalidRequestError for a model whose calls cannot be told from text.
+    """
+    if not any(function.strict for function in functions):
+        return None
+    if form is None or not form.trigger:
+        raise InvalidRequestError(
+            "tools: strict needs tool_choice required in this model's format of calls", param="tools"
+        )
+    tags = tuple(
+        _tag(form, function, _schema(function) if function.strict else _ANY_ARGUMENTS, form.head, form.tail)
+        for function in functions
+    )
+    return Grammar(GrammarKind.TAGS, Tags(tags, several=several, trigger=form.trigger).dump())
+
+
+def _schema(function: Function) -> dict[str, Any]:
+    return _NO_ARGUMENTS if not function.parameters else function.parameters
+
+
+def _tag(form: CallForm, function: Function, schema: dict[str, Any], head: str = "", tail: str = "") -> Tag:
+    return Tag(
+        head + form.begin.replace("NAME", function.name), json.dumps(schema, ensure_ascii=False), form.end + tail
+    )

@@ -1,0 +1,158 @@
+"""xgrammar and llguidance behind one interface: the same texts fit and the same do not; and the compiling process."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from diptych.common.errors import InvalidRequestError
+from diptych.common.grammar import Grammar, GrammarKind, Tags
+from diptych.engine.grammar import llguidance_backend, xgrammar_backend
+from diptych.engine.grammar.program import Program, allowed_ids, mask_words
+from diptych.engine.grammar.vocabulary import Vocabulary
+from diptych.router.tools import FORMS, tool_factory
+from diptych.router.tools_choice import Function, required_calls, strict_calls
+from diptych.router.tools_pieces import CallArguments, CallStart, Content
+
+EOS = 256
+WORDS = (b"name", b'{"', b'": ', b"tool_call", b" \t", b"\x00\x01", "日本".encode())
+TOKENS = (*(bytes([byte]) for byte in range(256)), b"", *WORDS)
+
+
+def encode(text: str) -> list[int]:
+    data, ids = text.encode(), []
+    while data:
+        word = next((w for w in WORDS if data.startswith(w)), data[:1])
+        ids.append(TOKENS.index(word))
+        data = data[len(word) :]
+    return ids
+
+
+VOCABULARY = Vocabulary(TOKENS, (EOS,), encode)
+
+
+@pytest.fixture(scope="module", params=["xgrammar", "llguidance"])
+def backend(request):
+    if request.param == "xgrammar":
+        return (
+            xgrammar_backend.XgrammarCompiler(VOCABULARY),
+            xgrammar_backend.XgrammarLoader(VOCABULARY),
+        )
+    return llguidance_backend.LlguidanceCompiler(VOCABULARY), llguidance_backend.LlguidanceLoader(VOCABULARY)
+
+
+def fits(program: Program, text: str) -> bool:
+    """Whether the text may be written token by token and then end."""
+    matcher = program.matcher()
+    mask = np.zeros(mask_words(VOCABULARY.size), dtype=np.int32)
+    for token in encode(text):
+        matcher.fill(mask)
+        allowed = token in allowed_ids(mask, VOCABULARY.size)
+        # llguidance wants forced text in the tokenizer's own tokens, which these are
+        assert matcher.accept(token) is allowed
+        if not allowed:
+            return False
+    matcher.fill(mask)
+    return EOS in allowed_ids(mask, VOCABULARY.size)
+
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 4},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["a", "日本"]}, "maxItems": 2},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+CASES = [
+    (Grammar(GrammarKind.JSON_SCHEMA, json.dumps(PERSON)),
+     ['{"name": "Joe", "age": 7}', '{"name":"é😀","age":120,"tags":["日本","a"]}', '{"name": "", "age": 0, "tags": []}'],
+     ['{"name": "Joe"}', '{"name": "Joe", "age": 121}', '{"name": "Joe", "age": 7', '{"name": "\x00\x01", "age": 7}',
+      '{"name": "toolong", "age": 7}', '[]', ""]),
+    (Grammar(GrammarKind.REGEX, r"[a-z]+@(x|yy)\.com"), ["joe@x.com", "a@yy.com"], ["joe@z.com", "joe@x.comm", "@x.com"]),
+    (Grammar(GrammarKind.CHOICE, json.dumps(['say "hi"\n', "日本", "no"])), ['say "hi"\n', "日本", "no"], ["n", "none", "日"]),
+    (Grammar(GrammarKind.EBNF, 'root ::= "a" rest\nrest ::= [0-9]+ | "(" root ")"'), ["a1", "a(a(a12))"], ["a", "a(a1", "b"]),
+    (Grammar(GrammarKind.EBNF, 'start: "a" DIGITS\nDIGITS: /[0-9]{2}/'), ["a12"], ["a1", "a123"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("grammar", "good", "bad"), CASES, ids=lambda case: getattr(case, "kind", None) and case.kind.value
+)
+def test_the_same_texts_fit(backend, grammar, good, bad) -> None:
+    compiler, loader = backend
+    program = loader.load(compiler.compile(grammar))
+    assert [text for text in good if not fits(program, text)] == []
+    assert [text for text in bad if fits(program, text)] == []
+
+
+FUNCTIONS = [Function("f", PERSON), Function("g", None)]
+CALLS = [("g", "{}"), ("f", '{"name": "Joe", "age": 7}')]
+
+
+@pytest.mark.parametrize("name", list(FORMS))
+def test_promised_calls_are_what_the_parser_reads(backend, name) -> None:
+    compiler, loader = backend
+    form = FORMS[name]
+    program = loader.load(compiler.compile(required_calls(form, FUNCTIONS, several=True)))
+    one = loader.load(compiler.compile(required_calls(form, FUNCTIONS, several=False)))
+
+    def written(calls) -> str:
+        shown = form.separator.join(form.begin.replace("NAME", n) + arguments + form.end for n, arguments in calls)
+        return form.head + shown + form.tail
+
+    both = written(CALLS)
+    assert fits(program, both)
+    assert fits(program, written(CALLS[:1]))
+    assert not fits(one, both)
+    assert fits(one, written(CALLS[1:]))
+    assert not fits(program, written([("f", "{}")]))
+    assert not fits(program, written([("h", "{}")]))
+    assert not fits(program, "Hello")
+    parser = tool_factory(name)({"f", "g"}, lambda: "id")
+    pieces = [*parser.feed(both), *parser.end()]
+    names = [piece.name for piece in pieces if isinstance(piece, CallStart)]
+    arguments = [
+        "".join(p.text for p in pieces if isinstance(p, CallArguments) and p.index == i) for i in range(len(names))
+    ]
+    assert list(zip(names, arguments, strict=True)) == CALLS
+    assert not [piece for piece in pieces if isinstance(piece, Content) and piece.text.strip()]
+
+
+def test_strict_arguments_in_a_free_answer() -> None:
+    compiler, loader = xgrammar_backend.XgrammarCompiler(VOCABULARY), xgrammar_backend.XgrammarLoader(VOCABULARY)
+    grammar = strict_calls(FORMS["hermes"], [replace(FUNCTIONS[0], strict=True), FUNCTIONS[1]], several=True)
+    assert grammar is not None
+    assert Tags.load(grammar.source).trigger == "<tool_call>"
+    program = loader.load(compiler.compile(grammar))
+    call = '<tool_call>\n{"name": "f", "arguments": {"name": "Joe", "age": 7}}\n</tool_call>'
+    for text in ("Hello <b>", "", f"Well. {call}", call + call):
+        assert fits(program, text), text
+    assert not fits(program, call.replace("7", "700"))
+    assert strict_calls(FORMS["hermes"], FUNCTIONS, several=True) is None
+
+
+BROKEN = [
+    Grammar(GrammarKind.JSON_SCHEMA, '{"type": "nothing"}'),
+    Grammar(GrammarKind.JSON_SCHEMA, '{"type": "integer", "minimum": 5, "maximum": 3}'),
+    Grammar(GrammarKind.JSON_SCHEMA, "{"),
+    Grammar(GrammarKind.REGEX, "(a"),
+    Grammar(GrammarKind.EBNF, 'root ::= "a" nowhere'),
+    Grammar(GrammarKind.EBNF, "???"),
+    Grammar(GrammarKind.CHOICE, "{}"),
+    Grammar(GrammarKind.TAGS, "{}"),
+]
+
+
+@pytest.mark.parametrize("grammar", BROKEN, ids=lambda grammar: grammar.source)
+def test_what_is_broken_is_refused_in_words(backend, grammar) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        backend[0].compile(grammar)
+    assert caught.value.param == "grammar"
+    assert caught.value.message.startswith("grammar: ")
+    assert ".cc:" not in caught.value.message

@@ -1,0 +1,115 @@
+"""The compiler's cache, bounds and ends, with processes that are played."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from diptych.common.errors import InvalidRequestError, OverloadedError
+from diptych.common.grammar import Grammar, GrammarKind
+from diptych.engine.grammar.compiler import GrammarCompiler, GrammarLimits
+from diptych.engine.grammar.program import FirstToken
+
+
+class Played:
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+        self.killed = False
+
+    async def compile(self, grammar: Grammar) -> bytes:
+        self._stage.compiled.append(grammar.source)
+        if gate := self._stage.gates.get(grammar.source):
+            await gate.wait()
+        outcome = self._stage.outcomes.get(grammar.source)
+        if outcome is not None:
+            raise outcome
+        return bytes(self._stage.size)
+
+    def kill(self) -> None:
+        self.killed = True
+
+
+class Stage:
+    def __init__(self) -> None:
+        self.compiled: list[str] = []
+        self.processes: list[Played] = []
+        self.gates: dict[str, asyncio.Event] = {}
+        self.outcomes: dict[str, Exception] = {}
+        self.size = 400
+
+    def start(self) -> Played:
+        self.processes.append(Played(self))
+        return self.processes[-1]
+
+    def compiler(self, **limits) -> GrammarCompiler:
+        return GrammarCompiler(self.start, FirstToken, lambda program, text: program, GrammarLimits(**limits))
+
+
+def regex(source: str) -> Grammar:
+    return Grammar(GrammarKind.REGEX, source)
+
+
+async def test_a_grammar_is_compiled_once_also_for_many_at_a_time() -> None:
+    stage = Stage()
+    compiler = stage.compiler()
+    stage.gates["a"] = asyncio.Event()
+    waiting = [asyncio.create_task(compiler.compile(regex("a"))) for _ in range(3)]
+    await asyncio.sleep(0)
+    waiting[0].cancel()
+    stage.gates["a"].set()
+    first, second = await asyncio.gather(*waiting[1:])
+    assert first is second
+    assert await compiler.compile(regex("a")) is first
+    assert stage.compiled == ["a"]
+    await compiler.close()
+    assert stage.processes[0].killed
+
+
+async def test_the_cache_is_bounded_and_the_least_used_goes_first() -> None:
+    stage = Stage()
+    compiler = stage.compiler(cache_bytes=1000)
+    for source in ("a", "b", "a", "c", "a", "b"):
+        await compiler.compile(regex(source))
+    assert stage.compiled == ["a", "b", "c", "b"]
+    assert compiler.cached_bytes <= 1000
+    await compiler.close()
+
+
+@pytest.mark.parametrize(
+    ("outcome", "words", "survives"),
+    [
+        (InvalidRequestError("grammar: no", param="grammar"), "grammar: no", True),
+        (TimeoutError(), "more than 5 s", False),
+        (ConnectionError("it ended with -6"), "too much memory", False),
+    ],
+)
+async def test_what_cannot_be_compiled_is_remembered_and_takes_its_process_with_it(outcome, words, survives) -> None:
+    stage = Stage()
+    stage.outcomes["bad"] = outcome
+    compiler = stage.compiler(num_processes=1)
+    for _ in range(2):
+        with pytest.raises(InvalidRequestError, match=words) as caught:
+            await compiler.compile(regex("bad"))
+        assert caught.value.param == "grammar"
+    assert stage.compiled == ["bad"]
+    await compiler.compile(regex("good"))
+    assert stage.processes[0].killed is not survives
+    assert len(stage.processes) == (1 if survives else 2)
+    await compiler.close()
+
+
+async def test_the_queue_is_bounded_and_closing_ends_what_waits() -> None:
+    stage = Stage()
+    compiler = stage.compiler(max_waiting=2, num_processes=1)
+    stage.gates["a"] = asyncio.Event()
+    waiting = [asyncio.create_task(compiler.compile(regex(source))) for source in ("a", "b")]
+    for _ in range(3):
+        await asyncio.sleep(0)
+    with pytest.raises(OverloadedError):
+        await compiler.compile(regex("c"))
+    await compiler.close()
+    assert all(
+        isinstance(end, asyncio.CancelledError) for end in await asyncio.gather(*waiting, return_exceptions=True)
+    )
+    assert stage.processes[0].killed
