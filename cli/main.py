@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from diptych.cli import explain
+from diptych.cli import explain, observe
 from diptych.cli.keys import app as keys_app
 from diptych.cli.options import add_settings_command
 from diptych.cli.up_config import UpConfig
@@ -95,6 +95,7 @@ add_settings_command(
 
 app.add_typer(keys_app)
 explain.register(app)
+observe.register(app)
 
 
 @app.command()

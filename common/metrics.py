@@ -48,6 +48,22 @@ class Metrics:
     def histogram(self, name: str, text: str, buckets: Sequence[float], labels: Sequence[str] = ()) -> Histogram:
         return Histogram(PREFIX + name, text, labels, buckets=buckets, registry=self.registry)
 
+    def value(self, name: str) -> float:
+        """Of a series without labels; `name` without prefix."""
+        return self.registry.get_sample_value(PREFIX + name) or 0.0
+
+    def totals(self) -> dict[str, dict[str, float]]:
+        """Every counter by name (without prefix and `_total`) and label value; "" where there is no label."""
+        found: dict[str, dict[str, float]] = {}
+        for family in self.registry.collect():
+            if family.type == "counter":
+                found[family.name.removeprefix(PREFIX)] = {
+                    ",".join(sample.labels.values()): sample.value
+                    for sample in family.samples
+                    if sample.name.endswith("_total")
+                }
+        return found
+
     def expose(self) -> bytes:
         """The text that /metrics answers, of type CONTENT_TYPE."""
         return generate_latest(self.registry)

@@ -240,10 +240,11 @@ class Frontend:
             "ready": ready,
             "reasons": reasons,
             "cluster": None if self._cluster is None else self._cluster.status(owner),
-            "running": self.metrics.running._value.get(),
-            "waiting": self.metrics.waiting._value.get(),
+            "running": self.metrics.value("num_requests_running"),
+            "waiting": self.metrics.value("num_requests_waiting"),
             "stages": self.metrics.live.stages(),
             "series": self.metrics.live.points(now),
+            "counters": self.metrics.totals(),
         }
 
     def what_if(self, request: PreparedRequest, pool: str) -> router_pb2.WhatIfResponse:

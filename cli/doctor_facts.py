@@ -1,0 +1,112 @@
+"""What `diptych doctor` judges: a cluster at two moments, as plain values. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+UNLIMITED = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """See worker/host_facts.py. `clock_ahead_s`: of our own wall clock; its error is at most `clock_error_s`."""
+
+    hostname: str = ""
+    cpus: int = 1
+    load_1m: float = 0.0
+    open_files: int = 0
+    max_open_files: int = UNLIMITED
+    memlock_bytes: int = UNLIMITED
+    shm_bytes: int = 0
+    shm_free_bytes: int = 0
+    rdma_devices: tuple[str, ...] = ()
+    rdma_missing: tuple[str, ...] = ()
+    clock_ahead_s: float = 0.0
+    clock_error_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """One worker.
+
+    Args:
+        error: why it could not be asked; then everything from `path` on is at its default.
+        bytes_per_s: of the transport, from its self-test or measured since.
+        links: decode: measured bytes/s by prefill worker.
+        before, after: the engine's numbers by name, at the two moments.
+        settings: that bear on throughput, by name.
+        swap_from_tokens: from so many tokens on a swap is cheaper than computing again; None: not known or no host tier.
+    """
+
+    id: str
+    role: str
+    address: str = ""
+    error: str = ""
+    path: str = ""
+    bytes_per_s: float = 0.0
+    links: Mapping[str, float] = field(default_factory=dict)
+    before: Mapping[str, float] = field(default_factory=dict)
+    after: Mapping[str, float] = field(default_factory=dict)
+    settings: Mapping[str, str] = field(default_factory=dict)
+    host: Host = field(default_factory=Host)
+    violations: tuple[str, ...] = ()
+    slabs_free: int = 0
+    slabs_total: int = 0
+    slabs_quarantined: int = 0
+    kv_bytes_per_token: int = 0
+    swap_from_tokens: float | None = None
+
+    def now(self, name: str) -> float:
+        return self.after.get(name, 0.0)
+
+    def rise(self, name: str) -> float:
+        """Between the two moments."""
+        return self.after.get(name, 0.0) - self.before.get(name, 0.0)
+
+    def setting(self, name: str, default: int) -> int:
+        try:
+            return int(float(self.settings.get(name, "")))
+        except ValueError:
+            return default
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.settings.get("device", "cpu").startswith("cuda")
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Args:
+    status: the router's /status.json.
+    interval_s: between the two moments.
+    """
+
+    status: Mapping[str, Any]
+    workers: Sequence[Worker]
+    interval_s: float = 3.0
+
+    @property
+    def asked(self) -> list[Worker]:
+        """Those that answered."""
+        return [worker for worker in self.workers if not worker.error]
+
+    def of(self, role: str) -> list[Worker]:
+        return [worker for worker in self.asked if worker.role == role]
+
+    def total(self, name: str, role: str | None = None) -> float:
+        return sum(worker.now(name) for worker in self.asked if role in (None, worker.role))
+
+    def stage(self, name: str, quantile: str = "p50") -> float | None:
+        """Seconds that a stage of the last requests took; None: no request was seen."""
+        value = self.status.get("stages", {}).get(name, {}).get(quantile)
+        return None if value is None else float(value)
+
+    def counter(self, name: str) -> dict[str, float]:
+        """A counter of the router by label."""
+        return dict(self.status.get("counters", {}).get(name, {}))
+
+    @property
+    def cluster(self) -> Mapping[str, Any]:
+        return self.status.get("cluster") or {}

@@ -1,0 +1,173 @@
+"""`diptych top`: the cluster live in a terminal; in a pipe, one line for each look."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable
+from datetime import datetime
+from typing import Any
+
+from diptych.cli.status_client import StatusClient
+from diptych.common.errors import DiptychError
+
+_BARS = "▁▂▃▄▅▆▇█"
+_RECENT_S = 10
+_SPARK_S = 60
+
+
+def sparkline(values: Iterable[float | None]) -> str:
+    """One character a value; a blank where there is none."""
+    kept = list(values)
+    most = max((value for value in kept if value is not None), default=0.0)
+    if most <= 0:
+        return " " * len(kept)
+    return "".join(" " if v is None else _BARS[min(7, int(8 * v / most))] for v in kept)
+
+
+def seconds(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value * 1000:.0f} ms" if value < 1 else f"{value:.2f} s"
+
+
+def by_age(series: list[dict[str, Any]], field: str, span_s: int = _SPARK_S) -> list[float | None]:
+    """The field's value of each of the last seconds, oldest first; None where nothing happened."""
+    found = {point["age_s"]: point[field] for point in series}
+    return [found.get(age) for age in range(span_s, -1, -1)]
+
+
+def recent(status: dict[str, Any]) -> dict[str, float | None]:
+    """Rates and latencies of the last ten whole seconds."""
+    points = [point for point in status["series"] if 1 <= point["age_s"] <= _RECENT_S]
+
+    def worst(field: str) -> float | None:
+        return max((p[field] for p in points if p[field] is not None), default=None)
+
+    prompt = sum(p["prompt_tokens"] for p in points)
+    return {
+        "requests_per_s": sum(p["finished"] for p in points) / _RECENT_S,
+        "tokens_per_s": sum(p["tokens"] for p in points) / _RECENT_S,
+        "failed": float(sum(p["failed"] for p in points)),
+        "ttft_p95": worst("ttft_p95"),
+        "itl_p95": worst("itl_p95"),
+        "hit": sum(p["cached_tokens"] for p in points) / prompt if prompt else None,
+    }
+
+
+def line_of(status: dict[str, Any], at: str) -> str:
+    """One look as one line of fields `name=value`."""
+    now = recent(status)
+    hit = "-" if now["hit"] is None else f"{100 * now['hit']:.0f}%"
+    parts = [
+        at,
+        "ready" if status["ready"] else "not-ready",
+        f"running={status['running']:.0f}",
+        f"waiting={status['waiting']:.0f}",
+        f"req/s={now['requests_per_s']:.1f}",
+        f"tok/s={now['tokens_per_s']:.1f}",
+        f"ttft_p95={seconds(now['ttft_p95']).replace(' ', '')}",
+        f"itl_p95={seconds(now['itl_p95']).replace(' ', '')}",
+        f"hit={hit}",
+        f"failed={now['failed']:.0f}",
+    ]
+    for worker in (status["cluster"] or {}).get("workers", []):
+        state = "down" if worker["why_not"] else f"{100 * worker['kv_usage']:.0f}%kv"
+        parts.append(f"{worker['id']}={worker['running']}r/{worker['waiting']}w/{state}")
+    return " ".join(parts)
+
+
+def view(status: dict[str, Any]) -> Any:
+    """The same for a terminal, as a rich renderable."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    now, series = recent(status), status["series"]
+    head = Text(f"{status['model']}  ", style="bold")
+    head.append("ready" if status["ready"] else "not ready", style="green" if status["ready"] else "bold red")
+    head.append(
+        f"   running {status['running']:.0f}, waiting {status['waiting']:.0f}, "
+        f"{now['requests_per_s']:.1f} answers/s, {now['tokens_per_s']:.1f} tokens/s, {now['failed']:.0f} failed"
+    )
+    plots = Table(box=None, pad_edge=False, show_header=False)
+    for title, field, shown in (
+        ("TTFT p95", "ttft_p95", seconds(now["ttft_p95"])),
+        ("ITL p95", "itl_p95", seconds(now["itl_p95"])),
+        ("tokens/s", "tokens", f"{now['tokens_per_s']:.1f}"),
+    ):
+        plots.add_row(title, Text(sparkline(by_age(series, field)), style="cyan"), shown)
+    workers = Table(box=None, pad_edge=False)
+    for name in (
+        "worker",
+        "role",
+        "state",
+        "running",
+        "waiting",
+        "prompt tokens",
+        "KV",
+        "prefill tok/s",
+        "step",
+        "index",
+    ):
+        workers.add_column(name, justify="left" if name in ("worker", "role", "state", "index") else "right")
+    for w in (status["cluster"] or {}).get("workers", []):
+        state = Text(w["why_not"] or w["state"], style="red" if w["why_not"] else "green")
+        workers.add_row(
+            w["id"], w["role"], state, f"{w['running']}/{w['max_num_seqs']}", str(w["waiting"]),
+            str(w["waiting_prompt_tokens"]), f"{100 * w['kv_usage']:.0f}%",
+            f"{w['prefill_tokens_per_s']:.0f}", seconds(w["decode_step_s"] or None), w["index_mode"],
+        )  # fmt: skip
+    stages = Text("time p50  ", style="dim")
+    stages.append(", ".join(f"{name.replace('_', ' ')} {seconds(s['p50'])}" for name, s in status["stages"].items()))
+    reasons = [Text(reason, style="yellow") for reason in status["reasons"]]
+    return Group(head, *reasons, Text(), plots, Text(), workers, Text(), stages)
+
+
+def run_top(
+    url: str,
+    *,
+    every_s: float,
+    count: int,
+    tls_ca: Any = None,
+    sleep: Callable[[float], None] = time.sleep,
+) -> int:
+    """Look again and again. `count`: so many times; 0: until Ctrl-C. Returns: 0; 1 when the last look got no answer."""
+    client = StatusClient(url, tls_ca=tls_ca)
+    if sys.stdout.isatty():
+        return _run_live(client, every_s, count, sleep)
+    looks, failed = 0, False
+    while not count or looks < count:
+        if looks:
+            sleep(every_s)
+        looks += 1
+        at = datetime.now().strftime("%H:%M:%S")
+        try:
+            print(line_of(client.get(), at), flush=True)
+            failed = False
+        except DiptychError as error:
+            print(f"{at} no answer: {error.message}", flush=True)
+            failed = True
+    return int(failed)
+
+
+def _run_live(client: StatusClient, every_s: float, count: int, sleep: Callable[[float], None]) -> int:
+    from rich.live import Live
+    from rich.text import Text
+
+    looks, failed = 0, False
+    with Live(Text("asking ..."), screen=count == 0, auto_refresh=False) as live:
+        try:
+            while not count or looks < count:
+                if looks:
+                    sleep(every_s)
+                looks += 1
+                try:
+                    live.update(view(client.get()), refresh=True)
+                    failed = False
+                except DiptychError as error:
+                    live.update(Text(f"no answer: {error.message}", style="bold red"), refresh=True)
+                    failed = True
+        except KeyboardInterrupt:
+            return 0
+    return int(failed)

@@ -1,0 +1,148 @@
+"""The doctor's verdicts: a healthy cluster has none that is bad, and each fault is named with a next step."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from diptych.cli.doctor import CHECKS, as_json, examine, is_bad, lines_of
+from diptych.cli.doctor_facts import Facts, Host, Worker
+from diptych.cli.doctor_serving import utilization
+from diptych.cli.doctor_verdict import Level, Verdict
+
+SETTINGS = {"device": "cpu", "threads": "1", "max_num_seqs": "64", "slab_bytes": "4194304", "num_slabs": "8"}
+HOST = Host(hostname="one", cpus=8, load_1m=1.0, open_files=40, max_open_files=16384, shm_bytes=2**30, shm_free_bytes=2**30)
+
+
+def stage(p50: float, p95: float | None = None) -> dict[str, Any]:
+    return {"count": 10, "p50": p50, "p95": p95 or p50}
+
+
+STATUS: dict[str, Any] = {
+    "ready": True,
+    "reasons": [],
+    "cluster": {"workers": [{"id": "p0", "index_mode": "EXACT"}, {"id": "d0", "index_mode": "EXACT"}], "incompatible": []},
+    "stages": {
+        "tokenize": stage(0.001), "queue": stage(0.01), "prefill": stage(0.2), "transfer": stage(0.01),
+        "decode": stage(1.0), "second_token": stage(0.03),
+    },
+    "counters": {"placements": {"remote": 90.0, "local": 10.0}, "fallbacks": {}, "prefill_faults": {}, "request_errors": {}},
+}  # fmt: skip
+PREFILL = Worker(
+    "p0", "prefill", path="ucx:tcp", bytes_per_s=2e9, settings=SETTINGS, host=HOST,
+    before={"computed_tokens_total": 0.0},
+    after={"computed_tokens_total": 300.0, "prefill_tokens_per_s": 200.0, "prompt_tokens_total": 9000, "cached_tokens_total": 900},
+)  # fmt: skip
+DECODE = Worker(
+    "d0", "decode", path="ucx:tcp", bytes_per_s=2e9, links={"p0": 1.5e9}, settings=SETTINGS, host=HOST, slabs_total=8,
+    before={"steps": 0.0, "generation_tokens_total": 0.0},
+    after={"steps": 60.0, "generation_tokens_total": 500.0, "decode_step_s": 0.03, "num_running": 9.0},
+)  # fmt: skip
+
+
+def facts(prefill: Worker = PREFILL, decode: Worker = DECODE, **status: Any) -> Facts:
+    return Facts({**STATUS, **status}, [prefill, decode], 3.0)
+
+
+def moved(worker: Worker, **after: float) -> Worker:
+    return replace(worker, after={**worker.after, **after})
+
+
+def judged(found: Facts, check: str) -> list[Verdict]:
+    return [verdict for verdict in examine(found) if verdict.check == check]
+
+
+def worst(found: Facts, check: str) -> Verdict:
+    order = [Level.OK, Level.INFO, Level.UNKNOWN, Level.WARN, Level.BAD]
+    return max(judged(found, check), key=lambda verdict: order.index(verdict.level))
+
+
+def test_a_healthy_cluster_is_told_so() -> None:
+    verdicts = examine(facts())
+    assert {v.level for v in verdicts} <= {Level.OK, Level.INFO}, lines_of(verdicts)
+    assert not is_bad(verdicts)
+    named = {v.check for v in verdicts}
+    assert {"transport", "batch", "preemptions", "cache", "time", "tokenizer", "kv", "clock", "limits", "rdma", "balance"} <= named
+
+
+GPU = {**SETTINGS, "device": "cuda:0"}
+HOST_TIER = {**SETTINGS, "num_host_blocks": "100", "preemption_mode": "auto"}
+
+
+@pytest.mark.parametrize(
+    ("check", "level", "words", "found"),
+    [
+        ("cluster", Level.BAD, "does not answer", facts(reasons=["d0 does not answer"], ready=False)),
+        ("cluster", Level.BAD, "do not fit: block_size", facts(cluster={"incompatible": [{"prefill": "p0", "decode": "d0", "why": ["block_size"]}]})),
+        ("cluster", Level.UNKNOWN, "cannot be asked", facts(decode=Worker("d0", "decode", "d0:50051", "UNAVAILABLE"))),
+        ("cluster", Level.BAD, "7 of 8 blocks", facts(decode=replace(DECODE, violations=("7 of 8 blocks",)))),
+        ("transport", Level.BAD, "ib_uverbs", facts(decode=replace(DECODE, settings=GPU, host=replace(HOST, rdma_missing=("kernel module ib_uverbs is not loaded",))))),
+        ("transport", Level.WARN, "20.0 MB/s", facts(decode=replace(DECODE, bytes_per_s=20e6))),
+        ("rdma", Level.WARN, "mlx5_0", facts(decode=replace(DECODE, host=replace(HOST, hostname="two", rdma_devices=("mlx5_0",))))),
+        ("link", Level.WARN, "reads from p0", facts(decode=replace(DECODE, links={"p0": 1e8}))),
+        ("link", Level.WARN, "3 of 8 slabs are quarantined", facts(decode=replace(DECODE, slabs_quarantined=3))),
+        ("clock", Level.WARN, "+5.0 s", facts(decode=replace(DECODE, host=replace(HOST, clock_ahead_s=5.0, clock_error_s=0.1)))),
+        ("clock", Level.BAD, "-3600.0 s", facts(decode=replace(DECODE, host=replace(HOST, clock_ahead_s=-3600.0)))),
+        ("clock", Level.OK, "agree", facts(decode=replace(DECODE, host=replace(HOST, clock_ahead_s=5.0, clock_error_s=4.5)))),
+        ("limits", Level.WARN, "of 256 open files", facts(decode=replace(DECODE, host=replace(HOST, max_open_files=256)))),
+        ("limits", Level.BAD, "may lock", facts(decode=replace(DECODE, path="ucx:rc", host=replace(HOST, memlock_bytes=65536)))),
+        ("limits", Level.WARN, "/dev/shm", facts(decode=replace(DECODE, host=replace(HOST, shm_free_bytes=2**20)))),
+        ("cores", Level.WARN, "16 compute threads", facts(PREFILL, replace(DECODE, settings={**SETTINGS, "threads": "15"}))),
+        ("cores", Level.WARN, "load 20.0", facts(replace(PREFILL, host=replace(HOST, load_1m=20.0)))),
+        ("batch", Level.WARN, "6 wait", facts(decode=moved(DECODE, num_waiting=6.0))),
+        ("batch", Level.WARN, "64 of 64 running", facts(decode=moved(DECODE, num_running=64.0))),
+        ("batch", Level.INFO, "idle", facts(decode=moved(DECODE, steps=0.0))),
+        ("preemptions", Level.BAD, "2 preemptions while", facts(decode=moved(DECODE, preemptions_total=2.0))),
+        ("swap", Level.WARN, "no host tier", facts(decode=moved(DECODE, preemptions_total=2.0))),
+        ("swap", Level.WARN, "never beats", facts(decode=replace(DECODE, settings=HOST_TIER, swap_from_tokens=math.inf))),
+        ("swap", Level.OK, "from 40 tokens on", facts(decode=replace(DECODE, settings=HOST_TIER, swap_from_tokens=40.0))),
+        ("swap", Level.WARN, "mode recompute", facts(decode=replace(DECODE, settings={**HOST_TIER, "preemption_mode": "recompute"}, swap_from_tokens=40.0))),
+        ("kv", Level.WARN, "90%", facts(decode=moved(DECODE, kv_usage=0.9))),
+        ("kv", Level.BAD, "99%", facts(decode=moved(DECODE, kv_usage=0.99))),
+        ("cache", Level.WARN, "0% of 9.0 k", facts(moved(PREFILL, cached_tokens_total=0.0))),
+        ("cache", Level.WARN, "only as GUESS", facts(cluster={"workers": [{"id": "d0", "index_mode": "GUESS"}]})),
+        ("time", Level.BAD, "queue 900 ms", facts(stages={**STATUS["stages"], "queue": stage(0.9)})),
+        ("time", Level.WARN, "transfer 150 ms", facts(stages={**STATUS["stages"], "transfer": stage(0.15)})),
+        ("time", Level.INFO, "no request", facts(stages={})),
+        ("tokenizer", Level.WARN, "p95 200 ms", facts(stages={**STATUS["stages"], "tokenize": stage(0.01, 0.2)})),
+        ("balance", Level.WARN, "prefill was busy 100%, decode 5%", facts(moved(PREFILL, computed_tokens_total=590.0 + 10), moved(DECODE, steps=5.0))),
+        ("balance", Level.WARN, "turn a prefill worker", facts(moved(PREFILL, computed_tokens_total=10.0), moved(DECODE, steps=95.0))),
+        ("balance", Level.INFO, "no rates", facts(moved(PREFILL, prefill_tokens_per_s=0.0))),
+        ("fallbacks", Level.BAD, "7 to local_prefill", facts(counters={**STATUS["counters"], "fallbacks": {"local_prefill": 7.0}, "prefill_faults": {"WORKER_LOST": 7.0}})),
+        ("errors", Level.WARN, "3 OVERLOADED", facts(counters={**STATUS["counters"], "request_errors": {"OVERLOADED": 3.0, "CLIENT_LEFT": 9.0}})),
+    ],
+)  # fmt: skip
+def test_each_fault_is_named(check: str, level: Level, words: str, found: Facts) -> None:
+    verdict = worst(found, check)
+    assert verdict.level is level, lines_of(examine(found))
+    assert any(words in v.finding or words in v.next_step for v in judged(found, check) if v.level is level)
+
+
+def test_every_check_can_find_something() -> None:
+    """No check is dead: each is the only source of a check name that the table above asks for."""
+    names = {check.__name__ for check in CHECKS}
+    assert len(names) == len(CHECKS) == 14
+
+
+def test_utilization_is_work_over_rate() -> None:
+    assert utilization(PREFILL, 3.0) == pytest.approx(300 / 600)
+    assert utilization(DECODE, 3.0) == pytest.approx(60 * 0.03 / 3)
+    assert utilization(moved(DECODE, decode_step_s=0.0), 3.0) is None
+
+
+def test_json_and_lines_tell_the_same() -> None:
+    verdicts = examine(facts(decode=moved(DECODE, kv_usage=0.99)))
+    told = json.loads(as_json(verdicts))
+    assert told["ok"] is False
+    assert [row["finding"] for row in told["verdicts"]] == [v.finding for v in verdicts]
+    text = "\n".join(lines_of(verdicts))
+    assert all(v.finding in text and v.next_step in text for v in verdicts)
+
+
+def test_a_warning_needs_a_next_step() -> None:
+    with pytest.raises(AssertionError):
+        Verdict("kv", Level.WARN, "full")

@@ -1,0 +1,95 @@
+"""`diptych top`: what a look shows."""
+
+from __future__ import annotations
+
+import io
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from diptych.cli.status_client import StatusClient
+from diptych.cli.top import by_age, line_of, recent, run_top, sparkline, view
+from diptych.common.errors import AuthenticationError, ConfigError, NoWorkerError
+
+POINT = {
+    "age_s": 2, "ttft_p50": 0.1, "ttft_p95": 0.3, "itl_p50": 0.02, "itl_p95": 0.04, "tokens": 50, "prompt_tokens": 200,
+    "cached_tokens": 50, "finished": 4, "failed": 1,
+}  # fmt: skip
+WORKER = {
+    "id": "decode-0", "role": "decode", "state": "ready", "why_not": "", "running": 3, "waiting": 1, "max_num_seqs": 64,
+    "waiting_prompt_tokens": 70, "kv_usage": 0.25, "prefill_tokens_per_s": 150.0, "decode_step_s": 0.03, "index_mode": "EXACT",
+}  # fmt: skip
+STATUS: dict[str, Any] = {
+    "model": "m", "ready": True, "reasons": ["one thing"], "running": 3.0, "waiting": 1.0, "series": [POINT],
+    "stages": {"queue": {"count": 1, "p50": 0.05, "p95": 0.05}, "transfer": {"count": 0, "p50": None, "p95": None}},
+    "cluster": {"workers": [WORKER, {**WORKER, "id": "prefill-0", "why_not": "does not answer"}]},
+}  # fmt: skip
+
+
+def test_a_line_holds_the_last_ten_seconds() -> None:
+    assert recent(STATUS)["requests_per_s"] == pytest.approx(0.4)
+    line = line_of(STATUS, "12:00:00")
+    for words in ("12:00:00 ready", "running=3", "req/s=0.4", "tok/s=5.0", "ttft_p95=300ms", "hit=25%", "failed=1"):
+        assert words in line
+    assert "decode-0=3r/1w/25%kv" in line
+    assert "prefill-0=3r/1w/down" in line
+
+
+def test_sparklines_leave_gaps_where_nothing_happened() -> None:
+    assert sparkline([None, 1.0, 8.0]) == " ▂█"
+    assert sparkline([None, None]) == "  "
+    assert by_age([POINT], "tokens", span_s=3) == [None, 50, None, None]
+
+
+def test_the_terminal_view_names_workers_and_reasons() -> None:
+    out = io.StringIO()
+    Console(file=out, width=140).print(view(STATUS))
+    for words in ("decode-0", "does not answer", "one thing", "25%", "queue 50 ms", "transfer -"):
+        assert words in out.getvalue()
+
+
+class Router(BaseHTTPRequestHandler):
+    status = 200
+    body: bytes = b""
+
+    def do_GET(self) -> None:
+        self.send_response(self.status)
+        self.end_headers()
+        self.wfile.write(self.body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def router():
+    server = HTTPServer(("127.0.0.1", 0), Router)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    Router.status, Router.body = 200, json.dumps(STATUS).encode()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_in_a_pipe_each_look_is_a_line(router: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pauses: list[float] = []
+    assert run_top(router, every_s=2.0, count=3, sleep=pauses.append) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 3
+    assert pauses == [2.0, 2.0]
+
+
+def test_what_cannot_be_asked_is_a_typed_error(router: str) -> None:
+    Router.status = 401
+    with pytest.raises(AuthenticationError, match="DIPTYCH_API_KEY"):
+        StatusClient(router).get()
+    Router.status, Router.body = 200, b"[]"
+    with pytest.raises(NoWorkerError, match="no router's status"):
+        StatusClient(router).get()
+    with pytest.raises(ConfigError, match="http://"):
+        StatusClient("localhost:8000")
