@@ -44,6 +44,8 @@ class ClusterPlan:
     redis_port: int = 0
     addresses: dict[str, str] = field(default_factory=dict)
     """Child name -> address of its latest start."""
+    metrics: dict[str, str] = field(default_factory=dict)
+    """Worker name -> where its latest start shows /metrics."""
 
     def __post_init__(self) -> None:
         if not self.config.redis_url:
@@ -121,10 +123,13 @@ class ClusterPlan:
         def command() -> list[str]:
             port = free_port(LOOPBACK)
             self.addresses[name] = f"{LOOPBACK}:{port}"
+            metrics_port = free_port(LOOPBACK)
+            self.metrics[name] = f"{LOOPBACK}:{metrics_port}"
             flags: dict[str, object] = {
                 "worker-id": name,
                 "host": LOOPBACK,
                 "port": port,
+                "metrics-port": metrics_port,
                 "transport": config.transport,
                 "block-size": config.block_size,
                 "num-blocks": config.num_blocks,

@@ -44,7 +44,6 @@ def _ask_all(known: list[dict[str, Any]]) -> list[Worker]:
 
 @dataclass(frozen=True, slots=True)
 class _Answers:
-    info: worker_pb2.GetInfoResponse
     stats: worker_pb2.GetStatsResponse
     audit: worker_pb2.AuditResponse
     host: Host
@@ -57,7 +56,7 @@ def _ask(known: dict[str, Any]) -> Worker:
             answers = _answers(WorkerStub(channel))
     except grpc.RpcError as error:
         return replace(worker, error=f"{error.code().name}: {error.details()}")
-    info, stats, audit = answers.info, answers.stats, answers.audit
+    stats, audit, cost = answers.stats, answers.audit, answers.stats.preemption
     return replace(
         worker,
         path=stats.transport_path,
@@ -70,13 +69,12 @@ def _ask(known: dict[str, Any]) -> Worker:
         slabs_free=audit.slabs.free,
         slabs_total=audit.slabs.total,
         slabs_quarantined=audit.slabs.quarantined,
-        kv_bytes_per_token=info.preemption.kv_bytes_per_token,
-        swap_from_tokens=info.preemption.swap_from_tokens if info.preemption.HasField("swap_from_tokens") else None,
+        kv_bytes_per_token=cost.kv_bytes_per_token,
+        swap_from_tokens=cost.swap_from_tokens if cost.HasField("swap_from_tokens") else None,
     )
 
 
 def _answers(stub: Any) -> _Answers:
-    info = stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=_TIMEOUT_S)
     asked = time.time()
     stats = stub.GetStats(worker_pb2.GetStatsRequest(), timeout=_TIMEOUT_S)
     took_s = max(0.0, time.time() - asked)
@@ -97,4 +95,4 @@ def _answers(stub: Any) -> _Answers:
         clock_ahead_s=facts.wall_clock_s - (asked + took_s / 2),
         clock_error_s=took_s / 2,
     )
-    return _Answers(info, stats, audit, host)
+    return _Answers(stats, audit, host)

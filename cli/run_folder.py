@@ -27,6 +27,8 @@ class ChildState:
     start_time: float
     address: str
     log: str
+    metrics: str = ""
+    """host:port of its /metrics; the router's are on its HTTP port."""
 
 
 @dataclass(slots=True)

@@ -242,6 +242,7 @@ def _write_state(plan: ClusterPlan, supervisor: Supervisor, *, ready: bool) -> N
             start_time=child.identity.start_time,
             address=plan.addresses.get(child.spec.name, ""),
             log=str(child.spec.log),
+            metrics=plan.metrics.get(child.spec.name, ""),
         )
         for child in supervisor.children.values()
         if child.restart_at is None

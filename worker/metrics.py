@@ -20,7 +20,7 @@ from prometheus_client.registry import Collector
 
 from diptych.common.clock import Clock
 from diptych.common.errors import ConfigError, DiptychError
-from diptych.common.metrics import PREFIX, Metrics
+from diptych.common.metrics import PREFIX, TOKEN_BUCKETS, Metrics
 from diptych.engine.messages import EngineStats
 from diptych.kvtransfer.api import PeerRef, ReceivedSlab, SlabReader, Transfer, TransferAudit
 from diptych.kvtransfer.handle import SlabHandle
@@ -31,6 +31,7 @@ TRANSFER_BUCKETS_S = (
     *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
 )
 _AUDIT_DEADLINE_S = 2.0
+_MOST_STEPS = 256
 _JOIN_S = 5.0
 _SLAB_STATES = ("free", "packed", "in_flight", "settled", "quarantined")
 
@@ -57,11 +58,33 @@ class WorkerMetrics(Metrics):
             self.read_failures = self.counter(
                 "kv_transfer_failures", "Reads of slabs that failed, by reason", ["reason"]
             )
+        self.iteration_tokens = self.histogram(
+            "iteration_tokens_total", "Tokens that a step of the engine computed or drew", TOKEN_BUCKETS
+        )
+        self._seen: EngineStats | None = None
         self.registry.register(_Snapshot(self))
+
+    def describe_cache(self, **labels: object) -> None:
+        """The pool's constants, as labels of one series that is always 1 (what a gateway's endpoint picker reads)."""
+        told = {name: str(value) for name, value in labels.items()}
+        self.gauge("cache_config_info", "The KV cache's constants, as labels", list(told)).labels(**told).set(1)
+
+    def step(self) -> None:
+        """The engine has delivered events: look how much its last steps did. Steps without events count later."""
+        now, before = self._stats(), self._seen
+        if before is None:
+            return  # the warm-up's
+        steps = now.steps - before.steps
+        if steps > 0:
+            self._seen = now
+            tokens = now.computed_tokens_total - before.computed_tokens_total
+            tokens += now.generation_tokens_total - before.generation_tokens_total
+            for _ in range(min(steps, _MOST_STEPS)):
+                self.iteration_tokens.observe(tokens / steps)
 
     def begin(self, transfer: Transfer, loop: asyncio.AbstractEventLoop) -> None:
         """Count from now on: what the warm-up did is nobody's request."""
-        self._since = self._stats()
+        self._since = self._seen = self._stats()
         self._transfer, self._loop = transfer, loop
 
     def metered(self, reader: SlabReader) -> SlabReader:
@@ -73,6 +96,21 @@ class WorkerMetrics(Metrics):
         yield _gauge("num_requests_running", "Requests in the running batch, prefill or decode", now.num_running)
         waiting = now.num_waiting + now.num_waiting_remote
         yield _gauge("num_requests_waiting", "Requests that wait for blocks, a turn, or KV from prefill", waiting)
+        reasons = GaugeMetricFamily(
+            PREFIX + "num_requests_waiting_by_reason",
+            "capacity: for blocks or a turn; deferred: for KV from prefill",
+            labels=["reason"],
+        )
+        reasons.add_metric(["capacity"], now.num_waiting)
+        if self.role == "decode":
+            reasons.add_metric(["deferred"], now.num_waiting_remote)
+        yield reasons
+        yield _gauge(
+            "waiting_prompt_tokens", "Prompt tokens that are queued or half computed", now.waiting_prompt_tokens
+        )
+        yield _gauge(
+            "prefill_tokens_per_second", "Measured rate at which prompts are computed", now.prefill_tokens_per_s
+        )
         yield _gauge("kv_cache_usage_perc", "Share of KV blocks in use or reserved; 1 is all of them", now.kv_usage)
         cached = now.cached_tokens_total - since.cached_tokens_total
         prompt = now.prompt_tokens_total - since.prompt_tokens_total
@@ -92,6 +130,7 @@ class WorkerMetrics(Metrics):
         if self.role == "decode":  # prefill's requests never grow
             preempted = now.preemptions_total - since.preemptions_total
             yield _counter("num_preemptions", "Requests that had to give their blocks back and start over", preempted)
+            yield _gauge("decode_step_seconds", "Measured time of a step of decode", now.decode_step_s)
         yield _counter("engine_steps", "Steps of the engine", now.steps - since.steps)
 
     def transfer_families(self) -> Iterator[Metric]:

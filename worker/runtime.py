@@ -112,6 +112,14 @@ class WorkerRuntime:
             clock=self.clock,
         )
         self.metrics = WorkerMetrics(config.role, stats=self.engine.stats, clock=self.clock)
+        self.metrics.describe_cache(
+            block_size=config.block_size,
+            num_blocks=runner.num_blocks,
+            num_gpu_blocks=runner.num_blocks,
+            num_cpu_blocks=config.num_host_blocks,
+            cache_dtype=model.compat.kv_dtype,
+            enable_prefix_caching=config.enable_prefix_caching,
+        )
         self._metrics_server: MetricsServer | None = None
         self._transfer: Transfer | None = None
         self._role: Role | None = None
@@ -305,6 +313,7 @@ class WorkerRuntime:
             kv_event = self._cache_events.convert(event)
             if kv_event is not None and self._registration is not None:
                 self._registration.offer(kv_event)
+        self.metrics.step()
         if self._role is not None:
             self._role.on_step(events)
 

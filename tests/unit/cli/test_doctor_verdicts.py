@@ -1,4 +1,5 @@
 """The doctor's verdicts: a healthy cluster has none that is bad, and each fault is named with a next step."""
+# ruff: noqa: E501 - a table of faults reads better with one row a line
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from diptych.cli.doctor_serving import utilization
 from diptych.cli.doctor_verdict import Level, Verdict
 
 SETTINGS = {"device": "cpu", "threads": "1", "max_num_seqs": "64", "slab_bytes": "4194304", "num_slabs": "8"}
-HOST = Host(hostname="one", cpus=8, load_1m=1.0, open_files=40, max_open_files=16384, shm_bytes=2**30, shm_free_bytes=2**30)
+HOST = Host(
+    hostname="one", cpus=8, load_1m=1.0, open_files=40, max_open_files=16384, shm_bytes=2**30, shm_free_bytes=2**30
+)
 
 
 def stage(p50: float, p95: float | None = None) -> dict[str, Any]:
@@ -66,7 +69,19 @@ def test_a_healthy_cluster_is_told_so() -> None:
     assert {v.level for v in verdicts} <= {Level.OK, Level.INFO}, lines_of(verdicts)
     assert not is_bad(verdicts)
     named = {v.check for v in verdicts}
-    assert {"transport", "batch", "preemptions", "cache", "time", "tokenizer", "kv", "clock", "limits", "rdma", "balance"} <= named
+    assert {
+        "transport",
+        "batch",
+        "preemptions",
+        "cache",
+        "time",
+        "tokenizer",
+        "kv",
+        "clock",
+        "limits",
+        "rdma",
+        "balance",
+    } <= named
 
 
 GPU = {**SETTINGS, "device": "cuda:0"}

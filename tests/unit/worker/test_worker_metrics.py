@@ -86,3 +86,22 @@ def test_what_the_warm_up_did_is_not_counted() -> None:
     assert value(metrics, "prompt_tokens_by_source_total", source="local_compute") == 84
     assert value(metrics, "prompt_tokens_by_source_total", source="external_kv_transfer") == 0
     assert value(metrics, "kv_transfer_bytes_total") is None
+    assert value(metrics, "num_requests_waiting_by_reason", reason="capacity") == 1
+    assert value(metrics, "num_requests_waiting_by_reason", reason="deferred") == 2
+
+
+def test_a_step_is_counted_by_its_tokens() -> None:
+    now = EngineStats(steps=3, computed_tokens_total=40)
+    metrics = WorkerMetrics("prefill", stats=lambda: now, clock=FakeClock())
+    metrics.step()
+    now = EngineStats(steps=5, computed_tokens_total=100, generation_tokens_total=4)
+    metrics.step()
+    metrics.step()
+    assert value(metrics, "iteration_tokens_total_count") == 5
+    assert value(metrics, "iteration_tokens_total_sum") == pytest.approx(104)
+
+
+def test_the_caches_constants_are_labels() -> None:
+    metrics = WorkerMetrics("prefill", stats=EngineStats, clock=FakeClock())
+    metrics.describe_cache(block_size=16, num_gpu_blocks=99)
+    assert value(metrics, "cache_config_info", block_size="16", num_gpu_blocks="99") == 1
