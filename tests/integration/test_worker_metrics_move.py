@@ -83,7 +83,7 @@ async def test_every_series_of_both_roles_moves(pd: ModuleType) -> None:
             values == {0.0}
             for watch in watches
             for (n, _), values in watch.seen.items()
-            if "slabs" not in n and n not in CONSTANT
+            if "slabs" not in n and n not in CONSTANT | RATES
         )
         ended = asyncio.Event()
         looking = asyncio.create_task(look(ended))

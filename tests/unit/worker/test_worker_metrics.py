@@ -94,11 +94,15 @@ def test_a_step_is_counted_by_its_tokens() -> None:
     now = EngineStats(steps=3, computed_tokens_total=40)
     metrics = WorkerMetrics("prefill", stats=lambda: now, clock=FakeClock())
     metrics.step()
+    assert value(metrics, "iteration_tokens_total_count") == 0, "the warm-up is nobody's request"
+    loop = asyncio.new_event_loop()
+    loop.close()
+    metrics.begin(None, loop)  # type: ignore[arg-type]
     now = EngineStats(steps=5, computed_tokens_total=100, generation_tokens_total=4)
     metrics.step()
     metrics.step()
-    assert value(metrics, "iteration_tokens_total_count") == 5
-    assert value(metrics, "iteration_tokens_total_sum") == pytest.approx(104)
+    assert value(metrics, "iteration_tokens_total_count") == 2
+    assert value(metrics, "iteration_tokens_total_sum") == pytest.approx(64)
 
 
 def test_the_caches_constants_are_labels() -> None:
