@@ -21,11 +21,23 @@ MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_TOKENS = 64
 MAX_REPETITION_PENALTY = 10.0
+MAX_LENGTH_PENALTY = 10.0
 
 
 class FinishReason(Enum):
     STOP = "stop"
     LENGTH = "length"
+
+
+class EarlyStopping(Enum):
+    """When beam search is over, once beam_width answers are finished."""
+
+    OFF = "false"
+    """When no living beam, at its present length, scores better than the worst of them."""
+    ON = "true"
+    """At once."""
+    NEVER = "never"
+    """When no living beam can, however long it becomes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +59,8 @@ class SamplingParams:
         grammar: what the answer must look like; its end is the answer's end, whatever min_tokens and ignore_eos say.
         logprobs, prompt_logprobs: None: none; k: of the token itself and of the k likeliest at its place. They are the
             model's own, before temperature, penalties and filters.
+        beam_width: beam search with so many beams, of which the n best answers are given out; 0: off. length_penalty: an
+            answer's sum of logprobs is divided by its length to this power. Penalties, bias and bans change the logprobs.
     """
 
     max_tokens: int
@@ -71,6 +85,9 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None
+    beam_width: int = 0
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = EarlyStopping.OFF
 
     @property
     def greedy(self) -> bool:
@@ -93,7 +110,7 @@ class SamplingParams:
     @property
     def num_choices(self) -> int:
         """Choices that are computed."""
-        return self.best_of or self.n
+        return self.beam_width or self.best_of or self.n
 
 
 def _number(value: object, param: str) -> float:
@@ -143,6 +160,37 @@ def _flag(value: object, param: str) -> bool:
     if not isinstance(value, bool):
         raise InvalidRequestError(f"{param} must be true or false", param=param)
     return value
+
+
+def _early_stopping(value: object) -> EarlyStopping:
+    if isinstance(value, EarlyStopping):
+        return value
+    if isinstance(value, bool):
+        return EarlyStopping.ON if value else EarlyStopping.OFF
+    if value == "never":
+        return EarlyStopping.NEVER
+    raise InvalidRequestError('early_stopping must be true, false or "never"', param="early_stopping")
+
+
+def _check_beam_search(params: SamplingParams) -> None:
+    """Beam search draws nothing, and knows no text. Raises: InvalidRequestError naming what does not go with it."""
+    if not params.beam_width:
+        for name, neutral in (("length_penalty", 1.0), ("early_stopping", EarlyStopping.OFF)):
+            if getattr(params, name) != neutral:
+                raise InvalidRequestError(f"{name} is for beam search only", param=name)
+        return
+    if not params.n <= params.beam_width <= MAX_CHOICES:
+        raise InvalidRequestError(
+            f"beam_width must be between n={params.n} and {MAX_CHOICES}, got {params.beam_width}", param="beam_width"
+        )
+    for name, neutral in (("temperature", 0.0), ("top_p", 1.0), ("top_k", 0), ("min_p", 0.0), ("best_of", 0)):
+        if getattr(params, name) != neutral:
+            raise InvalidRequestError(
+                f"{name} does not go with beam search, which draws nothing: leave it out or set it to {neutral:g}",
+                param=name,
+            )
+    if params.stop:
+        raise InvalidRequestError("stop strings do not go with beam search: use stop_token_ids", param="stop")
 
 
 def _stops(value: object) -> tuple[str, ...]:
@@ -220,6 +268,9 @@ def check_sampling(
     logprobs: object = None,
     prompt_logprobs: object = None,
     grammar: object = None,
+    beam_width: object = 0,
+    length_penalty: object = 1.0,
+    early_stopping: object = False,
     vocab_size: int,
 ) -> SamplingParams:
     """Build SamplingParams from untrusted values.
@@ -254,7 +305,7 @@ def check_sampling(
     best = _integer(best_of, "best_of")
     if best and not choices <= best <= MAX_CHOICES:
         raise InvalidRequestError(f"best_of must be between n={choices} and {MAX_CHOICES}, got {best}", param="best_of")
-    return SamplingParams(
+    params = SamplingParams(
         max_tokens=m,
         seed=s,
         temperature=_between(temperature, "temperature", 0.0, 2.0),
@@ -279,4 +330,9 @@ def check_sampling(
             None if prompt_logprobs is None else _count(prompt_logprobs, "prompt_logprobs", 0, MAX_TOP_LOGPROBS)
         ),
         grammar=check_grammar(grammar),
+        beam_width=_count(beam_width, "beam_width", 0, MAX_CHOICES),
+        length_penalty=_between(length_penalty, "length_penalty", -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY),
+        early_stopping=_early_stopping(early_stopping),
     )
+    _check_beam_search(params)
+    return params

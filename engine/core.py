@@ -20,6 +20,7 @@ from diptych.engine.messages import (
     CopyKind,
     EngineEvent,
     EngineStats,
+    FirstCandidates,
     FirstToken,
     GrantSlabs,
     KvComplete,
@@ -98,6 +99,8 @@ class EngineCore:
                 self._unpack(command)
             case FirstToken():
                 remote.first_token(scheduler, command)
+            case FirstCandidates():
+                remote.first_candidates(scheduler, command)
             case KvComplete(attempt):
                 remote.kv_complete(scheduler, attempt)
             case RunLocally(attempt):

@@ -15,7 +15,7 @@ import xxhash
 
 from diptych.common.sampling import SamplingParams
 from diptych.engine import constraints
-from diptych.engine.messages import BlockCopy, CopyKind, ScheduledSeq, StepResult, TokenLogprobs
+from diptych.engine.messages import BlockCopy, Candidate, CopyKind, ScheduledSeq, StepResult, TokenLogprobs
 from diptych.engine.runner import StepAborted
 
 
@@ -70,7 +70,9 @@ class FakeRunner:
                 continue
             if seq.prompt_targets:
                 self._prompt_logprobs(i, seq, result)
-            if seq.sample:
+            if seq.sample and seq.num_candidates:
+                self._find_candidates(i, seq, result)
+            elif seq.sample:
                 self._sample(i, seq, result)
         return result
 
@@ -142,7 +144,7 @@ class FakeRunner:
             else:
                 noise = self._logits(xxhash.xxh3_64_intdigest(counter)) if counter else 0.0
                 token = int(np.argmax(allowed + noise))
-            logprobs = None if seq.top_logprobs is None else self._logprobs(seen, token, seq.top_logprobs)
+            logprobs = None if seq.top_logprobs is None else self._logprobs(seen, [token], seq.top_logprobs)[0]
             drawn.append((token, logprobs))
         result.token_ids[i] = drawn[0][0]
         if drawn[0][1] is not None:
@@ -150,10 +152,24 @@ class FakeRunner:
         if drawn[1:]:
             result.more_draws[i] = drawn[1:]
 
+    def _find_candidates(self, i: int, seq: ScheduledSeq, result: StepResult) -> None:
+        seen = self._seen(seq, seq.start + len(seq.token_ids))
+        logits = self._logits(seen).astype(np.float64)
+        scores = (logits - np.log(np.exp(logits).sum())).astype(np.float32)
+        if seq.history is not None:
+            seq.memo = constraint = constraints.constraint_of(seq.memo, seq.sampling, self.eos_token_ids, seq.grammar)
+            constraint.advance(seq.history, seq.num_prompt)
+            constraints.apply(scores, constraint)
+        best = [int(t) for t in np.argsort(-scores, kind="stable")[: seq.num_candidates] if scores[t] > -np.inf]
+        known: list[TokenLogprobs] | list[None] = [None] * len(best)
+        if seq.top_logprobs is not None:
+            known = self._logprobs(seen, best, seq.top_logprobs)
+        result.candidates[i] = [Candidate(t, float(scores[t]), entry) for t, entry in zip(best, known, strict=True)]
+
     def _prompt_logprobs(self, i: int, seq: ScheduledSeq, result: StepResult) -> None:
         top = seq.sampling.prompt_logprobs or 0
         result.prompt_logprobs[i] = [
-            self._logprobs(self._seen(seq, seq.start + row + 1), target, top)
+            self._logprobs(self._seen(seq, seq.start + row + 1), [target], top)[0]
             for row, target in enumerate(seq.prompt_targets)
         ]
 
@@ -164,12 +180,17 @@ class FakeRunner:
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         return ((x ^ (x >> np.uint64(31))) >> np.uint64(40)).astype(np.float32) / np.float32(1 << 21)
 
-    def _logprobs(self, seen: int, token: int, top: int) -> TokenLogprobs:
+    def _logprobs(self, seen: int, tokens: Sequence[int], top: int) -> list[TokenLogprobs]:
         logits = self._logits(seen).astype(np.float64)
         logprobs = logits - np.log(np.exp(logits).sum())
-        best = np.argsort(-logprobs, kind="stable")[:top]
-        rank = int((logprobs > logprobs[token]).sum()) + 1
-        return TokenLogprobs(token, float(logprobs[token]), rank, tuple((int(t), float(logprobs[t])) for t in best))
+        order = np.argsort(-logprobs, kind="stable")
+        ascending = logprobs[order[::-1]]
+        likeliest = tuple((int(t), float(logprobs[t])) for t in order[:top])
+        ranks = len(logprobs) + 1 - np.searchsorted(ascending, logprobs[list(tokens)], side="right")
+        return [
+            TokenLogprobs(token, float(logprobs[token]), int(rank), likeliest)
+            for token, rank in zip(tokens, ranks, strict=True)
+        ]
 
 
 def _counter(sampling: SamplingParams, output_index: int, choice: int = 0) -> bytes:

@@ -12,8 +12,8 @@ A request's life by mode:
              RunLocally at any time before KvComplete: drop what arrived, compute the prompt here
 
 Cancel is safe in every state; it ends with Failed(RequestCancelledError), and nothing of the attempt is touched after
-that event. Every request ends with exactly one of Finished, PrefillComplete, Failed. With several choices (n > 1) each
-choice ends with ChoiceFinished first.
+that event. Every request ends with exactly one of Finished, PrefillComplete, Failed. With several choices (n > 1) and with beam
+search each choice ends with ChoiceFinished first. Beam search has FirstCandidates wherever others have first tokens.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from diptych.common.errors import DiptychError
 from diptych.common.sampling import FinishReason, SamplingParams
 from diptych.engine.grammar.program import Program
 from diptych.engine.step_messages import BlockCopy as BlockCopy
+from diptych.engine.step_messages import Candidate as Candidate
 from diptych.engine.step_messages import CopyKind as CopyKind
 from diptych.engine.step_messages import ScheduledSeq as ScheduledSeq
 from diptych.engine.step_messages import StepResult as StepResult
@@ -142,6 +143,15 @@ class FirstToken:
 
 
 @dataclass(frozen=True, slots=True)
+class FirstCandidates:
+    """Beam search: what may follow the prompt, the likeliest first. An event of a PREFILL request, in place of its first
+    tokens, and a command to the REMOTE one."""
+
+    attempt: str
+    candidates: tuple[Candidate, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class KvComplete:
     """Every range of a REMOTE request was unpacked: it may join the running batch (once its first token is known, if none
     was forced)."""
@@ -154,7 +164,7 @@ class RunLocally:
     attempt: str
 
 
-Command = AddRequest | Cancel | GrantSlabs | UnpackRange | FirstToken | KvComplete | RunLocally
+Command = AddRequest | Cancel | GrantSlabs | UnpackRange | FirstToken | FirstCandidates | KvComplete | RunLocally
 
 
 # ---- events: step thread -> event loop ---------------------------------------------------------------------------
@@ -298,6 +308,7 @@ CacheEvent = BlocksStored | BlocksEvicted | CacheCleared
 EngineEvent = (
     Admitted
     | TokensOut
+    | FirstCandidates
     | PromptLogprobs
     | RangePacked
     | PrefillComplete

@@ -25,6 +25,15 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A token that a beam may go on with. `score`: what it adds to the beam's; `logprobs`: only if they were asked for."""
+
+    token_id: int
+    score: float
+    logprobs: TokenLogprobs | None = None
+
+
 class CopyKind(Enum):
     FORK = "fork"
     """Block to block of the pool."""
@@ -53,6 +62,7 @@ class ScheduledSeq:
         output_index: index of that token among the outputs (the counter of the draw).
         choice: number of the choice; enters the draw.
         num_draws: tokens to draw, for choices choice, choice + 1, ...
+        num_candidates: of a beam: instead of drawing, find so many of the likeliest tokens; 0: draw.
         top_logprobs: with the drawn token its logprobs and so many of the likeliest; None: none.
         history: prompt and outputs so far, only if the draw depends on them; the first num_prompt are the prompt.
         prompt_targets: row i's logits are asked for the logprob of prompt_targets[i], a prompt token.
@@ -69,6 +79,7 @@ class ScheduledSeq:
     output_index: int
     choice: int = 0
     num_draws: int = 1
+    num_candidates: int = 0
     top_logprobs: int | None = None
     history: Sequence[int] | None = None
     num_prompt: int = 0
@@ -89,4 +100,6 @@ class StepResult:
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     more_draws: dict[int, list[tuple[int, TokenLogprobs | None]]] = field(default_factory=dict)
     """Index of a sequence with num_draws > 1 -> the draws of its other choices."""
+    candidates: dict[int, list[Candidate]] = field(default_factory=dict)
+    """Index of a sequence with num_candidates -> the likeliest tokens that nothing forbids, best first; maybe none."""
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)

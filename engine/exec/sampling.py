@@ -8,6 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from diptych.engine.constraints import Constraint, constraint_of
+from diptych.engine.exec.beam import find_candidates
 from diptych.engine.exec.constrain import token_logprobs
 from diptych.engine.exec.sampler import Draw, bad_rows, draw_tokens
 from diptych.engine.messages import ScheduledSeq, StepResult
@@ -49,6 +50,11 @@ def draw_step(
     if prompt_rows:
         _prompt_logprobs(seqs, prompt_rows, logits[len(sampled) :].float(), result)
         logits = logits[: len(sampled)]
+    beams = [row for row, i in enumerate(sampled) if seqs[i].num_candidates]
+    if beams:
+        find_candidates(seqs, [sampled[row] for row in beams], logits[beams], eos_token_ids, result)
+        drawn_rows = [row for row, i in enumerate(sampled) if not seqs[i].num_candidates]
+        sampled, logits = [sampled[row] for row in drawn_rows], logits[drawn_rows]
     if not sampled:
         return
     draws = [_draw(seqs[i], eos_token_ids) for i in sampled]

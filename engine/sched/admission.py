@@ -34,6 +34,9 @@ def check_request(
     prompt, forced = request.prompt_token_ids, request.output_token_ids
     _check_ids(prompt, forced, limits.vocab_size)
     _check_parameter_ids(request.sampling, limits.vocab_size)
+    beam_width = request.sampling.beam_width
+    if forced and beam_width:
+        raise InvalidRequestError("beam search cannot go on where another attempt ended", param="beam_width")
     if forced and request.sampling.num_choices > 1:
         raise InvalidRequestError("a request with several choices cannot go on where another ended", param="n")
     num_prompt = len(prompt)
@@ -71,12 +74,28 @@ def check_request(
             f"prompt and max_tokens need KV of {total - 1} tokens; this worker's pool holds {pool_tokens}",
             param="max_tokens",
         )
+    if beam_width:
+        _check_beams(beam_width, -(-(total - 1) // size), config)
     output = make_output(request.sampling, limits, total - num_prompt, detokenizer_factory)
     try:
         output.prime(forced)
     except Exception as error:  # one request's text must not end the engine
         raise InternalError(f"making text of the tokens failed: {type(error).__name__}: {error}") from error
     return output
+
+
+def _check_beams(width: int, blocks_of_each: int, config: EngineConfig) -> None:
+    """All beams run at one time, and at worst they share no block. Raises: InvalidRequestError."""
+    if width > config.max_num_seqs:
+        raise InvalidRequestError(
+            f"beam_width={width}: this worker runs {config.max_num_seqs} sequences at a time", param="beam_width"
+        )
+    if width * blocks_of_each > config.num_blocks:
+        raise InvalidRequestError(
+            f"beam_width={width} times the {blocks_of_each} KV blocks of prompt and max_tokens is more than this worker's "
+            f"{config.num_blocks}",
+            param="beam_width",
+        )
 
 
 def make_output(

@@ -40,9 +40,10 @@ class KvCacheManager:
         """Of all its tokens and the one to come: a request that was just admitted never has to grow at once. And one more for
         each sibling that will be forked from it, as far as the pool goes."""
         need = self.blocks_for(min(request.num_tokens + 1, request.max_kv_tokens))
-        if request.choices is None or request.mode is KvMode.PREFILL or request.num_outputs:
+        count = request.sampling.num_choices
+        if count == 1 or request.mode is KvMode.PREFILL or request.num_outputs:
             return need
-        return max(need, min(need + len(request.choices.numbers) - 1, self.pool.num_blocks))
+        return max(need, min(need + count - 1, self.pool.num_blocks))
 
     def fits(self, request: Request, spare: int = 0) -> bool:
         """Could it be admitted now, leaving `spare` blocks over?"""

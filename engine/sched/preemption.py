@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from diptych.engine.messages import KvMode
+from diptych.engine.sched.beams import give_up_candidates
 from diptych.engine.sched.policies import Policy
 from diptych.engine.sched.request import Request, State
 from diptych.engine.sched.swap_cost import swap_is_cheaper
@@ -35,9 +37,26 @@ def grow(scheduler: Scheduler, full: list[Request]) -> None:
 
 
 def preempt(scheduler: Scheduler, request: Request) -> None:
-    """Its blocks go; its KV is kept in the host tier where that is cheaper than computing it again."""
+    """Its blocks go, and those of its attempt's other beams; KV is kept in the host tier where that is cheaper than computing
+    it again."""
+    beams = list(request.beams.members.values()) if request.beams is not None else [request]
+    for beam in beams:
+        if beam.state is State.RUNNING:
+            _preempt_one(scheduler, beam)
+
+
+def waiting_beams(request: Request) -> list[Request]:
+    """All preempted beams of its attempt, if it is one: they are admitted together."""
+    if request.beams is None or request.state is not State.PREEMPTED:
+        return []
+    return [beam for beam in request.beams.members.values() if beam.state is State.PREEMPTED]
+
+
+def _preempt_one(scheduler: Scheduler, request: Request) -> None:
     scheduler.decoding.pop(request.attempt, None)
     scheduler.prefilling.pop(request.attempt, None)
+    scheduler.held.pop(request.attempt, None)
+    give_up_candidates(request)
     if _goes_to_host(scheduler, request):
         scheduler.swaps += 1
     else:
@@ -60,11 +79,12 @@ def make_way(scheduler: Scheduler) -> None:
     """Let the next waiting request have what running ones of a worse class hold, if that is enough for it."""
     policy, kv = scheduler.policy, scheduler.kv
     while (request := scheduler.waiting.head(may_compute=True)) is not None:
-        if scheduler.free_slots() > 0 and kv.fits(request):
+        if scheduler.fits(request):
             return
         victims = [r for r in scheduler.running() if r.mode is not KvMode.PREFILL and policy.outranks(request, r)]
-        gain = sum(kv.pool.refs(block) == 1 for victim in victims for block in victim.block_ids)
-        if not victims or kv.blocks_at_admission(request) > kv.pool.available + gain:
+        held = Counter(block for victim in victims for block in victim.block_ids)
+        gain = sum(kv.pool.refs(block) == count for block, count in held.items())
+        if not victims or scheduler.blocks_wanted(request) > kv.pool.available + gain:
             return
         preempt(scheduler, max(victims, key=policy.rank))
 

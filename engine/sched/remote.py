@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from diptych.common.errors import InternalError
-from diptych.engine.messages import FirstToken, KvMode, UnpackRange
-from diptych.engine.sched import results
+from diptych.engine.messages import FirstCandidates, FirstToken, KvMode, UnpackRange
+from diptych.engine.sched import beams, results
 from diptych.engine.sched.request import Request, State
 from diptych.engine.sched.scheduler import Scheduler
 
@@ -63,6 +63,9 @@ def first_token(scheduler: Scheduler, command: FirstToken) -> None:
         )
         return
     group = request.choices
+    if request.beams is not None:
+        scheduler.fail(request, InternalError("prefill sent a token: beam search waits for candidates"))
+        return
     if group is None:
         results.take_token(scheduler, request, command.token_id, command.logprobs)
     elif command.choice not in group.numbers:
@@ -73,6 +76,22 @@ def first_token(scheduler: Scheduler, command: FirstToken) -> None:
         return
     else:
         group.first_tokens.setdefault(command.choice, (command.token_id, command.logprobs))
+    _join_if_ready(scheduler, request)
+
+
+def first_candidates(scheduler: Scheduler, command: FirstCandidates) -> None:
+    """Beam search: they wait until the KV is here. Ignored when the attempt is past them, or has some already."""
+    request = _waiting(scheduler, command.attempt)
+    if request is None:
+        return
+    if request.beams is None:
+        scheduler.fail(request, InternalError("prefill sent candidates of a beam search: there is none"))
+        return
+    if any(not 0 <= one.token_id < scheduler.limits.vocab_size for one in command.candidates):
+        scheduler.fail(request, InternalError("prefill sent a candidate outside the vocabulary"))
+        return
+    if request.beams.first_candidates is None:
+        request.beams.first_candidates = command.candidates
     _join_if_ready(scheduler, request)
 
 
@@ -118,6 +137,12 @@ def _join_if_ready(scheduler: Scheduler, request: Request) -> None:
     if request.state is not State.WAITING_FOR_REMOTE_KV:
         return
     group = request.choices
+    if request.beams is not None:
+        candidates = request.beams.first_candidates
+        if candidates is not None and (request.kv_complete or request.max_tokens_total == request.num_prompt + 1):
+            _join(scheduler, request)
+            beams.offer(scheduler, request, list(candidates))
+        return
     if group is not None and len(group.first_tokens) == len(group.numbers) and not request.num_outputs:
         # One token each is the end of them all: no KV is needed.
         if request.kv_complete or request.max_tokens_total == request.num_prompt + 1:

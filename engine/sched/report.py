@@ -15,7 +15,7 @@ def stats(scheduler: Scheduler, *, steps: int, busy_since: float | None) -> Engi
     counts = kv.pool.counts
     computing = sum(len(r.token_ids) - r.num_computed for r in scheduler.prefilling.values())
     return EngineStats(
-        num_running=len(scheduler.decoding) + len(scheduler.prefilling),
+        num_running=len(scheduler.decoding) + len(scheduler.prefilling) + len(scheduler.held),
         num_waiting=len(scheduler.waiting),
         num_waiting_remote=len(scheduler.remote),
         kv_usage=(counts.running + counts.reserved) / counts.total,

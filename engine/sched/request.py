@@ -23,6 +23,7 @@ from diptych.engine.messages import EngineRequest, KvMode, ScheduledSeq
 
 if TYPE_CHECKING:
     from diptych.engine.runner import Pull
+    from diptych.engine.sched.beams import Beams
     from diptych.engine.sched.choices import Choices
     from diptych.engine.sched.output import OutputProcessor
 
@@ -74,11 +75,11 @@ class Request:
     """
 
     __slots__ = (
-        "arrival", "arrived_at", "attempt", "block_ids", "choice", "choices", "compute_s", "covered", "forced", "hasher",
-        "header", "history", "kv_complete", "kv_target", "max_model_len", "max_tokens_total", "mode", "num_cached_tokens",
-        "num_computed", "num_prompt", "num_published", "num_reserved", "output", "packed_until", "peer", "priority",
-        "prompt_logprobs_from", "public", "pulls", "returned", "samples", "sampling", "seq", "shares_tail", "source", "state",
-        "swapped", "tenant", "token_ids", "want_kv",
+        "arrival", "arrived_at", "attempt", "beams", "block_ids", "choice", "choices", "compute_s", "covered", "forced",
+        "hasher", "header", "history", "kv_complete", "kv_target", "max_model_len", "max_tokens_total", "mode",
+        "num_cached_tokens", "num_computed", "num_prompt", "num_published", "num_reserved", "output", "packed_until",
+        "peer", "priority", "prompt_logprobs_from", "public", "pulls", "returned", "samples", "sampling", "seq",
+        "shares_tail", "source", "state", "swapped", "tenant", "token_ids", "want_kv",
     )  # fmt: skip
 
     def __init__(
@@ -102,6 +103,8 @@ class Request:
         self.choice = request.choice
         self.choices: Choices | None = None
         """Of an attempt with several choices; its siblings share it."""
+        self.beams: Beams | None = None
+        """Of an attempt with beam search; its beams share it."""
         self.returned = False
         """It was admitted before, or waited for remote KV: it waits before others of its class."""
         self.sampling = request.sampling
@@ -161,6 +164,8 @@ class Request:
         )
 
     def _top_logprobs(self) -> int | None:
+        if self.sampling.beam_width:
+            return self.sampling.logprobs
         if self.sampling.logprobs is None and self.sampling.num_choices > self.sampling.n:
             return 0  # best_of ranks by them
         return self.sampling.logprobs
@@ -175,6 +180,21 @@ class Request:
         other.history = [State.RUNNING]
         other.num_cached_tokens = self.num_cached_tokens
         other.prompt_logprobs_from = None
+        return other
+
+    def twin(self, number: int) -> Request:
+        """Another beam with the same tokens, RUNNING; its blocks are still to be shared."""
+        source = replace(self.source, choice=number, mode=KvMode.LOCAL)
+        other = Request(source, self.arrival, self.header, self.max_model_len, None, self.arrived_at)
+        other.attempt = f"{self.public}\0{number}"
+        other.beams = self.beams
+        other.state = State.RUNNING
+        other.history = [State.RUNNING]
+        other.returned = self.returned
+        other.num_cached_tokens = self.num_cached_tokens
+        other.prompt_logprobs_from = None
+        other.token_ids.extend(self.token_ids[self.num_prompt :])  # in place: seq.history is this very list
+        other.seq.num_candidates = self.seq.num_candidates
         return other
 
     @property

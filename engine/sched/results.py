@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from diptych.common.errors import InternalError, InvalidRequestError
-from diptych.engine.messages import KvMode, PromptLogprobs, StepResult, TokenLogprobs, TokensOut
-from diptych.engine.sched import handover
+from diptych.engine.messages import FirstCandidates, KvMode, PromptLogprobs, StepResult, TokenLogprobs, TokensOut
+from diptych.engine.sched import beams, handover
 from diptych.engine.sched.request import Request
 from diptych.engine.sched.step import SchedulerOutput
 
@@ -30,7 +30,8 @@ def update(scheduler: Scheduler, out: SchedulerOutput, result: StepResult, durat
     trouble = bool(result.bad_rows or result.refused_rows)
     token_ids, logprobs = result.token_ids, result.logprobs
     for i, request in enumerate(out.requests):
-        if request.choices is not None and request.attempt not in live:
+        grouped = request.choices is not None or request.beams is not None
+        if grouped and request.attempt not in live:
             continue  # a sibling's failure has ended it in this very step
         if trouble and _failed(scheduler, request, i, result):
             continue
@@ -44,6 +45,9 @@ def update(scheduler: Scheduler, out: SchedulerOutput, result: StepResult, durat
         request.num_computed = computed
         if not computed % size:
             kv.publish(request)
+        if request.beams is not None:
+            beams.offer(scheduler, request, result.candidates.get(i))
+            continue
         token = token_ids[i]
         if token is None:
             scheduler.fail(request, InternalError(f"the runner drew no token for attempt {request.public}"))
@@ -61,6 +65,10 @@ def _advance_chunk(scheduler: Scheduler, request: Request, i: int, result: StepR
         _advance_prefill(scheduler, request, i, result, duration_s)
         return
     if not seq.sample:
+        return
+    if request.beams is not None:
+        scheduler.start_decoding(request)
+        beams.offer(scheduler, request, result.candidates.get(i))
         return
     token = result.token_ids[i]
     if token is None:
@@ -143,7 +151,13 @@ def _advance_prefill(scheduler: Scheduler, request: Request, i: int, result: Ste
         scheduler.packing.offer(request)
     if request.num_computed < len(request.token_ids):
         return
-    if request.samples:
+    if request.samples and request.beams is not None:
+        candidates = result.candidates.get(i)
+        if candidates is None:
+            scheduler.fail(request, InternalError(f"the runner gave no candidates for attempt {request.public}"))
+            return
+        scheduler.events.append(FirstCandidates(request.public, tuple(candidates)))
+    elif request.samples:
         token = result.token_ids[i]
         if token is None:
             scheduler.fail(request, InternalError(f"the runner drew no token for attempt {request.public}"))

@@ -31,6 +31,7 @@ from diptych.engine.messages import (
 )
 from diptych.engine.sched import preemption, report
 from diptych.engine.sched.admission import ModelLimits, check_request, make_output
+from diptych.engine.sched.beams import Beams
 from diptych.engine.sched.choices import Choices
 from diptych.engine.sched.kv_cache_manager import KvCacheManager
 from diptych.engine.sched.output import DetokenizerFactory
@@ -75,15 +76,17 @@ class Scheduler:
         )
         self.policy = make_policy(config.scheduling_policy, sjf_aging_tokens_per_s=config.sjf_aging_tokens_per_s)
         self.requests: dict[str, Request] = {}
-        self.groups: dict[str, Choices] = {}
-        """Attempts with several choices."""
+        self.groups: dict[str, Choices | Beams] = {}
+        """Attempts with several choices or beams."""
         self.events: list[EngineEvent] = []
         self._identity = identity
-        self._detokenizer_factory = detokenizer_factory
+        self.detokenizer_factory = detokenizer_factory
         self.waiting = WaitingQueues(self.policy)
         self.remote: dict[str, Request] = {}
         self.prefilling: dict[str, Request] = {}
         self.decoding: dict[str, Request] = {}
+        self.held: dict[str, Request] = {}
+        """Beams that are computed and wait, with their blocks, for the others of their attempt."""
         self.growing: list[Request] = []
         """Decoding requests whose next token needs a block of its own; whoever makes the need says so here."""
         self._arrivals = 0
@@ -106,7 +109,7 @@ class Scheduler:
             return
         self._arrivals += 1
         try:
-            output = check_request(engine_request, self.config, self.limits, self._detokenizer_factory)
+            output = check_request(engine_request, self.config, self.limits, self.detokenizer_factory)
         except DiptychError as error:
             self.events.append(Failed(attempt, error))
             return
@@ -115,7 +118,10 @@ class Scheduler:
         self.requests[attempt] = request
         self.policy.entered(request)
         sampling = engine_request.sampling
-        if sampling.num_choices > 1:
+        if sampling.beam_width:
+            request.beams = self.groups[attempt] = Beams(request, self.limits.eos_token_ids)
+            request.seq.num_candidates = request.beams.search.num_candidates
+        elif sampling.num_choices > 1:
             request.choices = self.groups[attempt] = Choices(attempt, sampling, engine_request.choice)
             request.choices.members[request.choice] = request
             request.seq.num_draws = sampling.num_choices
@@ -171,6 +177,7 @@ class Scheduler:
         self.remote.pop(attempt, None)
         self.prefilling.pop(attempt, None)
         self.decoding.pop(attempt, None)
+        self.held.pop(attempt, None)
         self.packing.drop(request)
         request.end_pulls()
         self.kv.free(request)
@@ -179,6 +186,9 @@ class Scheduler:
         del self.requests[attempt]
         if request.choices is not None:
             del request.choices.members[request.choice]
+        if request.beams is not None:
+            del request.beams.members[request.choice]
+            request.beams.ready.pop(request.choice, None)
 
     # ---- a step ----
 
@@ -249,10 +259,22 @@ class Scheduler:
         return end - start
 
     def running(self) -> chain[Request]:
-        return chain(self.decoding.values(), self.prefilling.values())
+        return chain(self.decoding.values(), self.prefilling.values(), self.held.values())
 
     def free_slots(self) -> int:
-        return self.config.max_num_seqs - len(self.decoding) - len(self.prefilling) - len(self.remote)
+        taken = len(self.decoding) + len(self.prefilling) + len(self.remote) + len(self.held)
+        return self.config.max_num_seqs - taken
+
+    def fits(self, request: Request) -> bool:
+        """Could it be admitted now? Preempted beams come back together."""
+        beams = preemption.waiting_beams(request)
+        if not beams:
+            return self.free_slots() > 0 and self.kv.fits(request)
+        return self.free_slots() >= len(beams) and self.blocks_wanted(request) <= self.kv.pool.available
+
+    def blocks_wanted(self, request: Request) -> int:
+        """At admission, with all the beams that come along; without what a cache may save."""
+        return sum(self.kv.blocks_at_admission(one) for one in preemption.waiting_beams(request) or (request,))
 
     def _admit(self, out: SchedulerOutput, budget: int) -> None:
         """Strictly in the policy's order by blocks: whoever cannot have its blocks holds up all behind it. A request that only
@@ -266,11 +288,18 @@ class Scheduler:
                 return
             remote = request.mode is KvMode.REMOTE and request.state is State.WAITING
             if not remote and budget <= 0:
-                claimed = self.kv.blocks_at_admission(request)
+                claimed = self.blocks_wanted(request)
                 may_compute = False
                 continue
             if claimed and not self.kv.fits(request, claimed):
                 return
+            if beams := preemption.waiting_beams(request):
+                if not self.fits(request):
+                    return
+                for beam in beams:
+                    budget -= self._come_back(out, beam, budget)
+                slots -= len(beams)
+                continue
             if not self.kv.admit(request, reserve=remote):
                 return
             slots -= 1
@@ -283,6 +312,15 @@ class Scheduler:
                 request.move(State.RUNNING)
                 self.prefilling[request.attempt] = request
                 budget -= self._add_chunk(out, request, budget)
+
+    def _come_back(self, out: SchedulerOutput, beam: Request, budget: int) -> int:
+        """A preempted beam whose blocks are there for certain. Returns: the tokens that it computes in this step."""
+        admitted = self.kv.admit(beam, reserve=False)
+        assert admitted, f"attempt {beam.attempt} does not fit, though all beams together did"
+        self.waiting.remove(beam)
+        beam.move(State.RUNNING)
+        self.prefilling[beam.attempt] = beam
+        return self._add_chunk(out, beam, budget) if budget > 0 else 0
 
     def _note_admission(self, request: Request) -> None:
         if request.state is not State.WAITING:
@@ -307,7 +345,7 @@ class Scheduler:
         siblings = []
         for choice in group.numbers[1:]:
             output = make_output(
-                request.sampling, self.limits, request.max_tokens_total - request.num_prompt, self._detokenizer_factory
+                request.sampling, self.limits, request.max_tokens_total - request.num_prompt, self.detokenizer_factory
             )
             sibling = request.sibling(choice, output)
             self.kv.fork(request, sibling)

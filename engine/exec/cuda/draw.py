@@ -21,7 +21,7 @@ BAD_ROW = "logits hold NaN or Inf"
 
 
 def is_plain(seq: ScheduledSeq) -> bool:
-    return seq.history is None and seq.num_draws == 1 and seq.top_logprobs is None
+    return seq.history is None and seq.num_draws == 1 and not seq.num_candidates and seq.top_logprobs is None
 
 
 def _words(x: int) -> tuple[int, int]:

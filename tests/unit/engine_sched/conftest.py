@@ -19,6 +19,7 @@ from diptych.engine.messages import (
     EngineRequest,
     Failed,
     Finished,
+    FirstCandidates,
     FirstToken,
     GrantSlabs,
     KvComplete,
@@ -172,6 +173,8 @@ class Pair:
                 self.prefill.send(GrantSlabs((self._grants[slab],)))
             case TokensOut(attempt, _, token_ids, choice=choice, logprobs=logprobs):
                 self.decode.send(FirstToken(attempt, token_ids[0], choice, logprobs[0] if logprobs else None))
+            case FirstCandidates():
+                self.decode.send(event)
             case PromptLogprobs():
                 self.seen.append(event)
             case PrefillComplete(attempt):

@@ -28,11 +28,25 @@ FEATURES: dict[str, dict] = {
     "prompt logprobs": {"prompt_logprobs": 2, "logprobs": 0, "repetition_penalty": 0.7},
     "choices": {"n": 3, "logprobs": 1, "frequency_penalty": 0.5},
     "best of": {"n": 2, "best_of": 4},
+    "beams": {
+        "n": 2,
+        "beam_width": 3,
+        "logprobs": 1,
+        "stop_token_ids": tuple(range(0, 1000, 9)),
+        "length_penalty": 0.5,
+    },
+    "beams with bans": {"beam_width": 2, "frequency_penalty": 0.5, "min_tokens": 4, "bad_words": ((7,), (21, 22))},
 }
+
+
+CASES = [(name, greedy) for name in sorted(FEATURES) for greedy in (True, False) if greedy or "beams" not in name]
+"""Beam search draws nothing: it has no seeded case."""
 
 
 def params(feature: str, greedy: bool, max_tokens: int = NUM_TOKENS) -> SamplingParams:
     base = SamplingParams(max_tokens=max_tokens, seed=11, temperature=0.0 if greedy else 0.8, ignore_eos=True)
+    if "beam_width" in FEATURES[feature]:
+        base = replace(base, temperature=0.0)
     return replace(base, **FEATURES[feature])
 
 
@@ -85,8 +99,7 @@ def send(engine, *requests):
 features = st.sampled_from(sorted(FEATURES))
 
 
-@pytest.mark.parametrize("greedy", [True, False])
-@pytest.mark.parametrize("feature", sorted(FEATURES))
+@pytest.mark.parametrize(("feature", "greedy"), CASES)
 def test_batched(kit, undisturbed, feature, greedy):
     requests = [kit.make_request(f"a{i}", 5 + i, sampling=params(feature, greedy)) for i in range(16)]
     others = [kit.make_request(f"b{i}", 3 + i, sampling=params(f, i % 2 == 0)) for i, f in enumerate(sorted(FEATURES))]
@@ -97,8 +110,7 @@ def test_batched(kit, undisturbed, feature, greedy):
         assert observed(events, request.attempt) == undisturbed(request)
 
 
-@pytest.mark.parametrize("greedy", [True, False])
-@pytest.mark.parametrize("feature", sorted(FEATURES))
+@pytest.mark.parametrize(("feature", "greedy"), CASES)
 def test_chunked_at_every_size(kit, undisturbed, feature, greedy):
     request = kit.make_request("a", 65, sampling=params(feature, greedy, 6 if feature == "min tokens" else 2))
     for size in (*range(1, 65),):
@@ -107,8 +119,7 @@ def test_chunked_at_every_size(kit, undisturbed, feature, greedy):
         assert observed(kit.run_until_idle(engine)) == undisturbed(request), f"chunks of {size}"
 
 
-@pytest.mark.parametrize("greedy", [True, False])
-@pytest.mark.parametrize("feature", sorted(FEATURES))
+@pytest.mark.parametrize(("feature", "greedy"), CASES)
 def test_warm_prefix_of_every_length(kit, undisturbed, feature, greedy):
     request = kit.make_request("a", 30, sampling=params(feature, greedy, 6 if feature == "min tokens" else 3))
     for warm in range(1, 31):
@@ -131,6 +142,8 @@ def test_warm_prefix_of_every_length(kit, undisturbed, feature, greedy):
 @settings(max_examples=40, deadline=None)
 def test_preempted(kit, undisturbed, mode, feature, greedy, num_blocks, lengths, budget):
     host = 64 if mode == "swap" else 0
+    width = FEATURES[feature].get("beam_width", 0)  # all beams must fit, at worst without a shared block
+    num_blocks = max(num_blocks, width * -(-(max(lengths) + NUM_TOKENS - 1) // kit.BLOCK))
     engine = kit.make_engine(
         FakeRunner(num_blocks, kit.BLOCK, num_host_blocks=host),
         num_blocks=num_blocks,
@@ -163,8 +176,7 @@ def test_a_small_pool_does_preempt_each_way(kit, mode):
     assert stats.swaps_total == (stats.preemptions_total if mode == "swap" else 0)
 
 
-@pytest.mark.parametrize("greedy", [True, False])
-@pytest.mark.parametrize("feature", sorted(FEATURES))
+@pytest.mark.parametrize(("feature", "greedy"), CASES)
 def test_through_prefill_and_decode(kit, undisturbed, feature, greedy):
     request = kit.make_request("a", 19, sampling=params(feature, greedy))
     want = undisturbed(request)
