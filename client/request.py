@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
 from diptych.common.errors import InvalidRequestError
-from diptych.rpc.v1 import router_pb2
+from diptych.rpc.v1 import router_pb2, types_pb2
 
 FAILURE_POLICIES = {
     "": router_pb2.FAILURE_POLICY_UNSPECIFIED,
@@ -41,6 +41,10 @@ class GenerateOptions(TypedDict, total=False):
         min_tokens: tokens before which nothing ends the answer.
         include_stop_str_in_output: the text ends with the stop string instead of before it.
         n: number of choices. best_of: choices that are computed, of which the n likeliest come back.
+        beam_width: beam search with so many beams, of which the n best answers come back; it draws nothing.
+        length_penalty: beam search: sums of logprobs are divided by the length to this power; default 1.
+        early_stopping: beam search: True: end once beam_width answers are finished; "never": only when no beam can better
+            them, however long it becomes; default: when none can at its present length.
         logprobs: of each token and of so many of the likeliest ones at its place (0 to 20).
         prompt_logprobs: the same of the prompt's tokens.
         model: name of the model; may be left out when the cluster serves one.
@@ -73,6 +77,9 @@ class GenerateOptions(TypedDict, total=False):
     include_stop_str_in_output: bool
     n: int | None
     best_of: int | None
+    beam_width: int | None
+    length_penalty: float | None
+    early_stopping: bool | str
     logprobs: int | None
     prompt_logprobs: int | None
     model: str
@@ -98,6 +105,8 @@ _SAMPLING_SCALARS = (
     "include_stop_str_in_output",
     "n",
     "best_of",
+    "beam_width",
+    "length_penalty",
     "logprobs",
     "prompt_logprobs",
 )
@@ -125,6 +134,7 @@ def build_request(options: GenerateOptions) -> router_pb2.GenerateRequest:
         request.sampling.logit_bias.update(options.get("logit_bias") or {})
     except (TypeError, ValueError, AttributeError) as error:
         raise InvalidRequestError(f"logit_bias cannot be sent: {error}", param="logit_bias") from None
+    request.sampling.early_stopping = _early_stopping(options.get("early_stopping", False))
     for name in ("model", "request_id", "explain", "local_prefill_max_tokens"):
         if values.get(name) is not None:
             _assign(request, name, values[name], name)
@@ -135,6 +145,15 @@ def build_request(options: GenerateOptions) -> router_pb2.GenerateRequest:
         )
     request.failure_policy = FAILURE_POLICIES[policy]
     return request
+
+
+def _early_stopping(value: bool | str) -> types_pb2.EarlyStopping:
+    known = {"never": types_pb2.EARLY_STOPPING_NEVER, True: types_pb2.EARLY_STOPPING_ON}
+    if value not in (True, False, "never"):
+        raise InvalidRequestError(
+            f'early_stopping must be True, False or "never", got {value!r}', param="early_stopping"
+        )
+    return known.get(value, types_pb2.EARLY_STOPPING_UNSPECIFIED)
 
 
 def _set_input(request: router_pb2.GenerateRequest, options: GenerateOptions) -> None:

@@ -7,6 +7,7 @@ It says End exactly once; afterwards it only waits for the engine's last word (`
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -26,10 +27,12 @@ from diptych.engine.messages import (
     AddRequest,
     Admitted,
     Cancel,
+    Candidate,
     ChoiceFinished,
     EngineRequest,
     Failed,
     Finished,
+    FirstCandidates,
     FirstToken,
     KvComplete,
     KvMode,
@@ -279,7 +282,7 @@ class Attempt:
         )
         return RemoteLeg(
             self._tools,
-            LegHooks(self._on_first_token, self._on_kv_complete, self._on_prompt_logprobs),
+            LegHooks(self._on_first_token, self._on_first_candidates, self._on_kv_complete, self._on_prompt_logprobs),
             attempt=sub.attempt,
             ref=ref,
             request=request,
@@ -290,6 +293,10 @@ class Attempt:
         if not self._life.ended:
             logprobs = logprobs_from_proto(token.logprobs, TokenLogprobs) if token.HasField("logprobs") else None
             self._engine.send(FirstToken(self._sub.attempt, token.token_id, token.choice, logprobs))
+
+    def _on_first_candidates(self, candidates: list[prefill_pb2.FirstToken]) -> None:
+        if not self._life.ended:
+            self._engine.send(FirstCandidates(self._sub.attempt, tuple(map(_candidate, candidates))))
 
     def _on_prompt_logprobs(self, entries: types_pb2.PromptLogprobs) -> None:
         """Each goes out once, also when a second worker computes the prompt again."""
@@ -312,3 +319,11 @@ class Attempt:
 
     def _elapsed(self) -> float:
         return self._tools.clock.now() - self._began
+
+
+def _candidate(message: prefill_pb2.FirstToken) -> Candidate:
+    """Raises: InternalError when it makes no sense."""
+    if not math.isfinite(message.score):
+        raise InternalError("prefill sent a candidate without a score")
+    logprobs = logprobs_from_proto(message.logprobs, TokenLogprobs) if message.HasField("logprobs") else None
+    return Candidate(message.token_id, message.score, logprobs)

@@ -68,6 +68,8 @@ class LegHooks:
     """Called on the event loop as facts become known."""
 
     on_first_token: Callable[[prefill_pb2.FirstToken], None]
+    on_first_candidates: Callable[[list[prefill_pb2.FirstToken]], None]
+    """Beam search has these instead."""
     on_complete: Callable[[], None]
     on_prompt_logprobs: Callable[[types_pb2.PromptLogprobs], None]
 
@@ -112,7 +114,8 @@ class RemoteLeg:
         first = request.decode_cached_tokens if request.want_kv else num_tokens
         self._announced = Coverage(first, num_tokens)
         self._arrived = Coverage(first, num_tokens)
-        num_choices = request.sampling.best_of or request.sampling.n or 1
+        self._beam_search = request.sampling.beam_width > 0
+        num_choices = 1 if self._beam_search else request.sampling.best_of or request.sampling.n or 1
         self._choices_due = set() if request.output_token_ids else set(range(num_choices))
         self._window = asyncio.Semaphore(tools.reads_in_flight)
         self._silence = Silence(tools.silence_s)
@@ -215,6 +218,15 @@ class RemoteLeg:
         return handles
 
     def _first_token(self, message: prefill_pb2.FirstTokens) -> None:
+        if self._beam_search:
+            if message.tokens or not self._choices_due:
+                raise InternalError(
+                    "prefill sent first tokens that are not due: beam search waits for one list of candidates"
+                )
+            self._choices_due.clear()
+            self._hooks.on_first_candidates(list(message.candidates))
+            self._maybe_complete()
+            return
         for token in message.tokens:
             if token.choice not in self._choices_due:
                 raise InternalError(f"prefill sent a first token of choice {token.choice}, which is not due")

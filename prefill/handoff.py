@@ -43,6 +43,7 @@ from diptych.engine.messages import (
     Cancel,
     EngineEvent,
     Failed,
+    FirstCandidates,
     PrefillComplete,
     PromptLogprobs,
     RangePacked,
@@ -63,6 +64,15 @@ def _first_tokens(event: TokensOut) -> prefill_pb2.FirstTokens:
     for token, entry in zip(tokens, event.logprobs, strict=False):  # no logprobs: none were asked for
         token.logprobs.CopyFrom(logprobs_to_proto(entry))
     return prefill_pb2.FirstTokens(tokens=tokens)
+
+
+def _first_candidates(event: FirstCandidates) -> prefill_pb2.FirstTokens:
+    out = prefill_pb2.FirstTokens()
+    for candidate in event.candidates:
+        message = out.candidates.add(token_id=candidate.token_id, score=candidate.score)
+        if candidate.logprobs is not None:
+            message.logprobs.CopyFrom(logprobs_to_proto(candidate.logprobs))
+    return out
 
 
 class LegState(Enum):
@@ -104,6 +114,9 @@ class Leg:
             case TokensOut():
                 self._last_chunk_computed()
                 self._put(prefill_pb2.PrefillEvent(first_tokens=_first_tokens(event)))
+            case FirstCandidates():
+                self._last_chunk_computed()
+                self._put(prefill_pb2.PrefillEvent(first_tokens=_first_candidates(event)))
             case PromptLogprobs(first_token=first, logprobs=entries):
                 known = types_pb2.PromptLogprobs(first_token=first, logprobs=map(logprobs_to_proto, entries))
                 self._put(prefill_pb2.PrefillEvent(prompt_logprobs=known))

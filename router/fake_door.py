@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from diptych.common.errors import DiptychError, InvalidRequestError, ModelNotFoundError
 from diptych.common.metrics import Metrics
 from diptych.common.sampling import FinishReason, check_sampling
+from diptych.router.beam_options import beam_fields
 from diptych.router.intake import MORE_SAMPLING
 from diptych.router.messages import (
     ChoiceFinishedEvent,
@@ -94,8 +95,9 @@ class FakeDoor:
         if self.refuse is not None:
             raise self.refuse
         self._check_model(spec.model)
+        beams = beam_fields(spec)
         sampling = check_sampling(
-            temperature=_or(spec.temperature, 1.0),
+            temperature=_or(spec.temperature, 0.0 if "beam_width" in beams else 1.0),
             top_p=_or(spec.top_p, 1.0),
             top_k=_or(spec.top_k, 0),
             seed=_or(spec.seed, 0),
@@ -103,7 +105,7 @@ class FakeDoor:
             ignore_eos=_or(spec.ignore_eos, False),
             stop_token_ids=_or(spec.stop_token_ids, ()),
             stop=_or(spec.stop, ()),
-            **{name: value for name in MORE_SAMPLING if (value := getattr(spec, name)) is not None},
+            **{name: value for name in MORE_SAMPLING if (value := getattr(spec, name)) is not None} | beams,
             vocab_size=VOCAB_SIZE,
         )
         ids = spec.token_ids if isinstance(spec.token_ids, list) else [1, 2, 3]

@@ -19,6 +19,7 @@ from diptych.common.errors import InvalidRequestError, ModelNotFoundError, Overl
 from diptych.common.ids import new_request_id
 from diptych.common.sampling import MAX_BAD_WORDS, SamplingParams, check_sampling
 from diptych.common.tokenizer import GenerationDefaults
+from diptych.router.beam_options import DRAWS_NOTHING, beam_fields
 from diptych.router.messages import GenerateSpec, PreparedRequest
 from diptych.router.tools_reasoning import CLOSE, OPEN
 from diptych.rpc.v1 import router_pb2
@@ -252,17 +253,21 @@ class Intake:
 
     def _sampling(self, spec: GenerateSpec, room: int, bad_words: object) -> SamplingParams:
         """`room`: the default of max_tokens."""
-        for name in ("n", "best_of"):
+        for name in ("n", "best_of", "beam_width"):
             value = getattr(spec, name)
             if type(value) is int and value > MAX_CHOICES:
                 raise InvalidRequestError(f"{name} must be at most {MAX_CHOICES}, got {value}", param=name)
         more = {name: value for name in MORE_SAMPLING if (value := getattr(spec, name)) is not None}
         if bad_words is not None:
             more["bad_words"] = bad_words
+        more.update(beam_fields(spec))
+        defaults = (
+            DRAWS_NOTHING if "beam_width" in more else {name: getattr(self._defaults, name) for name in DRAWS_NOTHING}
+        )
         return check_sampling(
-            temperature=_given(spec.temperature, self._defaults.temperature, 1.0),
-            top_p=_given(spec.top_p, self._defaults.top_p, 1.0),
-            top_k=_given(spec.top_k, self._defaults.top_k, 0),
+            temperature=_given(spec.temperature, defaults["temperature"], 1.0),
+            top_p=_given(spec.top_p, defaults["top_p"], 1.0),
+            top_k=_given(spec.top_k, defaults["top_k"], 0),
             seed=_given(spec.seed, self._rng.getrandbits(63)),
             max_tokens=_given(spec.max_tokens, room),
             ignore_eos=_given(spec.ignore_eos, False),

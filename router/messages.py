@@ -34,6 +34,7 @@ class GenerateSpec:
         timeout_s: seconds the caller will wait; capped by the router's setting.
         bad_words: texts.
         grammar: a common.grammar.Grammar.
+        use_beam_search: with a beam_width it goes without saying; see router.beam_options.
         tools: JSON schemas of functions, for the chat template.
         add_special_tokens: let the tokenizer add its own to `prompt`.
         echo: the answer begins with the prompt.
@@ -68,6 +69,10 @@ class GenerateSpec:
     include_stop_str_in_output: object = None
     n: object = None
     best_of: object = None
+    use_beam_search: object = None
+    beam_width: object = None
+    length_penalty: object = None
+    early_stopping: object = None
     logprobs: object = None
     prompt_logprobs: object = None
     grammar: object = None

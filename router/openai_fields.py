@@ -21,8 +21,6 @@ _ONE: tuple[object, ...] = (None, 1)
 _EMPTY: tuple[object, ...] = (None, [], {}, "")
 
 NOT_BUILT: Mapping[str, tuple[object, ...]] = {
-    "use_beam_search": _OFF,
-    "length_penalty": _ONE,
     "functions": _EMPTY,
     "function_call": (None, "none", "auto"),
     "suffix": _EMPTY,
@@ -61,6 +59,8 @@ RESPONSES_NOT_BUILT: Mapping[str, tuple[object, ...]] = {
     **NOT_BUILT,
     "n": _ONE,
     "best_of": _ONE,
+    "use_beam_search": _OFF,
+    "beam_width": _ZERO,
     "logprobs": _OFF,
     "top_logprobs": _ZERO,
     "prompt_logprobs": _NO,

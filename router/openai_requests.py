@@ -46,6 +46,10 @@ _SAMPLING = (
     "include_stop_str_in_output",
     "n",
     "best_of",
+    "use_beam_search",
+    "beam_width",
+    "length_penalty",
+    "early_stopping",
     "prompt_logprobs",
     "local_prefill_max_tokens",
 )
@@ -87,6 +91,10 @@ class Sampled(BaseModel):
     bad_words: Items[str] | None = None
     min_tokens: int | None = None
     include_stop_str_in_output: bool | None = None
+    use_beam_search: bool | None = None
+    beam_width: int | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
     stream: bool | None = None
     user: str | None = None
     request_id: str | None = None
@@ -248,8 +256,8 @@ def sampling_fields(request: Sampled) -> dict[str, Any]:
 def _spec(request: _Common, **more: Any) -> GenerateSpec:
     if request.stream_options is not None and not request.stream:
         raise InvalidRequestError("stream_options is for stream=true only", param="stream_options")
-    for name in ("prompt_logprobs", "best_of"):
-        if request.stream and getattr(request, name) is not None:
+    for name in ("prompt_logprobs", "best_of", "use_beam_search", "beam_width"):
+        if request.stream and getattr(request, name) not in (None, False):
             raise InvalidRequestError(f"{name} is for stream=false only", param=name)
     return GenerateSpec(**sampling_fields(request) | more)
 

@@ -24,7 +24,7 @@ from diptych.router.messages import (
     StartedEvent,
     TokenEvent,
 )
-from diptych.rpc.convert import finish_reason_to_proto, logprobs_to_proto
+from diptych.rpc.convert import early_stopping_from_proto, finish_reason_to_proto, logprobs_to_proto
 from diptych.rpc.errors import errors_to_status
 from diptych.rpc.v1 import router_pb2, types_pb2
 
@@ -39,6 +39,8 @@ _OPTIONAL = (
     "min_tokens",
     "n",
     "best_of",
+    "beam_width",
+    "length_penalty",
     "logprobs",
     "prompt_logprobs",
 )
@@ -147,6 +149,7 @@ def spec_from(request: router_pb2.GenerateRequest, remaining_s: float | None) ->
         bad_words=list(sampling.bad_words) or None,
         include_stop_str_in_output=sampling.include_stop_str_in_output,
         **{name: _given(sampling, name) for name in _OPTIONAL},
+        early_stopping=early_stopping_from_proto(sampling.early_stopping) if sampling.early_stopping else None,
         request_id=request.request_id,
         explain=request.explain,
         local_prefill_max_tokens=_given(request, "local_prefill_max_tokens"),

@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 from diptych.common.compat import Compat
 from diptych.common.errors import IncompatibleWorkersError, InternalError, InvalidRequestError
 from diptych.common.grammar import Grammar, GrammarKind
-from diptych.common.sampling import FinishReason, SamplingParams, check_sampling
+from diptych.common.sampling import EarlyStopping, FinishReason, SamplingParams, check_sampling
 from diptych.rpc.v1 import types_pb2, worker_pb2
 
 KV_DTYPES = ("float32", "float16", "bfloat16")
@@ -37,6 +37,12 @@ _FINISH_TO_PROTO = {
     FinishReason.LENGTH: types_pb2.FINISH_REASON_LENGTH,
 }
 _FINISH_FROM_PROTO = {value: key for key, value in _FINISH_TO_PROTO.items()}
+_EARLY_TO_PROTO = {
+    EarlyStopping.OFF: types_pb2.EARLY_STOPPING_UNSPECIFIED,
+    EarlyStopping.ON: types_pb2.EARLY_STOPPING_ON,
+    EarlyStopping.NEVER: types_pb2.EARLY_STOPPING_NEVER,
+}
+_EARLY_FROM_PROTO = {value: key for key, value in _EARLY_TO_PROTO.items()}
 _GRAMMAR_TO_PROTO = {
     GrammarKind.JSON_SCHEMA: types_pb2.GRAMMAR_KIND_JSON_SCHEMA,
     GrammarKind.REGEX: types_pb2.GRAMMAR_KIND_REGEX,
@@ -120,6 +126,9 @@ def sampling_to_proto(sampling: SamplingParams) -> types_pb2.SamplingParams:
         include_stop_str_in_output=sampling.include_stop_str_in_output,
         n=sampling.n,
         best_of=sampling.best_of,
+        beam_width=sampling.beam_width,
+        length_penalty=sampling.length_penalty,
+        early_stopping=_EARLY_TO_PROTO[sampling.early_stopping],
         logprobs=sampling.logprobs,
         prompt_logprobs=sampling.prompt_logprobs,
         grammar=None if sampling.grammar is None else grammar_to_proto(sampling.grammar),
@@ -154,11 +163,22 @@ def sampling_from_proto(message: types_pb2.SamplingParams, *, vocab_size: int) -
         include_stop_str_in_output=message.include_stop_str_in_output,
         n=message.n,
         best_of=message.best_of,
+        beam_width=message.beam_width,
+        length_penalty=message.length_penalty if message.HasField("length_penalty") else 1.0,
+        early_stopping=early_stopping_from_proto(message.early_stopping),
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
         grammar=grammar_from_proto(message.grammar) if message.HasField("grammar") else None,
         vocab_size=vocab_size,
     )
+
+
+def early_stopping_from_proto(value: int) -> EarlyStopping:
+    """Raises: InvalidRequestError for an unknown value."""
+    try:
+        return _EARLY_FROM_PROTO[value]  # type: ignore[index]
+    except KeyError:
+        raise InvalidRequestError(f"early_stopping {value} is unknown", param="early_stopping") from None
 
 
 def finish_reason_to_proto(reason: FinishReason) -> types_pb2.FinishReason:

@@ -44,9 +44,9 @@ def find_candidates(
         if row in bad:
             result.bad_rows[i] = bad[row]
             continue
-        constraint = seqs[i].memo
-        if isinstance(constraint, Constraint) and constraint.trouble:
-            result.refused_rows[i] = constraint.trouble
+        memo = seqs[i].memo
+        if isinstance(memo, Constraint) and memo.trouble:
+            result.refused_rows[i] = memo.trouble
             continue
         kept = [k for k in range(min(count, seqs[i].num_candidates)) if values[row][k] > float("-inf")]
         known = _logprobs(logprobs[row], [ids[row][k] for k in kept], seqs[i].top_logprobs)

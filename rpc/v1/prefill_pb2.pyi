@@ -86,20 +86,24 @@ class Computed(_message.Message):
     def __init__(self, first_token: _Optional[int] = ..., num_tokens: _Optional[int] = ..., handles: _Optional[_Iterable[_Union[SlabHandle, _Mapping]]] = ...) -> None: ...
 
 class FirstToken(_message.Message):
-    __slots__ = ("choice", "token_id", "logprobs")
+    __slots__ = ("choice", "token_id", "logprobs", "score")
     CHOICE_FIELD_NUMBER: _ClassVar[int]
     TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    SCORE_FIELD_NUMBER: _ClassVar[int]
     choice: int
     token_id: int
     logprobs: _types_pb2.TokenLogprobs
-    def __init__(self, choice: _Optional[int] = ..., token_id: _Optional[int] = ..., logprobs: _Optional[_Union[_types_pb2.TokenLogprobs, _Mapping]] = ...) -> None: ...
+    score: float
+    def __init__(self, choice: _Optional[int] = ..., token_id: _Optional[int] = ..., logprobs: _Optional[_Union[_types_pb2.TokenLogprobs, _Mapping]] = ..., score: _Optional[float] = ...) -> None: ...
 
 class FirstTokens(_message.Message):
-    __slots__ = ("tokens",)
+    __slots__ = ("tokens", "candidates")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CANDIDATES_FIELD_NUMBER: _ClassVar[int]
     tokens: _containers.RepeatedCompositeFieldContainer[FirstToken]
-    def __init__(self, tokens: _Optional[_Iterable[_Union[FirstToken, _Mapping]]] = ...) -> None: ...
+    candidates: _containers.RepeatedCompositeFieldContainer[FirstToken]
+    def __init__(self, tokens: _Optional[_Iterable[_Union[FirstToken, _Mapping]]] = ..., candidates: _Optional[_Iterable[_Union[FirstToken, _Mapping]]] = ...) -> None: ...
 
 class PrefillFinished(_message.Message):
     __slots__ = ("num_ranges", "num_ranges_overlapped", "compute_s")

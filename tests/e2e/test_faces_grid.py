@@ -127,6 +127,7 @@ FIELDS: list[dict[str, Any]] = [
     {"temperature": 0, "bad_words": ["sky", "blue", "the"]},
     {"temperature": 0, "stop": ["sky"], "include_stop_str_in_output": True},
     {"temperature": 1.0, "seed": 3, "n": 2, "best_of": 3},
+    {"use_beam_search": True, "beam_width": 3, "n": 2, "length_penalty": 0.6, "logprobs": True},
     {"temperature": 0, "max_completion_tokens": 1, "logprobs": True, "top_logprobs": 3},
     {"temperature": 0, "max_completion_tokens": 1, "n": 2},
 ]

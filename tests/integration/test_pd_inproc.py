@@ -11,6 +11,8 @@ from types import ModuleType
 
 import pytest
 
+from diptych.common.sampling import SamplingParams
+from diptych.rpc.convert import sampling_to_proto
 from diptych.rpc.v1 import types_pb2
 
 PROMPT = [(7 * i + 3) % 1000 for i in range(150)]
@@ -56,6 +58,26 @@ async def test_remote_equals_local(pd: ModuleType, num_tokens: int) -> None:
         assert answer.finished.finish_reason == types_pb2.FINISH_REASON_LENGTH
         assert answer.finished.usage.completion_tokens == 8
         await cluster.nothing_left()
+
+
+@pytest.mark.parametrize("max_tokens", [1, 9])
+async def test_beam_search_hands_its_first_candidates_over(pd: ModuleType, max_tokens: int) -> None:
+    prompt = PROMPT[:37]
+    sampling = SamplingParams(
+        max_tokens, temperature=0.0, beam_width=3, ignore_eos=True, stop_token_ids=tuple(range(0, 1000, 7)), logprobs=1
+    )
+    tokens = []
+    for num_prefill in (0, 1):
+        async with pd.cluster(num_prefill=num_prefill) as cluster, pd.FakeRouter(cluster.decode.address) as router:
+            message = cluster.submit_message(attempt="a", prompt=prompt)
+            message.sampling.CopyFrom(sampling_to_proto(sampling))
+            answer = await router.run(message)
+            tokens.append(answer.token_ids)
+            assert answer.explanation.local_prefill is (num_prefill == 0)
+            assert answer.finished is not None
+            assert answer.finished.usage.completion_tokens == len(answer.token_ids) > 0
+            await cluster.nothing_left()
+    assert tokens[0] == tokens[1]
 
 
 async def test_sixteen_at_once_equal_local(pd: ModuleType) -> None:

@@ -83,6 +83,8 @@ def test_every_sampling_field_reaches_the_wire() -> None:
         "include_stop_str_in_output": True,
         "n": 2,
         "best_of": 3,
+        "beam_width": 4,
+        "length_penalty": 0.5,
         "logprobs": 0,
         "prompt_logprobs": 1,
     }
@@ -94,6 +96,11 @@ def test_every_sampling_field_reaches_the_wire() -> None:
         plain = dict(found) if isinstance(value, dict) else list(found) if isinstance(value, list) else found
         assert plain == value, name
     assert sampling.HasField("logprobs")
+    for early, wanted in ((True, types_pb2.EARLY_STOPPING_ON), ("never", types_pb2.EARLY_STOPPING_NEVER)):
+        assert build_request({"prompt": "a", "early_stopping": early}).sampling.early_stopping == wanted
+    with pytest.raises(InvalidRequestError) as caught:
+        build_request({"prompt": "a", "early_stopping": "soon"})
+    assert caught.value.param == "early_stopping"
     bare = build_request({"prompt": "a"}).sampling
     assert not any(bare.HasField(name) for name in ("logprobs", "n", "min_p", "min_tokens"))
 

@@ -158,11 +158,22 @@ async def test_words_that_are_bad_are_banned_in_both_places_of_a_text(intake, wo
         assert caught.value.param == "bad_words"
 
 
-@pytest.mark.parametrize("field", ["n", "best_of"])
+@pytest.mark.parametrize("field", ["n", "best_of", "beam_width"])
 async def test_choices_are_capped(intake, field):
     with pytest.raises(InvalidRequestError) as caught:
         await intake.prepare(GenerateSpec(prompt="a", **{field: 17}))
     assert caught.value.param == field
+
+
+async def test_beam_search_leaves_the_defaults_for_drawing_out(intake):
+    drawn = (await intake.prepare(GenerateSpec(prompt="a"))).sampling
+    assert (drawn.temperature, drawn.beam_width) != (0.0, 3)
+    sampling = (await intake.prepare(GenerateSpec(prompt="a", use_beam_search=True, n=3))).sampling
+    assert (sampling.beam_width, sampling.n, sampling.best_of) == (3, 3, 0)
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.0, 1.0, 0)
+    with pytest.raises(InvalidRequestError) as caught:
+        await intake.prepare(GenerateSpec(prompt="a", use_beam_search=True, temperature=0.7))
+    assert caught.value.param == "temperature"
 
 
 async def test_echo_and_thoughts_are_told_to_the_faces(intake, words):

@@ -9,7 +9,7 @@ import pytest
 
 from diptych.common.compat import Compat, as_strings, differences
 from diptych.common.errors import IncompatibleWorkersError, InternalError, InvalidRequestError
-from diptych.common.sampling import FinishReason, SamplingParams
+from diptych.common.sampling import EarlyStopping, FinishReason, SamplingParams
 from diptych.rpc import convert
 from diptych.rpc.v1 import types_pb2
 
@@ -45,6 +45,9 @@ def test_every_sampling_field_there_and_back() -> None:
     assert len(changed) == 13
     assert convert.sampling_from_proto(convert.sampling_to_proto(params), vocab_size=10) == params
     assert convert.sampling_from_proto(convert.sampling_to_proto(plain), vocab_size=10) == plain
+    for early in EarlyStopping:
+        beams = SamplingParams(5, temperature=0.0, beam_width=4, length_penalty=-0.5, early_stopping=early)
+        assert convert.sampling_from_proto(convert.sampling_to_proto(beams), vocab_size=10) == beams
 
 
 def test_logprobs_there_and_back() -> None:
