@@ -42,6 +42,8 @@ FEATURES: dict[str, dict] = {
     "prompt logprobs": {"logprobs": 0, "prompt_logprobs": 3},
     "choices": {"n": 3, "logprobs": 1, "frequency_penalty": 0.5},
     "best of": {"n": 2, "best_of": 4},
+    "beams": {"beam_width": 3, "n": 2, "logprobs": 1, "temperature": 0.0, "stop_token_ids": tuple(range(2, 320, 9))},
+    "beams with penalties": {"beam_width": 2, "repetition_penalty": 1.3, "min_tokens": 4, "temperature": 0.0},
 }
 
 

@@ -177,6 +177,7 @@ FEATURES: dict[str, dict] = {
     "allowed": {"allowed_token_ids": tuple(range(2, 60, 3)), "min_tokens": 5},
     "logprobs": {"logprobs": 2, "prompt_logprobs": 1},
     "choices": {"n": 3, "logprobs": 0},
+    "beams": {"beam_width": 3, "n": 2, "logprobs": 0, "temperature": 0.0, "stop_token_ids": tuple(range(2, 320, 9))},
 }
 
 
