@@ -243,7 +243,7 @@ def test_token_identity_on_a_model(engine_of, greedy):
         want.update(run(engine_of(), [request]))
     same(run(engine_of(), requests), want)
     for mode in ("recompute", "swap"):
-        engine = engine_of(13, num_host_blocks=64 if mode == "swap" else 0, preemption_mode=mode)
+        engine = engine_of(15, num_host_blocks=64 if mode == "swap" else 0, preemption_mode=mode)
         same(run(engine, requests), want)
         assert engine.stats().preemptions_total > 0
     engine = engine_of(96, long_prefill_token_threshold=5, max_num_batched_tokens=16)
