@@ -106,7 +106,12 @@ class OpenAITarget:
     async def open(self) -> str:
         """Raises: TargetError."""
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=300.0, ssl=self._trust()),
+            connector=aiohttp.TCPConnector(
+                limit=0, keepalive_timeout=300.0, ssl=self._trust(), happy_eyeballs_delay=None
+            ),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
+            skip_auto_headers=("user-agent", "accept-encoding"),
             timeout=aiohttp.ClientTimeout(total=self._sampling.timeout_s, connect=30.0),
             read_bufsize=2**18,
         )
