@@ -4,7 +4,10 @@
     colocated   one instance with all cores
 
 The settings are those of vLLM's documentation for CPUs, at the same precision as ours (fp32), and the recipe of its NIXL
-connector for the KV's buffer in host memory.
+connector for the KV's buffer in host memory. Two things are done in its favour, without which it starves on a machine of two
+cores: NIXL's progress thread sleeps half a millisecond between looks (the set-up script's doing; as shipped it spins), and every
+thread of an instance is put back on the instance's own cores after the start (the connector moves the thread that computes to
+the machine's last core, for both instances).
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
+import psutil
 
 from diptych.cli.processes import free_port, spawn, tail
 from diptych.common.errors import ConfigError
@@ -52,7 +56,7 @@ class VllmChoice:
     mode: str = "pd"
     max_num_seqs: int = 64
     max_model_len: int = 2048
-    kv_gib: int = 2
+    kv_gib: int = 1
     more: str = "--enforce-eager"
 
     def __post_init__(self) -> None:
@@ -151,6 +155,8 @@ def _start_pd(choice: VllmChoice, server: VllmServer) -> None:
         urls[name] = _instance(choice, server, name, share, ["--kv-transfer-config", json.dumps(connector)])
     for url in urls.values():
         _wait(server, url + "/health", START_DEADLINE_S)
+    for process, share in zip(server.processes, (cores[:half], cores[half:] or cores), strict=True):
+        put_on_cores(process.pid, share)
     port = free_port(HOST)
     server.url = f"http://{HOST}:{port}"
     flags = f"--host {HOST} --port {port} --vllm-pd-disaggregation --policy round_robin"
@@ -158,6 +164,15 @@ def _start_pd(choice: VllmChoice, server: VllmServer) -> None:
     metrics = ["--prometheus-port", str(free_port(HOST))]
     _spawn(choice, server, "router", ["vllm-router", *shlex.split(flags), *pools, *metrics], {})
     _wait(server, server.url + "/v1/models", 60.0)
+
+
+def put_on_cores(session: int, cores: Sequence[int]) -> None:
+    """Every thread of every process of that session onto `cores`."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+            if os.getsid(process.pid) == session:
+                for thread in process.threads():
+                    os.sched_setaffinity(thread.id, cores)
 
 
 def _instance(choice: VllmChoice, server: VllmServer, name: str, cores: Sequence[int], more: list[str]) -> str:

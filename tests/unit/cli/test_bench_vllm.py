@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -49,7 +51,14 @@ def test_choices_are_checked(environment):
 
 def test_prefill_and_decode_get_cores_of_their_own_and_ports_that_differ(environment, monkeypatch):
     started: list[tuple[list[str], dict[str, str]]] = []
-    monkeypatch.setattr(bench_vllm_peer, "_spawn", lambda c, s, name, command, env: started.append((command, env)))
+    placed: list[tuple[int, list[int]]] = []
+
+    def start(choice, server, name, command, env):
+        started.append((command, env))
+        server.processes.append(SimpleNamespace(pid=len(started)))
+
+    monkeypatch.setattr(bench_vllm_peer, "_spawn", start)
+    monkeypatch.setattr(bench_vllm_peer, "put_on_cores", lambda session, cores: placed.append((session, list(cores))))
     monkeypatch.setattr(bench_vllm_peer, "_wait", lambda *_: None)
     monkeypatch.setattr(bench_vllm_peer.os, "sched_getaffinity", lambda _: {0, 1})
     server = VllmServer("vLLM pd", "", [], environment)
@@ -57,10 +66,21 @@ def test_prefill_and_decode_get_cores_of_their_own_and_ports_that_differ(environ
     (prefill, first), (decode, second), (router, _) = started
     assert (first["VLLM_CPU_OMP_THREADS_BIND"], second["VLLM_CPU_OMP_THREADS_BIND"]) == ("0", "1")
     assert first["VLLM_NIXL_SIDE_CHANNEL_PORT"] != second["VLLM_NIXL_SIDE_CHANNEL_PORT"]
+    assert placed == [(1, [0]), (2, [1])]
     connector = json.loads(prefill[prefill.index("--kv-transfer-config") + 1])
     assert connector["kv_connector"] == "NixlConnector"
     urls = [f"http://127.0.0.1:{command[command.index('--port') + 1]}" for command in (prefill, decode)]
     assert [router[router.index("--prefill") + 1], router[router.index("--decode") + 1]] == urls
+
+
+def test_threads_of_a_session_are_put_on_its_cores():
+    process = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    try:
+        bench_vllm_peer.put_on_cores(process.pid, [max(os.sched_getaffinity(0))])
+        assert os.sched_getaffinity(process.pid) == {max(os.sched_getaffinity(0))}
+    finally:
+        process.kill()
+        process.wait(10)
 
 
 def test_a_held_server_stops_and_goes_on(environment, monkeypatch):
