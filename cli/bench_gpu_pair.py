@@ -39,8 +39,9 @@ MIB = 1 << 20
 class Worker:
     """A child process; its lines are read as they come."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
+    def __init__(self, process: asyncio.subprocess.Process, role: str) -> None:
+        self._process, self._role = process, role
+        self.trace: list[str] = []
         self.ready: asyncio.Future[dict[str, str]] = asyncio.get_running_loop().create_future()
         self.left: dict[str, float] = {}
         self._reading = asyncio.create_task(self._read())
@@ -53,7 +54,7 @@ class Worker:
             stdout=asyncio.subprocess.PIPE,
             env={**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)},
         )
-        return cls(process)
+        return cls(process, role)
 
     async def _read(self) -> None:
         assert self._process.stdout is not None
@@ -61,6 +62,8 @@ class Worker:
             word, _, rest = raw.decode().partition(" ")
             if word == "READY":
                 self.ready.set_result(json.loads(rest))
+            elif word == "TRACE":
+                self.trace.append(f"{rest.strip()} [{self._role}]")
             elif word == "FIRST":
                 attempt, when = json.loads(rest)
                 self.left[attempt.rpartition("/")[0]] = when
@@ -227,7 +230,8 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
     if set(args.parts) <= {"link"}:
         return result
     rng = random.Random(7)
-    common = {
+    common: dict[str, Any] = {
+        "trace": args.trace, "switch_interval_s": args.switch_ms / 1e3,
         "transport": "ipc", "slab_bytes": args.slab_mib * MIB, "num_slabs": args.num_slabs, "max_model_len": 20_000,
         "num_blocks": 20_000, "max_num_seqs": 256, "max_num_batched_tokens": args.chunk,
     }  # fmt: skip
@@ -243,6 +247,11 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
             for count, repeats in ((512, 10), (2048, 20), (8192, 10)):
                 result[f"handoff_{count}"] = await handoff(client, workers[0], count, repeats, rng)
                 print(json.dumps(result[f"handoff_{count}"]), flush=True)
+                if args.trace:
+                    lines = sorted(line for worker in workers for line in worker.trace[-400:])
+                    print("\n".join(lines[-args.trace :]), flush=True)
+                    for worker in workers:
+                        worker.trace.clear()
         if "load" in args.parts:
             for rate in args.rates:
                 result[f"load_{rate:g}"] = await load([client], rate, args.seconds, rng, (512, 3584))
@@ -257,9 +266,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--parts", nargs="+", default=["link", "handoff", "load"])
-    parser.add_argument("--slab-mib", type=int, default=130)
-    parser.add_argument("--num-slabs", type=int, default=12)
+    parser.add_argument("--slab-mib", type=int, default=258)
+    parser.add_argument("--num-slabs", type=int, default=16)
     parser.add_argument("--chunk", type=int, default=4096, help="tokens of a prefill step")
+    parser.add_argument("--trace", type=int, default=0, help="print so many last moments of each hand-off series")
+    parser.add_argument("--switch-ms", type=float, default=0.5, help="sys.setswitchinterval of the workers")
     parser.add_argument("--rates", type=float, nargs="+", default=[8.0, 16.0])
     parser.add_argument("--seconds", type=float, default=20.0)
     args = parser.parse_args()

@@ -8,6 +8,7 @@ Prints READY as every worker does; a prefill worker also prints when a first tok
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -18,7 +19,9 @@ import torch
 from diptych.common.block_identity import IdentityHeader, golden_key
 from diptych.common.compat import Compat
 from diptych.common.logging import setup_logging
+from diptych.decode import attempt, remote_leg, unpack_desk
 from diptych.decode.server import DecodeRole
+from diptych.engine import core, pulls
 from diptych.engine.exec.attention import attention_version
 from diptych.engine.exec.bench.bench_gpu_step import LLAMA_8B, random_weights
 from diptych.engine.exec.kv_pool import KV_LAYOUT
@@ -26,10 +29,13 @@ from diptych.engine.exec.model_config import parse_config
 from diptych.engine.exec.model_runner import TorchModelRunner
 from diptych.engine.exec.sampler import SAMPLER_VERSION
 from diptych.engine.messages import EngineEvent, TokensOut
+from diptych.kvtransfer import core as transfer_core
+from diptych.kvtransfer import publish_side, read_side
+from diptych.prefill import handoff
 from diptych.prefill.server import PrefillRole
 from diptych.worker.config import WorkerConfig
 from diptych.worker.model import LoadedModel
-from diptych.worker.process import make_transfer
+from diptych.worker.process import SWITCH_INTERVAL_S, make_transfer
 from diptych.worker.role import Role
 from diptych.worker.runtime import WorkerRuntime
 
@@ -80,9 +86,45 @@ def _role(runtime: WorkerRuntime) -> Role:
     return _TellingRole(runtime) if runtime.config.role == "prefill" else DecodeRole(runtime)
 
 
+def trace() -> None:
+    """Print when an attempt's KV passes each hand, on the host's clock: what a hand-off's milliseconds are made of."""
+
+    def wrap(owner: Any, name: str, label: str) -> None:
+        inner = getattr(owner, name)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began = time.monotonic()
+            result = inner(*args, **kwargs)
+            what = type(args[1]).__name__ if label == "handle" else ""
+            if name != "take_done" or result:
+                ended = time.monotonic()
+                os.write(1, f"TRACE {began:.6f} {ended - began:.6f} {label}{what}\n".encode())
+            return result
+
+        setattr(owner, name, timed)
+
+    wrap(core.EngineCore, "handle", "handle")
+    wrap(core.EngineCore, "_execute", "execute")
+    wrap(core.EngineCore, "_pack", "pack")
+    wrap(pulls.Pulls, "take_done", "pulls")
+    wrap(handoff.Handoffs, "on_step", "P events")
+    wrap(handoff.Leg, "_publish", "P publish")
+    wrap(publish_side.PublishSide, "_on_request", "P asked")
+    wrap(read_side.ReadSide, "want", "D want")
+    wrap(transfer_core.TransferCore, "_delivered", "D delivered")
+    wrap(remote_leg.RemoteLeg, "_handles", "D announced")
+    wrap(remote_leg.RemoteLeg, "_first_token", "D first token")
+    wrap(unpack_desk.UnpackDesk, "on_unpacked", "D unpacked")
+    wrap(attempt.Attempt, "_on_kv_complete", "D complete")
+    wrap(attempt.Attempt, "on_tokens", "D tokens")
+
+
 async def serve(role: str, options: dict[str, Any]) -> None:
     """Until killed."""
     graph_sizes = options.pop("graph_sizes", None)
+    sys.setswitchinterval(options.pop("switch_interval_s", SWITCH_INTERVAL_S))
+    if options.pop("trace", False):
+        trace()
     config = WorkerConfig(
         role=role, worker_id=f"{role}-0", device="cuda", dtype="bfloat16", block_size=BLOCK_SIZE, max_step_time_s=0.0,
         **options,

@@ -119,6 +119,8 @@ class RemoteLeg:
         self._choices_due = set() if request.output_token_ids else set(range(num_choices))
         self._window = asyncio.Semaphore(tools.reads_in_flight)
         self._silence = Silence(tools.silence_s)
+        self._given = 0
+        """Tokens whose KV the engine was given to unpack."""
         self.complete = False
         self.facts = LegFacts()
 
@@ -238,7 +240,10 @@ class RemoteLeg:
         async with self._window:
             began = self._tools.clock.now()
             slab = await self._read(peer, handle)
-            unpacked = await self._tools.desk.unpack(self._attempt, slab)
+            # Announced ranges do not overlap: so many tokens in the engine's hands are all that were announced.
+            self._given += handle.num_tokens
+            last = self._announced.complete and self._given == self._announced.end - self._announced.first
+            unpacked = await self._tools.desk.unpack(self._attempt, slab, last=last)
             if isinstance(slab.payload, DeviceRange):  # nothing had moved before it was unpacked
                 self._tools.links.observe(self._ref.worker_id, handle.size_bytes, self._tools.clock.now() - began)
         if not unpacked:

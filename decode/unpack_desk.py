@@ -24,15 +24,17 @@ class UnpackDesk:
     def num_open(self) -> int:
         return len(self._open)
 
-    async def unpack(self, attempt: str, slab: ReceivedSlab) -> bool:
+    async def unpack(self, attempt: str, slab: ReceivedSlab, *, last: bool = False) -> bool:
         """Unpack a slab into the attempt's blocks. False: the engine no longer wanted it. Cancelling the wait is safe.
 
+        Args: last: every other range of the attempt has been given to the engine before.
         Raises: TransferError: the bytes were damaged, which shows only now if they came straight from a peer's GPU.
         """
         job = next(self._jobs)
         answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._open[job] = (slab, answer)
-        self._engine.send(UnpackRange(attempt, job, slab.handle.first_token, slab.handle.num_tokens, slab.payload))
+        handle = slab.handle
+        self._engine.send(UnpackRange(attempt, job, handle.first_token, handle.num_tokens, slab.payload, last))
         return await answer
 
     def on_unpacked(self, event: RangeUnpacked) -> None:

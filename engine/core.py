@@ -131,7 +131,7 @@ class EngineCore:
 
     def take_events(self) -> list[EngineEvent]:
         if self._pulls:
-            self._answers.extend(self._pulls.take_done())
+            self._answers.extend(self._pulls.take_done(self.scheduler))
         events, self._answers = self._answers, []
         events.extend(self.scheduler.take_events())
         return events
@@ -235,8 +235,10 @@ class EngineCore:
             else:
                 if pull is not None:
                     self._pulls.begin(command, job, pull)
+                    if not self.scheduler.decoding:
+                        pull.done()  # no step is about to begin behind which it could be launched
                     return
-                remote.unpacked(job)
+                remote.unpacked(self.scheduler, job, last=command.last)
         self._answers.append(RangeUnpacked(command.attempt, command.job, job is not None))
 
 

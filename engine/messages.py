@@ -123,13 +123,16 @@ class GrantSlabs:
 class UnpackRange:
     """Copy verified KV of tokens [first_token, first_token + num_tokens) into the attempt's blocks; `first_token` is a
     multiple of the block size. Answered by RangeUnpacked(job); until then `payload` must stay as it is. An attempt that is
-    gone by then is answered too (with unpacked=False). A DeviceRange is verified as it is copied."""
+    gone by then is answered too (with unpacked=False). A DeviceRange is verified as it is copied.
+
+    `last`: once it and all ranges before it are in, the KV is complete, as if KvComplete had come."""
 
     attempt: str
     job: int
     first_token: int
     num_tokens: int
     payload: Payload
+    last: bool = False
 
 
 @dataclass(frozen=True, slots=True)

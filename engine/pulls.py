@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from diptych.engine.messages import RangeUnpacked, UnpackRange
 from diptych.engine.runner import Pull
 from diptych.engine.sched.remote import UnpackJob, unpacked
+from diptych.engine.sched.scheduler import Scheduler
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,21 +35,21 @@ class Pulls:
         job.request.pulls.append(pull)
         self._begun.append(_Begun(command, job, pull))
 
-    def take_done(self) -> list[RangeUnpacked]:
+    def take_done(self, scheduler: Scheduler) -> list[RangeUnpacked]:
         """The answers of those that have ended since."""
         answers: list[RangeUnpacked] = []
         while self._begun and self._begun[0].pull.done():
             begun = self._begun.pop(0)
-            answers.append(_answer(begun))
+            answers.append(_answer(scheduler, begun))
         return answers
 
 
-def _answer(begun: _Begun) -> RangeUnpacked:
+def _answer(scheduler: Scheduler, begun: _Begun) -> RangeUnpacked:
     command, pulls = begun.command, begun.job.request.pulls
     if begun.pull not in pulls:
         return RangeUnpacked(command.attempt, command.job, False)
     pulls.remove(begun.pull)
     error = begun.pull.error()
     if not error:
-        unpacked(begun.job)
+        unpacked(scheduler, begun.job, last=command.last)
     return RangeUnpacked(command.attempt, command.job, not error, error)

@@ -19,7 +19,8 @@ from diptych.kernels.kv_sum import FACTOR, STEP, WORD_BYTES
 
 PULL_PROGRAMS = 64
 PACK_PROGRAMS = 264
-_PIECE_WORDS = 2048
+PIECE_WORDS = 2048
+NUM_WARPS = 8
 _STEP = tl.constexpr(STEP)
 _FACTOR = tl.constexpr(FACTOR)
 
@@ -47,11 +48,12 @@ def _move_kernel(
         index = piece // per_block
         at = (piece % per_block) * PIECE + lane
         block = tl.load(ids_ptr + index).to(tl.int64)
-        # The tail block comes last; its rows are shorter, and lie closer together in the flat range.
-        in_tail = index >= full
-        mask = at < tl.where(in_tail, tail_words * rows, block_words)
-        width = tl.where(in_tail, tail_words, row_words)
-        inside = pool_ptr + block * block_words + (at // width) * row_words + at % width
+        inside = pool_ptr + block * block_words + at
+        mask = at < block_words
+        if index >= full:
+            # The tail block comes last; its rows are shorter, and lie closer together in the flat range.
+            inside = pool_ptr + block * block_words + (at // tail_words) * row_words + at % tail_words
+            mask = at < tail_words * rows
         position = index.to(tl.int64) * block_words + at
         if PACK:
             words = tl.load(inside, mask=mask, other=0)
@@ -93,7 +95,7 @@ def move_blocks(
         raise ValueError("the sum is one int64 on the pool's device")
     slot_words = slot // WORD_BYTES
     block_words = rows * block_size * slot_words
-    piece = min(_PIECE_WORDS, triton.next_power_of_2(block_words))
+    piece = min(PIECE_WORDS, triton.next_power_of_2(block_words))
     pieces = full * triton.cdiv(block_words, piece) + triton.cdiv(rows * tail * slot_words, piece)
     _move_kernel[(min(programs, pieces),)](
         data.view(-1).view(torch.int64),
@@ -108,6 +110,6 @@ def move_blocks(
         pieces,
         PIECE=piece,
         PACK=pack,
-        num_warps=8,
+        num_warps=NUM_WARPS,
     )
     return num_tokens * rows * slot

@@ -28,6 +28,9 @@ from diptych.worker.runtime import RoleFactory, WorkerRuntime
 
 log = structlog.get_logger(__name__)
 
+SWITCH_INTERVAL_S = 0.0005
+"""How long a thread may keep the interpreter from the others. Python's 5 ms are longer than a whole hand-off takes."""
+
 
 class Signals:
     """SIGTERM and SIGINT, counted."""
@@ -70,6 +73,7 @@ async def _serve_and_exit(config: WorkerConfig, make_role: RoleFactory) -> NoRet
 async def serve(config: WorkerConfig, make_role: RoleFactory) -> int:
     """As run_process, on a running loop."""
     signals = Signals()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     loading = asyncio.create_task(asyncio.to_thread(load_model, config))
     await _first(loading, signals.once.wait())
     if not loading.done():

@@ -103,6 +103,7 @@ class WorkerRuntime:
                 long_prefill_token_threshold=config.long_prefill_token_threshold,
                 tenant_cache_share=config.tenant_cache_share,
                 num_host_blocks=config.num_host_blocks,
+                slab_quota_per_peer=max(4, config.num_slabs // 2),
                 preemption_mode=config.preemption_mode,
                 check_invariants=config.check_invariants,
             ),

@@ -104,12 +104,15 @@ class CudaBackend:
         graphs = self._graphs
         if graphs is not None and not batch.counts and len(rows) <= graphs.max_rows:
             logits = graphs.replay(batch, rows)
+            self.mover.launch_pulls()
             if batch.all_rows_sampled:
                 return logits
             if not batch.sample_rows:
                 return None
             return logits.index_select(0, self._upload.send((batch.sample_rows,))[0])
-        return self._decoder.forward(self._send(batch, rows), should_abort, want_logits=bool(batch.sample_rows))
+        out = self._decoder.forward(self._send(batch, rows), should_abort, want_logits=bool(batch.sample_rows))
+        self.mover.launch_pulls()
+        return out
 
     def _send(self, batch: CudaBatch, rows: Sequence[int]) -> StepTensors:
         count = batch.num_decode

@@ -4,7 +4,8 @@ or in GPU memory, this one's or a peer's (one kernel does it all)."""
 # mypy: disable-error-code="no-untyped-call"
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
@@ -20,20 +21,36 @@ from diptych.kernels.triton_pack import pack_blocks, unpack_blocks
 _MASK = 2**64 - 1
 
 
-class DevicePull:
-    """See engine.runner.Pull. found: [1] int64 in host memory, valid once `ended` has happened (None: already)."""
+_PULL_BUFFERS = 32
+"""Pulls whose block ids may wait on their way to the GPU; one more waits for the first of them."""
 
-    def __init__(self, found: Tensor, expected: int | None, ended: torch.cuda.Event | None) -> None:
-        self._found, self._expected, self._ended = found, expected, ended
+
+class DevicePull:
+    """See engine.runner.Pull. Launched when a step has been (see BlockMover.launch_pulls), or when somebody looks at it."""
+
+    def __init__(self, launch: Callable[[], tuple[Tensor, torch.cuda.Event | None]], expected: int | None) -> None:
+        self._launch: Callable[[], tuple[Tensor, torch.cuda.Event | None]] | None = launch
+        self._expected = expected
+        self._found: Tensor | None = None
+        """[1] int64 in host memory, valid once `_ended` has happened (None: already)."""
+        self._ended: torch.cuda.Event | None = None
+
+    def launch(self) -> None:
+        if self._launch is not None:
+            launch, self._launch = self._launch, None
+            self._found, self._ended = launch()
 
     def done(self) -> bool:
+        self.launch()
         return self._ended is None or bool(self._ended.query())
 
     def wait(self) -> None:
+        self.launch()
         if self._ended is not None:
             self._ended.synchronize()
 
     def error(self) -> str:
+        assert self._found is not None, "it is not done"
         found = int(self._found[0]) & _MASK
         if self._expected is None or found == self._expected:
             return ""
@@ -52,7 +69,8 @@ class BlockMover:
         self._side = torch.cuda.Stream(data.device) if self._pinned else None
         """Pulls run beside the steps. What they use is allocated on their own stream, so that it is reused in its order."""
         with self._beside():
-            self._pull_upload = Upload(data.device)
+            self._pull_uploads = deque(Upload(data.device, 1024) for _ in range(_PULL_BUFFERS))
+        self._pending: list[DevicePull] = []
 
     def _beside(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._side) if self._side is not None else nullcontext()
@@ -103,18 +121,39 @@ class BlockMover:
 
     def pull(self, block_ids: Sequence[int], num_tokens: int, src: DeviceRange) -> DevicePull:
         """As kv_pack.unpack, out of GPU memory and beside the steps that follow. It begins once all that was launched before
-        has ended: a block's last owner may still be computing."""
+        this call has ended: a block's last owner may still be computing."""
         ids, _, _ = split_tokens(self._data, block_ids, num_tokens)
         self._size(num_tokens, src.nbytes)
-        if self._side is not None:
-            self._side.wait_stream(torch.cuda.current_stream(self._data.device))
+        before = torch.cuda.Event() if self._side is not None else None
+        if before is not None:
+            before.record(torch.cuda.current_stream(self._data.device))
+        pull = DevicePull(lambda: self._launch(ids, num_tokens, src.address, before), src.checksum)
+        self._pending.append(pull)
+        return pull
+
+    def launch_pulls(self) -> None:
+        """Called when a step is on the GPU: what it costs to launch a pull is then no part of the step."""
+        if self._pending:
+            pending, self._pending = self._pending, []
+            for pull in pending:
+                pull.launch()
+
+    def _launch(
+        self, ids: list[int], num_tokens: int, address: int, before: torch.cuda.Event | None
+    ) -> tuple[Tensor, torch.cuda.Event | None]:
+        # A buffer is overwritten only when the copy out of it has been made, and that stands behind the pull before it: one
+        # buffer for all would have each pull wait for the last but one.
+        upload = self._pull_uploads[0]
+        self._pull_uploads.rotate(-1)
+        found = torch.empty(1, dtype=torch.int64, pin_memory=self._pinned)
         with self._beside():
-            total = torch.zeros(1, dtype=torch.int64, device=self._data.device)
-            there = self._pull_upload.send((ids,))[0]
-            move_blocks(self._data, there, num_tokens, src.address, total, pack=False, programs=PULL_PROGRAMS)
-            found = torch.empty(1, dtype=torch.int64, pin_memory=self._pinned)
+            if self._side is not None and before is not None:
+                self._side.wait_event(before)
+            there, zero = upload.send((ids, (0, 0)))
+            total = zero.view(torch.int64)
+            move_blocks(self._data, there, num_tokens, address, total, pack=False, programs=PULL_PROGRAMS)
             found.copy_(total, non_blocking=True)
             ended = torch.cuda.Event() if self._side is not None else None
             if ended is not None:
                 ended.record()
-        return DevicePull(found, src.checksum, ended)
+        return found, ended

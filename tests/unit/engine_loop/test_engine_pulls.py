@@ -103,6 +103,29 @@ def test_damage_is_told_and_does_not_count_as_arrived(core):
     assert any(isinstance(event, Failed) for event in core.take_events())
 
 
+def test_after_the_last_range_the_request_runs_at_once(core):
+    first, second = Copy(), Copy()
+    unpack(core, first, job=1, count=4)
+    core.runner.copies.append(second)
+    core.handle(UnpackRange("a", 2, 4, 4, DeviceRange(4096, 4 * core.runner.kv_bytes_per_token, 7), last=True))
+    core.handle(FirstToken("a", 5))
+    first.ended = second.ended = True
+    assert [event.unpacked for event in unpacked(core)] == [True, True]
+    core.step()
+    assert [event.offset for event in core.take_events() if isinstance(event, TokensOut)] == [1]
+    core.handle(KvComplete("a"))  # comes from the event loop, too
+
+
+def test_a_last_range_completes_nothing_while_another_is_damaged(core):
+    first, second = Copy("checksum 1, not 7"), Copy()
+    unpack(core, first, job=1, count=4)
+    core.runner.copies.append(second)
+    core.handle(UnpackRange("a", 2, 4, 4, DeviceRange(4096, 4 * core.runner.kv_bytes_per_token, 7), last=True))
+    first.ended = second.ended = True
+    assert [event.unpacked for event in unpacked(core)] == [False, True]
+    assert not any(isinstance(event, Failed) for event in core.take_events())
+
+
 @pytest.mark.parametrize("command", [Cancel("a"), RunLocally("a")])
 def test_blocks_change_hands_only_after_the_copy(core, command):
     copy = Copy()
