@@ -21,6 +21,7 @@ from diptych.decode.explain import Facts, choice_finished, end_of
 from diptych.decode.lifecycle import Life, State
 from diptych.decode.outbox import Outbox
 from diptych.decode.remote_leg import LegHooks, LegTools, RemoteLeg
+from diptych.decode.spans import AttemptSpan
 from diptych.decode.submission import Submission
 from diptych.engine.grammar.program import Program
 from diptych.engine.messages import (
@@ -99,6 +100,7 @@ class Attempt:
         )
         self._timer = asyncio.get_running_loop().call_later(submission.remaining_s, self._on_deadline)
         self._log = structlog.get_logger(__name__).bind(request_id=submission.request_id, attempt=submission.attempt)
+        self._span = AttemptSpan(submission)
 
     @property
     def state(self) -> State:
@@ -182,6 +184,7 @@ class Attempt:
             if self._life.state is State.COMPUTING:
                 self._facts.computed_here(self._facts.cached_decode)
             self._outbox.end(self._sub.attempt, end_of(event, self._facts, self._path))
+            self._span.finished(self._facts, event.num_output_tokens)
             self._close()
         self._forget(self._sub.attempt)
 
@@ -211,6 +214,7 @@ class Attempt:
         self._log.info("request failed", reason=error.reason, error=error.message, state=self._life.state.value)
         end = decode_pb2.End(failure=to_failure(error), prefill_faults=self._facts.faults())
         self._outbox.end(self._sub.attempt, end)
+        self._span.failed(error)
 
     def _close(self) -> None:
         self._life.move(State.ENDED)
@@ -287,6 +291,7 @@ class Attempt:
             ref=ref,
             request=request,
             num_tokens=len(sub.prompt_token_ids) + max(0, len(outputs) - 1),
+            traceparent=self._span.traceparent,
         )
 
     def _on_first_token(self, token: prefill_pb2.FirstToken) -> None:

@@ -32,7 +32,9 @@ from diptych.common.errors import (
 )
 from diptych.decode.coverage import Coverage
 from diptych.decode.link_rate import LinkRates
+from diptych.decode.remote_leg_facts import LegFacts
 from diptych.decode.silence import Silence
+from diptych.decode.spans import LegSpan
 from diptych.decode.unpack_desk import UnpackDesk
 from diptych.engine.messages import DeviceRange
 from diptych.kvtransfer.api import ReceivedSlab, SlabReader
@@ -74,26 +76,12 @@ class LegHooks:
     on_prompt_logprobs: Callable[[types_pb2.PromptLogprobs], None]
 
 
-@dataclass(slots=True)
-class LegFacts:
-    """For the explanation."""
-
-    prefill_pid: int = 0
-    cached_tokens: int = 0
-    kv_bytes: int = 0
-    kv_ranges: int = 0
-    kv_ranges_overlapped: int = 0
-    queue_s: float = 0.0
-    """From the call until prefill began."""
-    compute_s: float = 0.0
-    """What prefill says that its computing took."""
-
-
 class RemoteLeg:
     """Args:
     attempt: the attempt whose blocks are filled; the request carries the leg's own id.
     ref: the prefill worker to ask.
     num_tokens: KV is wanted for tokens [decode_cached_tokens, num_tokens).
+    traceparent: the attempt's trace context.
     """
 
     def __init__(
@@ -105,6 +93,7 @@ class RemoteLeg:
         ref: WorkerRef,
         request: prefill_pb2.PrefillRequest,
         num_tokens: int,
+        traceparent: str = "",
     ) -> None:
         self._tools = tools
         self._hooks = hooks
@@ -123,12 +112,23 @@ class RemoteLeg:
         """Tokens whose KV the engine was given to unpack."""
         self.complete = False
         self.facts = LegFacts()
+        self._span = LegSpan(traceparent, ref.worker_id, request.attempt)
 
     async def run(self) -> None:
         """Returns when prefill closed the call after the leg was complete.
 
         Raises: DiptychError when the leg failed before that.
         """
+        failed: DiptychError | None = None
+        try:
+            await self._run()
+        except DiptychError as error:
+            failed = error
+            raise
+        finally:
+            self._span.end(self.facts, failed)
+
+    async def _run(self) -> None:
         peer = await self._tools.peers.connect(self._ref)
         self.facts.prefill_pid = peer.pid
         try:
@@ -155,7 +155,7 @@ class RemoteLeg:
 
     async def _follow(self, peer: Peer, group: asyncio.TaskGroup) -> None:
         called = self._tools.clock.now()
-        call = peer.prefill.Prefill(self._request, timeout=self._request.remaining_s)
+        call = peer.prefill.Prefill(self._request, timeout=self._request.remaining_s, metadata=self._span.metadata)
         try:
             async for event in call:
                 self._silence.heard()
@@ -165,6 +165,7 @@ class RemoteLeg:
                         self.facts.prefill_pid = event.started.pid
                         self.facts.queue_s = self._tools.clock.now() - called
                     case "computed":
+                        self._span.announced()
                         for handle in self._handles(event.computed):
                             group.create_task(self._fetch(peer, handle))
                     case "first_tokens":
@@ -265,6 +266,7 @@ class RemoteLeg:
     def _maybe_complete(self) -> None:
         if not self._choices_due and self._arrived.complete and not self.complete:
             self.complete = True
+            self._span.complete(self.facts)
             self._hooks.on_complete()
 
 

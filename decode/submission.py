@@ -42,6 +42,8 @@ class Submission:
     remaining_s: float
     cache_salt: bytes
     policy: FailurePolicy
+    traceparent: str = ""
+    """The router's trace context."""
     output_token_ids: tuple[int, ...] = ()
     """Tokens that the client has already."""
 
@@ -87,6 +89,7 @@ def parse_submit(message: decode_pb2.Submit, limits: Limits) -> Submission:
         ),
         remaining_s=convert.check_remaining(message.remaining_s),
         cache_salt=message.cache_salt,
+        traceparent=message.traceparent,
         policy=policy,
         output_token_ids=outputs,
     )

@@ -268,7 +268,13 @@ class Handoffs:
             try:
                 leg.on_engine(event)
             except DiptychError as error:
-                log.warning("leg failed", attempt=attempt, reason=error.reason, error=error.message)
+                log.warning(
+                    "leg failed",
+                    request_id=leg.request.request_id,
+                    attempt=attempt,
+                    reason=error.reason,
+                    error=error.message,
+                )
                 leg.fail(error)
 
     def on_settled(self, attempt: str, slab: int) -> None:

@@ -8,6 +8,8 @@ from contextlib import aclosing
 import grpc
 
 from diptych.prefill.handoff import Handoffs
+from diptych.prefill.spans import traced
+from diptych.rpc.channels import trace_context
 from diptych.rpc.errors import errors_to_status
 from diptych.rpc.v1 import prefill_pb2, prefill_pb2_grpc
 
@@ -19,6 +21,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
     async def Prefill(
         self, request: prefill_pb2.PrefillRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[prefill_pb2.PrefillEvent]:
-        async with errors_to_status(context), aclosing(self._handoffs.serve(request)) as events:
+        parent = trace_context(context.invocation_metadata())
+        served = traced(self._handoffs.serve(request), request, parent)
+        async with errors_to_status(context), aclosing(served) as events:
             async for event in events:
                 yield event

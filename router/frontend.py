@@ -39,6 +39,7 @@ from diptych.router.messages import (
 )
 from diptych.router.metrics import RequestTimer, RouterMetrics
 from diptych.router.relay import Relay, wish_of
+from diptych.router.request_span import RequestSpan, traced
 from diptych.router.tools import guess_tool_parser, tool_factory
 from diptych.router.tools_reasoning import CLOSE
 from diptych.rpc.v1 import router_pb2
@@ -186,7 +187,7 @@ class Frontend:
             took_s = self._clock.now() - began
             self.metrics.tokenize.observe(took_s)
             self.metrics.live.stage("tokenize", took_s)
-            return prepared
+            return traced(prepared, spec)
         except DiptychError as err:
             self.metrics.errors.labels(err.reason).inc()
             raise
@@ -198,22 +199,28 @@ class Frontend:
         """
         relay = Relay(self._running(self._cluster), request, self.metrics, self._clock)
         timer = RequestTimer(self.metrics, request, self._clock)
+        span = RequestSpan(request, self._clock)
+        relay.traceparent = span.traceparent
         try:
             while True:
                 event = await relay.next()
                 if isinstance(event, TokenEvent):
                     timer.tokens(event)
+                    span.token()
                 elif isinstance(event, FinishedEvent):
                     timer.finished(event, relay.kv_bytes)
+                    span.finished(event)
                 yield event
                 if isinstance(event, FinishedEvent):
                     return
         except DiptychError as err:
             timer.failed(err)
+            span.failed(err)
             raise
         finally:
             relay.close()
             timer.left()
+            span.left()
 
     def explain(self, request_id: str, tenant: str) -> router_pb2.ExplainResponse:
         """Why a request of the recent past went where it went. Raises: InvalidRequestError when it is not remembered."""

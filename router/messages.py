@@ -39,6 +39,7 @@ class GenerateSpec:
         add_special_tokens: let the tokenizer add its own to `prompt`.
         echo: the answer begins with the prompt.
         tenant: whose cache is used; decided by the face, never taken from the body.
+        traceparent: the caller's W3C trace context.
     """
 
     model: object = ""
@@ -81,6 +82,7 @@ class GenerateSpec:
     add_special_tokens: bool = True
     echo: bool = False
     tenant: str = ""
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,7 @@ class PreparedRequest:
         label: the caller's own id, or empty.
         failure_policy: number of router.proto FailurePolicy.
         arrived, deadline: on the router's monotonic clock.
+        traceparent: the caller's W3C trace context; operation: as OpenTelemetry's GenAI conventions name it.
         thinking: the prompt ends within the model's thoughts.
         echo: text that the answer begins with.
     """
@@ -108,6 +111,8 @@ class PreparedRequest:
     arrived: float
     deadline: float
     tenant: str = ""
+    traceparent: str = ""
+    operation: str = "text_completion"
     thinking: bool = False
     echo: str = ""
 

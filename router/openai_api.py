@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 
 from diptych.common.errors import InvalidRequestError, ModelNotFoundError
 from diptych.common.metrics import CONTENT_TYPE, Metrics
+from diptych.common.tracing import TRACEPARENT
 from diptych.router import http_errors
 from diptych.router.auth import Authenticator, current_caller
 from diptych.router.auth_limits import TenantQuotas
@@ -175,6 +176,7 @@ def _sent_by(request: Request, call: Call) -> Call:
         request_id=call.spec.request_id or _label(request),
         explain=request.headers.get(EXPLAIN_HEADER, "0").lower() in ("1", "true"),
         tenant=current_caller.get().tenant,
+        traceparent=request.headers.get(TRACEPARENT, ""),
     )
     return replace(call, spec=spec)
 

@@ -75,6 +75,8 @@ class Relay:
         """The workers of the attempt were told apart from their errors."""
         self._excluded: frozenset[Life] = frozenset()
         self.kv_bytes = 0
+        self.traceparent = ""
+        """The router's span of this request, for decode."""
 
     async def next(self) -> GenerateEvent:
         """StartedEvent once decode accepted, then TokenEvent*, then FinishedEvent. Raises: DiptychError."""
@@ -86,7 +88,7 @@ class Relay:
             except IllegalMoveError as err:
                 self._judge(InternalError.reason)
                 self.close()
-                log.error("decode broke the protocol", request=self._request.request_id, story=str(err))
+                log.error("decode broke the protocol", request_id=self._request.request_id, story=str(err))
                 raise InternalError("the decode worker broke the protocol; the answer was stopped") from err
             except DiptychError as err:
                 await self._place_again(err)
@@ -154,6 +156,7 @@ class Relay:
             remaining_s=self._remaining_for_decode(),
             cache_salt=request.cache_salt,
             failure_policy=request.failure_policy,  # type: ignore[arg-type]  # a number of that enum
+            traceparent=self.traceparent,
         )
         self._life.on(Move.SUBMIT)
         self._attempt = self._cluster.open(placement, submit)
@@ -184,7 +187,7 @@ class Relay:
         self._excluded |= {(record.worker_id, record.incarnation)}
         self._story.notes.append(f"decode {placement.decode.worker_id} {error.reason}: placed again")
         self._story.placement = None
-        log.warning("placing again", request=self._request.request_id, error=error.message)
+        log.warning("placing again", request_id=self._request.request_id, error=error.message)
         waited_until = self._clock.now() + _REPLACE_WAIT_S
         while not self._cluster.snapshot(exclude=self._excluded).decode:
             left_s = min(waited_until, self._request.deadline) - self._clock.now()

@@ -23,6 +23,7 @@ from diptych.common.errors import ConfigError
 from diptych.common.logging import setup_logging
 from diptych.common.metrics import Metrics
 from diptych.common.tls import ServerTls, is_loopback, load_server_tls
+from diptych.common.tracing import tracing
 from diptych.router.auth import Authenticator
 from diptych.router.auth_grpc import KeyInterceptor
 from diptych.router.auth_limits import MeteredDoor, TenantQuotas
@@ -58,7 +59,12 @@ def run_router(config: RouterConfig) -> int:
     Raises: ConfigError when a port is taken or the model cannot be read.
     """
     setup_logging(role="router")
-    code: int = uvloop.run(_run(config))
+    if tracing.configure("router"):
+        log.info("traces are exported")
+    try:
+        code: int = uvloop.run(_run(config))
+    finally:
+        tracing.close()
     return code
 
 

@@ -24,6 +24,7 @@ from diptych.router.messages import (
     StartedEvent,
     TokenEvent,
 )
+from diptych.rpc.channels import trace_context
 from diptych.rpc.convert import early_stopping_from_proto, finish_reason_to_proto, logprobs_to_proto
 from diptych.rpc.errors import errors_to_status
 from diptych.rpc.v1 import router_pb2, types_pb2
@@ -81,7 +82,11 @@ class RouterService:
         async with errors_to_status(context):
             request = parse(router_pb2.GenerateRequest, body)
             prepared = await self._door.prepare(
-                replace(spec_from(request, context.time_remaining()), tenant=current_caller.get().tenant)
+                replace(
+                    spec_from(request, context.time_remaining()),
+                    tenant=current_caller.get().tenant,
+                    traceparent=trace_context(context.invocation_metadata()),
+                )
             )
             finished = False
             async with accepted(self._door, prepared) as (started, events):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import grpc
 
 from diptych.common.errors import ConfigError
+from diptych.common.tracing import TRACEPARENT
 
 MAX_MESSAGE_BYTES = 8 * 1024 * 1024
 KEEPALIVE_TIME_MS = 10_000
@@ -51,6 +52,14 @@ def server_options() -> list[tuple[str, int]]:
 def open_channel(address: str) -> grpc.aio.Channel:
     """An insecure channel to host:port, for the cluster's private network."""
     return grpc.aio.insecure_channel(address, options=channel_options())
+
+
+def trace_context(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
+    """The W3C trace context of a call's metadata; empty: there is none."""
+    for name, value in metadata or ():
+        if name == TRACEPARENT and isinstance(value, str):
+            return value
+    return ""
 
 
 def new_server(interceptors: Sequence[grpc.aio.ServerInterceptor] = ()) -> grpc.aio.Server:

@@ -17,6 +17,7 @@ import uvloop
 from diptych.common.logging import setup_logging
 from diptych.common.redis_store import RedisStore
 from diptych.common.store import Store
+from diptych.common.tracing import tracing
 from diptych.kvtransfer.api import Transfer
 from diptych.kvtransfer.build import build_transfer
 from diptych.kvtransfer.config import TransferConfig
@@ -56,6 +57,8 @@ def run_process(config: WorkerConfig, make_role: RoleFactory) -> NoReturn:
     Raises: ConfigError when a setting cannot be used.
     """
     setup_logging(worker=config.effective_worker_id, role=config.role)
+    if tracing.configure(config.role, config.effective_worker_id):
+        log.info("traces are exported")
     uvloop.run(_serve_and_exit(config, make_role))
     raise AssertionError("the process has ended")
 
@@ -64,6 +67,7 @@ async def _serve_and_exit(config: WorkerConfig, make_role: RoleFactory) -> NoRet
     """Exits on the running loop: closing it would wait for every name that the resolver still looks up, and a store whose
     name does not resolve leaves many of them behind."""
     code = await serve(config, make_role)
+    await asyncio.to_thread(tracing.close)
     # Everything of ours is closed; taking the libraries apart in an orderly way would cost seconds for nothing.
     logging.shutdown()
     sys.stdout.flush()

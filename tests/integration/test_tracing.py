@@ -1,0 +1,138 @@
+"""One request is one connected trace: decode, its call to prefill, prefill, and the KV transfer; and nothing at all when off."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from diptych.common.clock import FakeClock
+from diptych.common.errors import ConfigError, WorkerLostError
+from diptych.common.sampling import FinishReason, SamplingParams
+from diptych.common.tracing import tracing
+from diptych.router.messages import FinishedEvent, GenerateSpec, PreparedRequest, UsageInfo
+from diptych.router.request_span import RequestSpan, traced
+
+CALLER = "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"
+PROMPT = [(7 * i + 3) % 1000 for i in range(70)]
+
+
+@pytest.fixture(scope="session")
+def pd() -> ModuleType:
+    name = "diptych_test_pd_harness"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("pd_harness.py"))
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules[name]
+
+
+@pytest.fixture
+def exported() -> Iterator[InMemorySpanExporter]:
+    exporter = InMemorySpanExporter()
+    assert tracing.configure("test", exporter=exporter, environ={})
+    yield exporter
+    tracing.close()
+
+
+def by_name(exporter: InMemorySpanExporter) -> dict[str, ReadableSpan]:
+    spans = exporter.get_finished_spans()
+    assert len({span.name for span in spans}) == len(spans), [span.name for span in spans]
+    return {span.name: span for span in spans}
+
+
+def parent_of(span: ReadableSpan) -> int:
+    return span.parent.span_id if span.parent is not None else 0
+
+
+async def test_a_request_over_both_pools_is_one_trace(pd: ModuleType, exported: InMemorySpanExporter) -> None:
+    async with pd.cluster() as cluster, pd.FakeRouter(cluster.decode.address) as router:
+        message = cluster.submit_message(attempt="a", prompt=PROMPT, max_tokens=5)
+        message.traceparent = CALLER
+        answer = await router.run(message)
+        assert answer.finished is not None, answer.error
+        await cluster.nothing_left()
+    spans = by_name(exported)
+    assert set(spans) == {"decode", "prefill call", "prefill", "kv transfer"}
+    assert {f"{span.context.trace_id:032x}" for span in spans.values()} == {CALLER.split("-")[1]}
+    assert f"{parent_of(spans['decode']):016x}" == CALLER.split("-")[2]
+    assert parent_of(spans["prefill call"]) == spans["decode"].context.span_id
+    assert parent_of(spans["prefill"]) == spans["prefill call"].context.span_id
+    assert parent_of(spans["kv transfer"]) == spans["prefill call"].context.span_id
+    assert spans["kv transfer"].attributes["diptych.kv_bytes"] == answer.explanation.kv_bytes > 0
+    assert spans["decode"].attributes["gen_ai.usage.output_tokens"] == 5
+    assert spans["prefill"].attributes["diptych.request_id"] == "req-a"
+    assert [event.name for event in spans["prefill"].events] == ["started", "first token"]
+
+
+async def test_a_failure_is_in_the_span_that_saw_it(pd: ModuleType, exported: InMemorySpanExporter) -> None:
+    async with pd.cluster() as cluster, pd.FakeRouter(cluster.decode.address) as router:
+        message = cluster.submit_message(attempt="a", prompt=PROMPT, max_tokens=5)
+        message.placement.prefill[0].incarnation = "another life"
+        message.failure_policy = 1  # fail
+        answer = await router.run(message)
+        assert answer.error is not None
+        await cluster.nothing_left()
+    spans = by_name(exported)
+    for name in ("decode", "prefill call"):
+        assert spans[name].attributes["error.type"] == answer.error.reason
+        assert not spans[name].status.is_ok
+
+
+async def test_without_an_endpoint_a_callers_context_still_travels(pd: ModuleType) -> None:
+    assert not tracing.configure("test", environ={})
+    span = tracing.start("x", parent=CALLER)
+    assert (span.recording, span.traceparent) == (False, CALLER)
+    assert tracing.start("x", parent="y" * 100).traceparent == ""
+    async with pd.cluster() as cluster, pd.FakeRouter(cluster.decode.address) as router:
+        answer = await router.run(cluster.submit_message(attempt="a", prompt=PROMPT, max_tokens=3))
+        assert answer.finished is not None
+
+
+def prepared(clock: FakeClock) -> PreparedRequest:
+    plain = PreparedRequest("r", "", "m", (1, 2, 3), SamplingParams(4), b"", False, 0, 0, clock.now(), clock.now() + 9)
+    return traced(plain, GenerateSpec(messages=[], traceparent=CALLER))
+
+
+def test_the_routers_span_has_the_genai_attributes(exported: InMemorySpanExporter) -> None:
+    clock = FakeClock(10.0)
+    request = prepared(clock)
+    clock.advance(0.5)
+    span = RequestSpan(request, clock)
+    assert span.traceparent.split("-")[1] == CALLER.split("-")[1]
+    span.token()
+    span.token()
+    span.finished(FinishedEvent(FinishReason.LENGTH, UsageInfo(3, 4, 2), "", None, None))
+    span.left()
+    (told,) = exported.get_finished_spans()
+    assert told.name == "chat m"
+    assert f"{parent_of(told):016x}" == CALLER.split("-")[2]
+    expected = {
+        "gen_ai.operation.name": "chat", "gen_ai.provider.name": "diptych", "gen_ai.request.model": "m",
+        "gen_ai.usage.input_tokens": 3, "gen_ai.usage.output_tokens": 4, "gen_ai.request.max_tokens": 4,
+    }  # fmt: skip
+    assert expected.items() <= dict(told.attributes).items()
+    assert [event.name for event in told.events] == ["first token"]
+    assert told.end_time - told.start_time >= 0.5e9
+    assert "error.type" not in told.attributes
+
+
+def test_how_a_request_ended_badly_is_told(exported: InMemorySpanExporter) -> None:
+    clock = FakeClock(10.0)
+    RequestSpan(prepared(clock), clock).failed(WorkerLostError("x"))
+    RequestSpan(prepared(clock), clock).left()
+    assert [s.attributes["error.type"] for s in exported.get_finished_spans()] == ["WORKER_LOST", "CLIENT_LEFT"]
+
+
+def test_an_endpoint_without_the_package_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
+    with pytest.raises(ConfigError, match=r"diptych\[otel\]"):
+        tracing.configure("test", environ={"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"})
