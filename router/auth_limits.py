@@ -72,10 +72,13 @@ class TenantQuotas:
 
 
 class MeteredDoor:
-    """A door that takes tenants' quotas into account."""
+    """A door that takes tenants' quotas into account. `on_refused` is told (reason, tenant) of those that it refuses."""
 
-    def __init__(self, door: Door, quotas: TenantQuotas) -> None:
+    def __init__(
+        self, door: Door, quotas: TenantQuotas, on_refused: Callable[[str, str], None] = lambda reason, tenant: None
+    ) -> None:
         self._door = door
+        self._on_refused = on_refused
         self._quotas = quotas
 
     def models(self) -> list[ModelInfo]:
@@ -98,7 +101,11 @@ class MeteredDoor:
 
     async def prepare(self, spec: GenerateSpec) -> PreparedRequest:
         """Raises: QuotaExceededError, and what the door raises."""
-        self._quotas.check(spec.tenant)
+        try:
+            self._quotas.check(spec.tenant)
+        except QuotaExceededError as error:
+            self._on_refused(error.reason, spec.tenant)
+            raise
         prepared = await self._door.prepare(spec)
         self._quotas.spend(spec.tenant, len(prepared.prompt_token_ids))
         return prepared

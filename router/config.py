@@ -25,6 +25,7 @@ class RouterConfig:
     reasoning_parser: "think" parts <think>...</think> from answers; "auto" goes by the chat template, "none" does not.
     placement_policy: "cost" places by cache and load; round-robin, random, least-loaded, power-of-two and session-affinity are
         there to be compared with it.
+    tenant_metrics: /metrics has series with tenants' names, for the board of tenants.
     generation_config: "auto" takes sampling defaults from the model's generation_config.json, "none" does not.
     """
 
@@ -48,6 +49,7 @@ class RouterConfig:
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     placement_policy: str = "cost"
+    tenant_metrics: bool = False
     worker_poll_s: float = 0.25
     worker_dead_s: float = 2.0
 

@@ -92,6 +92,7 @@ class Frontend:
         self.metrics = RouterMetrics(
             degraded=lambda: bool(self._cluster and self._cluster.degraded),
             mode_degraded=lambda: bool(self._cluster and self._cluster.mute),
+            by_tenant=config.tenant_metrics,
         )
 
     async def start(self) -> None:
@@ -189,7 +190,7 @@ class Frontend:
             self.metrics.live.stage("tokenize", took_s)
             return traced(prepared, spec)
         except DiptychError as err:
-            self.metrics.errors.labels(err.reason).inc()
+            self.metrics.refused(err.reason, spec.tenant)
             raise
 
     async def generate(self, request: PreparedRequest) -> AsyncIterator[GenerateEvent]:

@@ -17,19 +17,26 @@ from diptych.common.metrics import (
 from diptych.router.explain import Story
 from diptych.router.live_series import LiveSeries
 from diptych.router.messages import FinishedEvent, PreparedRequest, TokenEvent
+from diptych.router.tenant_metrics import TenantMetrics
 
 
 class RouterMetrics(Metrics):
     """Args:
     degraded: read at every scrape: whether the view of the cluster may be old.
     mode_degraded: the same: whether some worker's cache cannot be followed.
+    by_tenant: have series with tenants' names, too.
     """
 
     def __init__(
-        self, *, degraded: Callable[[], bool] = lambda: False, mode_degraded: Callable[[], bool] = lambda: False
+        self,
+        *,
+        degraded: Callable[[], bool] = lambda: False,
+        mode_degraded: Callable[[], bool] = lambda: False,
+        by_tenant: bool = False,
     ) -> None:
         super().__init__()
         self.live = LiveSeries()
+        self.tenants = TenantMetrics(self) if by_tenant else None
         self.running = self.gauge("num_requests_running", "Requests that this router relays now")
         self.waiting = self.gauge("num_requests_waiting", "Requests that wait for their first token")
         self.tokenize = self.histogram(
@@ -95,6 +102,12 @@ class RouterMetrics(Metrics):
             lambda: float(degraded())
         )
 
+    def refused(self, reason: str, tenant: str) -> None:
+        """A request failed, or was never let in."""
+        self.errors.labels(reason).inc()
+        if self.tenants is not None:
+            self.tenants.failed(tenant, reason)
+
     def split(self, story: Story, total_s: float) -> None:
         """Where a request's time went. `total_s`: from its arrival to its last token. Decode's times are on its own clock and
         are only ever added up; no clock is subtracted from another's."""
@@ -153,10 +166,14 @@ class RequestTimer:
         now = self._clock.now()
         metrics = self._metrics
         metrics.generation_tokens.inc(count)
+        if metrics.tenants is not None:
+            metrics.tenants.tokens(self._request.tenant, count)
         if self._last is None:
             metrics.waiting.dec()
             metrics.ttft.observe(now - self._request.arrived)
             metrics.live.first_token(now - self._request.arrived, now)
+            if metrics.tenants is not None:
+                metrics.tenants.first_token(self._request.tenant, now - self._request.arrived)
             metrics.live.tokens(1, now)
             count -= 1  # tokens in the first message beside the first came at the same moment
             self._last = now
@@ -180,17 +197,19 @@ class RequestTimer:
             metrics.prompt_tokens.inc(usage.prompt_tokens)
             metrics.cached_tokens.inc(usage.cached_tokens)
             metrics.kv_bytes.inc(kv_bytes)
+            if metrics.tenants is not None:
+                metrics.tenants.finished(self._request.tenant, usage)
             metrics.live.finished(usage.prompt_tokens, usage.cached_tokens, self._clock.now())
 
     def failed(self, error: DiptychError) -> None:
         if self._close():
-            self._metrics.errors.labels(error.reason).inc()
+            self._metrics.refused(error.reason, self._request.tenant)
             self._metrics.live.failed(self._clock.now())
 
     def left(self) -> None:
         """The client went away; nothing to do when the request has ended."""
         if self._close():
-            self._metrics.errors.labels("CLIENT_LEFT").inc()
+            self._metrics.refused("CLIENT_LEFT", self._request.tenant)
 
     def _close(self) -> bool:
         if self._over:

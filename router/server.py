@@ -32,6 +32,7 @@ from diptych.router.faces import Door
 from diptych.router.frontend import Frontend
 from diptych.router.http_guard import MAX_HEADER_BYTES
 from diptych.router.http_protocol import HttpProtocol
+from diptych.router.metrics import RouterMetrics
 from diptych.router.openai_api import create_app, guarded
 from diptych.router.service import SERVICE, RouterService
 from diptych.router.status_page import Status
@@ -166,7 +167,8 @@ class Faces:
         quotas = None
         if self._keys is not None:
             quotas = TenantQuotas(self._keys.quota, now=time.monotonic)
-            door = MeteredDoor(door, quotas)
+            refused = metrics.refused if isinstance(metrics, RouterMetrics) else lambda reason, tenant: None
+            door = MeteredDoor(door, quotas, refused)
         self._grpc.add_generic_rpc_handlers((RouterService(door).handler(),))
         await self._health.install(self._grpc)
         await self._grpc.start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shutil
 import stat
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from diptych.worker.metrics import WorkerMetrics
 ROOT = Path(__file__).resolve().parents[2]
 COMPOSE = yaml.safe_load((ROOT / "compose.yaml").read_text())
 CLUSTER = {name: service for name, service in COMPOSE["services"].items() if service["profiles"] == ["cpu"]}
+RULES = yaml.safe_load((ROOT / "deploy" / "prometheus" / "rules.yml").read_text())["groups"][0]["rules"]
 WORKERS = {name: service for name, service in CLUSTER.items() if name.startswith(("prefill", "decode"))}
 
 
@@ -107,27 +109,58 @@ def test_secrets_are_made_once(tmp_path: Path) -> None:
         assert password.encode() not in before["redis.acl"], "the server's file holds hashes only"
 
 
-def test_the_overview_is_what_its_table_says() -> None:
-    command = [sys.executable, str(ROOT / "deploy" / "grafana" / "make_overview.py"), "--check"]
-    assert subprocess.run(command).returncode == 0, "run deploy/grafana/make_overview.py"
+def test_the_boards_are_what_their_tables_say() -> None:
+    command = [sys.executable, str(ROOT / "deploy" / "grafana" / "make_boards.py"), "--check"]
+    assert subprocess.run(command).returncode == 0, "run deploy/grafana/make_boards.py"
+    written = {path.stem for path in (ROOT / "deploy" / "grafana" / "dashboards").glob("*.json")}
+    assert (
+        written
+        == set(load(ROOT / "deploy" / "grafana" / "panels.py").BOARDS)
+        == {"overview", "pd", "router", "tenants"}
+    )
 
 
-def test_every_panel_asks_for_metrics_that_exist() -> None:
+def test_every_panel_and_alert_asks_for_metrics_that_exist() -> None:
     known: set[str] = set()
     workers = [WorkerMetrics(role, stats=EngineStats, clock=MonotonicClock()) for role in ("prefill", "decode")]
-    for metrics in (RouterMetrics(), *workers):
+    for metrics in workers:
+        metrics.describe_cache(block_size=16)
+    for metrics in (RouterMetrics(by_tenant=True), *workers):
         for family in metrics.registry.collect():
             suffixes = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"]}.get(family.type, [""])
             known |= {family.name + suffix for suffix in suffixes}
-    known |= {
-        "diptych_kv_transfer_bytes_total",
-        "diptych_kv_slabs",
-    }  # asked from the transfer thread: there is none here
-    for title, _unit, series in load(ROOT / "deploy" / "grafana" / "make_overview.py").PANELS:
-        for query, _legend in series:
-            names = set(re.findall(r"diptych_\w+", query))
-            assert names or "up{" in query, title
-            assert names <= known, title
+    # asked from the transfer thread: there is none here
+    known |= {"diptych_kv_transfer_bytes_total", "diptych_kv_slabs"}
+    boards = load(ROOT / "deploy" / "grafana" / "panels.py").BOARDS
+    queries = [(title, query) for _, panels in boards.values() for title, _, series in panels for query, _ in series]
+    queries += [(rule["alert"], rule["expr"]) for rule in RULES]
+    for title, query in queries:
+        names = set(re.findall(r"diptych_\w+", query))
+        assert names or "up{" in query, title
+        assert names <= known, title
+
+
+def test_every_alert_has_its_page() -> None:
+    assert len(RULES) >= 6
+    for rule in RULES:
+        assert rule["labels"]["severity"] in ("page", "ticket")
+        page = ROOT / rule["annotations"]["runbook"]
+        text = page.read_text()
+        assert rule["alert"] in text, page
+        for link in re.findall(r"\]\(([\w-]+\.md)\)", text):
+            assert (page.parent / link).exists(), (page, link)
+    assert {path.name for path in (ROOT / "docs" / "runbooks").iterdir()} == {
+        Path(rule["annotations"]["runbook"]).name for rule in RULES
+    }
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool (package prometheus) is not installed")
+@pytest.mark.parametrize("arguments", [("check", "config", "prometheus.yml"), ("test", "rules", "rules_test.yml")])
+def test_prometheus_understands_it_and_alerts_fire_on_what_they_are_for(arguments: tuple[str, ...]) -> None:
+    done = subprocess.run(
+        ["promtool", *arguments], cwd=ROOT / "deploy" / "prometheus", capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_prometheus_scrapes_every_part_that_has_metrics() -> None:

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from diptych.common.clock import FakeClock
@@ -62,7 +64,7 @@ def test_tokens_are_timed_one_by_one_whatever_the_chunks(clock):
 
 def test_every_series_moves(clock):
     down = [False]
-    metrics = RouterMetrics(degraded=lambda: down[0], mode_degraded=lambda: down[0])
+    metrics = RouterMetrics(degraded=lambda: down[0], mode_degraded=lambda: down[0], by_tenant=True)
     before = values(metrics)
     down[0] = True
     done = RequestTimer(metrics, request(clock.now()), clock)
@@ -144,3 +146,21 @@ def test_the_gap_to_the_second_token_is_measured_once_and_waiting_ends_with_the_
     assert got["diptych_first_to_second_token_seconds_count[]"] == 1
     RequestTimer(metrics, request(clock.now()), clock).left()
     assert values(metrics)["diptych_num_requests_waiting[]"] == 0
+
+
+def test_tenants_have_series_only_where_that_was_asked_for(clock):
+    plain, told = RouterMetrics(), RouterMetrics(by_tenant=True)
+    for metrics in (plain, told):
+        own = replace(request(clock.now()), tenant="acme")
+        timer = RequestTimer(metrics, own, clock)
+        timer.tokens(TokenEvent(0, (7, 8), "ab"))
+        timer.finished(FinishedEvent(FinishReason.STOP, UsageInfo(20, 2, 16), "", None, None), 10)
+        metrics.refused("QUOTA_EXCEEDED", "acme")
+    assert b"acme" not in plain.expose()
+    assert b"tenant" not in plain.expose()
+    got = values(told)
+    assert got["diptych_tenant_requests_total[('outcome', 'QUOTA_EXCEEDED'), ('tenant', 'acme')]"] == 1
+    assert got["diptych_tenant_requests_total[('outcome', 'finished'), ('tenant', 'acme')]"] == 1
+    assert got["diptych_tenant_generation_tokens_total[('tenant', 'acme')]"] == 2
+    assert got["diptych_tenant_prompt_tokens_cached_total[('tenant', 'acme')]"] == 16
+    assert got["diptych_tenant_time_to_first_token_seconds_count[('tenant', 'acme')]"] == 1

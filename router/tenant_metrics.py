@@ -1,0 +1,39 @@
+"""Series with a tenant's name as label: off by default, because whoever reads metrics then learns who the tenants are."""
+
+from __future__ import annotations
+
+from diptych.common.metrics import TTFT_BUCKETS_S, Metrics
+from diptych.router.messages import UsageInfo
+
+FINISHED = "finished"
+
+
+class TenantMetrics:
+    """Tenants come from the file of keys, so there are as many series as it has tenants. Without keys there is one, ""."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        by = ["tenant"]
+        self._requests = metrics.counter(
+            "tenant_requests", "Requests by tenant and how they ended", ["tenant", "outcome"]
+        )
+        self._prompt = metrics.counter("tenant_prompt_tokens", "Prompt tokens of answered requests by tenant", by)
+        self._cached = metrics.counter("tenant_prompt_tokens_cached", "Those of them that nobody had to compute", by)
+        self._generation = metrics.counter("tenant_generation_tokens", "Tokens that were streamed, by tenant", by)
+        self._ttft = metrics.histogram(
+            "tenant_time_to_first_token_seconds", "From arrival to the first token, by tenant", TTFT_BUCKETS_S, by
+        )
+
+    def first_token(self, tenant: str, seconds: float) -> None:
+        self._ttft.labels(tenant).observe(seconds)
+
+    def tokens(self, tenant: str, count: int) -> None:
+        self._generation.labels(tenant).inc(count)
+
+    def finished(self, tenant: str, usage: UsageInfo) -> None:
+        self._requests.labels(tenant, FINISHED).inc()
+        self._prompt.labels(tenant).inc(usage.prompt_tokens)
+        self._cached.labels(tenant).inc(usage.cached_tokens)
+
+    def failed(self, tenant: str, reason: str) -> None:
+        """Also of requests that were refused, for example for their quota."""
+        self._requests.labels(tenant, reason).inc()
