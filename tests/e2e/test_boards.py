@@ -1,4 +1,4 @@
-"""Boards and alerts against the real cluster: every metric is in a live scrape, and (slow) Prometheus itself answers every query."""
+"""Boards and alerts against the real cluster: every metric is in a live scrape; and (slow) Prometheus answers every query."""
 
 from __future__ import annotations
 
