@@ -138,6 +138,7 @@ class BlockMover:
             for pull in pending:
                 pull.launch()
 
+    @torch.inference_mode()  # also when it is the engine that looks, between two calls of the runner
     def _launch(
         self, ids: list[int], num_tokens: int, address: int, before: torch.cuda.Event | None
     ) -> tuple[Tensor, torch.cuda.Event | None]:
