@@ -86,6 +86,10 @@ class EngineCore:
         """KV is being copied beside the steps; `take_events` looks whether it has come."""
         return bool(self._pulls)
 
+    def pull_has_come(self) -> bool:
+        """`take_events` and then `step` have something to do."""
+        return self._pulls.first_is_done()
+
     def handle(self, command: Command) -> None:
         scheduler = self.scheduler
         match command:

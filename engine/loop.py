@@ -28,7 +28,7 @@ from diptych.engine.messages import (
 )
 
 _log = logging.getLogger(__name__)
-_PULL_WAIT_S = 0.0001
+_PULL_WAIT_S = 0.00005
 """With nothing to compute, so often it is looked whether KV that is being copied has come."""
 _IDLE_WAIT_S = 60.0
 """Every wait has a deadline; this one only bounds how long a lost wake-up could last."""
@@ -140,7 +140,10 @@ class StepThread:
         core = self._core
         worked = False
         while True:
-            self._drain(0.0 if worked else _PULL_WAIT_S if core.pulling else _IDLE_WAIT_S)
+            if not worked and core.pulling:
+                self._await_pull()
+            else:
+                self._drain(0.0 if worked else _IDLE_WAIT_S)
             if self._stopping:
                 return
             self._stats = core.stats(busy_since=self._clock.now())
@@ -148,14 +151,24 @@ class StepThread:
             self._flush()
             self._stats = core.stats()
 
-    def _drain(self, wait_s: float) -> None:
+    def _await_pull(self) -> None:
+        """Until KV has come, or there is a command. What has come may be the last that a request waited for."""
+        while not self._core.pull_has_come():
+            if self._drain(_PULL_WAIT_S):
+                return
+        self._flush()
+
+    def _drain(self, wait_s: float) -> bool:
+        """Returns: whether there was anything."""
+        some = False
         try:
             item = self._inbox.get(timeout=wait_s) if wait_s else self._inbox.get_nowait()
             while True:
+                some = True
                 self._take(item)
                 item = self._inbox.get_nowait()
         except Empty:
-            return
+            return some
 
     def _take(self, item: Command | Ask | _Stop) -> None:
         if isinstance(item, _Stop):

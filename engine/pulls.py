@@ -31,6 +31,9 @@ class Pulls:
     def __len__(self) -> int:
         return len(self._begun)
 
+    def first_is_done(self) -> bool:
+        return bool(self._begun) and self._begun[0].pull.done()
+
     def begin(self, command: UnpackRange, job: UnpackJob, pull: Pull) -> None:
         job.request.pulls.append(pull)
         self._begun.append(_Begun(command, job, pull))
