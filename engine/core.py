@@ -10,7 +10,7 @@ from collections.abc import Container
 
 from diptych.common.block_identity import IdentityHeader
 from diptych.common.clock import Clock
-from diptych.common.errors import ConfigError, DiptychError, InternalError
+from diptych.common.errors import ConfigError, DiptychError, InternalError, OverloadedError
 from diptych.engine.config import EngineConfig
 from diptych.engine.messages import (
     AddRequest,
@@ -29,7 +29,7 @@ from diptych.engine.messages import (
     UnpackRange,
 )
 from diptych.engine.pulls import Pulls
-from diptych.engine.runner import ModelRunner, StepAborted
+from diptych.engine.runner import ModelRunner, OutOfDeviceMemory, StepAborted
 from diptych.engine.sched import handover, remote, results
 from diptych.engine.sched.admission import ModelLimits
 from diptych.engine.sched.output import DetokenizerFactory
@@ -179,6 +179,13 @@ class EngineCore:
             if len(result.token_ids) != len(out.seqs):
                 raise ValueError(f"the runner answered {len(result.token_ids)} of {len(out.seqs)} sequences")
         except StepAborted:
+            return
+        except OutOfDeviceMemory as error:
+            # The newcomers ask for the memory; whoever decodes has not advanced, and does so in the next step.
+            victims = out.requests[out.num_decode :] or out.requests[-1:]
+            _log.error("a step of %d sequences found no memory: %s", len(out.seqs), error)
+            for request in victims:
+                self.scheduler.fail(request, OverloadedError("the GPU's memory is used up", retry_after_s=1.0))
             return
         except Exception as error:  # whatever it is, the step's requests end typed and the engine lives on
             _log.exception("a step of %d sequences failed", len(out.seqs))

@@ -12,6 +12,10 @@ class StepAborted(Exception):
     """The step was given up between two layers; nothing of it counts."""
 
 
+class OutOfDeviceMemory(Exception):
+    """A step needs more memory than the device has left; nothing of it counts, and the runner works on."""
+
+
 class Pull(Protocol):
     """KV on its way into blocks beside the steps. The blocks are nobody else's before it is done."""
 
@@ -45,7 +49,10 @@ class ModelRunner(Protocol):
     """Slots of the host tier, one block each; 0: there is none."""
 
     def execute(self, seqs: Sequence[ScheduledSeq], should_abort: Callable[[], bool] | None = None) -> StepResult:
-        """Compute one step. Raises: StepAborted when should_abort() turned true between two layers."""
+        """Compute one step.
+
+        Raises: StepAborted when should_abort() turned true between two layers; OutOfDeviceMemory.
+        """
         ...
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:

@@ -29,7 +29,8 @@ class WorkerConfig:
         secret_file: the cluster secret, from which keys are derived.
         dtype: of weights and KV: float32, float16 or bfloat16.
         num_blocks: KV blocks; 0: as many as kv_memory_bytes hold.
-        kv_memory_bytes: KV pool; 0: a share of the memory that is free at start.
+        kv_memory_bytes: KV pool; 0: on a GPU what gpu_memory_utilization leaves, else a share of the memory free at start.
+        gpu_memory_utilization: share of the GPU's memory that weights, steps, staging ring and KV may take together.
         max_model_len: 0: the model's own.
         max_step_time_s: bound on a step's prefill; 0: only max_num_batched_tokens bounds it.
         threads: torch threads.
@@ -75,6 +76,7 @@ class WorkerConfig:
     dtype: str = "float32"
     num_blocks: int = 0
     kv_memory_bytes: int = 0
+    gpu_memory_utilization: float = 0.9
     block_size: int = 16
     max_model_len: int = 0
     max_num_seqs: int = 64
@@ -126,6 +128,8 @@ class WorkerConfig:
                 raise ConfigError(name, getattr(self, name), f"must be one of {', '.join(known)}")
         if self.preemption_mode == "swap" and not self.num_host_blocks:
             raise ConfigError("preemption_mode", "swap", "needs a host tier: set num_host_blocks")
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ConfigError("gpu_memory_utilization", self.gpu_memory_utilization, "must be above 0 and at most 1")
         if not 0.0 < self.tenant_cache_share <= 1.0:
             raise ConfigError("tenant_cache_share", self.tenant_cache_share, "must be above 0 and at most 1")
         for name in (

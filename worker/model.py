@@ -63,6 +63,7 @@ def load_model(config: WorkerConfig) -> LoadedModel:
     """Takes seconds; run it in an executor. Raises: ConfigError naming the setting or the file."""
     # Imported here: torch takes seconds, and a fake runner needs none of it.
     from diptych.engine.exec.attention import attention_version
+    from diptych.engine.exec.cuda.sizing import PoolBudget
     from diptych.engine.exec.kv_pool import KV_LAYOUT
     from diptych.engine.exec.model_config import parse_config
     from diptych.engine.exec.model_runner import TorchModelRunner
@@ -93,6 +94,9 @@ def load_model(config: WorkerConfig) -> LoadedModel:
         block_identity_golden=golden_key(identity),
     )
     max_model_len = config.max_model_len or parsed.max_position
+    budget = None
+    if config.device == "cuda" and not config.num_blocks and not config.kv_memory_bytes:
+        budget = PoolBudget(config.gpu_memory_utilization, config.max_num_batched_tokens, _ring_on_gpu(config))
     num_blocks = choose_num_blocks(
         config,
         bytes_per_block=compat.kv_bytes_per_token * config.block_size,
@@ -109,6 +113,7 @@ def load_model(config: WorkerConfig) -> LoadedModel:
         max_model_len=max_model_len,
         num_threads=config.threads,
         num_host_blocks=config.num_host_blocks,
+        budget=budget,
     )
     factory: DetokenizerFactory | None = None
     grammars: GrammarCompiler | None = None
@@ -124,7 +129,7 @@ def load_model(config: WorkerConfig) -> LoadedModel:
             grammars = make_grammars(config, tokenizer)
 
     log.info("model loaded", seconds=round(time.monotonic() - began, 2))
-    log.info(capacity_line(num_blocks, config.block_size, runner.kv_bytes_per_token), dtype=config.dtype)
+    log.info(capacity_line(runner.num_blocks, config.block_size, runner.kv_bytes_per_token), dtype=config.dtype)
     return LoadedModel(runner, compat, identity, factory, grammars)
 
 
@@ -158,6 +163,12 @@ def make_identity(config: WorkerConfig, model_rev: str, tokenizer_rev: str) -> I
         kv_dtype=config.dtype,
         block_size=config.block_size,
     )
+
+
+def _ring_on_gpu(config: WorkerConfig) -> int:
+    """Bytes of the staging ring that may come to lie in GPU memory, once the transport is known."""
+    on_gpu = config.role == "prefill" and config.transport in ("ipc", "auto")
+    return config.num_slabs * config.slab_bytes if on_gpu else 0
 
 
 def _available_bytes() -> int:

@@ -11,13 +11,14 @@ import torch
 
 from diptych.common.errors import ConfigError, InternalError
 from diptych.engine.exec.attention import BatchBuilder, PagedAttention
+from diptych.engine.exec.cuda.sizing import PoolBudget, profile
 from diptych.engine.exec.kv_pool import KvPool
 from diptych.engine.exec.model_config import ModelConfig, eos_token_ids, parse_config
 from diptych.engine.exec.models.decoder import Decoder
 from diptych.engine.exec.sampling import draw_step, want_prompt_rows
 from diptych.engine.exec.weights import DecoderWeights, load_weights
 from diptych.engine.messages import BlockCopy, Payload, ScheduledSeq, StepResult
-from diptych.engine.runner import Pull
+from diptych.engine.runner import OutOfDeviceMemory, Pull
 from diptych.kernels.dispatch import TRITON, choose_backend
 
 if TYPE_CHECKING:
@@ -116,18 +117,21 @@ class TorchModelRunner:
         *,
         device: str = "cpu",
         dtype: str = "float32",
-        num_blocks: int,
+        num_blocks: int = 0,
         block_size: int = 16,
         max_model_len: int | None = None,
         num_threads: int | None = None,
         num_host_blocks: int = 0,
         backend: str | None = None,
         graph_sizes: Sequence[int] | None = None,
+        budget: PoolBudget | None = None,
     ) -> TorchModelRunner:
         """Load a local Hugging Face folder.
 
         Args:
             device: "cpu" or "cuda". dtype: "float32", "bfloat16" or "float16", of weights and KV.
+            num_blocks: of the pool; counts only without a budget.
+            budget: device "cuda" only: as many blocks as it leaves room for, by a trial (engine.exec.cuda.sizing).
             max_model_len: None: what the model was trained for.
             num_threads: torch's threads in this process; None leaves them.
             num_host_blocks: slots of the host tier, each of one block.
@@ -138,8 +142,10 @@ class TorchModelRunner:
         folder = Path(path)
         if dtype not in DTYPES:
             raise ConfigError("dtype", dtype, f"must be one of {', '.join(DTYPES)}")
+        if budget is not None and device != "cuda":
+            raise ConfigError("device", device, "only a GPU's pool is sized by its memory")
         for field, value in (("num_blocks", num_blocks), ("block_size", block_size)):
-            if value < 1:
+            if value < 1 and not (field == "num_blocks" and budget is not None):
                 raise ConfigError(field, value, "must be at least 1")
         if num_host_blocks < 0:
             raise ConfigError("num_host_blocks", num_host_blocks, "must be 0 or more")
@@ -153,17 +159,23 @@ class TorchModelRunner:
         if not 1 <= length <= config.max_position:
             raise ConfigError("max_model_len", length, f"must be between 1 and the model's {config.max_position}")
         weights = load_weights(folder, config, dtype=DTYPES[dtype], device=_device(device))
-        return cls(
-            config,
-            weights,
-            eos_token_ids=eos,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            max_model_len=length,
-            num_host_blocks=num_host_blocks,
-            backend=backend,
-            graph_sizes=graph_sizes,
-        )
+
+        def make(blocks: int, host_blocks: int = 0) -> TorchModelRunner:
+            return cls(
+                config,
+                weights,
+                eos_token_ids=eos,
+                num_blocks=blocks,
+                block_size=block_size,
+                max_model_len=length,
+                num_host_blocks=host_blocks,
+                backend=backend,
+                graph_sizes=graph_sizes,
+            )
+
+        if budget is not None:
+            num_blocks = profile(make, budget, block_size=block_size)
+        return make(num_blocks, num_host_blocks)
 
     @torch.inference_mode()
     def execute(self, seqs: Sequence[ScheduledSeq], should_abort: Callable[[], bool] | None = None) -> StepResult:
@@ -185,6 +197,21 @@ class TorchModelRunner:
         return result
 
     def _execute_fused(
+        self,
+        fused: CudaBackend,
+        seqs: Sequence[ScheduledSeq],
+        should_abort: Callable[[], bool] | None,
+        result: StepResult,
+    ) -> StepResult:
+        try:
+            return self._step_fused(fused, seqs, should_abort, result)
+        except torch.OutOfMemoryError as error:
+            reason = str(error).partition(". ")[0]
+        # Outside the handler: the error holds the frames, and they the tensors that filled the memory.
+        torch.cuda.empty_cache()
+        raise OutOfDeviceMemory(reason)
+
+    def _step_fused(
         self,
         fused: CudaBackend,
         seqs: Sequence[ScheduledSeq],

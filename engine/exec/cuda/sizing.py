@@ -1,0 +1,99 @@
+"""How many KV blocks a GPU holds: measured with the largest step the scheduler may ask for, before the real pool is made.
+
+    blocks = (total * utilization - already in use - the step's peak - graphs - reserve) / bytes of a block
+
+"In use" is what the driver says: weights, other processes, the context. A trial runner on a small pool runs one prefill of the
+most tokens and captures every graph; what it took beyond its pool is kept free for the real one.
+"""
+
+# mypy: disable-error-code="no-untyped-call"
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from diptych.common.errors import ConfigError
+from diptych.common.sampling import SamplingParams
+from diptych.engine.messages import ScheduledSeq
+from diptych.engine.runner import ModelRunner
+
+log = logging.getLogger(__name__)
+_SLACK_BYTES = 256 << 20
+"""For what fragments, and for kernels that are loaded later."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolBudget:
+    """Args:
+    utilization: share of the GPU's memory that this process may have, 0 to 1.
+    step_tokens: max_num_batched_tokens.
+    reserve_bytes: for GPU memory that is taken later, such as a staging ring.
+    Raises: ConfigError.
+    """
+
+    utilization: float
+    step_tokens: int
+    reserve_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.utilization <= 1.0:
+            raise ConfigError("gpu_memory_utilization", self.utilization, "must be above 0 and at most 1")
+
+
+def blocks_that_fit(budget: PoolBudget, *, total: int, used: int, step: int, bytes_per_block: int) -> int:
+    """All in bytes. Raises: ConfigError when not even one block fits."""
+    room = int(total * budget.utilization) - used - step - budget.reserve_bytes - _SLACK_BYTES
+    if room < bytes_per_block:
+        raise ConfigError(
+            "gpu_memory_utilization",
+            budget.utilization,
+            f"of {total / 2**30:.1f} GiB {used / 2**30:.1f} are in use, a step takes {step / 2**30:.1f}, "
+            f"{budget.reserve_bytes / 2**30:.1f} are reserved: no room for KV",
+        )
+    return room // bytes_per_block
+
+
+def profile(make_runner: Callable[[int], ModelRunner], budget: PoolBudget, *, block_size: int) -> int:
+    """KV blocks for the pool of the runner that make_runner(num_blocks) makes. The trial runner is gone when this returns.
+
+    Raises: ConfigError.
+    """
+    free, total = torch.cuda.mem_get_info()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_reserved()
+    num_blocks = -(-budget.step_tokens // block_size) + 1
+    trial = make_runner(num_blocks)
+    bytes_per_block = trial.kv_bytes_per_token * block_size
+    try:
+        trial.execute(_largest_step(trial, budget.step_tokens))
+        torch.cuda.synchronize()
+        step = torch.cuda.max_memory_reserved() - before - num_blocks * bytes_per_block
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            "max_num_batched_tokens", budget.step_tokens, f"a step does not fit the GPU: {error}"
+        ) from None
+    finally:
+        del trial
+        gc.collect()
+        torch.cuda.empty_cache()
+    fit = blocks_that_fit(budget, total=total, used=total - free, step=max(0, step), bytes_per_block=bytes_per_block)
+    log.info("gpu memory: a step takes %.2f GiB, %d KV blocks fit", step / 2**30, fit)
+    return fit
+
+
+def _largest_step(runner: ModelRunner, tokens: int) -> list[ScheduledSeq]:
+    """Prompts of `tokens` tokens together, each as long as the model allows, drawn with all that a draw may need."""
+    params = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, top_k=50, seed=1)
+    seqs: list[ScheduledSeq] = []
+    block = 0
+    while tokens > 0 and block < runner.num_blocks:
+        count = min(tokens, runner.max_model_len, (runner.num_blocks - block) * runner.block_size)
+        table = list(range(block, block + -(-count // runner.block_size)))
+        seqs.append(ScheduledSeq(f"profile-{len(seqs)}", [0] * count, 0, table, True, params, 0))
+        block += len(table)
+        tokens -= count
+    return seqs

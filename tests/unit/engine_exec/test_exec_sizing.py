@@ -1,0 +1,77 @@
+"""How many blocks a GPU holds, and that a step without memory is one step's trouble."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from diptych.common.errors import ConfigError
+from diptych.common.sampling import SamplingParams
+from diptych.engine.exec.cuda.sizing import PoolBudget, blocks_that_fit
+from diptych.engine.exec.model_runner import TorchModelRunner
+from diptych.engine.messages import ScheduledSeq
+from diptych.engine.runner import OutOfDeviceMemory
+
+GIB = 1 << 30
+on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is usable here")]
+
+
+def test_what_is_left_is_cut_into_blocks():
+    fit = blocks_that_fit(
+        PoolBudget(0.9, 2048, reserve_bytes=GIB), total=80 * GIB, used=17 * GIB, step=2 * GIB, bytes_per_block=2 << 20
+    )
+    assert fit == (72 * GIB - 20 * GIB - (256 << 20)) // (2 << 20)
+
+
+@pytest.mark.parametrize("used", [72 * GIB, 60 * GIB + 300])
+def test_a_gpu_without_room_is_refused_with_its_numbers(used):
+    with pytest.raises(ConfigError, match="60.0 are in use|72.0 are in use"):
+        blocks_that_fit(PoolBudget(0.9, 2048), total=80 * GIB, used=used, step=12 * GIB, bytes_per_block=2 << 20)
+
+
+@pytest.mark.parametrize("share", [0.0, -1.0, 1.1, float("nan")])
+def test_the_share_is_checked(share):
+    with pytest.raises(ConfigError, match="gpu_memory_utilization"):
+        PoolBudget(share, 2048)
+
+
+def test_a_cpu_has_no_such_budget(tiny_dir):
+    with pytest.raises(ConfigError, match="only a GPU's pool"):
+        TorchModelRunner.load(tiny_dir, budget=PoolBudget(0.9, 64))
+
+
+def _prompt(runner: TorchModelRunner, name: str, count: int) -> ScheduledSeq:
+    table = list(range(-(-count // runner.block_size)))
+    return ScheduledSeq(name, [7] * count, 0, table, True, SamplingParams(max_tokens=1, temperature=0.0), 0)
+
+
+class TestOnTheGpu:
+    pytestmark = on_gpu
+
+    def test_the_pool_takes_its_share_and_no_more(self, tiny_dir):
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info()
+        share = 1.0 - free / total + 1.5 * GIB / total
+        runner = TorchModelRunner.load(
+            tiny_dir, device="cuda", dtype="bfloat16", graph_sizes=[1, 8], budget=PoolBudget(share, 64)
+        )
+        torch.cuda.synchronize()
+        left, _ = torch.cuda.mem_get_info()
+        pool = runner.num_blocks * runner.block_size * runner.kv_bytes_per_token
+        assert pool > GIB
+        assert free - left <= 1.5 * GIB
+
+    def test_a_step_without_memory_is_told_and_the_next_one_runs(self, tiny_dir, monkeypatch):
+        runner = TorchModelRunner.load(tiny_dir, device="cuda", dtype="bfloat16", num_blocks=16, graph_sizes=[1])
+        expected = runner.execute([_prompt(runner, "a", 40)]).token_ids
+        compute = runner._fused.execute
+
+        def greedy(seqs, batch, should_abort):
+            compute(seqs, batch, should_abort)
+            return torch.empty(1 << 45, dtype=torch.uint8, device="cuda")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(runner._fused, "execute", greedy)
+            with pytest.raises(OutOfDeviceMemory, match="out of memory"):
+                runner.execute([_prompt(runner, "b", 60)])
+        assert runner.execute([_prompt(runner, "c", 40)]).token_ids == expected
