@@ -142,6 +142,8 @@ class ClusterPlan:
                 "threads": self.threads,
                 "drain-s": WORKER_DRAIN_S,
             }
+            if role == "decode":
+                flags["client-port"] = 0
             return [*diptych_command(), role, *self._common_flags(), *_flags(flags), *shlex.split(config.worker_args)]
 
         return ChildSpec(name, role, command, self._log(name), _SERVING_GROUP)

@@ -17,9 +17,10 @@ import grpc.aio
 from diptych.client import wire
 from diptych.client.errors import StreamBrokenError
 from diptych.client.exchange import Attempts, Exchange, RetryPolicy
+from diptych.client.lookaside import Answer, DirectAnswer, Lookaside, RoutedAnswer, goes_another_way
 from diptych.client.request import GenerateOptions, build_request
 from diptych.client.types import Completion, Delta, ModelInfo, models_from
-from diptych.common.errors import RequestCancelledError
+from diptych.common.errors import DiptychError, RequestCancelledError
 from diptych.rpc.v1 import router_pb2
 
 
@@ -37,6 +38,8 @@ class AsyncClient:
         retry: tries after UNAVAILABLE, before the first message only.
         api_key: None: the one in DIPTYCH_API_KEY, if it is set.
         tls: None: plain text.
+        lookaside: the router only places requests and signs a ticket for each; answers come from decode workers directly.
+            Where that fails the router relays the answer, or the rest of it.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class AsyncClient:
         retry: RetryPolicy | None = None,
         api_key: str | None = None,
         tls: wire.Tls | None = None,
+        lookaside: bool = False,
     ) -> None:
         self.address = address
         self._timeout_s = timeout_s
@@ -55,6 +59,8 @@ class AsyncClient:
         self._metadata = wire.metadata(api_key)
         self._tls = tls
         self._channel: Any = None
+        self._wants_lookaside = lookaside
+        self._lookaside: Lookaside | None = None
 
     async def generate(self, **options: Unpack[GenerateOptions]) -> Completion:
         """Wait for the whole answer. Keywords: see GenerateOptions. Raises: DiptychError, see diptych.client.errors."""
@@ -89,6 +95,8 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Close the connection; calls in flight are cancelled."""
+        if self._lookaside is not None:
+            await self._lookaside.close()
         if self._channel is not None:
             await self._channel.close()
 
@@ -109,6 +117,20 @@ class AsyncClient:
                 self._channel = grpc.aio.secure_channel(self.address, credentials, options=options)
         return self._channel
 
+    async def _answer(self, request: router_pb2.GenerateRequest, exchange: Exchange, *, directly: bool) -> Answer:
+        """Begin to ask. Raises: DiptychError."""
+        channel = self._connected()
+        if directly and self._wants_lookaside:
+            if self._lookaside is None:
+                self._lookaside = Lookaside(channel, address=self.address, metadata=self._metadata, tls=self._tls)
+            try:
+                return await self._lookaside.begin(request, exchange.remaining_s())
+            except DiptychError as error:
+                if not goes_another_way(error, request, placing=True):
+                    raise
+        call = wire.generate_method(channel)(request, timeout=exchange.remaining_s(), metadata=self._metadata)
+        return RoutedAnswer(call, self.address)
+
     def _attempts(self, timeout_s: float) -> Attempts:
         return Attempts(timeout_s, self._retry, time.monotonic, self._rng)
 
@@ -125,7 +147,8 @@ class AsyncStream:
         self._request = request
         self._timeout_s = timeout_s
         self._exchange: Exchange | None = None
-        self._call: Any = None
+        self._answer: Answer | None = None
+        self._directly = True
         self._closed = False
 
     @property
@@ -160,26 +183,17 @@ class AsyncStream:
 
     def _cancel(self) -> None:
         self._closed = True
-        if self._call is not None:
-            self._call.cancel()  # of no effect after the end
+        if self._answer is not None:
+            self._answer.cancel()
 
     async def _next(self, exchange: Exchange) -> Delta:
         while True:
             if self._closed:
                 raise RequestCancelledError("the stream was closed")
             try:
-                if self._call is None:
-                    method = wire.generate_method(self._client._connected())
-                    self._call = method(self._request, timeout=exchange.remaining_s(), metadata=self._client._metadata)
-                while (message := await self._call.read()) is not grpc.aio.EOF:
-                    delta = exchange.on_message(message)
-                    if delta is not None:
-                        return delta
-                exchange.on_end()
-                raise StopAsyncIteration
-            except grpc.RpcError as error:
-                pause = exchange.on_error(wire.typed(error, self._client.address))
-                self._call = None
+                return await self._next_of(exchange)
+            except DiptychError as error:
+                pause = self._another_way(exchange, error)
             except asyncio.CancelledError:
                 task = asyncio.current_task()
                 if self._closed and not (task and task.cancelling()):
@@ -187,6 +201,31 @@ class AsyncStream:
                     raise RequestCancelledError("the stream was closed") from None
                 raise
             await asyncio.sleep(pause)
+
+    async def _next_of(self, exchange: Exchange) -> Delta:
+        """Raises: StopAsyncIteration at the end, DiptychError."""
+        if self._answer is None:
+            self._answer = await self._client._answer(self._request, exchange, directly=self._directly)
+            if self._closed:
+                self._answer.cancel()
+        while True:
+            kind, event = await self._answer.next()
+            if not kind:
+                exchange.on_end()
+                raise StopAsyncIteration
+            delta = exchange.on_event(kind, event)
+            if delta is not None:
+                return delta
+
+    def _another_way(self, exchange: Exchange, error: DiptychError) -> float:
+        """Seconds to pause before it is tried again, elsewhere or for another time. Raises: `error` when it is final."""
+        answer, self._answer = self._answer, None
+        if isinstance(answer, DirectAnswer) and goes_another_way(error, self._request, placing=False):
+            self._directly = False
+            self._request.sampling.seed = answer.seed  # the same tokens again
+            exchange.resume()
+            return 0.0
+        return exchange.on_error(error)
 
 
 class _Deltas(AsyncIterator[Delta]):

@@ -2,6 +2,7 @@
 
 WAITING --Started--> STREAMING --Finished--> FINISHED --end of stream--> (result)
    |  \\--UNAVAILABLE, budget left--> WAITING (another try after `on_error`'s pause)
+   |                          \\--resumed elsewhere--> RESUMING --Started--> STREAMING, what was given already is held back
    any --error, gap, repeat, end without Finished--> FAILED (raised)
 """
 
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from random import Random
+from typing import Any
 
 from diptych.client.errors import StreamBrokenError
 from diptych.client.types import (
@@ -49,6 +51,7 @@ class RetryPolicy:
 class State(Enum):
     WAITING = "waiting"
     STREAMING = "streaming"
+    RESUMING = "resuming"
     FINISHED = "finished"
     FAILED = "failed"
 
@@ -106,6 +109,10 @@ class _Growing:
     texts: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finished: types_pb2.ChoiceFinished | None = None
+    text_size: int = 0
+    repeated_ids: int = 0
+    repeated_text: int = 0
+    """How much of the answer a resumed stream has told again."""
 
     def choice(self, index: int, whole: router_pb2.Finished) -> Choice:
         """`whole` says how an answer with one choice ended."""
@@ -142,24 +149,39 @@ class Exchange:
 
     def on_message(self, message: router_pb2.GenerateResponse) -> Delta | None:
         """Raises: StreamBrokenError when the message does not fit what came before."""
-        kind = message.WhichOneof("event")
-        if kind == "started" and self._state is State.WAITING:
-            self._started = message.started
+        kind = message.WhichOneof("event") or ""
+        return self.on_event(kind, getattr(message, kind) if kind else None)
+
+    def on_event(self, kind: str, event: Any) -> Delta | None:
+        """`kind`: a field of GenerateResponse. Raises: as on_message."""
+        if kind == "tokens" and self._state is State.STREAMING:
+            return self._on_tokens(event)
+        if kind == "started" and self._state in (State.WAITING, State.RESUMING):
+            self._started = self._started or event
             self._state = State.STREAMING
             return None
-        if kind == "tokens" and self._state is State.STREAMING:
-            return self._on_tokens(message.tokens)
         if kind == "choice_finished" and self._state is State.STREAMING:
-            self._choice(message.choice_finished.choice).finished = message.choice_finished
+            self._choice(event.choice).finished = event
             return None
         if kind == "prompt_logprobs" and self._state is State.STREAMING:
-            self._prompt_logprobs.extend(logprobs_from(entry) for entry in message.prompt_logprobs.logprobs)
+            known = len(self._prompt_logprobs) + 1 - event.first_token  # more than none: told again
+            self._prompt_logprobs.extend(logprobs_from(entry) for entry in event.logprobs[max(0, known) :])
             return None
         if kind == "finished" and self._state is State.STREAMING:
-            self._finished = message.finished
+            self._finished = event
             self._state = State.FINISHED
             return None
         raise self._broken(f"{kind or 'an unknown event'} came while the stream was {self._state.value}")
+
+    def resume(self) -> None:
+        """The answer comes from the start again, from elsewhere: what was given to the caller already is held back, and has
+        to be the same. Raises: StreamBrokenError when it has ended."""
+        if self._state not in (State.WAITING, State.STREAMING, State.RESUMING):
+            raise self._broken(f"the stream was {self._state.value} and cannot be resumed")
+        if self._state is State.STREAMING:
+            self._state = State.RESUMING
+        for growing in self._choices.values():
+            growing.repeated_ids = growing.repeated_text = 0
 
     def on_end(self) -> None:
         """The stream ended with status OK. Raises: StreamBrokenError unless Finished came."""
@@ -168,7 +190,7 @@ class Exchange:
 
     def on_error(self, error: DiptychError) -> float:
         """Seconds to pause before the call may be opened again. Raises: `error` when it is final."""
-        if self._state is not State.WAITING:
+        if self._state not in (State.WAITING, State.RESUMING):
             self._state = State.FAILED
             raise error
         try:
@@ -199,19 +221,32 @@ class Exchange:
             prompt_logprobs=tuple(self._prompt_logprobs),
         )
 
-    def _on_tokens(self, tokens: router_pb2.TokenDelta) -> Delta:
+    def _on_tokens(self, tokens: router_pb2.TokenDelta) -> Delta | None:
         growing = self._choice(tokens.choice)
-        expected = len(growing.token_ids)
+        expected = growing.repeated_ids
         if tokens.offset != expected:
             kind = "a gap" if tokens.offset > expected else "a repeat"
             raise self._broken(f"{kind} in the tokens: offset {tokens.offset} came where {expected} was due")
-        if growing.finished is not None:
-            raise self._broken(f"tokens of choice {tokens.choice} came after its end")
-        logprobs = tuple(logprobs_from(entry) for entry in tokens.logprobs)
-        growing.token_ids.extend(tokens.token_ids)
-        growing.texts.append(tokens.text)
-        growing.logprobs.extend(logprobs)
-        return Delta(tokens.offset, tuple(tokens.token_ids), tokens.text, tokens.choice, logprobs)
+        ids, text, logprobs = tuple(tokens.token_ids), tokens.text, tokens.logprobs
+        known = len(growing.token_ids) - expected
+        growing.repeated_ids += len(ids)
+        growing.repeated_text += len(text)
+        if known > 0 or growing.finished is not None:  # told again by a resumed stream
+            again, ids = ids[:known], ids[known:]
+            if list(again) != growing.token_ids[expected : expected + len(again)]:
+                raise self._broken(f"the resumed answer has other tokens from {expected} on than before")
+            text = text[max(0, len(text) - (growing.repeated_text - growing.text_size)) :]
+            if not ids and not text:
+                return None
+            if growing.finished is not None:
+                raise self._broken(f"tokens of choice {tokens.choice} came after its end")
+        offset = len(growing.token_ids)
+        given = tuple(logprobs_from(entry) for entry in logprobs[len(logprobs) - len(ids) :]) if logprobs else ()
+        growing.token_ids.extend(ids)
+        growing.texts.append(text)
+        growing.text_size += len(text)
+        growing.logprobs.extend(given)
+        return Delta(offset, ids, text, tokens.choice, given)
 
     def _choice(self, index: int) -> _Growing:
         return self._choices.setdefault(index, _Growing())

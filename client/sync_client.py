@@ -12,6 +12,8 @@ from typing import Any, Self, Unpack
 import grpc
 
 from diptych.client import wire
+from diptych.client.async_client import AsyncClient
+from diptych.client.bridge import Bridge, BridgedStream
 from diptych.client.errors import StreamBrokenError
 from diptych.client.exchange import Attempts, Exchange, RetryPolicy
 from diptych.client.request import GenerateOptions, build_request
@@ -34,6 +36,8 @@ class Client:
         retry: tries after UNAVAILABLE, before the first message only.
         api_key: None: the one in DIPTYCH_API_KEY, if it is set.
         tls: None: plain text.
+        lookaside: the router only places requests and signs a ticket for each; answers come from decode workers directly.
+            Where that fails the router relays the answer, or the rest of it. They are read on a thread of the client's own.
     """
 
     def __init__(
@@ -44,6 +48,7 @@ class Client:
         retry: RetryPolicy | None = None,
         api_key: str | None = None,
         tls: wire.Tls | None = None,
+        lookaside: bool = False,
     ) -> None:
         self.address = address
         self._timeout_s = timeout_s
@@ -56,6 +61,13 @@ class Client:
             self._channel = grpc.secure_channel(address, tls.credentials(), options=wire.tls_options(tls))
         self._generate = wire.generate_method(self._channel)
         self._list_models = wire.list_models_method(self._channel)
+        self._bridge = (
+            Bridge(
+                lambda: AsyncClient(address, timeout_s=timeout_s, retry=retry, api_key=api_key, tls=tls, lookaside=True)
+            )
+            if lookaside
+            else None
+        )
 
     def generate(self, **options: Unpack[GenerateOptions]) -> Completion:
         """Wait for the whole answer. Keywords: see GenerateOptions. Raises: DiptychError, see diptych.client.errors."""
@@ -64,11 +76,13 @@ class Client:
                 pass
             return stream.result
 
-    def stream(self, **options: Unpack[GenerateOptions]) -> Stream:
+    def stream(self, **options: Unpack[GenerateOptions]) -> Stream | BridgedStream:
         """An answer as it grows. The call begins with the first step of the iteration. Keywords: see GenerateOptions.
 
         Raises: InvalidRequestError at once for values that cannot be sent; everything else while iterating.
         """
+        if self._bridge is not None:
+            return self._bridge.stream(options)
         request = build_request(options)
         timeout_s = options.get("timeout_s")
         return Stream(self, request, self._timeout_s if timeout_s is None else timeout_s)
@@ -89,6 +103,8 @@ class Client:
 
     def close(self) -> None:
         """Close the connection; calls in flight are cancelled."""
+        if self._bridge is not None:
+            self._bridge.close()
         self._channel.close()
 
     def __enter__(self) -> Self:

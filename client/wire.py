@@ -14,7 +14,7 @@ from diptych.client.errors import UnreachableError
 from diptych.common.errors import DiptychError, InvalidRequestError, NoWorkerError
 from diptych.rpc.channels import channel_options
 from diptych.rpc.errors import TRAILER, from_rpc_error
-from diptych.rpc.v1 import router_pb2
+from diptych.rpc.v1 import decode_pb2, router_pb2
 
 DEFAULT_ADDRESS = "127.0.0.1:50050"
 DEFAULT_TIMEOUT_S = 600.0
@@ -70,6 +70,25 @@ def generate_method(channel: Any) -> Callable[..., Any]:
         SERVICE + "Generate",
         request_serializer=router_pb2.GenerateRequest.SerializeToString,
         response_deserializer=router_pb2.GenerateResponse.FromString,
+    )
+    return method
+
+
+def placements_method(channel: Any) -> Callable[..., Any]:
+    method: Callable[..., Any] = channel.stream_stream(
+        SERVICE + "Placements",
+        request_serializer=router_pb2.PlacementsRequest.SerializeToString,
+        response_deserializer=router_pb2.PlacementsResponse.FromString,
+    )
+    return method
+
+
+def attach_method(channel: Any) -> Callable[..., Any]:
+    """At a decode worker's door for clients."""
+    method: Callable[..., Any] = channel.stream_stream(
+        "/diptych.rpc.v1.Lookaside/Attach",
+        request_serializer=decode_pb2.TicketCommands.SerializeToString,
+        response_deserializer=decode_pb2.StepBatch.FromString,
     )
     return method
 

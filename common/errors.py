@@ -12,6 +12,7 @@
     |- WorkerLostError            ABORTED / 503             a worker died and the policy's retries are spent
     |- RequestDeadlineError       DEADLINE_EXCEEDED / 504
     |- RequestCancelledError      CANCELLED / 499
+    |- TicketRefusedError         PERMISSION_DENIED / 403   a placement ticket is forged, expired or used: place again
     |- StaleReferenceError        FAILED_PRECONDITION / 500 incarnation, handle or placement of another life
     |- TransferError              UNAVAILABLE / 503         KV did not arrive intact in time
     |- IncompatibleWorkersError   FAILED_PRECONDITION / 503 handshake refused, with the difference
@@ -90,6 +91,10 @@ class RequestCancelledError(DiptychError):
     grpc_code, http_status, reason = 1, 499, "CANCELLED"
 
 
+class TicketRefusedError(DiptychError):
+    grpc_code, http_status, reason, retryable = 7, 403, "TICKET_REFUSED", True
+
+
 class StaleReferenceError(DiptychError):
     grpc_code, http_status, reason, retryable = 9, 500, "STALE_REFERENCE", True
 
@@ -128,6 +133,7 @@ _BY_REASON: dict[str, type[DiptychError]] = {
         WorkerLostError,
         RequestDeadlineError,
         RequestCancelledError,
+        TicketRefusedError,
         StaleReferenceError,
         TransferError,
         IncompatibleWorkersError,

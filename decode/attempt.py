@@ -19,7 +19,7 @@ from diptych.common.grammar import Grammar
 from diptych.decode.admission import GiveUp, Local, Remote, choose_route, next_after_failure
 from diptych.decode.explain import Facts, choice_finished, end_of
 from diptych.decode.lifecycle import Life, State
-from diptych.decode.outbox import Outbox
+from diptych.decode.outbox import Events
 from diptych.decode.remote_leg import LegHooks, LegTools, RemoteLeg
 from diptych.decode.spans import AttemptSpan
 from diptych.decode.submission import Submission
@@ -65,7 +65,7 @@ class Attempt:
     def __init__(
         self,
         submission: Submission,
-        outbox: Outbox,
+        outbox: Events,
         engine: Engine,
         tools: LegTools,
         *,

@@ -21,7 +21,7 @@ from diptych.common.errors import (
 )
 from diptych.common.grammar import Grammar
 from diptych.decode.attempt import Attempt, CompileGrammar
-from diptych.decode.outbox import Outbox
+from diptych.decode.outbox import Events, Outbox
 from diptych.decode.remote_leg import LegTools
 from diptych.decode.submission import Limits, parse_submit
 from diptych.engine.grammar.program import Program
@@ -47,7 +47,7 @@ async def _no_grammars(grammar: Grammar) -> tuple[Program, bytes]:
 
 
 class Session:
-    """One router's stream and the attempts that came over it."""
+    """One router's stream, or one client's, and the attempts that came over it."""
 
     def __init__(self, intake: Intake, *, max_buffer_bytes: int) -> None:
         self._intake = intake
@@ -100,6 +100,8 @@ class Intake:
         self._max_buffer_bytes = max_buffer_bytes
         self._attempts: dict[str, tuple[Attempt, Session]] = {}
         self._sessions: set[Session] = set()
+        self._routers: set[Session] = set()
+        self._door: decode_pb2.ClientDoor | None = None
         self._idle = asyncio.Event()
         self._idle.set()
         self._accepting = True
@@ -115,18 +117,35 @@ class Intake:
             out[attempt.state.value] = out.get(attempt.state.value, 0) + 1
         return out
 
-    def open_session(self) -> Session:
-        session = Session(self, max_buffer_bytes=self._max_buffer_bytes)
+    def open_session(self, *, client: bool = False, max_buffer_bytes: int = 0) -> Session:
+        """`client`: one that is told nothing of the worker but its own attempts."""
+        session = Session(self, max_buffer_bytes=max_buffer_bytes or self._max_buffer_bytes)
         self._sessions.add(session)
+        if not client:
+            self._routers.add(session)
+            if self._door is not None:
+                session.outbox.door(self._door)
         return session
 
     def close_session(self, session: Session) -> None:
         self._sessions.discard(session)
+        self._routers.discard(session)
+
+    def set_door(self, door: decode_pb2.ClientDoor) -> None:
+        """Every router is told where clients may come, and with tickets of which epoch."""
+        self._door = door
+        for session in self._routers:
+            session.outbox.door(door)
+
+    def tell_routers(self, news: decode_pb2.TicketNews) -> None:
+        for session in list(self._routers):
+            session.outbox.news(news)
 
     # ---- from the router ----
 
-    def submit(self, session: Session, message: decode_pb2.Submit) -> None:
-        """Accept an attempt, or answer its End at once."""
+    def submit(self, session: Session, message: decode_pb2.Submit, outbox: Events | None = None) -> None:
+        """Accept an attempt, or answer its End at once. `outbox`: the session's, unless somebody else is to hear of it too."""
+        outbox = outbox or session.outbox
         try:
             if not self._accepting:
                 raise NoWorkerError("this decode worker is draining", retry_after_s=1.0)
@@ -136,11 +155,11 @@ class Intake:
             if len(self._attempts) >= self._max_attempts:
                 raise OverloadedError(f"{len(self._attempts)} requests are here already", retry_after_s=1.0)
         except DiptychError as error:
-            session.outbox.end(message.attempt, decode_pb2.End(failure=to_failure(error)))
+            outbox.end(message.attempt, decode_pb2.End(failure=to_failure(error)))
             return
         attempt = Attempt(
             submission,
-            session.outbox,
+            outbox,
             self._engine,
             self._tools,
             path=self._path,

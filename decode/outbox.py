@@ -8,11 +8,34 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from diptych.common.errors import OverloadedError
 from diptych.rpc.v1 import decode_pb2, router_pb2, types_pb2
 
 _EVENT_BYTES = 64
+
+
+class Events(Protocol):
+    """What an attempt says; see Outbox."""
+
+    def accepted(self, attempt: str) -> None: ...
+
+    def tokens(
+        self,
+        attempt: str,
+        offset: int,
+        token_ids: tuple[int, ...],
+        text: str,
+        choice: int = 0,
+        logprobs: Sequence[types_pb2.TokenLogprobs] = (),
+    ) -> None: ...
+
+    def prompt_logprobs(self, attempt: str, entries: types_pb2.PromptLogprobs) -> None: ...
+
+    def choice_finished(self, attempt: str, finished: types_pb2.ChoiceFinished) -> None: ...
+
+    def end(self, attempt: str, end: decode_pb2.End) -> None: ...
 
 
 class Outbox:
@@ -27,9 +50,22 @@ class Outbox:
         self._events: list[decode_pb2.Event] = []
         self._tokens: dict[tuple[str, int], decode_pb2.Event] = {}
         self._bytes = 0
+        self._door: decode_pb2.ClientDoor | None = None
+        self._news: list[decode_pb2.TicketNews] = []
         self._ready = asyncio.Event()
         self._closed = False
         self.overflowed = False
+
+    def door(self, door: decode_pb2.ClientDoor) -> None:
+        """The clients' door as it is now; the latest counts."""
+        self._door = door
+        self._ready.set()
+
+    def news(self, news: decode_pb2.TicketNews) -> None:
+        """Of an attempt that a client brought."""
+        if not self._closed and not self.overflowed:
+            self._news.append(news)
+            self._grow(_EVENT_BYTES)
 
     def accepted(self, attempt: str) -> None:
         self._append(decode_pb2.Event(attempt=attempt, accepted=decode_pb2.Accepted()), _EVENT_BYTES)
@@ -77,15 +113,15 @@ class Outbox:
 
         Raises: OverloadedError when the router fell too far behind.
         """
-        while not self._events and not self.overflowed:
+        while not (self._events or self._news or self._door or self.overflowed):
             if self._closed:
                 return None
             self._ready.clear()
             await self._ready.wait()
         if self.overflowed:
             raise OverloadedError(f"the router reads too slowly: more than {self._max_bytes} bytes wait for it")
-        batch = decode_pb2.StepBatch(events=self._events)
-        self._events = []
+        batch = decode_pb2.StepBatch(events=self._events, client_door=self._door, ticket_news=self._news)
+        self._events, self._news, self._door = [], [], None
         self._tokens = {}
         self._bytes = 0
         return batch
@@ -101,6 +137,6 @@ class Outbox:
         self._ready.set()
         if self._bytes > self._max_bytes and not self.overflowed:
             self.overflowed = True
-            self._events, self._tokens = [], {}
+            self._events, self._news, self._tokens = [], [], {}
             if self._on_overflow is not None:
                 self._on_overflow()

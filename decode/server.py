@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 import grpc
 
 from diptych.common.errors import DiptychError
+from diptych.common.secret import derive_key, load_secret
+from diptych.common.ticket import PURPOSE
 from diptych.decode.intake import Intake
 from diptych.decode.link_rate import LinkRates
+from diptych.decode.lookaside import ClientDoor
 from diptych.decode.remote_leg import LegTools
 from diptych.decode.service import DecodeServicer
 from diptych.decode.submission import Limits
+from diptych.decode.tickets import TicketDesk
 from diptych.decode.unpack_desk import UnpackDesk
 from diptych.engine.messages import EngineEvent
 from diptych.rpc.stubs import add_decode
@@ -54,9 +59,22 @@ class DecodeRole:
             max_attempts=config.max_queue,
             compile_grammar=None if self._grammars is None else self._grammars.compile_with_mask,
         )
+        self._door: ClientDoor | None = None
+        if config.client_port is not None:
+            key = derive_key(load_secret(Path(config.secret_file)), PURPOSE)
+            self._door = ClientDoor(config, self.intake, TicketDesk(key, now=runtime.clock.now))
 
     def add_to(self, server: grpc.aio.Server) -> None:
         add_decode(DecodeServicer(self.intake), server)
+
+    async def open(self) -> None:
+        if self._door is not None:
+            await self._door.open()
+
+    @property
+    def client_address(self) -> str:
+        """Where clients may come with tickets, or ""."""
+        return self._door.address if self._door is not None else ""
 
     def on_step(self, events: Sequence[EngineEvent]) -> None:
         self.intake.on_step(events)
@@ -77,6 +95,8 @@ class DecodeRole:
         self.intake.fail_all(error)
 
     async def close(self) -> None:
+        if self._door is not None:
+            await self._door.close()
         await self._peers.close()
         if self._grammars is not None:
             await self._grammars.close()

@@ -37,6 +37,9 @@ class PrefillRole:
     def add_to(self, server: grpc.aio.Server) -> None:
         add_prefill(PrefillServicer(self.handoffs), server)
 
+    async def open(self) -> None:
+        return
+
     def on_step(self, events: Sequence[EngineEvent]) -> None:
         self.handoffs.on_step(events)
 

@@ -116,6 +116,13 @@ class MeteredDoor:
     def what_if(self, request: PreparedRequest, pool: str) -> router_pb2.WhatIfResponse:
         return self._door.what_if(request, pool)
 
+    def place(self, request: PreparedRequest, spend: Callable[[int], None] = lambda _: None) -> router_pb2.Placed:
+        def spent(num_tokens: int) -> None:
+            self._quotas.spend(request.tenant, num_tokens)
+            spend(num_tokens)
+
+        return self._door.place(request, spent)
+
     async def generate(self, request: PreparedRequest) -> AsyncIterator[GenerateEvent]:
         events = cast(AsyncGenerator[GenerateEvent, None], self._door.generate(request))
         async with aclosing(events):

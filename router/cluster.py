@@ -91,10 +91,16 @@ class Cluster:
         self.degraded = ""
         """Why the view may be old, or ""."""
         self._pair_seen = False
+        self.on_ticket_news: Callable[[decode_pb2.TicketNews], None] = lambda _: None
 
     def _open_link(self, record: WorkerRecord) -> WorkerLink:
         return WorkerLink(
-            record, clock=self._clock, probe_s=self._poll_s, dead_s=self._dead_s, on_change=self._on_change
+            record,
+            clock=self._clock,
+            probe_s=self._poll_s,
+            dead_s=self._dead_s,
+            on_change=self._on_change,
+            on_news=lambda news: self.on_ticket_news(news),
         )
 
     def _on_change(self) -> None:
@@ -352,14 +358,26 @@ class Cluster:
         if member is None or member.link.incarnation != record.incarnation or member.link.decode is None:
             raise WorkerLostError(f"decode worker {record.worker_id} is gone")
         attempt = member.link.decode.open(submit)
+        self.hold(placement, attempt.id, len(submit.prompt_token_ids))
+        return attempt
+
+    def hold(self, placement: Placement, attempt: str, num_prompt_tokens: int) -> None:
+        """Count the attempt as pending on its workers until `reservations.release`."""
+        record = placement.decode.record
         computes = placement.chosen.prefill or placement.decode
-        num_tokens = len(submit.prompt_token_ids) - computes.hit_tokens
-        self.reservations.reserve(attempt.id, Reservation(computes.worker_id, record.worker_id, num_tokens))
+        num_tokens = num_prompt_tokens - computes.hit_tokens
+        self.reservations.reserve(attempt, Reservation(computes.worker_id, record.worker_id, num_tokens))
         now = self._clock.now()
         for worker_id in {computes.worker_id, record.worker_id}:
             if self.breakers.on_placed(worker_id, now):
                 self._fleet_is_old = True
-        return attempt
+
+    def client_door(self, life: Life) -> decode_pb2.ClientDoor | None:
+        """Where clients may take tickets for this life of a decode worker; None: nowhere, or it is gone."""
+        member = self._members.get(life[0])
+        if member is None or member.link.incarnation != life[1] or member.link.decode is None:
+            return None
+        return member.link.decode.client_door
 
     def on_outcome(self, worker_id: str, reason: str) -> None:
         """How a request ended at a worker. `reason`: of the error, or ""; what speaks neither for nor against the worker

@@ -26,6 +26,7 @@ class RouterConfig:
     placement_policy: "cost" places by cache and load; round-robin, random, least-loaded, power-of-two and session-affinity are
         there to be compared with it.
     tenant_metrics: /metrics has series with tenants' names, for the board of tenants.
+    lookaside: give placement tickets to SDK clients that ask for them: they then stream from decode workers directly.
     generation_config: "auto" takes sampling defaults from the model's generation_config.json, "none" does not.
     """
 
@@ -50,6 +51,7 @@ class RouterConfig:
     reasoning_parser: str = "auto"
     placement_policy: str = "cost"
     tenant_metrics: bool = False
+    lookaside: bool = True
     worker_poll_s: float = 0.25
     worker_dead_s: float = 2.0
 

@@ -105,6 +105,7 @@ class DecodeStream:
     """Args:
     channel: to the worker; not closed here.
     on_change: called when the stream goes up or down.
+    on_news: called with what the worker tells of clients' own attempts.
     """
 
     def __init__(
@@ -113,11 +114,15 @@ class DecodeStream:
         worker_id: str,
         *,
         on_change: Callable[[], None] | None = None,
+        on_news: Callable[[decode_pb2.TicketNews], None] | None = None,
         max_buffered_bytes: int = MAX_BUFFERED_BYTES,
     ) -> None:
         self._channel = channel
         self._worker_id = worker_id
         self._on_change = on_change
+        self._on_news = on_news
+        self.client_door: decode_pb2.ClientDoor | None = None
+        """Where clients may come with tickets; None: nowhere."""
         self._max_buffered_bytes = max_buffered_bytes
         self._attempts: dict[str, Attempt] = {}
         self._commands: asyncio.Queue[decode_pb2.Command | None] | None = None
@@ -198,6 +203,11 @@ class DecodeStream:
                 self.num_batches += 1
                 for event in batch.events:
                     self._deliver(event)
+                if batch.HasField("client_door"):
+                    self.client_door = batch.client_door
+                if self._on_news is not None:
+                    for news in batch.ticket_news:
+                        self._on_news(news)
         except grpc.aio.AioRpcError as err:
             return f"{err.code().name}: {err.details()}"
         finally:
@@ -217,7 +227,7 @@ class DecodeStream:
             self._attempts.pop(event.attempt, None)
 
     def _down(self, why: str) -> None:
-        was_up, self._commands = self.up, None
+        was_up, self._commands, self.client_door = self.up, None, None
         attempts, self._attempts = list(self._attempts.values()), {}
         for attempt in attempts:
             attempt.fail(WorkerLostError(f"decode worker {self._worker_id} was lost: {why}"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Protocol, cast
 
@@ -38,6 +38,8 @@ class Door(Protocol):
     def explain(self, request_id: str, tenant: str) -> router_pb2.ExplainResponse: ...
 
     def what_if(self, request: PreparedRequest, pool: str) -> router_pb2.WhatIfResponse: ...
+
+    def place(self, request: PreparedRequest, spend: Callable[[int], None] = ...) -> router_pb2.Placed: ...
 
     def generate(self, request: PreparedRequest) -> AsyncIterator[GenerateEvent]: ...
 

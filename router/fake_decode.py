@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from diptych.common.errors import DiptychError
+from diptych.common.errors import DiptychError, TicketRefusedError
+from diptych.common.ticket import unseal
 from diptych.rpc import channels
 from diptych.rpc.errors import to_failure
 from diptych.rpc.health import Health
@@ -22,6 +23,10 @@ from diptych.rpc.v1 import decode_pb2, decode_pb2_grpc, router_pb2, types_pb2, w
 @dataclass
 class FakeDecode(decode_pb2_grpc.DecodeServicer, worker_pb2_grpc.WorkerServicer):
     """Args:
+    ticket_key: clients may come with tickets sealed with it, to a port of their own; None: routers only.
+    ticket_epoch: of the tickets that are taken.
+    tokens_at_once: so many are told in one event.
+    first_token: of every answer.
     refuse: ends every new attempt with this error instead of accepting it.
     go: a gate; while it is cleared no token comes.
     hold_from: the gate closes by itself before this token.
@@ -31,6 +36,9 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer, worker_pb2_grpc.WorkerServicer)
     """
 
     worker_id: str = "d0"
+    ticket_key: bytes | None = None
+    ticket_epoch: int = 1
+    tokens_at_once: int = 1
     incarnation: str = "i1"
     refuse: DiptychError | None = None
     skip_offset: int = -1
@@ -42,9 +50,14 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer, worker_pb2_grpc.WorkerServicer)
     cancels: list[str] = field(default_factory=list)
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     num_streams: int = 0
+    num_client_streams: int = 0
+    first_token: int = 0
     num_dumps: int = 0
     address: str = ""
+    client_address: str = ""
     health: Health = field(default_factory=Health)
+    _routers: list[_Out] = field(default_factory=list)
+    clients: list[_Out] = field(default_factory=list)
 
     async def start(self, port: int = 0) -> FakeDecode:
         self.go.set()
@@ -52,6 +65,11 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer, worker_pb2_grpc.WorkerServicer)
         self._server = channels.new_server()
         decode_pb2_grpc.add_DecodeServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
         worker_pb2_grpc.add_WorkerServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
+        if self.ticket_key is not None:
+            self._clients = channels.new_server()
+            decode_pb2_grpc.add_LookasideServicer_to_server(FakeDoorway(self), self._clients)  # type: ignore[no-untyped-call]
+            self.client_address = f"127.0.0.1:{channels.bind(self._clients, '127.0.0.1', 0)}"
+            await self._clients.start()
         await self.health.install(self._server)
         self.address = f"127.0.0.1:{channels.bind(self._server, '127.0.0.1', port)}"
         await self._server.start()
@@ -61,6 +79,8 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer, worker_pb2_grpc.WorkerServicer)
     async def kill(self) -> None:
         """Break all connections at once."""
         await self._server.stop(None)
+        if self.ticket_key is not None:
+            await self._clients.stop(None)
 
     async def DumpBlocks(
         self, request: worker_pb2.DumpBlocksRequest, context: grpc.aio.ServicerContext
@@ -73,45 +93,65 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer, worker_pb2_grpc.WorkerServicer)
         self, request_iterator: AsyncIterator[decode_pb2.Command], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[decode_pb2.StepBatch]:
         self.num_streams += 1
-        out: asyncio.Queue[decode_pb2.Event] = asyncio.Queue()
-        answers: dict[str, asyncio.Task[None]] = {}
+        out = _Out()
+        self._routers.append(out)
+        if self.ticket_key is not None:
+            out.put(decode_pb2.ClientDoor(address=self.client_address, ticket_epoch=self.ticket_epoch))
 
         async def read() -> None:
             async for command in request_iterator:
                 if command.HasField("submit"):
-                    self.submits.append(command.submit)
-                    answers[command.submit.attempt] = asyncio.create_task(self._answer(command.submit, out))
+                    self.take(command.submit, out)
                 else:
-                    self.cancels.append(command.cancel.attempt)
-                    self.cancelled.set()
-                    answers[command.cancel.attempt].cancel()
+                    self.drop(command.cancel.attempt, out)
 
         reader = asyncio.create_task(read())
         try:
             while True:
-                events = [await out.get()]
-                while not out.empty():
-                    events.append(out.get_nowait())
-                yield decode_pb2.StepBatch(events=events)
+                yield await out.batch()
         finally:
-            for task in (reader, *answers.values()):
-                task.cancel()
-            await asyncio.gather(reader, *answers.values(), return_exceptions=True)
+            self._routers.remove(out)
+            await out.close(reader)
 
-    async def _answer(self, submit: decode_pb2.Submit, out: asyncio.Queue[decode_pb2.Event]) -> None:
+    def take(self, submit: decode_pb2.Submit, out: _Out) -> None:
+        self.submits.append(submit)
+        task = out.answers[submit.attempt] = asyncio.create_task(self._answer(submit, out))
+        if out.client:
+            task.add_done_callback(lambda _: self.tell(decode_pb2.TicketNews(attempt=submit.attempt, ended=True)))
+
+    def drop(self, attempt: str, out: _Out) -> None:
+        self.cancels.append(attempt)
+        self.cancelled.set()
+        out.answers[attempt].cancel()
+
+    def break_clients(self) -> None:
+        """Break the streams of all clients; new ones may come."""
+        for out in self.clients:
+            out.fail()
+
+    def tell(self, news: decode_pb2.TicketNews) -> None:
+        for out in self._routers:
+            out.put(news)
+
+    async def _answer(self, submit: decode_pb2.Submit, out: _Out) -> None:
         attempt, count = submit.attempt, submit.sampling.max_tokens
         if self.refuse is not None:
-            out.put_nowait(decode_pb2.Event(attempt=attempt, end=decode_pb2.End(failure=to_failure(self.refuse))))
+            out.put(decode_pb2.Event(attempt=attempt, end=decode_pb2.End(failure=to_failure(self.refuse))))
             return
         await self.accept.wait()
-        out.put_nowait(decode_pb2.Event(attempt=attempt, accepted=decode_pb2.Accepted()))
-        for offset in range(count):
+        out.put(decode_pb2.Event(attempt=attempt, accepted=decode_pb2.Accepted()))
+        for offset in range(0, count, self.tokens_at_once):
             if offset == self.hold_from:
                 self.go.clear()
             await self.go.wait()
             if offset != self.skip_offset:
-                tokens = router_pb2.TokenDelta(offset=offset, token_ids=[offset], text=f"t{offset} ")
-                out.put_nowait(decode_pb2.Event(attempt=attempt, tokens=tokens))
+                ids = list(range(offset, min(count, offset + self.tokens_at_once)))
+                text = "".join(f"t{i} " for i in ids)
+                ids = [self.first_token + i for i in ids]
+                tokens = router_pb2.TokenDelta(offset=offset, token_ids=ids, text=text)
+                out.put(decode_pb2.Event(attempt=attempt, tokens=tokens))
+                if offset == 0 and out.client:
+                    self.tell(decode_pb2.TicketNews(attempt=attempt, first_token=True))
             await asyncio.sleep(0)
         finished = router_pb2.Finished(
             finish_reason=types_pb2.FINISH_REASON_LENGTH,
@@ -122,4 +162,80 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer, worker_pb2_grpc.WorkerServicer)
                 prefill="p0", decode=self.worker_id, transport="fake", kv_bytes=4096, notes=["decode's note"]
             ),
         )
-        out.put_nowait(decode_pb2.Event(attempt=attempt, end=decode_pb2.End(finished=finished)))
+        out.put(decode_pb2.Event(attempt=attempt, end=decode_pb2.End(finished=finished)))
+        if out.client:
+            self.tell(decode_pb2.TicketNews(attempt=attempt, ended=True, completion_tokens=count))
+
+
+class _Out:
+    """What goes out over one stream, and the answers that fill it."""
+
+    def __init__(self, *, client: bool = False) -> None:
+        self.client = client
+        self.answers: dict[str, asyncio.Task[None]] = {}
+        self._waiting: list[decode_pb2.Event | decode_pb2.ClientDoor | decode_pb2.TicketNews] = []
+        self._ready = asyncio.Event()
+        self.broken = False
+
+    def fail(self) -> None:
+        self.broken = True
+        self._ready.set()
+
+    def put(self, what: decode_pb2.Event | decode_pb2.ClientDoor | decode_pb2.TicketNews) -> None:
+        self._waiting.append(what)
+        self._ready.set()
+
+    async def batch(self) -> decode_pb2.StepBatch:
+        await self._ready.wait()
+        self._ready.clear()
+        waiting, self._waiting = self._waiting, []
+        return decode_pb2.StepBatch(
+            events=[what for what in waiting if isinstance(what, decode_pb2.Event)],
+            client_door=next((what for what in waiting if isinstance(what, decode_pb2.ClientDoor)), None),
+            ticket_news=[what for what in waiting if isinstance(what, decode_pb2.TicketNews)],
+        )
+
+    async def close(self, reader: asyncio.Task[None]) -> None:
+        for task in (reader, *self.answers.values()):
+            task.cancel()
+        await asyncio.gather(reader, *self.answers.values(), return_exceptions=True)
+
+
+class FakeDoorway(decode_pb2_grpc.LookasideServicer):
+    """The clients' door: takes tickets of the right key and epoch."""
+
+    def __init__(self, worker: FakeDecode) -> None:
+        self._worker = worker
+
+    async def Attach(
+        self, request_iterator: AsyncIterator[decode_pb2.TicketCommands], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[decode_pb2.StepBatch]:
+        out = _Out(client=True)
+
+        async def read() -> None:
+            async for message in request_iterator:
+                for redeem in message.redeem:
+                    self._redeem(redeem, out)
+                for attempt in message.cancel:
+                    self._worker.drop(attempt, out)
+
+        self._worker.num_client_streams += 1
+        reader = asyncio.create_task(read())
+        self._worker.clients.append(out)
+        try:
+            while not out.broken:
+                yield await out.batch()
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "broken by the test")
+        finally:
+            self._worker.clients.remove(out)
+            await out.close(reader)
+
+    def _redeem(self, message: decode_pb2.Redeem, out: _Out) -> None:
+        try:
+            claims = decode_pb2.TicketClaims.FromString(unseal(self._worker.ticket_key or b"", message.ticket))
+            if claims.epoch != self._worker.ticket_epoch:
+                raise TicketRefusedError("the placement ticket has expired")
+        except TicketRefusedError as error:
+            out.put(decode_pb2.Event(attempt=message.attempt, end=decode_pb2.End(failure=to_failure(error))))
+            return
+        self._worker.take(claims.submit, out)

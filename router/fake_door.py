@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
-from diptych.common.errors import DiptychError, InvalidRequestError, ModelNotFoundError
+from diptych.common.errors import DiptychError, InvalidRequestError, ModelNotFoundError, NoWorkerError
 from diptych.common.metrics import Metrics
 from diptych.common.sampling import FinishReason, check_sampling
 from diptych.router.beam_options import beam_fields
@@ -24,7 +24,7 @@ from diptych.router.messages import (
     TokenEvent,
     UsageInfo,
 )
-from diptych.rpc.v1 import types_pb2
+from diptych.rpc.v1 import router_pb2, types_pb2
 
 Step = GenerateEvent | BaseException | asyncio.Event | None
 """What one step of a script does: give an event, raise, wait until the event is set, or (None) stand still for ever."""
@@ -128,6 +128,9 @@ class FakeDoor:
             thinking=self.thinking,
             echo=str(spec.prompt) if spec.echo else "",
         )
+
+    def place(self, request: PreparedRequest, spend: Callable[[int], None] = lambda _: None) -> router_pb2.Placed:
+        raise NoWorkerError("there is no worker behind this door")
 
     async def generate(self, request: PreparedRequest) -> AsyncIterator[GenerateEvent]:
         self.running += 1

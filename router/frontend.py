@@ -6,7 +6,7 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ from diptych.common.redis_store import RedisStore
 from diptych.common.revision import model_revision, tokenizer_revision
 from diptych.common.secret import derive_key, load_secret, tenant_salt
 from diptych.common.store import Store
+from diptych.common.ticket import PURPOSE
 from diptych.common.token_bytes import TokenBytes
 from diptych.common.tokenizer import GenerationDefaults, ModelTokenizer, generation_defaults
 from diptych.router.cluster import Cluster, Prompt
@@ -25,6 +26,7 @@ from diptych.router.compatibility import RouterCheck
 from diptych.router.config import RouterConfig
 from diptych.router.explain import Story
 from diptych.router.intake import Intake, IntakeLimits
+from diptych.router.lookaside import Lookaside
 from diptych.router.messages import (
     Explanation,
     FinishedEvent,
@@ -38,8 +40,9 @@ from diptych.router.messages import (
     UsageInfo,
 )
 from diptych.router.metrics import RequestTimer, RouterMetrics
-from diptych.router.relay import Relay, wish_of
+from diptych.router.relay import Relay
 from diptych.router.request_span import RequestSpan, traced
+from diptych.router.submission import wish_of
 from diptych.router.tools import guess_tool_parser, tool_factory
 from diptych.router.tools_reasoning import CLOSE
 from diptych.rpc.v1 import router_pb2
@@ -87,6 +90,8 @@ class Frontend:
         self._cluster: Cluster | None = None
         self._secret: bytes | None = None
         self._intake: Intake | None = None
+        self._lookaside: Lookaside | None = None
+        self._sweeping: asyncio.Task[None] | None = None
         self._features = ModelFeatures()
         self._token_bytes: TokenBytes | None = None
         self.metrics = RouterMetrics(
@@ -139,10 +144,18 @@ class Frontend:
             clock=self._clock,
             rng=self._rng,
         )
+        if config.lookaside:
+            key = derive_key(secret, PURPOSE)
+            self._lookaside = Lookaside(self._cluster, key, self.metrics, self._clock)
+            self._sweeping = asyncio.create_task(self._lookaside.run(), name="tickets")
         await self._cluster.start()
 
     async def close(self) -> None:
         """Stop watching and release everything; what still streams ends with WorkerLostError. Idempotent."""
+        sweeping, self._sweeping, self._lookaside = self._sweeping, None, None
+        if sweeping is not None:
+            sweeping.cancel()
+            await asyncio.gather(sweeping, return_exceptions=True)
         cluster, self._cluster = self._cluster, None
         if cluster is not None:
             await cluster.close()
@@ -222,6 +235,19 @@ class Frontend:
             relay.close()
             timer.left()
             span.left()
+
+    def place(self, request: PreparedRequest, spend: Callable[[int], None] = lambda _: None) -> router_pb2.Placed:
+        """A ticket with which the client takes the request to its decode worker. `spend` gets the answer's tokens.
+
+        Raises: NoWorkerError, also when this router gives out no tickets; RequestDeadlineError.
+        """
+        if self._lookaside is None:
+            raise NoWorkerError("this router gives out no placement tickets")
+        try:
+            return self._lookaside.grant(request, spend)
+        except DiptychError as err:
+            self.metrics.errors.labels(err.reason).inc()
+            raise
 
     def explain(self, request_id: str, tenant: str) -> router_pb2.ExplainResponse:
         """Why a request of the recent past went where it went. Raises: InvalidRequestError when it is not remembered."""

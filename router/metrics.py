@@ -82,6 +82,7 @@ class RouterMetrics(Metrics):
         self.errors = self.counter("request_errors", "Requests that failed, by reason", ["reason"])
         self.placements = self.counter("placements", "Attempts by where the prompt was to be computed", ["prefill"])
         self.replacements = self.counter("replacements", "Requests that were placed again before their first token")
+        self.tickets = self.counter("placement_tickets", "Placement tickets by what became of them", ["outcome"])
         self.kv_bytes = self.counter("kv_transfer_bytes", "Bytes of KV that crossed from prefill to decode")
         self.predicted_cached = self.counter(
             "predicted_cached_tokens", "Cached prompt tokens as placement expected them"

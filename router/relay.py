@@ -37,16 +37,14 @@ from diptych.router.messages import (
     UsageInfo,
 )
 from diptych.router.metrics import RouterMetrics
-from diptych.router.placement import PlacementRequest, WorkerView
-from diptych.rpc.convert import finish_reason_from_proto, logprobs_from_proto, sampling_to_proto
+from diptych.router.submission import submit_of, wish_of
+from diptych.rpc.convert import finish_reason_from_proto, logprobs_from_proto
 from diptych.rpc.errors import from_failure
-from diptych.rpc.v1 import decode_pb2, router_pb2, types_pb2
+from diptych.rpc.v1 import decode_pb2, router_pb2
 
 log = structlog.get_logger(__name__)
 
-_MAX_SPARES = 8
 _REPLACE_WAIT_S = 1.0
-_MARGIN_S, _MARGIN_FRACTION = 0.05, 0.05
 _REPLACEABLE = (StaleReferenceError, WorkerLostError, NoWorkerError, OverloadedError)
 
 
@@ -142,33 +140,17 @@ class Relay:
         if not self._life.num_replacements:
             self._cluster.decisions.add(self._decision)
             self._cluster.retry_budget.on_request()
-        submit = decode_pb2.Submit(
-            attempt=new_attempt_id(),
-            request_id=request.request_id,
-            prompt_token_ids=request.prompt_token_ids,
-            sampling=sampling_to_proto(request.sampling),
-            placement=decode_pb2.Placement(
-                decode=_ref(placement.decode),
-                prefill=[_ref(view) for view in placement.prefill[:_MAX_SPARES]],
-                local_prefill=placement.local_prefill,
-                local_prefill_max_tokens=request.local_prefill_max_tokens,
-            ),
-            remaining_s=self._remaining_for_decode(),
-            cache_salt=request.cache_salt,
-            failure_policy=request.failure_policy,  # type: ignore[arg-type]  # a number of that enum
-            traceparent=self.traceparent,
-        )
+        submit = submit_of(request, placement, new_attempt_id(), self._left_s(), self.traceparent)
         self._life.on(Move.SUBMIT)
         self._attempt = self._cluster.open(placement, submit)
         self._judged = False
         self._metrics.placements.labels("local" if placement.local_prefill else "remote").inc()
 
-    def _remaining_for_decode(self) -> float:
-        """A little less than what is left, so that decode's typed end arrives before our own timer."""
+    def _left_s(self) -> float:
         left_s = self._request.deadline - self._clock.now()
         if left_s <= 0:
             raise RequestDeadlineError("the request's deadline passed before it could be placed")
-        return left_s - min(_MARGIN_S, left_s * _MARGIN_FRACTION)
+        return left_s
 
     async def _place_again(self, error: DiptychError) -> None:
         """Get ready for another submit, or raise the error."""
@@ -274,18 +256,3 @@ class Relay:
             stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
             explanation=story.tell() if self._request.explain else None,
         )
-
-
-def wish_of(request: PreparedRequest) -> PlacementRequest:
-    """What the request asks of a placement."""
-    return PlacementRequest(
-        num_prompt_tokens=len(request.prompt_token_ids),
-        local_prefill_max_tokens=request.local_prefill_max_tokens,
-        wants_kv=request.sampling.max_tokens > 1,
-        allow_local_fallback=request.failure_policy != router_pb2.FAILURE_POLICY_FAIL,
-    )
-
-
-def _ref(view: WorkerView) -> types_pb2.WorkerRef:
-    record = view.record
-    return types_pb2.WorkerRef(worker_id=record.worker_id, incarnation=record.incarnation, address=record.address)

@@ -6,51 +6,30 @@ one, where gRPC's own deserializer would report INTERNAL.
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from dataclasses import replace
-from typing import Any, TypeVar
 
 import grpc
-from google.protobuf.message import DecodeError, Message
 
-from diptych.common.errors import InternalError, InvalidRequestError
+from diptych.common.errors import InternalError
 from diptych.router.auth import current_caller
 from diptych.router.faces import Door, accepted
 from diptych.router.messages import (
     ChoiceFinishedEvent,
     FinishedEvent,
     GenerateEvent,
-    GenerateSpec,
     PromptLogprobsEvent,
     StartedEvent,
     TokenEvent,
 )
+from diptych.router.placements import place, serve_placements
+from diptych.router.request_form import parse, spec_from
 from diptych.rpc.channels import trace_context
-from diptych.rpc.convert import early_stopping_from_proto, finish_reason_to_proto, logprobs_to_proto
+from diptych.rpc.convert import finish_reason_to_proto, logprobs_to_proto
 from diptych.rpc.errors import errors_to_status
 from diptych.rpc.v1 import router_pb2, types_pb2
 
 SERVICE = "diptych.rpc.v1.Router"
-
-_Message = TypeVar("_Message", bound=Message)
-_OPTIONAL = (
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "min_tokens",
-    "n",
-    "best_of",
-    "beam_width",
-    "length_penalty",
-    "logprobs",
-    "prompt_logprobs",
-)
-_POLICIES = {
-    router_pb2.FAILURE_POLICY_UNSPECIFIED: "",
-    router_pb2.FAILURE_POLICY_FAIL: "fail",
-    router_pb2.FAILURE_POLICY_RECOMPUTE: "recompute",
-    router_pb2.FAILURE_POLICY_RETRY: "retry",
-}
 
 
 class RouterService:
@@ -74,6 +53,12 @@ class RouterService:
             ),
             "WhatIf": grpc.unary_unary_rpc_method_handler(
                 self.what_if, response_serializer=router_pb2.WhatIfResponse.SerializeToString
+            ),
+            "Place": grpc.unary_unary_rpc_method_handler(
+                self.place, response_serializer=router_pb2.Placed.SerializeToString
+            ),
+            "Placements": grpc.stream_stream_rpc_method_handler(
+                self.placements, response_serializer=router_pb2.PlacementsResponse.SerializeToString
             ),
         }
         return grpc.method_handlers_generic_handler(SERVICE, methods)
@@ -118,49 +103,15 @@ class RouterService:
             spec = replace(spec_from(request.request, context.time_remaining()), tenant=current_caller.get().tenant)
             return self._door.what_if(await self._door.prepare(spec), request.pool)
 
+    async def place(self, body: bytes, context: grpc.aio.ServicerContext) -> router_pb2.Placed:
+        async with errors_to_status(context):
+            request = parse(router_pb2.PlaceRequest, body)
+            if not request.remaining_s:
+                request.remaining_s = context.time_remaining() or 0.0
+            return await place(self._door, request, current_caller.get().tenant)
 
-def parse(kind: type[_Message], body: bytes) -> _Message:
-    """Raises: InvalidRequestError naming the request body."""
-    try:
-        return kind.FromString(body)
-    except (DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequestError(f"request body: not a valid {kind.DESCRIPTOR.name}", param="request body") from error
-
-
-def spec_from(request: router_pb2.GenerateRequest, remaining_s: float | None) -> GenerateSpec:
-    """Raises: InvalidRequestError naming the field."""
-    kind = request.WhichOneof("input")
-    if kind is None:
-        raise InvalidRequestError("input: one of prompt, token_ids and chat must be set", param="input")
-    if request.failure_policy not in _POLICIES:
-        raise InvalidRequestError(f"failure_policy {request.failure_policy} is unknown", param="failure_policy")
-    sampling = request.sampling
-    messages = [{"role": message.role, "content": message.content} for message in request.chat.messages]
-    return GenerateSpec(
-        model=request.model,
-        prompt=request.prompt if kind == "prompt" else None,
-        token_ids=list(request.token_ids.token_ids) if kind == "token_ids" else None,
-        messages=messages if kind == "chat" else None,
-        temperature=_given(sampling, "temperature"),
-        top_p=_given(sampling, "top_p"),
-        top_k=_given(sampling, "top_k"),
-        seed=_given(sampling, "seed"),
-        max_tokens=_given(sampling, "max_tokens"),
-        ignore_eos=sampling.ignore_eos,
-        stop_token_ids=list(sampling.stop_token_ids),
-        stop=list(sampling.stop),
-        logit_bias=dict(sampling.logit_bias) or None,
-        allowed_token_ids=list(sampling.allowed_token_ids) or None,
-        bad_words=list(sampling.bad_words) or None,
-        include_stop_str_in_output=sampling.include_stop_str_in_output,
-        **{name: _given(sampling, name) for name in _OPTIONAL},
-        early_stopping=early_stopping_from_proto(sampling.early_stopping) if sampling.early_stopping else None,
-        request_id=request.request_id,
-        explain=request.explain,
-        local_prefill_max_tokens=_given(request, "local_prefill_max_tokens"),
-        failure_policy=_POLICIES[request.failure_policy],
-        timeout_s=remaining_s,
-    )
+    async def placements(self, bodies: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+        await serve_placements(self._door, bodies, context)
 
 
 def response_from(event: GenerateEvent) -> router_pb2.GenerateResponse:
@@ -201,7 +152,3 @@ def response_from(event: GenerateEvent) -> router_pb2.GenerateResponse:
         explanation=event.explanation,
     )
     return router_pb2.GenerateResponse(finished=finished)
-
-
-def _given(message: Any, field: str) -> Any:
-    return getattr(message, field) if message.HasField(field) else None

@@ -18,7 +18,7 @@ from diptych.common.worker_record import WorkerRecord
 from diptych.router.decode_stream import DecodeStream
 from diptych.rpc.channels import open_channel
 from diptych.rpc.errors import from_rpc_error
-from diptych.rpc.v1 import worker_pb2, worker_pb2_grpc
+from diptych.rpc.v1 import decode_pb2, worker_pb2, worker_pb2_grpc
 
 log = structlog.get_logger(__name__)
 
@@ -42,6 +42,7 @@ class WorkerLink:
     """Args:
     record: the lease under which the worker was found; address and incarnation never change within a link.
     probe_s: pause between probes; each may take as long as `dead_s`.
+    on_news: what a decode worker tells of clients' own attempts.
     on_change: called when the worker becomes usable or stops being so.
     """
 
@@ -53,6 +54,7 @@ class WorkerLink:
         probe_s: float,
         dead_s: float,
         on_change: Callable[[], None],
+        on_news: Callable[[decode_pb2.TicketNews], None] | None = None,
     ) -> None:
         self.worker_id = record.worker_id
         self.incarnation = record.incarnation
@@ -62,7 +64,9 @@ class WorkerLink:
         self._on_change = on_change
         self._channel = open_channel(record.address)
         self.decode = (
-            DecodeStream(self._channel, record.worker_id, on_change=on_change) if record.role == "decode" else None
+            DecodeStream(self._channel, record.worker_id, on_change=on_change, on_news=on_news)
+            if record.role == "decode"
+            else None
         )
         self._tasks: list[asyncio.Task[None]] = []
         self._serving = False

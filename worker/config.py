@@ -25,6 +25,9 @@ class WorkerConfig:
         port: 0: any free one.
         advertise_host: how peers reach us; empty: host.
         metrics_host, metrics_port: where /metrics is served, for Prometheus; no port: nowhere; 0: any free one.
+        client_port: where clients may come with a router's tickets (decode only); no port: nowhere; 0: any free one.
+        client_host, client_advertise_host: interface of that port and how clients reach it; empty: as for peers.
+        client_tls_cert, client_tls_key: PEM files; when set, that port speaks TLS only.
         redis_url: empty: no store, the worker is on its own.
         secret_file: the cluster secret, from which keys are derived.
         dtype: of weights and KV: float32, float16 or bfloat16.
@@ -69,6 +72,11 @@ class WorkerConfig:
     advertise_host: str = ""
     metrics_host: str = "127.0.0.1"
     metrics_port: int | None = None
+    client_port: int | None = None
+    client_host: str = ""
+    client_advertise_host: str = ""
+    client_tls_cert: str = ""
+    client_tls_key: str = ""
     redis_url: str = ""
     cluster: str = "diptych"
     secret_file: str = ""
@@ -112,9 +120,16 @@ class WorkerConfig:
     def __post_init__(self) -> None:
         if self.role not in ("prefill", "decode"):
             raise ConfigError("role", self.role, "must be prefill or decode")
-        for name in ("port", "metrics_port"):
+        for name in ("port", "metrics_port", "client_port"):
             if not 0 <= (getattr(self, name) or 0) <= 65_535:
                 raise ConfigError(name, getattr(self, name), "must be between 0 and 65535")
+        if self.client_port is not None and self.role != "decode":
+            raise ConfigError("client_port", self.client_port, "clients come to decode workers only")
+        if self.client_port is not None and not self.secret_file:
+            raise ConfigError("secret_file", "", "must be set: client_port takes tickets that only it can check")
+        if bool(self.client_tls_cert) != bool(self.client_tls_key):
+            name = "client_tls_key" if self.client_tls_cert else "client_tls_cert"
+            raise ConfigError(name, "", "must be set too: TLS needs a certificate and its key")
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "threads", "num_slabs", "max_queue"):
             if getattr(self, name) < 1:
                 raise ConfigError(name, getattr(self, name), "must be at least 1")

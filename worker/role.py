@@ -16,6 +16,10 @@ class Role(Protocol):
 
     def add_to(self, server: grpc.aio.Server) -> None: ...
 
+    async def open(self) -> None:
+        """Open what the role serves beside the worker's own server. Raises: ConfigError."""
+        ...
+
     def on_step(self, events: Sequence[EngineEvent]) -> None:
         """The engine's events of one step, in order; must not block."""
         ...

@@ -189,6 +189,7 @@ class WorkerRuntime:
             raise ConfigError("advertise_host", host, "peers cannot reach a wildcard address: name one of this host")
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         await self._server.start()
+        await self.role.open()
         if self.config.metrics_port is not None:
             self._metrics_server = MetricsServer(self.metrics, self.config.metrics_host, self.config.metrics_port)
             log.info("metrics served", host=self.config.metrics_host, port=self._metrics_server.port)

@@ -8,6 +8,42 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class TicketCommands(_message.Message):
+    __slots__ = ("redeem", "cancel")
+    REDEEM_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_FIELD_NUMBER: _ClassVar[int]
+    redeem: _containers.RepeatedCompositeFieldContainer[Redeem]
+    cancel: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, redeem: _Optional[_Iterable[_Union[Redeem, _Mapping]]] = ..., cancel: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Redeem(_message.Message):
+    __slots__ = ("attempt", "ticket", "remaining_s")
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    REMAINING_S_FIELD_NUMBER: _ClassVar[int]
+    attempt: str
+    ticket: bytes
+    remaining_s: float
+    def __init__(self, attempt: _Optional[str] = ..., ticket: _Optional[bytes] = ..., remaining_s: _Optional[float] = ...) -> None: ...
+
+class TicketClaims(_message.Message):
+    __slots__ = ("submit", "epoch")
+    SUBMIT_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    submit: Submit
+    epoch: int
+    def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class ClientDoor(_message.Message):
+    __slots__ = ("address", "tls", "ticket_epoch")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    TLS_FIELD_NUMBER: _ClassVar[int]
+    TICKET_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    tls: bool
+    ticket_epoch: int
+    def __init__(self, address: _Optional[str] = ..., tls: _Optional[bool] = ..., ticket_epoch: _Optional[int] = ...) -> None: ...
+
 class Command(_message.Message):
     __slots__ = ("submit", "cancel")
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
@@ -59,10 +95,28 @@ class Cancel(_message.Message):
     def __init__(self, attempt: _Optional[str] = ...) -> None: ...
 
 class StepBatch(_message.Message):
-    __slots__ = ("events",)
+    __slots__ = ("events", "client_door", "ticket_news")
     EVENTS_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_DOOR_FIELD_NUMBER: _ClassVar[int]
+    TICKET_NEWS_FIELD_NUMBER: _ClassVar[int]
     events: _containers.RepeatedCompositeFieldContainer[Event]
-    def __init__(self, events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ...) -> None: ...
+    client_door: ClientDoor
+    ticket_news: _containers.RepeatedCompositeFieldContainer[TicketNews]
+    def __init__(self, events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ..., client_door: _Optional[_Union[ClientDoor, _Mapping]] = ..., ticket_news: _Optional[_Iterable[_Union[TicketNews, _Mapping]]] = ...) -> None: ...
+
+class TicketNews(_message.Message):
+    __slots__ = ("attempt", "first_token", "ended", "completion_tokens", "reason")
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    attempt: str
+    first_token: bool
+    ended: bool
+    completion_tokens: int
+    reason: str
+    def __init__(self, attempt: _Optional[str] = ..., first_token: _Optional[bool] = ..., ended: _Optional[bool] = ..., completion_tokens: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Event(_message.Message):
     __slots__ = ("attempt", "accepted", "tokens", "end", "choice_finished", "prompt_logprobs")

@@ -101,3 +101,81 @@ class Decode:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class LookasideStub:
+    """The clients' door of a decode worker, on a port of its own: nothing is run but what a router signed. A stream carries any
+    number of one client's requests; when it breaks they are cancelled.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Attach = channel.stream_stream(
+                '/diptych.rpc.v1.Lookaside/Attach',
+                request_serializer=diptych_dot_rpc_dot_v1_dot_decode__pb2.TicketCommands.SerializeToString,
+                response_deserializer=diptych_dot_rpc_dot_v1_dot_decode__pb2.StepBatch.FromString,
+                _registered_method=True)
+
+
+class LookasideServicer:
+    """The clients' door of a decode worker, on a port of its own: nothing is run but what a router signed. A stream carries any
+    number of one client's requests; when it breaks they are cancelled.
+    """
+
+    def Attach(self, request_iterator, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_LookasideServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Attach': grpc.stream_stream_rpc_method_handler(
+                    servicer.Attach,
+                    request_deserializer=diptych_dot_rpc_dot_v1_dot_decode__pb2.TicketCommands.FromString,
+                    response_serializer=diptych_dot_rpc_dot_v1_dot_decode__pb2.StepBatch.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'diptych.rpc.v1.Lookaside', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('diptych.rpc.v1.Lookaside', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Lookaside:
+    """The clients' door of a decode worker, on a port of its own: nothing is run but what a router signed. A stream carries any
+    number of one client's requests; when it breaks they are cancelled.
+    """
+
+    @staticmethod
+    def Attach(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/diptych.rpc.v1.Lookaside/Attach',
+            diptych_dot_rpc_dot_v1_dot_decode__pb2.TicketCommands.SerializeToString,
+            diptych_dot_rpc_dot_v1_dot_decode__pb2.StepBatch.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

@@ -30,6 +30,62 @@ FAILURE_POLICY_FAIL: FailurePolicy
 FAILURE_POLICY_RECOMPUTE: FailurePolicy
 FAILURE_POLICY_RETRY: FailurePolicy
 
+class PlaceRequest(_message.Message):
+    __slots__ = ("id", "request", "remaining_s")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    REMAINING_S_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    request: GenerateRequest
+    remaining_s: float
+    def __init__(self, id: _Optional[int] = ..., request: _Optional[_Union[GenerateRequest, _Mapping]] = ..., remaining_s: _Optional[float] = ...) -> None: ...
+
+class Placed(_message.Message):
+    __slots__ = ("request_id", "model", "prompt_tokens", "attempt", "address", "tls", "ticket", "seed", "explanation")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    TLS_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    EXPLANATION_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    model: str
+    prompt_tokens: int
+    attempt: str
+    address: str
+    tls: bool
+    ticket: bytes
+    seed: int
+    explanation: _types_pb2.Explanation
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., attempt: _Optional[str] = ..., address: _Optional[str] = ..., tls: _Optional[bool] = ..., ticket: _Optional[bytes] = ..., seed: _Optional[int] = ..., explanation: _Optional[_Union[_types_pb2.Explanation, _Mapping]] = ...) -> None: ...
+
+class PlaceReply(_message.Message):
+    __slots__ = ("id", "placed", "failure")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    PLACED_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    placed: Placed
+    failure: _types_pb2.Failure
+    def __init__(self, id: _Optional[int] = ..., placed: _Optional[_Union[Placed, _Mapping]] = ..., failure: _Optional[_Union[_types_pb2.Failure, _Mapping]] = ...) -> None: ...
+
+class PlacementsRequest(_message.Message):
+    __slots__ = ("places", "withdrawn")
+    PLACES_FIELD_NUMBER: _ClassVar[int]
+    WITHDRAWN_FIELD_NUMBER: _ClassVar[int]
+    places: _containers.RepeatedCompositeFieldContainer[PlaceRequest]
+    withdrawn: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, places: _Optional[_Iterable[_Union[PlaceRequest, _Mapping]]] = ..., withdrawn: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class PlacementsResponse(_message.Message):
+    __slots__ = ("replies",)
+    REPLIES_FIELD_NUMBER: _ClassVar[int]
+    replies: _containers.RepeatedCompositeFieldContainer[PlaceReply]
+    def __init__(self, replies: _Optional[_Iterable[_Union[PlaceReply, _Mapping]]] = ...) -> None: ...
+
 class ExplainRequest(_message.Message):
     __slots__ = ("request_id",)
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]

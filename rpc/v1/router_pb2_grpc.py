@@ -56,6 +56,16 @@ class RouterStub:
                 request_serializer=diptych_dot_rpc_dot_v1_dot_router__pb2.WhatIfRequest.SerializeToString,
                 response_deserializer=diptych_dot_rpc_dot_v1_dot_router__pb2.WhatIfResponse.FromString,
                 _registered_method=True)
+        self.Place = channel.unary_unary(
+                '/diptych.rpc.v1.Router/Place',
+                request_serializer=diptych_dot_rpc_dot_v1_dot_router__pb2.PlaceRequest.SerializeToString,
+                response_deserializer=diptych_dot_rpc_dot_v1_dot_router__pb2.Placed.FromString,
+                _registered_method=True)
+        self.Placements = channel.stream_stream(
+                '/diptych.rpc.v1.Router/Placements',
+                request_serializer=diptych_dot_rpc_dot_v1_dot_router__pb2.PlacementsRequest.SerializeToString,
+                response_deserializer=diptych_dot_rpc_dot_v1_dot_router__pb2.PlacementsResponse.FromString,
+                _registered_method=True)
 
 
 class RouterServicer:
@@ -90,6 +100,20 @@ class RouterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Place(self, request, context):
+        """A placement ticket: the client takes the request to the decode worker itself and streams from there.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Placements(self, request_iterator, context):
+        """The same for many requests over one stream; replies come in any order.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RouterServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -112,6 +136,16 @@ def add_RouterServicer_to_server(servicer, server):
                     servicer.WhatIf,
                     request_deserializer=diptych_dot_rpc_dot_v1_dot_router__pb2.WhatIfRequest.FromString,
                     response_serializer=diptych_dot_rpc_dot_v1_dot_router__pb2.WhatIfResponse.SerializeToString,
+            ),
+            'Place': grpc.unary_unary_rpc_method_handler(
+                    servicer.Place,
+                    request_deserializer=diptych_dot_rpc_dot_v1_dot_router__pb2.PlaceRequest.FromString,
+                    response_serializer=diptych_dot_rpc_dot_v1_dot_router__pb2.Placed.SerializeToString,
+            ),
+            'Placements': grpc.stream_stream_rpc_method_handler(
+                    servicer.Placements,
+                    request_deserializer=diptych_dot_rpc_dot_v1_dot_router__pb2.PlacementsRequest.FromString,
+                    response_serializer=diptych_dot_rpc_dot_v1_dot_router__pb2.PlacementsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -224,6 +258,60 @@ class Router:
             '/diptych.rpc.v1.Router/WhatIf',
             diptych_dot_rpc_dot_v1_dot_router__pb2.WhatIfRequest.SerializeToString,
             diptych_dot_rpc_dot_v1_dot_router__pb2.WhatIfResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Place(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/diptych.rpc.v1.Router/Place',
+            diptych_dot_rpc_dot_v1_dot_router__pb2.PlaceRequest.SerializeToString,
+            diptych_dot_rpc_dot_v1_dot_router__pb2.Placed.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Placements(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/diptych.rpc.v1.Router/Placements',
+            diptych_dot_rpc_dot_v1_dot_router__pb2.PlacementsRequest.SerializeToString,
+            diptych_dot_rpc_dot_v1_dot_router__pb2.PlacementsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import random
 
+import httpx
 import pytest
 
-from diptych.client import AsyncClient, Completion
+from diptych.client import AsyncClient, Client, Completion
 
 KV_BYTES_PER_TOKEN = 46_080
 LONG = 300
@@ -74,4 +75,39 @@ async def test_all_in_batches_of_16(client: AsyncClient, cluster, goldens):
     for first in range(0, len(goldens), BATCH):
         batch = longest_first[first : first + BATCH]
         await staggered(client, batch + longest_first[: BATCH - len(batch)], seed=first)
+    cluster.wait_idle(deadline_s=5.0)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+async def test_every_way_to_ask_gives_the_same(client: AsyncClient, cluster, goldens, temperature: float):
+    """HTTP, gRPC, and both clients straight from the decode worker: the same ids and text."""
+    golden = max(goldens, key=lambda g: len(g.prompt))
+    options = {
+        "token_ids": golden.prompt[:200],
+        "max_tokens": 24,
+        "temperature": temperature,
+        "seed": 11,
+        "ignore_eos": True,
+        "local_prefill_max_tokens": 0,
+    }
+    routed = await client.generate(**options)
+    async with AsyncClient(cluster.grpc_address, timeout_s=60.0, lookaside=True) as direct:
+        alone = await direct.generate(**options, explain=True)
+        together = await asyncio.gather(*(direct.generate(**options) for _ in range(6)))
+        assert direct._lookaside._doorways, "no answer came straight from decode"
+
+    def ask_sync() -> Completion:
+        with Client(cluster.grpc_address, lookaside=True) as sync:
+            return sync.generate(**options)
+
+    synced = await asyncio.to_thread(ask_sync)
+    body = {name: value for name, value in options.items() if name != "token_ids"}
+    body |= {"prompt": list(options["token_ids"]), "model": cluster.model, "return_token_ids": True}
+    async with httpx.AsyncClient(base_url=cluster.http_url, timeout=60.0) as http:
+        choice = (await http.post("/v1/completions", json=body)).json()["choices"][0]
+    assert alone.explanation is not None
+    assert alone.explanation.placement
+    for answer in (alone, synced, *together):
+        assert (answer.token_ids, answer.text, answer.finish_reason) == (routed.token_ids, routed.text, "length")
+    assert (tuple(choice["token_ids"]), choice["text"]) == (routed.token_ids, routed.text)
     cluster.wait_idle(deadline_s=5.0)

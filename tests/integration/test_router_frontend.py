@@ -1,15 +1,11 @@
 """The frontend over real gRPC against decode workers without an engine; the store is in memory."""
 
 import asyncio
-import json
-import random
-from contextlib import asynccontextmanager
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+from diptych_test_router_fleet import drain
 
-from diptych.common.block_identity import IdentityHeader, block_keys, golden_key
-from diptych.common.clock import FakeClock, MonotonicClock
+from diptych.common.block_identity import block_keys
 from diptych.common.errors import (
     DiptychError,
     InternalError,
@@ -19,128 +15,10 @@ from diptych.common.errors import (
     StaleReferenceError,
     WorkerLostError,
 )
-from diptych.common.revision import tokenizer_revision
-from diptych.common.secret import create_secret, derive_key, tenant_salt
+from diptych.common.secret import tenant_salt
 from diptych.common.store import KvEvent
-from diptych.common.store_memory import MemoryStore
-from diptych.common.worker_record import WorkerRecord
-from diptych.router.config import RouterConfig
 from diptych.router.fake_decode import FakeDecode
-from diptych.router.frontend import FinishedEvent, Frontend, GenerateSpec, StartedEvent, TokenEvent
-
-BLOCK_SIZE = 16
-VOCAB = 64
-
-
-@pytest.fixture(scope="session")
-def model_folder(tmp_path_factory):
-    """A model folder without weights: 64 words, and a template that lists the messages."""
-    path = tmp_path_factory.mktemp("router") / "tiny"
-    path.mkdir()
-    words = {f"w{i}": i for i in range(VOCAB - 1)} | {"[UNK]": VOCAB - 1}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.save(str(path / "tokenizer.json"))
-    (path / "config.json").write_text(json.dumps({"vocab_size": VOCAB, "max_position_embeddings": 512}))
-    (path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }} {% endfor %}")
-    return path
-
-
-class Fleet:
-    """Workers, their leases, and a router that watches them."""
-
-    def __init__(self, folder, tmp_path):
-        self.clock = FakeClock()
-        self.store = MemoryStore(self.clock)
-        self.secret = create_secret(tmp_path / "secret")
-        self.folder = folder
-        self.workers = []
-        config = RouterConfig(
-            model=str(folder),
-            secret_file=str(tmp_path / "secret"),
-            worker_poll_s=0.02,
-            worker_dead_s=0.5,
-            local_prefill_max_tokens=0,
-        )
-        self.frontend = Frontend(config, store=self.store, clock=MonotonicClock(), rng=random.Random(1))
-        self.header = IdentityHeader(
-            key=derive_key(self.secret, "block identity"),
-            model_revision="m1",
-            tokenizer_revision=tokenizer_revision(folder),
-            kv_dtype="float32",
-            block_size=BLOCK_SIZE,
-        )
-
-    def record(self, worker, role="decode", **changes):
-        header = self.header
-        compat = {
-            "model_revision": header.model_revision,
-            "tokenizer_revision": header.tokenizer_revision,
-            "kv_dtype": "float32",
-            "block_size": str(BLOCK_SIZE),
-            "block_identity_golden": golden_key(header).hex(),
-        }
-        fields = {
-            "worker_id": worker.worker_id,
-            "incarnation": worker.incarnation,
-            "role": role,
-            "address": worker.address,
-            "pid": 1,
-            "model": "tiny",
-            "compat": compat,
-            "kv_bytes_per_token": 1024,
-            "num_blocks": 100,
-            "block_size": BLOCK_SIZE,
-            "max_model_len": 256,
-            "max_num_seqs": 8,
-            "event_epoch": 0,
-        }
-        return WorkerRecord(**(fields | changes))
-
-    async def add(self, worker_id, role="decode", incarnation="i1", **changes):
-        worker = await FakeDecode(worker_id=worker_id, incarnation=incarnation).start()
-        self.workers.append(worker)
-        await self.store.put_worker(self.record(worker, role, **changes), ttl_s=1000)
-        return worker
-
-    async def until(self, condition):
-        async with asyncio.timeout(5):
-            while not condition():  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-
-    async def until_ready(self, decode=1, prefill=1):
-        cluster = self.frontend._cluster
-        await self.until(lambda: (len(cluster.snapshot().decode), len(cluster.snapshot().prefill)) == (decode, prefill))
-
-    async def ask(self, max_tokens=3, num_prompt=40, **changes):
-        spec = GenerateSpec(token_ids=[1] * num_prompt, max_tokens=max_tokens, explain=True, **changes)
-        return [event async for event in self.frontend.generate(await self.frontend.prepare(spec))]
-
-    def no_reservations(self):
-        return len(self.frontend._cluster.reservations) == 0
-
-
-async def drain(events):
-    async for _ in events:
-        pass
-
-
-@asynccontextmanager
-async def running(folder, tmp_path):
-    fleet = Fleet(folder, tmp_path)
-    try:
-        await fleet.frontend.start()
-        yield fleet
-    finally:
-        await fleet.frontend.close()
-        for worker in fleet.workers:
-            await worker.kill()
-
-
-@pytest.fixture
-async def fleet(model_folder, tmp_path):
-    async with running(model_folder, tmp_path) as fleet:
-        yield fleet
+from diptych.router.frontend import FinishedEvent, GenerateSpec, StartedEvent, TokenEvent
 
 
 async def test_answer_and_explanation(fleet):

