@@ -111,6 +111,8 @@ class Explanation:
     ttft_s: float = 0.0
     predicted_cached_tokens: int = 0
     cached_tokens: int = 0
+    prefill_queue_s: float = 0.0
+    prefill_compute_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +176,8 @@ def explanation_from(message: types_pb2.Explanation) -> Explanation:
         ttft_s=message.ttft_s,
         predicted_cached_tokens=message.predicted_cached_tokens,
         cached_tokens=message.cached_tokens,
+        prefill_queue_s=message.prefill_queue_s,
+        prefill_compute_s=message.prefill_compute_s,
     )
 
 

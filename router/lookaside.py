@@ -84,7 +84,7 @@ class Lookaside:
             prompt_tokens=len(request.prompt_token_ids),
             arrived=request.arrived,
             owner=request.cache_salt,
-            explain=story.tell,
+            story=story,
         )
         cluster.decisions.add(decision)
         self._grants[attempt] = _Grant(
