@@ -1,10 +1,12 @@
 """Block keys and which workers hold them, in flat numpy tables: 33 bytes a slot for up to 64 workers, 41 with a host tier.
 
-    key (lo, hi) --lo & mask, hi & mask--> two buckets of 8 slots; a key lies in one of the 16
+    key (lo, hi) --the low bits of lo, of hi--> two buckets of 8 slots; a key lies in one of the 16
 
-A key goes into the emptier bucket; when both are full the table doubles (bucket b splits into b and b + n, so that doubling
-needs no search). There is no probing beyond the two, so that removing leaves no tombstone. Bit c of a slot's mask says that
-the worker of column c holds the block in that tier. Keys are digests: their bits are evenly spread.
+A key goes into the emptier bucket; when both are full one that lies there moves to its other one. There is no probing beyond
+the two, so that removing leaves no tombstone. From a load of 0.65 on every key that is added splits a bucket (linear hashing:
+bucket b splits into b and b + round, in order) until all are split, so that no call pays for a doubling; the arrays are made
+for the largest table at once, and memory that was never written costs nothing. Bit c of a slot's mask says that the worker of column c holds the block in that tier. Keys are digests: their bits are
+evenly spread.
 """
 
 from __future__ import annotations
@@ -24,11 +26,14 @@ _WAYS = 8
 _WORD = 64
 _CHUNK = 128
 """Keys that are looked up at once; below 256, so that runs inside a chunk are counted in bytes."""
-_EVEN = np.arange(0, 2 * _CHUNK, 2)
+_ROWS = np.arange(_CHUNK)
 _TOUCH_EVERY = 4
 """One lookup in four marks what it found: enough to tell the hot from the cold, and a quarter of the writes."""
+_MAX_LOAD = 0.65
+"""Of the slots, from which on buckets are split; with two choices a full pair of buckets is then rare."""
 _MIN_LOAD = 1 / 16
 """Below this load an overflow is no reason to grow: the keys are not evenly spread, and one is dropped."""
+_MIN_SPLITS = 32
 _MAX_STAMP = 2**32 - 2**20
 
 Keys = npt.NDArray[np.uint64]
@@ -44,42 +49,52 @@ def as_keys(keys: Sequence[bytes]) -> Keys:
 @dataclass(slots=True)
 class Runs:
     """By column: how many leading keys the worker holds in any tier, and how many of those in its host tier only (None:
-    there is no host tier)."""
+    there is no host tier). `any`: somebody holds the first one."""
 
     blocks: Ints
     host_blocks: Ints | None
+    any: bool
 
 
 class BlockTable:
-    """`counts`: [tier, column], blocks held."""
+    """`counts`: [tier, column], blocks held.
 
-    def __init__(self, num_buckets: int = 64) -> None:
-        self._num_buckets = num_buckets
-        self._lo = np.zeros((num_buckets, _WAYS), np.uint64)
-        self._hi = np.zeros((num_buckets, _WAYS), np.uint64)
-        self._tag = np.zeros((num_buckets, _WAYS), np.uint32)  # the upper half of lo: a lookup reads nothing else
-        self._used = np.zeros((num_buckets, _WAYS), np.bool_)
-        self._stamp = np.zeros(num_buckets * _WAYS, np.uint32)
+    Args:
+        max_keys: a few more may be held; beyond twice as many some are dropped.
+    """
+
+    def __init__(self, max_keys: int = 1_000_000) -> None:
+        self._round = 64  # a power of two: buckets when the present round of splits began
+        self._num_buckets = self._round
+        self._capacity = max(self._round, 1 << (max(1, max_keys) // _WAYS * 2).bit_length())
+        self._lo = np.zeros((self._capacity, _WAYS), np.uint64)
+        self._hi = np.zeros((self._capacity, _WAYS), np.uint64)
+        self._tag = np.zeros((self._capacity, _WAYS), np.uint32)  # the upper half of lo: a lookup reads nothing else
+        self._used = np.zeros((self._capacity, _WAYS), np.bool_)
+        self._stamp = np.zeros(self._capacity * _WAYS, np.uint32)
         self._words = 1
         # By tier, a mask of [slots] for each 64 workers; the host tier's only once it is used.
         self._masks: list[list[Keys]] = [self._no_masks(), []]
         self._now = 1
         self._num_lookups = 0
+        self._num_used = 0
+        self._nobody = np.zeros(_WORD, np.int64)
         self.counts = np.zeros((NUM_TIERS, _WORD), np.int64)
         self.num_dropped = 0
 
     def _no_masks(self) -> list[Keys]:
-        return [np.zeros(self._num_buckets * _WAYS, np.uint64) for _ in range(self._words)]
+        return [np.zeros(self._capacity * _WAYS, np.uint64) for _ in range(self._words)]
 
     @property
     def num_keys(self) -> int:
-        return int(np.count_nonzero(self._used))
+        return self._num_used
 
     @property
     def nbytes(self) -> int:
+        """Of the buckets in use."""
         arrays: list[Any] = [self._lo, self._hi, self._tag, self._used, self._stamp]
         arrays += self._masks[DEVICE] + self._masks[HOST]
-        return sum(array.nbytes for array in arrays)
+        return sum(array.nbytes for array in arrays) * self._num_buckets // self._capacity
 
     def reserve_columns(self, num_columns: int) -> None:
         """Make room for workers of columns below `num_columns`."""
@@ -88,14 +103,23 @@ class BlockTable:
             more = words - self._words
             self._words = words
             for masks in filter(None, self._masks):
-                masks += [np.zeros(self._num_buckets * _WAYS, np.uint64) for _ in range(more)]
+                masks += [np.zeros(self._capacity * _WAYS, np.uint64) for _ in range(more)]
+            self._nobody = np.zeros(words * _WORD, np.int64)
             self.counts = np.pad(self.counts, ((0, 0), (0, more * _WORD)))
 
     # ---- finding -------------------------------------------------------------------------------------------------
 
+    def _buckets(self, keys: Keys) -> Ints:
+        """[n, 2], the two buckets of each key."""
+        if self._num_buckets == self._round:
+            return (keys & np.uint64(self._round - 1)).view(np.int64)
+        buckets = (keys & np.uint64(2 * self._round - 1)).view(np.int64)
+        buckets -= self._round * (buckets >= self._num_buckets)  # not split yet
+        return buckets
+
     def _find(self, keys: Keys) -> tuple[Ints, Bools]:
         """(slot of each key, whether the key is there); the slot of a missing key means nothing."""
-        buckets = (keys & np.uint64(self._num_buckets - 1)).view(np.int64)
+        buckets = self._buckets(keys)
         shown = self._lo.take(buckets, axis=0).reshape(len(keys), 2 * _WAYS)
         place = (shown == keys[:, :1]).argmax(axis=1)
         slots = np.where(place < _WAYS, buckets[:, 0] * _WAYS, buckets[:, 1] * _WAYS - _WAYS) + place
@@ -109,41 +133,54 @@ class BlockTable:
         adds a block to an estimate. Changes compare whole keys.
         """
         self._num_lookups += 1
-        blocks = np.zeros(self._words * _WORD, np.int64)
         host_masks = self._masks[HOST] if self._masks[HOST] and self.counts[HOST].any() else None
-        host_blocks = np.zeros_like(blocks) if host_masks is not None else None
-        low_bits = np.uint64(self._num_buckets - 1)
+        blocks: Ints | None = None
+        host_blocks = np.zeros_like(self._nobody) if host_masks is not None else None
         tags = keys.view(np.uint32)[:, 1:2]
         alive: list[Any] = [None] * self._words
         for start in range(0, len(keys), _CHUNK):
             part = keys[start : start + _CHUNK]
-            wanted = tags[start : start + _CHUNK]
-            buckets = (part & low_bits).view(np.int64)
-            same = self._tag.take(buckets, axis=0).reshape(len(part), 2 * _WAYS) == wanted
-            place = same.argmax(axis=1)
-            slots = buckets.ravel().take((place >> 3) + _EVEN[: len(part)])
-            slots <<= 3
-            slots += place & 7
-            found = self._tag.ravel().take(slots) == wanted[:, 0]
+            slots = self._leading_slots(part, tags[start : start + _CHUNK])
+            if not len(slots):
+                break
             depth = 0
             for word in range(self._words):
                 device = self._masks[DEVICE][word].take(slots)
                 masks = device if host_masks is None else device | host_masks[word].take(slots)
-                masks *= found
                 if alive[word] is not None:
                     masks[0] &= alive[word]
                 held = np.bitwise_and.accumulate(masks)
+                alive[word] = held[-1]
+                reach = len(held) if held[-1] else int(np.count_nonzero(held))
+                if not reach:
+                    continue
+                blocks = np.zeros_like(self._nobody) if blocks is None else blocks
                 columns = slice(word * _WORD, (word + 1) * _WORD)
-                blocks[columns] += _count(held)
+                _put_prefixes(held[:reach], blocks[columns])
                 if host_blocks is not None:
                     host_blocks[columns] += _count(held & ~device)
-                depth = max(depth, int(np.count_nonzero(held)))
-                alive[word] = held[-1]
+                depth = max(depth, reach)
             if self._num_lookups % _TOUCH_EVERY == 0:
                 self._touch(slots[:depth])
             if depth < len(part):
                 break
-        return Runs(blocks, host_blocks)
+        return Runs(self._nobody if blocks is None else blocks, host_blocks, blocks is not None)
+
+    def _leading_slots(self, keys: Keys, tags: Any) -> Ints:
+        """Slots of the keys, up to the first that is not there."""
+        buckets = self._buckets(keys)
+        same = self._tag.take(buckets, axis=0).reshape(len(keys), 2 * _WAYS) == tags
+        (at,) = same.ravel().nonzero()
+        rows = at >> 4
+        if len(rows) > len(keys) or (rows != _ROWS[: len(rows)]).any():
+            # One is missing, or one was found twice: its two buckets are the same.
+            rows, first = np.unique(rows, return_index=True)
+            in_turn = rows == _ROWS[: len(rows)]
+            at = at[first[: len(rows) if in_turn.all() else int(in_turn.argmin())]]
+        slots: Ints = buckets.ravel().take(at >> 3)
+        slots <<= 3
+        slots += at & 7
+        return slots
 
     def _touch(self, slots: Ints) -> None:
         """Lately used, the first ones most: a chain is forgotten from its end."""
@@ -161,10 +198,11 @@ class BlockTable:
 
     def _slots_of(self, column: int, tiers: Sequence[int]) -> Ints:
         word, bit = column // _WORD, np.uint64(1 << column % _WORD)
-        held = np.zeros(self._num_buckets * _WAYS, np.bool_)
+        size = self._num_buckets * _WAYS
+        held = np.zeros(size, np.bool_)
         for tier in tiers:
             if self._masks[tier]:
-                held |= (self._masks[tier][word] & bit) != 0
+                held |= (self._masks[tier][word][:size] & bit) != 0
         return np.flatnonzero(held)
 
     # ---- changing ------------------------------------------------------------------------------------------------
@@ -179,18 +217,23 @@ class BlockTable:
             keys = keys[~found]
             if not len(keys):
                 return
+            self._make_room(len(keys))
             slots, free = self._free_slots(keys)
             if not free.all():
-                if np.count_nonzero(self._used) < self._num_buckets * _WAYS * _MIN_LOAD:
-                    self.num_dropped += int(np.count_nonzero(~free))
+                stuck = keys[~free]
+                if not self._kick(stuck):
+                    if not self._is_full():
+                        self._split(max(_MIN_SPLITS, self._round // 64))
+                        continue
+                    self.num_dropped += len(stuck)
                     keys, slots = keys[free], slots[free]
                 else:
-                    self._grow()
                     continue
             slots, first = np.unique(slots, return_index=True)
             self._lo.ravel()[slots], self._hi.ravel()[slots] = keys[first, 0], keys[first, 1]
             self._tag.ravel()[slots] = keys[first, 0] >> np.uint64(32)
             self._used.ravel()[slots] = True
+            self._num_used += len(slots)
             order = np.argsort(first)  # the order of the keys, for the stamps
             self._hold(slots[order], column, tier)
             rest = np.ones(len(keys), np.bool_)
@@ -199,7 +242,7 @@ class BlockTable:
 
     def _free_slots(self, keys: Keys) -> tuple[Ints, Bools]:
         """(a free slot in the emptier bucket of each key, whether there is one)."""
-        buckets = (keys & np.uint64(self._num_buckets - 1)).view(np.int64)
+        buckets = self._buckets(keys)
         used = self._used.take(buckets, axis=0)  # [n, 2, ways]
         fill = used.sum(axis=2)
         which = (fill[:, 1] < fill[:, 0]).astype(np.int64)
@@ -245,28 +288,81 @@ class BlockTable:
         for mask in (*self._masks[DEVICE], *self._masks[HOST]):
             used |= mask[slots] != 0
         self._used.ravel()[slots] = used
+        self._num_used -= len(slots) - int(np.count_nonzero(used))
         gone = slots[~used]  # a free slot must not hide a key that lives in the other bucket
         self._lo.ravel()[gone] = self._hi.ravel()[gone] = 0
         self._tag.ravel()[gone] = 0
 
-    def _grow(self) -> None:
-        old, slots = self._num_buckets, np.flatnonzero(self._used.ravel())
-        lo, hi, stamp = self._lo.ravel()[slots], self._hi.ravel()[slots], self._stamp[slots]
-        in_first = (lo & np.uint64(old - 1)).view(np.int64) == slots // _WAYS
-        buckets = np.where(in_first, lo, hi) & np.uint64(2 * old - 1)
-        to = buckets.view(np.int64) * _WAYS + slots % _WAYS
-        self._num_buckets = 2 * old
-        self._lo, self._hi = (np.zeros((2 * old, _WAYS), np.uint64) for _ in range(2))
-        self._used, self._stamp = np.zeros((2 * old, _WAYS), np.bool_), np.zeros(2 * old * _WAYS, np.uint32)
-        self._tag = np.zeros((2 * old, _WAYS), np.uint32)
-        self._tag.ravel()[to] = lo >> np.uint64(32)
-        self._lo.ravel()[to], self._hi.ravel()[to], self._stamp[to] = lo, hi, stamp
-        self._used.ravel()[to] = True
-        for tier, masks in enumerate(self._masks):
-            if masks:
-                self._masks[tier] = self._no_masks()
-                for new, mask in zip(self._masks[tier], masks, strict=True):
-                    new[to] = mask[slots]
+    # ---- growing -------------------------------------------------------------------------------------------------
+
+    def _is_full(self) -> bool:
+        """Whether more buckets cannot be had, or would not help."""
+        return self._num_buckets >= self._capacity or self._num_used < self._num_buckets * _WAYS * _MIN_LOAD
+
+    def _make_room(self, num_keys: int) -> None:
+        """A round of splits begins at the highest load, and goes on with every key."""
+        left = num_keys
+        while left > 0 and self._num_buckets < self._capacity:
+            load = (self._num_used + num_keys - left) / (self._num_buckets * _WAYS)
+            if self._num_buckets == self._round and load < _MAX_LOAD:
+                left -= max(1, int((_MAX_LOAD - load) * self._num_buckets * _WAYS) + 1)
+            else:
+                left -= self._split(max(_MIN_SPLITS, left))
+
+    def _kick(self, keys: Keys) -> bool:
+        """Move a key out of the full buckets of each of these. False: of one of them nothing can move."""
+        for pair in self._buckets(keys).tolist():
+            for slot in (bucket * _WAYS + way for bucket in pair for way in range(_WAYS)):
+                resident = np.array([[self._lo.ravel()[slot], self._hi.ravel()[slot]]], np.uint64)
+                first, second = self._buckets(resident)[0].tolist()
+                other = second if first == slot // _WAYS else first
+                if not self._used[other].all():
+                    to = other * _WAYS + int(self._used[other].argmin())
+                    self._move(np.array([slot]), np.array([to]))
+                    break
+            else:
+                return False
+        return True
+
+    def _move(self, old: Ints, new: Ints) -> None:
+        for flat in (self._lo.ravel(), self._hi.ravel(), self._tag.ravel(), self._used.ravel(), self._stamp):
+            flat[new] = flat[old]
+            flat[old] = 0
+        for mask in (*self._masks[DEVICE], *self._masks[HOST]):
+            mask[new] = mask[old]
+            mask[old] = 0
+
+    def _split(self, count: int) -> int:
+        """Split the next `count` buckets, at most to the end of the round. Returns how many were."""
+        first = self._num_buckets - self._round
+        count = min(count, self._round - first)
+        slots = np.flatnonzero(self._used[first : first + count].ravel()) + first * _WAYS
+        lo, hi = self._lo.ravel()[slots], self._hi.ravel()[slots]
+        by_lo = (lo & np.uint64(self._round - 1)).view(np.int64) == slots // _WAYS
+        going = (np.where(by_lo, lo, hi) & np.uint64(self._round)) != 0
+        old = slots[going]
+        self._move(old, old + self._round * _WAYS)
+        self._num_buckets += count
+        if self._num_buckets == 2 * self._round:
+            self._round *= 2
+        return count
+
+
+def _put_prefixes(held: Keys, counts: Ints) -> None:
+    """`held`: [keys] of masks, each a subset of the one before. Adds to counts[bit], how many keys' masks have the bit: few of
+    them differ, so this goes by the places where a bit ends."""
+    (changes,) = (held[1:] != held[:-1]).nonzero()
+    ends = changes.tolist()
+    kinds = held.take(changes).tolist()
+    ends.append(len(held) - 1)
+    kinds.append(int(held[-1]))
+    kinds.append(0)
+    for i, end in enumerate(ends):
+        ending = kinds[i] & ~kinds[i + 1]
+        while ending:
+            bit = ending & -ending
+            counts[bit.bit_length() - 1] += end + 1
+            ending ^= bit
 
 
 def _count(held: Keys) -> npt.NDArray[np.uint8]:

@@ -56,6 +56,7 @@ class Fleet:
     fits: Bools
     all_fit: bool
     alone: Bools
+    any_alone: bool
     move_ms: Floats
     handoff_ms: Floats
     incompatible: Mapping[tuple[str, str], Sequence[str]] = field(default_factory=dict)
@@ -96,6 +97,7 @@ class Fleet:
             fits=fits,
             all_fit=bool(fits.all()),
             alone=alone,
+            any_alone=bool(alone.any()),
             move_ms=_move_ms(prefill, decode),
             handoff_ms=np.where(fits, HANDOFF_MS, np.inf),
             incompatible=dict(incompatible),
@@ -140,9 +142,9 @@ def _move_ms(prefill: Sequence[Lease], decode: Sequence[Lease]) -> Floats:
 
 @dataclass(slots=True, eq=False)
 class Loads:
-    """What this request finds at each of the P + D workers; see WorkerView. host_tokens None: nobody has any."""
+    """What this request finds at each of the P + D workers; see WorkerView. None: nobody has any."""
 
-    hit_tokens: Ints
+    hit_tokens: Ints | None
     host_tokens: Ints | None
     pending_tokens: Ints
     pending_requests: Ints
@@ -198,7 +200,7 @@ class ClusterSnapshot:
         loads = self.loads
         return WorkerView(
             self.fleet.records[index],
-            int(loads.hit_tokens[index]),
+            0 if loads.hit_tokens is None else int(loads.hit_tokens[index]),
             0 if loads.host_tokens is None else int(loads.host_tokens[index]),
             int(loads.pending_tokens[index]),
             int(loads.pending_requests[index]),

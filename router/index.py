@@ -71,7 +71,7 @@ class BlockIndex:
         self._max_blocks = max_blocks
         self._workers: dict[str, _Worker] = {}
         self._free_columns: list[int] = []
-        self._table = BlockTable()
+        self._table = BlockTable(max_blocks)
 
     @property
     def num_keys(self) -> int:

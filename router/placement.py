@@ -1,4 +1,5 @@
-"""What a placement is: the question, the answer, and what each candidate was charged. Values only."""
+"""What a placement is: the question, the answer, and what each candidate was charged. Values only: nobody changes one once it is
+made (they are not frozen because that would triple what making them costs, several times a request)."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Protocol
 from diptych.common.worker_record import WorkerRecord
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class WorkerView:
     """A worker that may be placed on, as the router knows it now.
 
@@ -33,7 +34,7 @@ class WorkerView:
         return self.record.worker_id
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PlacementRequest:
     """Args:
     wants_kv: False when prefill's first token is the whole answer (max_tokens = 1): no KV is moved.
@@ -49,7 +50,7 @@ class PlacementRequest:
     affinity: bytes = b""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Terms:
     """What one candidate was charged; `prefill` is None for local prefill on `decode`."""
 
@@ -82,7 +83,7 @@ class Views(Protocol):
     def view(self, index: int) -> WorkerView: ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Placement:
     """The choice and all that it was chosen from; what is only looked at is made on demand.
 

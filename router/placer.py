@@ -114,20 +114,22 @@ class Placer:
         barred = tuple(self._lives[life] for life in exclude if life in self._lives) if exclude else ()
         return ClusterSnapshot(self._fleet, Loads(hit, host, tokens, requests), barred)
 
-    def _hits(self, prompt: Prompt | None) -> tuple[Ints, Ints | None]:
-        """(hit tokens, those of them in host tiers only; None: nowhere), by worker."""
-        size = len(self._fleet.records)
-        hit, host = np.zeros(size, np.int64), None
+    def _hits(self, prompt: Prompt | None) -> tuple[Ints | None, Ints | None]:
+        """(hit tokens, those of them in host tiers only), by worker; None: nowhere."""
+        hit: Ints | None = None
+        host: Ints | None = None
         if prompt is None:
             return hit, host
         for group in self._groups:
             runs = self._index.runs(prompt.keys(group.header))
+            if not runs.any:
+                continue
             block_size = group.header.block_size
             usable = runs.blocks.take(group.columns)
             # The last prompt token is always computed.
             np.minimum(usable, max(0, len(prompt.token_ids) - 1) // block_size, out=usable)
             if runs.host_blocks is not None:
-                host = np.zeros(size, np.int64) if host is None else host
+                host = np.zeros(len(self._fleet.records), np.int64) if host is None else host
                 host[_ALL if group.at is None else group.at] = block_size * np.minimum(
                     runs.host_blocks.take(group.columns), usable
                 )
@@ -135,6 +137,7 @@ class Placer:
             if group.at is None:
                 hit = usable
             else:
+                hit = np.zeros(len(self._fleet.records), np.int64) if hit is None else hit
                 hit[group.at] = usable
         return hit, host
 

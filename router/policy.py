@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
-from diptych.router.fleet import Bools, ClusterSnapshot, Floats
+from diptych.router.fleet import Bools, ClusterSnapshot, Floats, Ints
 from diptych.router.placement import (
     Placement,
     PlacementRequest,
@@ -64,13 +64,15 @@ class Costs:
     compute: Floats
     sequences: Floats
     decode_load: Floats
+    least_remote: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.least_remote = float(self.remote.min()) if self.remote.size else np.inf
 
     @property
     def any(self) -> bool:
         """Whether there is a candidate."""
-        if self.local is not None:
-            return bool(self.local.min() < np.inf or (self.remote < np.inf).any())
-        return bool(self.remote.size and self.remote.min() < np.inf)
+        return self.least_remote < np.inf or bool(self.local is not None and self.local.min() < np.inf)
 
     def terms(self, choice: Choice) -> Terms:
         p, d = choice
@@ -117,9 +119,10 @@ class CheapestPair:
         remote = costs.remote
         pending = costs.snapshot.loads.pending_requests
         num_prefill = costs.snapshot.fleet.num_prefill
-        if costs.local is not None and (full := _holds_all(costs.request, costs.snapshot)).any():
+        least_remote = costs.least_remote
+        if costs.local is not None and (full := _holds_all(costs.request, costs.snapshot)) is not None:
             remote = np.where(full, np.inf, remote)
-        least_remote = float(remote.min()) if remote.size else np.inf
+            least_remote = float(remote.min()) if remote.size else np.inf
         least_local = float(costs.local.min()) if costs.local is not None else np.inf
         least = min(least_local, least_remote)
         limit = least + max(_TIE_MS, least * _TIE_FRACTION)
@@ -178,27 +181,32 @@ def choose_placement(
 def candidate_costs(request: PlacementRequest, snapshot: ClusterSnapshot, now: float) -> Costs:
     fleet, loads = snapshot.fleet, snapshot.loads
     first_decode = fleet.num_prefill
-    uncached = request.num_prompt_tokens - loads.hit_tokens
     # What waits there: reported, less what was computed since, or placed by us, whichever is more (the report includes
     # our own placements as soon as it is younger than they are).
     queue = loads.pending_tokens * fleet.token_ms
     np.maximum(queue, fleet.idle_at_ms - 1000.0 * now, out=queue)
+    hits = loads.hit_tokens
+    uncached: Ints | int = request.num_prompt_tokens if hits is None else request.num_prompt_tokens - hits
     compute = uncached * fleet.token_ms
-    copy_back = None
+    row: Floats = np.maximum(fleet.sequences, loads.pending_requests[first_decode:])
+    sequences = row
+    decode_load = fleet.step_ms * sequences
+    row = decode_load
     if loads.host_tokens is not None:
         copy_back = loads.host_tokens * fleet.host_token_ms
         compute += copy_back
-    sequences = np.maximum(fleet.sequences, loads.pending_requests[first_decode:])
-    decode_load = fleet.step_ms * sequences
+        if request.wants_kv:
+            row = row + copy_back[first_decode:]
     to_first_token = queue + compute
+    column = to_first_token[:first_decode, None]
     if request.wants_kv:
-        remote = fleet.move_ms * uncached[first_decode:]
+        remote: Floats = fleet.move_ms * (uncached if isinstance(uncached, int) else uncached[first_decode:])
+        remote += column
+        remote += row
         remote += fleet.handoff_ms
-        remote += to_first_token[:first_decode, None]
-        remote += decode_load if copy_back is None else decode_load + copy_back[first_decode:]
     else:
-        remote = fleet.handoff_ms + to_first_token[:first_decode, None]
-        remote += decode_load
+        remote = fleet.handoff_ms + column
+        remote += row
     local = _local_costs(request, snapshot, queue, compute, sequences, decode_load)
     if snapshot.barred:
         remote[:, list(snapshot.barred)] = np.inf
@@ -215,10 +223,15 @@ def _local_costs(
     sequences: Floats,
     decode_load: Floats,
 ) -> Floats | None:
-    first_decode = snapshot.fleet.num_prefill
-    may = snapshot.loads.hit_tokens[first_decode:] >= request.num_prompt_tokens - request.local_prefill_max_tokens
-    if request.allow_local_fallback:
-        may |= snapshot.fleet.alone
+    fleet, hits = snapshot.fleet, snapshot.loads.hit_tokens
+    first_decode = fleet.num_prefill
+    fallback = request.allow_local_fallback and fleet.any_alone
+    least = request.num_prompt_tokens - request.local_prefill_max_tokens
+    if not fallback and least > 0 and (hits is None or int(hits[first_decode:].max(initial=0)) < least):
+        return None
+    may: Bools = np.full(fleet.num_decode, least <= 0) if hits is None else hits[first_decode:] >= least
+    if fallback:
+        may |= fleet.alone
     if not may.any():
         return None
     local: Floats = queue[first_decode:] + decode_load + compute[first_decode:] * (1.0 + sequences) + LOCAL_BIAS_MS
@@ -226,13 +239,16 @@ def _local_costs(
     return local
 
 
-def _holds_all(request: PlacementRequest, snapshot: ClusterSnapshot) -> Bools:
+def _holds_all(request: PlacementRequest, snapshot: ClusterSnapshot) -> Bools | None:
     """[D]: all of the prompt that a cache can hold lies on this decode worker, which may compute the rest (less than a
     block): no prefill worker is needed, whatever the two rates, measured on other lengths, say about so few tokens."""
+    if snapshot.loads.hit_tokens is None:
+        return None
     hits = snapshot.loads.hit_tokens[snapshot.fleet.num_prefill :]
     left = request.num_prompt_tokens - hits
     few: Bools = left <= np.minimum(snapshot.fleet.block_size, request.local_prefill_max_tokens)
-    return few & (left > 0) & (hits > 0)
+    full: Bools = few & (left > 0) & (hits > 0)
+    return full if full.any() else None
 
 
 def _why_nobody(snapshot: ClusterSnapshot) -> Sequence[str]:

@@ -215,7 +215,7 @@ def test_keys_that_are_not_spread_are_dropped_not_grown_for():
 
 
 def test_the_table_grows_and_keeps_what_it_holds():
-    table, random = BlockTable(num_buckets=1), np.random.default_rng(1)
+    table, random = BlockTable(max_keys=2000), np.random.default_rng(1)
     truth = [set() for _ in range(3)]
     for _ in range(60):
         column = int(random.integers(3))
@@ -231,6 +231,32 @@ def test_the_table_grows_and_keeps_what_it_holds():
     assert table.num_keys == sum(map(len, truth))
     table.clear(1)
     assert table.num_keys == len(truth[0]) + len(truth[2])
+
+
+def test_no_addition_pays_for_a_doubling():
+    """A table that grows under small additions splits few buckets at a time, and answers rightly in between."""
+    table, random = BlockTable(max_keys=60_000), np.random.default_rng(2)
+    most = 0
+    for _ in range(500):
+        before = table.nbytes
+        keys = random.integers(0, 2**63, (100, 2)).astype(np.uint64)
+        table.add(keys, 3)
+        most = max(most, table.nbytes - before)
+        assert table.runs(keys).blocks[3] == 100
+    assert table.num_keys == 50_000
+    assert table.num_dropped == 0
+    assert most < table.nbytes / 100
+    assert table.nbytes / table.num_keys < 100
+
+
+def test_a_key_whose_two_buckets_are_one_does_not_end_a_run():
+    table = BlockTable()
+    keys = np.random.default_rng(3).integers(0, 2**63, (10, 2)).astype(np.uint64)
+    keys[4, 1] = keys[4, 0]
+    table.add(keys, 0)
+    assert table.runs(keys).blocks[0] == 10
+    table.remove(keys[6:7], 0)
+    assert table.runs(keys).blocks[0] == 6
 
 
 @pytest.mark.parametrize("together", [1, 7, 1000])

@@ -76,6 +76,7 @@ def test_every_series_moves(clock):
     metrics.predictions(story(ttft_s=0.7, cached=16))
     metrics.placements.labels("remote").inc()
     metrics.replacements.inc()
+    metrics.tickets.labels("granted").inc()
     metrics.tokenize.observe(0.002)
     clock.advance(0.1)
     two = RequestTimer(metrics, request(clock.now()), clock)
