@@ -117,6 +117,16 @@ bench-router: $(VENV)/.dev ## the router's decisions: speed and memory, and how 
 	@$(BIN)/python -m diptych.router.bench.bench_decision
 	@$(BIN)/python -m diptych.router.bench.bench_quality
 
+PEERS_VENV ?= .venv-peers
+bench-peers: $(VENV)/.dev model $(PEERS_VENV)/.peers ## our router through the wire beside sglang-router and vllm-router, with the same mock workers
+	@$(BIN)/python -P -m diptych.cli.bench_peers --peers $(PEERS_VENV) $(ARGS)
+
+$(PEERS_VENV)/.peers: $(VENV)/.python
+	@$(BIN)/python -m venv $(PEERS_VENV)
+	@$(PEERS_VENV)/bin/pip install -q --no-deps sglang-router==0.3.2 vllm-router==0.1.17
+	@$(PEERS_VENV)/bin/pip install -q setproctitle aiohttp orjson uvicorn fastapi requests
+	@touch $@
+
 # ---- set-up, in stages; each stamp is older than what it was made from only when that changed ----------------------
 
 $(VENV)/.python:

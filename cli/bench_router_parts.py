@@ -1,7 +1,7 @@
 """The two processes of `diptych bench router`: a decode worker without an engine, and the production router in front of it.
 
     python -P -m diptych.cli.bench_router_parts decode
-    python -P -m diptych.cli.bench_router_parts router MODEL_FOLDER DECODE_ADDRESS
+    python -P -m diptych.cli.bench_router_parts router MODEL_FOLDER DECODE_ADDRESS [SECRET_FILE]
 
 Each prints `serves ADDRESS...` and goes on until it is terminated.
 """
@@ -38,9 +38,9 @@ async def run_decode() -> None:
     await asyncio.Event().wait()
 
 
-async def run_router(folder: Path, decode_address: str) -> None:
+async def run_router(folder: Path, decode_address: str, given_secret: Path | None = None) -> None:
     with tempfile.TemporaryDirectory(prefix="diptych-bench-") as root:
-        secret_file = Path(root) / "secret"
+        secret_file = given_secret or Path(root) / "secret"
         secret = create_secret(secret_file)
         clock = MonotonicClock()
         store = MemoryStore(clock)
@@ -94,4 +94,5 @@ def _record(worker_id: str, role: str, address: str, header: IdentityHeader) -> 
 
 if __name__ == "__main__":
     part = sys.argv[1]
-    uvloop.run(run_decode() if part == "decode" else run_router(Path(sys.argv[2]), sys.argv[3]))
+    secret = Path(sys.argv[4]) if len(sys.argv) > 4 else None
+    uvloop.run(run_decode() if part == "decode" else run_router(Path(sys.argv[2]), sys.argv[3], secret))

@@ -5,8 +5,8 @@
 A key goes into the emptier bucket; when both are full one that lies there moves to its other one. There is no probing beyond
 the two, so that removing leaves no tombstone. From a load of 0.65 on every key that is added splits a bucket (linear hashing:
 bucket b splits into b and b + round, in order) until all are split, so that no call pays for a doubling; the arrays are made
-for the largest table at once, and memory that was never written costs nothing. Bit c of a slot's mask says that the worker of column c holds the block in that tier. Keys are digests: their bits are
-evenly spread.
+for the largest table at once, and memory that was never written costs nothing. Bit c of a slot's mask says that the worker of
+column c holds the block in that tier. Keys are digests: their bits are evenly spread.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class BlockTable:
         """Of the buckets in use."""
         arrays: list[Any] = [self._lo, self._hi, self._tag, self._used, self._stamp]
         arrays += self._masks[DEVICE] + self._masks[HOST]
-        return sum(array.nbytes for array in arrays) * self._num_buckets // self._capacity
+        return int(sum(array.nbytes for array in arrays)) * self._num_buckets // self._capacity
 
     def reserve_columns(self, num_columns: int) -> None:
         """Make room for workers of columns below `num_columns`."""

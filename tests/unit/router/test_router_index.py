@@ -2,7 +2,7 @@ from hashlib import blake2b
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diptych.common.store import KvEvent
@@ -318,6 +318,7 @@ _steps = st.lists(
 )
 
 
+@settings(deadline=None)  # no machine is too busy for it
 @given(_steps, st.randoms(use_true_random=False))
 def test_dropped_doubled_and_reordered_events_end_in_the_truth(steps, chance):
     worker, index = Worker(), fresh()
