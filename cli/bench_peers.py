@@ -203,6 +203,10 @@ def run(venv: Path, runs: int, scale: float, out: Path) -> None:
     _write(found, scenes, contenders, venv, out)
 
 
+def _median(runs: Sequence[dict[str, float]]) -> dict[str, float]:
+    return {key: round(statistics.median(run[key] for run in runs), 2) for key in runs[0]}
+
+
 def _write(
     found: dict[str, dict[str, list[dict[str, float]]]],
     scenes: Sequence[Scene],
@@ -210,17 +214,10 @@ def _write(
     venv: Path,
     out: Path,
 ) -> None:
-    medians = {
-        scene: {
-            name: {key: round(statistics.median(run[key] for run in runs), 2) for key in runs[0]}
-            for name, runs in by.items()
-        }
-        for scene, by in found.items()
-    }
+    medians = {scene: {name: _median(runs) for name, runs in by.items()} for scene, by in found.items()}
+    head = f"{'req/s':>9}{'tok/s':>10}{'p50 ms':>9}{'p99 ms':>9}{'req/core s':>12}{'tok/core s':>12}{'router us':>11}"
     for scene, by in medians.items():
-        print(
-            f"\n{scene}\n{'':<20}{'req/s':>9}{'tok/s':>10}{'p50 ms':>9}{'p99 ms':>9}{'req/core s':>12}{'tok/core s':>12}{'router us':>11}"
-        )
+        print(f"\n{scene}\n{'':<20}{head}")
         for name, row in by.items():
             print(
                 f"{name:<20}{row['requests_per_s']:>9.0f}{row['tokens_per_s']:>10.0f}{row['p50_ms']:>9.1f}{row['p99_ms']:>9.1f}"
