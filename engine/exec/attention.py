@@ -87,7 +87,8 @@ class StepBatch:
     sample_seqs: list[int]
 
 
-def _check(seqs: Sequence[ScheduledSeq], pool: KvPool, max_model_len: int) -> None:
+def check_step(seqs: Sequence[ScheduledSeq], pool: KvPool, max_model_len: int) -> None:
+    """Raises: InternalError when a sequence breaks the scheduler's promises."""
     for seq in seqs:
         end = seq.start + len(seq.token_ids)
         if not seq.token_ids or seq.start < 0 or end > max_model_len:
@@ -123,7 +124,7 @@ class BatchBuilder:
 
     def build(self, seqs: Sequence[ScheduledSeq]) -> StepBatch:
         """Raises: InternalError when a sequence breaks the scheduler's promises."""
-        _check(seqs, self._pool, self._max_model_len)
+        check_step(seqs, self._pool, self._max_model_len)
         single = [i for i, seq in enumerate(seqs) if len(seq.token_ids) == 1]
         single.sort(key=lambda i: -seqs[i].start)
         order = single + [i for i, seq in enumerate(seqs) if len(seq.token_ids) > 1]

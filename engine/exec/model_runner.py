@@ -10,16 +10,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from diptych.common.errors import ConfigError, InternalError
-from diptych.engine.exec.attention import BatchBuilder, PagedAttention
+from diptych.engine.exec.attention import BatchBuilder, PagedAttention, StepBatch
 from diptych.engine.exec.cuda.sizing import PoolBudget, profile
 from diptych.engine.exec.kv_pool import KvPool
+from diptych.engine.exec.linear import make_linear
 from diptych.engine.exec.model_config import ModelConfig, eos_token_ids, parse_config
 from diptych.engine.exec.models.decoder import Decoder
+from diptych.engine.exec.native.batch import NativeBatch, NativeBatchBuilder
+from diptych.engine.exec.native.decoder import NativeDecoder
+from diptych.engine.exec.native.library import choose_library
+from diptych.engine.exec.native.weights import Packer
 from diptych.engine.exec.sampling import draw_step, want_prompt_rows
 from diptych.engine.exec.weights import DecoderWeights, load_weights
 from diptych.engine.messages import BlockCopy, Payload, ScheduledSeq, StepResult
 from diptych.engine.runner import OutOfDeviceMemory, Pull
-from diptych.kernels.dispatch import TRITON, choose_backend
+from diptych.kernels.dispatch import NATIVE, TORCH, TRITON, choose_backend
+from diptych.kernels.native.api import Library
 
 if TYPE_CHECKING:
     from diptych.engine.exec.cuda.backend import CudaBackend
@@ -81,7 +87,9 @@ class TorchModelRunner:
         num_host_blocks: int = 0,
         backend: str | None = None,
         graph_sizes: Sequence[int] | None = None,
+        library: Library | None = None,
     ) -> None:
+        """library: the compiled kernels that the weights are packed for; None: they are not packed."""
         like = weights.embedding
         self.config = config
         self.kv_dtype = str(like.dtype).removeprefix("torch.")
@@ -106,6 +114,14 @@ class TorchModelRunner:
             self._fused = _fused_backend(config, weights, self.pool, max_model_len, graph_sizes)
             self.pool.mover = self._fused.mover
             return
+        self._decoder: Decoder | NativeDecoder
+        if library is not None:
+            self.backend = NATIVE
+            self._decoder = NativeDecoder(library, config, weights, self.pool, max_model_len=max_model_len)
+            rows = library.tile_rows(config.num_heads // config.num_kv_heads)
+            self._native_batches = NativeBatchBuilder(self.pool, tile_rows=rows, max_model_len=max_model_len)
+            return
+        self.backend = TORCH
         self._batches = BatchBuilder(config, self.pool, max_model_len=max_model_len)
         attention = PagedAttention(config, self.pool)
         self._decoder = Decoder(config, weights, attention, max_model_len=max_model_len)
@@ -135,7 +151,8 @@ class TorchModelRunner:
             max_model_len: None: what the model was trained for.
             num_threads: torch's threads in this process; None leaves them.
             num_host_blocks: slots of the host tier, each of one block.
-            backend: "torch" or "triton" (kernels, CUDA graphs for decode); None: the device's own.
+            backend: "native" (compiled C), "torch" or "triton" (kernels, CUDA graphs for decode); None: the device's own,
+                which on a CPU is native where it can be had, with a warning where it cannot.
             graph_sizes: triton only: padded batch sizes of the decode graphs, ascending; None: the default ones.
         Raises: ConfigError naming the field.
         """
@@ -158,7 +175,10 @@ class TorchModelRunner:
         length = config.max_position if max_model_len is None else max_model_len
         if not 1 <= length <= config.max_position:
             raise ConfigError("max_model_len", length, f"must be between 1 and the model's {config.max_position}")
-        weights = load_weights(folder, config, dtype=DTYPES[dtype], device=_device(device))
+        native = _backend(device, backend) == NATIVE
+        library = choose_library(config, DTYPES[dtype], wanted=backend) if native else None
+        linear = make_linear if library is None else Packer(library)
+        weights = load_weights(folder, config, dtype=DTYPES[dtype], device=_device(device), make=linear)
 
         def make(blocks: int, host_blocks: int = 0) -> TorchModelRunner:
             return cls(
@@ -171,6 +191,7 @@ class TorchModelRunner:
                 num_host_blocks=host_blocks,
                 backend=backend,
                 graph_sizes=graph_sizes,
+                library=library,
             )
 
         if budget is not None:
@@ -185,12 +206,18 @@ class TorchModelRunner:
             return result
         if self._fused is not None:
             return self._execute_fused(self._fused, seqs, should_abort, result)
-        batch = self._batches.build(seqs)
-        prompt_rows = want_prompt_rows(seqs, batch)
-        fresh = self._batches.fresh_tail_blocks(seqs)
-        if fresh is not None:
-            self.pool.clear(fresh)
-        logits = self._decoder.forward(batch, should_abort)
+        batch: NativeBatch | StepBatch
+        if isinstance(self._decoder, NativeDecoder):
+            batch = self._native_batches.build(seqs)
+            prompt_rows = want_prompt_rows(seqs, batch)
+            logits = self._decoder.forward(batch, should_abort)
+        else:
+            batch = self._batches.build(seqs)
+            prompt_rows = want_prompt_rows(seqs, batch)
+            fresh = self._batches.fresh_tail_blocks(seqs)
+            if fresh is not None:
+                self.pool.clear(fresh)
+            logits = self._decoder.forward(batch, should_abort)
         if logits is None:
             return result
         draw_step(seqs, batch.sample_seqs, prompt_rows, logits, self.eos_token_ids, result)

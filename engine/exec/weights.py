@@ -4,6 +4,7 @@ may be left over."""
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -16,9 +17,12 @@ from torch import Tensor
 from diptych.common.errors import ConfigError
 from diptych.engine.exec.linear import Linear, WideCpuLinear, make_linear
 from diptych.engine.exec.model_config import ModelConfig
+from diptych.engine.exec.native.weights import PackedLinear
 from diptych.engine.exec.norm import RmsNorm
 
-AnyLinear = Linear | WideCpuLinear
+AnyLinear = Linear | WideCpuLinear | PackedLinear
+MakeLinear = Callable[[Tensor, Tensor | None], AnyLinear]
+"""(weight, bias) -> layer."""
 
 
 @dataclass(slots=True)
@@ -105,31 +109,38 @@ def _norm(source: Checkpoint, config: ModelConfig, name: str, size: int) -> RmsN
     return RmsNorm(source.take(f"{name}.weight", (size,)), config.rms_norm_eps)
 
 
-def _merged(source: Checkpoint, prefix: str, parts: list[tuple[str, int]], inputs: int, *, bias: bool) -> AnyLinear:
+def _merged(
+    source: Checkpoint, prefix: str, parts: list[tuple[str, int]], inputs: int, *, bias: bool, make: MakeLinear
+) -> AnyLinear:
     weight = torch.cat([source.take(f"{prefix}.{name}.weight", (outputs, inputs)) for name, outputs in parts])
     biases = [source.take(f"{prefix}.{name}.bias", (outputs,)) for name, outputs in parts] if bias else None
-    return make_linear(weight, torch.cat(biases) if biases else None)
+    return make(weight, torch.cat(biases) if biases else None)
 
 
-def _layer(source: Checkpoint, config: ModelConfig, index: int) -> LayerWeights:
+def _layer(source: Checkpoint, config: ModelConfig, index: int, make: MakeLinear) -> LayerWeights:
     base, hidden, ffn = f"model.layers.{index}", config.hidden_size, config.intermediate_size
     attention, mlp = f"{base}.self_attn", f"{base}.mlp"
     qkv = [("q_proj", config.q_size), ("k_proj", config.kv_size), ("v_proj", config.kv_size)]
     gate_up = [("gate_proj", ffn), ("up_proj", ffn)]
     return LayerWeights(
         input_norm=_norm(source, config, f"{base}.input_layernorm", hidden),
-        qkv=_merged(source, attention, qkv, hidden, bias=config.qkv_bias),
+        qkv=_merged(source, attention, qkv, hidden, bias=config.qkv_bias, make=make),
         q_norm=_norm(source, config, f"{attention}.q_norm", config.head_dim) if config.qk_norm else None,
         k_norm=_norm(source, config, f"{attention}.k_norm", config.head_dim) if config.qk_norm else None,
-        o=_merged(source, attention, [("o_proj", hidden)], config.q_size, bias=config.o_bias),
+        o=_merged(source, attention, [("o_proj", hidden)], config.q_size, bias=config.o_bias, make=make),
         post_norm=_norm(source, config, f"{base}.post_attention_layernorm", hidden),
-        gate_up=_merged(source, mlp, gate_up, hidden, bias=config.mlp_bias),
-        down=_merged(source, mlp, [("down_proj", hidden)], ffn, bias=config.mlp_bias),
+        gate_up=_merged(source, mlp, gate_up, hidden, bias=config.mlp_bias, make=make),
+        down=_merged(source, mlp, [("down_proj", hidden)], ffn, bias=config.mlp_bias, make=make),
     )
 
 
-def load_weights(folder: Path, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> DecoderWeights:
-    """Raises: ConfigError naming the tensor that is missing, unexpected or of another shape."""
+def load_weights(
+    folder: Path, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, make: MakeLinear = make_linear
+) -> DecoderWeights:
+    """make: how a linear layer keeps its weight.
+
+    Raises: ConfigError naming the tensor that is missing, unexpected or of another shape.
+    """
     with torch.inference_mode(), Checkpoint(folder, dtype=dtype, device=device) as source:
         source.drop("rotary_emb.inv_freq")  # old checkpoints carry it; it follows from the config
         vocabulary = (config.vocab_size, config.hidden_size)
@@ -139,9 +150,9 @@ def load_weights(folder: Path, config: ModelConfig, *, dtype: torch.dtype, devic
         head = embedding if config.tie_embeddings else source.take("lm_head.weight", vocabulary)
         weights = DecoderWeights(
             embedding=embedding,
-            layers=[_layer(source, config, i) for i in range(config.num_layers)],
+            layers=[_layer(source, config, i, make) for i in range(config.num_layers)],
             norm=_norm(source, config, "model.norm", config.hidden_size),
-            lm_head=make_linear(head),
+            lm_head=make(head, None),
         )
         source.check_empty()
     return weights

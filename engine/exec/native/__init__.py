@@ -1,0 +1,1 @@
+"""The CPU path through the compiled kernels of kernels/native."""

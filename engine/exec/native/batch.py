@@ -1,0 +1,92 @@
+"""One step's layout for the compiled kernels: rows in the order of the sequences, attention cut into tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from diptych.engine.exec.attention import check_step
+from diptych.engine.exec.kv_pool import KvPool
+from diptych.engine.messages import ScheduledSeq
+
+Ints = np.ndarray
+
+
+@dataclass(slots=True)
+class NativeBatch:
+    """
+    Args:
+        order: sequence indices in row order: 0, 1, 2, ...
+        token_ids, positions, slots: [num_rows] int64; a slot is where layer 0's K of the row's token goes.
+        tiles: [num_tiles, 4] int64: first row, rows, position of the first row, where its block table begins in `blocks`.
+        max_len: tokens of the longest sequence.
+        sample_rows: rows whose logits are wanted; sample_seqs: the sequence index of each.
+    """
+
+    order: list[int]
+    token_ids: Ints
+    positions: Ints
+    slots: Ints
+    tiles: Ints
+    blocks: Ints
+    max_len: int
+    sample_rows: list[int]
+    sample_seqs: list[int]
+    decode_only: bool
+
+
+class NativeBatchBuilder:
+    """Lays out steps for one model and pool. tile_rows: rows of one sequence that attend together."""
+
+    def __init__(self, pool: KvPool, *, tile_rows: int, max_model_len: int) -> None:
+        self._pool, self._tile_rows, self._max_model_len = pool, tile_rows, max_model_len
+
+    def build(self, seqs: Sequence[ScheduledSeq]) -> NativeBatch:
+        """Raises: InternalError when a sequence breaks the scheduler's promises."""
+        check_step(seqs, self._pool, self._max_model_len)
+        size, step = self._pool.block_size, self._tile_rows
+        token_ids: list[int] = []
+        blocks: list[int] = []
+        tables: list[int] = []
+        sample_rows, sample_seqs = [], []
+        for i, seq in enumerate(seqs):
+            tables.append(len(blocks))
+            token_ids += seq.token_ids
+            blocks += seq.block_table[: (seq.start + len(seq.token_ids) - 1) // size + 1]
+            if seq.sample:
+                sample_rows.append(len(token_ids) - 1)
+                sample_seqs.append(i)
+        counts = np.array([len(seq.token_ids) for seq in seqs], dtype=np.int64)
+        starts = np.array([seq.start for seq in seqs], dtype=np.int64)
+        first_rows = np.cumsum(counts) - counts
+        positions = _ramps(counts) + np.repeat(starts, counts)
+        table = np.array(blocks, dtype=np.int64)
+        block = table[np.repeat(np.array(tables, dtype=np.int64), counts) + positions // size]
+        tiles_of = -(-counts // step)
+        offset = _ramps(tiles_of) * step  # of the tile's first row within its sequence
+        tiles = np.empty((len(offset), 4), dtype=np.int64)
+        tiles[:, 0] = np.repeat(first_rows, tiles_of) + offset
+        tiles[:, 1] = np.minimum(step, np.repeat(counts, tiles_of) - offset)
+        tiles[:, 2] = np.repeat(starts, tiles_of) + offset
+        tiles[:, 3] = np.repeat(np.array(tables, dtype=np.int64), tiles_of)
+        return NativeBatch(
+            order=list(range(len(seqs))),
+            token_ids=np.array(token_ids, dtype=np.int64),
+            positions=positions,
+            slots=block * (2 * self._pool.num_layers * size) + positions % size,
+            tiles=tiles,
+            blocks=table,
+            max_len=int((starts + counts).max()),
+            sample_rows=sample_rows,
+            sample_seqs=sample_seqs,
+            decode_only=len(token_ids) == len(seqs),
+        )
+
+
+def _ramps(counts: Ints) -> Ints:
+    """0 .. count - 1 for each count, one after the other: [2, 3] -> 0 1 0 1 2."""
+    ends = np.cumsum(counts)
+    ramps: Ints = np.arange(ends[-1]) - np.repeat(ends - counts, counts)
+    return ramps

@@ -1,0 +1,62 @@
+"""Whether the compiled kernels can serve a model here, and the library."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from functools import cache
+
+import torch
+
+from diptych.common.errors import ConfigError
+from diptych.common.paths import cache_dir
+from diptych.engine.exec.model_config import ModelConfig
+from diptych.kernels.dispatch import NATIVE
+from diptych.kernels.native.api import Library
+from diptych.kernels.native.build import NativeError, build
+
+_log = logging.getLogger(__name__)
+_MAX_HEAD_DIM = 256
+
+
+@cache
+def _load() -> Library:
+    return Library(build(cache_dir() / "native"))
+
+
+def _misfit(config: ModelConfig, library: Library) -> str | None:
+    """Why the kernels cannot compute this model, or None. They step through a row in whole vectors and panels."""
+    lanes, panel = library.lanes, library.panel
+    for name, value, step in (
+        ("head_dim", config.head_dim, max(panel, 2 * lanes)),
+        ("hidden_size", config.hidden_size, lanes),
+        ("intermediate_size", config.intermediate_size, panel),
+    ):
+        if value % step:
+            return f"{name} {value} is no multiple of {step}"
+    if config.head_dim > _MAX_HEAD_DIM:
+        return f"head_dim {config.head_dim} is above {_MAX_HEAD_DIM}"
+    return None
+
+
+def choose_library(config: ModelConfig, dtype: torch.dtype, wanted: str | None) -> Library | None:
+    """The library, or None for plain torch. Which one it was, the log says: torch takes about twice as long.
+
+    Args:
+        wanted: "native", or None: native where it can be had.
+    Raises: ConfigError when "native" is wanted and cannot be had.
+    """
+    try:
+        if dtype != torch.float32:
+            raise NativeError(f"they compute in float32, not {str(dtype).removeprefix('torch.')}")
+        if sys.platform == "win32":
+            raise NativeError("not on Windows")
+        library = _load()
+        if (misfit := _misfit(config, library)) is not None:
+            raise NativeError(misfit)
+        return library
+    except NativeError as error:
+        if wanted == NATIVE:
+            raise ConfigError("backend", wanted, f"the compiled CPU kernels cannot be used: {error}") from None
+        _log.warning("the compiled CPU kernels cannot be used, plain torch is about half as fast: %s", error)
+        return None

@@ -1,0 +1,138 @@
+"""The compiled library's functions and structs. What the structs hold are addresses: whoever fills one keeps the tensors."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from ctypes import POINTER, c_float, c_int64, c_void_p
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from diptych.kernels.native.build import NativeError
+
+_ALIGN = 16  # floats: one cache line
+_PIECE_BYTES = 64 << 20
+
+
+class Layer(ctypes.Structure):
+    """Weights packed, or None where the family has none. window: tokens a query sees; 0: all."""
+
+    _fields_: ClassVar[Any] = [
+        *(
+            (name, c_void_p)
+            for name in (
+                "input_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "o", "o_bias", "post_norm", "gate_up",
+                "gate_up_bias", "down", "down_bias",
+            )
+        ),
+        ("window", c_int64),
+    ]  # fmt: skip
+
+
+class Model(ctypes.Structure):
+    """cosines, sines: [positions, head_dim / 2]."""
+
+    _fields_: ClassVar[Any] = [
+        ("layers", POINTER(Layer)),
+        *((name, c_void_p) for name in ("pool", "cosines", "sines")),
+        *(
+            (name, c_int64)
+            for name in ("num_layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "block_size")
+        ),
+        ("eps", c_float),
+        ("scale", c_float),
+    ]  # fmt: skip
+
+
+class Step(ctypes.Structure):
+    """x .. up: [rows, ...] buffers; tiles: [num_tiles, 4] as in attention.h; scores: [threads, TILE, max_len]."""
+
+    _fields_: ClassVar[Any] = [
+        *(
+            (name, c_void_p)
+            for name in (
+                "x", "normed", "qkv", "attended", "gate", "up", "positions", "slots", "tiles", "blocks", "scores",
+            )
+        ),
+        *((name, c_int64) for name in ("rows", "num_tiles", "max_len", "num_threads")),
+    ]  # fmt: skip
+
+
+class Library:
+    """Raises: NativeError when the file cannot be loaded."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            # Calls let go of the interpreter lock: the event loop runs while a step computes.
+            library = ctypes.CDLL(str(path))
+        except OSError as error:
+            raise NativeError(f"cannot load {path}: {error}") from None
+
+        def function(name: str, *arguments: Any, returns: Any = None) -> Any:
+            found = getattr(library, f"diptych_{name}")
+            found.argtypes, found.restype = arguments, returns
+            return found
+
+        self.panel: int = function("panel", returns=c_int64)()
+        """Outputs of one panel of packed weights."""
+        self.tile: int = function("tile", returns=c_int64)()
+        """Queries that go through the KV together."""
+        self.lanes: int = function("lanes", returns=c_int64)()
+        self._tile_rows = function("tile_rows", c_int64, returns=c_int64)
+        self._pack = function("pack", c_void_p, c_int64, c_int64, c_void_p)
+        self._norm = function("norm", *[c_void_p] * 3, c_int64, c_int64, c_float)
+        self._linear = function("linear", *[c_void_p] * 4, *[c_int64] * 4)
+        step = (POINTER(Model), POINTER(Step))
+        self.layers = function("layers", *step, c_int64, c_int64)
+        self.attention_part = function("attention_part", *step, c_int64)
+        self.feed_part = function("feed_part", *step, c_int64)
+
+    def tile_rows(self, group: int) -> int:
+        """Rows of a tile where `group` query heads share a KV head."""
+        return int(self._tile_rows(group))
+
+    def pack(self, weight: Tensor, memory: HugePages) -> Tensor:
+        """weight: [outputs, inputs] float32. Returns: the packed form, flat."""
+        outputs, inputs = weight.shape
+        packed = memory.take(-(-outputs // self.panel) * self.panel * inputs)
+        source = weight.contiguous()
+        self._pack(source.data_ptr(), outputs, inputs, packed.data_ptr())
+        return packed
+
+    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """RMS norm of [rows, size], contiguous."""
+        out = torch.empty_like(x)
+        self._norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), *x.shape, eps)
+        return out
+
+    def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int, num_threads: int) -> Tensor:
+        """x: [rows, inputs], contiguous. Returns: [rows, outputs]."""
+        rows, inputs = x.shape
+        out = torch.empty(rows, outputs)
+        at = None if bias is None else bias.data_ptr()
+        self._linear(x.data_ptr(), packed.data_ptr(), at, out.data_ptr(), rows, inputs, outputs, num_threads)
+        return out
+
+
+class HugePages:
+    """Memory for weights in large pieces that ask for huge pages: a step reads all of them, and with small pages a good
+    part of that time went to address translation."""
+
+    def __init__(self) -> None:
+        self._piece = torch.empty(0)
+        self._used = 0
+
+    def take(self, size: int) -> Tensor:
+        """[size] float32, at a cache line's start; lives as long as the tensor."""
+        if self._used + size > self._piece.numel():
+            num_bytes = max(_PIECE_BYTES, 4 * size)
+            piece = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                piece.madvise(mmap.MADV_HUGEPAGE)
+            self._piece, self._used = torch.frombuffer(piece, dtype=torch.float32), 0
+        taken = self._piece[self._used : self._used + size]
+        self._used += -(-size // _ALIGN) * _ALIGN
+        return taken

@@ -1,0 +1,74 @@
+/* Portable vectors: GCC and Clang's vector extension at the width of the machine that compiles.
+ *
+ * LANES  floats of one register
+ * TILE   rows of x that one pass over a panel of weights serves
+ * PANEL  columns (outputs) of one panel; TILE * PANEL / LANES accumulators, PANEL / LANES weights and a broadcast fill the
+ *        register file.
+ */
+#ifndef DIPTYCH_VECTORS_H
+#define DIPTYCH_VECTORS_H
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX512F__)
+#define LANES 16
+#define TILE 12
+#define VECS 2
+#elif defined(__AVX2__)
+#define LANES 8
+#define TILE 6
+#define VECS 2
+#elif defined(__aarch64__)
+#define LANES 4
+#define TILE 6
+#define VECS 4
+#else
+#define LANES 4
+#define TILE 5
+#define VECS 2
+#endif
+#define PANEL (LANES * VECS)
+
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float vec __attribute__((vector_size(LANES * 4)));
+typedef int32_t ivec __attribute__((vector_size(LANES * 4)));
+typedef float unaligned __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+
+INLINE vec load(const float *from) { return *(const unaligned *)from; }
+INLINE void store(float *to, vec value) { *(unaligned *)to = value; }
+INLINE vec spread(float value) { return value - (vec){0}; }
+INLINE vec choose(ivec where, vec yes, vec no) { return (vec)((where & (ivec)yes) | (~where & (ivec)no)); }
+
+/* Always in the same order: halves, quarters, ... */
+INLINE float sum_lanes(vec value) {
+    float part[LANES];
+    store(part, value);
+    for (int width = LANES / 2; width > 0; width /= 2)
+        for (int i = 0; i < width; i++) part[i] += part[i + width];
+    return part[0];
+}
+
+/* e^x to about 1e-7 relative; NaN stays NaN; below -87.3 the least normal number. */
+INLINE vec exp_lanes(vec x) {
+    const vec shift = spread(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer in the low bits */
+    x = choose(x > spread(88.3f), spread(88.3f), x);
+    x = choose(x < spread(-87.3f), spread(-87.3f), x);
+    vec shifted = x * spread(1.44269504f) + shift;
+    vec n = shifted - shift;
+    vec r = x - n * spread(0.693359375f);
+    r = r - n * spread(-2.12194440e-4f);
+    vec p = spread(1.9875691500e-4f);
+    p = p * r + spread(1.3981999507e-3f);
+    p = p * r + spread(8.3334519073e-3f);
+    p = p * r + spread(4.1665795894e-2f);
+    p = p * r + spread(1.6666665459e-1f);
+    p = p * r + spread(5.0000001201e-1f);
+    p = p * (r * r) + r + spread(1.0f);
+    ivec exponent = ((ivec)shifted - (ivec)shift + 127) << 23;
+    return p * (vec)exponent;
+}
+
+#endif
