@@ -79,13 +79,22 @@ class Connection(asyncio.Protocol):
         if not held.startswith((b"HTTP/1.1 200", b"HTTP/1.0 200")) and _END in held:
             answer.set_exception(ConnectionError(bytes(held[:200]).decode("utf-8", "replace")))
         elif held.endswith((b"\r\n0\r\n\r\n", b"\n0\r\n\r\n")):
-            answer.set_result(held.count(b'"text":'))
+            answer.set_result(_unchunked(bytes(held[held.find(_END) + 4 :])).count(b'"text":'))
         elif (end := held.find(_END)) >= 0:
             head = bytes(held[:end]).lower()
             at = head.find(b"content-length:")
             if at >= 0 and len(held) >= end + 4 + int(head[at + 15 :].split(b"\r\n", 1)[0]):
                 whole = json.loads(held[end + 4 :])
                 answer.set_result(whole["usage"]["completion_tokens"])
+
+
+def _unchunked(data: bytes) -> bytes:
+    """A body whose chunks were cut anywhere, whole."""
+    parts, at = [], 0
+    while size := int(data[at : (line := data.index(b"\r\n", at))], 16):
+        parts.append(data[line + 2 : line + 2 + size])
+        at = line + 2 + size + 2
+    return b"".join(parts)
 
 
 async def over_http(load: Load) -> tuple[list[Callable[[], Awaitable[int]]], Callable[[], Awaitable[None]]]:

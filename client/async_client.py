@@ -21,6 +21,7 @@ from diptych.client.lookaside import Answer, DirectAnswer, Lookaside, RoutedAnsw
 from diptych.client.request import GenerateOptions, build_request
 from diptych.client.types import Completion, Delta, ModelInfo, models_from
 from diptych.common.errors import DiptychError, RequestCancelledError
+from diptych.rpc.errors import from_failure
 from diptych.rpc.v1 import router_pb2
 
 
@@ -65,6 +66,7 @@ class AsyncClient:
     async def generate(self, **options: Unpack[GenerateOptions]) -> Completion:
         """Wait for the whole answer. Keywords: see GenerateOptions. Raises: DiptychError, see diptych.client.errors."""
         async with self.stream(**options) as stream:
+            stream._wants_whole = True
             async for _ in stream:
                 pass
             return stream.result
@@ -149,6 +151,8 @@ class AsyncStream:
         self._exchange: Exchange | None = None
         self._answer: Answer | None = None
         self._directly = True
+        self._wants_whole = False
+        """Nobody looks at the deltas: what decode streams is taken in when all of it is there."""
         self._closed = False
 
     @property
@@ -208,8 +212,14 @@ class AsyncStream:
             self._answer = await self._client._answer(self._request, exchange, directly=self._directly)
             if self._closed:
                 self._answer.cancel()
+        if self._wants_whole and isinstance(self._answer, DirectAnswer):
+            for kind, event in await self._answer.whole():
+                if kind != "failure":
+                    exchange.on_event(kind, event)
         while True:
             kind, event = await self._answer.next()
+            if kind == "failure":
+                raise from_failure(event)
             if not kind:
                 exchange.on_end()
                 raise StopAsyncIteration

@@ -76,6 +76,8 @@ class Visit:
         self._events: deque[decode_pb2.Event] = deque()
         self._error: DiptychError | None = None
         self._ready = asyncio.Event()
+        self._quiet = False
+        self._over = False
         late = RequestDeadlineError("no answer within timeout_s", param="timeout_s")
         self._timer = asyncio.get_running_loop().call_later(remaining_s, self.leave, late)
 
@@ -88,15 +90,29 @@ class Visit:
             await self._ready.wait()
         return self._events.popleft()
 
+    async def whole(self) -> deque[decode_pb2.Event]:
+        """All events up to the end, woken once. After an error: those before it; `next` then raises."""
+        self._quiet = True
+        while not self._over:
+            self._ready.clear()
+            await self._ready.wait()
+        self._quiet = False
+        events, self._events = self._events, deque()
+        return events
+
     def put(self, event: decode_pb2.Event) -> None:
         self._events.append(event)
         if event.HasField("end"):
             self._doorway.forget(self._attempt)
             self._timer.cancel()
+            self._over = True
+        elif self._quiet:
+            return
         self._ready.set()
 
     def fail(self, error: DiptychError) -> None:
         self._timer.cancel()
+        self._over = True
         self._error = self._error or error
         self._ready.set()
 

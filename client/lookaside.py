@@ -20,7 +20,7 @@ from diptych.client.doorway import Doorway, Visit
 from diptych.client.placing import Placer
 from diptych.common.errors import DiptychError, RequestDeadlineError
 from diptych.rpc.errors import from_failure
-from diptych.rpc.v1 import router_pb2
+from diptych.rpc.v1 import decode_pb2, router_pb2
 
 PLACE_PATIENCE_S = 5.0
 """For an answer to a placement, before the router is asked to do it all."""
@@ -90,8 +90,16 @@ class DirectAnswer:
         """(field of GenerateResponse, its value); ("", None) at the end. Raises: DiptychError."""
         if self._over:
             return "", None
-        event = await self._visit.next()
+        return self._told(await self._visit.next())
+
+    async def whole(self) -> list[tuple[str, Any]]:
+        """All that `next` would give until the end or the error, which the next `next` raises."""
+        return [self._told(event) for event in await self._visit.whole()]
+
+    def _told(self, event: decode_pb2.Event) -> tuple[str, Any]:
         kind = event.WhichOneof("event")
+        if kind == "tokens":
+            return kind, event.tokens
         if kind == "accepted":
             placed = self._placed
             return "started", router_pb2.Started(
@@ -100,7 +108,9 @@ class DirectAnswer:
         if kind != "end":
             return kind or "", getattr(event, kind) if kind else None
         if event.end.HasField("failure"):
-            raise from_failure(event.end.failure)
+            self._visit.fail(from_failure(event.end.failure))
+            return "failure", event.end.failure
+        self._over = True
         finished = event.end.finished
         if self._placed.HasField("explanation"):
             mine = self._placed.explanation
@@ -110,7 +120,6 @@ class DirectAnswer:
             finished.explanation.cached_tokens = finished.usage.cached_tokens
         else:
             finished.ClearField("explanation")
-        self._over = True
         return "finished", finished
 
     def cancel(self) -> None:

@@ -7,6 +7,7 @@ import json
 import random
 import time
 from collections.abc import AsyncIterator, Callable
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -140,7 +141,7 @@ class Frontend:
             tokenizer,
             limits,
             defaults=defaults,
-            salt=lambda tenant: tenant_salt(secret, tenant),
+            salt=lru_cache(4096)(partial(tenant_salt, secret)),
             clock=self._clock,
             rng=self._rng,
         )

@@ -219,10 +219,11 @@ class BlockIndex:
         worker = self._workers.get(worker_id)
         if worker is None:
             return IndexMode.GUESS
-        modes = [stream.mode for stream in worker.streams]
-        if worker.truncated:
-            modes.append(IndexMode.STALE)
-        return next(mode for mode in (IndexMode.GUESS, IndexMode.STALE, IndexMode.EXACT) if mode in modes)
+        device, host = worker.streams
+        if IndexMode.GUESS in (device.mode, host.mode):
+            return IndexMode.GUESS
+        exact = device.mode is host.mode is IndexMode.EXACT and not worker.truncated
+        return IndexMode.EXACT if exact else IndexMode.STALE
 
     def num_events(self, worker_id: str) -> int:
         """Events that came from this life of the worker, whatever became of them."""

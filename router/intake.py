@@ -128,7 +128,8 @@ class Intake:
         timeout_s = min(_timeout(spec.timeout_s, limits.request_timeout_s), limits.request_timeout_s)
         param = _input_name(spec)
         bad_words = await self._bad_words(spec.bad_words)
-        self._sampling(spec, limits.max_model_len(), bad_words)  # refuse bad numbers before the tokenizer works
+        if param != "token_ids":
+            self._sampling(spec, limits.max_model_len(), bad_words)  # refuse bad numbers before the tokenizer works
         token_ids = await self._token_ids(spec, param)
         room = self._room(len(token_ids), param)
         sampling = self._sampling(spec, room, bad_words)
@@ -137,8 +138,7 @@ class Intake:
                 f"max_tokens={sampling.max_tokens} is more than the {room} tokens that the context leaves",
                 param="max_tokens",
             )
-        tail = self._tokenizer.decode(token_ids[-_THINK_TAIL_TOKENS:], skip_special_tokens=False)
-        thinking = param == "messages" and tail.rstrip().endswith(OPEN)
+        thinking = param == "messages" and self._ends_thinking(token_ids)
         if thinking and sampling.grammar is not None:  # it is about the answer, not about the thoughts before it
             sampling = replace(sampling, grammar=replace(sampling.grammar, free_until=CLOSE))
         return PreparedRequest(
@@ -157,6 +157,10 @@ class Intake:
             thinking=thinking,
             echo=await self._echo(spec, token_ids) if spec.echo else "",
         )
+
+    def _ends_thinking(self, token_ids: list[int]) -> bool:
+        tail = self._tokenizer.decode(token_ids[-_THINK_TAIL_TOKENS:], skip_special_tokens=False)
+        return tail.rstrip().endswith(OPEN)
 
     def _check_model(self, model: object) -> None:
         if not isinstance(model, str):
@@ -321,7 +325,8 @@ def _check_ids(value: object, vocab_size: int, max_model_len: int, param: str = 
             f"{param} has {len(value)} tokens; the context of {max_model_len} must leave room for one more",
             param=param,
         )
-    if not all(type(token) is int and 0 <= token < vocab_size for token in value):
+    # Types first: what is no int may not even be comparable.
+    if value and not (set(map(type, value)) == {int} and min(value) >= 0 and max(value) < vocab_size):
         raise InvalidRequestError(f"{param} must be integers from 0 to {vocab_size - 1}", param=param)
     return list(value)
 

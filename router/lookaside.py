@@ -51,6 +51,7 @@ class Lookaside:
         self._key = key
         self._metrics = metrics
         self._clock = clock
+        self._granted = metrics.tickets.labels("granted")
         self._grants: dict[str, _Grant] = {}
         cluster.on_ticket_news = self.on_news
 
@@ -96,7 +97,7 @@ class Lookaside:
             until=min(request.deadline, now + UNHEARD_S),
             deadline=request.deadline,
         )
-        self._metrics.tickets.labels("granted").inc()
+        self._granted.inc()
         return router_pb2.Placed(
             request_id=request.request_id,
             model=request.model,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from functools import partial
 
 import grpc
@@ -114,5 +113,4 @@ async def serve_placements(door: Door, bodies: AsyncIterator[bytes], context: gr
 
 async def place(door: Door, request: router_pb2.PlaceRequest, tenant: str) -> router_pb2.Placed:
     """Raises: DiptychError."""
-    spec = spec_from(request.request, request.remaining_s or None)
-    return door.place(await door.prepare(replace(spec, tenant=tenant)))
+    return door.place(await door.prepare(spec_from(request.request, request.remaining_s or None, tenant)))

@@ -41,7 +41,7 @@ def parse(kind: type[_Message], body: bytes) -> _Message:
         raise InvalidRequestError(f"request body: not a valid {kind.DESCRIPTOR.name}", param="request body") from error
 
 
-def spec_from(request: router_pb2.GenerateRequest, remaining_s: float | None) -> GenerateSpec:
+def spec_from(request: router_pb2.GenerateRequest, remaining_s: float | None, tenant: str = "") -> GenerateSpec:
     """Raises: InvalidRequestError naming the field."""
     kind = request.WhichOneof("input")
     if kind is None:
@@ -74,6 +74,7 @@ def spec_from(request: router_pb2.GenerateRequest, remaining_s: float | None) ->
         local_prefill_max_tokens=_given(request, "local_prefill_max_tokens"),
         failure_policy=_POLICIES[request.failure_policy],
         timeout_s=remaining_s,
+        tenant=tenant,
     )
 
 
