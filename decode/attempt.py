@@ -23,6 +23,7 @@ from diptych.decode.outbox import Events
 from diptych.decode.remote_leg import LegHooks, LegTools, RemoteLeg
 from diptych.decode.spans import AttemptSpan
 from diptych.decode.submission import Submission
+from diptych.decode.way_back import choose_way_back, remote_s
 from diptych.engine.grammar.program import Program
 from diptych.engine.messages import (
     AddRequest,
@@ -32,11 +33,13 @@ from diptych.engine.messages import (
     ChoiceFinished,
     EngineRequest,
     Failed,
+    FetchAgain,
     Finished,
     FirstCandidates,
     FirstToken,
     KvComplete,
     KvMode,
+    Preempted,
     PromptLogprobs,
     RunLocally,
     TokenLogprobs,
@@ -91,6 +94,8 @@ class Attempt:
         self._prompt_logprobs_until = 1
         """Prompt tokens before this one have had theirs (the first has none)."""
         self._leg_number = 0
+        self._local_s_per_token = 0.0
+        """Of the last preemption's way back in this engine."""
         self._leg_task: asyncio.Task[None] | None = None
         self._facts = Facts(
             request_id=submission.request_id,
@@ -151,11 +156,59 @@ class Attempt:
         if self._life.ended:
             return
         if self._life.state is not State.ADMITTING:
-            return  # admitted again after a preemption: nothing to decide
+            self._come_back(event.num_cached_tokens)
+            return
         self._facts.reserved_s = self._elapsed()
         self._facts.cached_decode = event.num_cached_tokens
         uncached = len(self._sub.prompt_token_ids) - event.num_cached_tokens
         self._take(choose_route(self._sub.placement, uncached, self._sub.policy))
+
+    def on_preempted(self, event: Preempted) -> None:
+        """Ask for the KV where it comes from sooner; the engine says Admitted if it goes along with it."""
+        if self._life.state in (State.DECODING, State.COMPUTING):
+            self._local_s_per_token = event.way_back_s / max(1, event.num_tokens)
+            if self._way_back(event.num_tokens) is not None:
+                self._engine.send(FetchAgain(self._sub.attempt))
+
+    def _way_back(self, num_tokens: int) -> WorkerRef | None:
+        tools, links = self._tools, self._tools.links.snapshot()
+        kv_bytes = num_tokens * tools.kv_bytes_per_token
+        return choose_way_back(
+            num_tokens * self._local_s_per_token,
+            [
+                (ref, remote_s(tools.rates, links.get(name), name, num_tokens=num_tokens, kv_bytes=kv_bytes))
+                for ref in self._sub.placement.prefill
+                for name in (ref.worker_id,)
+            ],
+        )
+
+    def _come_back(self, num_cached: int) -> None:
+        """It has blocks again, after FetchAgain. What is still cached here may have made this the shorter way after all."""
+        num_tokens = len(self._sub.prompt_token_ids) + len(self._outputs[0]) - 1
+        ref = self._way_back(num_tokens - num_cached) if num_tokens > num_cached else None
+        if ref is None:
+            self._engine.send(RunLocally(self._sub.attempt))
+            return
+        self._life.move(State.FETCHING)
+        self._leg_task = asyncio.create_task(self._run_leg_again(ref, num_cached), name=f"leg {self._sub.attempt}")
+
+    async def _run_leg_again(self, ref: WorkerRef, num_cached: int) -> None:
+        """Whatever goes wrong, the KV can be computed here."""
+        self._leg_number += 1
+        leg = self._new_leg(ref, num_cached)
+        try:
+            await leg.run()
+        except DiptychError as error:
+            self._log.info("not fetched again", prefill=ref.worker_id, reason=error.reason)
+        except Exception:  # a bug of ours must not leave the request hanging
+            self._log.exception("unexpected error in a prefill leg")
+        if leg.complete:
+            self._facts.fetched_again(ref.worker_id, leg.facts)
+        elif self._life.state is State.FETCHING:
+            self._leg_task = None
+            self._note(f"preempted: {ref.worker_id} could not compute the KV again, it was computed here")
+            self._life.move(State.DECODING)
+            self._engine.send(RunLocally(self._sub.attempt))
 
     def on_tokens(self, event: TokensOut) -> None:
         if self._life.ended:
@@ -248,7 +301,7 @@ class Attempt:
         ref, rest = candidates[0], candidates[1:]
         self._leg_number += 1
         try:
-            leg = self._new_leg(ref)
+            leg = self._new_leg(ref, self._facts.cached_decode)
             self._facts.prefill, self._facts.leg = ref.worker_id, leg.facts
             await leg.run()
         except DiptychError as error:
@@ -264,7 +317,7 @@ class Attempt:
         self._facts.prefill_faults.append((ref.worker_id, error.reason))
         self._take(next_after_failure(self._sub.policy, ref, error, rest))
 
-    def _new_leg(self, ref: WorkerRef) -> RemoteLeg:
+    def _new_leg(self, ref: WorkerRef, num_cached: int) -> RemoteLeg:
         sub = self._sub
         remaining_s = sub.remaining_s - self._elapsed()
         # Tokens left to sample after those that went out already; the first of a one-token answer needs no KV.
@@ -277,7 +330,7 @@ class Attempt:
             output_token_ids=outputs,
             sampling=sampling_to_proto(replace(sub.sampling, grammar=None)),
             first_token_mask=b"" if outputs else self._first_mask,
-            decode_cached_tokens=self._facts.cached_decode if want_kv else 0,
+            decode_cached_tokens=num_cached if want_kv else 0,
             want_kv=want_kv,
             prefill=wire.ref_to_proto(ref),
             decode=wire.ref_to_proto(sub.placement.decode),
@@ -318,7 +371,7 @@ class Attempt:
     def _on_kv_complete(self) -> None:
         if self._life.state is not State.FETCHING or self._sub.sampling.max_tokens == 1:
             return  # a one-token answer ends by its first token
-        self._facts.kv_complete_s = self._elapsed()
+        self._facts.kv_complete_s = self._facts.kv_complete_s or self._elapsed()
         self._life.move(State.DECODING)
         self._engine.send(KvComplete(self._sub.attempt))
 

@@ -35,6 +35,12 @@ class Facts:
         self.cached_decode = cached
         self.leg = LegFacts()
 
+    def fetched_again(self, worker_id: str, leg: LegFacts) -> None:
+        """After a preemption: what it moved counts, where the prompt came from does not change."""
+        self.leg.kv_bytes += leg.kv_bytes
+        self.leg.kv_ranges += leg.kv_ranges
+        self.notes.append(f"preempted: {worker_id} computed the KV again")
+
     @property
     def cached_tokens(self) -> int:
         """Prompt tokens that nobody computed for this request: what decode had, and of the rest what prefill had."""

@@ -31,6 +31,7 @@ from diptych.engine.messages import (
     EngineEvent,
     Failed,
     Finished,
+    Preempted,
     PromptLogprobs,
     RangeUnpacked,
     TokensOut,
@@ -189,7 +190,9 @@ class Intake:
             if isinstance(event, RangeUnpacked):
                 self._tools.desk.on_unpacked(event)
                 continue
-            if not isinstance(event, (Admitted, TokensOut, ChoiceFinished, PromptLogprobs, Finished, Failed)):
+            if not isinstance(
+                event, (Admitted, Preempted, TokensOut, ChoiceFinished, PromptLogprobs, Finished, Failed)
+            ):
                 continue
             entry = self._attempts.get(event.attempt)
             if entry is None:
@@ -198,6 +201,8 @@ class Intake:
             match event:
                 case Admitted():
                     attempt.on_admitted(event)
+                case Preempted():
+                    attempt.on_preempted(event)
                 case TokensOut():
                     attempt.on_tokens(event)
                 case ChoiceFinished():

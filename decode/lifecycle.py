@@ -10,6 +10,7 @@ FETCHING    a prefill leg runs  | a leg failed and the policy says recompute (or
    | every range unpacked       |
    v                            |
 DECODING    KvComplete was sent |
+   |  from DECODING and COMPUTING: preempted, and a prefill worker is the faster way back -> FETCHING, of prompt and outputs
    |                            |
    +------------+---------------+
                 v
@@ -33,8 +34,8 @@ class State(Enum):
 _MOVES: dict[State, frozenset[State]] = {
     State.ADMITTING: frozenset({State.FETCHING, State.COMPUTING, State.ENDED}),
     State.FETCHING: frozenset({State.FETCHING, State.COMPUTING, State.DECODING, State.ENDED}),
-    State.COMPUTING: frozenset({State.ENDED}),
-    State.DECODING: frozenset({State.ENDED}),
+    State.COMPUTING: frozenset({State.FETCHING, State.DECODING, State.ENDED}),
+    State.DECODING: frozenset({State.FETCHING, State.COMPUTING, State.ENDED}),
     State.ENDED: frozenset(),
 }
 

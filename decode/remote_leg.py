@@ -36,6 +36,7 @@ from diptych.decode.remote_leg_facts import LegFacts
 from diptych.decode.silence import Silence
 from diptych.decode.spans import LegSpan
 from diptych.decode.unpack_desk import UnpackDesk
+from diptych.decode.way_back import PrefillRates
 from diptych.engine.messages import DeviceRange
 from diptych.kvtransfer.api import ReceivedSlab, SlabReader
 from diptych.kvtransfer.handle import SlabHandle
@@ -59,6 +60,7 @@ class LegTools:
     clock: Clock
     kv_bytes_per_token: int
     num_layers: int
+    rates: PrefillRates
     reads_in_flight: int = 4
     read_base_s: float = 10.0
     silence_s: float = 3.0
@@ -100,6 +102,7 @@ class RemoteLeg:
         self._attempt = attempt
         self._ref = ref
         self._request = request
+        self._num_tokens = num_tokens
         first = request.decode_cached_tokens if request.want_kv else num_tokens
         self._announced = Coverage(first, num_tokens)
         self._arrived = Coverage(first, num_tokens)
@@ -174,7 +177,7 @@ class RemoteLeg:
                         self._hooks.on_prompt_logprobs(event.prompt_logprobs)
                     case "finished":
                         self.facts.kv_ranges_overlapped = event.finished.num_ranges_overlapped
-                        self.facts.compute_s = event.finished.compute_s
+                        self._finished(event.finished.compute_s)
                     case "failure":
                         raise from_failure(event.failure)
         except grpc.RpcError as error:
@@ -190,6 +193,12 @@ class RemoteLeg:
             raise WorkerLostError(f"prefill worker {self._ref.worker_id} was given up by another leg") from None
         finally:
             call.cancel()
+
+    def _finished(self, compute_s: float) -> None:
+        facts = self.facts
+        facts.compute_s = compute_s
+        num_tokens = self._num_tokens - facts.cached_tokens
+        self._tools.rates.observe(self._ref.worker_id, num_tokens, compute_s=compute_s, queue_s=facts.queue_s)
 
     def _lost(self, error: grpc.RpcError) -> DiptychError:
         """grpc made the status up: the deadline of the leg, or the peer is gone."""

@@ -19,6 +19,7 @@ from diptych.decode.service import DecodeServicer
 from diptych.decode.submission import Limits
 from diptych.decode.tickets import TicketDesk
 from diptych.decode.unpack_desk import UnpackDesk
+from diptych.decode.way_back import PrefillRates
 from diptych.engine.messages import EngineEvent
 from diptych.rpc.stubs import add_decode
 from diptych.worker.config import WorkerConfig
@@ -45,6 +46,7 @@ class DecodeRole:
             reader=reader,
             desk=UnpackDesk(runtime.engine, reader),
             links=self._links,
+            rates=PrefillRates(),
             clock=runtime.clock,
             kv_bytes_per_token=runner.kv_bytes_per_token,
             num_layers=runtime.compat.num_layers,

@@ -20,6 +20,7 @@ from diptych.engine.messages import (
     CopyKind,
     EngineEvent,
     EngineStats,
+    FetchAgain,
     FirstCandidates,
     FirstToken,
     GrantSlabs,
@@ -107,6 +108,8 @@ class EngineCore:
                 remote.first_candidates(scheduler, command)
             case KvComplete(attempt):
                 remote.kv_complete(scheduler, attempt)
+            case FetchAgain(attempt):
+                remote.fetch_again(scheduler, attempt)
             case RunLocally(attempt):
                 remote.run_locally(scheduler, attempt)
             case _:

@@ -23,6 +23,10 @@ from enum import Enum
 
 from diptych.common.errors import DiptychError
 from diptych.common.sampling import FinishReason, SamplingParams
+from diptych.engine.answers import BlockCounts as BlockCounts
+from diptych.engine.answers import CacheDump as CacheDump
+from diptych.engine.answers import EngineAudit as EngineAudit
+from diptych.engine.answers import EngineStats as EngineStats
 from diptych.engine.grammar.program import Program
 from diptych.engine.step_messages import BlockCopy as BlockCopy
 from diptych.engine.step_messages import Candidate as Candidate
@@ -167,7 +171,18 @@ class RunLocally:
     attempt: str
 
 
-Command = AddRequest | Cancel | GrantSlabs | UnpackRange | FirstToken | FirstCandidates | KvComplete | RunLocally
+@dataclass(frozen=True, slots=True)
+class FetchAgain:
+    """A preempted request waits for its KV from a prefill worker, as a REMOTE one whose outputs so far are forced: Admitted
+    follows, then UnpackRange/RangeUnpacked* and KvComplete, or RunLocally. Ignored when it runs again already, and for several
+    choices or beams."""
+
+    attempt: str
+
+
+Command = (
+    AddRequest | Cancel | GrantSlabs | UnpackRange | FirstToken | FirstCandidates | KvComplete | RunLocally | FetchAgain
+)
 
 
 # ---- events: step thread -> event loop ---------------------------------------------------------------------------
@@ -228,6 +243,20 @@ class PrefillComplete:
 
     attempt: str
     compute_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Preempted:
+    """A decoding request gave its blocks back and waits for new ones; FetchAgain may follow.
+
+    Args:
+        num_tokens: whose KV it needs again.
+        way_back_s: what that takes here, from the host tier or computed again, by measured rates.
+    """
+
+    attempt: str
+    num_tokens: int
+    way_back_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,6 +344,7 @@ EngineEvent = (
     | PromptLogprobs
     | RangePacked
     | PrefillComplete
+    | Preempted
     | RangeUnpacked
     | ChoiceFinished
     | Finished
@@ -325,69 +355,3 @@ EngineEvent = (
     | TierStored
     | TierEvicted
 )
-
-
-# ---- questions that the step thread answers ----------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class BlockCounts:
-    """free + running + cached + reserved == total. cached: in the prefix cache and held by nobody (evictable)."""
-
-    total: int
-    free: int
-    running: int
-    cached: int
-    reserved: int
-
-
-@dataclass(frozen=True, slots=True)
-class EngineAudit:
-    blocks: BlockCounts
-    attempts: dict[str, int]
-    """Number of attempts by state name."""
-    slabs_held: int
-    """Granted slabs that the step thread holds unused."""
-    violations: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class CacheDump:
-    epoch: int
-    sequence: int
-    keys: tuple[bytes, ...]
-    host_sequence: int = 0
-    host_keys: tuple[bytes, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """A snapshot that is read without asking the step thread."""
-
-    num_running: int = 0
-    num_waiting: int = 0
-    num_waiting_remote: int = 0
-    kv_usage: float = 0.0
-    steps: int = 0
-    busy_since: float | None = None
-    """When the step that is now being computed began (monotonic); None when idle. Progress = steps rises or this is None."""
-    prefill_tokens_per_s: float = 0.0
-    """Measured online; 0.0: nothing measured yet."""
-    decode_step_s: float = 0.0
-    waiting_prompt_tokens: int = 0
-    """Prompt tokens that are queued and not computed yet."""
-    prompt_tokens_total: int = 0
-    cached_tokens_total: int = 0
-    computed_tokens_total: int = 0
-    """Tokens of prompts (and of preempted requests) that were computed here, chunk by chunk."""
-    generation_tokens_total: int = 0
-    preemptions_total: int = 0
-    swaps_total: int = 0
-    """Preemptions whose KV went to the host tier; the others are computed again."""
-    restored_tokens_total: int = 0
-    """Tokens whose KV came back from the host tier's prefix cache."""
-    host_usage: float = 0.0
-    copy_bytes_per_s: float = 0.0
-    """Between the pool and the host tier, measured online."""
-    alive: bool = True
-    """False: the step thread has ended (a bug in it, or close); nothing will be answered but refusals. Not ready."""

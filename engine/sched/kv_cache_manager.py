@@ -213,7 +213,8 @@ class KvCacheManager:
 
     def _hit_limit(self, request: Request) -> int:
         """Blocks that may come from a cache."""
-        known = request.num_tokens if request.state is State.PREEMPTED else request.num_prompt
+        again = request.state is State.PREEMPTED or request.refetched
+        known = request.num_tokens if again else request.num_prompt
         if request.prompt_logprobs_from is not None:
             known = request.prompt_logprobs_from  # the row before that token must be computed
         return (known - 1) // self.block_size

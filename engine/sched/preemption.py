@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from diptych.engine.messages import KvMode
+from diptych.engine.messages import KvMode, Preempted
 from diptych.engine.sched.beams import give_up_candidates
 from diptych.engine.sched.policies import Policy
 from diptych.engine.sched.request import Request, State
@@ -57,14 +57,19 @@ def _preempt_one(scheduler: Scheduler, request: Request) -> None:
     scheduler.prefilling.pop(request.attempt, None)
     scheduler.held.pop(request.attempt, None)
     give_up_candidates(request)
+    num_tokens = request.num_computed
     if _goes_to_host(scheduler, request):
         scheduler.swaps += 1
+        way_back_s = scheduler.rates.restore_s(num_tokens)
     else:
         scheduler.kv.free(request)
         request.num_computed = 0
+        way_back_s = scheduler.rates.recompute_s(num_tokens)
     request.move(State.PREEMPTED)
     scheduler.waiting.push_returned(request)
     scheduler.preemptions += 1
+    if request.may_be_refetched and scheduler.config.preemption_mode == "auto":
+        scheduler.events.append(Preempted(request.public, num_tokens, way_back_s))
 
 
 def _goes_to_host(scheduler: Scheduler, request: Request) -> bool:

@@ -6,7 +6,7 @@ from bisect import bisect_left, insort
 
 from diptych.engine.messages import KvMode
 from diptych.engine.sched.policies import Key, Policy
-from diptych.engine.sched.request import Request
+from diptych.engine.sched.request import Request, State
 
 
 class _Sorted:
@@ -58,7 +58,7 @@ class WaitingQueues:
         return len(self._compute) + len(self._remote)
 
     def push(self, request: Request) -> None:
-        if request.mode is KvMode.REMOTE and not request.returned:
+        if request.mode is KvMode.REMOTE and request.state is State.WAITING:
             self._remote.push(request)
         else:
             self._compute.push(request)

@@ -37,7 +37,7 @@ def plan_unpack(scheduler: Scheduler, command: UnpackRange) -> UnpackJob | None:
     whole = end % size == 0 or end == request.kv_target
     if command.num_tokens < 1 or first % size or not whole:
         return None
-    if first < request.num_cached_tokens or end > request.kv_target:
+    if first < request.num_computed or end > request.kv_target:
         return None
     if len(command.payload) < command.num_tokens * scheduler.limits.kv_bytes_per_token:
         return None
@@ -57,7 +57,7 @@ def unpacked(scheduler: Scheduler, job: UnpackJob, *, last: bool) -> None:
 
 def _missing(scheduler: Scheduler, request: Request) -> list[int]:
     size = scheduler.config.block_size
-    wanted = range(request.num_cached_tokens // size, -(-request.kv_target // size))
+    wanted = range(request.num_computed // size, -(-request.kv_target // size))
     return [i for i in wanted if i not in request.covered]
 
 
@@ -138,6 +138,20 @@ def run_locally(scheduler: Scheduler, attempt: str) -> None:
         scheduler.waiting.remove(request)
         request.mode = KvMode.LOCAL
         scheduler.waiting.push_returned(request)
+
+
+def fetch_again(scheduler: Scheduler, attempt: str) -> None:
+    """See FetchAgain. What the host tier holds of it is given up."""
+    request = scheduler.requests.get(attempt)
+    if request is None or request.state is not State.PREEMPTED or not request.may_be_refetched:
+        return
+    scheduler.waiting.remove(request)
+    scheduler.kv.free(request)
+    request.mode, request.refetched = KvMode.REMOTE, True
+    request.num_computed, request.kv_target, request.kv_complete = 0, request.num_tokens - 1, False
+    request.move(State.WAITING)
+    scheduler.waiting.push_returned(request)
+    scheduler.refetches += 1
 
 
 def _join_if_ready(scheduler: Scheduler, request: Request) -> None:

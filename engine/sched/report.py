@@ -30,6 +30,7 @@ def stats(scheduler: Scheduler, *, steps: int, busy_since: float | None) -> Engi
         generation_tokens_total=scheduler.generated,
         preemptions_total=scheduler.preemptions,
         swaps_total=scheduler.swaps,
+        refetches_total=scheduler.refetches,
         restored_tokens_total=kv.restored_tokens,
         host_usage=kv.host.usage,
         copy_bytes_per_s=pace.copy_bytes_per_s if kv.host.num_slots else 0.0,

@@ -2,7 +2,7 @@
 
     WAITING --admit--> RUNNING ------------------------------------------------> FINISHED_STOPPED / _LENGTH
        |                |  ^  ^                                                    ^
-       |                |  |  +--preempt/admit--> PREEMPTED                        |
+       |                |  |  +--preempt/admit--> PREEMPTED --FetchAgain--> (WAITING, REMOTE)
        |                |  |                                                       |
        |                |  +--KvComplete + FirstToken, or RunLocally--+            |
        +--admit REMOTE--|---------> WAITING_FOR_REMOTE_KV ------------+------------+ (first token ends it)
@@ -48,7 +48,7 @@ LEGAL_MOVES: dict[State, frozenset[State]] = {
     State.WAITING: frozenset({State.RUNNING, State.WAITING_FOR_REMOTE_KV}) | _ENDED_WELL | _ENDED_BADLY,
     State.WAITING_FOR_REMOTE_KV: frozenset({State.RUNNING}) | _ENDED_WELL | _ENDED_BADLY,
     State.RUNNING: frozenset({State.PREEMPTED, State.PACKING, State.FINISHED_HANDED_OFF}) | _ENDED_WELL | _ENDED_BADLY,
-    State.PREEMPTED: frozenset({State.RUNNING}) | _ENDED_BADLY,
+    State.PREEMPTED: frozenset({State.RUNNING, State.WAITING}) | _ENDED_BADLY,
     State.PACKING: frozenset({State.FINISHED_HANDED_OFF}) | _ENDED_BADLY,
     State.FINISHED_STOPPED: frozenset(),
     State.FINISHED_LENGTH: frozenset(),
@@ -78,7 +78,7 @@ class Request:
         "arrival", "arrived_at", "attempt", "beams", "block_ids", "choice", "choices", "compute_s", "covered", "forced",
         "hasher", "header", "history", "kv_complete", "kv_target", "max_model_len", "max_tokens_total", "mode",
         "num_cached_tokens", "num_computed", "num_prompt", "num_published", "num_reserved", "output", "packed_until",
-        "peer", "priority", "prompt_logprobs_from", "public", "pulls", "returned", "samples", "sampling", "seq",
+        "peer", "priority", "prompt_logprobs_from", "public", "pulls", "refetched", "returned", "samples", "sampling", "seq",
         "shares_tail", "source", "state", "swapped", "tenant", "token_ids", "want_kv",
     )  # fmt: skip
 
@@ -107,6 +107,8 @@ class Request:
         """Of an attempt with beam search; its beams share it."""
         self.returned = False
         """It was admitted before, or waited for remote KV: it waits before others of its class."""
+        self.refetched = False
+        """It was preempted, and a prefill worker computes its KV again."""
         self.sampling = request.sampling
         self.mode = request.mode
         self.peer = request.peer
@@ -209,6 +211,12 @@ class Request:
     def max_kv_tokens(self) -> int:
         """KV it can ever need: the last token of a sequence is never computed."""
         return self.max_tokens_total - 1
+
+    @property
+    def may_be_refetched(self) -> bool:
+        """A prefill worker could compute what it needs again: prompt and outputs of one choice, and nothing else is due."""
+        alone = self.choices is None and self.beams is None
+        return alone and self.num_outputs > 0 and self.prompt_logprobs_from is None
 
     def move(self, to: State) -> None:
         if to not in LEGAL_MOVES[self.state]:

@@ -90,7 +90,7 @@ class Scheduler:
         self.growing: list[Request] = []
         """Decoding requests whose next token needs a block of its own; whoever makes the need says so here."""
         self._arrivals = 0
-        self.prompt_tokens = self.cached_tokens = self.preemptions = self.swaps = 0
+        self.prompt_tokens = self.cached_tokens = self.preemptions = self.swaps = self.refetches = 0
         self.computed = self.generated = 0
 
     @property
@@ -324,6 +324,9 @@ class Scheduler:
 
     def _note_admission(self, request: Request) -> None:
         if request.state is not State.WAITING:
+            return
+        if request.refetched:
+            self.events.append(Admitted(request.public, request.num_computed))
             return
         request.num_cached_tokens = request.num_computed
         self.prompt_tokens += request.num_prompt

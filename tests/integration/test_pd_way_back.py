@@ -1,0 +1,91 @@
+"""A decode worker runs out of blocks: the preempted request's KV comes from wherever it is measured to come sooner."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from diptych.engine.messages import ScheduledSeq
+
+PROMPTS = [[(11 * i + 7 * n + 3) % 1000 for i in range(60)] for n in range(3)]
+"""Four blocks each, and four more for the answers; decode has eleven."""
+MAX_TOKENS = 60
+
+
+@pytest.fixture(scope="session")
+def pd() -> ModuleType:
+    name = "diptych_test_pd_harness"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("pd_harness.py"))
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules[name]
+
+
+def takes(step_s: float, token_s: float) -> Callable[[Sequence[ScheduledSeq]], None]:
+    """A model whose steps last so long, and longer for every prompt token."""
+
+    def compute(seqs: Sequence[ScheduledSeq]) -> None:
+        time.sleep(step_s + token_s * sum(len(seq.token_ids) for seq in seqs if len(seq.token_ids) > 1))
+
+    return compute
+
+
+FAST, SLOW, VERY_SLOW = takes(0.005, 0.0), takes(0.002, 0.002), takes(0.002, 0.01)
+"""The difference is far above what a busy machine adds to a hand-off."""
+
+
+async def undisturbed(pd: ModuleType) -> list[list[int]]:
+    async with pd.cluster(num_prefill=0) as alone, pd.FakeRouter(alone.decode.address) as router:
+        messages = [
+            alone.submit_message(attempt=f"l{i}", prompt=prompt, max_tokens=MAX_TOKENS)
+            for i, prompt in enumerate(PROMPTS)
+        ]
+        return [(await router.run(message)).token_ids for message in messages]
+
+
+@pytest.mark.parametrize("case", ["prefill is faster", "decode is faster", "prefill is lost"])
+async def test_a_preempted_request_goes_where_it_is_sooner_back(pd: ModuleType, case: str) -> None:
+    want = await undisturbed(pd)
+    decode_slow = case != "decode is faster"
+    models = {
+        "decode": lambda: pd.fake_model(num_blocks=11, before_execute=VERY_SLOW if decode_slow else FAST),
+        "prefill": lambda: pd.fake_model(before_execute=FAST if decode_slow else SLOW),
+    }
+    async with (
+        pd.cluster(**models, decode_config={"enable_prefix_caching": False}) as cluster,
+        pd.FakeRouter(cluster.decode.address) as router,
+    ):
+        first = await router.run(cluster.submit_message(attempt="first", prompt=PROMPTS[0], max_tokens=MAX_TOKENS))
+        assert first.token_ids == want[0]  # now prefill's rate and the link are measured
+        answers = [
+            router.submit(cluster.submit_message(attempt=f"a{i}", prompt=PROMPTS[i], max_tokens=MAX_TOKENS))
+            for i in (1, 2)
+        ]
+        if case == "prefill is lost":
+            await asyncio.gather(*(router.first_token(f"a{i}") for i in (1, 2)))
+            cluster.prefill[0].role.stop_accepting()  # who comes back is refused
+        await asyncio.gather(*(router.ended(f"a{i}") for i in (1, 2)))
+        assert [answer.token_ids for answer in answers] == want[1:]
+        stats = cluster.decode.engine.stats()
+        assert stats.preemptions_total > 0
+        assert (stats.refetches_total > 0) is decode_slow
+        notes = [note for answer in answers for note in answer.explanation.notes]
+        bytes_of_prompts = 60 * cluster.decode.model.runner.kv_bytes_per_token
+        moved = sum(answer.explanation.kv_bytes for answer in answers)
+        if case == "prefill is faster":
+            assert "preempted: prefill-0 computed the KV again" in notes
+            assert moved > 2 * bytes_of_prompts
+        else:
+            assert moved == 2 * bytes_of_prompts
+            assert any("it was computed here" in note for note in notes) is (case == "prefill is lost")
+        await cluster.nothing_left()
