@@ -253,14 +253,15 @@ class RemoteLeg:
             # Announced ranges do not overlap: so many tokens in the engine's hands are all that were announced.
             self._given += handle.num_tokens
             last = self._announced.complete and self._given == self._announced.end - self._announced.first
+            # Counted before it is unpacked: after the last range the request runs, and may end, before we are told.
+            self.facts.kv_bytes += handle.size_bytes
+            self.facts.kv_ranges += 1
             unpacked = await self._tools.desk.unpack(self._attempt, slab, last=last)
             if isinstance(slab.payload, DeviceRange):  # nothing had moved before it was unpacked
                 self._tools.links.observe(self._ref.worker_id, handle.size_bytes, self._tools.clock.now() - began)
         if not unpacked:
             raise TransferError("the engine dropped a range: the attempt does not wait for KV any more")
         self._arrived.add(handle.first_token, handle.num_tokens)
-        self.facts.kv_bytes += handle.size_bytes
-        self.facts.kv_ranges += 1
         self._maybe_complete()
 
     async def _read(self, peer: Peer, handle: SlabHandle) -> ReceivedSlab:
