@@ -28,7 +28,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet
 PROTO_SOURCES := $(wildcard proto/diptych/rpc/v1/*.proto)
 
-.PHONY: help check test test-full up down proto model golden sim bench bench-router bench-engine bench-vllm test-gpu bench-gpu wheels secrets images test-containers clean
+.PHONY: help check test test-full up down proto model golden sim bench bench-router bench-engine bench-vllm test-gpu bench-gpu wheels secrets images charts test-containers clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -105,6 +105,12 @@ images: ## the images of compose.yaml; BASE_IMAGE=, CONTAINER_TOOL=docker|podman
 	  $(CONTAINER_TOOL) build -f deploy/Dockerfile --target $$target --build-arg BASE_IMAGE=$(BASE_IMAGE) \
 	    --build-arg TORCH_VERSION=$(TORCH_VERSION) --build-arg TORCH_INDEX_ARGS="$(TORCH_INDEX_ARGS)" $(IMAGE_ARGS) \
 	    -t localhost/$$name:dev .; done
+
+charts: $(VENV)/.dev $(BIN)/helm ## lint and render the Helm chart, and check it against Kubernetes' schemas
+	@$(BIN)/pytest $(ARGS) tests/deploy/test_helm.py
+
+$(BIN)/helm: $(VENV)/.python
+	@if command -v helm >/dev/null; then ln -sf "$$(command -v helm)" $@; else $(BIN)/python .ci/get_helm.py $@; fi
 
 test-containers: $(VENV)/.dev ## compose.yaml for real with podman and podman-compose; needs the images
 	@$(BIN)/pytest -m containers $(ARGS) tests/deploy

@@ -397,6 +397,11 @@ class Cluster:
         if member is not None and num_tokens >= member.record.block_size:
             self._event_watch.computed(worker_id, self._clock.now())
 
+    def kv_usage(self) -> float:
+        """Mean share of KV blocks in use on the decode workers that have a lease."""
+        usage = [member.record.load.kv_usage for member in self._members.all() if member.record.role == "decode"]
+        return sum(usage) / len(usage) if usage else 0.0
+
     def status(self, owner: bytes) -> dict[str, Any]:
         """For the status page. `owner`: whose requests are told."""
         view = self.snapshot()

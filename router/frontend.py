@@ -98,6 +98,7 @@ class Frontend:
         self.metrics = RouterMetrics(
             degraded=lambda: bool(self._cluster and self._cluster.degraded),
             mode_degraded=lambda: bool(self._cluster and self._cluster.mute),
+            kv_usage=lambda: self._cluster.kv_usage() if self._cluster is not None else 0.0,
             by_tenant=config.tenant_metrics,
         )
 

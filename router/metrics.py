@@ -24,6 +24,7 @@ class RouterMetrics(Metrics):
     """Args:
     degraded: read at every scrape: whether the view of the cluster may be old.
     mode_degraded: the same: whether some worker's cache cannot be followed.
+    kv_usage: the same: mean share of KV blocks in use on the decode workers that this router sees.
     by_tenant: have series with tenants' names, too.
     """
 
@@ -32,6 +33,7 @@ class RouterMetrics(Metrics):
         *,
         degraded: Callable[[], bool] = lambda: False,
         mode_degraded: Callable[[], bool] = lambda: False,
+        kv_usage: Callable[[], float] = lambda: 0.0,
         by_tenant: bool = False,
     ) -> None:
         super().__init__()
@@ -99,6 +101,9 @@ class RouterMetrics(Metrics):
         self.gauge(
             "mode_degraded", "1 while placement by cache has no news of some worker's cache and is by load there"
         ).set_function(lambda: float(mode_degraded()))
+        self.gauge(
+            "kv_cache_usage_perc", "Mean share of KV blocks in use on the decode workers that this router sees"
+        ).set_function(kv_usage)
         self.gauge("degraded", "1 while the store is away and the view of the cluster may be old").set_function(
             lambda: float(degraded())
         )

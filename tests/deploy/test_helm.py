@@ -1,0 +1,192 @@
+"""The Helm chart: linted, rendered, checked against Kubernetes' own schemas, and against what our programs take."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from diptych.cli.settings import merge, read_file
+from diptych.router.config import RouterConfig
+from diptych.worker.config import WorkerConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+CHART = ROOT / "deploy" / "helm" / "diptych"
+BESIDE = Path(sys.executable).with_name("helm")
+HELM = os.environ.get("DIPTYCH_HELM") or shutil.which("helm") or (str(BESIDE) if BESIDE.exists() else None)
+KUBERNETES = "1.31"
+SCALED = ("router.insecure=true", "prefill.autoscaling.enabled=true", "decode.autoscaling.enabled=true")
+GUARDED = ("router.keysSecret=keys", "router.tlsSecret=tls", "redis.enabled=false", "secrets.existingSecret=mine")
+GPU = ("router.insecure=true", "decode.gpus=1", "prefill.gpus=2", "worker.hostIPC=true", "worker.ipcLock=true",
+       "models.existingClaim=models", "metrics.podMonitor.enabled=true", "tracing.otlpEndpoint=http://o:4317")  # fmt: skip
+
+pytestmark = pytest.mark.skipif(HELM is None, reason="no helm: make charts gets it")
+
+
+def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([str(HELM), *arguments], capture_output=True, text=True, timeout=60)
+
+
+def render(*values: str) -> dict[tuple[str, str], dict[str, Any]]:
+    """Objects by (kind, name without the release)."""
+    flags = [flag for value in values for flag in ("--set", value)]
+    done = helm("template", "one", str(CHART), "--namespace", "serving", *flags)
+    assert done.returncode == 0, done.stderr
+    objects = [each for each in yaml.safe_load_all(done.stdout) if each]
+    return {(each["kind"], each["metadata"]["name"].removeprefix("one-diptych").strip("-")): each for each in objects}
+
+
+def container(objects: dict[tuple[str, str], dict[str, Any]], name: str) -> dict[str, Any]:
+    (found,) = objects["Deployment", name]["spec"]["template"]["spec"]["containers"]
+    return dict(found)
+
+
+def pod(objects: dict[tuple[str, str], dict[str, Any]], name: str) -> dict[str, Any]:
+    return dict(objects["Deployment", name]["spec"]["template"]["spec"])
+
+
+@pytest.mark.parametrize("values", [SCALED, GUARDED, GPU])
+def test_it_lints_and_fits_kubernetes(values: tuple[str, ...]) -> None:
+    flags = [flag for value in values for flag in ("--set", value)]
+    done = helm("lint", "--strict", str(CHART), *flags)
+    assert done.returncode == 0, done.stdout
+    validate = pytest.importorskip("kubernetes_validate")
+    for (kind, _), each in render(*values).items():
+        if kind != "PodMonitor":  # a custom resource
+            validate.validate(each, KUBERNETES, strict=True)
+
+
+def test_an_open_router_must_be_wanted() -> None:
+    done = helm("template", "one", str(CHART))
+    assert done.returncode != 0
+    assert "keysSecret and tlsSecret, or insecure" in done.stderr
+    assert helm("template", "one", str(CHART), "--set", "prefill.replicas=-1").returncode != 0
+
+
+def test_pools_scale_by_queue_and_kv_out_soon_and_in_late() -> None:
+    objects = render(*SCALED)
+    for role, names in (
+        ("prefill", {"diptych_num_requests_waiting", "diptych_waiting_prompt_tokens"}),
+        ("decode", {"diptych_num_requests_waiting", "diptych_kv_cache_usage_perc"}),
+    ):
+        scaler = objects["HorizontalPodAutoscaler", role]["spec"]
+        assert {metric["pods"]["metric"]["name"] for metric in scaler["metrics"]} == names
+        assert scaler["behavior"]["scaleUp"]["stabilizationWindowSeconds"] == 120
+        assert scaler["behavior"]["scaleDown"]["stabilizationWindowSeconds"] == 600
+        assert scaler["scaleTargetRef"]["name"] == f"one-diptych-{role}"
+        assert "replicas" not in objects["Deployment", role]["spec"], "an upgrade would undo the scaler's work"
+    plain = render("router.insecure=true", "prefill.replicas=3")
+    assert plain["Deployment", "prefill"]["spec"]["replicas"] == 3
+    assert not [key for key in plain if key[0] == "HorizontalPodAutoscaler"]
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_worker_gets_settings_that_exist_and_time_to_drain(role: str) -> None:
+    objects = render(*SCALED)
+    spec = container(objects, role)
+    name, *arguments = spec["args"]
+    given = dict(argument.removeprefix("--").split("=", 1) for argument in arguments)
+    settings = {
+        key.replace("-", "_"): value.replace("$(POD_NAME)", "p-1").replace("$(POD_IP)", "10.0.0.7")
+        for key, value in given.items()
+    }
+    environment = {
+        e["name"]: e["value"] for e in spec["env"] if e["name"].startswith("DIPTYCH_") and e["name"] != "DIPTYCH_CONFIG"
+    }
+    config = merge(WorkerConfig, {"role": name, **settings}, environ=environment)
+    assert (config.role, config.worker_id, config.host, config.metrics_port) == (role, "p-1", "10.0.0.7", 9100)
+    assert pod(objects, role)["terminationGracePeriodSeconds"] > config.drain_s
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert spec[probe]["grpc"]["port"] == config.port
+    assert spec["startupProbe"]["periodSeconds"] * spec["startupProbe"]["failureThreshold"] >= 300
+    assert ("PodDisruptionBudget", role) in objects
+
+
+def test_routers_go_one_by_one_after_their_endpoints_are_gone() -> None:
+    objects = render(*SCALED)
+    spec = container(objects, "router")
+    strategy = objects["Deployment", "router"]["spec"]["strategy"]["rollingUpdate"]
+    assert strategy == {"maxSurge": 1, "maxUnavailable": 0}
+    assert spec["lifecycle"]["preStop"]["exec"]["command"] == ["sleep", "5"]
+    assert pod(objects, "router")["terminationGracePeriodSeconds"] > 5 + 10
+    assert spec["readinessProbe"]["httpGet"]["path"] == "/ready"
+    assert spec["livenessProbe"]["httpGet"]["path"] == "/health"
+    name, *arguments = spec["args"]
+    given = {a.partition("=")[0].removeprefix("--").replace("-", "_"): a.partition("=")[2] or "true" for a in arguments}
+    environment = {
+        e["name"]: e["value"] for e in spec["env"] if e["name"].startswith("DIPTYCH_") and e["name"] != "DIPTYCH_CONFIG"
+    }
+    assert name == "router"
+    assert merge(RouterConfig, given, environ=environment).http_port == 8000
+
+
+def test_nobody_runs_as_root_or_carries_a_secret_in_its_environment() -> None:
+    objects = render(*SCALED)
+    for name in ("router", "prefill", "decode", "redis"):
+        assert pod(objects, name)["securityContext"]["runAsNonRoot"] is True
+        assert pod(objects, name)["automountServiceAccountToken"] is False
+        assert container(objects, name)["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+        for entry in container(objects, name).get("env", ()):
+            assert "redis://" not in str(entry.get("value", ""))
+    mounted = {
+        name: {
+            item["key"]
+            for volume in pod(objects, name)["volumes"]
+            if volume["name"] == "secrets"
+            for item in volume["secret"]["items"]
+        }
+        for name in ("router", "prefill", "redis")
+    }
+    assert mounted == {
+        "router": {"cluster_secret", "router.toml"}, "prefill": {"cluster_secret", "worker.toml"}, "redis": {"redis.acl"},
+    }  # fmt: skip
+    policy = objects["NetworkPolicy", "inside"]["spec"]
+    assert policy["podSelector"]["matchExpressions"][0]["values"] == ["prefill", "decode", "redis"]
+
+
+def test_the_made_secret_is_what_the_programs_read(tmp_path: Path) -> None:
+    data = render(*SCALED)["Secret", ""]["stringData"]
+    assert len(data["cluster_secret"]) == 64
+    for role, cls in (("worker", WorkerConfig), ("router", RouterConfig)):
+        (tmp_path / f"{role}.toml").write_text(data[f"{role}.toml"])
+        url = merge(cls, {}, environ={}, file=read_file(tmp_path / f"{role}.toml")).redis_url
+        assert url.startswith(f"redis://{role}:")
+        assert url.endswith("@one-diptych-redis:6379/0")
+        password = url.partition(":")[2].partition(":")[2].partition("@")[0]
+        assert len(password) == 32
+        assert password not in data["redis.acl"]
+    made = _acl_of_compose()
+    shape = [line.split(" ~")[1] for line in data["redis.acl"].splitlines() if " ~" in line]
+    assert shape == [line.split(" ~")[1] for line in made.splitlines() if " ~" in line], (
+        "the roles' rights are compose's"
+    )
+
+
+def _acl_of_compose() -> str:
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location("diptych_make_secrets", ROOT / "deploy" / "make_secrets.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return str(module.acl("w", "r"))
+
+
+def test_gpus_rdma_and_models() -> None:
+    objects = render(*GPU, "worker.extraResources.rdma/hca=1")
+    decode = container(objects, "decode")
+    assert decode["resources"]["limits"]["nvidia.com/gpu"] == 1
+    assert decode["resources"]["limits"]["rdma/hca"] == 1
+    assert container(objects, "prefill")["resources"]["limits"]["nvidia.com/gpu"] == 2
+    assert decode["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+    assert pod(objects, "decode")["hostIPC"] is True
+    assert {"name": "models", "mountPath": "/mnt/models", "readOnly": True} in decode["volumeMounts"]
+    assert {"name": "OTEL_EXPORTER_OTLP_ENDPOINT", "value": "http://o:4317"} in decode["env"]
+    assert objects["PodMonitor", ""]["spec"]["podMetricsEndpoints"][1]["port"] == "metrics"
