@@ -6,7 +6,7 @@ handle(command)*  ->  step()  ->  take_events()
 from __future__ import annotations
 
 import logging
-from collections.abc import Container
+from collections.abc import Callable, Container
 
 from diptych.common.block_identity import IdentityHeader
 from diptych.common.clock import Clock
@@ -30,7 +30,7 @@ from diptych.engine.messages import (
     UnpackRange,
 )
 from diptych.engine.pulls import Pulls
-from diptych.engine.runner import ModelRunner, OutOfDeviceMemory, StepAborted
+from diptych.engine.runner import LaunchesAhead, ModelRunner, OutOfDeviceMemory, StepAborted
 from diptych.engine.sched import handover, remote, results
 from diptych.engine.sched.admission import ModelLimits
 from diptych.engine.sched.output import DetokenizerFactory
@@ -38,6 +38,8 @@ from diptych.engine.sched.scheduler import Scheduler
 from diptych.engine.sched.step import SchedulerOutput
 
 _log = logging.getLogger(__name__)
+_FEW_DECODES = 8
+"""So few tokens cost the event loop so little that they go out at once."""
 
 _PROBE_BLOCKS = 16
 
@@ -78,9 +80,18 @@ class EngineCore:
         self.steps = 0
         self._runner = runner
         self._clock = clock
+        self._launches_ahead = False
         self._check = config.check_invariants
         self._answers: list[EngineEvent] = []
         self._pulls = Pulls()
+        self.events_may_wait = False
+        """The last step was a large one of decodes: its events may go out while the next one is on the device."""
+
+    def on_launched(self, callback: Callable[[], None]) -> None:
+        """`callback` is called in every step from when it is on the device; never by a runner that computes here."""
+        if isinstance(self._runner, LaunchesAhead):
+            self._runner.on_launched = callback
+            self._launches_ahead = True
 
     @property
     def pulling(self) -> bool:
@@ -132,6 +143,9 @@ class EngineCore:
             self._execute(out, cancelled, start)
             self.steps += 1
         packed = self._pack()
+        self.events_may_wait = (
+            self._launches_ahead and out.num_decode > _FEW_DECODES and out.num_decode == len(out.seqs) and not packed
+        )
         if self._check and (violations := self.scheduler.check()):
             raise InvariantError("; ".join(violations))
         return bool(out.seqs) or packed or copied is None

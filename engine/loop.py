@@ -138,6 +138,7 @@ class StepThread:
 
     def _loop(self) -> None:
         core = self._core
+        core.on_launched(self._flush)
         worked = False
         while True:
             if not worked and core.pulling:
@@ -148,7 +149,9 @@ class StepThread:
                 return
             self._stats = core.stats(busy_since=self._clock.now())
             worked = core.step(self._cancelled)
-            self._flush()
+            # What the event loop makes of many tokens would hold up the next step's launch: one interpreter serves both.
+            if not (worked and core.events_may_wait):
+                self._flush()
             self._stats = core.stats()
 
     def _await_pull(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from diptych.engine.messages import BlockCopy, Payload, ScheduledSeq, StepResult
 
@@ -30,6 +30,14 @@ class Pull(Protocol):
     def error(self) -> str:
         """Once it is done: what is wrong with the bytes that came; empty: they are what was packed."""
         ...
+
+
+@runtime_checkable
+class LaunchesAhead(Protocol):
+    """A runner whose steps run on a device: the host is free from the launch on."""
+
+    on_launched: Callable[[], None]
+    """Called by `execute` when the step is on the device, before it waits for it."""
 
 
 class ModelRunner(Protocol):

@@ -109,6 +109,7 @@ class TorchModelRunner:
         self.vocab_size = config.vocab_size
         self.eos_token_ids = eos_token_ids
         self.backend = _backend(like.device.type, backend)
+        self.on_launched: Callable[[], None] = lambda: None
         self._fused: CudaBackend | None = None
         if self.backend == TRITON:
             self._fused = _fused_backend(config, weights, self.pool, max_model_len, graph_sizes)
@@ -248,6 +249,7 @@ class TorchModelRunner:
         batch = fused.build(seqs)
         prompt_rows = want_prompt_rows(seqs, batch)
         logits = fused.execute(seqs, batch, should_abort)
+        self.on_launched()
         if logits is not None:
             fused.draw(seqs, batch.sample_seqs, prompt_rows, logits, self.eos_token_ids, result)
         return result

@@ -264,3 +264,33 @@ async def test_sixteen_streams_at_once_equal_each_alone():
         got = await asyncio.gather(*(ids(together.client, f"r{i}", 3 + i) for i in range(16)))
     async with Bench() as alone:
         assert got == [await ids(alone.client, f"r{i}", 3 + i) for i in range(16)]
+
+
+async def test_events_of_a_large_step_go_out_while_the_next_one_is_on_the_device():
+    """And none is lost or waits when the steps end."""
+
+    class Device(FakeRunner):
+        def __init__(self):
+            super().__init__(64, BLOCK)
+            self.on_launched = lambda: None
+
+        def execute(self, seqs, should_abort=None):
+            result = super().execute(seqs, should_abort)
+            self.on_launched()
+            return result
+
+    bench = Bench(Device())
+    bench.client.start()
+    try:
+        attempts = [f"r{i}" for i in range(12)]
+        for attempt in attempts:
+            bench.client.send(AddRequest(make_request(attempt, num_prompt=2, max_tokens=5)))
+        async with asyncio.timeout(DEADLINE_S):
+            while sum(isinstance(event, Finished) for event in bench.events) < len(attempts):
+                await asyncio.sleep(0.005)
+        for attempt in attempts:
+            mine = [event for event in bench.events if getattr(event, "attempt", "") == attempt]
+            assert [event.offset for event in mine if isinstance(event, TokensOut)] == [0, 1, 2, 3, 4]
+            assert isinstance(mine[-1], Finished)
+    finally:
+        await bench.client.close()
