@@ -134,6 +134,7 @@ class EngineCore:
                 else is given up between two layers.
         Returns: False when there was nothing to do; nothing will be until another command comes.
         """
+        self._take_pulls()  # whoever has its KV by now runs in this step
         start = self._clock.now()
         out = self.scheduler.schedule(start)
         copied = self._copy_blocks()
@@ -151,8 +152,7 @@ class EngineCore:
         return bool(out.seqs) or packed or copied is None
 
     def take_events(self) -> list[EngineEvent]:
-        if self._pulls:
-            self._answers.extend(self._pulls.take_done(self.scheduler))
+        self._take_pulls()
         events, self._answers = self._answers, []
         events.extend(self.scheduler.take_events())
         return events
@@ -246,6 +246,10 @@ class EngineCore:
                 continue
             handover.packed(self.scheduler, job, checksum)
         return any_packed
+
+    def _take_pulls(self) -> None:
+        if self._pulls:
+            self._answers.extend(self._pulls.take_done(self.scheduler))
 
     def _unpack(self, command: UnpackRange) -> None:
         job = remote.plan_unpack(self.scheduler, command)
