@@ -14,11 +14,23 @@ from diptych.client.errors import StreamBrokenError, UnreachableError
 from diptych.client.exchange import RetryPolicy
 from diptych.client.request import GenerateOptions
 from diptych.client.sync_client import Client, Stream
-from diptych.client.types import Choice, Completion, Delta, Explanation, ModelInfo, PlacementTerms, TokenLogprobs, Usage
+from diptych.client.types import (
+    Choice,
+    Completion,
+    Delta,
+    Explanation,
+    ModelInfo,
+    PlacementTerms,
+    TokenLogprobs,
+    ToolCall,
+    ToolCallDelta,
+    Usage,
+)
 from diptych.client.wire import DEFAULT_ADDRESS, DEFAULT_TIMEOUT_S, Tls
 from diptych.common.errors import (
     AuthenticationError,
     DiptychError,
+    DuplicateRequestError,
     IncompatibleWorkersError,
     InternalError,
     InvalidRequestError,
@@ -46,6 +58,7 @@ __all__ = [
     "Completion",
     "Delta",
     "DiptychError",
+    "DuplicateRequestError",
     "Explanation",
     "GenerateOptions",
     "IncompatibleWorkersError",
@@ -67,6 +80,8 @@ __all__ = [
     "StreamBrokenError",
     "Tls",
     "TokenLogprobs",
+    "ToolCall",
+    "ToolCallDelta",
     "TransferError",
     "UnreachableError",
     "Usage",

@@ -19,6 +19,7 @@ from diptych.client.errors import StreamBrokenError
 from diptych.client.exchange import Attempts, Exchange, RetryPolicy
 from diptych.client.lookaside import Answer, DirectAnswer, Lookaside, RoutedAnswer, goes_another_way
 from diptych.client.request import GenerateOptions, build_request
+from diptych.client.request_parts import may_go_directly
 from diptych.client.types import Completion, Delta, ModelInfo, models_from
 from diptych.common.errors import DiptychError, RequestCancelledError
 from diptych.rpc.errors import from_failure
@@ -78,7 +79,8 @@ class AsyncClient:
         """
         request = build_request(options)
         timeout_s = options.get("timeout_s")
-        return AsyncStream(self, request, self._timeout_s if timeout_s is None else timeout_s)
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        return AsyncStream(self, request, timeout_s, resume=bool(options.get("resume")))
 
     async def list_models(self, *, timeout_s: float = wire.DEFAULT_LIST_TIMEOUT_S) -> list[ModelInfo]:
         """The models that the cluster serves now. Raises: DiptychError."""
@@ -122,7 +124,7 @@ class AsyncClient:
     async def _answer(self, request: router_pb2.GenerateRequest, exchange: Exchange, *, directly: bool) -> Answer:
         """Begin to ask. Raises: DiptychError."""
         channel = self._connected()
-        if directly and self._wants_lookaside:
+        if directly and self._wants_lookaside and may_go_directly(request):
             if self._lookaside is None:
                 self._lookaside = Lookaside(channel, address=self.address, metadata=self._metadata, tls=self._tls)
             try:
@@ -144,10 +146,13 @@ class AsyncStream:
     `async with` block, garbage collection), cancels the request in the whole cluster.
     """
 
-    def __init__(self, client: AsyncClient, request: router_pb2.GenerateRequest, timeout_s: float) -> None:
+    def __init__(
+        self, client: AsyncClient, request: router_pb2.GenerateRequest, timeout_s: float, *, resume: bool
+    ) -> None:
         self._client = client
         self._request = request
         self._timeout_s = timeout_s
+        self._resume = resume
         self._exchange: Exchange | None = None
         self._answer: Answer | None = None
         self._directly = True
@@ -161,6 +166,11 @@ class AsyncStream:
         return self._exchange.request_id if self._exchange else ""
 
     @property
+    def seed(self) -> int | None:
+        """Of the draws, for `resume_after` elsewhere; None before the router's first message."""
+        return self._exchange.seed if self._exchange else None
+
+    @property
     def result(self) -> Completion:
         """The whole answer. Raises: StreamBrokenError while the stream has not ended properly."""
         if self._exchange is None:
@@ -170,7 +180,7 @@ class AsyncStream:
     def __aiter__(self) -> AsyncIterator[Delta]:
         if self._exchange is not None:
             raise RuntimeError("a stream can be iterated once")
-        self._exchange = Exchange(self._client._attempts(self._timeout_s))
+        self._exchange = Exchange(self._client._attempts(self._timeout_s), self._request, resume=self._resume)
         return _Deltas(self, self._exchange)
 
     async def aclose(self) -> None:
@@ -209,7 +219,7 @@ class AsyncStream:
     async def _next_of(self, exchange: Exchange) -> Delta:
         """Raises: StopAsyncIteration at the end, DiptychError."""
         if self._answer is None:
-            self._answer = await self._client._answer(self._request, exchange, directly=self._directly)
+            self._answer = await self._client._answer(exchange.request, exchange, directly=self._directly)
             if self._closed:
                 self._answer.cancel()
         if self._wants_whole and isinstance(self._answer, DirectAnswer):
@@ -223,7 +233,8 @@ class AsyncStream:
             if not kind:
                 exchange.on_end()
                 raise StopAsyncIteration
-            delta = exchange.on_event(kind, event)
+            pieces = self._answer.pieces if isinstance(self._answer, RoutedAnswer) else ()
+            delta = exchange.on_event(kind, event, pieces)
             if delta is not None:
                 return delta
 

@@ -5,6 +5,7 @@
     |- InvalidRequestError       a parameter cannot be used; `.param` names it. Never retried
     |  |- PromptTooLongError
     |- ModelNotFoundError
+    |- DuplicateRequestError     a request of this idempotency key runs, or has ended well
     |- AuthenticationError       no API key, or one that is not valid
     |- PermissionDeniedError     the key is valid, but not for this
     |- QuotaExceededError        the tenant's tokens are used up for now; `.retry_after_s`
@@ -17,7 +18,8 @@
     |- StreamBrokenError         the stream broke its promise: a gap or repeat of tokens, or an end without Finished
     |- TransferError, StaleReferenceError, IncompatibleWorkersError, InternalError   see diptych.common.errors
 
-`retryable` says whether trying again can help; after tokens have arrived the SDK never tries again by itself.
+`retryable` says whether trying again can help. After tokens have arrived the SDK tries again by itself only where `resume=True`
+allows it: behind those tokens.
 """
 
 from __future__ import annotations

@@ -3,33 +3,39 @@
 WAITING --Started--> STREAMING --Finished--> FINISHED --end of stream--> (result)
    |  \\--UNAVAILABLE, budget left--> WAITING (another try after `on_error`'s pause)
    |                          \\--resumed elsewhere--> RESUMING --Started--> STREAMING, what was given already is held back
+STREAMING --cut, resume, budget left--> WAITING (the rest is asked for: see `request`)
    any --error, gap, repeat, end without Finished--> FAILED (raised)
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from random import Random
 from typing import Any
 
 from diptych.client.errors import StreamBrokenError
+from diptych.client.request_parts import resumed
 from diptych.client.types import (
     FINISH_REASONS,
     Choice,
     Completion,
     Delta,
     TokenLogprobs,
+    ToolCall,
+    ToolCallDelta,
     explanation_from,
     logprobs_from,
     usage_from,
 )
-from diptych.common.errors import DiptychError, InvalidRequestError, RequestDeadlineError
+from diptych.common.errors import DiptychError, DuplicateRequestError, InvalidRequestError, RequestDeadlineError
 from diptych.rpc.v1 import router_pb2, types_pb2
 
 UNAVAILABLE = 14
+_CUT = (UNAVAILABLE, 10)
+"""Codes of a stream that broke under the request: no connection, a worker or router that is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +94,14 @@ class Attempts:
             raise RequestDeadlineError(f"no answer within timeout_s={self._timeout_s:g}", param="timeout_s")
         return left
 
-    def pause_after(self, error: DiptychError) -> float:
-        """Seconds to wait before the next try. Raises: `error` itself when it is not UNAVAILABLE or the budget is
-        spent."""
-        if error.grpc_code != UNAVAILABLE or self._tries >= self._retry.max_tries:
+    @property
+    def tries(self) -> int:
+        return self._tries
+
+    def pause_after(self, error: DiptychError, *, force: bool = False) -> float:
+        """Seconds to wait before the next try. Raises: `error` itself when it is not UNAVAILABLE (unless `force`) or the
+        budget is spent."""
+        if (error.grpc_code != UNAVAILABLE and not force) or self._tries >= self._retry.max_tries:
             raise error
         pause = self._retry.pause_s(self._tries, error.retry_after_s, self._rng)
         if self._paused_s + pause > self._retry.budget_s or pause >= self.remaining_s():
@@ -113,6 +123,33 @@ class _Growing:
     repeated_ids: int = 0
     repeated_text: int = 0
     """How much of the answer a resumed stream has told again."""
+    content: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
+
+    def take(self, pieces: Sequence[router_pb2.Piece]) -> dict[str, Any]:
+        """The fields of a Delta that these pieces make."""
+        content, reasoning, calls = [], [], []
+        for piece in pieces:
+            match piece.WhichOneof("piece"):
+                case "content":
+                    content.append(piece.content)
+                case "reasoning":
+                    reasoning.append(piece.reasoning)
+                case "call_start":
+                    start = piece.call_start
+                    self.calls.append(ToolCall(start.id, start.name, ""))
+                    calls.append(ToolCallDelta(start.index, start.id, start.name))
+                case "call_arguments":
+                    part = piece.call_arguments
+                    if part.index != len(self.calls) - 1:
+                        raise StreamBrokenError(f"arguments of call {part.index} came, {len(self.calls)} have begun")
+                    call = self.calls[-1]
+                    self.calls[-1] = replace(call, arguments=call.arguments + part.text)
+                    calls.append(ToolCallDelta(part.index, arguments=part.text))
+        self.content += content
+        self.reasoning += reasoning
+        return {"content": "".join(content), "reasoning": "".join(reasoning), "tool_calls": tuple(calls)}
 
     def choice(self, index: int, whole: router_pb2.Finished) -> Choice:
         """`whole` says how an answer with one choice ended."""
@@ -125,14 +162,28 @@ class _Growing:
             stop_string=end.stop_string,
             stop_token_id=end.stop_token_id if end.HasField("stop_token_id") else None,
             logprobs=tuple(self.logprobs),
+            content="".join(self.content),
+            reasoning="".join(self.reasoning),
+            tool_calls=tuple(self.calls),
         )
 
 
 class Exchange:
-    """Checks the stream's promises and puts the answer together."""
+    """Checks the stream's promises and puts the answer together.
 
-    def __init__(self, attempts: Attempts) -> None:
+    Args:
+        request: what is asked; see `request` below.
+        resume: go on behind the tokens when the stream breaks.
+    """
+
+    def __init__(
+        self, attempts: Attempts, request: router_pb2.GenerateRequest | None = None, *, resume: bool = False
+    ) -> None:
         self._attempts = attempts
+        self._request = router_pb2.GenerateRequest() if request is None else request
+        self._first_offset = len(self._request.resume_after.token_ids)
+        self._resume = resume
+        self._num_resumed = 0
         self._state = State.WAITING
         self._started: router_pb2.Started | None = None
         self._finished: router_pb2.Finished | None = None
@@ -147,22 +198,35 @@ class Exchange:
         """The router's id of this request; empty before its first message."""
         return self._started.request_id if self._started else ""
 
+    @property
+    def request(self) -> router_pb2.GenerateRequest:
+        """What the next call must ask: behind the tokens that are here, once there are any."""
+        if self._started is None or not self._num_resumed:
+            return self._request
+        had = self._request.resume_after.token_ids
+        return resumed(self._request, [*had, *self._choice(0).token_ids], self._started.seed, self._num_resumed)
+
+    @property
+    def seed(self) -> int | None:
+        """Of the draws; None before the router's first message."""
+        return None if self._started is None else self._started.seed
+
     def on_message(self, message: router_pb2.GenerateResponse) -> Delta | None:
         """Raises: StreamBrokenError when the message does not fit what came before."""
         kind = message.WhichOneof("event") or ""
-        return self.on_event(kind, getattr(message, kind) if kind else None)
+        return self.on_event(kind, getattr(message, kind) if kind else None, message.pieces)
 
-    def on_event(self, kind: str, event: Any) -> Delta | None:
-        """`kind`: a field of GenerateResponse. Raises: as on_message."""
+    def on_event(self, kind: str, event: Any, pieces: Sequence[router_pb2.Piece] = ()) -> Delta | None:
+        """`kind`: a field of GenerateResponse, `pieces`: the message's. Raises: as on_message."""
         if kind == "tokens" and self._state is State.STREAMING:
-            return self._on_tokens(event)
+            return self._on_tokens(event, pieces)
         if kind == "started" and self._state in (State.WAITING, State.RESUMING):
             self._started = self._started or event
             self._state = State.STREAMING
             return None
         if kind == "choice_finished" and self._state is State.STREAMING:
             self._choice(event.choice).finished = event
-            return None
+            return self._rest(event.choice, pieces)
         if kind == "prompt_logprobs" and self._state is State.STREAMING:
             known = len(self._prompt_logprobs) + 1 - event.first_token  # more than none: told again
             self._prompt_logprobs.extend(logprobs_from(entry) for entry in event.logprobs[max(0, known) :])
@@ -170,7 +234,7 @@ class Exchange:
         if kind == "finished" and self._state is State.STREAMING:
             self._finished = event
             self._state = State.FINISHED
-            return None
+            return self._rest(0, pieces)
         raise self._broken(f"{kind or 'an unknown event'} came while the stream was {self._state.value}")
 
     def resume(self) -> None:
@@ -190,14 +254,23 @@ class Exchange:
 
     def on_error(self, error: DiptychError) -> float:
         """Seconds to pause before the call may be opened again. Raises: `error` when it is final."""
-        if self._state not in (State.WAITING, State.RESUMING):
+        resumes = self._state is State.STREAMING and self._resume and error.grpc_code in _CUT
+        # After a call that broke, the router may not know yet that it is over.
+        again = isinstance(error, DuplicateRequestError) and self._attempts.tries > 1
+        if self._state not in (State.WAITING, State.RESUMING) and not resumes:
             self._state = State.FAILED
             raise error
         try:
-            return self._attempts.pause_after(error)
+            pause = self._attempts.pause_after(error, force=resumes or again)
         except DiptychError:
             self._state = State.FAILED
             raise
+        if resumes:
+            self._num_resumed += 1
+            self._state = State.WAITING
+            growing = self._choice(0)
+            growing.repeated_ids, growing.repeated_text = len(growing.token_ids), growing.text_size
+        return pause
 
     def result(self) -> Completion:
         """Raises: StreamBrokenError when the answer is not complete."""
@@ -219,14 +292,28 @@ class Exchange:
             choices=choices,
             logprobs=choices[0].logprobs,
             prompt_logprobs=tuple(self._prompt_logprobs),
+            content=choices[0].content,
+            reasoning=choices[0].reasoning,
+            tool_calls=choices[0].tool_calls,
+            seed=started.seed,
         )
 
-    def _on_tokens(self, tokens: router_pb2.TokenDelta) -> Delta | None:
+    def _rest(self, choice: int, pieces: Sequence[router_pb2.Piece]) -> Delta | None:
+        """What was held back until the choice's end."""
+        if not pieces:
+            return None
+        growing = self._choice(choice)
+        offset = self._first_offset + len(growing.token_ids)
+        return Delta(offset, (), "", choice, **growing.take(pieces))
+
+    def _on_tokens(self, tokens: router_pb2.TokenDelta, pieces: Sequence[router_pb2.Piece]) -> Delta | None:
         growing = self._choice(tokens.choice)
         expected = growing.repeated_ids
-        if tokens.offset != expected:
-            kind = "a gap" if tokens.offset > expected else "a repeat"
-            raise self._broken(f"{kind} in the tokens: offset {tokens.offset} came where {expected} was due")
+        offset = tokens.offset - self._first_offset
+        if offset != expected:
+            kind = "a gap" if offset > expected else "a repeat"
+            due = self._first_offset + expected
+            raise self._broken(f"{kind} in the tokens: offset {tokens.offset} came where {due} was due")
         ids, text, logprobs = tuple(tokens.token_ids), tokens.text, tokens.logprobs
         known = len(growing.token_ids) - expected
         growing.repeated_ids += len(ids)
@@ -240,13 +327,14 @@ class Exchange:
                 return None
             if growing.finished is not None:
                 raise self._broken(f"tokens of choice {tokens.choice} came after its end")
-        offset = len(growing.token_ids)
+        offset = self._first_offset + len(growing.token_ids)
         given = tuple(logprobs_from(entry) for entry in logprobs[len(logprobs) - len(ids) :]) if logprobs else ()
         growing.token_ids.extend(ids)
         growing.texts.append(text)
         growing.text_size += len(text)
         growing.logprobs.extend(given)
-        return Delta(offset, ids, text, tokens.choice, given)
+        parts = growing.take(pieces) if pieces else {}
+        return Delta(offset, ids, text, tokens.choice, given, **parts)
 
     def _choice(self, index: int) -> _Growing:
         return self._choices.setdefault(index, _Growing())

@@ -10,6 +10,7 @@ What is the caller's fault (a bad value, no key, no quota, the deadline) is neve
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
@@ -132,6 +133,8 @@ class RoutedAnswer:
     def __init__(self, call: Any, address: str) -> None:
         self._call = call
         self._address = address
+        self.pieces: Sequence[router_pb2.Piece] = ()
+        """Of the event that came last."""
 
     async def next(self) -> tuple[str, Any]:
         """("", None) at the end. Raises: DiptychError."""
@@ -142,6 +145,7 @@ class RoutedAnswer:
         if message is grpc.aio.EOF:
             return "", None
         kind = message.WhichOneof("event") or "an unknown event"
+        self.pieces = message.pieces
         return kind, getattr(message, kind, None)
 
     def cancel(self) -> None:

@@ -4,8 +4,9 @@ fails."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypedDict
+from typing import Any, TypedDict
 
+from diptych.client.request_parts import add_message, may_resume, set_grammar, set_tools
 from diptych.common.errors import InvalidRequestError
 from diptych.rpc.v1 import router_pb2, types_pb2
 
@@ -23,7 +24,9 @@ class GenerateOptions(TypedDict, total=False):
     Args:
         prompt: text, used as it is (no chat template).
         token_ids: the prompt as token ids.
-        messages: chat messages, each {"role": ..., "content": ...}; the model's chat template is applied.
+        messages: chat messages, each {"role": ..., "content": ...}; the model's chat template is applied. An assistant's
+            may have tool_calls (ToolCall values, or mappings with id, name and arguments) and reasoning, a tool's has the
+            tool_call_id that it answers.
         max_tokens: at least 1; default: as many as fit into the model's context.
         temperature: 0 (greedy) to 2. Defaults of temperature, top_p and top_k are the model's own.
         top_p: above 0, at most 1 (off).
@@ -47,6 +50,19 @@ class GenerateOptions(TypedDict, total=False):
             them, however long it becomes; default: when none can at its present length.
         logprobs: of each token and of so many of the likeliest ones at its place (0 to 20).
         prompt_logprobs: the same of the prompt's tokens.
+        json_schema, regex, choice, ebnf: what the answer must look like, one of them: a JSON schema, a regular expression, one
+            of several texts, a grammar. It is checked before anything is computed.
+        tools: functions that the model may call, each {"name", "description", "parameters": a JSON schema, "strict"}, or in
+            the form of the OpenAI API. Chat only.
+        tool_choice: "auto", "none", "required", or a function's name: it is called.
+        parallel_tool_calls: False: one call at most.
+        split: take a chat answer apart into content, reasoning and tool_calls; always done when there are tools.
+        idempotency_key: the router refuses a second request of this key while the first runs and for a while after it has
+            ended well (DuplicateRequestError). Printable ASCII, at most 128 bytes.
+        resume: when the stream breaks after tokens have come, go on behind them by itself, within the retry budget. The
+            tokens and the text are what they would have been. For one choice, without split.
+        resume_after: the answer's first tokens, from a stream that broke elsewhere: only what comes behind them is sent.
+            Needs the seed of that stream.
         model: name of the model; may be left out when the cluster serves one.
         request_id: a label of yours (printable ASCII, at most 128 bytes) for logs.
         timeout_s: deadline of the whole call, retries included; default DEFAULT_TIMEOUT_S (600 s).
@@ -57,7 +73,7 @@ class GenerateOptions(TypedDict, total=False):
 
     prompt: str | None
     token_ids: Sequence[int] | None
-    messages: Sequence[Mapping[str, str]] | None
+    messages: Sequence[Mapping[str, Any]] | None
     max_tokens: int | None
     temperature: float | None
     top_p: float | None
@@ -88,6 +104,17 @@ class GenerateOptions(TypedDict, total=False):
     explain: bool
     local_prefill_max_tokens: int | None
     failure_policy: str
+    json_schema: Mapping[str, Any] | str | None
+    regex: str | None
+    choice: Sequence[str] | None
+    ebnf: str | None
+    tools: Sequence[Mapping[str, Any]] | None
+    tool_choice: str | None
+    parallel_tool_calls: bool
+    split: bool
+    idempotency_key: str
+    resume: bool
+    resume_after: Sequence[int] | None
 
 
 _KNOWN = frozenset(GenerateOptions.__annotations__)
@@ -135,7 +162,14 @@ def build_request(options: GenerateOptions) -> router_pb2.GenerateRequest:
     except (TypeError, ValueError, AttributeError) as error:
         raise InvalidRequestError(f"logit_bias cannot be sent: {error}", param="logit_bias") from None
     request.sampling.early_stopping = _early_stopping(options.get("early_stopping", False))
-    for name in ("model", "request_id", "explain", "local_prefill_max_tokens"):
+    set_grammar(request.sampling, options)
+    set_tools(request, options)
+    if options.get("resume_after") is not None:
+        request.resume_after.SetInParent()
+        _extend(request.resume_after, "token_ids", options["resume_after"] or (), "resume_after")
+    if options.get("resume") and not may_resume(request):
+        raise InvalidRequestError("resume is for one choice, without tools, split and prompt_logprobs", param="resume")
+    for name in ("model", "request_id", "explain", "local_prefill_max_tokens", "idempotency_key", "split"):
         if values.get(name) is not None:
             _assign(request, name, values[name], name)
     policy = options.get("failure_policy") or ""
@@ -170,12 +204,7 @@ def _set_input(request: router_pb2.GenerateRequest, options: GenerateOptions) ->
     else:
         request.chat.SetInParent()
         for message in options["messages"] or ():
-            try:
-                request.chat.messages.add(role=message["role"], content=message["content"])
-            except (KeyError, TypeError, ValueError) as error:
-                raise InvalidRequestError(
-                    f"messages must hold mappings with the strings role and content: {error}", param="messages"
-                ) from None
+            add_message(request.chat, message)
 
 
 def _assign(message: object, field: str, value: object, param: str) -> None:

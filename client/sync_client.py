@@ -85,7 +85,8 @@ class Client:
             return self._bridge.stream(options)
         request = build_request(options)
         timeout_s = options.get("timeout_s")
-        return Stream(self, request, self._timeout_s if timeout_s is None else timeout_s)
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        return Stream(self, request, timeout_s, resume=bool(options.get("resume")))
 
     def list_models(self, *, timeout_s: float = wire.DEFAULT_LIST_TIMEOUT_S) -> list[ModelInfo]:
         """The models that the cluster serves now. Raises: DiptychError."""
@@ -124,10 +125,11 @@ class Stream:
     garbage collection), cancels the request in the whole cluster.
     """
 
-    def __init__(self, client: Client, request: router_pb2.GenerateRequest, timeout_s: float) -> None:
+    def __init__(self, client: Client, request: router_pb2.GenerateRequest, timeout_s: float, *, resume: bool) -> None:
         self._client = client
         self._request = request
         self._timeout_s = timeout_s
+        self._resume = resume
         self._exchange: Exchange | None = None
         self._call: Any = None
         self._closed = False
@@ -136,6 +138,11 @@ class Stream:
     def request_id(self) -> str:
         """The router's id of this request; empty before its first message."""
         return self._exchange.request_id if self._exchange else ""
+
+    @property
+    def seed(self) -> int | None:
+        """Of the draws, for `resume_after` elsewhere; None before the router's first message."""
+        return self._exchange.seed if self._exchange else None
 
     @property
     def result(self) -> Completion:
@@ -162,7 +169,7 @@ class Stream:
         self.close()
 
     def _begin(self) -> Exchange:
-        return Exchange(self._client._attempts(self._timeout_s))
+        return Exchange(self._client._attempts(self._timeout_s), self._request, resume=self._resume)
 
     def _next(self, exchange: Exchange) -> Delta:
         while True:
@@ -171,7 +178,7 @@ class Stream:
             try:
                 if self._call is None:
                     self._call = self._client._generate(
-                        self._request, timeout=exchange.remaining_s(), metadata=self._client._metadata
+                        exchange.request, timeout=exchange.remaining_s(), metadata=self._client._metadata
                     )
                     if self._closed:
                         self._call.cancel()

@@ -6,7 +6,11 @@ from dataclasses import dataclass
 
 from diptych.rpc.v1 import router_pb2, types_pb2
 
-FINISH_REASONS = {types_pb2.FINISH_REASON_STOP: "stop", types_pb2.FINISH_REASON_LENGTH: "length"}
+FINISH_REASONS = {
+    types_pb2.FINISH_REASON_STOP: "stop",
+    types_pb2.FINISH_REASON_LENGTH: "length",
+    types_pb2.FINISH_REASON_TOOL_CALLS: "tool_calls",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,15 +27,40 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """`arguments`: a JSON object as text, unless the answer was cut."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """A part of call number `index`: its start (with id and name) or the next part of its arguments."""
+
+    index: int
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """Tokens with indices offset, offset + 1, ... among the choice's tokens. `text` is what became certain with them;
-    it may be empty (half a character, the beginning of a possible stop string). `logprobs`: one a token, if asked for."""
+    it may be empty (half a character, the beginning of a possible stop string). `logprobs`: one a token, if asked for.
+
+    Where the answer is taken apart (`split`, tools), `content`, `reasoning` and `tool_calls` are what became certain of
+    each; the last Delta of a choice may hold the rest of them without a token."""
 
     offset: int
     token_ids: tuple[int, ...]
     text: str
     choice: int = 0
     logprobs: tuple[TokenLogprobs, ...] = ()
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +74,9 @@ class Choice:
     stop_string: str = ""
     stop_token_id: int | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +149,10 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A whole answer. `finish_reason` is "stop" or "length"; `stop_string` and `stop_token_id` say what ended it, if
-    one of the request's did. `explanation` is None unless the request asked for it. With n > 1 these are of choice 0, and
-    `choices` holds all of them. `prompt_logprobs`: of all prompt tokens but the first."""
+    """A whole answer. `finish_reason` is "stop", "length" or "tool_calls"; `stop_string` and `stop_token_id` say what ended it,
+    if one of the request's did; `seed` is that of the draws. `explanation` is None unless the request asked for it. With n > 1
+    these are of choice 0, and `choices` holds all of them. `prompt_logprobs`: of all prompt tokens but the first. Where the
+    answer was taken apart (`split`, tools), `content`, `reasoning` and `tool_calls` are its parts; else they are empty."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -133,6 +166,10 @@ class Completion:
     choices: tuple[Choice, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@
     |- InvalidRequestError        INVALID_ARGUMENT / 400   names the parameter
     |  |- PromptTooLongError
     |- ModelNotFoundError         NOT_FOUND / 404
+    |- DuplicateRequestError      ALREADY_EXISTS / 409      a request of this idempotency key runs or has ended well
     |- AuthenticationError        UNAUTHENTICATED / 401     no API key, or one that is not valid
     |- PermissionDeniedError      PERMISSION_DENIED / 403   the key is valid, but not for this
     |- QuotaExceededError         RESOURCE_EXHAUSTED / 429  the tenant's tokens are used up for now; Retry-After
@@ -57,6 +58,10 @@ class PromptTooLongError(InvalidRequestError):
 
 class ModelNotFoundError(DiptychError):
     grpc_code, http_status, reason = 5, 404, "MODEL_NOT_FOUND"
+
+
+class DuplicateRequestError(DiptychError):
+    grpc_code, http_status, reason = 6, 409, "DUPLICATE_REQUEST"
 
 
 class AuthenticationError(DiptychError):
@@ -125,6 +130,7 @@ _BY_REASON: dict[str, type[DiptychError]] = {
         InvalidRequestError,
         PromptTooLongError,
         ModelNotFoundError,
+        DuplicateRequestError,
         AuthenticationError,
         PermissionDeniedError,
         QuotaExceededError,

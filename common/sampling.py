@@ -191,6 +191,8 @@ def _check_beam_search(params: SamplingParams) -> None:
             )
     if params.stop:
         raise InvalidRequestError("stop strings do not go with beam search: use stop_token_ids", param="stop")
+    if params.grammar is not None:
+        raise InvalidRequestError("grammar does not go with beam search", param="grammar")
 
 
 def _stops(value: object) -> tuple[str, ...]:

@@ -127,7 +127,20 @@ class FakeDoor:
             tenant=spec.tenant,
             thinking=self.thinking,
             echo=str(spec.prompt) if spec.echo else "",
+            idempotency_key=str(spec.idempotency_key),
+            resume_after=tuple(spec.resume_after) if isinstance(spec.resume_after, list) else (),
         )
+
+    def explain(self, request_id: str, tenant: str) -> router_pb2.ExplainResponse:
+        """Remembers the one request."""
+        if request_id != REQUEST_ID or not self.specs or self.specs[-1].tenant != tenant:
+            raise InvalidRequestError("this router remembers no request of yours with that id", param="request_id")
+        return router_pb2.ExplainResponse(explanation=Explanation(request_id=request_id), outcome="finished")
+
+    def what_if(self, request: PreparedRequest, pool: str) -> router_pb2.WhatIfResponse:
+        if pool == "nonsense":
+            raise InvalidRequestError("pool must look like 4P4D", param="pool")
+        return router_pb2.WhatIfResponse(prompt_tokens=len(request.prompt_token_ids))
 
     def place(self, request: PreparedRequest, spend: Callable[[int], None] = lambda _: None) -> router_pb2.Placed:
         raise NoWorkerError("there is no worker behind this door")
@@ -143,6 +156,8 @@ class FakeDoor:
                 if isinstance(step, FinishedEvent):
                     complete = True
                     yield finished(step, request.explain)
+                elif isinstance(step, TokenEvent) and step.offset < len(request.resume_after):
+                    continue  # the caller has it
                 elif isinstance(step, (TokenEvent, ChoiceFinishedEvent, PromptLogprobsEvent)):
                     yield step
                 else:

@@ -6,7 +6,8 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,6 +27,7 @@ from diptych.router.cluster import Cluster, Prompt
 from diptych.router.compatibility import RouterCheck
 from diptych.router.config import RouterConfig
 from diptych.router.explain import Story
+from diptych.router.idempotency import IdempotencyKeys
 from diptych.router.intake import Intake, IntakeLimits
 from diptych.router.lookaside import Lookaside
 from diptych.router.messages import (
@@ -94,6 +96,7 @@ class Frontend:
         self._lookaside: Lookaside | None = None
         self._sweeping: asyncio.Task[None] | None = None
         self._features = ModelFeatures()
+        self._keys = IdempotencyKeys(self._clock)
         self._token_bytes: TokenBytes | None = None
         self.metrics = RouterMetrics(
             degraded=lambda: bool(self._cluster and self._cluster.degraded),
@@ -213,6 +216,13 @@ class Frontend:
 
         Raises (while iterating): a DiptychError; before StartedEvent nothing of the answer was produced.
         """
+        with self._keys.running(request.tenant, request.idempotency_key) as outcome:
+            async with aclosing(self._generate(request)) as events:
+                async for event in events:
+                    outcome.well |= isinstance(event, FinishedEvent)
+                    yield event
+
+    async def _generate(self, request: PreparedRequest) -> AsyncGenerator[GenerateEvent, None]:
         relay = Relay(self._running(self._cluster), request, self.metrics, self._clock)
         timer = RequestTimer(self.metrics, request, self._clock)
         span = RequestSpan(request, self._clock)

@@ -118,7 +118,8 @@ class Intake:
         arrived = self._clock.now()
         limits = self._limits
         self._check_model(spec.model)
-        label = _label(spec.request_id)
+        label = _label(spec.request_id, "request_id")
+        key = _label(spec.idempotency_key, "idempotency_key")
         policy = FAILURE_POLICIES.get(spec.failure_policy) if isinstance(spec.failure_policy, str) else None
         if policy is None:
             raise InvalidRequestError("failure_policy must be fail, recompute or retry", param="failure_policy")
@@ -156,11 +157,24 @@ class Intake:
             tenant=spec.tenant,
             thinking=thinking,
             echo=await self._echo(spec, token_ids) if spec.echo else "",
+            idempotency_key=key,
+            resume_after=self._resume_after(spec, sampling),
         )
 
     def _ends_thinking(self, token_ids: list[int]) -> bool:
         tail = self._tokenizer.decode(token_ids[-_THINK_TAIL_TOKENS:], skip_special_tokens=False)
         return tail.rstrip().endswith(OPEN)
+
+    def _resume_after(self, spec: GenerateSpec, sampling: SamplingParams) -> tuple[int, ...]:
+        """Raises: InvalidRequestError when the rest could not be what would have come."""
+        if spec.resume_after is None:
+            return ()
+        ids = _check_ids(spec.resume_after, self._tokenizer.vocab_size, sampling.max_tokens + 1, param="resume_after")
+        if spec.seed is None:
+            raise InvalidRequestError("resume_after needs the seed of the answer that was cut", param="seed")
+        if sampling.num_choices > 1 or sampling.beam_width or sampling.prompt_logprobs is not None:
+            raise InvalidRequestError("resume_after is for one choice, without prompt_logprobs", param="resume_after")
+        return tuple(ids)
 
     def _check_model(self, model: object) -> None:
         if not isinstance(model, str):
@@ -286,13 +300,11 @@ def _given(value: object, *defaults: object) -> object:
     return next((choice for choice in (value, *defaults) if choice is not None), None)
 
 
-def _label(value: object) -> str:
+def _label(value: object, param: str) -> str:
     if not isinstance(value, str):
-        raise InvalidRequestError("request_id must be text", param="request_id")
+        raise InvalidRequestError(f"{param} must be text", param=param)
     if len(value) > _MAX_LABEL_BYTES or not value.isascii() or (value and not value.isprintable()):
-        raise InvalidRequestError(
-            f"request_id must be printable ASCII of at most {_MAX_LABEL_BYTES} bytes", param="request_id"
-        )
+        raise InvalidRequestError(f"{param} must be printable ASCII of at most {_MAX_LABEL_BYTES} bytes", param=param)
     return value
 
 

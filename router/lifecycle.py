@@ -62,7 +62,7 @@ class IllegalMoveError(Exception):
 class Lifecycle:
     """Args:
     max_replacements: how often the request may be placed again.
-    num_tokens: tokens that were streamed, of all choices.
+    num_tokens: tokens that the client has, of all choices.
     offsets: by choice, the offset that the next tokens must have.
     """
 

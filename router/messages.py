@@ -38,6 +38,8 @@ class GenerateSpec:
         tools: JSON schemas of functions, for the chat template.
         add_special_tokens: let the tokenizer add its own to `prompt`.
         echo: the answer begins with the prompt.
+        idempotency_key: printable ASCII of at most 128 bytes.
+        resume_after: the answer's first tokens, which the caller has: it goes on behind them. Needs a seed.
         tenant: whose cache is used; decided by the face, never taken from the body.
         traceparent: the caller's W3C trace context.
     """
@@ -81,6 +83,8 @@ class GenerateSpec:
     chat_template_kwargs: object = None
     add_special_tokens: bool = True
     echo: bool = False
+    idempotency_key: object = ""
+    resume_after: object = None
     tenant: str = ""
     traceparent: str = ""
 
@@ -97,6 +101,7 @@ class PreparedRequest:
         traceparent: the caller's W3C trace context; operation: as OpenTelemetry's GenAI conventions name it.
         thinking: the prompt ends within the model's thoughts.
         echo: text that the answer begins with.
+        resume_after: tokens of the answer that the caller has already.
     """
 
     request_id: str
@@ -115,6 +120,8 @@ class PreparedRequest:
     operation: str = "text_completion"
     thinking: bool = False
     echo: str = ""
+    idempotency_key: str = ""
+    resume_after: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

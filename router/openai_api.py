@@ -42,6 +42,7 @@ from diptych.router.status_page import Status, add_status
 
 EXPLAIN_HEADER = "x-diptych-explain"
 LABEL_HEADER = "x-request-id"
+IDEMPOTENCY_HEADER = "idempotency-key"
 MAX_LABEL_BYTES = 128
 _BODIES: tuple[type[BaseModel], ...] = (
     ChatCompletionRequest,
@@ -174,6 +175,7 @@ def _sent_by(request: Request, call: Call) -> Call:
     spec = replace(
         call.spec,
         request_id=call.spec.request_id or _label(request),
+        idempotency_key=request.headers.get(IDEMPOTENCY_HEADER, ""),
         explain=request.headers.get(EXPLAIN_HEADER, "0").lower() in ("1", "true"),
         tenant=current_caller.get().tenant,
         traceparent=request.headers.get(TRACEPARENT, ""),

@@ -113,4 +113,5 @@ async def serve_placements(door: Door, bodies: AsyncIterator[bytes], context: gr
 
 async def place(door: Door, request: router_pb2.PlaceRequest, tenant: str) -> router_pb2.Placed:
     """Raises: DiptychError."""
-    return door.place(await door.prepare(spec_from(request.request, request.remaining_s or None, tenant)))
+    spec, _ = spec_from(request.request, request.remaining_s or None, door.features(), tenant)
+    return door.place(await door.prepare(spec))

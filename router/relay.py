@@ -57,7 +57,8 @@ class Relay:
         self._metrics = metrics
         self._clock = clock
         self._prompt = Prompt(request.prompt_token_ids, request.cache_salt)
-        self._life = Lifecycle()
+        resumed = len(request.resume_after)
+        self._life = Lifecycle(num_tokens=resumed, offsets={0: resumed})
         self._started = False
         self._attempt: Attempt | None = None
         self._story = Story(request.request_id)
@@ -205,7 +206,7 @@ class Relay:
             return StartedEvent(self._request.request_id, self._request.model, len(self._request.prompt_token_ids))
         if kind == "tokens":
             delta = event.tokens
-            if self._life.num_tokens == 0 and self._attempt is not None:
+            if self._life.num_tokens == len(self._request.resume_after) and self._attempt is not None:
                 self._cluster.reservations.prompt_computed(self._attempt.id)
                 self._story.ttft_s = self._clock.now() - self._request.arrived
             self._life.on_tokens(delta.offset, len(delta.token_ids), delta.choice)

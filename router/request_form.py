@@ -7,7 +7,9 @@ from typing import Any, TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from diptych.common.errors import InvalidRequestError
-from diptych.router.messages import GenerateSpec
+from diptych.router.messages import GenerateSpec, ModelFeatures
+from diptych.router.openai_tools import Offer
+from diptych.router.service_tools import chat_of, grammar_of
 from diptych.rpc.convert import early_stopping_from_proto
 from diptych.rpc.v1 import router_pb2
 
@@ -41,20 +43,26 @@ def parse(kind: type[_Message], body: bytes) -> _Message:
         raise InvalidRequestError(f"request body: not a valid {kind.DESCRIPTOR.name}", param="request body") from error
 
 
-def spec_from(request: router_pb2.GenerateRequest, remaining_s: float | None, tenant: str = "") -> GenerateSpec:
-    """Raises: InvalidRequestError naming the field."""
+def spec_from(
+    request: router_pb2.GenerateRequest, remaining_s: float | None, features: ModelFeatures, tenant: str = ""
+) -> tuple[GenerateSpec, Offer]:
+    """What to generate, and the tools. Raises: InvalidRequestError naming the field."""
     kind = request.WhichOneof("input")
     if kind is None:
         raise InvalidRequestError("input: one of prompt, token_ids and chat must be set", param="input")
     if request.failure_policy not in _POLICIES:
         raise InvalidRequestError(f"failure_policy {request.failure_policy} is unknown", param="failure_policy")
     sampling = request.sampling
-    messages = [{"role": message.role, "content": message.content} for message in request.chat.messages]
-    return GenerateSpec(
+    messages, offer = chat_of(request, features)
+    spec = GenerateSpec(
         model=request.model,
         prompt=request.prompt if kind == "prompt" else None,
         token_ids=list(request.token_ids.token_ids) if kind == "token_ids" else None,
-        messages=messages if kind == "chat" else None,
+        messages=messages,
+        tools=offer.shown,
+        grammar=grammar_of(sampling, offer),
+        idempotency_key=request.idempotency_key,
+        resume_after=list(request.resume_after.token_ids) if request.HasField("resume_after") else None,
         temperature=_given(sampling, "temperature"),
         top_p=_given(sampling, "top_p"),
         top_k=_given(sampling, "top_k"),
@@ -76,6 +84,7 @@ def spec_from(request: router_pb2.GenerateRequest, remaining_s: float | None, te
         timeout_s=remaining_s,
         tenant=tenant,
     )
+    return spec, offer
 
 
 def _given(message: Any, field: str) -> Any:

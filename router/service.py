@@ -24,6 +24,7 @@ from diptych.router.messages import (
 )
 from diptych.router.placements import place, serve_placements
 from diptych.router.request_form import parse, spec_from
+from diptych.router.service_tools import Splitter
 from diptych.rpc.channels import trace_context
 from diptych.rpc.convert import finish_reason_to_proto, logprobs_to_proto
 from diptych.rpc.errors import errors_to_status
@@ -66,19 +67,26 @@ class RouterService:
     async def generate(self, body: bytes, context: grpc.aio.ServicerContext) -> None:
         async with errors_to_status(context):
             request = parse(router_pb2.GenerateRequest, body)
-            prepared = await self._door.prepare(
-                replace(
-                    spec_from(request, context.time_remaining()),
-                    tenant=current_caller.get().tenant,
-                    traceparent=trace_context(context.invocation_metadata()),
-                )
+            features = self._door.features()
+            spec, offer = spec_from(request, context.time_remaining(), features)
+            spec = replace(
+                spec,
+                tenant=current_caller.get().tenant,
+                traceparent=trace_context(context.invocation_metadata()),
             )
+            prepared = await self._door.prepare(spec)
+            splitter = Splitter.of(request, offer, prepared, features)
             finished = False
             async with accepted(self._door, prepared) as (started, events):
-                await context.write(response_from(started))
+                response = response_from(started)
+                response.started.seed = prepared.sampling.seed
+                await context.write(response)
                 async for event in events:
+                    response = response_from(event)
+                    if splitter is not None:
+                        splitter.fill(response, event)
                     # Tokens that come while this write is pending are waiting in one event afterwards.
-                    await context.write(response_from(event))
+                    await context.write(response)
                     finished = isinstance(event, FinishedEvent)
             if not finished:
                 raise InternalError("the answer ended without its end")
@@ -100,7 +108,8 @@ class RouterService:
     async def what_if(self, body: bytes, context: grpc.aio.ServicerContext) -> router_pb2.WhatIfResponse:
         async with errors_to_status(context):
             request = parse(router_pb2.WhatIfRequest, body)
-            spec = replace(spec_from(request.request, context.time_remaining()), tenant=current_caller.get().tenant)
+            spec, _ = spec_from(request.request, context.time_remaining(), self._door.features())
+            spec = replace(spec, tenant=current_caller.get().tenant)
             return self._door.what_if(await self._door.prepare(spec), request.pool)
 
     async def place(self, body: bytes, context: grpc.aio.ServicerContext) -> router_pb2.Placed:

@@ -149,18 +149,21 @@ def _grammar(kind: str, value: object, field: str) -> Grammar:
     if kind == "choice":
         if not isinstance(value, Sequence) or isinstance(value, str):
             raise InvalidRequestError(f"{field}: a choice must be a list of texts", param=field)
-        source = json.dumps(list(value), ensure_ascii=False)
+        return plain_grammar(Grammar(GrammarKind.CHOICE, json.dumps(list(value), ensure_ascii=False)), field)
+    if not isinstance(value, str):
+        raise InvalidRequestError(f"{field}: a {kind} must be text", param=field)
+    return plain_grammar(Grammar(GrammarKind.REGEX if kind == "regex" else GrammarKind.EBNF, value), field)
+
+
+def plain_grammar(grammar: Grammar, field: str) -> Grammar:
+    """A regex, choice or EBNF. Raises: InvalidRequestError naming `field`."""
+    if not grammar.source:
+        raise InvalidRequestError(f"{field} is empty", param=field)
+    if grammar.kind is GrammarKind.CHOICE:
         try:
-            choices_of(source)
+            choices_of(grammar.source)
         except InvalidRequestError as error:
             raise InvalidRequestError(error.message.replace("grammar", field, 1), param=field) from None
-        return _sized(Grammar(GrammarKind.CHOICE, source), field)
-    if not isinstance(value, str) or not value:
-        raise InvalidRequestError(f"{field}: a {kind} must be text", param=field)
-    return _sized(Grammar(GrammarKind.REGEX if kind == "regex" else GrammarKind.EBNF, value), field)
-
-
-def _sized(grammar: Grammar, field: str) -> Grammar:
     if len(grammar.source.encode("utf-8", "surrogatepass")) > MAX_SCHEMA_BYTES:
         raise InvalidRequestError(f"{field} has more than {MAX_SCHEMA_BYTES} bytes", param=field)
     return grammar

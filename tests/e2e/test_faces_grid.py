@@ -8,6 +8,7 @@ import json
 from typing import Any
 
 import httpx
+import jsonschema_rs
 import pytest
 
 pytestmark = pytest.mark.multiproc
@@ -79,22 +80,43 @@ def same(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> None:
         one["logprobs"], other["logprobs"] = first, second
 
 
+SCHEMA = {
+    "type": "object",
+    "properties": {"answer": {"type": "string", "maxLength": 8}, "sure": {"type": "boolean"}},
+    "required": ["answer", "sure"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "answer", "strict": True, "schema": SCHEMA}}
+
 GRID = [
-    {"stream": stream, **usage, **least, **logprobs, **n, **stop}
-    for stream, usage, least, logprobs, n, stop in itertools.product(
+    {"stream": stream, **usage, **most, **least, **logprobs, **n, **stop, **form}
+    for stream, usage, most, least, logprobs, n, stop, form in itertools.product(
         (False, True),
         ({}, {"stream_options": {"include_usage": True}}),
+        ({"max_completion_tokens": 8}, {"max_tokens": 6}),
         ({}, {"min_tokens": 5}),
         ({}, {"logprobs": True, "top_logprobs": 2}),
         ({}, {"n": 2}),
         ({}, {"stop": ["the", "."]}),
+        ({}, {"response_format": {"type": "json_object"}}, {"response_format": FORMAT}),
     )
     if stream or not usage
 ]
 
 
-FEW = [fields for i, fields in enumerate(GRID) if i % 13 in (0, 1)]
-"""Every pair of values of two fields is among them."""
+FEW = [fields for i, fields in enumerate(GRID) if i % 19 == 3]
+"""Every pair of values of two fields is among them (see the test)."""
+
+
+def test_the_few_hold_every_pair_of_values() -> None:
+    def values(fields: dict[str, Any]) -> dict[str, str]:
+        names = ("stream", "stream_options", "max_tokens", "min_tokens", "logprobs", "n", "stop", "response_format")
+        return {name: json.dumps(fields.get(name)) for name in names}
+
+    def pairs(grid: list[dict[str, Any]]) -> set[Any]:
+        return {pair for fields in grid for pair in itertools.combinations(values(fields).items(), 2)}
+
+    assert pairs(FEW) == pairs(GRID)
 
 
 @pytest.mark.parametrize("grid", [pytest.param(FEW, id="few"), pytest.param(GRID, id="all", marks=pytest.mark.slow)])
@@ -102,14 +124,18 @@ def test_the_grid(http, cluster, grid) -> None:
     moved = 0
     for i, fields in enumerate(grid):
         prompt = [{"role": "user", "content": f"{i // 8}. {PROMPT}"}]
-        body = {"messages": prompt, "max_completion_tokens": 8, "seed": i, "return_token_ids": True, **fields}
+        body = {"messages": prompt, "seed": i, "return_token_ids": True, **fields}
         apart, whole = ask(http, body, local=False)
         together, _ = ask(http, body, local=True)
         same(apart, together)
         assert len(apart) == fields.get("n", 1)
         assert whole["diptych"]["local_prefill"] is False
         moved += whole["diptych"]["kv_bytes"] > 0
-        if fields.get("min_tokens"):
+        for choice in apart:
+            if choice["finish"] == ("stop", None) and "response_format" in fields:
+                value = json.loads(choice["text"])
+                assert jsonschema_rs.is_valid(SCHEMA, value) or fields["response_format"] is not FORMAT
+        if fields.get("min_tokens") and "response_format" not in fields:  # the end of a grammar comes first
             assert all(len(choice["ids"]) >= 5 for choice in apart)
         if fields["stream"]:
             plain = {key: value for key, value in body.items() if key != "stream_options"}

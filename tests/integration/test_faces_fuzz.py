@@ -96,6 +96,40 @@ JSON = st.recursive(
 FIELDS = st.sampled_from(
     ["messages", "prompt", "input", "tools", "tool_choice", "stop", "n", "seed", "logit_bias", "stream_options", "text"]
     + ["chat_template_kwargs", "bad_words", "top_logprobs", "logprobs", "min_tokens", "max_tokens", "response_format"]
+    + ["guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "parallel_tool_calls"]
+)
+SCHEMAS = st.fixed_dictionaries({}, optional={
+    "type": st.sampled_from(["object", "integer", "nothing"]) | JSON, "$ref": st.text(max_size=4), "enum": JSON,
+    "properties": st.dictionaries(st.text(max_size=4), JSON, max_size=2), "pattern": st.text(max_size=6),
+})  # fmt: skip
+FORMATS = st.sampled_from(["text", "json_object", "json_schema", "xml"]) | JSON
+SHAPED = st.one_of(
+    st.fixed_dictionaries(
+        {
+            "response_format": st.fixed_dictionaries(
+                {"type": FORMATS, "json_schema": st.fixed_dictionaries({"schema": SCHEMAS})}
+            )
+        }
+    ),
+    st.fixed_dictionaries(
+        {"text": st.fixed_dictionaries({"format": st.fixed_dictionaries({"type": FORMATS, "schema": SCHEMAS})})}
+    ),
+    st.fixed_dictionaries(
+        {"structured_outputs": st.dictionaries(st.sampled_from(["json", "regex", "choice", "grammar"]), JSON | SCHEMAS)}
+    ),
+    st.fixed_dictionaries({"guided_json": SCHEMAS}),
+    st.fixed_dictionaries(
+        {
+            "tools": st.lists(
+                st.fixed_dictionaries(
+                    {"type": st.just("function"), "name": st.just("f")},
+                    optional={"function": st.fixed_dictionaries({"name": st.text(max_size=3), "parameters": SCHEMAS})},
+                ),
+                max_size=2,
+            ),
+            "tool_choice": st.sampled_from(["none", "auto", "required"]) | JSON,
+        }
+    ),
 )
 
 
@@ -107,7 +141,7 @@ def test_what_no_schema_allows(router: Router, path: str) -> None:
     with httpx.Client(base_url=f"http://{router.addresses.http}", timeout=WAIT_S) as client:
 
         @FEW
-        @given(fields=st.dictionaries(FIELDS, JSON, min_size=1, max_size=3))
+        @given(fields=st.dictionaries(FIELDS, JSON, min_size=1, max_size=3) | SHAPED)
         def check(fields: dict[str, Any]) -> None:
             import json
 
@@ -153,6 +187,25 @@ SAMPLING = st.builds(
     logprobs=st.none() | U32,
     prompt_logprobs=st.none() | U32,
     min_tokens=st.none() | U32,
+    grammar=st.none()
+    | st.builds(
+        types_pb2.Grammar,
+        kind=st.integers(0, 7),
+        source=st.text(max_size=8) | SCHEMAS.map(str) | st.sampled_from(['{"type": "object"}', '["a"]', "{}"]),
+        free_until=st.text(max_size=2),
+    ),
+)
+TEXT = st.text(max_size=4)
+TOOLS = st.builds(
+    router_pb2.Tool, name=st.just("f") | TEXT, parameters=st.sampled_from(["", "{}", "["]) | TEXT, strict=st.booleans()
+)
+CALLS = st.builds(router_pb2.ToolCall, id=TEXT, name=TEXT, arguments=st.just("{}") | TEXT)
+MESSAGES = st.builds(
+    router_pb2.ChatMessage,
+    role=st.sampled_from(["user", "assistant", "tool", "x"]),
+    content=TEXT,
+    tool_calls=st.lists(CALLS, max_size=1),
+    tool_call_id=TEXT,
 )
 REQUESTS = st.builds(
     router_pb2.GenerateRequest,
@@ -162,6 +215,13 @@ REQUESTS = st.builds(
     request_id=st.text(max_size=8),
     explain=st.booleans(),
     failure_policy=st.integers(0, 5),
+    chat=st.none() | st.builds(router_pb2.ChatInput, messages=st.lists(MESSAGES, max_size=2)),
+    tools=st.lists(TOOLS, max_size=2),
+    tool_choice=st.integers(0, 4),
+    tool_name=st.sampled_from(["", "f"]),
+    split=st.booleans(),
+    idempotency_key=st.text(max_size=3),
+    resume_after=st.none() | st.builds(router_pb2.TokenIdsInput, token_ids=st.lists(U32, max_size=3)),
 )
 
 

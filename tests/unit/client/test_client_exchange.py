@@ -9,6 +9,7 @@ import pytest
 from diptych.client import (
     Completion,
     Delta,
+    DuplicateRequestError,
     InvalidRequestError,
     NoWorkerError,
     RequestDeadlineError,
@@ -197,3 +198,62 @@ def test_a_finished_answer_cannot_be_resumed() -> None:
     finish(exchange)
     with pytest.raises(StreamBrokenError):
         exchange.resume()
+
+
+def test_a_stream_that_was_cut_goes_on_behind_its_tokens() -> None:
+    asked = router_pb2.GenerateRequest(prompt="a", idempotency_key="k")
+    exchange = Exchange(make_attempts(), asked, resume=True)
+    begin = started()
+    begin.started.seed = 77
+    exchange.on_message(begin)
+    assert exchange.request is asked
+    exchange.on_message(tokens(0, [5, 6], "ab"))
+    for number, error in enumerate((UnreachableError("cut"), WorkerLostError("gone")), 1):
+        assert exchange.on_error(error) > 0
+        rest = exchange.request
+        assert (list(rest.resume_after.token_ids), rest.sampling.seed) == ([5, 6], 77)
+        assert rest.idempotency_key == f"k~{number}"
+        exchange.on_message(begin)
+    assert exchange.on_message(tokens(2, [7], "c")) == Delta(2, (7,), "c")
+    exchange.on_message(finished())
+    exchange.on_end()
+    result = exchange.result()
+    assert (result.text, result.token_ids, result.seed) == ("abc", (5, 6, 7), 77)
+    assert list(asked.resume_after.token_ids) == []
+
+
+@pytest.mark.parametrize("error", [InvalidRequestError("no"), RequestDeadlineError("late"), StreamBrokenError("gap")])
+def test_only_a_cut_is_resumed(error) -> None:
+    exchange = Exchange(make_attempts(), resume=True)
+    exchange.on_message(started())
+    exchange.on_message(tokens(0, [5], "a"))
+    with pytest.raises(type(error)):
+        exchange.on_error(error)
+
+
+def test_resumptions_count_against_the_budget() -> None:
+    exchange = Exchange(make_attempts(retry=RetryPolicy(max_tries=2)), resume=True)
+    exchange.on_message(started())
+    exchange.on_error(UnreachableError("cut"))
+    exchange.on_message(started())
+    with pytest.raises(UnreachableError):
+        exchange.on_error(UnreachableError("cut again"))
+
+
+def test_a_duplicate_is_waited_for_only_after_a_try_of_our_own() -> None:
+    exchange = Exchange(make_attempts())
+    with pytest.raises(DuplicateRequestError):
+        exchange.on_error(DuplicateRequestError("runs"))
+    exchange = Exchange(make_attempts())
+    exchange.on_error(UnreachableError("cut"))
+    assert exchange.on_error(DuplicateRequestError("runs")) > 0
+
+
+def test_the_rest_that_somebody_else_began() -> None:
+    request = router_pb2.GenerateRequest(prompt="a")
+    request.resume_after.token_ids.extend([5, 6])
+    exchange = Exchange(make_attempts(), request, resume=True)
+    exchange.on_message(started())
+    assert exchange.on_message(tokens(2, [7], "c")) == Delta(2, (7,), "c")
+    exchange.on_error(UnreachableError("cut"))
+    assert list(exchange.request.resume_after.token_ids) == [5, 6, 7]

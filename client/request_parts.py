@@ -1,0 +1,122 @@
+"""Parts of a GenerateRequest that are more than a value: chat messages, tools, grammars."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from diptych.common.errors import InvalidRequestError
+from diptych.rpc.v1 import router_pb2, types_pb2
+
+_GRAMMARS = {
+    "json_schema": types_pb2.GRAMMAR_KIND_JSON_SCHEMA,
+    "regex": types_pb2.GRAMMAR_KIND_REGEX,
+    "choice": types_pb2.GRAMMAR_KIND_CHOICE,
+    "ebnf": types_pb2.GRAMMAR_KIND_EBNF,
+}
+_TOOL_CHOICES = {
+    "auto": router_pb2.TOOL_CHOICE_AUTO,
+    "none": router_pb2.TOOL_CHOICE_NONE,
+    "required": router_pb2.TOOL_CHOICE_REQUIRED,
+}
+
+
+def set_grammar(sampling: types_pb2.SamplingParams, options: Mapping[str, Any]) -> None:
+    """Raises: InvalidRequestError naming the keyword."""
+    given = [name for name in _GRAMMARS if options.get(name) is not None]
+    if len(given) > 1:
+        raise InvalidRequestError(f"give one of {' and '.join(given)}", param=given[1])
+    for name in given:
+        value = options[name]
+        try:
+            if name == "choice":
+                value = json.dumps(list(value), ensure_ascii=False)
+            elif name == "json_schema" and not isinstance(value, str):
+                value = json.dumps(value, ensure_ascii=False)
+            sampling.grammar.kind = _GRAMMARS[name]
+            sampling.grammar.source = value
+        except (TypeError, ValueError) as error:
+            raise InvalidRequestError(f"{name} cannot be sent: {error}", param=name) from None
+
+
+def set_tools(request: router_pb2.GenerateRequest, options: Mapping[str, Any]) -> None:
+    """Raises: InvalidRequestError naming the keyword."""
+    for tool in options.get("tools") or ():
+        try:
+            function = tool.get("function", tool)
+            parameters = function.get("parameters")
+            if parameters is not None and not isinstance(parameters, str):
+                parameters = json.dumps(parameters, ensure_ascii=False)
+            request.tools.add(
+                name=function["name"],
+                description=function.get("description") or "",
+                parameters=parameters or "",
+                strict=bool(function.get("strict")),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise InvalidRequestError(f"tools must hold mappings with a name: {error}", param="tools") from None
+    choice = options.get("tool_choice")
+    if choice is None:
+        pass
+    elif not isinstance(choice, str):
+        raise InvalidRequestError("tool_choice must be text", param="tool_choice")
+    elif choice in _TOOL_CHOICES:
+        request.tool_choice = _TOOL_CHOICES[choice]
+    else:
+        request.tool_name = choice
+    request.single_tool_call = options.get("parallel_tool_calls", True) is False
+
+
+def add_message(chat: router_pb2.ChatInput, message: Mapping[str, Any]) -> None:
+    """Raises: InvalidRequestError."""
+    try:
+        added = chat.messages.add(role=message["role"], content=message.get("content") or "")
+        if "content" not in message and "tool_calls" not in message:
+            raise KeyError("content")
+        for call in message.get("tool_calls") or ():
+            added.tool_calls.add(**_call(call))
+        added.tool_call_id = message.get("tool_call_id") or ""
+        added.reasoning = message.get("reasoning") or ""
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InvalidRequestError(
+            f"messages must hold mappings with the strings role and content: {error}", param="messages"
+        ) from None
+
+
+def _call(call: Any) -> dict[str, str]:
+    if not isinstance(call, Mapping):
+        return {"id": call.id, "name": call.name, "arguments": call.arguments}
+    function = call.get("function", call)
+    return {"id": call["id"], "name": function["name"], "arguments": function["arguments"]}
+
+
+def may_resume(request: router_pb2.GenerateRequest) -> bool:
+    """Whether a broken stream of this request can go on behind its tokens."""
+    sampling = request.sampling
+    return not (
+        sampling.beam_width
+        or sampling.n > 1
+        or sampling.best_of > 1
+        or sampling.HasField("prompt_logprobs")
+        or request.tools
+        or request.split
+    )
+
+
+def may_go_directly(request: router_pb2.GenerateRequest) -> bool:
+    """Whether the answer may stream from its decode worker: nothing in it is the router's work."""
+    return not (request.tools or request.split or request.idempotency_key or request.HasField("resume_after"))
+
+
+def resumed(
+    request: router_pb2.GenerateRequest, token_ids: Sequence[int], seed: int, number: int
+) -> router_pb2.GenerateRequest:
+    """The request that goes on behind `token_ids`. `number`: how often it was resumed, this time included."""
+    rest = router_pb2.GenerateRequest()
+    rest.CopyFrom(request)
+    rest.sampling.seed = seed
+    rest.resume_after.CopyFrom(router_pb2.TokenIdsInput(token_ids=token_ids))
+    if request.idempotency_key:  # the broken one may not be over yet where it ran
+        rest.idempotency_key = f"{request.idempotency_key[:120]}~{number}"
+    return rest

@@ -1,0 +1,120 @@
+"""One request through HTTP, gRPC and the SDK: the same ids and the same text; and a stream that goes on where it was cut."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from diptych.client import AsyncClient, Client, DuplicateRequestError
+from diptych.rpc.channels import open_channel
+from diptych.rpc.v1 import router_pb2, router_pb2_grpc, types_pb2
+
+pytestmark = pytest.mark.multiproc
+
+TEXTS = [
+    "空は青い。\U0001f30d Repeat: 空は青い。\U0001f30d 空",
+    "Zürich, größer, naïve — and \U0001f469\u200d\U0001f680!",
+]
+OPTIONS: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 1.0, "stop": ["。", "the"]},
+    {"temperature": 0, "choice": ["空は青い \U0001f30d", "größer"]},
+]
+
+
+async def over_grpc(address: str, request: router_pb2.GenerateRequest) -> tuple[list[int], str]:
+    ids, texts = [], []
+    async with open_channel(address) as channel:
+        async for message in router_pb2_grpc.RouterStub(channel).Generate(request, timeout=60.0):
+            ids += message.tokens.token_ids
+            texts.append(message.tokens.text)
+    return ids, "".join(texts)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "+".join(options))
+async def test_the_same_through_every_face(cluster, text, options) -> None:
+    ask = {"prompt": text, "max_tokens": 24, "seed": 11, "local_prefill_max_tokens": 0}
+    sampling = {name: value for name, value in options.items() if name != "choice"}
+    body = ask | sampling | ({"guided_choice": options["choice"]} if "choice" in options else {})
+    async with httpx.AsyncClient(base_url=cluster.http_url, timeout=60.0) as http:
+        whole = (await http.post("/v1/completions", json=body | {"return_token_ids": True})).json()["choices"][0]
+        ids, parts = [], []
+        async with http.stream(
+            "POST", "/v1/completions", json=body | {"return_token_ids": True, "stream": True}
+        ) as answer:
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    for choice in json.loads(line[6:])["choices"]:
+                        ids += choice.get("token_ids", [])
+                        parts.append(choice["text"])
+    expected = (whole["token_ids"], whole["text"])
+    assert (ids, "".join(parts)) == expected
+    request = router_pb2.GenerateRequest(
+        prompt=text,
+        local_prefill_max_tokens=0,
+        sampling=types_pb2.SamplingParams(max_tokens=24, seed=11, **sampling),
+    )
+    if "choice" in options:
+        request.sampling.grammar.kind = types_pb2.GRAMMAR_KIND_CHOICE
+        request.sampling.grammar.source = json.dumps(options["choice"])
+    assert await over_grpc(cluster.grpc_address, request) == expected
+    async with AsyncClient(cluster.grpc_address, timeout_s=60.0) as client:
+        answer = await client.generate(**ask, **options)
+        assert (list(answer.token_ids), answer.text) == expected
+
+    def synchronous() -> tuple[list[int], str]:
+        with Client(cluster.grpc_address, timeout_s=60.0) as client:
+            deltas = list(client.stream(**ask, **options))
+            return [t for delta in deltas for t in delta.token_ids], "".join(delta.text for delta in deltas)
+
+    assert await asyncio.to_thread(synchronous) == expected
+
+
+@pytest.mark.parametrize("local", [0, 4000])
+async def test_a_cut_stream_goes_on_byte_for_byte(cluster, local) -> None:
+    """Cut behind every token: within a character, within a stop string, under a grammar, at the end."""
+    cases: list[dict[str, Any]] = [
+        {"prompt": TEXTS[0], "temperature": 0, "stop": ["the sky is"], "max_tokens": 10},
+        {"prompt": TEXTS[1], "temperature": 1.0, "regex": "[a-c]{2}空\U0001f30d!", "max_tokens": 12},
+    ]
+    async with AsyncClient(cluster.grpc_address, timeout_s=60.0) as client:
+        for case in cases:
+            stream = client.stream(**case, local_prefill_max_tokens=local)
+            deltas = [delta async for delta in stream]
+            ids, text, seed = list(stream.result.token_ids), stream.result.text, stream.seed
+            for cut in range(1, len(ids) + 1):
+                sent = "".join(delta.text for delta in deltas if delta.offset < cut)
+                if any(delta.offset < cut < delta.offset + len(delta.token_ids) for delta in deltas):
+                    continue  # these tokens came in one message
+                rest = await client.generate(
+                    **case | {"seed": seed}, resume_after=ids[:cut], local_prefill_max_tokens=local
+                )
+                assert ids[:cut] + list(rest.token_ids) == ids
+                assert sent + rest.text == text, (cut, sent, rest.text)
+                assert rest.finish_reason == stream.result.finish_reason
+                assert rest.usage == stream.result.usage or rest.usage.completion_tokens == len(ids)
+    await asyncio.to_thread(cluster.wait_idle, deadline_s=5.0)
+
+
+async def test_an_idempotency_key_runs_once(cluster) -> None:
+    ask: dict[str, Any] = {"prompt": "Once", "max_tokens": 4, "idempotency_key": f"key-{cluster.grpc_address}"}
+    async with AsyncClient(cluster.grpc_address, timeout_s=60.0) as client:
+        await client.generate(**ask)
+        with pytest.raises(DuplicateRequestError):
+            await client.generate(**ask)
+        long = client.stream(**ask | {"max_tokens": 400, "ignore_eos": True, "idempotency_key": "left"})
+        async for _ in long:
+            break
+        del long
+        await asyncio.to_thread(cluster.wait_idle, deadline_s=5.0)
+        await client.generate(**ask | {"idempotency_key": "left"})
+    async with httpx.AsyncClient(base_url=cluster.http_url, timeout=60.0) as http:
+        body = {"prompt": "Once", "max_tokens": 4}
+        headers = {"idempotency-key": "over http"}
+        codes = [(await http.post("/v1/completions", json=body, headers=headers)).status_code for _ in range(2)]
+        assert codes == [200, 409]
