@@ -69,6 +69,7 @@ class GenerateOptions(TypedDict, total=False):
         explain: fill in Completion.explanation.
         local_prefill_max_tokens: most uncached prompt tokens that a decode worker may compute itself; 0: never.
         failure_policy: "fail", "recompute" or "retry" when the worker that computes the prompt is lost.
+        priority: lower goes first, where the workers schedule by priority; default 0.
     """
 
     prompt: str | None
@@ -104,6 +105,7 @@ class GenerateOptions(TypedDict, total=False):
     explain: bool
     local_prefill_max_tokens: int | None
     failure_policy: str
+    priority: int
     json_schema: Mapping[str, Any] | str | None
     regex: str | None
     choice: Sequence[str] | None
@@ -169,7 +171,7 @@ def build_request(options: GenerateOptions) -> router_pb2.GenerateRequest:
         _extend(request.resume_after, "token_ids", options["resume_after"] or (), "resume_after")
     if options.get("resume") and not may_resume(request):
         raise InvalidRequestError("resume is for one choice, without tools, split and prompt_logprobs", param="resume")
-    for name in ("model", "request_id", "explain", "local_prefill_max_tokens", "idempotency_key", "split"):
+    for name in ("model", "request_id", "explain", "local_prefill_max_tokens", "priority", "idempotency_key", "split"):
         if values.get(name) is not None:
             _assign(request, name, values[name], name)
     policy = options.get("failure_policy") or ""

@@ -144,6 +144,8 @@ class Attempt:
                     # May still become local (RunLocally), once it is known how much decode has cached.
                     mode=KvMode.REMOTE,
                     cache_salt=sub.cache_salt,
+                    tenant=sub.cache_salt.hex(),
+                    priority=sub.priority,
                     output_token_ids=sub.output_token_ids,
                     grammar=grammar,
                 )
@@ -336,6 +338,7 @@ class Attempt:
             decode=wire.ref_to_proto(sub.placement.decode),
             remaining_s=max(remaining_s - min(_LEG_MARGIN_S, 0.05 * remaining_s), 0.001),
             cache_salt=sub.cache_salt,
+            priority=sub.priority,
         )
         return RemoteLeg(
             self._tools,

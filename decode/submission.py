@@ -42,6 +42,7 @@ class Submission:
     remaining_s: float
     cache_salt: bytes
     policy: FailurePolicy
+    priority: int = 0
     traceparent: str = ""
     """The router's trace context."""
     output_token_ids: tuple[int, ...] = ()
@@ -89,6 +90,7 @@ def parse_submit(message: decode_pb2.Submit, limits: Limits) -> Submission:
         ),
         remaining_s=convert.check_remaining(message.remaining_s),
         cache_salt=message.cache_salt,
+        priority=message.priority,
         traceparent=message.traceparent,
         policy=policy,
         output_token_ids=outputs,

@@ -56,7 +56,8 @@ class EngineRequest:
         want_kv: PREFILL only: False packs nothing.
         peer: PREFILL only: decode worker id; slabs have a quota per peer.
         priority: lower goes first; counts under the priority policy only.
-        tenant: whose share of tokens and of the prefix cache it uses.
+        tenant: whose share of tokens and of the prefix cache it uses. Workers take the salt for it: a tenant each, without a
+            name that could be read.
         choice: number of the first choice; enters the draws.
         grammar: what sampling.grammar was compiled to, or a mask for the first token; None: any token may come.
     """

@@ -74,6 +74,8 @@ def parse_request(message: prefill_pb2.PrefillRequest, limits: Limits) -> LegReq
             output_token_ids=outputs,
             mode=KvMode.PREFILL,
             cache_salt=message.cache_salt,
+            tenant=message.cache_salt.hex(),
+            priority=message.priority,
             decode_cached_tokens=cached,
             want_kv=message.want_kv,
             peer=message.decode.worker_id,

@@ -155,6 +155,7 @@ class Intake:
             arrived=arrived,
             deadline=arrived + timeout_s,
             tenant=spec.tenant,
+            priority=0 if spec.priority is None else _integer(spec.priority, "priority", -(2**31), 2**31 - 1),
             thinking=thinking,
             echo=await self._echo(spec, token_ids) if spec.echo else "",
             idempotency_key=key,

@@ -31,6 +31,7 @@ class GenerateSpec:
         request_id: the caller's label, printable ASCII of at most 128 bytes.
         local_prefill_max_tokens: None: the router's setting.
         failure_policy: "fail" | "recompute" | "retry" | "" (the default: retry, then recompute).
+        priority: lower goes first, where the workers schedule by priority; None: 0.
         timeout_s: seconds the caller will wait; capped by the router's setting.
         bad_words: texts.
         grammar: a common.grammar.Grammar.
@@ -60,6 +61,7 @@ class GenerateSpec:
     explain: bool = False
     local_prefill_max_tokens: object = None
     failure_policy: object = ""
+    priority: object = None
     timeout_s: object = None
     min_p: object = None
     presence_penalty: object = None
@@ -116,6 +118,7 @@ class PreparedRequest:
     arrived: float
     deadline: float
     tenant: str = ""
+    priority: int = 0
     traceparent: str = ""
     operation: str = "text_completion"
     thinking: bool = False

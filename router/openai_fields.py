@@ -32,7 +32,6 @@ NOT_BUILT: Mapping[str, tuple[object, ...]] = {
     "continue_final_message": _OFF,
     "documents": _EMPTY,
     "chat_template": _NO,
-    "priority": _ZERO,
     "cache_salt": _EMPTY,
     "kv_transfer_params": _EMPTY,
     "stream_interval": _ONE,

@@ -52,6 +52,7 @@ _SAMPLING = (
     "early_stopping",
     "prompt_logprobs",
     "local_prefill_max_tokens",
+    "priority",
 )
 """Fields that go into the spec as they are."""
 
@@ -99,6 +100,7 @@ class Sampled(BaseModel):
     user: str | None = None
     request_id: str | None = None
     local_prefill_max_tokens: int | None = None
+    priority: int | None = None
     failure_policy: Literal["fail", "recompute", "retry", ""] | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | str | None = None

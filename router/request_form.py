@@ -81,6 +81,7 @@ def spec_from(
         explain=request.explain,
         local_prefill_max_tokens=_given(request, "local_prefill_max_tokens"),
         failure_policy=_POLICIES[request.failure_policy],
+        priority=request.priority,
         timeout_s=remaining_s,
         tenant=tenant,
     )

@@ -39,6 +39,7 @@ def submit_of(
         ),
         remaining_s=left_s - min(_MARGIN_S, left_s * _MARGIN_FRACTION),
         cache_salt=request.cache_salt,
+        priority=request.priority,
         output_token_ids=request.resume_after,
         failure_policy=request.failure_policy,  # type: ignore[arg-type]  # a number of that enum
         traceparent=traceparent,

@@ -227,7 +227,13 @@ class Scheduler:
         for request in served:
             tokens = request.token_ids
             seq = request.seq
-            seq.token_ids = [tokens[-1]]
+            ids = seq.token_ids
+            if (
+                len(ids) == 1
+            ):  # its own list of the step before: a new one would cost as much as all the rest of this loop
+                ids[0] = tokens[-1]
+            else:
+                seq.token_ids = [tokens[-1]]
             seq.start = request.num_computed
             seq.sample = True
             seq.output_index = len(tokens) - request.num_prompt

@@ -176,6 +176,7 @@ BAD_BODIES: list[tuple[str, bytes | dict[str, Any], str | None]] = [
     (CHAT, {"messages": MESSAGES, "stream": "yes"}, "stream"),
     (CHAT, {"messages": MESSAGES, "stream_options": {"include_usage": True}}, "stream_options"),
     (CHAT, {"messages": MESSAGES, "failure_policy": "pray"}, "failure_policy"),
+    (CHAT, {"messages": MESSAGES, "priority": 1.5}, "priority"),
     (CHAT, {"messages": MESSAGES, "n": 0}, "n"),
     (CHAT, {"messages": MESSAGES, "n": 10**9}, "n"),
     (CHAT, {"messages": MESSAGES, "best_of": 2, "stream": True}, "best_of"),

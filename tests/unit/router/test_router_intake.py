@@ -165,6 +165,15 @@ async def test_choices_are_capped(intake, field):
     assert caught.value.param == field
 
 
+async def test_the_priority_is_a_32_bit_number(intake):
+    assert (await intake.prepare(GenerateSpec(prompt="a"))).priority == 0
+    assert (await intake.prepare(GenerateSpec(prompt="a", priority=-7))).priority == -7
+    for bad in (2**31, "high", 1.5, True):
+        with pytest.raises(InvalidRequestError) as caught:
+            await intake.prepare(GenerateSpec(prompt="a", priority=bad))
+        assert caught.value.param == "priority"
+
+
 async def test_beam_search_leaves_the_defaults_for_drawing_out(intake):
     drawn = (await intake.prepare(GenerateSpec(prompt="a"))).sampling
     assert (drawn.temperature, drawn.beam_width) != (0.0, 3)

@@ -1,0 +1,64 @@
+"""What a request says of its tenant and its priority reaches the schedulers of both workers."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def pd() -> ModuleType:
+    name = "diptych_test_pd_harness"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("pd_harness.py"))
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules[name]
+
+
+async def test_the_more_important_prompt_is_computed_first(pd: ModuleType) -> None:
+    order: list[str] = []
+
+    def watch(seqs: object) -> None:
+        time.sleep(0.01)
+        for seq in seqs:  # type: ignore[attr-defined]
+            name = seq.attempt.split("/")[0]
+            if name not in order:
+                order.append(name)
+
+    config = {"scheduling_policy": "priority", "max_num_seqs": 1}
+    async with (
+        pd.cluster(prefill=lambda: pd.fake_model(before_execute=watch), prefill_config=config) as cluster,
+        pd.FakeRouter(cluster.decode.address) as router,
+    ):
+        order.clear()  # the warm-up
+        for name, priority in (("first", 0), ("late", 5), ("soon", -5), ("mid", 1)):
+            prompt = [len(name)] * 96
+            message = cluster.submit_message(attempt=name, prompt=prompt, max_tokens=2)
+            message.priority = priority
+            router.submit(message)
+        await asyncio.gather(*(router.ended(name) for name in ("first", "late", "soon", "mid")))
+    assert [name for name in order if name != "first"] == ["soon", "mid", "late"]
+
+
+async def test_each_salt_is_a_tenant_with_a_share_of_the_cache(pd: ModuleType) -> None:
+    config = {"tenant_cache_share": 0.125}
+    model = lambda: pd.fake_model(num_blocks=32)  # noqa: E731
+    async with (
+        pd.cluster(num_prefill=0, decode=model, decode_config=config) as alone,
+        pd.FakeRouter(alone.decode.address) as router,
+    ):
+        for i in range(6):
+            message = alone.submit_message(attempt=f"a{i}", prompt=[7 * i + 1] * 50, max_tokens=2)
+            message.cache_salt = b"one" if i < 3 else b"other"
+            assert (await router.run(message)).error is None
+        counts = (await alone.decode.engine.audit()).blocks
+        assert counts.cached == 2 * 4  # each salt kept an eighth of the pool
