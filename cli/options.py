@@ -69,7 +69,8 @@ def add_settings_command(
         except ConfigError as error:
             print(f"error: {error}", file=sys.stderr)
             raise typer.Exit(2) from None
-        print(f"{name}: {settings.describe(config)}", file=sys.stderr)
+        if not more.get("detach"):  # then the process in the background says it, and its words are shown
+            print(f"{name}: {settings.describe(config)}", file=sys.stderr)
         raise typer.Exit(run(config, **more))
 
     texts = field_help(cls)

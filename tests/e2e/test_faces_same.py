@@ -42,7 +42,9 @@ async def test_the_same_through_every_face(cluster, text, options) -> None:
     sampling = {name: value for name, value in options.items() if name != "choice"}
     body = ask | sampling | ({"guided_choice": options["choice"]} if "choice" in options else {})
     async with httpx.AsyncClient(base_url=cluster.http_url, timeout=60.0) as http:
-        whole = (await http.post("/v1/completions", json=body | {"return_token_ids": True})).json()["choices"][0]
+        answered = await http.post("/v1/completions", json=body | {"return_token_ids": True})
+        assert answered.status_code == 200, answered.text
+        whole = answered.json()["choices"][0]
         ids, parts = [], []
         async with http.stream(
             "POST", "/v1/completions", json=body | {"return_token_ids": True, "stream": True}

@@ -21,6 +21,7 @@ SAYS = {
     "sdk_stream.py": "Hello there",
     "sdk_many.py": "tree: Hello there",
     "sdk_logprobs.py": "choice 0: 'Hello there' (stop)",
+    "sdk_form.py": "fits the schema: Hello there",
     "openai_stream.py": "Hello there",
     "http_plain.py": "Hello there",
 }
