@@ -154,8 +154,8 @@ class RoutedAnswer:
 
 def goes_another_way(error: DiptychError, request: router_pb2.GenerateRequest, *, placing: bool) -> bool:
     """Whether the router's own Generate may still bring the answer."""
-    if placing:
-        return error.reason in _ANOTHER_WAY or isinstance(error, RequestDeadlineError)
+    if placing:  # what the router itself sheds it would shed again
+        return error.reason in _ANOTHER_WAY - {"OVERLOADED"} or isinstance(error, RequestDeadlineError)
     return error.reason in _ANOTHER_WAY and request.failure_policy != router_pb2.FAILURE_POLICY_FAIL
 
 

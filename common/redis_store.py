@@ -21,6 +21,7 @@ from redis import asyncio as aioredis
 from redis.exceptions import RedisError, ResponseError
 
 from diptych.common.errors import ConfigError
+from diptych.common.lookup import NameLookup, is_name
 from diptych.common.store import KvEvent, Pending, StoreError
 from diptych.common.store_codec import (
     BadRowError,
@@ -141,17 +142,30 @@ class RedisStore:
             )
         except ValueError as err:
             raise ConfigError("redis_url", url, str(err)) from None
+        where = self._redis.connection_pool.connection_kwargs
+        host = where.get("host")
+        self._lookup = NameLookup(host, where.get("port") or 6379) if is_name(host) else None
+        self._failed = False
 
     def _key(self, kind: str, name: str = "") -> str:
         return f"{self._prefix}:{kind}:{name}" if name else f"{self._prefix}:{kind}"
 
     async def _call(self, work: Awaitable[T], extra_s: float = 0.0) -> T:
+        if self._failed and self._lookup is not None and (why := await self._lookup.found(self._timeout_s)):
+            # Each try to connect would leave a look-up behind, and they would pile up as long as the resolver is away.
+            if asyncio.iscoroutine(work):
+                work.close()
+            raise StoreError(why)
         try:
             async with asyncio.timeout(self._timeout_s + extra_s):
-                return await work
+                answer = await work
+            self._failed = False
+            return answer
         except TimeoutError:
+            self._failed = True
             raise StoreError(f"redis did not answer in {self._timeout_s + extra_s:g} s") from None
         except (RedisError, OSError) as err:
+            self._failed = not isinstance(err, ResponseError)
             raise StoreError(f"redis: {type(err).__name__}: {err}") from err
 
     async def _eval(self, script: str, keys: list[str], args: list[Any]) -> Any:

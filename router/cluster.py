@@ -15,6 +15,7 @@ from diptych.common.errors import DiptychError, NoWorkerError, WorkerLostError
 from diptych.common.ids import new_incarnation
 from diptych.common.store import Store, StoreError
 from diptych.common.worker_record import WorkerRecord
+from diptych.router.admission import Admission, Judgement
 from diptych.router.breaker import Breakers, is_fault
 from diptych.router.compatibility import RouterCheck, pair_differences
 from diptych.router.decisions import Decisions
@@ -50,6 +51,7 @@ class Cluster:
     poll_s: pause between two looks at the leases, and between two probes of a worker.
     dead_s: silence after which a worker is not placed on.
     policy: name of the placement policy.
+    require_prefill: not ready before a prefill worker was there once.
     """
 
     def __init__(
@@ -62,6 +64,8 @@ class Cluster:
         poll_s: float = 0.25,
         dead_s: float = 2.0,
         policy: str = "cost",
+        require_prefill: bool = True,
+        admission: Admission | None = None,
         open_link: Callable[[WorkerRecord], WorkerLink] | None = None,
     ) -> None:
         self._store = store
@@ -84,13 +88,14 @@ class Cluster:
         self._pending = PendingShare(store, self.reservations, f"router-{new_incarnation()}", clock=clock)
         self.breakers = Breakers()
         self.retry_budget = RetryBudget()
+        self.admission = admission or Admission("off")
         self.decisions = Decisions()
         self._event_watch = EventWatch()
         self.mute: dict[str, str] = {}
         """Workers whose cache the index cannot follow, and why."""
         self.degraded = ""
         """Why the view may be old, or ""."""
-        self._pair_seen = False
+        self._pair_seen = not require_prefill
         self.on_ticket_news: Callable[[decode_pb2.TicketNews], None] = lambda _: None
 
     def _open_link(self, record: WorkerRecord) -> WorkerLink:
@@ -306,7 +311,7 @@ class Cluster:
 
     def ready(self) -> tuple[bool, list[str]]:
         """Whether a request could be placed, and what stands against it or is degraded. The first time, a prefill and a
-        decode worker that fit are needed; later decode alone is enough (it computes prompts itself)."""
+        decode worker that fit are needed (see require_prefill); later decode alone is enough (it computes prompts itself)."""
         view = self.snapshot()
         reasons = [f"{worker_id} {why}" for worker_id, why in sorted(view.unusable.items())]
         reasons += [f"{p} and {d} do not fit: {'; '.join(why)}" for (p, d), why in view.incompatible.items()]
@@ -350,6 +355,12 @@ class Cluster:
         if isinstance(answer, Rejected):
             raise NoWorkerError("; ".join(answer.reasons))
         return answer
+
+    def judge(self, placement: Placement, waited_s: float, allowed_s: float) -> Judgement:
+        """Whether the request is worth starting there. `waited_s`, `allowed_s`: from its arrival, until now and at most."""
+        ttft_s = waited_s + placement.chosen.ttft_ms / 1000.0
+        tpot_s = placement.decode.record.load.decode_step_s
+        return self.admission.judge(ttft_s, tpot_s, allowed_s, self._rng)
 
     def open(self, placement: Placement, submit: decode_pb2.Submit) -> Attempt:
         """Send the attempt to decode and count it as pending until `reservations.release`. Raises: WorkerLostError."""

@@ -26,6 +26,11 @@ class RouterConfig:
     placement_policy: "cost" places by cache and load; round-robin, random, least-loaded, power-of-two and session-affinity are
         there to be compared with it.
     tenant_metrics: /metrics has series with tenants' names, for the board of tenants.
+    admission: "on" refuses at once (529, Retry-After) what cannot have its first token in time, or its pace; "shadow" only
+        counts whom it would have refused, and how many of them wrongly; "off".
+    max_ttft_s, max_tpot_s: targets of admission; 0: the request's own deadline, and none.
+    require_prefill: ready only once a prefill and a decode worker that fit were there (later decode alone is enough: it computes
+        prompts itself); without it a cluster of decode workers alone serves as a colocated one.
     lookaside: give placement tickets to SDK clients that ask for them: they then stream from decode workers directly.
     generation_config: "auto" takes sampling defaults from the model's generation_config.json, "none" does not.
     """
@@ -51,6 +56,10 @@ class RouterConfig:
     reasoning_parser: str = "auto"
     placement_policy: str = "cost"
     tenant_metrics: bool = False
+    admission: str = "shadow"
+    max_ttft_s: float = 0.0
+    max_tpot_s: float = 0.0
+    require_prefill: bool = True
     lookaside: bool = True
     worker_poll_s: float = 0.25
     worker_dead_s: float = 2.0
@@ -63,6 +72,9 @@ class RouterConfig:
         for name in ("request_timeout_s", "worker_poll_s", "worker_dead_s"):
             if not 0 < getattr(self, name) < 1e6:
                 raise ConfigError(name, getattr(self, name), "must be above 0 and finite")
+        for name in ("max_ttft_s", "max_tpot_s"):
+            if not 0 <= getattr(self, name) < 1e6:
+                raise ConfigError(name, getattr(self, name), "must be 0 or more, and finite")
         if not 0 <= self.local_prefill_max_tokens < 2**31:
             raise ConfigError("local_prefill_max_tokens", self.local_prefill_max_tokens, "must be 0 or more")
         if self.max_model_len is not None and self.max_model_len < 2:

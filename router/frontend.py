@@ -23,6 +23,7 @@ from diptych.common.store import Store
 from diptych.common.ticket import PURPOSE
 from diptych.common.token_bytes import TokenBytes
 from diptych.common.tokenizer import GenerationDefaults, ModelTokenizer, generation_defaults
+from diptych.router.admission import Admission
 from diptych.router.cluster import Cluster, Prompt
 from diptych.router.compatibility import RouterCheck
 from diptych.router.config import RouterConfig
@@ -133,6 +134,8 @@ class Frontend:
             poll_s=config.worker_poll_s,
             dead_s=config.worker_dead_s,
             policy=config.placement_policy,
+            require_prefill=config.require_prefill,
+            admission=Admission(config.admission, config.max_ttft_s, config.max_tpot_s),
         )
         limits = IntakeLimits(
             model=self._model,

@@ -16,6 +16,7 @@ from diptych.common.clock import Clock
 from diptych.common.errors import NoWorkerError, RequestDeadlineError
 from diptych.common.ids import new_attempt_id
 from diptych.common.ticket import seal
+from diptych.router.admission import Judgement
 from diptych.router.cluster import Cluster, Life, Prompt
 from diptych.router.decisions import Decision
 from diptych.router.explain import Story
@@ -35,6 +36,7 @@ class _Grant:
     story: Story
     decision: Decision
     spend: Callable[[int], None]
+    judgement: Judgement
     arrived: float
     until: float
     """When it is released whatever happens: until its first token the ticket's end, then the deadline."""
@@ -64,12 +66,17 @@ class Lookaside:
 
         Args:
             spend: called with the answer's tokens, once they are known.
-        Raises: NoWorkerError, also when the chosen worker lets no clients in; RequestDeadlineError.
+        Raises: NoWorkerError, also when the chosen worker lets no clients in; OverloadedError when the request is not worth
+            starting; RequestDeadlineError.
         """
         cluster, now = self._cluster, self._clock.now()
         if request.deadline <= now:
             raise RequestDeadlineError("the request's deadline passed before it could be placed")
         placement = cluster.place(wish_of(request), Prompt(request.prompt_token_ids, request.cache_salt))
+        judgement = cluster.judge(placement, now - request.arrived, request.deadline - request.arrived)
+        self._metrics.admission.labels(judgement.verdict.value).inc()
+        if judgement.error is not None:
+            raise judgement.error
         record = placement.decode.record
         door = cluster.client_door((record.worker_id, record.incarnation))
         if door is None:
@@ -93,6 +100,7 @@ class Lookaside:
             story=story,
             decision=decision,
             spend=spend,
+            judgement=judgement,
             arrived=request.arrived,
             until=min(request.deadline, now + UNHEARD_S),
             deadline=request.deadline,
@@ -119,6 +127,7 @@ class Lookaside:
             grant.until = grant.deadline
             grant.story.ttft_s = self._clock.now() - grant.arrived
             self._metrics.ttft.observe(grant.story.ttft_s)
+            self._metrics.judged(self._cluster.admission.on_first_token(grant.judgement, grant.story.ttft_s))
             self._cluster.reservations.prompt_computed(news.attempt)
         if news.ended:
             if news.completion_tokens:

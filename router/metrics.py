@@ -84,6 +84,12 @@ class RouterMetrics(Metrics):
         self.errors = self.counter("request_errors", "Requests that failed, by reason", ["reason"])
         self.placements = self.counter("placements", "Attempts by where the prompt was to be computed", ["prefill"])
         self.replacements = self.counter("replacements", "Requests that were placed again before their first token")
+        self.admission = self.counter("admission", "Requests as admission judged them", ["verdict"])
+        self.judged_refusals = self.counter(
+            "admission_refusals_judged",
+            "Requests that admission would have refused, by whether that had been right",
+            ["right"],
+        )
         self.tickets = self.counter("placement_tickets", "Placement tickets by what became of them", ["outcome"])
         self.kv_bytes = self.counter("kv_transfer_bytes", "Bytes of KV that crossed from prefill to decode")
         self.predicted_cached = self.counter(
@@ -143,6 +149,11 @@ class RouterMetrics(Metrics):
             self.fallbacks.labels("local_prefill" if faults else "decode_cache").inc()
         elif faults:
             self.fallbacks.labels("other_prefill").inc()
+
+    def judged(self, would_have_come: bool | None) -> None:
+        """Of a request that admission would have refused: whether it met its target. None: nobody would have."""
+        if would_have_come is not None:
+            self.judged_refusals.labels("no" if would_have_come else "yes").inc()
 
     def predictions(self, story: Story) -> None:
         """A request has ended well: what was expected of it, against what came."""

@@ -20,6 +20,7 @@ from diptych.common.errors import (
     WorkerLostError,
 )
 from diptych.common.ids import new_attempt_id
+from diptych.router.admission import Judgement
 from diptych.router.cluster import Cluster, Life, Prompt
 from diptych.router.decisions import Decision
 from diptych.router.decode_stream import Attempt
@@ -37,6 +38,7 @@ from diptych.router.messages import (
     UsageInfo,
 )
 from diptych.router.metrics import RouterMetrics
+from diptych.router.placement import Placement
 from diptych.router.submission import submit_of, wish_of
 from diptych.rpc.convert import finish_reason_from_proto, logprobs_from_proto
 from diptych.rpc.errors import from_failure
@@ -61,6 +63,7 @@ class Relay:
         self._life = Lifecycle(num_tokens=resumed, offsets={0: resumed})
         self._started = False
         self._attempt: Attempt | None = None
+        self._judgement: Judgement | None = None
         self._story = Story(request.request_id)
         self._decision = Decision(
             request_id=request.request_id,
@@ -141,11 +144,21 @@ class Relay:
         if not self._life.num_replacements:
             self._cluster.decisions.add(self._decision)
             self._cluster.retry_budget.on_request()
+            self._admit(placement)
         submit = submit_of(request, placement, new_attempt_id(), self._left_s(), self.traceparent)
         self._life.on(Move.SUBMIT)
         self._attempt = self._cluster.open(placement, submit)
         self._judged = False
         self._metrics.placements.labels("local" if placement.local_prefill else "remote").inc()
+
+    def _admit(self, placement: Placement) -> None:
+        """Raises: OverloadedError when the request is not worth starting."""
+        request = self._request
+        judgement = self._cluster.judge(placement, self._story.waited_s, request.deadline - request.arrived)
+        self._judgement = judgement
+        self._metrics.admission.labels(judgement.verdict.value).inc()
+        if judgement.error is not None:
+            raise judgement.error
 
     def _left_s(self) -> float:
         left_s = self._request.deadline - self._clock.now()
@@ -158,6 +171,7 @@ class Relay:
         fails = self._request.failure_policy == router_pb2.FAILURE_POLICY_FAIL
         placement = self._story.placement
         self._judge(error.reason)
+        fails = fails or (self._judgement is not None and error is self._judgement.error)
         may = not fails and isinstance(error, _REPLACEABLE) and self._life.may_replace
         if placement is None or not may or not self._cluster.retry_budget.take():
             self._fail(error)
@@ -209,6 +223,8 @@ class Relay:
             if self._life.num_tokens == len(self._request.resume_after) and self._attempt is not None:
                 self._cluster.reservations.prompt_computed(self._attempt.id)
                 self._story.ttft_s = self._clock.now() - self._request.arrived
+                if self._judgement is not None:
+                    self._metrics.judged(self._cluster.admission.on_first_token(self._judgement, self._story.ttft_s))
             self._life.on_tokens(delta.offset, len(delta.token_ids), delta.choice)
             logprobs = tuple(logprobs_from_proto(entry, TokenLogprob) for entry in delta.logprobs)
             return TokenEvent(delta.offset, tuple(delta.token_ids), delta.text, delta.choice, logprobs)
@@ -248,6 +264,9 @@ class Relay:
         story.facts, story.cached_tokens = message.explanation, usage.cached_tokens
         self._decision.outcome = "finished"
         self._metrics.predictions(story)
+        if self._judgement is not None and usage.completion_tokens > 1 and sampling.num_choices == 1:
+            answer_s = self._clock.now() - self._request.arrived - story.ttft_s
+            self._cluster.admission.on_pace(self._judgement, answer_s / (usage.completion_tokens - 1))
         self._metrics.split(story, self._clock.now() - self._request.arrived)
         self._cluster.on_computed(message.explanation.prefill, usage.prompt_tokens - usage.cached_tokens)
         return FinishedEvent(

@@ -36,7 +36,7 @@ def make_model_folder(path):
 class Fleet:
     """Workers, their leases, and a router that watches them."""
 
-    def __init__(self, folder, tmp_path):
+    def __init__(self, folder, tmp_path, **settings):
         self.clock = FakeClock()
         self.store = MemoryStore(self.clock)
         self.secret = create_secret(tmp_path / "secret")
@@ -48,6 +48,7 @@ class Fleet:
             worker_poll_s=0.02,
             worker_dead_s=0.5,
             local_prefill_max_tokens=0,
+            **settings,
         )
         self.frontend = Frontend(config, store=self.store, clock=MonotonicClock(), rng=random.Random(1))
         self.header = IdentityHeader(
@@ -113,8 +114,8 @@ async def drain(events):
 
 
 @asynccontextmanager
-async def running(folder, tmp_path):
-    fleet = Fleet(folder, tmp_path)
+async def running(folder, tmp_path, **settings):
+    fleet = Fleet(folder, tmp_path, **settings)
     try:
         await fleet.frontend.start()
         yield fleet

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from diptych_test_router_fleet import drain
+from diptych_test_router_fleet import drain, running
 
 from diptych.common.block_identity import block_keys
 from diptych.common.errors import (
@@ -11,14 +11,18 @@ from diptych.common.errors import (
     InternalError,
     InvalidRequestError,
     NoWorkerError,
+    OverloadedError,
     RequestDeadlineError,
     StaleReferenceError,
     WorkerLostError,
 )
 from diptych.common.secret import tenant_salt
 from diptych.common.store import KvEvent
+from diptych.common.worker_record import WorkerLoad
+from diptych.router.cluster import Prompt
 from diptych.router.fake_decode import FakeDecode
 from diptych.router.frontend import FinishedEvent, GenerateSpec, StartedEvent, TokenEvent
+from diptych.router.placement import PlacementRequest
 
 
 async def test_answer_and_explanation(fleet):
@@ -342,3 +346,41 @@ async def test_explain_and_what_if_from_the_command_line(fleet):
         assert "remembers no request" in str(unknown.exception)
     finally:
         await server.stop(0)
+
+
+async def test_a_cluster_without_prefill_is_ready_when_that_is_wanted(model_folder, tmp_path):
+    for wanted in (True, False):
+        async with running(model_folder, tmp_path, require_prefill=wanted) as fleet:
+            await fleet.add("d0")
+            await fleet.until_ready(decode=1, prefill=0)
+            ready, reasons = fleet.frontend.ready()
+            assert ready is not wanted
+            assert reasons[0] == "no usable prefill worker"
+            if not wanted:
+                assert fleet.frontend._cluster.place(PlacementRequest(40, 0), Prompt([1] * 40)).local_prefill
+
+
+async def test_what_cannot_come_in_time_is_shed_before_any_work(model_folder, tmp_path):
+    async with running(model_folder, tmp_path, admission="on", max_ttft_s=0.5) as fleet:
+        await fleet.add("p0", "prefill", load=WorkerLoad(prefill_tokens_per_s=1000.0))
+        decode = await fleet.add("d0")
+        await fleet.until_ready()
+        await fleet.ask()
+        admission = fleet.frontend._cluster.admission
+        assert admission.ttft.num_seen == admission.tpot.num_seen + 1 == 1  # nothing is known of d0's steps
+        for _ in range(100):
+            admission.ttft.on_seen(0.1, 1.0)
+        done = len(decode.submits)
+
+        async def ask_thrice():  # one in twenty is tried all the same
+            for _ in range(3):
+                await fleet.ask(num_prompt=200)
+
+        with pytest.raises(OverloadedError, match="shed before any work") as caught:
+            await ask_thrice()
+        assert caught.value.retry_after_s >= 0.5
+        assert len(decode.submits) <= done + 2
+        await fleet.ask(num_prompt=2)
+        await fleet.until(fleet.no_reservations)
+        counted = fleet.frontend.metrics.admission
+        assert counted.labels("refused")._value.get() == 1
