@@ -9,7 +9,7 @@ import socket
 import threading
 
 
-def is_name(host: str | None) -> bool:
+def is_name(host: str) -> bool:
     """Whether a resolver has to be asked."""
     if not host:
         return False

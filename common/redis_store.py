@@ -143,7 +143,7 @@ class RedisStore:
         except ValueError as err:
             raise ConfigError("redis_url", url, str(err)) from None
         where = self._redis.connection_pool.connection_kwargs
-        host = where.get("host")
+        host = str(where.get("host") or "")
         self._lookup = NameLookup(host, where.get("port") or 6379) if is_name(host) else None
         self._failed = False
 

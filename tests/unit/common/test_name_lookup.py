@@ -10,7 +10,7 @@ from diptych.common.store import StoreError
 
 
 @pytest.mark.parametrize(
-    ("host", "name"), [("redis", True), ("redis.example", True), ("127.0.0.1", False), ("::1", False), (None, False)]
+    ("host", "name"), [("redis", True), ("redis.example", True), ("127.0.0.1", False), ("::1", False), ("", False)]
 )
 def test_what_needs_a_resolver(host, name):
     assert is_name(host) is name
