@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import urllib.error
 import urllib.request
 
 from diptych.common.errors import ConfigError
+from diptych.common.tls import load_cluster_tls
 
 
 def why_unhealthy(address: str, *, timeout_s: float) -> str:
     """Why the server at `address` does not serve; empty: it does.
 
     Args:
-        address: host:port of a gRPC server (grpc.health.v1 is asked), or an http:// URL that must answer 200.
+        address: host:port of a gRPC server (grpc.health.v1 is asked, with the certificate of DIPTYCH_CLUSTER_CA, _CERT and _KEY
+            where they are set), or an http:// URL that must answer 200.
     Raises: ConfigError when it is neither.
     """
     if address.startswith("http://"):
@@ -39,7 +42,14 @@ def _ask_grpc(address: str, timeout_s: float) -> str:
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+    files = [os.environ.get(f"DIPTYCH_CLUSTER_{part}", "") for part in ("CA", "CERT", "KEY")]
+    tls = load_cluster_tls(*files)
+    options = [("grpc.enable_http_proxy", 0)]
+    with (
+        grpc.insecure_channel(address, options=options)
+        if tls is None
+        else grpc.secure_channel(address, grpc.ssl_channel_credentials(tls.ca, tls.key, tls.cert), options=options)
+    ) as channel:
         try:
             answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
         except grpc.RpcError as error:

@@ -37,6 +37,35 @@ def load_server_tls(cert_file: Path | str, key_file: Path | str) -> ServerTls:
     return ServerTls(Path(cert_file), Path(key_file), found["tls_cert"], found["tls_key"])
 
 
+@dataclass(frozen=True, slots=True)
+class ClusterTls:
+    """What our own processes show each other (mTLS): a certificate of the cluster's authority, as server and as client."""
+
+    ca: bytes
+    cert: bytes
+    key: bytes
+
+
+def load_cluster_tls(ca_file: Path | str, cert_file: Path | str, key_file: Path | str) -> ClusterTls | None:
+    """None: none of the files is named. Raises: ConfigError when only some are, or one cannot be used."""
+    named = {"cluster_ca": ca_file, "cluster_cert": cert_file, "cluster_key": key_file}
+    if not any(str(file) for file in named.values()):
+        return None
+    for name, file in named.items():
+        if not str(file):
+            raise ConfigError(name, "", "must be set too: mTLS needs an authority, a certificate and its key")
+    try:
+        authority = Path(ca_file).read_bytes()
+        ssl.create_default_context(cadata=authority.decode())
+    except (OSError, ssl.SSLError, ValueError) as error:
+        raise ConfigError("cluster_ca", str(ca_file), f"cannot be used: {error}") from None
+    try:
+        own = load_server_tls(cert_file, key_file)
+    except ConfigError as error:
+        raise ConfigError(error.field.replace("tls_", "cluster_"), error.value, error.rule) from None
+    return ClusterTls(authority, own.cert, own.key)
+
+
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach a server that listens on `host`."""
     return host in _LOOPBACK_NAMES or host.startswith("127.")

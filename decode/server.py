@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -21,6 +22,7 @@ from diptych.decode.tickets import TicketDesk
 from diptych.decode.unpack_desk import UnpackDesk
 from diptych.decode.way_back import PrefillRates
 from diptych.engine.messages import EngineEvent
+from diptych.rpc.channels import open_channel
 from diptych.rpc.stubs import add_decode
 from diptych.worker.config import WorkerConfig
 from diptych.worker.peers import PeerDirectory
@@ -39,7 +41,10 @@ class DecodeRole:
         if self._grammars is not None and config.grammar_warm_up:
             self._grammars.warm_up()
         self._peers = PeerDirectory(
-            runtime.compat, forget=runtime.transfer.forget, handshake_timeout_s=config.handshake_timeout_s
+            runtime.compat,
+            forget=runtime.transfer.forget,
+            handshake_timeout_s=config.handshake_timeout_s,
+            open_channel=partial(open_channel, tls=runtime.cluster_tls),
         )
         tools = LegTools(
             peers=self._peers,

@@ -14,6 +14,7 @@ from diptych.common.clock import Clock
 from diptych.common.errors import DiptychError, NoWorkerError, WorkerLostError
 from diptych.common.ids import new_incarnation
 from diptych.common.store import Store, StoreError
+from diptych.common.tls import ClusterTls
 from diptych.common.worker_record import WorkerRecord
 from diptych.router.admission import Admission, Judgement
 from diptych.router.breaker import Breakers, is_fault
@@ -67,7 +68,9 @@ class Cluster:
         require_prefill: bool = True,
         admission: Admission | None = None,
         open_link: Callable[[WorkerRecord], WorkerLink] | None = None,
+        tls: ClusterTls | None = None,
     ) -> None:
+        self._tls = tls
         self._store = store
         self._check = check
         self._clock = clock
@@ -106,6 +109,7 @@ class Cluster:
             dead_s=self._dead_s,
             on_change=self._on_change,
             on_news=lambda news: self.on_ticket_news(news),
+            tls=self._tls,
         )
 
     def _on_change(self) -> None:

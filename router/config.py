@@ -20,6 +20,7 @@ class RouterConfig:
     max_prompt_bytes: larger texts are refused before they are tokenized.
     keys_file: API keys made by `diptych keys`; when set, every route but /live and /health and every gRPC method needs one.
     tls_cert, tls_key: PEM files; when set, both servers speak TLS only.
+    cluster_ca, cluster_cert, cluster_key: PEM files: routers and workers show each other a certificate of this authority.
     insecure: let a server that other machines can reach run without keys or without TLS.
     tool_call_parser: hermes, llama3-json, mistral or a plug-in's name; "auto" goes by the chat template, "none" refuses tools.
     reasoning_parser: "think" parts <think>...</think> from answers; "auto" goes by the chat template, "none" does not.
@@ -51,6 +52,9 @@ class RouterConfig:
     keys_file: Path | None = None
     tls_cert: Path | None = None
     tls_key: Path | None = None
+    cluster_ca: str = ""
+    cluster_cert: str = ""
+    cluster_key: str = ""
     insecure: bool = False
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"

@@ -21,6 +21,7 @@ from diptych.common.revision import model_revision, tokenizer_revision
 from diptych.common.secret import derive_key, load_secret, tenant_salt
 from diptych.common.store import Store
 from diptych.common.ticket import PURPOSE
+from diptych.common.tls import load_cluster_tls
 from diptych.common.token_bytes import TokenBytes
 from diptych.common.tokenizer import GenerationDefaults, ModelTokenizer, generation_defaults
 from diptych.router.admission import Admission
@@ -136,6 +137,7 @@ class Frontend:
             policy=config.placement_policy,
             require_prefill=config.require_prefill,
             admission=Admission(config.admission, config.max_ttft_s, config.max_tpot_s),
+            tls=load_cluster_tls(config.cluster_ca, config.cluster_cert, config.cluster_key),
         )
         limits = IntakeLimits(
             model=self._model,

@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from diptych.common.block_identity import KEY_BYTES
 from diptych.common.clock import Clock
 from diptych.common.errors import InternalError
+from diptych.common.tls import ClusterTls
 from diptych.common.worker_record import WorkerRecord
 from diptych.router.decode_stream import DecodeStream
 from diptych.rpc.channels import open_channel
@@ -54,6 +55,7 @@ class WorkerLink:
         probe_s: float,
         dead_s: float,
         on_change: Callable[[], None],
+        tls: ClusterTls | None = None,
         on_news: Callable[[decode_pb2.TicketNews], None] | None = None,
     ) -> None:
         self.worker_id = record.worker_id
@@ -62,7 +64,7 @@ class WorkerLink:
         self._probe_s = probe_s
         self._dead_s = dead_s
         self._on_change = on_change
-        self._channel = open_channel(record.address)
+        self._channel = open_channel(record.address, tls)
         self.decode = (
             DecodeStream(self._channel, record.worker_id, on_change=on_change, on_news=on_news)
             if record.role == "decode"

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import grpc
 
 from diptych.common.errors import ConfigError
+from diptych.common.tls import ClusterTls
 from diptych.common.tracing import TRACEPARENT
 
 MAX_MESSAGE_BYTES = 8 * 1024 * 1024
@@ -49,9 +50,24 @@ def server_options() -> list[tuple[str, int]]:
     ]
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
-    """An insecure channel to host:port, for the cluster's private network."""
-    return grpc.aio.insecure_channel(address, options=channel_options())
+def open_channel(address: str, tls: ClusterTls | None = None) -> grpc.aio.Channel:
+    """A channel to host:port of one of our own processes.
+
+    Args:
+        tls: the peer must show a certificate of the cluster's authority that names its host, and gets ours; None: plain, for
+            loopback and private networks.
+    """
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=channel_options())
+    credentials = grpc.ssl_channel_credentials(tls.ca, tls.key, tls.cert)
+    return grpc.aio.secure_channel(address, credentials, options=channel_options())
+
+
+def cluster_server_credentials(tls: ClusterTls | None) -> grpc.ServerCredentials | None:
+    """Only who shows a certificate of the cluster's authority is let in. None: everybody is."""
+    if tls is None:
+        return None
+    return grpc.ssl_server_credentials([(tls.key, tls.cert)], tls.ca, require_client_auth=True)
 
 
 def trace_context(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diptych.common.errors import ConfigError
+from diptych.common.tls import is_loopback
 from diptych.engine.config import GRAMMAR_BACKENDS, POLICIES, PREEMPTION_MODES
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -23,6 +24,9 @@ class WorkerConfig:
         worker_id: unique in the cluster; a restart keeps it, under a new incarnation.
         host: interface of the gRPC server and of the KV transport. Only a private one: neither asks who is calling.
         port: 0: any free one.
+        cluster_ca, cluster_cert, cluster_key: PEM files: routers and workers show each other a certificate of this authority,
+            on every gRPC connection between them; the certificate names the host of the worker's address.
+        insecure: let other machines reach this worker without them.
         advertise_host: how peers reach us; empty: host.
         metrics_host, metrics_port: where /metrics is served, for Prometheus; no port: nowhere; 0: any free one.
         client_port: where clients may come with a router's tickets (decode only); no port: nowhere; 0: any free one.
@@ -69,6 +73,10 @@ class WorkerConfig:
     worker_id: str = ""
     host: str = "127.0.0.1"
     port: int = 0
+    cluster_ca: str = ""
+    cluster_cert: str = ""
+    cluster_key: str = ""
+    insecure: bool = False
     advertise_host: str = ""
     metrics_host: str = "127.0.0.1"
     metrics_port: int | None = None
@@ -165,6 +173,11 @@ class WorkerConfig:
         ):  # fmt: skip
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(name, getattr(self, name), "must be a positive number of seconds")
+        if not (is_loopback(self.host) or self.insecure or self.cluster_cert):
+            rule = (
+                "other machines can reach it: set cluster_ca, cluster_cert and cluster_key, or --insecure if you must"
+            )
+            raise ConfigError("host", self.host, rule)
         if self.heartbeat_s >= self.lease_s:
             raise ConfigError("heartbeat_s", self.heartbeat_s, f"must be below lease_s={self.lease_s}")
 

@@ -22,6 +22,7 @@ from diptych.common.ids import new_incarnation
 from diptych.common.registration import WorkerRegistration
 from diptych.common.sampling import SamplingParams
 from diptych.common.store import Store
+from diptych.common.tls import load_cluster_tls
 from diptych.common.worker_record import WorkerLoad, WorkerRecord
 from diptych.engine.api import EngineClient
 from diptych.engine.config import EngineConfig
@@ -29,7 +30,7 @@ from diptych.engine.messages import EngineEvent, EngineRequest, KvMode
 from diptych.engine.sched.swap_cost import Rates, describe
 from diptych.kvtransfer.api import Transfer
 from diptych.rpc import convert
-from diptych.rpc.channels import bind, new_server
+from diptych.rpc.channels import bind, cluster_server_credentials, new_server
 from diptych.rpc.health import Health
 from diptych.rpc.stubs import add_worker
 from diptych.rpc.v1 import worker_pb2
@@ -86,6 +87,7 @@ class WorkerRuntime:
         self._live = True
         self._monitor: asyncio.Task[None] | None = None
         self._server = new_server()
+        self.cluster_tls = load_cluster_tls(config.cluster_ca, config.cluster_cert, config.cluster_key)
         self.address = ""
         self.ended = asyncio.Event()
         """Set when the worker cannot go on by itself: its engine died, or a younger incarnation took its name."""
@@ -183,7 +185,7 @@ class WorkerRuntime:
         await self.health.install(self._server)
         add_worker(WorkerServicer(self), self._server)
         self.role.add_to(self._server)
-        port = bind(self._server, self.config.host, self.config.port)
+        port = bind(self._server, self.config.host, self.config.port, cluster_server_credentials(self.cluster_tls))
         host = self.config.advertise_host or self.config.host
         if host in ("0.0.0.0", "::"):  # noqa: S104 - compared only
             raise ConfigError("advertise_host", host, "peers cannot reach a wildcard address: name one of this host")

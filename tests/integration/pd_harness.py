@@ -68,6 +68,7 @@ def worker_config(role: str, worker_id: str, **changes: object) -> WorkerConfig:
         "slab_lease_s": 5.0,
         "drain_s": 5.0,
         "check_invariants": True,
+        "insecure": True,
     }
     return WorkerConfig(**{**settings, **changes})  # type: ignore[arg-type]
 
