@@ -104,7 +104,10 @@ class DirectAnswer:
         if kind == "accepted":
             placed = self._placed
             return "started", router_pb2.Started(
-                request_id=placed.request_id, model=placed.model, prompt_tokens=placed.prompt_tokens
+                request_id=placed.request_id,
+                model=placed.model,
+                prompt_tokens=placed.prompt_tokens,
+                seed=placed.seed,
             )
         if kind != "end":
             return kind or "", getattr(event, kind) if kind else None

@@ -13,7 +13,7 @@ from functools import partial
 import grpc
 import structlog
 
-from diptych.common.errors import DiptychError, InternalError, OverloadedError
+from diptych.common.errors import DiptychError, InternalError, NoWorkerError, OverloadedError
 from diptych.router.auth import current_caller
 from diptych.router.faces import Door
 from diptych.router.request_form import parse, spec_from
@@ -113,5 +113,10 @@ async def serve_placements(door: Door, bodies: AsyncIterator[bytes], context: gr
 
 async def place(door: Door, request: router_pb2.PlaceRequest, tenant: str) -> router_pb2.Placed:
     """Raises: DiptychError."""
-    spec, _ = spec_from(request.request, request.remaining_s or None, door.features(), tenant)
+    asked = request.request
+    spec, offer = spec_from(asked, request.remaining_s or None, door.features(), tenant)
+    if offer.names or (asked.split and asked.WhichOneof("input") == "chat"):
+        raise NoWorkerError("no ticket: the router takes this answer apart")
+    if asked.idempotency_key:
+        raise NoWorkerError("no ticket: the router keeps idempotency keys")
     return door.place(await door.prepare(spec))

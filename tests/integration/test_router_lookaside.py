@@ -156,6 +156,20 @@ async def test_a_refused_ticket_goes_through_the_router(world):
     assert relayed(fleet) == 1
 
 
+async def test_what_the_router_must_see_goes_through_it(world):
+    fleet, _, client = world
+    assert (await client.generate(token_ids=PROMPT, max_tokens=2, idempotency_key="k")).token_ids == (0, 1)
+    assert relayed(fleet) == 1
+    assert tickets(fleet, "granted") == 0
+
+
+async def test_the_seed_is_told_whichever_way_the_answer_came(world):
+    fleet, decode, client = world
+    direct = await client.generate(token_ids=PROMPT, max_tokens=2)
+    assert direct.seed == decode.submits[0].sampling.seed
+    assert relayed(fleet) == 0
+
+
 async def test_no_door_no_ticket(fleet):
     await fleet.add("p0", "prefill")
     await fleet.add("d0")
