@@ -103,7 +103,7 @@ def run_chat(
 
 
 def chat_piped(client: Client, conversation: Conversation, lines: Iterable[str], out: TextIO) -> int:
-    """A turn for every line that is not empty; the first failure ends it."""
+    """A turn for every line that is not empty, commands as on a terminal; the first failure ends it."""
     from diptych.common.errors import DiptychError
 
     def write(text: str) -> None:
@@ -113,6 +113,14 @@ def chat_piped(client: Client, conversation: Conversation, lines: Iterable[str],
     for line in lines:
         if not (text := line.strip()):
             continue
+        if text == "/exit":
+            return 0
+        if text == "/clear":
+            conversation.clear()
+            continue
+        if _COMMAND.fullmatch(text.split(" ", 1)[0]):
+            print(f"error: no such command: {text[:40]!r}; there are /clear and /exit", file=sys.stderr)
+            return 1
         try:
             conversation.ask(client, text, write)
         except DiptychError as error:

@@ -67,6 +67,17 @@ def test_piped_lines_are_turns_of_one_conversation() -> None:
     ]
 
 
+def test_commands_in_a_pipe_are_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    client = FakeClient(["a"], ["b"])
+    out = io.StringIO()
+    lines = ["Hi", "/clear", "/usr/bin/env is what?", "/exit", "never"]
+    assert chat_piped(client, Conversation(), lines, out) == 0  # type: ignore[arg-type]
+    assert out.getvalue() == "a\nb\n"
+    assert client.asked[1]["messages"] == [{"role": "user", "content": "/usr/bin/env is what?"}]
+    assert chat_piped(client, Conversation(), ["/x"], out) == 1  # type: ignore[arg-type]
+    assert "no such command: '/x'" in capsys.readouterr().err
+
+
 def test_a_piped_failure_ends_with_one_line_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     client = FakeClient([WorkerLostError("d0 is gone")])
     assert chat_piped(client, Conversation(), ["Hi"], io.StringIO()) == 1  # type: ignore[arg-type]
