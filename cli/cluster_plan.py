@@ -74,7 +74,8 @@ class ClusterPlan:
 
     @property
     def http_url(self) -> str:
-        return f"http://{self.probe_host}:{self.config.http_port}"
+        scheme = "http" if self.config.tls_cert is None else "https"
+        return f"{scheme}://{self.probe_host}:{self.config.http_port}"
 
     @property
     def grpc_address(self) -> str:
@@ -110,6 +111,7 @@ class ClusterPlan:
                 "grpc-port": config.grpc_port,
                 "max-model-len": config.max_model_len,
                 "local-prefill-max-tokens": config.local_prefill_max_tokens,
+                **_files(config, "keys_file", "tls_cert", "tls_key"),
             }
             insecure = ["--insecure"] if config.insecure else []
             more = shlex.split(config.router_args)
@@ -154,11 +156,18 @@ class ClusterPlan:
             "served-model-name": self.model_name,
             "redis-url": self.redis_url,
             "secret-file": self.secret_file,
+            **_files(self.config, "cluster_ca", "cluster_cert", "cluster_key"),
         }
         return _flags(flags)
 
     def _log(self, name: str) -> Path:
         return self.folder.logs / f"{name}.log"
+
+
+def _files(config: UpConfig, *names: str) -> dict[str, Path]:
+    """Flags of files that are given; absolute: the children run in the run folder."""
+    given: dict[str, Path | None] = {name: getattr(config, name) for name in names}
+    return {name.replace("_", "-"): file.expanduser().absolute() for name, file in given.items() if file is not None}
 
 
 def _flags(values: Mapping[str, object]) -> list[str]:

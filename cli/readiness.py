@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
+import ssl
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,11 +16,26 @@ class FirstAnswer:
     explanation: dict[str, object]
 
 
-def is_ready(host: str, port: int, *, timeout_s: float = 1.0) -> tuple[bool, str]:
-    """(ready, why not): asks GET /ready. Nobody listening is "not listening yet"."""
-    connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
+def _connection(host: str, port: int, timeout_s: float, tls_cert: Path | None) -> http.client.HTTPConnection:
+    """`tls_cert`: the very certificate that our own router shows; its name may be one for others, so it is not looked at."""
+    if tls_cert is None:
+        return http.client.HTTPConnection(host, port, timeout=timeout_s)
+    context = ssl.create_default_context(cafile=str(tls_cert))
+    context.check_hostname = False
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    return http.client.HTTPSConnection(host, port, timeout=timeout_s, context=context)
+
+
+def _key_header() -> dict[str, str]:
+    key = os.environ.get("DIPTYCH_API_KEY", "")
+    return {"authorization": f"Bearer {key}"} if key else {}
+
+
+def is_ready(host: str, port: int, *, timeout_s: float = 1.0, tls_cert: Path | None = None) -> tuple[bool, str]:
+    """(ready, why not): asks GET /ready, with the key in DIPTYCH_API_KEY. Nobody listening is "not listening yet"."""
+    connection = _connection(host, port, timeout_s, tls_cert)
     try:
-        connection.request("GET", "/ready")
+        connection.request("GET", "/ready", headers=_key_header())
         response = connection.getresponse()
         body = response.read(4096).decode(errors="replace")
         return response.status == 200, body
@@ -37,7 +55,7 @@ _PROMPT_ROOM = 160
 _SHORT_PROMPT = "France is"
 
 
-def first_answer(host: str, port: int, *, timeout_s: float, room: int = 0) -> FirstAnswer:
+def first_answer(host: str, port: int, *, timeout_s: float, room: int = 0, tls_cert: Path | None = None) -> FirstAnswer:
     """Generate two tokens: the first is sampled by prefill, the second needs the KV on decode.
 
     Args:
@@ -53,9 +71,9 @@ def first_answer(host: str, port: int, *, timeout_s: float, room: int = 0) -> Fi
             "ignore_eos": True,
         }
     )
-    connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
+    connection = _connection(host, port, timeout_s, tls_cert)
     try:
-        headers = {"content-type": "application/json", "x-diptych-explain": "1"}
+        headers = {"content-type": "application/json", "x-diptych-explain": "1"} | _key_header()
         connection.request("POST", "/v1/completions", body=body, headers=headers)
         response = connection.getresponse()
         raw = response.read().decode(errors="replace")

@@ -77,6 +77,9 @@ def run_up(config: UpConfig, run_root: Path, resolve_model: Callable[[Stages], t
     Returns: the exit code: 1 when the start failed, 130 or 143 after SIGINT or SIGTERM.
     Raises: ConfigError before anything is started.
     """
+    if config.keys_file is not None and not os.environ.get("DIPTYCH_API_KEY"):
+        rule = "the cluster's own first request needs one of its keys: put it into DIPTYCH_API_KEY"
+        raise ConfigError("keys_file", str(config.keys_file), rule)
     folder = RunFolder(run_root)
     stages = Stages()
     with _listening_to_signals() as signals:
@@ -190,7 +193,7 @@ def _start(plan: ClusterPlan, supervisor: Supervisor, signals: _Signals, stages:
     why = ""
     while True:
         _check_start(supervisor, signals)
-        ready, why = is_ready(plan.probe_host, config.http_port)
+        ready, why = is_ready(plan.probe_host, config.http_port, tls_cert=config.tls_cert)
         if ready:
             break
         if time.monotonic() > until:
@@ -200,7 +203,11 @@ def _start(plan: ClusterPlan, supervisor: Supervisor, signals: _Signals, stages:
     stages.stage("first token")
     try:
         answer = first_answer(
-            plan.probe_host, config.http_port, timeout_s=max(until - time.monotonic(), 5.0), room=plan.room
+            plan.probe_host,
+            config.http_port,
+            timeout_s=max(until - time.monotonic(), 5.0),
+            room=plan.room,
+            tls_cert=config.tls_cert,
         )
     except (OSError, RuntimeError, ValueError, LookupError) as error:
         _check_start(supervisor, signals)

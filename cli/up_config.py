@@ -19,7 +19,10 @@ class UpConfig:
     Args:
         model: a local Hugging Face folder or a hub id; "" is the default model, fetched and converted once.
         served_model_name: the name clients use; "" takes the model's own.
-        insecure: let `host` be one that other machines can reach: this cluster asks for no keys and speaks no TLS.
+        keys_file: API keys made by `diptych keys`; the cluster's own first request takes one of them from DIPTYCH_API_KEY.
+        tls_cert, tls_key: PEM files; when set, clients are spoken to over TLS only.
+        cluster_ca, cluster_cert, cluster_key: PEM files for mTLS between router and workers; the certificate names 127.0.0.1.
+        insecure: let `host` be one that other machines can reach, without keys or without TLS.
         redis_url: "" starts an embedded server.
         secret_file: None makes a new secret for this run.
         num_blocks: KV blocks per worker; 0 lets the worker choose from the memory it finds.
@@ -32,6 +35,12 @@ class UpConfig:
     model: str = ""
     served_model_name: str = ""
     host: str = "127.0.0.1"
+    keys_file: Path | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    cluster_ca: Path | None = None
+    cluster_cert: Path | None = None
+    cluster_key: Path | None = None
     insecure: bool = False
     http_port: int = 8000
     grpc_port: int = 50050
@@ -61,8 +70,10 @@ class UpConfig:
         for name in ("http_port", "grpc_port"):
             if not 1 <= getattr(self, name) <= 65535:
                 raise ConfigError(name, getattr(self, name), "must be 1 to 65535")
-        if not (is_loopback(self.host) or self.insecure):
-            rule = "other machines can reach it: give --insecure, or run `diptych router` with keys and TLS"
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ConfigError("tls_key", self.tls_key, "tls_cert and tls_key go together")
+        if not (is_loopback(self.host) or self.insecure or (self.keys_file and self.tls_cert)):
+            rule = "other machines can reach it: set keys_file, tls_cert and tls_key, or --insecure if you must"
             raise ConfigError("host", self.host, rule)
         if self.http_port == self.grpc_port:
             raise ConfigError("grpc_port", self.grpc_port, "must differ from http_port")

@@ -63,3 +63,16 @@ def test_the_printed_curl_sends_json_that_crosses_both_pools():
     body = json.loads(shown.split("-d '")[1].split("'")[0])
     assert body["local_prefill_max_tokens"] == 0
     assert body["temperature"] == 0
+
+
+def test_keys_and_certificates_reach_those_that_use_them(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = ("keys_file", "tls_cert", "tls_key", "cluster_ca", "cluster_cert", "cluster_key")
+    plan = make_plan(tmp_path, **{name: Path(f"{name}.pem") for name in names})
+    router = plan.router_spec().command()
+    for name in names:
+        assert router[router.index("--" + name.replace("_", "-")) + 1] == str(tmp_path / f"{name}.pem")
+    for spec in plan.worker_specs():
+        flags = [flag for flag in spec.command() if flag.startswith(("--cluster-", "--tls", "--keys"))]
+        assert flags == ["--cluster-ca", "--cluster-cert", "--cluster-key"]
+    assert plan.http_url.startswith("https://")

@@ -35,6 +35,12 @@ def test_up_is_not_reachable_by_accident() -> None:
     with pytest.raises(ConfigError, match="--insecure"):
         UpConfig(host="0.0.0.0")
     assert UpConfig(host="0.0.0.0", insecure=True).insecure
+    some = Path("some.pem")
+    with pytest.raises(ConfigError, match="--insecure"):
+        UpConfig(host="0.0.0.0", keys_file=some)
+    UpConfig(host="0.0.0.0", keys_file=some, tls_cert=some, tls_key=some)
+    with pytest.raises(ConfigError, match="go together"):
+        UpConfig(tls_cert=some)
 
 
 def test_chat_names_a_file_that_is_not_there(tmp_path: Path) -> None:
