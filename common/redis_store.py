@@ -108,6 +108,24 @@ end
 return 1
 """
 
+# KEYS: bucket. ARGV: tokens a minute, wanted. Answers (granted, level), as text: Redis cuts numbers to integers.
+_LEASE = """
+local is = redis.call('TYPE', KEYS[1]).ok
+if is ~= 'hash' and is ~= 'none' then redis.call('DEL', KEYS[1]) end
+local clock = redis.call('TIME')
+local now = tonumber(clock[1]) + tonumber(clock[2]) / 1e6
+local full, want = tonumber(ARGV[1]), tonumber(ARGV[2])
+local level = tonumber(redis.call('HGET', KEYS[1], 'level') or '') or full
+local at = tonumber(redis.call('HGET', KEYS[1], 'at') or '') or now
+level = math.min(full, level + math.max(0, now - at) * full / 60)
+local granted = math.max(0, math.min(want, level))
+if want < 0 then granted = math.max(want, -full) end
+level = math.min(full, level - granted)
+redis.call('HSET', KEYS[1], 'level', string.format('%.6f', level), 'at', string.format('%.6f', now))
+redis.call('PEXPIRE', KEYS[1], 120000)
+return {string.format('%.6f', granted), string.format('%.6f', level)}
+"""
+
 
 class RedisStore:
     """See Store.
@@ -322,6 +340,11 @@ class RedisStore:
         if gone:  # a router that comes back adds itself again
             await self._call(self._redis.execute_command("SREM", self._key("routers"), *gone))
         return found
+
+    async def lease_tokens(self, name: str, *, per_minute: int, want: float) -> tuple[float, float]:
+        key = self._key("budget", check_id(name, "budget"))
+        granted, level = await self._eval(_LEASE, [key], [per_minute, f"{want:.6f}"])
+        return float(granted), float(level)
 
     async def close(self) -> None:
         await self._redis.aclose()

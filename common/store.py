@@ -51,7 +51,16 @@ class PendingStore(Protocol):
         ...
 
 
-class Store(PendingStore, Protocol):
+class BudgetStore(Protocol):
+    """Buckets of tokens that routers share. Bounded in time; StoreError when the store cannot be reached."""
+
+    async def lease_tokens(self, name: str, *, per_minute: int, want: float) -> tuple[float, float]:
+        """(tokens granted, level left) of a bucket that holds a minute's tokens and refills steadily, by the store's clock. At
+        most `want` are granted and at most what is there; a negative `want` gives back."""
+        ...
+
+
+class Store(PendingStore, BudgetStore, Protocol):
     """Every method is bounded in time and raises StoreError when the store cannot be reached."""
 
     async def put_worker(self, record: WorkerRecord, *, ttl_s: float) -> bool:

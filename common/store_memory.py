@@ -21,6 +21,7 @@ class MemoryStore:
         self._youngest: dict[str, int] = {}
         self._events: dict[str, list[tuple[int, KvEvent]]] = {}
         self._pending: dict[str, tuple[Pending, float]] = {}
+        self._buckets: dict[str, tuple[float, float]] = {}
         self._counter = 0
         self._changed = asyncio.Event()
         self.available = True
@@ -30,6 +31,7 @@ class MemoryStore:
         self._rows.clear()
         self._events.clear()
         self._pending.clear()
+        self._buckets.clear()
         self._youngest.clear()
 
     def _check(self) -> None:
@@ -100,6 +102,15 @@ class MemoryStore:
         self._check()
         now = self._clock.now()
         return {router_id: row for router_id, (row, expires) in self._pending.items() if expires > now}
+
+    async def lease_tokens(self, name: str, *, per_minute: int, want: float) -> tuple[float, float]:
+        self._check()
+        now, full = self._clock.now(), float(per_minute)
+        level, at = self._buckets.get(name, (full, now))
+        level = min(full, level + (now - at) * per_minute / 60.0)
+        granted = max(want, -full) if want < 0 else max(0.0, min(want, level))
+        self._buckets[name] = (min(full, level - granted), now)
+        return granted, self._buckets[name][0]
 
     async def close(self) -> None:
         pass

@@ -417,6 +417,11 @@ class Cluster:
         usage = [member.record.load.kv_usage for member in self._members.all() if member.record.role == "decode"]
         return sum(usage) / len(usage) if usage else 0.0
 
+    @property
+    def num_routers(self) -> int:
+        """Those that were heard of last, this one included."""
+        return self._pending.num_others + 1
+
     def status(self, owner: bytes) -> dict[str, Any]:
         """For the status page. `owner`: whose requests are told."""
         view = self.snapshot()

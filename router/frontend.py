@@ -25,6 +25,7 @@ from diptych.common.tls import load_cluster_tls
 from diptych.common.token_bytes import TokenBytes
 from diptych.common.tokenizer import GenerationDefaults, ModelTokenizer, generation_defaults
 from diptych.router.admission import Admission
+from diptych.router.budgets import SharedQuotas
 from diptych.router.cluster import Cluster, Prompt
 from diptych.router.compatibility import RouterCheck
 from diptych.router.config import RouterConfig
@@ -277,6 +278,16 @@ class Frontend:
             label=decision.label,
             prompt_tokens=decision.prompt_tokens,
             age_s=self._clock.now() - decision.arrived,
+        )
+
+    def budgets(self, per_minute: Callable[[str], int]) -> SharedQuotas:
+        """Tenants' quotas that all routers of this cluster share; whoever takes them runs them."""
+        cluster = self._running(self._cluster)
+        return SharedQuotas(
+            per_minute,
+            now=self._clock.now,
+            store=self._running(self._store),
+            num_routers=lambda: cluster.num_routers,
         )
 
     def status(self, tenant: str) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from diptych.common.tracing import tracing
 from diptych.router.auth import Authenticator
 from diptych.router.auth_grpc import KeyInterceptor
 from diptych.router.auth_limits import MeteredDoor, TenantQuotas
+from diptych.router.budgets import SharedQuotas
 from diptych.router.config import RouterConfig
 from diptych.router.faces import Door
 from diptych.router.frontend import Frontend
@@ -110,7 +111,7 @@ async def serve(
     frontend = Frontend(config)
     try:
         await frontend.start()
-        on_started(await faces.start(frontend, frontend.metrics, frontend.status))
+        on_started(await faces.start(frontend, frontend.metrics, frontend.status, frontend.budgets))
         await faces.until(stop)
     finally:
         await drain(faces, frontend.close, hurry)
@@ -162,11 +163,20 @@ class Faces:
         self._http: _HttpServer | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def start(self, door: Door, metrics: Metrics, status: Status | None = None) -> RouterAddresses:
-        """Open both doors; health follows `door.ready()`, /metrics shows `metrics`, the status page `status`."""
-        quotas = None
+    async def start(
+        self,
+        door: Door,
+        metrics: Metrics,
+        status: Status | None = None,
+        budgets: Callable[[Callable[[str], int]], SharedQuotas] | None = None,
+    ) -> RouterAddresses:
+        """Open both doors; health follows `door.ready()`, /metrics shows `metrics`, the status page `status`. `budgets` makes the
+        tenants' quotas that routers share; without it they are this router's own."""
+        quotas: TenantQuotas | None = None
+        shared: SharedQuotas | None = None
         if self._keys is not None:
-            quotas = TenantQuotas(self._keys.quota, now=time.monotonic)
+            shared = budgets(self._keys.quota) if budgets is not None else None
+            quotas = shared or TenantQuotas(self._keys.quota, now=time.monotonic)
             refused = metrics.refused if isinstance(metrics, RouterMetrics) else lambda reason, tenant: None
             door = MeteredDoor(door, quotas, refused)
         self._grpc.add_generic_rpc_handlers((RouterService(door).handler(),))
@@ -192,6 +202,8 @@ class Faces:
             asyncio.create_task(self._http.serve(sockets=[self._socket])),
             asyncio.create_task(self._follow_readiness(door)),
         ]
+        if shared is not None:
+            self._tasks.append(asyncio.create_task(shared.run(), name="budgets"))
         http_port = self._socket.getsockname()[1]
         return RouterAddresses(http=f"{self._host}:{http_port}", grpc=f"{self._host}:{self._grpc_port}")
 

@@ -12,6 +12,7 @@ from diptych.common.errors import (
     InvalidRequestError,
     NoWorkerError,
     OverloadedError,
+    QuotaExceededError,
     RequestDeadlineError,
     StaleReferenceError,
     WorkerLostError,
@@ -384,3 +385,17 @@ async def test_what_cannot_come_in_time_is_shed_before_any_work(model_folder, tm
         await fleet.until(fleet.no_reservations)
         counted = fleet.frontend.metrics.admission
         assert counted.labels("refused")._value.get() == 1
+
+
+async def test_routers_of_a_cluster_share_a_tenants_budget(fleet):
+    await fleet.add("d0")
+    one, other = (fleet.frontend.budgets(lambda _: 600) for _ in range(2))
+    for quotas in (one, other):
+        quotas.check("a")
+        await quotas.exchange()
+    one.spend("a", 600)
+    await one.exchange()
+    other.spend("a", 20)
+    await other.exchange()
+    with pytest.raises(QuotaExceededError):
+        other.check("a")

@@ -1,0 +1,124 @@
+"""A tenant's tokens a minute, shared by all routers: each leases about a second of them from the store and spends them here.
+
+    store: one bucket a tenant, refilled by its limit --slice, in the background--> lease --check, spend--> requests
+
+No request waits for the store: one that finds its lease spent is refused with the time of the next slice. A lease never holds
+more than a slice, so that all routers together let in at most what the bucket holds and R slices more (R routers), besides the
+end of what runs already. While the store is away each router grants its share of the limit, by the routers it heard of last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from diptych.common.errors import QuotaExceededError
+from diptych.common.store import BudgetStore, StoreError
+from diptych.router.auth_limits import PERIOD_S, TenantQuotas
+
+SLICE_S = 1.0
+INTERVAL_S = 0.25
+_IDLE_S = 60.0
+
+
+@dataclass(slots=True)
+class _Lease:
+    """Args:
+    tokens: left to spend; below zero: to be repaid before anything else.
+    owed: lent by ourselves before the store was asked.
+    level: of the bucket, when it was last heard of.
+    """
+
+    tokens: float
+    owed: float
+    level: float
+    asked_at: float
+    used_at: float
+
+
+class SharedQuotas(TenantQuotas):
+    """Args:
+    num_routers: how many there are now, this one included.
+    """
+
+    def __init__(
+        self,
+        per_minute: Callable[[str], int],
+        *,
+        now: Callable[[], float],
+        store: BudgetStore,
+        num_routers: Callable[[], int] = lambda: 1,
+    ) -> None:
+        super().__init__(per_minute, now=now)
+        self._store = store
+        self._num_routers = num_routers
+        self._leases: dict[str, _Lease] = {}
+
+    def check(self, tenant: str) -> None:
+        limit = self._per_minute(tenant)
+        if limit and (tokens := self._lease(tenant, limit).tokens) < 1.0:
+            retry_s = max(INTERVAL_S, (1.0 - tokens) * PERIOD_S / limit)
+            raise QuotaExceededError(f"the quota of {limit} tokens a minute is used up", retry_after_s=retry_s)
+
+    def spend(self, tenant: str, num_tokens: int) -> None:
+        limit = self._per_minute(tenant)
+        if limit:
+            self._lease(tenant, limit).tokens -= num_tokens
+
+    def headers(self, tenant: str) -> dict[str, str]:
+        limit = self._per_minute(tenant)
+        if not limit:
+            return {}
+        lease = self._lease(tenant, limit)
+        left = min(float(limit), max(0.0, lease.tokens + lease.level))
+        return {
+            "x-ratelimit-limit-tokens": str(limit),
+            "x-ratelimit-remaining-tokens": str(math.floor(left)),
+            "x-ratelimit-reset-tokens": f"{(limit - left) * PERIOD_S / limit:.3f}s",
+        }
+
+    def _lease(self, tenant: str, limit: int) -> _Lease:
+        now, lease = self._now(), self._leases.get(tenant)
+        if lease is None:
+            first = _slice(limit)
+            lease = self._leases[tenant] = _Lease(first, first, float(limit), now, now)
+        lease.used_at = now
+        return lease
+
+    async def run(self) -> None:
+        while True:
+            await self.exchange()
+            await asyncio.sleep(INTERVAL_S)
+
+    async def exchange(self) -> None:
+        """Fill every lease up to a slice; what an idle tenant has left goes back."""
+        for tenant, lease in list(self._leases.items()):
+            limit, now = self._per_minute(tenant), self._now()
+            idle = not limit or now - lease.used_at > _IDLE_S
+            want = -lease.tokens if idle else _slice(limit) - lease.tokens
+            want += lease.owed
+            if idle:
+                del self._leases[tenant]
+            if not limit or abs(want) < 1.0:
+                continue
+            try:
+                granted, lease.level = await self._store.lease_tokens(_name(tenant), per_minute=limit, want=want)
+            except StoreError:
+                share = limit / PERIOD_S * (now - lease.asked_at) / max(1, self._num_routers())
+                granted = max(0.0, min(want, share))
+            lease.asked_at = now
+            paid = min(max(0.0, granted), lease.owed)
+            lease.owed -= paid
+            lease.tokens += granted - paid
+
+
+def _slice(limit: int) -> float:
+    return max(1.0, limit / PERIOD_S * SLICE_S)
+
+
+def _name(tenant: str) -> str:
+    """Tenants' names may hold anything; keys of the store may not."""
+    return hashlib.blake2b(tenant.encode(), digest_size=16).hexdigest()
