@@ -11,7 +11,7 @@ from typing import Any
 import structlog
 
 from diptych.common.clock import Clock
-from diptych.common.errors import DiptychError, NoWorkerError, WorkerLostError
+from diptych.common.errors import NoWorkerError, WorkerLostError
 from diptych.common.ids import new_incarnation
 from diptych.common.store import Store, StoreError
 from diptych.common.tls import ClusterTls
@@ -24,7 +24,8 @@ from diptych.router.decode_stream import Attempt
 from diptych.router.event_watch import EventWatch
 from diptych.router.fleet import ClusterSnapshot
 from diptych.router.index import BlockIndex, IndexMode
-from diptych.router.members import Member, Members
+from diptych.router.index_follow import IndexFollower
+from diptych.router.members import Members
 from diptych.router.pending import PendingShare
 from diptych.router.placer import Candidate, Life, Placer, Prompt
 from diptych.router.policies import policy_by_name
@@ -40,9 +41,6 @@ __all__ = ["Cluster", "Life", "Prompt"]
 
 log = structlog.get_logger(__name__)
 
-_TAIL_BLOCK_S = 0.25
-_BEHIND_S = 1.5
-_SNAPSHOT_PAUSE_S = 0.5
 _RETRY_AFTER_S = 1.0
 
 
@@ -80,9 +78,7 @@ class Cluster:
         self._members: Members[WorkerLink] = Members(open_link or self._open_link, check.why_not, dead_s)
         self._dead_s = dead_s
         self._index = BlockIndex()
-        self._cursors: dict[str, str] = {}
         self._pairs: dict[tuple[Life, Life], list[str]] = {}
-        self._snapshots: dict[str, asyncio.Task[None]] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._closing: set[asyncio.Task[None]] = set()
         self.reservations = Reservations()
@@ -94,6 +90,9 @@ class Cluster:
         self.admission = admission or Admission("off")
         self.decisions = Decisions()
         self._event_watch = EventWatch()
+        self._follower = IndexFollower(
+            store, self._index, self._members, self._event_watch, clock=clock, poll_s=poll_s, dead_s=dead_s
+        )
         self.mute: dict[str, str] = {}
         """Workers whose cache the index cannot follow, and why."""
         self.degraded = ""
@@ -121,15 +120,15 @@ class Cluster:
     async def start(self) -> None:
         self._tasks = [
             asyncio.create_task(self._poll_loop(), name="cluster-poll"),
-            asyncio.create_task(self._tail_loop(), name="cluster-tail"),
+            asyncio.create_task(self._follower.run(), name="cluster-tail"),
             asyncio.create_task(self._pending.run(), name="cluster-pending"),
         ]
 
     async def close(self) -> None:
-        tasks = [*self._tasks, *self._snapshots.values()]
-        for task in tasks:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._follower.close()
         self._tasks = []
         links = [member.link.close("the router is stopping") for member in self._members.all()]
         await asyncio.gather(*links, *self._closing, return_exceptions=True)
@@ -146,8 +145,9 @@ class Cluster:
                 if member.link.decode is not None and member.link.decode.num_attempts:
                     member.link.decode.fail_attempts(member.link.why_not() or "its lease ended")
             self._fleet_is_old = True  # silence and breakers change with time alone
-            self._look_for_mute_workers()
-            self._fetch_snapshots()
+            if self._placer.policy.name == CHEAPEST.name:  # nobody else relies on the index
+                self.mute = self._follower.mute_workers(self.mute)
+            self._follower.fetch_snapshots()
             await asyncio.sleep(self._poll_s)
 
     def _set_degraded(self, why: str) -> None:
@@ -163,8 +163,7 @@ class Cluster:
             self.breakers.forget(member.record.worker_id)
             self._event_watch.forget(member.record.worker_id)
             if self._members.get(member.record.worker_id) is None:
-                self._index.forget(member.record.worker_id)
-                self._cursors.pop(member.record.worker_id, None)
+                self._follower.forget(member.record.worker_id)
             task = asyncio.create_task(member.link.close("its life ended"))
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
@@ -173,92 +172,15 @@ class Cluster:
             log.info("worker found", worker=record.worker_id, role=record.role, address=record.address)
             if why := self._check.why_not(record):
                 log.error("worker is never placed on", worker=record.worker_id, why=why)
-            self._cursors[record.worker_id] = "0"
+            self._follower.begin(record.worker_id)
             member.link.start()
         for record in records:
             position = (record.event_epoch, record.event_sequence, record.host_event_sequence)
             self._index.register(record.worker_id, record.incarnation, *position)
-            self._watch_tail(record, now)
+            self._follower.watch_tail(record, now)
         self._fleet_is_old = True
         if new or lost:
             self._changed.set()
-
-    def _watch_tail(self, record: WorkerRecord, now: float) -> None:
-        """A lease that stays ahead of the index means that the stream's last events were lost."""
-        member = self._members.get(record.worker_id)
-        if member is None:
-            return
-        position = (record.event_epoch, record.event_sequence, record.host_event_sequence)
-        if not self._index.is_behind(record.worker_id, *position):
-            member.behind_since = None
-        elif member.behind_since is None:
-            member.behind_since = now
-        elif now - member.behind_since > _BEHIND_S:
-            member.behind_since = None
-            self._index.lose_track(record.worker_id)
-            self._event_watch.resynced(record.worker_id)
-
-    def _look_for_mute_workers(self) -> None:
-        if self._placer.policy.name != CHEAPEST.name:
-            return  # nobody relies on the index
-        now, mute = self._clock.now(), {}
-        for member in self._members.all():
-            record = member.record
-            why = self._event_watch.why(
-                record.worker_id,
-                num_events=self._index.num_events(record.worker_id),
-                lease_sequence=record.event_sequence,
-                mode=self._index.mode(record.worker_id),
-                now=now,
-            )
-            if why:
-                mute[record.worker_id] = why
-                if record.worker_id not in self.mute:
-                    log.warning("a worker's cache cannot be followed", worker=record.worker_id, why=why)
-        self.mute = mute
-
-    async def _tail_loop(self) -> None:
-        while True:
-            cursors = dict(self._cursors)
-            if not cursors:
-                await asyncio.sleep(self._poll_s)
-                continue
-            try:
-                found = await self._store.read_events(cursors, block_s=_TAIL_BLOCK_S)
-            except StoreError:
-                await asyncio.sleep(_TAIL_BLOCK_S)
-                continue
-            for worker_id, events in found.items():
-                if worker_id in self._cursors and events:
-                    self._index.apply_all(worker_id, [event for _, event in events])
-                    self._cursors[worker_id] = events[-1][0]
-
-    def _fetch_snapshots(self) -> None:
-        for worker_id in self._index.needs_snapshot():
-            member = self._members.get(worker_id)
-            if member is None or worker_id in self._snapshots or member.link.silent_s > self._dead_s:
-                continue
-            task = asyncio.create_task(self._fetch_snapshot(member), name=f"snapshot-{worker_id}")
-            self._snapshots[worker_id] = task
-
-    async def _fetch_snapshot(self, member: Member[WorkerLink]) -> None:
-        worker_id = member.record.worker_id
-        try:
-            dump = await member.link.dump_blocks()
-            self._index.load_snapshot(
-                worker_id,
-                member.record.incarnation,
-                epoch=dump.epoch,
-                sequence=dump.sequence,
-                keys=dump.keys,
-                host_sequence=dump.host_sequence,
-                host_keys=dump.host_keys,
-            )
-        except DiptychError as err:
-            log.warning("no snapshot of a worker's cache", worker=worker_id, error=err.message)
-        finally:
-            # The pause bounds how often a worker whose stream stays broken is asked.
-            asyncio.get_running_loop().call_later(_SNAPSHOT_PAUSE_S, self._snapshots.pop, worker_id, None)
 
     # ---- questions -----------------------------------------------------------------------------------------------
 
