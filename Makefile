@@ -28,7 +28,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet
 PROTO_SOURCES := $(wildcard proto/diptych/rpc/v1/*.proto)
 
-.PHONY: help check test test-full up down proto model golden sim bench bench-router bench-engine bench-vllm test-gpu bench-gpu wheels secrets images charts test-containers clean
+.PHONY: help check test test-full up down proto model golden sim bench bench-router bench-engine bench-vllm test-gpu bench-gpu bench-gpu-pair wheels secrets images charts test-containers clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -89,6 +89,9 @@ test-gpu: ## the tests that need a CUDA device, with the Python that GPU_PYTHON 
 bench-gpu: ## kernels alone, and whole steps of a model of 8 billion random weights; results into bench/results/
 	@PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" TRITON_INTERPRET=0 $(GPU_PYTHON) -m diptych.kernels.bench.bench_kernels --out bench/results/gpu-kernels.json
 	@PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" TRITON_INTERPRET=0 $(GPU_PYTHON) -m diptych.engine.exec.bench.bench_gpu_step --out bench/results/gpu-step.json
+
+bench-gpu-pair: ## prefill and decode on two GPUs of this host: the link, the hand-off, Poisson load
+	@PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" TRITON_INTERPRET=0 $(GPU_PYTHON) -m diptych.cli.bench_gpu_pair --out bench/results/gpu-pair.json
 
 wheels: $(VENV)/.serve ## wheels of all that an image needs, so that it can be built without a package index
 	@$(BIN)/python deploy/requirements.py pyproject.toml cli router worker loadtest > deploy/wheels/requirements.txt
