@@ -3,7 +3,8 @@
     python -m diptych.engine.bench.bench_scheduler [--out FILE]
 
 A step is everything the engine does around the model: schedule, results, events. Wall time says what a user feels on this
-machine now; CPU time what it costs where nobody else runs. Waste is the mean over all steps of 1 - used / allocated tokens.
+machine now; CPU time what it costs where nobody else runs. Waste is the mean over all steps of 1 - used / allocated tokens;
+its floor is what half-filled last blocks alone make of it.
 """
 
 from __future__ import annotations
@@ -46,19 +47,24 @@ class StepTime:
 class Waste:
     load: str
     requests: int
+    block_size: int
     mean_share: float
+    floor: float
+    """(block_size - 1) / 2 tokens of every sequence's last block: blocks of this size cannot waste less on this load."""
 
 
-def make_scheduler(num_blocks: int, max_num_seqs: int, **settings: object) -> Scheduler:
+def make_scheduler(
+    num_blocks: int, max_num_seqs: int, *, block_size: int = BLOCK_SIZE, **settings: object
+) -> Scheduler:
     config = EngineConfig(
         num_blocks,
-        BLOCK_SIZE,
+        block_size,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=8192,
         max_step_time_s=None,
         **settings,  # type: ignore[arg-type]
     )
-    return Scheduler(config, _LIMITS, IdentityHeader(b"k" * 32, "m", "t", "float32", BLOCK_SIZE))
+    return Scheduler(config, _LIMITS, IdentityHeader(b"k" * 32, "m", "t", "float32", block_size))
 
 
 def one_step(scheduler: Scheduler) -> tuple[float, float, int]:
@@ -77,7 +83,7 @@ def one_step(scheduler: Scheduler) -> tuple[float, float, int]:
 def time_steps(num_running: int, num_steps: int, **settings: object) -> StepTime:
     """Decode steps with `num_running` sequences of ragged prompts, all of them growing."""
     rng = random.Random(0)
-    scheduler = make_scheduler(num_running * 64, num_running, **settings)
+    scheduler = make_scheduler(num_running * 64, num_running, **settings)  # type: ignore[arg-type]
     sampling = SamplingParams(max_tokens=num_steps + 100, ignore_eos=True)
     for i in range(num_running):
         prompt = tuple(rng.randrange(50_000) for _ in range(rng.randrange(16, 257)))
@@ -97,23 +103,28 @@ def time_steps(num_running: int, num_steps: int, **settings: object) -> StepTime
     )
 
 
-def measure_waste(prompts: tuple[int, int], outputs: tuple[int, int], num_requests: int) -> Waste:
+def measure_waste(
+    prompts: tuple[int, int], outputs: tuple[int, int], num_requests: int, block_size: int = BLOCK_SIZE
+) -> Waste:
     """A ragged load without shared prefixes, 64 sequences at a time, from its first step to its last."""
     rng = random.Random(1)
-    scheduler = make_scheduler(8192, 64, enable_prefix_caching=False)
+    scheduler = make_scheduler(8192 * BLOCK_SIZE // block_size, 64, block_size=block_size, enable_prefix_caching=False)
     for i in range(num_requests):
         prompt = tuple(rng.randrange(50_000) for _ in range(rng.randint(*prompts)))
         sampling = SamplingParams(max_tokens=rng.randint(*outputs), ignore_eos=True)
         scheduler.add(EngineRequest(f"r{i}", prompt, sampling))
-    shares = []
+    shares, floors = [], []
+    half = (block_size - 1) / 2
     while scheduler.requests:
         one_step(scheduler)
-        allocated = scheduler.kv.pool.counts.running * BLOCK_SIZE
+        allocated = scheduler.kv.pool.counts.running * block_size
         used = sum(request.num_computed for request in scheduler.requests.values())
         if allocated:
             shares.append(1.0 - used / allocated)
+            running = sum(request.num_computed > 0 for request in scheduler.requests.values())
+            floors.append(half * running / (used + half * running))
     load = f"prompts {prompts[0]}-{prompts[1]}, outputs {outputs[0]}-{outputs[1]} tokens"
-    return Waste(load, num_requests, round(statistics.mean(shares), 4))
+    return Waste(load, num_requests, block_size, round(statistics.mean(shares), 4), round(statistics.mean(floors), 4))
 
 
 def _processor() -> str:
@@ -132,14 +143,19 @@ def main() -> None:
     arguments = parser.parse_args()
     load_before = os.getloadavg()[0]
     times = [time_steps(count, arguments.steps) for count in (64, 256, 512, 1024, 2048)]
-    wastes = [measure_waste((16, 1024), (16, 256), 300), measure_waste((16, 256), (16, 128), 300)]
+    wastes = [
+        measure_waste(prompts, outputs, 300, block_size)
+        for prompts, outputs in (((16, 1024), (16, 256)), ((16, 256), (16, 128)))
+        for block_size in (8, BLOCK_SIZE, 32)
+    ]
     for row in times:
         print(
             f"{row.num_running:5d} running: wall {row.wall_us:9,.1f} us (p95 {row.wall_p95_us:,.1f}), "
             f"CPU {row.cpu_us:9,.1f} us, {row.us_per_seq:.2f} us a sequence"
         )
     for waste in wastes:
-        print(f"KV allocated and not used: {waste.mean_share:.2%}  ({waste.load})")
+        share = f"{waste.mean_share:.2%} with blocks of {waste.block_size}, at least {waste.floor:.2%}"
+        print(f"KV allocated and not used: {share}  ({waste.load})")
     if arguments.out is not None:
         report = {
             "bench": "scheduler",
