@@ -17,6 +17,7 @@ import uvloop
 from diptych.common.logging import setup_logging
 from diptych.common.redis_store import RedisStore
 from diptych.common.store import Store
+from diptych.engine.collector import set_collector
 from diptych.common.tracing import tracing
 from diptych.kvtransfer.api import Transfer
 from diptych.kvtransfer.build import build_transfer
@@ -92,6 +93,7 @@ async def serve(config: WorkerConfig, make_role: RoleFactory) -> int:
         # Nobody knows of this worker yet, so there is nothing to drain: it may wait for a store that never comes.
         os._exit(_exit_code(signals))
     starting.result()
+    set_collector()
     ready = {"worker_id": runtime.worker_id, "address": runtime.address, "pid": os.getpid()}
     print("READY " + json.dumps(ready), flush=True)
     log.info("ready", address=runtime.address, transport=runtime.transfer.path, incarnation=runtime.incarnation)

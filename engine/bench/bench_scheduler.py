@@ -22,6 +22,7 @@ from pathlib import Path
 
 from diptych.common.block_identity import IdentityHeader
 from diptych.common.sampling import SamplingParams
+from diptych.engine.collector import set_collector
 from diptych.engine.config import EngineConfig
 from diptych.engine.messages import EngineRequest, StepResult
 from diptych.engine.sched import results
@@ -141,6 +142,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the report there as JSON")
     parser.add_argument("--steps", type=int, default=200)
     arguments = parser.parse_args()
+    set_collector()  # as a worker does
     load_before = os.getloadavg()[0]
     times = [time_steps(count, arguments.steps) for count in (64, 256, 512, 1024, 2048)]
     wastes = [
