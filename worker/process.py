@@ -17,8 +17,8 @@ import uvloop
 from diptych.common.logging import setup_logging
 from diptych.common.redis_store import RedisStore
 from diptych.common.store import Store
-from diptych.engine.collector import set_collector
 from diptych.common.tracing import tracing
+from diptych.engine.collector import set_collector
 from diptych.kvtransfer.api import Transfer
 from diptych.kvtransfer.build import build_transfer
 from diptych.kvtransfer.config import TransferConfig
