@@ -286,7 +286,7 @@ async def test_events_of_a_large_step_go_out_while_the_next_one_is_on_the_device
         for attempt in attempts:
             bench.client.send(AddRequest(make_request(attempt, num_prompt=2, max_tokens=5)))
         async with asyncio.timeout(DEADLINE_S):
-            while sum(isinstance(event, Finished) for event in bench.events) < len(attempts):  # noqa: ASYNC110 - events come by call
+            while sum(isinstance(event, Finished) for event in bench.events) < len(attempts):
                 await asyncio.sleep(0.005)
         for attempt in attempts:
             mine = [event for event in bench.events if getattr(event, "attempt", "") == attempt]
