@@ -279,18 +279,11 @@ async def test_events_of_a_large_step_go_out_while_the_next_one_is_on_the_device
             self.on_launched()
             return result
 
-    bench = Bench(Device())
-    bench.client.start()
-    try:
-        attempts = [f"r{i}" for i in range(12)]
+    attempts = [f"r{i}" for i in range(12)]
+    async with Bench(Device()) as bench:
         for attempt in attempts:
             bench.client.send(AddRequest(make_request(attempt, num_prompt=2, max_tokens=5)))
-        async with asyncio.timeout(DEADLINE_S):
-            while sum(isinstance(event, Finished) for event in bench.events) < len(attempts):
-                await asyncio.sleep(0.005)
         for attempt in attempts:
+            assert isinstance(await bench.end_of(attempt), Finished)
             mine = [event for event in bench.events if getattr(event, "attempt", "") == attempt]
             assert [event.offset for event in mine if isinstance(event, TokensOut)] == [0, 1, 2, 3, 4]
-            assert isinstance(mine[-1], Finished)
-    finally:
-        await bench.client.close()
