@@ -1,25 +1,29 @@
 """`diptych bench suite`: what `make bench` runs. On two quiet cores under ten minutes.
 
 the harness against the scripted server -> its capacity -> P/D beside the colocated baseline, in turns -> a sweep of both
--> the transfer alone -> the engine beside transformers
+-> router, transfer and scheduler alone -> the engine beside transformers
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from diptych.cli import bench_kv
 from diptych.cli.bench_capacity import distortion, mock_process, own_lateness, run_capacity
 from diptych.cli.bench_config import ClusterChoice
 from diptych.cli.bench_router import run_router_bench
 from diptych.cli.bench_run import Place, Targets, finish, now, opened, run_async, write_reports
+from diptych.common.errors import ConfigError
 from diptych.loadtest import compare, live, report_text
 from diptych.loadtest.config import BenchConfig
+from diptych.loadtest.environment import look_around
 from diptych.loadtest.mock_server import Script
 from diptych.loadtest.result import begin_report, measure
 from diptych.loadtest.sweep import sweep
@@ -31,20 +35,37 @@ TOLERANCE = 0.02
 
 
 def run_suite(out: Path, minutes: float) -> int:
-    """Run all parts; a part that fails does not keep the others from running. Returns: 1 when one failed."""
+    """Run all parts; a part that fails does not keep the others from running. `suite.json` says what each took.
+
+    Returns: 1 when one failed.
+    """
     out.mkdir(parents=True, exist_ok=True)
-    failed: list[str] = []
-    for name, code in (
-        ("harness", _harness(out)),
-        ("capacity", run_capacity(2000, 5000.0, 4, 10.0, out)),
-        ("serving", _serving(out, minutes * 60.0)),
-        ("router", run_router_bench(400, 128, 32, out)),
-        ("kv", bench_kv.run_kv(("inproc", "ucx"), bench_kv.SLAB_KIB, 3, out)),
-        ("engine", _engine(out)),
-    ):
-        if code:
-            failed.append(name)
-    print(f"reports in {out}/" + (f"; FAILED or distorted: {', '.join(failed)}" if failed else ""))
+    environment = look_around()
+    parts: tuple[tuple[str, Callable[[], int]], ...] = (
+        ("harness", lambda: _harness(out)),
+        ("capacity", lambda: run_capacity(2000, 5000.0, 4, 6.0, out)),
+        ("serving", lambda: _serving(out, minutes * 60.0)),
+        ("router", lambda: run_router_bench(400, 128, 32, out)),
+        ("kv", lambda: bench_kv.run_kv(("inproc", "ucx"), bench_kv.SLAB_KIB, 3, out)),
+        ("scheduler", lambda: _module("diptych.engine.bench.bench_scheduler", "--out", str(out / "scheduler.json"))),
+        ("engine", lambda: _module("diptych.engine.exec.bench.bench_vs_transformers", "--quick", "--out", str(out))),
+    )
+    began = time.monotonic()
+    done: list[dict[str, Any]] = []
+    for name, run in parts:
+        before = time.monotonic()
+        try:
+            code = run()
+        except ConfigError as error:
+            print(f"error: {error}", file=sys.stderr)
+            code = 2
+        done.append({"part": name, "exit_code": code, "seconds": round(time.monotonic() - before, 1)})
+        print(f"== {name}: {done[-1]['seconds']:.0f} s" + (f", exit code {code}" if code else ""), flush=True)
+    total = round(time.monotonic() - began, 1)
+    body = {"environment": environment.as_dict(), "seconds": total, "parts": done}
+    (out / "suite.json").write_text(json.dumps(body, indent=1) + "\n")
+    failed = [part["part"] for part in done if part["exit_code"]]
+    print(f"{total:.0f} s; reports in {out}/" + (f"; FAILED or distorted: {', '.join(failed)}" if failed else ""))
     return 1 if failed else 0
 
 
@@ -76,9 +97,9 @@ def _serving(out: Path, budget_s: float) -> int:
     """A comparison at one rate, then the sweep, in what time is left."""
     began = time.monotonic()
     config = BenchConfig(
-        input_len="uniform:64,192", output_len="uniform:16,48", request_rate=0.4, num_requests=12, slo=SLO, out=out
+        input_len="uniform:64,192", output_len="uniform:16,48", request_rate=0.5, num_requests=10, slo=SLO, out=out
     )
-    search = SweepSpec(start=0.25, step=1.6, refine=1, max_points=4, point_s=20.0)
+    search = SweepSpec(start=0.4, step=1.8, refine=1, max_points=4, point_s=14.0)
 
     async def main(places: Sequence[Place]) -> int:
         async with opened(config, places) as targets:
@@ -101,7 +122,6 @@ def _serving(out: Path, budget_s: float) -> int:
         return run_async(main(places))
 
 
-def _engine(out: Path) -> int:
+def _module(name: str, *arguments: str) -> int:
     """In a process of its own: this one never loads torch."""
-    module = "diptych.engine.exec.bench.bench_vs_transformers"
-    return subprocess.run([sys.executable, "-P", "-m", module, "--quick", "--out", str(out)], check=False).returncode
+    return subprocess.run([sys.executable, "-P", "-m", name, *arguments], check=False).returncode
