@@ -31,7 +31,9 @@ from diptych.loadtest.sweep_spec import SweepSpec
 
 SLO = "ttft:3000,tpot:300"
 """Two shared cores and fp32: a prompt of 128 tokens takes about a second."""
-TOLERANCE = 0.02
+TOLERANCES = {"ttft": 0.05, "tpot": 0.02, "itl": 0.02}
+"""Of measured / script. In the TTFT are the timer's half millisecond and two HTTP stacks, some 3 ms of 100 on a slow core; without
+them, on a clock that jumps, the tests hold every figure to 2%."""
 
 
 def run_suite(out: Path, minutes: float) -> int:
@@ -85,7 +87,7 @@ def _harness(out: Path) -> int:
             write_reports(report, out, "mock")
             ratios = distortion(run, script)
             print("scripted server, measured / script: " + ", ".join(f"{k} {v:.3f}" for k, v in ratios.items()))
-            return int(any(abs(value - 1.0) > TOLERANCE for value in ratios.values()))
+            return int(any(abs(value - 1.0) > TOLERANCES[name] for name, value in ratios.items()))
 
     with mock_process(script) as url:
         code = run_async(main(url))

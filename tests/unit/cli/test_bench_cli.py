@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from diptych.cli import bench, bench_run
+from diptych.cli import bench, bench_run, bench_suite
 from diptych.cli.bench_capacity import CapacityPlan
 from diptych.cli.bench_config import ClusterChoice
 from diptych.cli.bench_run import Place, Targets
+from diptych.common.errors import ConfigError
 
 
 @pytest.fixture
@@ -92,3 +94,17 @@ def test_capacity_keeps_every_stream_open_through_the_full_load():
     plan = CapacityPlan(2000, 5000.0, 4, 20.0)
     assert plan.streams / plan.script.token_s == pytest.approx(5000.0)
     assert (plan.output_tokens - 1) * plan.script.token_s >= plan.ramp_s + plan.duration_s - 2 * plan.script.token_s
+
+
+def test_a_part_of_the_suite_that_fails_does_not_end_it(monkeypatch, tmp_path, capsys):
+    def broken(*_: object) -> int:
+        raise ConfigError("transport", "ucx", "is not there")
+
+    for name in ("_harness", "_serving", "run_capacity", "run_router_bench"):
+        monkeypatch.setattr(bench_suite, name, lambda *_: 0)
+    monkeypatch.setattr(bench_suite.bench_kv, "run_kv", broken)
+    monkeypatch.setattr(bench_suite, "_module", lambda name, *_: 3 if name.endswith("bench_scheduler") else 0)
+    assert bench_suite.run_suite(tmp_path, 1.0) == 1
+    parts = {part["part"]: part["exit_code"] for part in json.loads((tmp_path / "suite.json").read_text())["parts"]}
+    assert parts == dict.fromkeys(("harness", "capacity", "serving", "router", "engine"), 0) | {"kv": 2, "scheduler": 3}
+    assert "FAILED or distorted: kv, scheduler" in capsys.readouterr().out

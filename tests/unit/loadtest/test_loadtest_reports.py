@@ -76,6 +76,21 @@ def test_alternation_and_ratio(alternated):
     assert "WARNING: 1 of" in lines
 
 
+def test_whoever_must_be_held_is_told_before_every_run(scripted, virtual):
+    chosen = config()
+    targets = (scripted(label="a"), scripted(label="b"))
+    seen: list[tuple[int, int, int]] = []
+
+    def attend(side: int) -> None:
+        seen.append((side, len(targets[0].asks), len(targets[1].asks)))
+
+    report = begin_report("compare", "t", datetime(2026, 1, 2, 3, 4, 5))
+    pair = ((targets[0], "m", chosen), (targets[1], "m", chosen))
+    virtual(compare.alternate(report, pair, 2, live.silent, attend=attend))
+    sent = len(targets[0].asks) // 2  # warm-up included
+    assert seen == [(0, 0, 0), (1, sent, 0), (0, sent, sent), (1, 2 * sent, sent)]
+
+
 def test_json_has_the_fields_of_vllm_bench_serve(scripted, virtual, tmp_path):
     report = begin_report("serve", "t", datetime(2026, 1, 2, 3, 4, 5))
     chosen = config()
