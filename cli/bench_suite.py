@@ -32,8 +32,8 @@ from diptych.loadtest.sweep_spec import SweepSpec
 SLO = "ttft:3000,tpot:300"
 """Two shared cores and fp32: a prompt of 128 tokens takes about a second."""
 TOLERANCES = {"ttft": 0.05, "tpot": 0.02, "itl": 0.02}
-"""Of measured / script. In the TTFT are the timer's half millisecond and two HTTP stacks, some 3 ms of 100 on a slow core; without
-them, on a clock that jumps, the tests hold every figure to 2%."""
+"""Of measured / script. In the TTFT are the timer's half millisecond and two HTTP stacks, some 3 ms of 100 on a slow core;
+without them, on a clock that jumps, the tests hold every figure to 2%."""
 
 
 def run_suite(out: Path, minutes: float) -> int:
