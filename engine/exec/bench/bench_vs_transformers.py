@@ -2,9 +2,16 @@
 
     python -m diptych.engine.exec.bench.bench_vs_transformers [--quick]
 
-Both sides get the same ragged prompts at once and draw greedily without EOS. Decode is what comes after the moment when every
-request has its first token; prefill is the time up to the first token. Runs alternate, and the side that goes first
-changes every round, so that a busy machine slows both.
+Both sides get the same prompts at once and draw greedily without EOS:
+
+decode, batch N   ragged prompts, as many new tokens for everybody; what comes after the moment when every request has its
+                  first token
+ragged, batch N   ragged prompts and ragged outputs; output tokens over the whole run. transformers' generate has one length
+                  for a batch: it goes on to the longest, and what a request did not want does not count
+prefill N         one prompt of N tokens, up to its first token
+
+Runs alternate, and the side that goes first changes every round, so that a busy machine slows both. The machine's own
+ceilings are measured between the rounds; see floors.py. With --out FILE of an earlier run its rounds are added to.
 """
 
 from __future__ import annotations
@@ -26,7 +33,8 @@ from diptych.common.errors import ConfigError
 from diptych.common.paths import cache_dir
 from diptych.common.sampling import SamplingParams
 from diptych.engine.config import EngineConfig
-from diptych.engine.exec.bench.report import Row, machine, make_row, table
+from diptych.engine.exec.bench.floors import CeilingBench, Ceilings, Floor
+from diptych.engine.exec.bench.report import Row, best_of, machine, make_row, merge, read_rows, table
 from diptych.engine.exec.model_runner import TorchModelRunner
 from diptych.engine.messages import EngineRequest
 from diptych.engine.offline import OfflineEngine
@@ -45,21 +53,53 @@ class Outcome:
     def prefill_s(self) -> float:
         return max(times[0] for times in self.times)
 
+    def whole_rate(self) -> float:
+        """Output tokens per second from the start to the last one."""
+        last = max(times[len(ids) - 1] for ids, times in zip(self.ids, self.times, strict=True))
+        return sum(map(len, self.ids)) / last
+
     def decode_rate(self) -> float:
         """Tokens per second after every request has its first token."""
         begin, end = self.prefill_s(), max(times[-1] for times in self.times)
         return sum(at > begin for times in self.times for at in times) / (end - begin)
 
 
-Generate = Callable[[Sequence[list[int]], int], Outcome]
-"""(prompts, new tokens each) -> Outcome."""
+Generate = Callable[[Sequence[list[int]], Sequence[int]], Outcome]
+"""(prompts, new tokens of each) -> Outcome."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """kind: decode, ragged or prefill."""
+
+    kind: str
+    name: str
+    prompts: list[list[int]]
+    outputs: list[int]
+
+    def rate(self, outcome: Outcome) -> float:
+        if self.kind == "prefill":
+            return sum(map(len, self.prompts)) / outcome.prefill_s()
+        return outcome.decode_rate() if self.kind == "decode" else outcome.whole_rate()
+
+    def floor(self, floor: Floor) -> float:
+        lengths = [len(prompt) for prompt in self.prompts]
+        if self.kind == "prefill":
+            return floor.prefill_rate(lengths)
+        return (floor.decode_rate if self.kind == "decode" else floor.whole_rate)(lengths, self.outputs)
+
+
+def spread(count: int, shortest: int, longest: int, rng: random.Random) -> list[int]:
+    """Evenly from longest to shortest, shuffled."""
+    lengths = [longest - (longest - shortest) * i // max(1, count - 1) for i in range(count)]
+    rng.shuffle(lengths)
+    return lengths
 
 
 def ragged_prompts(count: int, shortest: int, longest: int, vocab_size: int, seed: int = 0) -> list[list[int]]:
     """Lengths spread evenly from shortest to longest, in random order; the same ids every time."""
     rng = random.Random(seed)
-    lengths = [longest - (longest - shortest) * i // max(1, count - 1) for i in range(count)]
-    rng.shuffle(lengths)
+    lengths = spread(count, shortest, longest, rng)
     return [[rng.randrange(100, vocab_size) for _ in range(n)] for n in lengths]
 
 
@@ -70,9 +110,13 @@ def our_side(runner: TorchModelRunner) -> Generate:
     )
     identity = IdentityHeader(bytes(32), "bench", "bench", runner.kv_dtype, BLOCK_SIZE)
 
-    def generate(prompts: Sequence[list[int]], new_tokens: int) -> Outcome:
-        sampling = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
-        requests = [EngineRequest(f"bench-{i}", tuple(p), sampling) for i, p in enumerate(prompts)]
+    def generate(prompts: Sequence[list[int]], outputs: Sequence[int]) -> Outcome:
+        requests = [
+            EngineRequest(
+                f"bench-{i}", tuple(p), SamplingParams(max_tokens=outputs[i], temperature=0.0, ignore_eos=True)
+            )
+            for i, p in enumerate(prompts)
+        ]
         engine = OfflineEngine(runner, config, identity)
         begin = engine.clock.now()
         results = engine.generate(requests)
@@ -91,9 +135,9 @@ def their_side(folder: Path) -> Generate:
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
 
-    def generate(prompts: Sequence[list[int]], new_tokens: int) -> Outcome:
+    def generate(prompts: Sequence[list[int]], outputs: Sequence[int]) -> Outcome:
         longest = max(map(len, prompts))
-        ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
+        padded = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
         mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
         stamps: list[float] = []
 
@@ -104,58 +148,77 @@ def their_side(folder: Path) -> Generate:
         begin = time.perf_counter()
         with torch.inference_mode():
             out = model.generate(
-                ids,
+                padded,
                 attention_mask=mask,
-                max_new_tokens=new_tokens,
+                max_new_tokens=max(outputs),
                 do_sample=False,
                 stopping_criteria=StoppingCriteriaList([stamp]),
             )
-        return Outcome([row[longest:].tolist() for row in out], [stamps] * len(prompts))
+        ids = [row[longest : longest + count].tolist() for row, count in zip(out, outputs, strict=True)]
+        return Outcome(ids, [stamps[:count] for count in outputs])
 
     return generate
 
 
 def _alternate(
-    ours: Generate, theirs: Generate, prompts: Sequence[list[int]], new_tokens: int, rounds: int
-) -> tuple[list[float], list[float], int]:
-    """Tokens/s of each round on both sides (decode, or prefill where one token is asked for), and how many requests drew
-    the same ids on both (last round)."""
+    ours: Generate, theirs: Generate, scenario: Scenario, rounds: int, ceiling: Callable[[], Ceilings]
+) -> tuple[list[float], list[float], int, Ceilings]:
+    """Tokens/s of each round on both sides, how many requests drew the same ids on both (last round), and the best ceilings
+    seen between the rounds."""
     rates: dict[str, list[float]] = {"ours": [], "theirs": []}
     outcomes: dict[str, Outcome] = {}
-    num_prompt_tokens = sum(map(len, prompts))
+    best = ceiling()
     for number in range(rounds):
         sides = [("ours", ours), ("theirs", theirs)]
         for name, side in sides if number % 2 == 0 else reversed(sides):
-            outcome = outcomes[name] = side(prompts, new_tokens)
-            rates[name].append(outcome.decode_rate() if new_tokens > 1 else num_prompt_tokens / outcome.prefill_s())
+            outcome = outcomes[name] = side(scenario.prompts, scenario.outputs)
+            rates[name].append(scenario.rate(outcome))
+        best = best.better(ceiling())
     same = sum(a == b for a, b in zip(outcomes["ours"].ids, outcomes["theirs"].ids, strict=True))
-    return rates["ours"], rates["theirs"], same
+    return rates["ours"], rates["theirs"], same, best
 
 
-def run(args: argparse.Namespace) -> list[Row]:
+def scenarios(args: argparse.Namespace, vocab_size: int) -> list[Scenario]:
+    some = []
+    for batch in args.batches:
+        prompts = ragged_prompts(batch, args.shortest_prompt, args.longest_prompt, vocab_size)
+        some.append(Scenario("decode", f"decode, batch {batch}", prompts, [args.new_tokens] * batch))
+    for batch in args.ragged:
+        prompts = ragged_prompts(batch, args.shortest_prompt, args.longest_prompt, vocab_size)
+        outputs = spread(batch, args.shortest_output, args.longest_output, random.Random(1))
+        some.append(Scenario("ragged", f"ragged, batch {batch}", prompts, outputs))
+    for length in args.prefill:
+        prompts = ragged_prompts(1, length, length, vocab_size)
+        some.append(Scenario("prefill", f"prefill {length}", prompts, [1]))
+    return some
+
+
+def run(args: argparse.Namespace) -> tuple[list[Row], dict[int, Ceilings], str]:
+    """Returns: rows, ceilings by threads, and what computed on our side."""
     folder = Path(args.model)
     if not (folder / "config.json").exists():
         raise ConfigError("model", str(folder), "no model there; `make model` fetches the default one")
-    longest = max([args.longest_prompt + args.new_tokens, *args.prefill]) + 1
-    num_blocks = max(max(args.batches, default=1), 1) * -(-longest // BLOCK_SIZE) + 8
-    runner = TorchModelRunner.load(folder, num_blocks=num_blocks, block_size=BLOCK_SIZE, num_threads=args.threads[0])
+    longest = max([args.longest_prompt + max(args.new_tokens, args.longest_output), *args.prefill]) + 1
+    num_blocks = max([1, *args.batches, *args.ragged]) * -(-longest // BLOCK_SIZE) + 8
+    runner = TorchModelRunner.load(
+        folder, num_blocks=num_blocks, block_size=BLOCK_SIZE, num_threads=args.threads[0], backend=args.backend
+    )
     ours, theirs = our_side(runner), their_side(folder)
     rows: list[Row] = []
+    ceilings: dict[int, Ceilings] = {}
+    bench = CeilingBench()
     for threads in args.threads:
         torch.set_num_threads(threads)
         warm = ragged_prompts(2, 8, 16, runner.vocab_size)
-        ours(warm, 2), theirs(warm, 2)
-        for batch in args.batches:
-            prompts = ragged_prompts(batch, args.shortest_prompt, args.longest_prompt, runner.vocab_size)
-            a, b, same = _alternate(ours, theirs, prompts, args.new_tokens, args.rounds)
-            rows.append(make_row(f"decode, batch {batch}", threads, a, b, same_ids=same, requests=batch))
+        ours(warm, [2, 2]), theirs(warm, [2, 2])
+        for scenario in scenarios(args, runner.vocab_size):
+            a, b, same, best = _alternate(ours, theirs, scenario, args.rounds, bench.measure)
+            ceilings[threads] = best.better(ceilings.get(threads, best))
+            floor = scenario.floor(Floor(runner.config, ceilings[threads]))
+            count = len(scenario.prompts)
+            rows.append(make_row(scenario.name, threads, a, b, floor=floor, same_ids=same, requests=count))
             print(table(rows[-1:]).splitlines()[1], flush=True)
-        for length in args.prefill:
-            prompts = ragged_prompts(1, length, length, runner.vocab_size)
-            a, b, same = _alternate(ours, theirs, prompts, 1, args.rounds)
-            rows.append(make_row(f"prefill {length}", threads, a, b, same_ids=same, requests=1))
-            print(table(rows[-1:]).splitlines()[1], flush=True)
-    return rows
+    return rows, ceilings, runner.backend
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -167,21 +230,28 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prefill", type=int, nargs="*", default=[512, 2048])
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--shortest-prompt", type=int, default=16)
-    parser.add_argument("--longest-prompt", type=int, default=128)
+    parser.add_argument("--longest-prompt", type=int, default=256)
+    parser.add_argument("--ragged", type=int, nargs="*", default=[32], help="batches of ragged prompts and outputs")
+    parser.add_argument("--shortest-output", type=int, default=16)
+    parser.add_argument("--longest-output", type=int, default=128)
+    parser.add_argument("--backend", choices=["native", "torch"], help="our kernels; native where it can be had")
     parser.add_argument("--quick", action="store_true", help="one thread, one round, small sizes")
-    parser.add_argument("--out", default="bench/results", help="folder of the JSON file")
+    parser.add_argument("--out", help="JSON file, written anew or added to; default: a new one in bench/results")
     args = parser.parse_args(argv)
     if args.quick:
         args.threads, args.rounds, args.batches, args.prefill, args.new_tokens = [1], 1, [1, 8], [256], 12
+        args.ragged = []
     if (
         args.rounds < 1
         or args.new_tokens < 2
         or min(args.threads) < 1
-        or min([*args.batches, *args.prefill], default=1) < 1
+        or min([*args.batches, *args.ragged, *args.prefill], default=1) < 1
     ):
         parser.error("rounds, threads, batches and lengths must be at least 1, new tokens at least 2")
     if not 1 <= args.shortest_prompt <= args.longest_prompt:
         parser.error("prompts: 1 <= shortest <= longest")
+    if not 2 <= args.shortest_output <= args.longest_output:
+        parser.error("outputs: 2 <= shortest <= longest")
     return args
 
 
@@ -189,14 +259,26 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
     now = datetime.now(UTC)
     facts = machine()
-    rows = run(args)
+    rows, ceilings, backend = run(args)
     settings = {k: v for k, v in vars(args).items() if k not in ("model", "out")}
-    settings["model"] = Path(args.model).name
-    print(f"\n{facts}\n{settings}\n{now:%Y-%m-%d %H:%M} UTC\n\n{table(rows)}")
-    folder = Path(args.out)
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"vs-transformers-{now:%Y%m%d-%H%M%S}.json"
-    record = {"date": now.isoformat(), "machine": facts, "settings": settings, "rows": [asdict(r) for r in rows]}
+    settings |= {"model": Path(args.model).name, "backend": backend}
+    path = Path(args.out or f"bench/results/engine-vs-transformers-{now:%Y%m%d-%H%M%S}.json")
+    runs: list[Any] = []
+    if path.exists():
+        known = json.loads(path.read_text())
+        rows, runs = merge(read_rows(known["rows"]), rows), known["runs"]
+    measured = {str(threads): asdict(c) for threads, c in ceilings.items()}
+    runs.append({"date": now.isoformat(), "machine": facts, "settings": settings, "ceilings": measured})
+    print(f"\n{facts}\n{settings}\n{measured}\n{now:%Y-%m-%d %H:%M} UTC\n\n{table(rows)}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    record = {
+        "command": "python -m diptych.engine.exec.bench.bench_vs_transformers",
+        "ours": "OfflineEngine.generate over TorchModelRunner, float32, greedy, no prefix cache",
+        "theirs": "AutoModelForCausalLM(dtype=float32).generate(do_sample=False), left-padded batch",
+        "runs": runs,
+        "rows": [asdict(r) for r in rows],
+        "best": [asdict(b) for b in best_of(rows)],
+    }
     path.write_text(json.dumps(record, indent=1) + "\n")
     print(f"\nwritten to {path}")
 

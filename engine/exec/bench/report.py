@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,16 +23,40 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One scenario. ratio: median of the rounds' own ratios (ours / theirs), each from two runs side by side.
-    same_ids: requests whose token ids were equal on both sides, of `requests`."""
+    """One scenario at one number of threads.
+
+    Args:
+        our_rounds, their_rounds: tokens per second of each round, aligned.
+        ratio: median of the rounds' own ratios (ours / theirs), each from two runs side by side.
+        floor: tokens per second that the machine's bandwidth and matmul rate would allow.
+        share, their_share: medians / floor.
+        same_ids: requests whose token ids were equal on both sides, of `requests`.
+    """
 
     scenario: str
     threads: int
+    our_rounds: list[float]
+    their_rounds: list[float]
     ours: Timing
     theirs: Timing
     ratio: float
+    floor: float
+    share: float
+    their_share: float
     same_ids: int
     requests: int
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """One scenario with each side at its better number of threads."""
+
+    scenario: str
+    our_threads: int
+    their_threads: int
+    ours: float
+    theirs: float
+    ratio: float
 
 
 def timing(rates: Sequence[float]) -> Timing:
@@ -39,26 +64,88 @@ def timing(rates: Sequence[float]) -> Timing:
 
 
 def make_row(
-    scenario: str, threads: int, ours: Sequence[float], theirs: Sequence[float], *, same_ids: int, requests: int
+    scenario: str,
+    threads: int,
+    ours: Sequence[float],
+    theirs: Sequence[float],
+    *,
+    floor: float,
+    same_ids: int,
+    requests: int,
 ) -> Row:
     """ours, theirs: tokens per second of each round, aligned."""
     ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
-    return Row(scenario, threads, timing(ours), timing(theirs), ratio, same_ids, requests)
+    a, b = timing(ours), timing(theirs)
+    return Row(
+        scenario,
+        threads,
+        list(ours),
+        list(theirs),
+        a,
+        b,
+        ratio,
+        floor,
+        a.median / floor,
+        b.median / floor,
+        same_ids,
+        requests,
+    )
+
+
+def merge(rows: Sequence[Row], more: Sequence[Row]) -> list[Row]:
+    """Rows of two runs; the rounds of a scenario that both ran are put together, beside the higher floor."""
+    merged = {(row.scenario, row.threads): row for row in rows}
+    for row in more:
+        key = (row.scenario, row.threads)
+        known = merged.get(key)
+        if known is not None:
+            row = make_row(
+                *key,
+                known.our_rounds + row.our_rounds,
+                known.their_rounds + row.their_rounds,
+                floor=max(known.floor, row.floor),
+                same_ids=min(known.same_ids, row.same_ids),
+                requests=row.requests,
+            )
+        merged[key] = row
+    return list(merged.values())
+
+
+def best_of(rows: Sequence[Row]) -> list[Best]:
+    """In the order in which scenarios come."""
+    best = []
+    for scenario in dict.fromkeys(row.scenario for row in rows):
+        some = [row for row in rows if row.scenario == scenario]
+        ours, theirs = max(some, key=lambda r: r.ours.median), max(some, key=lambda r: r.theirs.median)
+        a, b = ours.ours.median, theirs.theirs.median
+        best.append(Best(scenario, ours.threads, theirs.threads, a, b, a / b))
+    return best
+
+
+def read_rows(rows: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """Rows as they stand in a result file."""
+    return [Row(**{**row, "ours": Timing(**row["ours"]), "theirs": Timing(**row["theirs"])}) for row in rows]
 
 
 def table(rows: Sequence[Row]) -> str:
-    """tokens/s as median (low - high)."""
+    """tokens/s as median (low - high); the share of the floor behind."""
 
-    def cell(t: Timing) -> str:
-        return f"{t.median:.1f} ({t.low:.1f} - {t.high:.1f})"
+    def cell(t: Timing, share: float) -> str:
+        return f"{t.median:.1f} ({t.low:.1f} - {t.high:.1f}) {share:.0%}"
 
     lines = [
-        f"{'scenario':<22}{'threads':>8}{'diptych tok/s':>26}{'transformers tok/s':>26}{'ratio':>8}{'same ids':>10}"
+        f"{'scenario':<22}{'threads':>8}{'diptych tok/s, of floor':>32}{'transformers, of floor':>32}{'ratio':>8}"
+        f"{'floor':>8}{'same ids':>10}"
     ]
     lines += [
-        f"{r.scenario:<22}{r.threads:>8}{cell(r.ours):>26}{cell(r.theirs):>26}{r.ratio:>7.2f}x"
-        f"{f'{r.same_ids}/{r.requests}':>10}"
+        f"{r.scenario:<22}{r.threads:>8}{cell(r.ours, r.share):>32}{cell(r.theirs, r.their_share):>32}{r.ratio:>7.2f}x"
+        f"{r.floor:>8.0f}{f'{r.same_ids}/{r.requests}':>10}"
         for r in rows
+    ]
+    lines += [
+        f"{b.scenario:<22} each at its better number of threads: {b.ours:.1f} ({b.our_threads}) against {b.theirs:.1f} "
+        f"({b.their_threads}), {b.ratio:.2f}x"
+        for b in best_of(rows)
     ]
     return "\n".join(lines)
 
