@@ -31,20 +31,34 @@ INLINE long heads_together(long group) {
 }
 INLINE long tile_rows(long group) { return max_long(1, TILE / group); }
 
-/* scores[j][t] = q[j] . k[t] */
+/* scores[j][t] = q[j] . k[t]. Two keys at a time share the loads of q; the sums over the lanes are taken LANES keys at once. */
 INLINE void block_scores(const int queries, const float (*q)[MAX_HEAD_DIM], const float *k, long step, long dim, long count,
                          float *scores, long scores_step) {
-    for (long t = 0; t < count; t++, k += step) {
-        vec sum[TILE];
+    for (long t = 0; t < count; t += LANES) {
+        vec parts[TILE][LANES];
+        long some = min_long(LANES, count - t);
+        for (long i = 0; i < some; i += 2) {
+            const float *one = k + (t + i) * step, *two = i + 1 < some ? one + step : one;
+            vec sum[TILE][2];
 #pragma GCC unroll 16
-        for (int j = 0; j < queries; j++) sum[j] = (vec){0};
-        for (long d = 0; d < dim; d += LANES) {
-            vec key = load(k + d);
+            for (int j = 0; j < queries; j++) sum[j][0] = sum[j][1] = (vec){0};
+            for (long d = 0; d < dim; d += LANES) {
+                vec first = load(one + d), second = load(two + d);
 #pragma GCC unroll 16
-            for (int j = 0; j < queries; j++) sum[j] += load(q[j] + d) * key;
+                for (int j = 0; j < queries; j++) {
+                    vec query = load(q[j] + d);
+                    sum[j][0] += query * first;
+                    sum[j][1] += query * second;
+                }
+            }
+#pragma GCC unroll 16
+            for (int j = 0; j < queries; j++) parts[j][i] = sum[j][0], parts[j][i + 1] = sum[j][1];
         }
-#pragma GCC unroll 16
-        for (int j = 0; j < queries; j++) scores[j * scores_step + t] = sum_lanes(sum[j]);
+        for (int j = 0; j < queries; j++) {
+            if (some == LANES) store(scores + j * scores_step + t, sum_each(parts[j]));
+            else
+                for (long i = 0; i < some; i++) scores[j * scores_step + t + i] = sum_lanes(parts[j][i]);
+        }
     }
 }
 
@@ -76,7 +90,16 @@ INLINE void block_values(const int queries, const float *p, long p_step, const f
 /* Scores to weights that add up to the returned sum. A NaN among them makes the sum NaN. */
 static float soften(float *scores, long count) {
     float highest = scores[0];
-    for (long t = 1; t < count; t++) highest = scores[t] > highest ? scores[t] : highest;
+    long whole = count - count % LANES;
+    if (whole) {
+        vec most = load(scores);
+        for (long t = LANES; t < whole; t += LANES) {
+            vec some = load(scores + t);
+            most = choose(some > most, some, most);
+        }
+        for (int i = 0; i < LANES; i++) highest = most[i] > highest ? most[i] : highest;
+    }
+    for (long t = whole; t < count; t++) highest = scores[t] > highest ? scores[t] : highest;
     vec top = spread(highest), sum = {0};
     for (long t = 0; t < count; t += LANES) {
         float part[LANES];

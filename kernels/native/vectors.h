@@ -42,13 +42,43 @@ INLINE void store(float *to, vec value) { *(unaligned *)to = value; }
 INLINE vec spread(float value) { return value - (vec){0}; }
 INLINE vec choose(ivec where, vec yes, vec no) { return (vec)((where & (ivec)yes) | (~where & (ivec)no)); }
 
+#ifdef __clang__
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (ivec){__VA_ARGS__})
+#endif
+
 /* Always in the same order: halves, quarters, ... */
-INLINE float sum_lanes(vec value) {
-    float part[LANES];
-    store(part, value);
-    for (int width = LANES / 2; width > 0; width /= 2)
-        for (int i = 0; i < width; i++) part[i] += part[i + width];
-    return part[0];
+INLINE float sum_lanes(vec v) {
+#if LANES == 16
+    v += SHUFFLE(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+    v += SHUFFLE(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
+    v += SHUFFLE(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
+#elif LANES == 8
+    v += SHUFFLE(v, v, 4, 5, 6, 7, 0, 1, 2, 3);
+    v += SHUFFLE(v, v, 2, 3, 0, 1, 6, 7, 4, 5);
+#else
+    v += SHUFFLE(v, v, 2, 3, 0, 1);
+#endif
+    return v[0] + v[1];
+}
+
+/* The sums of LANES vectors, each in sum_lanes' order. */
+INLINE vec sum_each(const vec *v) {
+#if LANES == 8
+    vec half[4], quarter[2];
+    for (int i = 0; i < 4; i++)
+        half[i] = SHUFFLE(v[i], v[i + 4], 0, 1, 2, 3, 8, 9, 10, 11) + SHUFFLE(v[i], v[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+    for (int i = 0; i < 2; i++)
+        quarter[i] = SHUFFLE(half[i], half[i + 2], 0, 1, 8, 9, 4, 5, 12, 13) +
+                     SHUFFLE(half[i], half[i + 2], 2, 3, 10, 11, 6, 7, 14, 15);
+    return SHUFFLE(quarter[0], quarter[1], 0, 8, 2, 10, 4, 12, 6, 14) +
+           SHUFFLE(quarter[0], quarter[1], 1, 9, 3, 11, 5, 13, 7, 15);
+#else
+    vec sums;
+    for (int i = 0; i < LANES; i++) sums[i] = sum_lanes(v[i]);
+    return sums;
+#endif
 }
 
 /* e^x to about 1e-7 relative; NaN stays NaN; below -87.3 the least normal number. */

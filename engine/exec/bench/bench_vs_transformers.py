@@ -160,22 +160,14 @@ def their_side(folder: Path) -> Generate:
     return generate
 
 
-def _alternate(
-    ours: Generate, theirs: Generate, scenario: Scenario, rounds: int, ceiling: Callable[[], Ceilings]
-) -> tuple[list[float], list[float], int, Ceilings]:
-    """Tokens/s of each round on both sides, how many requests drew the same ids on both (last round), and the best ceilings
-    seen between the rounds."""
-    rates: dict[str, list[float]] = {"ours": [], "theirs": []}
+def _round(ours: Generate, theirs: Generate, scenario: Scenario, number: int) -> tuple[float, float, int]:
+    """Tokens/s of both sides in round `number`, and how many requests drew the same ids."""
+    sides = [("ours", ours), ("theirs", theirs)]
     outcomes: dict[str, Outcome] = {}
-    best = ceiling()
-    for number in range(rounds):
-        sides = [("ours", ours), ("theirs", theirs)]
-        for name, side in sides if number % 2 == 0 else reversed(sides):
-            outcome = outcomes[name] = side(scenario.prompts, scenario.outputs)
-            rates[name].append(scenario.rate(outcome))
-        best = best.better(ceiling())
+    for name, side in sides if number % 2 == 0 else reversed(sides):
+        outcomes[name] = side(scenario.prompts, scenario.outputs)
     same = sum(a == b for a, b in zip(outcomes["ours"].ids, outcomes["theirs"].ids, strict=True))
-    return rates["ours"], rates["theirs"], same, best
+    return scenario.rate(outcomes["ours"]), scenario.rate(outcomes["theirs"]), same
 
 
 def scenarios(args: argparse.Namespace, vocab_size: int) -> list[Scenario]:
@@ -193,8 +185,8 @@ def scenarios(args: argparse.Namespace, vocab_size: int) -> list[Scenario]:
     return some
 
 
-def run(args: argparse.Namespace) -> tuple[list[Row], dict[int, Ceilings], str]:
-    """Returns: rows, ceilings by threads, and what computed on our side."""
+def run(args: argparse.Namespace, rows: list[Row], save: Callable[[list[Row], dict[int, Ceilings], str], None]) -> None:
+    """Add rounds to `rows`; save(rows, ceilings by threads, what computed on our side) after every round."""
     folder = Path(args.model)
     if not (folder / "config.json").exists():
         raise ConfigError("model", str(folder), "no model there; `make model` fetches the default one")
@@ -204,21 +196,25 @@ def run(args: argparse.Namespace) -> tuple[list[Row], dict[int, Ceilings], str]:
         folder, num_blocks=num_blocks, block_size=BLOCK_SIZE, num_threads=args.threads[0], backend=args.backend
     )
     ours, theirs = our_side(runner), their_side(folder)
-    rows: list[Row] = []
-    ceilings: dict[int, Ceilings] = {}
     bench = CeilingBench()
     for threads in args.threads:
         torch.set_num_threads(threads)
         warm = ragged_prompts(2, 8, 16, runner.vocab_size)
         ours(warm, [2, 2]), theirs(warm, [2, 2])
+        ceilings = bench.measure()
         for scenario in scenarios(args, runner.vocab_size):
-            a, b, same, best = _alternate(ours, theirs, scenario, args.rounds, bench.measure)
-            ceilings[threads] = best.better(ceilings.get(threads, best))
-            floor = scenario.floor(Floor(runner.config, ceilings[threads]))
-            count = len(scenario.prompts)
-            rows.append(make_row(scenario.name, threads, a, b, floor=floor, same_ids=same, requests=count))
-            print(table(rows[-1:]).splitlines()[1], flush=True)
-    return rows, ceilings, runner.backend
+            for _ in range(args.rounds):
+                known = [row for row in rows if (row.scenario, row.threads) == (scenario.name, threads)]
+                a, b, same = _round(ours, theirs, scenario, sum(len(row.our_rounds) for row in known))
+                ceilings = ceilings.better(bench.measure())
+                row = make_row(
+                    scenario.name, threads, [a], [b], floor=scenario.floor(Floor(runner.config, ceilings)),
+                    same_ids=same, requests=len(scenario.prompts),
+                )  # fmt: skip
+                rows = merge(rows, [row])
+                save(rows, {threads: ceilings}, runner.backend)
+            done = [row for row in rows if (row.scenario, row.threads) == (scenario.name, threads)]
+            print(table(done).splitlines()[1], flush=True)
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -259,28 +255,34 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
     now = datetime.now(UTC)
     facts = machine()
-    rows, ceilings, backend = run(args)
     settings = {k: v for k, v in vars(args).items() if k not in ("model", "out")}
-    settings |= {"model": Path(args.model).name, "backend": backend}
     path = Path(args.out or f"bench/results/engine-vs-transformers-{now:%Y%m%d-%H%M%S}.json")
-    runs: list[Any] = []
-    if path.exists():
-        known = json.loads(path.read_text())
-        rows, runs = merge(read_rows(known["rows"]), rows), known["runs"]
-    measured = {str(threads): asdict(c) for threads, c in ceilings.items()}
-    runs.append({"date": now.isoformat(), "machine": facts, "settings": settings, "ceilings": measured})
-    print(f"\n{facts}\n{settings}\n{measured}\n{now:%Y-%m-%d %H:%M} UTC\n\n{table(rows)}")
+    before = json.loads(path.read_text()) if path.exists() else {"rows": [], "runs": []}
+    measured: dict[str, Any] = {}
+    shown: list[Row] = []
+
+    def save(rows: list[Row], ceilings: dict[int, Ceilings], backend: str) -> None:
+        measured.update({str(threads): asdict(c) for threads, c in ceilings.items()})
+        this = {
+            "date": now.isoformat(),
+            "machine": facts,
+            "settings": settings | {"model": Path(args.model).name, "backend": backend},
+            "ceilings": measured,
+        }
+        record = {
+            "command": "python -m diptych.engine.exec.bench.bench_vs_transformers",
+            "ours": "OfflineEngine.generate over TorchModelRunner, float32, greedy, no prefix cache",
+            "theirs": "AutoModelForCausalLM(dtype=float32).generate(do_sample=False), left-padded batch",
+            "runs": [*before["runs"], this],
+            "rows": [asdict(r) for r in rows],
+            "best": [asdict(b) for b in best_of(rows)],
+        }
+        path.write_text(json.dumps(record, indent=1) + "\n")
+        shown[:] = rows
+
     path.parent.mkdir(parents=True, exist_ok=True)
-    record = {
-        "command": "python -m diptych.engine.exec.bench.bench_vs_transformers",
-        "ours": "OfflineEngine.generate over TorchModelRunner, float32, greedy, no prefix cache",
-        "theirs": "AutoModelForCausalLM(dtype=float32).generate(do_sample=False), left-padded batch",
-        "runs": runs,
-        "rows": [asdict(r) for r in rows],
-        "best": [asdict(b) for b in best_of(rows)],
-    }
-    path.write_text(json.dumps(record, indent=1) + "\n")
-    print(f"\nwritten to {path}")
+    run(args, read_rows(before["rows"]), save)
+    print(f"\n{facts}\n{settings}\n{measured}\n{now:%Y-%m-%d %H:%M} UTC\n\n{table(shown)}\n\nwritten to {path}")
 
 
 if __name__ == "__main__":
