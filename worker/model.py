@@ -129,7 +129,11 @@ def load_model(config: WorkerConfig) -> LoadedModel:
             grammars = make_grammars(config, tokenizer)
 
     log.info("model loaded", seconds=round(time.monotonic() - began, 2))
-    log.info(capacity_line(runner.num_blocks, config.block_size, runner.kv_bytes_per_token), dtype=config.dtype, kernels=runner.backend)
+    log.info(
+        capacity_line(runner.num_blocks, config.block_size, runner.kv_bytes_per_token),
+        dtype=config.dtype,
+        kernels=runner.backend,
+    )
     return LoadedModel(runner, compat, identity, factory, grammars)
 
 
