@@ -15,6 +15,7 @@ import typer
 from diptych.cli import explain, observe
 from diptych.cli.keys import app as keys_app
 from diptych.cli.options import add_settings_command
+from diptych.cli.serve_config import ServeConfig
 from diptych.cli.up_config import UpConfig
 from diptych.common.errors import ConfigError, DiptychError
 from diptych.common.paths import run_dir
@@ -74,7 +75,18 @@ def _decode(config: WorkerConfig) -> int:
     return run_decode(config) or 0
 
 
-_ALL = (UpConfig, RouterConfig, WorkerConfig)
+def _serve(config: ServeConfig) -> int:
+    from diptych.cli.cluster_plan import own_name
+    from diptych.cli.model_store import DEFAULT_ALIASES, resolve_model
+    from diptych.cli.progress import progress_on
+    from diptych.cli.serve import run_serve
+
+    with progress_on() as progress:
+        folder = resolve_model(config.model or DEFAULT_ALIASES[0], progress)
+    return run_serve(config, folder, config.served_model_name or own_name(config.model, folder))
+
+
+_ALL = (UpConfig, ServeConfig, RouterConfig, WorkerConfig)
 add_settings_command(
     app,
     "up",
@@ -83,6 +95,9 @@ add_settings_command(
     known=_ALL,
     help="Start a cluster on this machine and stay with it; Ctrl-C stops it.",
     flags={"detach": Annotated[bool, _DETACH]},
+)
+add_settings_command(
+    app, "serve", ServeConfig, _serve, known=_ALL, help="Serve one model from this one process, without a cluster."
 )
 add_settings_command(app, "router", RouterConfig, _router, known=_ALL, help="Run a router.")
 add_settings_command(

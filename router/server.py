@@ -22,6 +22,7 @@ import uvloop
 from diptych.common.errors import ConfigError
 from diptych.common.logging import setup_logging
 from diptych.common.metrics import Metrics
+from diptych.common.store import Store
 from diptych.common.tls import ServerTls, is_loopback, load_server_tls
 from diptych.common.tracing import tracing
 from diptych.router.auth import Authenticator
@@ -96,8 +97,12 @@ async def serve(
     hurry: asyncio.Event,
     *,
     on_started: Callable[[RouterAddresses], None] = lambda _: None,
+    store: Store | None = None,
 ) -> None:
     """Run frontend and faces until `stop` is set, then drain; `hurry` cuts the draining short.
+
+    Args:
+        store: None: the Redis of the settings.
 
     Raises: ConfigError; whatever ended one of the servers before `stop`.
     """
@@ -108,7 +113,7 @@ async def serve(
     if not is_loopback(config.host) and (keys is None or tls is None):
         log.warning("other machines can reach this router", keys=keys is not None, tls=tls is not None)
     faces = Faces(config.host, config.http_port, config.grpc_port, keys=keys, tls=tls)
-    frontend = Frontend(config)
+    frontend = Frontend(config, store=store)
     try:
         await frontend.start()
         on_started(await faces.start(frontend, frontend.metrics, frontend.status, frontend.budgets))

@@ -29,7 +29,7 @@ from diptych.engine.grammar.program import AfterText, Program, first_mask
 
 log = structlog.get_logger(__name__)
 
-_START_S = 60.0
+_START_S = 240.0
 """For a compiling process to import its libraries, on a machine that is busy."""
 _MAX_FRAME = 1 << 30
 _MAX_REFUSED = 256

@@ -1,0 +1,88 @@
+"""Settings of `diptych serve`: one model, one process."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from diptych.router.config import RouterConfig
+from diptych.worker.config import WorkerConfig
+
+WORKER_ID = "local"
+_ALWAYS_LOCAL = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """A router and a worker that computes prompts itself, in one process, without Redis.
+
+    Args:
+        model: a local Hugging Face folder or a hub id; "" is the default model, fetched and converted once.
+        served_model_name: the name clients use; "" takes the model's own.
+        keys_file: API keys made by `diptych keys`.
+        tls_cert, tls_key: PEM files; when set, clients are spoken to over TLS only.
+        insecure: let `host` be one that other machines can reach, without keys or without TLS.
+        num_blocks: KV blocks; 0: as many as a share of the free memory holds.
+        max_model_len: 0: the model's own.
+        threads: torch threads.
+        scheduling_policy: fcfs, priority, sjf or fair.
+        tool_call_parser, reasoning_parser, generation_config: as of `diptych router`.
+        grammar_backend: auto, xgrammar, llguidance or none.
+        drain_s: how long running requests may go on after SIGTERM.
+    """
+
+    model: str = ""
+    served_model_name: str = ""
+    host: str = "127.0.0.1"
+    http_port: int = 8000
+    grpc_port: int = 50050
+    keys_file: Path | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    insecure: bool = False
+    device: str = "cpu"
+    dtype: str = "float32"
+    num_blocks: int = 0
+    block_size: int = 16
+    max_model_len: int = 0
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    enable_prefix_caching: bool = True
+    threads: int = 1
+    scheduling_policy: str = "fcfs"
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
+    generation_config: str = "auto"
+    grammar_backend: str = "auto"
+    drain_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        self.parts(model="", name="", secret_file="")
+
+    def parts(self, *, model: str, name: str, secret_file: str) -> tuple[RouterConfig, WorkerConfig]:
+        """Settings of the two halves. Raises: ConfigError naming the field."""
+        own: dict[str, Any] = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        own |= {"model": model, "served_model_name": name, "secret_file": secret_file}
+
+        def known(cls: type) -> dict[str, Any]:
+            names = {field.name for field in dataclasses.fields(cls)}
+            return {key: value for key, value in own.items() if key in names}
+
+        router = RouterConfig(
+            **known(RouterConfig)
+            | {
+                "max_model_len": self.max_model_len or None,
+                "local_prefill_max_tokens": _ALWAYS_LOCAL,
+                "require_prefill": False,
+            }
+        )
+        inside = {
+            "host": "127.0.0.1",
+            "insecure": False,
+            "role": "decode",
+            "worker_id": WORKER_ID,
+            "transport": "inproc",
+        }
+        return router, WorkerConfig(**known(WorkerConfig) | inside)
