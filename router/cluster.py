@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import structlog
@@ -32,6 +33,7 @@ from diptych.router.policies import policy_by_name
 from diptych.router.policy import CHEAPEST, Placement, PlacementRequest, Rejected, choose_placement
 from diptych.router.reservations import Reservation, Reservations
 from diptych.router.retry_budget import RetryBudget
+from diptych.router.rollout import CANARY, OTHER_GROUP, STABLE, Groups, Rollout
 from diptych.router.status_view import cluster_status
 from diptych.router.what_if import pool_snapshot
 from diptych.router.worker_link import WorkerLink
@@ -51,6 +53,7 @@ class Cluster:
     dead_s: silence after which a worker is not placed on.
     policy: name of the placement policy.
     require_prefill: not ready before a prefill worker was there once.
+    rollout: canary and shadow workers.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class Cluster:
         policy: str = "cost",
         require_prefill: bool = True,
         admission: Admission | None = None,
+        rollout: Rollout = Rollout(),  # noqa: B008 - frozen
         open_link: Callable[[WorkerRecord], WorkerLink] | None = None,
         tls: ClusterTls | None = None,
     ) -> None:
@@ -83,6 +87,7 @@ class Cluster:
         self._closing: set[asyncio.Task[None]] = set()
         self.reservations = Reservations()
         self._placer = Placer(self._index, self.reservations, rng, policy_by_name(policy))
+        self._groups = Groups(rollout)
         self._fleet_is_old = True
         self._pending = PendingShare(store, self.reservations, f"router-{new_incarnation()}", clock=clock)
         self.breakers = Breakers()
@@ -195,6 +200,7 @@ class Cluster:
                 if (differences := self._pair(p.record, d.record))
             }
             self._placer.set_fleet(sides["prefill"], sides["decode"], incompatible, unusable)
+            self._groups.refresh((c.record.worker_id, c.record.incarnation) for c in sides["decode"])
             self._fleet_is_old = False
         return self._placer
 
@@ -228,6 +234,8 @@ class Cluster:
         return self._refresh().snapshot(prompt, exclude)
 
     def _pair(self, prefill: WorkerRecord, decode: WorkerRecord) -> list[str]:
+        if self._groups.apart(prefill.worker_id, decode.worker_id):
+            return [OTHER_GROUP]
         key = ((prefill.worker_id, prefill.incarnation), (decode.worker_id, decode.incarnation))
         if key not in self._pairs:
             if len(self._pairs) > 10_000:
@@ -240,7 +248,8 @@ class Cluster:
         decode worker that fit are needed (see require_prefill); later decode alone is enough (it computes prompts itself)."""
         view = self.snapshot()
         reasons = [f"{worker_id} {why}" for worker_id, why in sorted(view.unusable.items())]
-        reasons += [f"{p} and {d} do not fit: {'; '.join(why)}" for (p, d), why in view.incompatible.items()]
+        unfit = {pair: why for pair, why in view.incompatible.items() if list(why) != [OTHER_GROUP]}
+        reasons += [f"{p} and {d} do not fit: {'; '.join(why)}" for (p, d), why in unfit.items()]
         reasons += [f"{worker_id} {why}" for worker_id, why in sorted(self.mute.items())]
         if self.degraded:
             reasons.append(self.degraded)
@@ -265,7 +274,12 @@ class Cluster:
 
     def place(self, request: PlacementRequest, prompt: Prompt, exclude: frozenset[Life] = frozenset()) -> Placement:
         """Raises: NoWorkerError with the reasons."""
-        answer = self._refresh().place(request, prompt, self._clock.now(), exclude)
+        placer, now = self._refresh(), self._clock.now()
+        answer = placer.place(request, prompt, now, exclude | self._groups.others(request.group))
+        if isinstance(answer, Rejected) and request.group == CANARY:
+            answer = placer.place(request, prompt, now, exclude | self._groups.others(STABLE))
+            if isinstance(answer, Placement):
+                answer = replace(answer, notes=(*answer.notes, "no canary can serve it: went to a stable worker"))
         if isinstance(answer, Rejected):
             text = "; ".join(answer.reasons) or "no worker has registered"
             raise NoWorkerError(f"nobody can serve this request: {text}", retry_after_s=_RETRY_AFTER_S)

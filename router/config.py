@@ -7,6 +7,7 @@ from pathlib import Path
 
 from diptych.common.errors import ConfigError
 from diptych.common.tls import is_loopback
+from diptych.router.rollout import Rollout
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,8 @@ class RouterConfig:
     reasoning_parser: "think" parts <think>...</think> from answers; "auto" goes by the chat template, "none" does not.
     placement_policy: "cost" places by cache and load; round-robin, random, least-loaded, power-of-two and session-affinity are
         there to be compared with it.
+    canary_workers, canary_share: patterns of worker ids, and the share of requests that goes to them alone.
+    shadow_workers, shadow_share: the same for workers that get copies of requests, whose answers nobody sees.
     tenant_metrics: /metrics has series with tenants' names, for the board of tenants.
     admission: "on" refuses at once (529, Retry-After) what cannot have its first token in time, or its pace; "shadow" only
         counts whom it would have refused, and how many of them wrongly; "off".
@@ -64,11 +67,20 @@ class RouterConfig:
     max_ttft_s: float = 0.0
     max_tpot_s: float = 0.0
     require_prefill: bool = True
+    canary_workers: tuple[str, ...] = ()
+    canary_share: float = 0.0
+    shadow_workers: tuple[str, ...] = ()
+    shadow_share: float = 0.0
     lookaside: bool = True
     worker_poll_s: float = 0.25
     worker_dead_s: float = 2.0
 
+    @property
+    def rollout(self) -> Rollout:
+        return Rollout(self.canary_workers, self.canary_share, self.shadow_workers, self.shadow_share)
+
     def __post_init__(self) -> None:
+        _ = self.rollout  # it checks its own
         for name in ("http_port", "grpc_port"):
             port = getattr(self, name)
             if not 0 <= port <= 65535:

@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
+from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -48,6 +49,7 @@ from diptych.router.messages import (
 from diptych.router.metrics import RequestTimer, RouterMetrics
 from diptych.router.relay import Relay
 from diptych.router.request_span import RequestSpan, traced
+from diptych.router.shadow import Shadows
 from diptych.router.submission import wish_of
 from diptych.router.tools import guess_tool_parser, tool_factory
 from diptych.router.tools_reasoning import CLOSE
@@ -98,6 +100,7 @@ class Frontend:
         self._intake: Intake | None = None
         self._lookaside: Lookaside | None = None
         self._sweeping: asyncio.Task[None] | None = None
+        self._rollout = config.rollout
         self._features = ModelFeatures()
         self._keys = IdempotencyKeys(self._clock)
         self._token_bytes: TokenBytes | None = None
@@ -107,6 +110,9 @@ class Frontend:
             kv_usage=lambda: self._cluster.kv_usage() if self._cluster is not None else 0.0,
             by_tenant=config.tenant_metrics,
         )
+        self._shadow_metrics = RouterMetrics()
+        """Shown nowhere: copies are no traffic."""
+        self._shadows = Shadows(self._run_shadow, self.metrics) if self._rollout.shadow_share else None
 
     async def start(self) -> None:
         """Load the tokenizer and begin to watch the cluster. Raises: ConfigError."""
@@ -139,6 +145,7 @@ class Frontend:
             require_prefill=config.require_prefill,
             admission=Admission(config.admission, config.max_ttft_s, config.max_tpot_s),
             tls=load_cluster_tls(config.cluster_ca, config.cluster_cert, config.cluster_key),
+            rollout=self._rollout,
         )
         limits = IntakeLimits(
             model=self._model,
@@ -167,6 +174,8 @@ class Frontend:
         if sweeping is not None:
             sweeping.cancel()
             await asyncio.gather(sweeping, return_exceptions=True)
+        if self._shadows is not None:
+            await self._shadows.close()
         cluster, self._cluster = self._cluster, None
         if cluster is not None:
             await cluster.close()
@@ -212,6 +221,8 @@ class Frontend:
             took_s = self._clock.now() - began
             self.metrics.tokenize.observe(took_s)
             self.metrics.live.stage("tokenize", took_s)
+            if self._rollout.on:
+                prepared = replace(prepared, group=self._rollout.choose(prepared.request_id))
             return traced(prepared, spec)
         except DiptychError as err:
             self.metrics.refused(err.reason, spec.tenant)
@@ -230,6 +241,8 @@ class Frontend:
 
     async def _generate(self, request: PreparedRequest) -> AsyncGenerator[GenerateEvent, None]:
         relay = Relay(self._running(self._cluster), request, self.metrics, self._clock)
+        if self._shadows is not None and self._rollout.is_shadowed(request.request_id):
+            self._shadows.start(request)
         timer = RequestTimer(self.metrics, request, self._clock)
         span = RequestSpan(request, self._clock)
         relay.traceparent = span.traceparent
@@ -253,6 +266,16 @@ class Frontend:
             relay.close()
             timer.left()
             span.left()
+
+    async def _run_shadow(self, request: PreparedRequest) -> AsyncIterator[GenerateEvent]:
+        """As `generate`, without a trace in metrics."""
+        relay = Relay(self._running(self._cluster), request, self._shadow_metrics, self._clock)
+        try:
+            while not isinstance(event := await relay.next(), FinishedEvent):
+                yield event
+            yield event
+        finally:
+            relay.close()
 
     def place(self, request: PreparedRequest, spend: Callable[[int], None] = lambda _: None) -> router_pb2.Placed:
         """A ticket with which the client takes the request to its decode worker. `spend` gets the answer's tokens.

@@ -101,6 +101,7 @@ class PreparedRequest:
         failure_policy: number of router.proto FailurePolicy.
         arrived, deadline: on the router's monotonic clock.
         traceparent: the caller's W3C trace context; operation: as OpenTelemetry's GenAI conventions name it.
+        group: of workers that answers it, see router/rollout.py.
         thinking: the prompt ends within the model's thoughts.
         echo: text that the answer begins with.
         resume_after: tokens of the answer that the caller has already.
@@ -121,6 +122,7 @@ class PreparedRequest:
     priority: int = 0
     traceparent: str = ""
     operation: str = "text_completion"
+    group: str = "stable"
     thinking: bool = False
     echo: str = ""
     idempotency_key: str = ""

@@ -40,6 +40,7 @@ class PlacementRequest:
     wants_kv: False when prefill's first token is the whole answer (max_tokens = 1): no KV is moved.
     local_prefill_max_tokens: 0: never local while a prefill worker is usable.
     allow_local_fallback: compute on decode, whatever the length, when no prefill worker is usable.
+    group: of workers that may be taken, see router/rollout.py.
     affinity: names the session or prefix, for the policy that keeps those together.
     """
 
@@ -48,6 +49,7 @@ class PlacementRequest:
     wants_kv: bool = True
     allow_local_fallback: bool = True
     affinity: bytes = b""
+    group: str = "stable"
 
 
 @dataclass(slots=True)

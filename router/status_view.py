@@ -11,6 +11,7 @@ from diptych.router.fleet import ClusterSnapshot
 from diptych.router.index import BlockIndex
 from diptych.router.members import Member
 from diptych.router.reservations import Reservations
+from diptych.router.rollout import OTHER_GROUP
 
 if TYPE_CHECKING:
     from diptych.router.worker_link import WorkerLink
@@ -48,7 +49,11 @@ def cluster_status(
         }
         for member in sorted(members, key=lambda member: (member.record.role != "prefill", member.record.worker_id))
     ]
-    pairs = [{"prefill": p, "decode": d, "why": list(why)} for (p, d), why in view.incompatible.items()]
+    pairs = [
+        {"prefill": p, "decode": d, "why": list(why)}
+        for (p, d), why in view.incompatible.items()
+        if list(why) != [OTHER_GROUP]
+    ]
     return {
         "policy": policy,
         "degraded": degraded,

@@ -18,6 +18,7 @@ def wish_of(request: PreparedRequest) -> PlacementRequest:
         local_prefill_max_tokens=request.local_prefill_max_tokens,
         wants_kv=request.sampling.max_tokens > 1,
         allow_local_fallback=request.failure_policy != router_pb2.FAILURE_POLICY_FAIL,
+        group=request.group,
     )
 
 
