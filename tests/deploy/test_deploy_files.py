@@ -25,7 +25,7 @@ from diptych.worker.metrics import WorkerMetrics
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPOSE = yaml.safe_load((ROOT / "compose.yaml").read_text())
-CLUSTER = {name: service for name, service in COMPOSE["services"].items() if service["profiles"] == ["cpu"]}
+CLUSTER = {name: service for name, service in COMPOSE["services"].items() if "cpu" in service["profiles"]}
 RULES = yaml.safe_load((ROOT / "deploy" / "prometheus" / "rules.yml").read_text())["groups"][0]["rules"]
 WORKERS = {name: service for name, service in CLUSTER.items() if name.startswith(("prefill", "decode"))}
 
@@ -168,3 +168,37 @@ def test_prometheus_scrapes_every_part_that_has_metrics() -> None:
     (job,) = config["scrape_configs"]
     targets = {target.partition(":")[0] for group in job["static_configs"] for target in group["targets"]}
     assert targets == set(CLUSTER) - {"redis"}
+
+
+GPU_WORKERS = {name: service for name, service in COMPOSE["services"].items() if service["profiles"] == ["gpu"]}
+
+
+@pytest.mark.parametrize("name", GPU_WORKERS)
+def test_gpu_workers_can_take_the_fast_path(name: str) -> None:
+    service = GPU_WORKERS[name]
+    assert (service["ipc"], service["pid"]) == ("host", "host")
+    (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+    assert device["driver"] == "nvidia"
+    assert device["capabilities"] == ["gpu"]
+    assert len(device["device_ids"]) == 2, "each must see the other's GPU"
+    assert service["ulimits"]["memlock"] == -1
+    assert service["networks"] == ["kv"]
+    assert "ports" not in service
+    assert service["build"]["target"] == "serve-gpu"
+    assert "FROM python-gpu AS serve-gpu" in (ROOT / "deploy" / "Dockerfile").read_text()
+    environment = {key: default(value) for key, value in service["environment"].items() if key != "DIPTYCH_CONFIG"}
+    assert sorted(environment.pop("CUDA_VISIBLE_DEVICES").split(",")) == ["0", "1"]
+    role, *flags = service["command"]
+    given = {k.removeprefix("--").replace("-", "_"): default(v) for k, v in zip(flags[::2], flags[1::2], strict=True)}
+    config = merge(WorkerConfig, {"role": role, **given}, environ=environment)
+    assert config.device == "cuda"
+    assert config.dtype == "bfloat16"
+    assert int(service["stop_grace_period"].removesuffix("s")) > config.drain_s
+
+
+def test_the_gpu_profile_is_a_whole_cluster_and_rdma_adds_to_it() -> None:
+    parts = {name for name, service in COMPOSE["services"].items() if "gpu" in service["profiles"]}
+    assert parts == {"redis", "router-0", "router-1", "prefill-gpu-0", "decode-gpu-0"}
+    more = yaml.safe_load((ROOT / "deploy" / "compose.rdma.yaml").read_text())["services"]
+    assert set(more) == set(GPU_WORKERS)
+    assert all("/dev/infiniband:/dev/infiniband" in service["devices"] for service in more.values())
