@@ -3,6 +3,7 @@ the sources, the compiler and the CPU."""
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import platform
@@ -13,7 +14,8 @@ from pathlib import Path
 
 SOURCES = ("vectors.h", "threads.h", "matmul.h", "attention.h", "decoder.c")
 FLAGS = ("-O3", "-march=native", "-shared", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast", "-pthread")
-COMPILE_TIMEOUT_S = 120.0
+COMPILE_TIMEOUT_S = 300.0
+"""It takes some ten seconds of one core."""
 
 
 class NativeError(Exception):
@@ -57,10 +59,23 @@ def build(folder: Path, compiler: str | None = None) -> Path:
     target = library_path(folder, compiler)
     if target.exists():
         return target
-    source = Path(__file__).parent / "decoder.c"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # Beside the target under another name, then renamed: two processes that start together both succeed.
+        # Workers that start together: one compiles, the others wait for it. The system lets go of a dead owner's lock, and a
+        # compiler that hangs is stopped by its owner.
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not target.exists():
+                _compile(folder, compiler, target)
+    except OSError as error:
+        raise NativeError(f"cannot write to {folder}: {error.strerror}") from None
+    return target
+
+
+def _compile(folder: Path, compiler: str, target: Path) -> None:
+    source = Path(__file__).parent / "decoder.c"
+    try:
+        # Beside the target under another name, then renamed: nobody ever loads half a library.
         handle, name = tempfile.mkstemp(suffix=".so", dir=folder)
         os.close(handle)
     except OSError as error:
@@ -78,4 +93,3 @@ def build(folder: Path, compiler: str | None = None) -> Path:
         raise NativeError(f"{compiler} could not be run: {error}") from None
     finally:
         Path(name).unlink(missing_ok=True)
-    return target
