@@ -32,12 +32,23 @@ class Compat:
         return self.num_layers * 2 * self.num_kv_heads * self.head_dim * size
 
 
-def differences(mine: Compat, theirs: Compat) -> list[str]:
-    """Fields that differ, each as "field: mine X, theirs Y". An empty list: KV may cross."""
+CONVERTIBLE = frozenset({"block_size", "kv_dtype", "kv_layout", "block_identity_golden"})
+"""Fields that may differ where decode converts KV (`allow_kv_conversion`). The golden block identity follows from two of them."""
+
+
+CONVERTS = "kv_conversion"
+"""In the store, beside the fields of a worker that takes KV of other layouts."""
+
+
+def differences(mine: Compat, theirs: Compat, *, converting: bool = False) -> list[str]:
+    """Fields that differ, each as "field: mine X, theirs Y". An empty list: KV may cross.
+
+    Args: converting: what decode can convert may differ.
+    """
     out = []
     for field in fields(Compat):
         a, b = getattr(mine, field.name), getattr(theirs, field.name)
-        if a != b:
+        if a != b and not (converting and field.name in CONVERTIBLE):
             show = (lambda v: v.hex()) if isinstance(a, bytes) else repr
             out.append(f"{field.name}: mine {show(a)}, theirs {show(b)}")
     return out

@@ -39,7 +39,9 @@ from diptych.decode.unpack_desk import UnpackDesk
 from diptych.decode.way_back import PrefillRates
 from diptych.engine.messages import DeviceRange
 from diptych.kvtransfer.api import ReceivedSlab, SlabReader
+from diptych.kvtransfer.convert import RangeConverter
 from diptych.kvtransfer.handle import SlabHandle
+from diptych.kvtransfer.planner import KvShape, first_token_to_ask
 from diptych.rpc.errors import describe, from_failure, typed_error
 from diptych.rpc.v1 import prefill_pb2, types_pb2
 from diptych.worker import wire
@@ -65,6 +67,10 @@ class LegTools:
     read_base_s: float = 10.0
     silence_s: float = 3.0
     """A call on which prefill says nothing for so long has lost its worker."""
+    kv_shape: KvShape | None = None
+    """How KV lies here, where that of peers may be converted; None: it is not."""
+    renew_every_s: float = 5.0
+    """So often prefill is told that the slabs it announced are still wanted: a fraction of the slab lease."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +109,9 @@ class RemoteLeg:
         self._ref = ref
         self._request = request
         self._num_tokens = num_tokens
-        first = request.decode_cached_tokens if request.want_kv else num_tokens
+        self._first = first = request.decode_cached_tokens if request.want_kv else num_tokens
+        self._token_bytes = tools.kv_bytes_per_token
+        self._converter: RangeConverter | None = None
         self._announced = Coverage(first, num_tokens)
         self._arrived = Coverage(first, num_tokens)
         self._beam_search = request.sampling.beam_width > 0
@@ -113,6 +121,8 @@ class RemoteLeg:
         self._silence = Silence(tools.silence_s)
         self._given = 0
         """Tokens whose KV the engine was given to unpack."""
+        self._held: dict[tuple[int, int], SlabHandle] = {}
+        """Announced, and not unpacked yet."""
         self.complete = False
         self.facts = LegFacts()
         self._span = LegSpan(traceparent, ref.worker_id, request.attempt)
@@ -134,13 +144,15 @@ class RemoteLeg:
     async def _run(self) -> None:
         peer = await self._tools.peers.connect(self._ref)
         self.facts.prefill_pid = peer.pid
+        self._expect_layout(peer)
         try:
             async with asyncio.TaskGroup() as group:
-                watch = group.create_task(self._watch())
+                beside = [group.create_task(self._watch()), group.create_task(self._renew(peer))]
                 try:
                     await self._follow(peer, group)
                 finally:
-                    watch.cancel()
+                    for task in beside:
+                        task.cancel()
                 # Fetches that still run end on their own: each has a deadline.
         except BaseExceptionGroup as errors:
             error = _typed(errors)
@@ -152,9 +164,30 @@ class RemoteLeg:
         if not self.complete:
             raise WorkerLostError(f"prefill worker {self._ref.worker_id} ended the call before all KV had arrived")
 
+    def _expect_layout(self, peer: Peer) -> None:
+        """A peer whose KV lies otherwise is asked for whole blocks of its own."""
+        source, target = peer.shape, self._tools.kv_shape
+        if source is None or target is None:
+            return
+        self._token_bytes = source.bytes_per_token
+        end = self._announced.end
+        if self._first < end:
+            self._converter = RangeConverter(source, target, self._first, end)
+            asked = self._request.decode_cached_tokens = first_token_to_ask(self._first, source.block_size)
+            self._announced, self._arrived = Coverage(asked, end), Coverage(asked, end)
+            self.facts.converted = f"KV of {self._ref.worker_id} was converted from {source} to {target}"
+
     async def _watch(self) -> None:
         await self._silence.lasts()
         raise WorkerLostError(f"prefill worker {self._ref.worker_id} said nothing for {self._tools.silence_s:g} s")
+
+    async def _renew(self, peer: Peer) -> None:
+        """A slab whose turn has not come, because the link is slow or the ring is full, must not be taken back meanwhile. As
+        long as the leg lives; each read has a deadline of its own."""
+        while True:
+            await asyncio.sleep(self._tools.renew_every_s)
+            for handle in self._held.values():
+                self._tools.reader.renew(peer.kv, handle)
 
     async def _follow(self, peer: Peer, group: asyncio.TaskGroup) -> None:
         called = self._tools.clock.now()
@@ -170,6 +203,7 @@ class RemoteLeg:
                     case "computed":
                         self._span.announced()
                         for handle in self._handles(event.computed):
+                            self._held[handle.slab, handle.generation] = handle
                             group.create_task(self._fetch(peer, handle))
                     case "first_tokens":
                         self._first_token(event.first_tokens)
@@ -221,7 +255,7 @@ class RemoteLeg:
                 raise TransferError(f"a handle begins at token {handle.first_token}, expected {position}")
             if (handle.first_layer, handle.num_layers) != (0, self._tools.num_layers):
                 raise TransferError(f"a handle covers layers {handle.first_layer}+{handle.num_layers}, not all of them")
-            if handle.size_bytes != handle.num_tokens * self._tools.kv_bytes_per_token:
+            if handle.size_bytes != handle.num_tokens * self._token_bytes:
                 raise TransferError(f"a handle of {handle.num_tokens} tokens claims {handle.size_bytes} bytes")
             self._announced.add(handle.first_token, handle.num_tokens)
             position += handle.num_tokens
@@ -250,15 +284,39 @@ class RemoteLeg:
         async with self._window:
             began = self._tools.clock.now()
             slab = await self._read(peer, handle)
+            # Counted before it is unpacked: after the last range the request runs, and may end, before we are told.
+            self.facts.path = slab.path
+            self.facts.kv_bytes += handle.size_bytes
+            self.facts.kv_ranges += 1
+            if self._converter is not None:
+                unpacked = await self._unpack_converted(self._converter, slab)
+                self._done_with(handle, slab, unpacked)
+                return
             # Announced ranges do not overlap: so many tokens in the engine's hands are all that were announced.
             self._given += handle.num_tokens
             last = self._announced.complete and self._given == self._announced.end - self._announced.first
-            # Counted before it is unpacked: after the last range the request runs, and may end, before we are told.
-            self.facts.kv_bytes += handle.size_bytes
-            self.facts.kv_ranges += 1
             unpacked = await self._tools.desk.unpack(self._attempt, slab, last=last)
             if isinstance(slab.payload, DeviceRange):  # nothing had moved before it was unpacked
                 self._tools.links.observe(self._ref.worker_id, handle.size_bytes, self._tools.clock.now() - began)
+        self._done_with(handle, slab, unpacked)
+
+    async def _unpack_converted(self, converter: RangeConverter, slab: ReceivedSlab) -> bool:
+        """The slab is free as soon as its bytes were converted. On the event loop: a few milliseconds for a slab, and only for
+        pairs that need it."""
+        try:
+            if isinstance(slab.payload, DeviceRange):
+                raise TransferError("KV in GPU memory is not converted: use another transport for this pair")
+            handle = slab.handle
+            parts = converter.feed(handle.first_token, handle.num_tokens, slab.payload)
+        finally:
+            self._tools.reader.finish(slab)
+        unpacked = True
+        for part in parts:
+            unpacked = await self._tools.desk.unpack_converted(self._attempt, part) and unpacked
+        return unpacked
+
+    def _done_with(self, handle: SlabHandle, slab: ReceivedSlab, unpacked: bool) -> None:
+        self._held.pop((handle.slab, handle.generation), None)
         if not unpacked:
             raise TransferError("the engine dropped a range: the attempt does not wait for KV any more")
         self._arrived.add(handle.first_token, handle.num_tokens)

@@ -10,6 +10,10 @@ class LegFacts:
     """For the explanation."""
 
     prefill_pid: int = 0
+    converted: str = ""
+    """How its KV was converted; empty: it lay as ours does."""
+    path: str = ""
+    """What its slabs came on, for example "nixl:shm"."""
     cached_tokens: int = 0
     kv_bytes: int = 0
     kv_ranges: int = 0

@@ -22,6 +22,7 @@ from diptych.decode.tickets import TicketDesk
 from diptych.decode.unpack_desk import UnpackDesk
 from diptych.decode.way_back import PrefillRates
 from diptych.engine.messages import EngineEvent
+from diptych.kvtransfer.planner import shape_of
 from diptych.rpc.channels import open_channel
 from diptych.rpc.stubs import add_decode
 from diptych.worker.config import WorkerConfig
@@ -44,6 +45,7 @@ class DecodeRole:
             runtime.compat,
             forget=runtime.transfer.forget,
             handshake_timeout_s=config.handshake_timeout_s,
+            allow_conversion=config.allow_kv_conversion,
             open_channel=partial(open_channel, tls=runtime.cluster_tls),
         )
         tools = LegTools(
@@ -54,9 +56,11 @@ class DecodeRole:
             rates=PrefillRates(),
             clock=runtime.clock,
             kv_bytes_per_token=runner.kv_bytes_per_token,
+            kv_shape=shape_of(runtime.compat) if config.allow_kv_conversion else None,
             num_layers=runtime.compat.num_layers,
             read_base_s=config.read_base_s,
             silence_s=config.leg_silence_s,
+            renew_every_s=config.slab_lease_s / 6,
         )
         self.intake = Intake(
             runtime.engine,

@@ -6,8 +6,9 @@ import asyncio
 from itertools import count
 
 from diptych.common.errors import TransferError
-from diptych.engine.messages import RangeUnpacked, UnpackRange
+from diptych.engine.messages import Payload, RangeUnpacked, UnpackRange
 from diptych.kvtransfer.api import ReceivedSlab, SlabReader
+from diptych.kvtransfer.convert import ConvertedRange
 from diptych.worker.ports import Engine
 
 
@@ -18,11 +19,15 @@ class UnpackDesk:
         self._engine = engine
         self._reader = reader
         self._jobs = count(1)
-        self._open: dict[int, tuple[ReceivedSlab, asyncio.Future[bool]]] = {}
+        self._open: dict[int, tuple[ReceivedSlab | None, asyncio.Future[bool]]] = {}
 
     @property
     def num_open(self) -> int:
         return len(self._open)
+
+    async def unpack_converted(self, attempt: str, part: ConvertedRange, *, last: bool = False) -> bool:
+        """As `unpack`, of bytes that lie in memory of their own."""
+        return await self._ask(attempt, None, part.first_token, part.num_tokens, part.payload, last)
 
     async def unpack(self, attempt: str, slab: ReceivedSlab, *, last: bool = False) -> bool:
         """Unpack a slab into the attempt's blocks. False: the engine no longer wanted it. Cancelling the wait is safe.
@@ -30,11 +35,16 @@ class UnpackDesk:
         Args: last: every other range of the attempt has been given to the engine before.
         Raises: TransferError: the bytes were damaged, which shows only now if they came straight from a peer's GPU.
         """
+        handle = slab.handle
+        return await self._ask(attempt, slab, handle.first_token, handle.num_tokens, slab.payload, last)
+
+    async def _ask(
+        self, attempt: str, slab: ReceivedSlab | None, first_token: int, num_tokens: int, payload: Payload, last: bool
+    ) -> bool:
         job = next(self._jobs)
         answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._open[job] = (slab, answer)
-        handle = slab.handle
-        self._engine.send(UnpackRange(attempt, job, handle.first_token, handle.num_tokens, slab.payload, last))
+        self._engine.send(UnpackRange(attempt, job, first_token, num_tokens, payload, last))
         return await answer
 
     def on_unpacked(self, event: RangeUnpacked) -> None:
@@ -42,11 +52,12 @@ class UnpackDesk:
         if entry is None:
             return
         slab, answer = entry
-        self._reader.finish(slab)
+        if slab is not None:
+            self._reader.finish(slab)
         if answer.done():
             return
         if event.error:
-            handle = slab.handle
-            answer.set_exception(TransferError(f"slab {handle.slab} of {handle.worker_id} is damaged: {event.error}"))
+            where = "a converted range" if slab is None else f"slab {slab.handle.slab} of {slab.handle.worker_id}"
+            answer.set_exception(TransferError(f"{where} is damaged: {event.error}"))
         else:
             answer.set_result(event.unpacked)

@@ -35,6 +35,8 @@ class PeerRef:
     worker_id: str
     incarnation: str
     address: KvAddress
+    layout_hash: int = 0
+    """Of its KV, where that differs from ours and is converted; 0: it is as ours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +61,13 @@ class TransferAudit:
 
 @dataclass(frozen=True, slots=True)
 class ReceivedSlab:
-    """A verified slab on decode's side. `payload` is valid until finish() or abandon(); one in GPU memory is verified by
-    whoever unpacks it."""
+    """A verified slab on decode's side. `payload` is valid until finish(); one in GPU memory is verified by whoever unpacks
+    it. `path`: what it came on, for example "nixl:shm"."""
 
     handle: SlabHandle
     local_slab: int
     payload: Payload
+    path: str = ""
 
 
 class SlabPublisher(Protocol):
@@ -104,6 +107,11 @@ class SlabReader(Protocol):
 
     def finish(self, slab: ReceivedSlab) -> None:
         """Unpacked or no longer wanted: frees the local slab and acknowledges to prefill."""
+        ...
+
+    def renew(self, peer: PeerRef, handle: SlabHandle) -> None:
+        """Tell prefill that the slab is still wanted: its lease begins anew. For whoever holds an announced handle while the
+        link or the ring is busy with others."""
         ...
 
     async def forget(self, peer: PeerRef) -> None:

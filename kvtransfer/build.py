@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from diptych.common.errors import ConfigError, TransferError
@@ -51,7 +52,7 @@ def build_transfer(
     if config.require_transport and found.path != config.require_transport:
         raise ConfigError("require_transport", config.require_transport, f"the self-test found {found.path}")
     try:
-        transport = make(worker_id, incarnation)
+        transport = make(worker_id, incarnation, config.require_transport)
     except TransferError as error:
         raise ConfigError("transport", config.transport, str(error)) from error
     log.info("kv transfer: %s at %.2f GB/s", found.path, found.bytes_per_s / 1e9)
@@ -67,6 +68,7 @@ def build_transfer(
         layout_hash=layout_hash,
         num_layers=num_layers,
         bytes_per_s=found.bytes_per_s,
+        path=found.path,
         loop=loop,
         ring=None if memory is None else _gpu_ring(config, role, memory),
     )
@@ -82,7 +84,8 @@ def _gpu_ring(config: TransferConfig, role: str, memory: SharedMemory) -> GpuRin
         raise ConfigError("num_slabs", config.num_slabs, f"slabs of {config.slab_bytes} bytes: {error}") from error
 
 
-Factory = Callable[[str, str], Transport]
+Factory = Callable[[str, str, str], Transport]
+"""(worker_id, incarnation, path that every peer must come on or "") -> a new transport."""
 
 
 def _choose(config: TransferConfig) -> tuple[Factory, SelfTest, SharedMemory | None]:
@@ -97,10 +100,10 @@ def _choose(config: TransferConfig) -> tuple[Factory, SelfTest, SharedMemory | N
             if name == "ipc":
                 memory = _gpu_memory()
                 make = _ipc_factory(config.host, memory)
-                found = run_ipc_self_test(make, memory, RingSpec(1, config.slab_bytes))
+                found = run_ipc_self_test(partial(_any_path, make), memory, RingSpec(1, config.slab_bytes))
             else:
                 make = _factory(name, config.host)
-                found = run_self_test(make, config.slab_bytes)
+                found = run_self_test(partial(_any_path, make), config.slab_bytes)
         except (ConfigError, TransferError) as error:
             reasons.append(f"{name}: {error}")
             continue
@@ -128,17 +131,22 @@ def _gpu_memory() -> GpuMemory:
 
 
 def _ipc_factory(host: str, memory: SharedMemory) -> Factory:
-    return lambda worker_id, incarnation: IpcTransport(worker_id, incarnation, host=host, memory=memory)
+    return lambda worker_id, incarnation, path: IpcTransport(worker_id, incarnation, host=host, memory=memory)
+
+
+def _any_path(make: Factory, worker_id: str, incarnation: str) -> Transport:
+    return make(worker_id, incarnation, "")
 
 
 def _factory(name: str, host: str) -> Factory:
     if name == "inproc":
-        return InprocTransport
+        return lambda worker_id, incarnation, path: InprocTransport(worker_id, incarnation)
     # Imported here: UCX reads its environment when it is loaded, and inproc needs none of it.
     if name == "nixl":
         from diptych.kvtransfer.nixl import NixlTransport
 
-        return lambda worker_id, incarnation: NixlTransport(worker_id, incarnation, host=host)
+        return lambda worker_id, incarnation, path: NixlTransport(worker_id, incarnation, host=host, require_path=path)
     from diptych.kvtransfer.ucx import UcxTransport
 
-    return lambda worker_id, incarnation: UcxTransport(worker_id, incarnation, host=host)
+    # UCX_TLS names the path; by default nothing but TCP is left to choose.
+    return lambda worker_id, incarnation, path: UcxTransport(worker_id, incarnation, host=host)

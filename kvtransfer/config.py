@@ -27,7 +27,8 @@ class TransferConfig:
         peer_quota: slabs of decode's ring that one prefill worker may keep busy; 0: three quarters of the ring.
         quarantine_cap: quarantined slabs beyond which a pair is unusable; 0: half of the ring.
         read_base_s: a read's own deadline is this plus bytes / (a tenth of the measured rate).
-        require_transport: refuse to start unless the self-test found exactly this path, for example "ucx:tcp".
+        require_transport: refuse to start unless the self-test found exactly this path, for example "ucx:tcp" or "nixl:shm", and
+            refuse every peer that comes on another one.
         verify_checksum: False only in tests.
         faults: misbehave on purpose; tests only.
     """

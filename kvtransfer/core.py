@@ -44,6 +44,7 @@ class TransferCore:
 
     Args:
         ring: of config.ring's sizes; None: one in host memory.
+        path: what the self-test found; empty: what the transport says.
         clock: monotonic seconds, for leases and deadlines.
         wake: called (on the event loop) when something was put into the inbox.
     """
@@ -59,6 +60,7 @@ class TransferCore:
         layout_hash: int,
         num_layers: int,
         bytes_per_s: float,
+        path: str = "",
         loop: asyncio.AbstractEventLoop,
         ring: Ring | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -69,7 +71,9 @@ class TransferCore:
         self._verify = config.verify_checksum
         transport.register(self._ring)
         self.address: KvAddress = transport.address
-        self.path = transport.path
+        self.path = path or transport.path
+        self._odd_paths: set[tuple[str, str]] = set()
+        """Peers that come on another path than the self-test's, which was said."""
         self._me = (worker_id, incarnation)
         self._layout_hash = layout_hash
         self._num_layers = num_layers
@@ -209,6 +213,9 @@ class TransferCore:
         del self._lent[slab.local_slab]
         self._post(partial(self._read_side().finish, lent[1]))
 
+    def renew(self, peer: PeerRef, handle: SlabHandle) -> None:
+        self._post(partial(self._read_side().renew, peer_key(peer.worker_id, peer.incarnation), handle))
+
     async def forget(self, peer: PeerRef) -> None:
         key = peer_key(peer.worker_id, peer.incarnation)
         side = self._read_side()
@@ -268,15 +275,19 @@ class TransferCore:
     def _settled(self, attempt: str, slab: int) -> None:
         self._on_settled(attempt, slab)
 
-    def _tell_delivered(self, read_id: int, slab: int) -> None:
-        self._on_loop(self._delivered, read_id, slab)
+    def _tell_delivered(self, read_id: int, slab: int, path: str) -> None:
+        self._on_loop(self._delivered, read_id, slab, path)
 
-    def _delivered(self, read_id: int, slab: int) -> None:
+    def _delivered(self, read_id: int, slab: int, path: str) -> None:
         future, handle = self._waiting.get(read_id, (None, None))
         if future is None or handle is None or future.done():
             self._post(partial(self._read_side().finish, read_id))
             return
-        received = ReceivedSlab(handle, slab, self._ring.received(slab, handle, verify=self._verify))
+        if path and path != self.path and (handle.worker_id, path) not in self._odd_paths:
+            self._odd_paths.add((handle.worker_id, path))
+            log.warning("KV of %s comes on %s, the self-test found %s", handle.worker_id, path, self.path)
+        payload = self._ring.received(slab, handle, verify=self._verify)
+        received = ReceivedSlab(handle, slab, payload, path or self.path)
         self._lent[slab] = (received, read_id)
         future.set_result(received)
 

@@ -112,6 +112,9 @@ class FaultyTransport:
     def answer(self, conn: str, read_id: int, message: np.ndarray | bytes) -> int:
         return self.inner.answer(conn, read_id, message)
 
+    def path_to(self, peer: str) -> str:
+        return self.inner.path_to(peer)
+
     def notify(self, peer: str, body: bytes) -> None:
         if "note" in self._held:
             self._outbox.append(("note", lambda: self._send_note(peer, body)))

@@ -22,6 +22,8 @@ MAC_BYTES = 32
 MAX_TEXT_BYTES = 256
 MAX_ENCODED_BYTES = 1500
 _DOMAIN = b"diptych slab handle v1"
+_RENEW = b"renew "
+"""In front of a handle in a note: its slab is still wanted. A bare handle is an acknowledgement."""
 _TEXT = ("worker_id", "incarnation", "attempt")
 _LENGTH = struct.Struct("<I")
 _NUMBER = struct.Struct("<Q")
@@ -117,6 +119,17 @@ def verify(key: bytes, handle: SlabHandle) -> bool:
 def encode(handle: SlabHandle) -> bytes:
     """Bytes for a request message; at most MAX_ENCODED_BYTES."""
     return _signed_bytes(handle) + _LENGTH.pack(len(handle.mac)) + handle.mac
+
+
+def encode_renewal(handle: SlabHandle) -> bytes:
+    """A note that the slab is still wanted."""
+    return _RENEW + encode(handle)
+
+
+def decode_note(raw: bytes) -> tuple[SlabHandle, bool]:
+    """The handle that a note names, and whether it asks for a renewal (else it acknowledges). Raises: ValueError."""
+    renewal = raw.startswith(_RENEW)
+    return decode(raw[len(_RENEW) :] if renewal else raw), renewal
 
 
 def decode(raw: bytes) -> SlabHandle:

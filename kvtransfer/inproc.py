@@ -80,6 +80,9 @@ class InprocTransport:
         self._events.append(SendDone(op, ok))
         return op
 
+    def path_to(self, peer: str) -> str:
+        return self.path if peer in self._peers else ""
+
     def notify(self, peer: str, body: bytes) -> None:
         self._post(self._peers.get(peer, b""), "note", 0, body)
 

@@ -13,10 +13,22 @@ _SIOCGIFADDR = 0x8915
 
 
 def is_loopback(host: str) -> bool:
+    """Looks nothing up: this is asked on the transfer thread. Workers advertise numbers (`numeric`); of names only those that
+    mean this host everywhere are known."""
+    if host.rstrip(".").lower() == "localhost" or host.rstrip(".").lower().endswith(".localhost"):
+        return True
     try:
-        return ipaddress.ip_address(_resolve(host)).is_loopback
-    except (OSError, ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
         return False
+
+
+def numeric(host: str) -> str:
+    """The IPv4 address of `host`, looked up once, before anything is served. Raises: ConfigError."""
+    try:
+        return _resolve(host)
+    except OSError as error:
+        raise ConfigError("host", host, f"cannot be resolved: {error}") from error
 
 
 def why_unreachable(theirs: str, ours: str) -> str:
@@ -28,10 +40,7 @@ def why_unreachable(theirs: str, ours: str) -> str:
 
 def interface_of(host: str) -> str:
     """Name of the interface whose IPv4 address is `host` (a name is resolved). Raises: ConfigError."""
-    try:
-        address = _resolve(host)
-    except OSError as error:
-        raise ConfigError("host", host, f"cannot be resolved: {error}") from error
+    address = numeric(host)
     if ipaddress.ip_address(address).is_unspecified:
         raise ConfigError("host", host, "must be one address of this host: it is what peers are told")
     for _, name in socket.if_nameindex():

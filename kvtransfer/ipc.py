@@ -172,6 +172,9 @@ class IpcTransport:
         self._reads[read_id] = _Read(link, dest, slab)
         self._say(link, _READ, read_id, body)
 
+    def path_to(self, peer: str) -> str:
+        return self.path if peer in self._out else ""
+
     def notify(self, peer: str, body: bytes) -> None:
         for link in [*self._out.values(), *self._dying]:
             if link.name == peer and link.outgoing:

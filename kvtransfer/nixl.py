@@ -12,7 +12,10 @@ Decode posts every read itself, and releasing the request (which cancels it) is 
 of prefill that a lost peer may still be reading is free at once, too: such a reader checks what it got, and finds another life.
 
 NIXL tells nobody that a peer is gone: a read reports it, else the control plane notices (the call breaks, or is silent) and
-closes the endpoint. NIXL's progress thread would spin (its Python layer sets no delay), so there is none: the transfer thread
+closes the endpoint. Nor does it tell which path UCX chose for a peer: shared memory, or TCP where a container or a namespace
+hides the memory of the other process. So the first read from each peer is made alone, and the kernel's TCP counters tell.
+
+NIXL's progress thread would spin (its Python layer sets no delay), so there is none: the transfer thread
 drives all progress, sleeping 0.2 ms between two looks while messages come and 5 ms when idle.
 """
 
@@ -26,18 +29,21 @@ import secrets
 import struct
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from blake3 import blake3
 
 from diptych.common.errors import ConfigError, TransferError
 from diptych.kvtransfer.api import KvAddress, PeerRef
-from diptych.kvtransfer.interfaces import why_unreachable
+from diptych.kvtransfer.carrier import carried_by_tcp, tcp_bytes_received
+from diptych.kvtransfer.interfaces import numeric
 from diptych.kvtransfer.layout import Ring
+from diptych.kvtransfer.peer_book import TOKEN_BYTES, PeerBook, pack_parts, unpack_parts
 from diptych.kvtransfer.transport import (
     MAX_MESSAGE_BYTES,
     NoteArrived,
-    PeerLost,
     ReceiveDone,
     RequestArrived,
     SendDone,
@@ -47,7 +53,6 @@ from diptych.kvtransfer.transport import (
     sleep_on,
 )
 
-_TOKEN_BYTES = 16
 _HEAD = struct.Struct("<4s16sBQQ")
 """magic, token, kind, connection, read_id"""
 _MAGIC = b"DKVn"
@@ -55,15 +60,20 @@ _HELLO, _READ, _NOTE, _GO, _NO, _DONE = range(6)
 _WHERE = struct.Struct("<QQ")
 """address, size"""
 _MAX_METADATA_BYTES = 64 << 10
-_MAX_CONNECTIONS = 256
 _ACTIVE_S = 0.05
 """So long after the last sign of life more of it is expected at any moment."""
 _ACTIVE_SLEEP_S, _IDLE_SLEEP_S = 0.0002, 0.005
 _CLOSE_S = 1.0
+_TELLING_BYTES = 64 << 10
+"""A read of fewer bytes does not tell its path: control messages travel on TCP, too."""
+UNKNOWN_PATH = "nixl:any"
+_BOOT = blake3(Path("/proc/sys/kernel/random/boot_id").read_bytes()).digest(8)
+"""Names the running kernel: peers that share it share memory, if their namespaces let them."""
 
 
 def load_nixl() -> Any:
-    """NIXL's Python API. Raises: ConfigError."""
+    """NIXL's Python API. Where UCXX was loaded before it, its UCX keeps NIXL's module for shared memory out of the process; a
+    worker loads one of the two, and the self-test tells. Raises: ConfigError."""
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
     os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
     os.environ.setdefault("UCX_LOG_LEVEL", "error")
@@ -76,14 +86,15 @@ def load_nixl() -> Any:
 
 @dataclass(slots=True, eq=False)
 class _Peer:
-    """`conn` and `token` stand in our control messages."""
+    """`conn` and `token` stand in our control messages. `path`: what its reads come on; empty: not known yet."""
 
     name: str
     agent: str
     conn: int
     token: bytes
-    outgoing: bool
+    same_host: bool = True
     lost: str = ""
+    path: str = ""
 
 
 @dataclass(slots=True)
@@ -91,6 +102,14 @@ class _Read:
     peer: _Peer
     dest: np.ndarray
     xfer: Any = None
+    address: int = 0
+    """Where prefill lets us read; 0: its answer has not come."""
+    tcp_before: int = -1
+    """Of the read that tells its peer's path: what TCP had brought before it began."""
+
+    @property
+    def tells(self) -> bool:
+        return not self.peer.path and self.dest.nbytes >= _TELLING_BYTES
 
 
 @dataclass(slots=True)
@@ -103,25 +122,23 @@ class _Answers:
 class NixlTransport:
     """One NIXL agent. See transport.Transport."""
 
-    def __init__(self, worker_id: str, incarnation: str, *, host: str) -> None:
+    def __init__(self, worker_id: str, incarnation: str, *, host: str, require_path: str = "") -> None:
         api = load_nixl()
         self._me = (worker_id, incarnation)
-        self._host = host
-        tls = os.environ.get("UCX_TLS", "")
-        self.path = "nixl:" + ("|".join(name for name in tls.split(",") if name != "self") or "any")
+        self._host = numeric(host)
+        self._require_path = require_path
+        self.path = UNKNOWN_PATH
+        """Of the last peer whose path became known."""
         name = f"{worker_id}@{incarnation}#{secrets.token_hex(4)}"
         try:
             self._agent = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
         except Exception as error:  # the bindings raise classes of their own
             raise TransferError(f"NIXL cannot start: {error}") from error
-        self._token = secrets.token_bytes(_TOKEN_BYTES)
+        self._token = secrets.token_bytes(TOKEN_BYTES)
         self._ring: Ring | None = None
         self._registered: Any = None
-        self.address = KvAddress("nixl", host, 0, self._token + self._agent.get_agent_metadata())
-        self._out: dict[str, _Peer] = {}
-        self._in: dict[int, _Peer] = {}
-        self._gone: set[str] = set()
-        self._dying: list[_Peer] = []
+        self.address = KvAddress("nixl", self._host, 0, self._token + _BOOT + self._agent.get_agent_metadata())
+        self._book: PeerBook[_Peer] = PeerBook("nixl", self._host, self._lose)
         self._reads: dict[int, _Read] = {}
         self._answers: dict[_Peer, _Answers] = {}
         self._ops = itertools.count(1)
@@ -134,41 +151,30 @@ class NixlTransport:
         base = ring.array.ctypes.data
         self._registered = self._agent.register_memory([(base, ring.spec.total_bytes, 0, "ring")], mem_type="DRAM")
         # The metadata tells peers where they may read: it is complete only now.
-        self.address = KvAddress("nixl", self._host, 0, self._token + self._agent.get_agent_metadata())
+        self.address = KvAddress("nixl", self._host, 0, self._token + _BOOT + self._agent.get_agent_metadata())
 
     # ---- decode's side ----
 
     def connect(self, peer: PeerRef) -> str:
         key = peer_key(peer.worker_id, peer.incarnation)
-        if key in self._out:
+        if key in self._book.outgoing:
             return key
-        if key in self._gone:
-            raise TransferError(f"peer lost: {key}")
-        for other in [k for k in self._out if k.rpartition("@")[0] == peer.worker_id]:
-            self.drop(other, "the worker has started again")
-        address = peer.address
-        if address.transport != "nixl" or len(address.blob) <= _TOKEN_BYTES:
-            raise TransferError(f"{key} has no NIXL address")
-        why = why_unreachable(address.host, self._host)
-        if why:
-            raise TransferError(f"{key}: {why}")
+        address = self._book.address_of(peer)
         try:
-            agent = self._agent.add_remote_agent(address.blob[_TOKEN_BYTES:])
+            agent = self._agent.add_remote_agent(address.blob[TOKEN_BYTES + len(_BOOT) :])
         except Exception as error:
             raise TransferError(f"peer lost: {key}: {error}") from error
         name = agent.decode() if isinstance(agent, bytes) else agent
-        found = _Peer(key, name, secrets.randbits(63), address.blob[:_TOKEN_BYTES], True)
-        names = [part.encode() for part in self._me]
+        found = _Peer(key, name, secrets.randbits(63), address.blob[:TOKEN_BYTES])
+        found.same_host = address.blob[TOKEN_BYTES : TOKEN_BYTES + len(_BOOT)] == _BOOT
         # Our answers' token, our names, our metadata: with them the peer can talk back.
-        body = b"".join(
-            len(part).to_bytes(4, "little") + part for part in (self._token, *names, self._agent.get_agent_metadata())
-        )
-        self._say(found, _HELLO, 0, body)
-        self._out[key] = found
+        names = [part.encode() for part in self._me]
+        self._say(found, _HELLO, 0, pack_parts(self._token, *names, self._agent.get_agent_metadata()))
+        self._book.outgoing[key] = found
         return key
 
     def read(self, peer: str, read_id: int, body: bytes, dest: np.ndarray) -> None:
-        found = self._out.get(peer)
+        found = self._book.outgoing.get(peer)
         if found is None:
             raise TransferError(f"peer lost: {peer}")
         if len(body) + _HEAD.size > MAX_MESSAGE_BYTES:
@@ -176,8 +182,12 @@ class NixlTransport:
         self._say(found, _READ, read_id, body)
         self._reads[read_id] = _Read(found, dest)
 
+    def path_to(self, peer: str) -> str:
+        found = self._book.outgoing.get(peer)
+        return found.path if found is not None else ""
+
     def notify(self, peer: str, body: bytes) -> None:
-        found = self._out.get(peer)
+        found = self._book.outgoing.get(peer)
         if found is not None:
             with contextlib.suppress(TransferError):
                 self._say(found, _NOTE, 0, body)
@@ -186,7 +196,7 @@ class NixlTransport:
 
     def answer(self, conn: str, read_id: int, message: np.ndarray | bytes) -> int:
         op = next(self._ops)
-        peer = next((p for p in self._in.values() if p.name == conn), None)
+        peer = self._book.reader(conn)
         if peer is None:
             self._events.append(SendDone(op, False))
             return op
@@ -204,15 +214,14 @@ class NixlTransport:
     # ---- both ----
 
     def progress(self) -> list[TransportEvent]:
-        # Whoever is dying, and whose loss is told just now: a new endpoint of that name must wait until everybody knows.
-        lost = {event.peer for event in self._events if isinstance(event, PeerLost)}
-        self._gone = {peer.name for peer in self._dying} | lost
+        self._book.begin_turn(self._events)
         if not self._closed:
             for bodies in self._agent.get_new_notifs().values():
                 for body in bodies:
                     self._on_message(body)
             for read_id, read in [(i, r) for i, r in self._reads.items() if r.xfer is not None]:
                 self._check(read_id, read)
+            self._post_granted()
         events, self._events = self._events, []
         if events:
             self._active_at = time.monotonic()
@@ -233,13 +242,12 @@ class NixlTransport:
         sleep_on([wakeup.fileno()], min(timeout_s, pause))
 
     def drop(self, peer: str, why: str) -> None:
-        for found in [p for p in (*self._out.values(), *self._in.values()) if p.name == peer]:
-            self._lose(found, why)
+        self._book.drop(peer, why)
 
     def close(self) -> None:
         if self._closed:
             return
-        for peer in [*self._out.values(), *self._in.values()]:
+        for peer in self._book.everybody():
             self._lose(peer, "closed")
         self._closed = True
         limit = time.monotonic() + _CLOSE_S
@@ -273,7 +281,9 @@ class NixlTransport:
             self._on_hello(conn, body)
         elif kind in (_GO, _NO):
             self._on_answer(conn, read_id, body, granted=kind == _GO)
-        elif (peer := self._in.get(conn)) is not None and read_id < 1 << 48 and len(body) <= MAX_MESSAGE_BYTES:
+        elif (
+            (peer := self._book.incoming.get(conn)) is not None and read_id < 1 << 48 and len(body) <= MAX_MESSAGE_BYTES
+        ):
             if kind == _READ:
                 self._events.append(RequestArrived(peer.name, read_id, body))
             elif kind == _NOTE:
@@ -284,30 +294,24 @@ class NixlTransport:
                     self._events.append(SendDone(op, True))
 
     def _on_hello(self, conn: int, body: bytes) -> None:
-        parts, at = [], 0
-        for _ in range(4):
-            length = int.from_bytes(body[at : at + 4], "little")
-            parts.append(body[at + 4 : at + 4 + length])
-            at += 4 + length
+        parts = unpack_parts(body, 4)
+        if parts is None or len(parts[0]) != TOKEN_BYTES or not 0 < len(parts[3]) <= _MAX_METADATA_BYTES:
+            return
         token, worker, incarnation, metadata = parts
-        if at != len(body) or len(token) != _TOKEN_BYTES or not 0 < len(metadata) <= _MAX_METADATA_BYTES:
-            return
-        if len(self._in) >= _MAX_CONNECTIONS:
-            return
         worker_id = worker.decode(errors="replace")
-        for old in [p for p in self._in.values() if p.name.rpartition("@")[0] == worker_id]:
-            self._lose(old, "the worker has connected again")
+        if not self._book.may_greet(worker_id):
+            return
         try:
             agent = self._agent.add_remote_agent(metadata)
         except Exception:
             return
         name = agent.decode() if isinstance(agent, bytes) else agent
         key = peer_key(worker_id, incarnation.decode(errors="replace"))
-        self._in[conn] = _Peer(f"{key}#{conn:x}", name, conn, token, False)
+        self._book.incoming[conn] = _Peer(f"{key}#{conn:x}", name, conn, token)
 
     def _on_answer(self, conn: int, read_id: int, body: bytes, *, granted: bool) -> None:
         read = self._reads.get(read_id)
-        if read is None or read.peer.conn != conn or read.xfer is not None:
+        if read is None or read.peer.conn != conn or read.address:
             return
         if not granted:
             size = min(len(body), read.dest.size)
@@ -320,15 +324,42 @@ class NixlTransport:
         if size != read.dest.nbytes:
             self._finish(read_id, f"{read.peer.name} offers {size} bytes, {read.dest.nbytes} were asked for")
             return
-        done = _HEAD.pack(_MAGIC, read.peer.token, _DONE, conn, read_id)
+        read.address = address
+        self._post_granted()
+
+    def _post_granted(self) -> None:
+        """Begin the reads that prefill has let us make. One from a peer whose path is not known is made alone."""
+        flying = any(read.xfer is not None for read in self._reads.values())
+        granted = [(i, read) for i, read in self._reads.items() if read.address and read.xfer is None]
+        telling = next((entry for entry in granted if entry[1].tells), None)
+        if telling is None:
+            if not any(read.tcp_before >= 0 for read in self._reads.values()):
+                for read_id, read in granted:
+                    self._post(read_id, read)
+        elif not flying:
+            telling[1].tcp_before = tcp_bytes_received()
+            self._post(*telling)
+
+    def _post(self, read_id: int, read: _Read) -> None:
+        peer, size = read.peer, read.dest.nbytes
+        done = _HEAD.pack(_MAGIC, peer.token, _DONE, peer.conn, read_id)
         try:
             local = self._agent.get_xfer_descs([(read.dest.ctypes.data, size, 0)], mem_type="DRAM")
-            remote = self._agent.get_xfer_descs([(address, size, 0)], mem_type="DRAM")
-            read.xfer = self._agent.initialize_xfer("READ", local, remote, read.peer.agent, done)
+            remote = self._agent.get_xfer_descs([(read.address, size, 0)], mem_type="DRAM")
+            read.xfer = self._agent.initialize_xfer("READ", local, remote, peer.agent, done)
             if self._agent.transfer(read.xfer) == "ERR":
                 raise RuntimeError("the read could not be posted")
         except Exception as error:
-            self._finish(read_id, f"read from {read.peer.name}: {error}")
+            self._finish(read_id, f"read from {peer.name}: {error}")
+
+    def _learn_path(self, read: _Read) -> str:
+        """The read that tells the path is done. Returns: why it is refused."""
+        tcp = carried_by_tcp(read.dest.nbytes, read.tcp_before, tcp_bytes_received())
+        peer = read.peer
+        peer.path = self.path = f"nixl:{'tcp' if tcp else 'shm' if peer.same_host else 'rdma'}"
+        if self._require_path and peer.path != self._require_path:
+            return f"KV from {peer.name} comes on {peer.path}, {self._require_path} is required"
+        return ""
 
     def _check(self, read_id: int, read: _Read) -> None:
         """Has the read ended? A lost peer's is cancelled, which may take more than one try."""
@@ -342,6 +373,10 @@ class NixlTransport:
                 return
             error = f"peer lost: {read.peer.name}: {read.peer.lost}"
         peer = read.peer
+        if state == "DONE" and not error and read.tcp_before >= 0:
+            error = self._learn_path(read)
+            if error:
+                state = "ERR"
         if self._finish(read_id, error) and peer.lost:
             self._maybe_buried(peer)
         elif state == "ERR":
@@ -363,13 +398,7 @@ class NixlTransport:
         """Close an endpoint. It is reported as lost once the last of its reads was given back."""
         if peer.lost:
             return
-        peer.lost = why
-        self._gone.add(peer.name)
-        self._dying.append(peer)
-        if peer.outgoing:
-            self._out.pop(peer.name, None)
-        else:
-            self._in.pop(peer.conn, None)
+        self._book.closed(peer, why)
         for op in self._answers.pop(peer, _Answers()).ops.values():
             self._events.append(SendDone(op, False))
         for read_id in [i for i, r in self._reads.items() if r.peer is peer]:
@@ -377,9 +406,8 @@ class NixlTransport:
         self._maybe_buried(peer)
 
     def _maybe_buried(self, peer: _Peer) -> None:
-        if peer not in self._dying or any(read.peer is peer for read in self._reads.values()):
+        if peer not in self._book.dying or any(read.peer is peer for read in self._reads.values()):
             return
-        self._dying.remove(peer)
         with contextlib.suppress(Exception):
             self._agent.remove_remote_agent(peer.agent)
-        self._events.append(PeerLost(peer.name, peer.lost))
+        self._events.append(self._book.bury(peer))

@@ -63,11 +63,12 @@ class PublishSide:
                 self._on_request(conn, read_id, body, now)
             case wire.NoteArrived(conn, body):
                 try:
-                    handle = handles.decode(body)
+                    handle, renewal = handles.decode_note(body)
                 except ValueError:
                     log.warning("note from %s does not parse", conn)
                     return
-                self._feed(pub.Acked(handle, handles.verify(self._key, handle)), now)
+                authentic = handles.verify(self._key, handle)
+                self._feed(pub.Renewed(handle, authentic) if renewal else pub.Acked(handle, authentic), now)
             case wire.SendDone(op, ok):
                 self._refusing.discard(op)
                 slab, generation, size = self._sending.pop(op, (-1, 0, 0))

@@ -57,6 +57,14 @@ class Acked:
 
 
 @dataclass(frozen=True, slots=True)
+class Renewed:
+    """Decode still wants the slab."""
+
+    handle: SlabHandle
+    authentic: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Released:
     attempt: str
 
@@ -73,7 +81,7 @@ class Tick:
     pass
 
 
-Event = GrantAsked | Published | GrantReturned | ReadAsked | SendDone | Acked | Released | PeerGone | Tick
+Event = GrantAsked | Published | GrantReturned | ReadAsked | SendDone | Acked | Renewed | Released | PeerGone | Tick
 
 # ---- actions -------------------------------------------------------------------------------------------------------
 
@@ -128,7 +136,7 @@ class PublisherLedger:
 
     Args:
         worker_id, incarnation, layout_hash: what a handle must name.
-        lease_s: from publish until an unread or unacknowledged slab is taken back.
+        lease_s: from publish, or from decode's last word, until an unread or unacknowledged slab is taken back.
         quarantine_cap: more quarantined slabs than this to one connection, and its reads are refused (UNUSABLE). A slab
             that stays quarantined for a lease has its endpoint closed: that is the proof of death.
     """
@@ -266,6 +274,14 @@ class PublisherLedger:
             return [Settled(life.handle.attempt, handle.slab), *self._free(handle.slab, "given up by decode")]
         return []
 
+    def _on_renewed(self, event: Renewed, now: float) -> list[Action]:
+        """Only a lease that still runs: what was taken back stays so. It ends with the leg at the latest (Released)."""
+        handle = event.handle
+        life = self._life_of(handle.slab, handle.generation) if event.authentic else None
+        if life is not None and self.table.slabs[handle.slab].state is not SlabState.QUARANTINED and life.expires > now:
+            life.expires = now + self._lease_s
+        return []
+
     def _on_released(self, event: Released, now: float) -> list[Action]:
         actions: list[Action] = []
         for index in [i for i, life in self._lives.items() if life.handle.attempt == event.attempt]:
@@ -331,6 +347,7 @@ class PublisherLedger:
         ReadAsked: _on_read_asked,
         SendDone: _on_send_done,
         Acked: _on_acked,
+        Renewed: _on_renewed,
         Released: _on_released,
         PeerGone: _on_peer_gone,
         Tick: _on_tick,

@@ -33,7 +33,7 @@ class _Wanted:
 
 
 class ReadSide:
-    """Single-threaded. `on_delivered(read_id, slab)` and `on_failed(read_id, error)` must not block."""
+    """Single-threaded. `on_delivered(read_id, slab, path)` and `on_failed(read_id, error)` must not block."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class ReadSide:
         base_s: float,
         bytes_per_s: float,
         verify_checksum: bool,
-        on_delivered: Callable[[int, int], None],
+        on_delivered: Callable[[int, int, str], None],
         on_failed: Callable[[int, DiptychError], None],
     ) -> None:
         self._ledger = ledger
@@ -78,6 +78,9 @@ class ReadSide:
     def finish(self, read_id: int, now: float) -> None:
         """Also cancels a read in any phase."""
         self._feed(rd.Finished(read_id), now)
+
+    def renew(self, peer: str, handle: SlabHandle, now: float) -> None:
+        self._transport.notify(peer, handles.encode_renewal(handle))
 
     def forget(self, peer: str, now: float) -> None:
         """Close the endpoint; its reads fail once the transport says that the peer is lost."""
@@ -120,10 +123,9 @@ class ReadSide:
             return StaleReferenceError(
                 f"handle of {handle.worker_id}@{handle.incarnation} is not of this life of the peer"
             )
-        if handle.layout_hash != self._layout_hash:
-            return TransferError(
-                f"layout {handle.layout_hash:016x} of {handle.worker_id}, ours {self._layout_hash:016x}"
-            )
+        expected = peer.layout_hash or self._layout_hash
+        if handle.layout_hash != expected:
+            return TransferError(f"layout {handle.layout_hash:016x} of {handle.worker_id}, expected {expected:016x}")
         room = payload_capacity(self._ring.spec.slab_bytes)
         if not 0 < handle.size_bytes <= room:
             return TransferError(f"slab of {handle.size_bytes} bytes: ours hold 1 to {room}")
@@ -179,7 +181,7 @@ class ReadSide:
             case rd.StartRead(read_id, slab):
                 self._start(read_id, slab, now)
             case rd.Deliver(read_id, slab):
-                self._on_delivered(read_id, slab)
+                self._on_delivered(read_id, slab, self._transport.path_to(self._wanted[read_id].key))
             case rd.FailRead(read_id, error):
                 self._on_failed(read_id, error)
             case rd.Acknowledge(read_id):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import select
+import time
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -91,7 +92,10 @@ class Wakeup:
 
 
 def sleep_on(fds: list[int], timeout_s: float) -> None:
-    """Sleep until one of `fds` is readable or the time is up."""
+    """Sleep until one of `fds` is readable or the time is up; below a millisecond, which poll() cannot do, just the time."""
+    if 0.0 < timeout_s < 0.001:
+        time.sleep(timeout_s)
+        return
     poll = select.poll()
     for fd in fds:
         poll.register(fd, select.POLLIN)
@@ -100,7 +104,7 @@ def sleep_on(fds: list[int], timeout_s: float) -> None:
 
 class Transport(Protocol):
     path: str
-    """What bytes travel on, for example "ucx:tcp"."""
+    """What bytes travel on, for example "ucx:tcp"; final after the first transfer, for transports that choose by the peer."""
 
     @property
     def address(self) -> KvAddress:
@@ -125,6 +129,10 @@ class Transport(Protocol):
     def answer(self, conn: str, read_id: int, message: np.ndarray | bytes) -> int:
         """Send a slab or a refusal; `message` must stay as it is until SendDone(op). Returns: op. A connection that is
         gone is no error: SendDone(ok=False) follows."""
+        ...
+
+    def path_to(self, peer: str) -> str:
+        """What this peer's bytes travel on; empty: not known (yet), or not connected."""
         ...
 
     def notify(self, peer: str, body: bytes) -> None:

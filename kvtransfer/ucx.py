@@ -30,12 +30,12 @@ import numpy as np
 
 from diptych.common.errors import ConfigError, TransferError
 from diptych.kvtransfer.api import KvAddress, PeerRef
-from diptych.kvtransfer.interfaces import interface_of, why_unreachable
+from diptych.kvtransfer.interfaces import interface_of, numeric
 from diptych.kvtransfer.layout import HEADER_BYTES, Ring, read_refusal
+from diptych.kvtransfer.peer_book import TOKEN_BYTES, PeerBook, pack_parts, unpack_parts
 from diptych.kvtransfer.transport import (
     MAX_MESSAGE_BYTES,
     NoteArrived,
-    PeerLost,
     ReceiveDone,
     RequestArrived,
     SendDone,
@@ -45,12 +45,10 @@ from diptych.kvtransfer.transport import (
     sleep_on,
 )
 
-_TOKEN_BYTES = 16
 _HEAD = struct.Struct("<16sBQQ")
 """token, kind, connection, read_id"""
 _HELLO, _READ, _NOTE = 1, 2, 3
 _MAX_ADDRESS_BYTES = 2048
-_MAX_CONNECTIONS = 256
 _CONTROL_SLOTS = 16
 """Receives that are posted ahead for control messages."""
 _TAG_CONTROL = 0x4450_0001 << 32
@@ -109,7 +107,7 @@ class UcxTransport:
     def __init__(self, worker_id: str, incarnation: str, *, host: str) -> None:
         self._ucx, self._array = load_ucxx()
         self._me = (worker_id, incarnation)
-        self._host = host
+        host = numeric(host)
         config: dict[str, str] = {}
         if "UCX_TLS" not in os.environ:
             config["TLS"] = "tcp,self"
@@ -122,17 +120,10 @@ class UcxTransport:
             self._worker.init_blocking_progress_mode()
         except self._ucx.UCXError as error:
             raise TransferError(f"UCX cannot start on {config}: {error}") from error
-        self._token = secrets.token_bytes(_TOKEN_BYTES)
+        self._token = secrets.token_bytes(TOKEN_BYTES)
         self._worker_address = bytes(self._worker.address.tobytes())
         self.address = KvAddress("ucx", host, 0, self._token + self._worker_address)
-        self._out: dict[str, _Endpoint] = {}
-        """Peers that we read from, by peer key."""
-        self._in: dict[int, _Endpoint] = {}
-        """Peers that read from us, by the number of the connection."""
-        self._dying: list[_Endpoint] = []
-        self._gone: set[str] = set()
-        """Peers whose loss is not yet known to everybody: a new endpoint of that name must wait, or the news of the old
-        one's death would be taken for its own."""
+        self._book: PeerBook[_Endpoint] = PeerBook("ucx", host, self._bury)
         self._pending: dict[int, _Pending] = {}
         self._ids = itertools.count(1)
         self._events: list[TransportEvent] = []
@@ -149,28 +140,18 @@ class UcxTransport:
 
     def connect(self, peer: PeerRef) -> str:
         key = peer_key(peer.worker_id, peer.incarnation)
-        if key in self._out:
+        if key in self._book.outgoing:
             return key
-        if key in self._gone:
-            raise TransferError(f"peer lost: {key}")
-        for other in [k for k in self._out if k.rpartition("@")[0] == peer.worker_id]:
-            self.drop(other, "the worker has started again")
-        address = peer.address
-        if address.transport != "ucx" or len(address.blob) <= _TOKEN_BYTES:
-            raise TransferError(f"{key} has no UCX address")
-        why = why_unreachable(address.host, self._host)
-        if why:
-            raise TransferError(f"{key}: {why}")
+        address = self._book.address_of(peer)
         conn = secrets.randbits(63)
-        endpoint = _Endpoint(key, self._endpoint_to(address.blob[_TOKEN_BYTES:]), conn, address.blob[:_TOKEN_BYTES])
-        self._out[key] = endpoint
-        names = [part.encode() for part in self._me]
-        body = b"".join(len(part).to_bytes(2, "little") + part for part in (self._worker_address, *names))
+        endpoint = _Endpoint(key, self._endpoint_to(address.blob[TOKEN_BYTES:]), conn, address.blob[:TOKEN_BYTES])
+        self._book.outgoing[key] = endpoint
+        body = pack_parts(self._worker_address, *(part.encode() for part in self._me))
         self._send_control(endpoint, _HELLO, 0, body)
         return key
 
     def read(self, peer: str, read_id: int, body: bytes, dest: np.ndarray) -> None:
-        endpoint = self._out.get(peer)
+        endpoint = self._book.outgoing.get(peer)
         if endpoint is None or not endpoint.ep.alive:
             raise TransferError(f"peer lost: {peer}")
         if len(body) + _HEAD.size + 2 > MAX_MESSAGE_BYTES:
@@ -183,8 +164,11 @@ class UcxTransport:
         self._pending[next(self._ids)] = _Pending(request, buffer, endpoint, read_id=read_id, dest=dest)
         self._send_control(endpoint, _READ, read_id, body)
 
+    def path_to(self, peer: str) -> str:
+        return self.path if peer in self._book.outgoing else ""
+
     def notify(self, peer: str, body: bytes) -> None:
-        endpoint = self._out.get(peer)
+        endpoint = self._book.outgoing.get(peer)
         if endpoint is not None:
             self._send_control(endpoint, _NOTE, 0, body)
 
@@ -192,7 +176,7 @@ class UcxTransport:
 
     def answer(self, conn: str, read_id: int, message: np.ndarray | bytes) -> int:
         op = next(self._ids)
-        endpoint = next((e for e in self._in.values() if e.name == conn), None)
+        endpoint = self._book.reader(conn)
         if endpoint is None or not endpoint.ep.alive:
             self._events.append(SendDone(op, False))
             return op
@@ -203,7 +187,7 @@ class UcxTransport:
     # ---- both ----
 
     def progress(self) -> list[TransportEvent]:
-        self._gone = {e.name for e in self._dying}
+        self._book.begin_turn(self._events)
         rounds = 0
         while rounds < _PROGRESS_ROUNDS and self._worker.progress_once():
             rounds += 1
@@ -211,7 +195,7 @@ class UcxTransport:
         self._take_control()
         self._take_completed()
         self._take_unexpected()
-        for endpoint in (*self._out.values(), *self._in.values()):
+        for endpoint in self._book.everybody():
             if not endpoint.ep.alive:
                 self._bury(endpoint, "connection lost")
         self._take_dead()
@@ -219,7 +203,7 @@ class UcxTransport:
         return events
 
     def busy(self) -> bool:
-        return bool(self._pending or self._events or self._dying or self._active)
+        return bool(self._pending or self._events or self._book.dying or self._active)
 
     def wait(self, wakeup: Wakeup, timeout_s: float) -> None:
         # arm() refuses while there is something to progress: then there is nothing to wait for.
@@ -227,8 +211,7 @@ class UcxTransport:
             sleep_on([self._worker.epoll_file_descriptor, wakeup.fileno()], timeout_s)
 
     def drop(self, peer: str, why: str) -> None:
-        for endpoint in [e for e in (*self._out.values(), *self._in.values()) if e.name == peer]:
-            self._bury(endpoint, why)
+        self._book.drop(peer, why)
 
     def close(self) -> None:
         if self._closed:
@@ -238,7 +221,7 @@ class UcxTransport:
         # Notes on their way out are small: let them leave before the endpoints are closed under them.
         while any(p.op == 0 and p.read_id < 0 for p in self._pending.values()) and time.monotonic() < limit - 1.5:
             self.progress()
-        for endpoint in [*self._out.values(), *self._in.values()]:
+        for endpoint in self._book.everybody():
             self._bury(endpoint, "closed")
         while self._pending and time.monotonic() < limit:
             self.progress()
@@ -301,7 +284,7 @@ class UcxTransport:
         if kind == _HELLO:
             self._on_hello(conn, body)
             return
-        endpoint = self._in.get(conn)
+        endpoint = self._book.incoming.get(conn)
         if endpoint is None or endpoint.lost:
             return
         (length,) = struct.unpack_from("<H", body)
@@ -312,20 +295,14 @@ class UcxTransport:
             self._events.append(NoteArrived(endpoint.name, payload))
 
     def _on_hello(self, conn: int, body: bytes) -> None:
-        parts, at = [], 0
-        for _ in range(3):
-            length = int.from_bytes(body[at : at + 2], "little")
-            parts.append(body[at + 2 : at + 2 + length])
-            at += 2 + length
-        address = parts[0]
-        if at > len(body) or not address or len(address) > _MAX_ADDRESS_BYTES or len(self._in) >= _MAX_CONNECTIONS:
+        parts = unpack_parts(body, 3)
+        if parts is None or not 0 < len(parts[0]) <= _MAX_ADDRESS_BYTES:
             return
-        worker = parts[1].decode(errors="replace")
-        key = peer_key(worker, parts[2].decode(errors="replace"))
-        for old in [e for e in self._in.values() if e.name.rpartition("@")[0] == worker]:
-            self._bury(old, "the worker has connected again")
-        with contextlib.suppress(TransferError):
-            self._in[conn] = _Endpoint(f"{key}#{conn:x}", self._endpoint_to(address), conn)
+        worker, incarnation = (part.decode(errors="replace") for part in parts[1:])
+        if self._book.may_greet(worker):
+            with contextlib.suppress(TransferError):
+                name = f"{peer_key(worker, incarnation)}#{conn:x}"
+                self._book.incoming[conn] = _Endpoint(name, self._endpoint_to(parts[0]), conn)
 
     def _take_completed(self) -> None:
         for number, pending in list(self._pending.items()):
@@ -364,21 +341,15 @@ class UcxTransport:
 
     def _bury(self, endpoint: _Endpoint, why: str) -> None:
         """Close an endpoint. It is reported as lost once the last of its requests has completed."""
-        endpoint.lost = why
-        self._gone.add(endpoint.name)
-        self._out.pop(endpoint.name, None)
-        self._in = {conn: e for conn, e in self._in.items() if e is not endpoint}
+        self._book.closed(endpoint, why)
         with contextlib.suppress(self._ucx.UCXError):
             endpoint.ep.close_blocking()
-        self._dying.append(endpoint)
 
     def _take_dead(self) -> None:
-        if not self._dying:
+        if not self._book.dying:
             return
         # UCXX has put the requests of closed endpoints (and only those) on a list that its progress_once() leaves alone.
         self._worker.cancel_inflight_requests()
         self._take_completed()
         alive = {id(p.endpoint) for p in self._pending.values()}
-        for endpoint in [e for e in self._dying if id(e) not in alive]:
-            self._dying.remove(endpoint)
-            self._events.append(PeerLost(endpoint.name, endpoint.lost))
+        self._events += [self._book.bury(e) for e in list(self._book.dying) if id(e) not in alive]

@@ -6,15 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from diptych.common.block_identity import IdentityHeader, golden_key
+from diptych.common.compat import CONVERTIBLE, CONVERTS
 from diptych.common.worker_record import WorkerRecord
 
 
 def pair_differences(prefill: Mapping[str, str], decode: Mapping[str, str]) -> list[str]:
-    """Facts that differ, each as "field: prefill X, decode Y"; an empty list: KV may cross."""
+    """Facts that differ, each as "field: prefill X, decode Y"; an empty list: KV may cross, where decode converts it after a
+    conversion."""
+    passed_over = CONVERTIBLE if decode.get(CONVERTS) else frozenset()
     return [
         f"{name}: prefill {prefill.get(name, 'unset')}, decode {decode.get(name, 'unset')}"
         for name in sorted(prefill.keys() | decode.keys())
-        if prefill.get(name) != decode.get(name)
+        if prefill.get(name) != decode.get(name) and name not in passed_over and name != CONVERTS
     ]
 
 

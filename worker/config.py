@@ -22,12 +22,14 @@ class WorkerConfig:
         served_model_name: what clients call it; empty: the folder's name.
         role: "prefill" or "decode".
         worker_id: unique in the cluster; a restart keeps it, under a new incarnation.
-        host: interface of the gRPC server and of the KV transport. Only a private one: neither asks who is calling.
+        host: interface of the gRPC server and, unless kv_host is set, of the KV transport. Only a private one: neither asks who
+            is calling.
         port: 0: any free one.
         cluster_ca, cluster_cert, cluster_key: PEM files: routers and workers show each other a certificate of this authority,
             on every gRPC connection between them; the certificate names the host of the worker's address.
         insecure: let other machines reach this worker without them.
-        advertise_host: how peers reach us; empty: host.
+        advertise_host: how peers reach our gRPC server; empty: host.
+        kv_host: address of the interface that KV crosses, and what peers are told of it; empty: host.
         metrics_host, metrics_port: where /metrics is served, for Prometheus; no port: nowhere; 0: any free one.
         client_port: where clients may come with a router's tickets (decode only); no port: nowhere; 0: any free one.
         client_host, client_advertise_host: interface of that port and how clients reach it; empty: as for peers.
@@ -62,6 +64,8 @@ class WorkerConfig:
         handshake_timeout_s: for a peer's answer to GetInfo.
         leg_silence_s: decode gives a prefill worker up that said nothing for so long; prefill speaks three times as often.
             The same on both sides.
+        allow_kv_conversion: decode takes KV of prefill workers with another block size, KV dtype or order of heads, and converts
+            it; such answers say so. Another dtype gives up that tokens equal those of a single worker.
         verify_checksum: False only in tests.
         fault_corrupt_every: tests: flip a byte of every n-th received slab.
         check_invariants: tests: walk the whole block pool after every step.
@@ -78,6 +82,7 @@ class WorkerConfig:
     cluster_key: str = ""
     insecure: bool = False
     advertise_host: str = ""
+    kv_host: str = ""
     metrics_host: str = "127.0.0.1"
     metrics_port: int | None = None
     client_port: int | None = None
@@ -121,6 +126,7 @@ class WorkerConfig:
     drain_s: float = 30.0
     handshake_timeout_s: float = 2.0
     leg_silence_s: float = 3.0
+    allow_kv_conversion: bool = False
     verify_checksum: bool = True
     fault_corrupt_every: int = 0
     check_invariants: bool = False
@@ -178,8 +184,23 @@ class WorkerConfig:
                 "other machines can reach it: set cluster_ca, cluster_cert and cluster_key, or --insecure if you must"
             )
             raise ConfigError("host", self.host, rule)
+        if self.role == "prefill" and is_loopback(self.effective_kv_host) and not is_loopback(self.advertised_host):
+            raise ConfigError(
+                "kv_host",
+                self.effective_kv_host,
+                f"peers on other hosts are told {self.advertised_host}, and cannot read KV from a loopback address: name one "
+                "of this host",
+            )
         if self.heartbeat_s >= self.lease_s:
             raise ConfigError("heartbeat_s", self.heartbeat_s, f"must be below lease_s={self.lease_s}")
+
+    @property
+    def advertised_host(self) -> str:
+        return self.advertise_host or self.host
+
+    @property
+    def effective_kv_host(self) -> str:
+        return self.kv_host or self.host
 
     @property
     def effective_worker_id(self) -> str:

@@ -197,6 +197,9 @@ class _MeteredReader:
     def finish(self, slab: ReceivedSlab) -> None:
         self._reader.finish(slab)
 
+    def renew(self, peer: PeerRef, handle: SlabHandle) -> None:
+        self._reader.renew(peer, handle)
+
     async def forget(self, peer: PeerRef) -> None:
         await self._reader.forget(peer)
 

@@ -18,6 +18,8 @@ import structlog
 from diptych.common.compat import Compat, differences
 from diptych.common.errors import DiptychError, IncompatibleWorkersError, StaleReferenceError, WorkerLostError
 from diptych.kvtransfer.api import PeerRef
+from diptych.kvtransfer.layout import layout_hash
+from diptych.kvtransfer.planner import KvShape, shape_of
 from diptych.rpc import convert
 from diptych.rpc.channels import open_channel
 from diptych.rpc.errors import describe, typed_error
@@ -39,12 +41,15 @@ class Peer:
     prefill: Any
     """Its PrefillStub."""
     channel: grpc.aio.Channel
+    shape: KvShape | None = None
+    """How its KV lies, where it must be converted; None: as ours."""
 
 
 class PeerDirectory:
     """Args:
     compat: this worker's own facts.
     forget: called with the KV address of a peer that is dropped, to close its endpoint.
+    allow_conversion: take KV of another block size, dtype or order of heads, and convert it.
     """
 
     def __init__(
@@ -53,11 +58,13 @@ class PeerDirectory:
         *,
         forget: Callable[[PeerRef], Awaitable[None]],
         handshake_timeout_s: float = 2.0,
+        allow_conversion: bool = False,
         open_channel: Callable[[str], grpc.aio.Channel] = open_channel,
     ) -> None:
         self._compat = compat
         self._forget = forget
         self._timeout_s = handshake_timeout_s
+        self._allow_conversion = allow_conversion
         self._open_channel = open_channel
         self._peers: dict[WorkerRef, asyncio.Task[Peer]] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -110,14 +117,14 @@ class PeerDirectory:
                 info = await WorkerStub(channel).GetInfo(worker_pb2.GetInfoRequest(), timeout=self._timeout_s)
             except grpc.RpcError as error:
                 raise self._unreachable(ref, error) from None
-            kv = self._check(ref, info)
+            kv, shape = self._check(ref, info)
         except BaseException:
             await channel.close()
             raise
         for other in [known for known in self._peers if known.worker_id == ref.worker_id and known != ref]:
             self.drop(other)
         log.info("prefill worker met", peer=ref.worker_id, incarnation=ref.incarnation, transport=info.transport_path)
-        return Peer(ref, info.pid, kv, PrefillStub(channel), channel)
+        return Peer(ref, info.pid, kv, PrefillStub(channel), channel, shape)
 
     @staticmethod
     def _unreachable(ref: WorkerRef, error: grpc.RpcError) -> DiptychError:
@@ -125,14 +132,20 @@ class PeerDirectory:
             f"prefill worker {ref.worker_id} at {ref.address} cannot be reached: {describe(error)}"
         )
 
-    def _check(self, ref: WorkerRef, info: worker_pb2.GetInfoResponse) -> PeerRef:
+    def _check(self, ref: WorkerRef, info: worker_pb2.GetInfoResponse) -> tuple[PeerRef, KvShape | None]:
         if (info.worker_id, info.incarnation) != (ref.worker_id, ref.incarnation):
             raise StaleReferenceError(
                 f"{ref.address} is {info.worker_id}/{info.incarnation}, not {ref.worker_id}/{ref.incarnation}"
             )
         if info.role != worker_pb2.WORKER_ROLE_PREFILL:
             raise IncompatibleWorkersError(f"{ref.worker_id} is no prefill worker")
-        different = differences(self._compat, convert.compat_from_proto(info.compat))
+        theirs = convert.compat_from_proto(info.compat)
+        different = differences(self._compat, theirs, converting=self._allow_conversion)
         if different:
             raise IncompatibleWorkersError(f"{ref.worker_id} does not match this worker: {'; '.join(different)}")
-        return PeerRef(info.worker_id, info.incarnation, wire.kv_address_from_proto(info.kv_address))
+        address = wire.kv_address_from_proto(info.kv_address)
+        if not differences(self._compat, theirs):
+            return PeerRef(info.worker_id, info.incarnation, address), None
+        shape = shape_of(theirs)
+        log.warning("KV of a prefill worker is converted", peer=ref.worker_id, why=differences(self._compat, theirs))
+        return PeerRef(info.worker_id, info.incarnation, address, layout_hash(theirs)), shape

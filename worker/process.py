@@ -127,7 +127,7 @@ async def make_transfer(runtime: WorkerRuntime) -> Transfer:
     settings = TransferConfig(
         transport=config.transport,
         device=config.device,
-        host=config.host,
+        host=config.effective_kv_host,
         slab_bytes=config.slab_bytes,
         num_slabs=config.num_slabs,
         lease_s=config.slab_lease_s,

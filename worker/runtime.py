@@ -16,7 +16,7 @@ from importlib import metadata
 import structlog
 
 from diptych.common.clock import Clock, MonotonicClock
-from diptych.common.compat import as_strings
+from diptych.common.compat import CONVERTS, as_strings
 from diptych.common.errors import ConfigError, DiptychError
 from diptych.common.ids import new_incarnation
 from diptych.common.registration import WorkerRegistration
@@ -186,7 +186,7 @@ class WorkerRuntime:
         add_worker(WorkerServicer(self), self._server)
         self.role.add_to(self._server)
         port = bind(self._server, self.config.host, self.config.port, cluster_server_credentials(self.cluster_tls))
-        host = self.config.advertise_host or self.config.host
+        host = self.config.advertised_host
         if host in ("0.0.0.0", "::"):  # noqa: S104 - compared only
             raise ConfigError("advertise_host", host, "peers cannot reach a wildcard address: name one of this host")
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -290,7 +290,7 @@ class WorkerRuntime:
             address=self.address,
             pid=os.getpid(),
             model=self.compat.model,
-            compat=as_strings(self.compat),
+            compat=as_strings(self.compat) | ({CONVERTS: "yes"} if self.config.allow_kv_conversion else {}),
             kv_bytes_per_token=self.model.runner.kv_bytes_per_token,
             num_blocks=self.model.runner.num_blocks,
             block_size=self.config.block_size,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import os
+import shutil
 import signal
 import sys
 import time
@@ -40,7 +42,11 @@ def harness() -> ModuleType:
     return sys.modules[name]
 
 
-async def start(harness: ModuleType, incarnation: str = "life1", **options: object) -> Any:
+CONTAINER = ("unshare", "--pid", "--ipc", "--fork", "--mount-proc")
+"""Hides a process's memory from its neighbours, as two containers do."""
+
+
+async def start(harness: ModuleType, incarnation: str = "life1", **options: Any) -> Any:
     child = await harness.Publisher.start(incarnation, transport="nixl", **options)
     address = child.ref.address
     child.ref = PeerRef(child.ref.worker_id, incarnation, KvAddress("nixl", address.host, 0, address.blob))
@@ -74,7 +80,49 @@ async def test_fifty_slabs_arrive_intact_and_every_slab_comes_back(harness, publ
     await harness.until_free(reader, 2)
     await asyncio.sleep(0.2)
     assert (await publisher.counts()).free == 8
-    assert publisher.path.startswith("nixl:")
+    assert publisher.path == "nixl:shm"
+    if "ucxx._lib.libucxx" not in sys.modules:
+        assert reader.path == received.path == "nixl:shm"
+
+
+def alone() -> None:
+    if "ucxx._lib.libucxx" in sys.modules:
+        pytest.skip("UCXX's UCX was loaded before, and keeps NIXL's module for shared memory out of this process")
+
+
+@pytest.mark.netns
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root and util-linux")
+@pytest.mark.parametrize("required", ["", "nixl:shm"])
+async def test_two_containers_that_drop_to_tcp_say_so(harness, required, caplog) -> None:
+    """Shared memory within each passes both self-tests; between them there is none."""
+    alone()
+    child = await start(harness, inside=CONTAINER)
+    config = TransferConfig(transport="nixl", num_slabs=8, require_transport=required)
+    loop = asyncio.get_running_loop()
+    transfer = build_transfer(config, worker_id="d0", incarnation="x", role="decode", layout_hash=7, loop=loop)
+    try:
+        assert child.path == transfer.path == "nixl:shm"
+        asked = transfer.read(child.ref, await child.publish("a", 1), deadline_s=10)
+        if required:
+            with pytest.raises(TransferError, match="comes on nixl:tcp, nixl:shm is required"):
+                await asked
+        else:
+            received = await asked
+            assert received.path == "nixl:tcp"
+            assert "comes on nixl:tcp, the self-test found nixl:shm" in caplog.text
+            transfer.finish(received)
+        await harness.until_free(transfer, 5)
+    finally:
+        await transfer.close()
+        await child.stop()
+
+
+async def test_a_path_that_is_not_there_is_refused_at_the_start() -> None:
+    alone()
+    config = TransferConfig(transport="nixl", num_slabs=2, require_transport="nixl:rdma")
+    loop = asyncio.get_running_loop()
+    with pytest.raises(ConfigError, match="the self-test found nixl:shm"):
+        build_transfer(config, worker_id="d0", incarnation="x", role="decode", layout_hash=7, loop=loop)
 
 
 async def test_a_handle_is_read_once_and_a_forged_one_never(harness, publisher, reader) -> None:

@@ -45,10 +45,13 @@ class Publisher:
         self.ref = PeerRef(*ref, address)
 
     @classmethod
-    async def start(cls, incarnation: str = "life1", worker_id: str = "p0", **options: object) -> Publisher:
+    async def start(
+        cls, incarnation: str = "life1", worker_id: str = "p0", inside: tuple[str, ...] = (), **options: object
+    ) -> Publisher:
+        """`inside`: a command that runs its arguments somewhere else, for example in another namespace."""
         arguments = json.dumps([worker_id, incarnation, {"transport": "ucx", "num_slabs": 8, **options}])
         process = await asyncio.create_subprocess_exec(
-            sys.executable, str(SCRIPT), arguments,
+            *inside, sys.executable, str(SCRIPT), arguments,
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
             env={**os.environ, "PYTHONSAFEPATH": "1"},
         )  # fmt: skip

@@ -1,12 +1,20 @@
-"""Run many schedules of the hand-off: `python -P tests/sim/explore.py --seeds 100000`. Prints every seed that fails."""
+"""Run many schedules of the hand-off: `python -P tests/sim/explore.py --seeds 100000`. Prints every seed that fails.
+
+A long run may be made in parts: `--first 20000 --seeds 20000 --out FILE` adds what each found to FILE, with the commit it ran on.
+`--within` ends a part early, between two schedules; its entry says where.
+"""
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
 import logging
+import platform
+import subprocess
 import sys
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -15,31 +23,57 @@ import structlog  # noqa: E402
 from handoff_sim.world import run  # noqa: E402
 
 
+def note(out: Path, first: int, num: int, failed: list[int], callbacks: int, seconds: float) -> None:
+    """Add one part to the file; the sums stand at its top."""
+    parts = json.loads(out.read_text())["parts"] if out.exists() else []
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False, cwd=Path(__file__).parent
+    )
+    parts.append(
+        {
+            "first": first, "seeds": num, "violations": len(failed), "failing_seeds": failed, "callbacks": callbacks,
+            "seconds": round(seconds, 1), "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "commit": commit.stdout.strip(), "python": platform.python_version(),
+        }
+    )  # fmt: skip
+    parts.sort(key=lambda part: part["first"])
+    total = {name: sum(part[name] for part in parts) for name in ("seeds", "violations", "callbacks")}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps({"what": "random schedules of the hand-off", **total, "parts": parts}, indent=2) + "\n")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=1000)
     parser.add_argument("--stop-after", type=int, default=5, help="failing seeds")
+    parser.add_argument("--within", type=float, default=float("inf"), help="seconds, after which the run ends early")
+    parser.add_argument("--out", type=Path, help="add what was found to this JSON file")
     args = parser.parse_args()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     logging.getLogger("diptych").setLevel(logging.CRITICAL)
     gc.disable()  # a schedule's loops are garbage all at once; in between there is none
-    began, callbacks, failed = time.monotonic(), 0, 0
+    began, callbacks = time.monotonic(), 0
+    failed: list[int] = []
     for n, seed in enumerate(range(args.first, args.first + args.seeds), 1):
         problems, world = run(seed)
         if n % 50 == 0:
             gc.collect()
         callbacks += world.loop.num_callbacks
         if problems:
-            failed += 1
+            failed.append(seed)
             print(f"\n{world.told()}\n  " + "\n  ".join(problems), flush=True)
-            if failed >= args.stop_after:
+            if len(failed) >= args.stop_after:
                 break
         if n % 100 == 0 or n == args.seeds:
             rate = n / (time.monotonic() - began)
-            line = f"{n}/{args.seeds} schedules, {callbacks} callbacks, {failed} failed, {rate:.0f}/s, seed {seed}"
+            line = f"{n}/{args.seeds} schedules, {callbacks} callbacks, {len(failed)} failed, {rate:.0f}/s, seed {seed}"
             print(f"\r{line}", end="" if sys.stdout.isatty() else "\n", flush=True)
-    print(f"\n{'FAILED' if failed else 'ok'}: seeds {args.first} to {seed}, {failed} failed")
+        if time.monotonic() - began > args.within:
+            break
+    if args.out is not None:
+        note(args.out, args.first, n, failed, callbacks, time.monotonic() - began)
+    print(f"\n{'FAILED' if failed else 'ok'}: seeds {args.first} to {seed}, {len(failed)} failed")
     return 1 if failed else 0
 
 

@@ -33,7 +33,7 @@ class SimChannel:
         return self._get_info
 
     def unary_stream(self, path: str, *_: object, **__: object) -> Callable[..., Any]:
-        return lambda request, timeout: SimCall(self, request, timeout)
+        return lambda request, timeout, metadata=(): SimCall(self, request, timeout)
 
     async def close(self) -> None:
         for call in list(self.calls):

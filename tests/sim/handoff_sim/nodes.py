@@ -338,11 +338,13 @@ class DecodeNode:
 
         self.peers = PeerDirectory(COMPAT, forget=forget, handshake_timeout_s=0.5, open_channel=open_channel)
         self.desk = UnpackDesk(self.engine, self.transfer.core)  # type: ignore[arg-type]
-        self.transfer.transport.lent = lambda: {slab.local_slab for slab, _ in self.desk._open.values()}
+        self.transfer.transport.lent = lambda: {
+            slab.local_slab for slab, _ in self.desk._open.values() if slab is not None
+        }
         tools = LegTools(
             peers=self.peers, reader=self.transfer.core, desk=self.desk, links=LinkRates(), clock=context.loop,
             kv_bytes_per_token=16, num_layers=1, reads_in_flight=2, read_base_s=context.sizes.read_base_s,
-            silence_s=context.sizes.silence_s,
+            silence_s=context.sizes.silence_s, renew_every_s=context.sizes.lease_s / 4,
         )  # type: ignore[arg-type]  # fmt: skip
         self.intake = Intake(
             self.engine,  # type: ignore[arg-type]

@@ -178,6 +178,9 @@ class SimTransport:
         source._in[conn.name] = conn
         return key
 
+    def path_to(self, peer: str) -> str:
+        return self.path if peer in self._out else ""
+
     def read(self, peer: str, read_id: int, body: bytes, dest: np.ndarray) -> None:
         conn = self._out.get(peer)
         if conn is None:

@@ -204,8 +204,10 @@ class World:
         limit = self.loop.time() + within_s
         quiet = 0
         while quiet < 2 and self.loop.time() < limit:  # twice: a worker may have started again just now
+            await asyncio.sleep(
+                0.1
+            )  # before the look: what a fault of this moment leaves behind is not the end's fault
             quiet = 0 if self._left_over() else quiet + 1
-            await asyncio.sleep(0.1)
 
     async def _until_all_ended(self) -> None:
         limit = self.loop.time() + 32.0

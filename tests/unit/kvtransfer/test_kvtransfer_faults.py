@@ -168,3 +168,22 @@ def test_a_thousand_waiting_reads_of_a_lost_peer_all_fail(pair):
     pair.step()
     assert len(pair.failed) == 1000
     assert pair.d.counts().free == 3
+
+
+def test_a_renewed_slab_is_read_long_after_its_lease(pair):
+    """One decode worker reads slab after slab over a slow link: the last one waits for several leases."""
+    pair.want(1, pair.publish(fill=1))
+    pair.step()
+    late = pair.publish(fill=2)
+    forgotten = pair.publish(fill=3)
+    lease_s = pair.p._ledger._lives[late.slab].expires - pair.clock.now()
+    for _ in range(12):
+        pair.clock.advance(0.4 * lease_s)
+        pair.d.renew("p0@life1", late, pair.clock.now())
+        pair.step()
+        pair.p.tick(pair.clock.now())
+    pair.want(2, late)
+    pair.want(3, forgotten)
+    pair.step()
+    assert pair.payload(2) == bytes([2]) * 1000
+    assert isinstance(pair.failed[3], StaleReferenceError)

@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from diptych.common.errors import ConfigError
-from diptych.kvtransfer.interfaces import interface_of, is_loopback, why_unreachable
+from diptych.kvtransfer.interfaces import interface_of, is_loopback, numeric, why_unreachable
 
 
 @pytest.mark.parametrize(
@@ -29,10 +29,22 @@ def test_a_loopback_address_is_refused_by_a_reader_on_another_host(theirs: str, 
         assert ours in why
 
 
+def test_a_name_is_not_looked_up_on_the_transfer_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lookup(*args: object) -> None:
+        raise AssertionError("a name was looked up")
+
+    monkeypatch.setattr(socket, "getaddrinfo", lookup)
+    assert why_unreachable("some.host.example", "10.0.0.5") == ""
+    assert why_unreachable("localhost", "10.0.0.5")
+    assert not why_unreachable("10.0.0.6", "some.host.example")
+
+
 def test_the_interface_of_an_address() -> None:
     assert interface_of("127.0.0.1") in {name for _, name in socket.if_nameindex()}
     assert is_loopback("127.0.0.1")
     assert not is_loopback("no.such.host.invalid")
+    assert is_loopback("localhost")
+    assert numeric("127.0.0.1") == "127.0.0.1"
     for host in ("0.0.0.0", "203.0.113.9"):
         with pytest.raises(ConfigError):
             interface_of(host)

@@ -187,3 +187,47 @@ def test_the_full_walk_sees_a_wrong_counter(publisher):
     ledger = publisher()
     ledger.table.slabs[0].state = SlabState.PACKED
     assert any("FREE" in sentence for sentence in ledger.check())
+
+
+def lease_of(ledger, index=0):
+    return ledger._lives[index].expires
+
+
+@pytest.mark.parametrize("state", ["packed", "in_flight", "settled"])
+def test_a_slab_that_is_still_wanted_outlives_its_lease(ledger, handle, state):
+    """A slow link, or a ring that is busy with others: decode renews, and the slab stays."""
+    named = published(ledger, handle) if state == "packed" else in_flight(ledger, handle)
+    if state == "settled":
+        ledger.on_event(pub.SendDone(0, 1, True), 0.0)
+    lease = lease_of(ledger)
+    for turn in range(1, 40):
+        now = turn * lease / 4
+        assert ledger.on_event(pub.Renewed(named, True), now) == []
+        assert ledger.on_event(pub.Tick(), now) == []
+    assert getattr(ledger.counts(), state) == 1
+    assert ledger.on_event(pub.Tick(), now + lease)[0] == pub.Settled("att-1", 0)
+
+
+def test_only_its_own_running_lease_is_renewed(ledger, handle):
+    named = published(ledger, handle)
+    lease = lease_of(ledger)
+    ledger.on_event(pub.Renewed(named, False), 1.0)
+    ledger.on_event(pub.Renewed(replace(named, generation=2), True), 1.0)
+    ledger.on_event(pub.Renewed(replace(named, slab=1), True), 1.0)
+    assert lease_of(ledger) == lease
+    ledger.on_event(pub.Renewed(named, True), lease)  # over, though the sweep has not come by
+    assert lease_of(ledger) == lease
+    assert ledger.on_event(ask(named), lease) == [pub.Refuse("d0#1", 1, Refusal.EXPIRED)]
+
+
+def test_a_renewal_holds_nothing_that_was_released(ledger, handle):
+    named = published(ledger, handle)
+    ledger.on_event(pub.Released("att-1"), 1.0)
+    ledger.on_event(pub.Renewed(named, True), 1.0)
+    assert ledger.counts().free == 3
+    flying = in_flight(ledger, handle, slab=1)
+    ledger.on_event(pub.Released("att-1"), 1.0)
+    before = lease_of(ledger, 1)
+    ledger.on_event(pub.Renewed(flying, True), 2.0)
+    assert ledger.counts().quarantined == 1
+    assert lease_of(ledger, 1) == before

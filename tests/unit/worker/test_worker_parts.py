@@ -56,3 +56,22 @@ def test_handles_there_and_back() -> None:
     for change in ({"attempt": ""}, {"num_tokens": 0}, {"size_bytes": 0}, {"mac": b""}):
         with pytest.raises(TransferError):
             wire.handle_from_proto(wire.handle_to_proto(dataclasses.replace(handle, **change)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "reachable"),
+    [
+        ({}, True),
+        ({"host": "0.0.0.0", "advertise_host": "10.0.0.5", "kv_host": "10.0.0.5"}, True),
+        ({"host": "127.0.0.1", "advertise_host": "10.0.0.5"}, False),
+        ({"host": "10.0.0.5", "kv_host": "127.0.0.1"}, False),
+        ({"host": "10.0.0.5", "kv_host": "localhost"}, False),
+    ],
+)
+def test_a_loopback_kv_address_is_never_advertised_beside_one_that_others_reach(settings, reachable):
+    if reachable:
+        assert WorkerConfig(role="prefill", **settings).effective_kv_host
+        return
+    with pytest.raises(ConfigError) as caught:
+        WorkerConfig(role="prefill", **settings)
+    assert "kv_host" in str(caught.value)

@@ -1,0 +1,169 @@
+"""KV of one layout into another: block size, order of heads and slots, dtype, and heads from several tensor-parallel ranks.
+
+A payload is what pack wrote: whole blocks of the sender, then the slots that are used of its last one. It is taken apart into
+[num_layers * 2, tokens, heads, head_dim] and put together again in blocks of the receiver. Bits change only where the dtype does:
+to a wider one exactly, to a narrower one rounded to the nearest, ties to even, as torch does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from diptych.common.errors import TransferError
+from diptych.kvtransfer.planner import ITEM_BYTES, KvShape, plan_heads
+
+
+def _raw(shape: KvShape) -> type[np.uint16] | type[np.uint32]:
+    """Elements are carried as bits: numpy has no bfloat16."""
+    return np.uint16 if ITEM_BYTES[shape.dtype] == 2 else np.uint32
+
+
+def cast(bits: np.ndarray, source: str, target: str) -> np.ndarray:
+    """Elements of dtype `source` as those of `target`, both as raw bits."""
+    if source == target:
+        return bits
+    if source == "bfloat16":
+        wide = (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    else:
+        wide = bits.view(np.dtype(source)).astype(np.float32)
+    if target == "float32":
+        return wide.view(np.uint32)
+    if target == "float16":
+        with np.errstate(over="ignore"):
+            return wide.astype(np.float16).view(np.uint16)
+    raw = wide.view(np.uint32)
+    rounded = (raw + np.uint32(0x7FFF) + ((raw >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    return np.where(np.isnan(wide), np.uint32(0x7FC0), rounded).astype(np.uint16)
+
+
+def unpack_tokens(payload: memoryview, shape: KvShape, num_tokens: int) -> np.ndarray:
+    """[num_layers * 2, num_tokens, heads of a rank, head_dim] of raw bits. Raises: TransferError."""
+    if payload.nbytes != num_tokens * shape.bytes_per_token:
+        raise TransferError(
+            f"{num_tokens} tokens take {num_tokens * shape.bytes_per_token} bytes, not {payload.nbytes}"
+        )
+    rows, heads, dim, size = shape.num_layers * 2, shape.heads_per_rank, shape.head_dim, shape.block_size
+    flat = np.frombuffer(payload, dtype=_raw(shape))
+    full, tail = divmod(num_tokens, size)
+    border = full * size * rows * heads * dim
+    out = np.empty((rows, num_tokens, heads, dim), dtype=flat.dtype)
+    if full:
+        body = _slots_first(flat[:border], (full, rows), size, shape)
+        out[:, : full * size].reshape(rows, full, size, heads, dim)[...] = body.transpose(1, 0, 2, 3, 4)
+    if tail:
+        out[:, full * size :] = _slots_first(flat[border:], (rows,), tail, shape)
+    return out
+
+
+def _slots_first(flat: np.ndarray, outer: tuple[int, ...], slots: int, shape: KvShape) -> np.ndarray:
+    """[*outer, slots, heads, head_dim], a view."""
+    heads, dim = shape.heads_per_rank, shape.head_dim
+    if shape.head_layout == "NHD":
+        return flat.reshape(*outer, slots, heads, dim)
+    return flat.reshape(*outer, heads, slots, dim).swapaxes(-3, -2)
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertedRange:
+    """As pack would have written it here: starts at a block and ends at one, or at the end of what is wanted."""
+
+    first_token: int
+    num_tokens: int
+    payload: memoryview
+
+
+@dataclass(slots=True)
+class _Block:
+    """One block of ours while it fills. `left`: tokens times heads that have not come."""
+
+    data: np.ndarray
+    left: int
+    """[num_layers * 2, tokens, heads, head_dim]"""
+    seen: set[tuple[int, int]] = field(default_factory=set)
+
+
+class RangeConverter:
+    """Takes the ranges of one leg in any order and gives out whole blocks of ours as they become complete.
+
+    Args:
+        first_token: wanted from here on: a multiple of our block size, or `end`. What comes of earlier tokens is dropped.
+        end: one past the last token that is wanted.
+        rank: ours, of target.tp_size.
+    """
+
+    def __init__(self, source: KvShape, target: KvShape, first_token: int, end: int, *, rank: int = 0) -> None:
+        self._source, self._target = source, target
+        self._first, self._end = first_token, end
+        self._pieces = plan_heads(source, target, rank)
+        self._blocks: dict[int, _Block] = {}
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Source ranks whose payloads are needed."""
+        return tuple(sorted({piece.rank for piece in self._pieces}))
+
+    @property
+    def num_open(self) -> int:
+        return len(self._blocks)
+
+    def feed(self, first_token: int, num_tokens: int, payload: memoryview, *, rank: int = 0) -> list[ConvertedRange]:
+        """A verified payload of source rank `rank`; it is not kept. Raises: TransferError: size, bounds, or the same twice."""
+        if first_token < 0 or first_token + num_tokens > self._end:
+            raise TransferError(f"range [{first_token}, {first_token + num_tokens}) ends behind {self._end}")
+        pieces = [piece for piece in self._pieces if piece.rank == rank]
+        if not pieces:
+            raise TransferError(f"nothing is wanted of rank {rank}")
+        tokens = unpack_tokens(payload, self._source, num_tokens)
+        skip = max(0, self._first - first_token)
+        done: list[int] = []
+        size = self._target.block_size
+        at = first_token + skip
+        while at < first_token + num_tokens:
+            index = at // size
+            until = min((index + 1) * size, first_token + num_tokens)
+            block = self._block(index)
+            inside, part = at - index * size, tokens[:, at - first_token : until - first_token]
+            if (inside, rank) in block.seen:
+                raise TransferError(f"tokens from {at} on came twice")
+            block.seen.add((inside, rank))
+            for piece in pieces:
+                block.data[:, inside : inside + until - at, piece.at : piece.at + piece.count] = cast(
+                    part[:, :, piece.first : piece.first + piece.count], self._source.dtype, self._target.dtype
+                )
+                block.left -= (until - at) * piece.count
+            if block.left < 0:
+                raise TransferError(f"tokens of block {index} came twice")
+            if not block.left:
+                done.append(index)
+            at = until
+        return [self._range(run) for run in _runs(done)]
+
+    def _block(self, index: int) -> _Block:
+        block = self._blocks.get(index)
+        if block is None:
+            shape = self._target
+            tokens = min(shape.block_size, self._end - index * shape.block_size)
+            data = np.empty((shape.num_layers * 2, tokens, shape.heads_per_rank, shape.head_dim), _raw(shape))
+            block = self._blocks[index] = _Block(data, tokens * shape.heads_per_rank)
+        return block
+
+    def _range(self, indices: list[int]) -> ConvertedRange:
+        parts = [self._blocks.pop(index).data for index in indices]
+        if self._target.head_layout == "HND":
+            parts = [part.swapaxes(1, 2) for part in parts]
+        num_tokens = sum(part.size for part in parts) * ITEM_BYTES[self._target.dtype] // self._target.bytes_per_token
+        flat = np.concatenate([part.reshape(-1) for part in parts])
+        return ConvertedRange(indices[0] * self._target.block_size, num_tokens, memoryview(flat).cast("B"))
+
+
+def _runs(indices: list[int]) -> list[list[int]]:
+    """Neighbours together: few large copies instead of many small ones."""
+    runs: list[list[int]] = []
+    for index in indices:
+        if runs and runs[-1][-1] + 1 == index:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    return runs
