@@ -109,8 +109,8 @@ class EngineCore:
                 scheduler.add(request, self._clock.now())
             case Cancel(attempt):
                 scheduler.cancel(attempt)
-            case GrantSlabs(grants):
-                scheduler.packing.grant(grants)
+            case GrantSlabs(grants, least_early_bytes):
+                scheduler.packing.grant(grants, least_early_bytes)
             case UnpackRange():
                 self._unpack(command)
             case FirstToken():

@@ -121,7 +121,10 @@ class SlabGrant:
 
 @dataclass(frozen=True, slots=True)
 class GrantSlabs:
+    """`least_early_bytes`: a computed range of fewer bytes waits for the next one while its prompt is computed further."""
+
     grants: tuple[SlabGrant, ...]
+    least_early_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

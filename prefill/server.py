@@ -9,6 +9,7 @@ import grpc
 
 from diptych.common.errors import DiptychError
 from diptych.engine.messages import EngineEvent, GrantSlabs
+from diptych.kvtransfer.overlap import least_early_bytes
 from diptych.prefill.handoff import Handoffs
 from diptych.prefill.request import Limits
 from diptych.prefill.service import PrefillServicer
@@ -32,7 +33,8 @@ class PrefillRole:
             why_stuck=runtime.why_stuck,
         )
         engine = runtime.engine
-        runtime.transfer.start(lambda grants: engine.send(GrantSlabs(grants)), self.handoffs.on_settled)
+        least = least_early_bytes(runtime.config.kv_overlap, runtime.transfer.bytes_per_s)
+        runtime.transfer.start(lambda grants: engine.send(GrantSlabs(grants, least)), self.handoffs.on_settled)
 
     def add_to(self, server: grpc.aio.Server) -> None:
         add_prefill(PrefillServicer(self.handoffs), server)

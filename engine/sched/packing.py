@@ -35,13 +35,15 @@ class Packing:
         self._held_by: dict[int, str] = {}
         self._per_peer: dict[str, int] = {}
         self._pending: dict[str, Request] = {}
+        self._least_early_bytes = 0
 
     @property
     def slabs_held(self) -> int:
         return len(self._grants)
 
-    def grant(self, grants: tuple[SlabGrant, ...]) -> None:
+    def grant(self, grants: tuple[SlabGrant, ...], least_early_bytes: int = 0) -> None:
         """Raises: ConfigError for a slab that cannot hold one block."""
+        self._least_early_bytes = least_early_bytes
         for grant in grants:
             if len(grant.payload) < self._block_size * self._token_bytes:
                 raise ConfigError(
@@ -95,4 +97,6 @@ class Packing:
     def _packable_end(self, request: Request) -> int:
         if request.num_computed >= request.kv_target:
             return request.kv_target
-        return request.num_computed // self._block_size * self._block_size
+        end = request.num_computed // self._block_size * self._block_size
+        early_bytes = (end - request.packed_until) * self._token_bytes
+        return end if early_bytes >= self._least_early_bytes else request.packed_until

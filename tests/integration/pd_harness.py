@@ -67,6 +67,7 @@ def worker_config(role: str, worker_id: str, **changes: object) -> WorkerConfig:
         "read_base_s": 3.0,
         "slab_lease_s": 5.0,
         "drain_s": 5.0,
+        "kv_overlap": "on",  # the fake model's KV is too small to be worth a message
         "check_invariants": True,
         "insecure": True,
     }

@@ -19,6 +19,7 @@ from diptych.decode.link_rate import LinkRates
 from diptych.decode.remote_leg import LegTools
 from diptych.decode.submission import Limits as DecodeLimits
 from diptych.decode.unpack_desk import UnpackDesk
+from diptych.decode.way_back import PrefillRates
 from diptych.engine.config import EngineConfig
 from diptych.engine.core import EngineCore
 from diptych.engine.fake_runner import FakeRunner
@@ -342,8 +343,8 @@ class DecodeNode:
             slab.local_slab for slab, _ in self.desk._open.values() if slab is not None
         }
         tools = LegTools(
-            peers=self.peers, reader=self.transfer.core, desk=self.desk, links=LinkRates(), clock=context.loop,
-            kv_bytes_per_token=16, num_layers=1, reads_in_flight=2, read_base_s=context.sizes.read_base_s,
+            peers=self.peers, reader=self.transfer.core, desk=self.desk, links=LinkRates(), rates=PrefillRates(),
+            clock=context.loop, kv_bytes_per_token=16, num_layers=1, reads_in_flight=2, read_base_s=context.sizes.read_base_s,
             silence_s=context.sizes.silence_s, renew_every_s=context.sizes.lease_s / 4,
         )  # type: ignore[arg-type]  # fmt: skip
         self.intake = Intake(

@@ -309,3 +309,47 @@ def test_a_failed_pack_fails_that_request_and_keeps_the_slab(kit):
     events = kit.run_until_idle(prefill)
     assert "packing KV failed" in str(kit.ends_of(events)[0].error)
     assert prefill.core.scheduler.packing.slabs_held == 1
+
+
+def ranges_of(kit, least_early_bytes, num_prompt=32, chunk=8):
+    """Token counts of the ranges as they are packed, and how many of them came before the last chunk was computed."""
+    engine = kit.make_engine(max_num_batched_tokens=chunk)
+    token_bytes = engine.core.scheduler.limits.kv_bytes_per_token
+    engine.send(GrantSlabs(kit.make_grants(8, 64 * token_bytes), least_early_bytes))
+    request = replace(kit.make_request(prompt=num_prompt, max_tokens=3), mode=KvMode.PREFILL, peer="d0")
+    engine.send(AddRequest(request))
+    events = kit.run_until_idle(engine)
+    packed = [event.num_tokens for event in events if isinstance(event, RangePacked)]
+    first = next(i for i, event in enumerate(events) if isinstance(event, TokensOut))
+    early = sum(isinstance(event, RangePacked) for event in events[:first])
+    assert sum(packed) == num_prompt
+    return packed, early, token_bytes
+
+
+def test_small_ranges_wait_for_the_next_chunk_and_none_goes_early_when_overlap_is_off(kit):
+    packed, early, token_bytes = ranges_of(kit, 0)
+    assert packed == [8] * 4
+    assert early == 3
+    assert ranges_of(kit, 16 * token_bytes)[0] == [16, 16]
+    packed, early, _ = ranges_of(kit, 1 << 62)
+    assert (packed, early) == ([32], 0)
+
+
+def test_a_short_prompt_behind_ten_cancelled_long_ones_waits_for_one_chunk_at_most(kit):
+    """The chunk that is being computed is all that a cancelled prompt may still cost its neighbours."""
+    chunk = 8
+    engine = kit.make_engine(max_num_batched_tokens=chunk)
+    runner = engine.core._runner
+    engine.send(GrantSlabs(kit.make_grants(8, 64 * engine.core.scheduler.limits.kv_bytes_per_token)))
+    for i in range(10):
+        long = kit.make_request(f"long{i}", [i, *range(100, 130)], max_tokens=4)
+        engine.send(AddRequest(replace(long, mode=KvMode.PREFILL, peer="d0")))
+    engine.step()
+    for i in range(10):
+        engine.send(Cancel(f"long{i}"))
+    before = runner.computed_tokens
+    assert before <= chunk
+    engine.send(AddRequest(replace(kit.make_request("short", [7, 8, 9], max_tokens=4), mode=KvMode.PREFILL, peer="d0")))
+    events = engine.step()
+    assert any(isinstance(event, TokensOut) and event.attempt == "short" for event in events)
+    assert runner.computed_tokens - before == 3, "nothing more of the cancelled ones is computed"
