@@ -70,8 +70,8 @@ def test_handles_there_and_back() -> None:
 )
 def test_a_loopback_kv_address_is_never_advertised_beside_one_that_others_reach(settings, reachable):
     if reachable:
-        assert WorkerConfig(role="prefill", **settings).effective_kv_host
+        assert WorkerConfig(role="prefill", insecure=True, **settings).effective_kv_host
         return
     with pytest.raises(ConfigError) as caught:
-        WorkerConfig(role="prefill", **settings)
+        WorkerConfig(role="prefill", insecure=True, **settings)
     assert "kv_host" in str(caught.value)
