@@ -104,7 +104,14 @@ def host() -> Iterator[OtherHost]:
 @asynccontextmanager
 async def pair(pd: ModuleType, table: ModuleType, host: OtherHost, **prefill: object) -> AsyncIterator[tuple[Any, Any]]:
     """Prefill over there, decode here."""
-    settings = {"worker_id": "prefill-0", "transport": "ucx", "leg_silence_s": SILENCE_S, "host": host.there, **prefill}
+    settings = {
+        "worker_id": "prefill-0",
+        "transport": "ucx",
+        "leg_silence_s": SILENCE_S,
+        "host": host.there,
+        "insecure": True,
+        **prefill,
+    }
     async with AsyncExitStack() as stack:
         process = await asyncio.create_subprocess_exec(
             "ip", "netns", "exec", host.name, sys.executable, "-P", str(HERE / "pd_prefill_process.py"), json.dumps(settings),
@@ -116,7 +123,9 @@ async def pair(pd: ModuleType, table: ModuleType, host: OtherHost, **prefill: ob
         assert hello, "the prefill worker did not start"
         child = table.Prefill(process, json.loads(hello))
         stack.push_async_callback(child.stop)
-        config = pd.worker_config("decode", "decode-0", transport="ucx", leg_silence_s=SILENCE_S, host=host.here)
+        config = pd.worker_config(
+            "decode", "decode-0", transport="ucx", leg_silence_s=SILENCE_S, host=host.here, insecure=True
+        )
         decode = WorkerRuntime(config, pd.fake_model(), make_transfer=make_transfer, make_role=DecodeRole)
         await decode.start()
         stack.push_async_callback(decode.close)
