@@ -17,11 +17,11 @@ import asyncio
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from redis import asyncio as aioredis
 from redis.exceptions import RedisError, ResponseError
 
 from diptych.common.errors import ConfigError
 from diptych.common.lookup import NameLookup, is_name
+from diptych.common.redis_url import connect
 from diptych.common.store import KvEvent, Pending, StoreError
 from diptych.common.store_codec import (
     BadRowError,
@@ -56,6 +56,11 @@ local row_start = tonumber(redis.call('HGET', KEYS[1], 'start') or '0') or 0
 local mine = tonumber(ARGV[3])
 if mine == 0 and redis.call('HGET', KEYS[1], 'incarnation') == ARGV[2] then mine = row_start end
 if row_start > youngest then youngest = row_start end
+-- Redis refuses a script that is short of memory at its first write, if that one asks for memory: this one does not, so that
+-- a lease that stands is renewed all the same.
+if redis.call('HGET', KEYS[1], 'incarnation') == ARGV[2] and not (mine ~= 0 and mine < youngest) then
+  redis.call('PEXPIRE', KEYS[1], ARGV[4])
+end
 if mine == 0 then
   local t = redis.call('TIME')
   mine = math.max(youngest + 1, tonumber(t[1]) * 1000000 + tonumber(t[2]))
@@ -131,7 +136,7 @@ class RedisStore:
     """See Store.
 
     Args:
-        url: redis://, rediss:// or unix://.
+        url: see redis_url.py; one server, or Sentinels that name the primary.
         cluster: name that keeps several clusters apart on one server.
         timeout_s: bound of every call (a blocking read: this plus its block_s).
     Raises: ConfigError on a URL or cluster name that cannot be used.
@@ -147,22 +152,10 @@ class RedisStore:
         self._max_events = max_events
         self._starts: dict[tuple[str, str], str] = {}
         self.bad_rows = 0
-        try:
-            # No retries inside a call: callers have their own loop, and a call must stay within its bound.
-            self._redis: Any = aioredis.Redis.from_url(
-                url,
-                protocol=2,
-                socket_connect_timeout=timeout_s,
-                socket_timeout=None,
-                retry=None,
-                retry_on_error=[],
-                max_connections=16,
-            )
-        except ValueError as err:
-            raise ConfigError("redis_url", url, str(err)) from None
-        where = self._redis.connection_pool.connection_kwargs
-        host = str(where.get("host") or "")
-        self._lookup = NameLookup(host, where.get("port") or 6379) if is_name(host) else None
+        self._connected = connect(url, timeout_s=timeout_s)
+        self._redis: Any = self._connected.client
+        host, port = self._connected.first
+        self._lookup = NameLookup(host, port) if is_name(host) else None
         self._failed = False
 
     def _key(self, kind: str, name: str = "") -> str:
@@ -347,4 +340,4 @@ class RedisStore:
         return float(granted), float(level)
 
     async def close(self) -> None:
-        await self._redis.aclose()
+        await self._connected.close()

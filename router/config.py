@@ -13,6 +13,7 @@ from diptych.router.rollout import Rollout
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
     """Args:
+    redis_url: redis://, rediss://, unix://, or redis+sentinel://HOST:PORT,HOST:PORT/SERVICE.
     model: local Hugging Face folder; only its tokenizer, template and configuration are read.
     served_model_name: what clients call it; empty: the folder's name.
     max_model_len: prompt plus answer in tokens; None: the model's own limit and the workers'.

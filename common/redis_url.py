@@ -1,0 +1,120 @@
+"""From a URL to a client of the primary: one server, or whoever Sentinel says is the primary now.
+
+    redis://, rediss://, unix://                                as redis-py reads them
+    redis+sentinel://[USER:PASSWORD@]HOST[:PORT][,...]/SERVICE[/DB]    and rediss+sentinel://, with TLS
+
+With Sentinel every new connection asks for the primary, and a connection on which a write finds a replica is given up: after a
+failover the next calls go to the new primary. User and password are the primary's; the Sentinels are asked without.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from redis import asyncio as aioredis
+from redis.asyncio.sentinel import Sentinel
+
+from diptych.common.errors import ConfigError
+
+_SCHEMES = ("redis+sentinel", "rediss+sentinel")
+_SENTINEL_PORT = 26379
+_MAX_CONNECTIONS = 16
+_FIELD = "redis_url"
+
+
+@dataclass(frozen=True, slots=True)
+class SentinelUrl:
+    """The parts of a Sentinel URL. `sentinels`: (host, port) of each."""
+
+    sentinels: tuple[tuple[str, int], ...]
+    service: str
+    db: int
+    username: str | None
+    password: str | None
+    tls: bool
+
+
+def parse_sentinel_url(url: str) -> SentinelUrl | None:
+    """None: some other URL. Raises: ConfigError, which never shows the password."""
+    scheme, _, rest = url.partition("://")
+    if scheme not in _SCHEMES:
+        return None
+    parts = urlsplit(f"redis://{rest}")
+    user, _, hosts = parts.netloc.rpartition("@")
+    shown = f"{scheme}://{hosts}{parts.path}"
+    service, _, db = parts.path.strip("/").partition("/")
+    if not service or not (db or "0").isdigit() or parts.query or parts.fragment:
+        raise ConfigError(
+            _FIELD, shown, "must end with /SERVICE or /SERVICE/DB, SERVICE as the Sentinels name the primary"
+        )
+    name, _, password = user.partition(":")
+    found = tuple(_address(one, shown) for one in hosts.split(","))
+    return SentinelUrl(
+        found, unquote(service), int(db or 0), unquote(name) or None, unquote(password) or None, scheme == _SCHEMES[1]
+    )
+
+
+def _address(text: str, shown: str) -> tuple[str, int]:
+    try:
+        parts = urlsplit(f"//{text}")
+        port = parts.port
+    except ValueError:
+        port = -1
+    if port == -1 or not parts.hostname or parts.path:
+        raise ConfigError(_FIELD, shown, f"{text!r} is no HOST:PORT of a Sentinel")
+    return parts.hostname, _SENTINEL_PORT if port is None else port
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """A client, what else has to be closed with it, and the (host, port) that has to be found first ("": none)."""
+
+    client: Any
+    sentinels: tuple[Any, ...]
+    first: tuple[str, int]
+
+    async def close(self) -> None:
+        await self.client.aclose()
+        for one in self.sentinels:
+            await one.aclose()
+
+
+def connect(url: str, *, timeout_s: float) -> Connected:
+    """No connection is made yet. No retries inside a call: callers have their own loop, and a call must stay within its bound.
+
+    Raises: ConfigError.
+    """
+    options: dict[str, Any] = {
+        "protocol": 2,
+        "socket_connect_timeout": timeout_s,
+        "socket_timeout": None,
+        "retry": None,
+        "retry_on_error": [],
+        "max_connections": _MAX_CONNECTIONS,
+    }
+    if (parsed := parse_sentinel_url(url)) is None:
+        try:
+            client: Any = aioredis.Redis.from_url(url, **options)
+        except ValueError as err:
+            raise ConfigError(_FIELD, url, str(err)) from None
+        where = client.connection_pool.connection_kwargs
+        return Connected(client, (), (str(where.get("host") or ""), where.get("port") or 6379))
+    # One Sentinel that is silent must leave time for the others within a call.
+    each_s = timeout_s / (len(parsed.sentinels) + 1)
+    sentinel = Sentinel(  # type: ignore[no-untyped-call]
+        list(parsed.sentinels),
+        sentinel_kwargs={
+            "protocol": 2,
+            "socket_timeout": each_s,
+            "socket_connect_timeout": each_s,
+            "retry": None,
+            "retry_on_error": [],
+            "ssl": parsed.tls,
+        },
+    )
+    client = sentinel.master_for(
+        parsed.service, db=parsed.db, username=parsed.username, password=parsed.password, ssl=parsed.tls, **options
+    )
+    return Connected(client, tuple(sentinel.sentinels), parsed.sentinels[0])

