@@ -34,12 +34,22 @@ def add(
         int, typer.Option(help="The tenant's quota, prompt and output tokens together; 0: none.")
     ] = 0,
     note: Annotated[str, typer.Option(help="For your own memory.")] = "",
+    weight: Annotated[int, typer.Option(help="The tenant's part of the pool while requests wait, beside others'.")] = 1,
+    rank: Annotated[int, typer.Option(help="Tenants of a lower rank go first while requests wait.")] = 0,
     file: _File = None,
 ) -> None:
     """Make a key and print it: it is shown this once and kept nowhere."""
     from diptych.router.auth_keys import add_key
 
-    key, entry = add_key(keys_file(file), tenant, now=time.time(), tokens_per_minute=tokens_per_minute, note=note)
+    key, entry = add_key(
+        keys_file(file),
+        tenant,
+        now=time.time(),
+        tokens_per_minute=tokens_per_minute,
+        note=note,
+        weight=weight,
+        rank=rank,
+    )
     print(f"key {entry.id} for tenant {entry.tenant} in {keys_file(file)}", file=sys.stderr)
     print(key)
 

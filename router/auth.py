@@ -14,6 +14,7 @@ import structlog
 
 from diptych.common.errors import AuthenticationError, ConfigError
 from diptych.router.auth_keys import KeySet, load_keys, public_id
+from diptych.router.turns import Share
 
 log = structlog.get_logger(__name__)
 
@@ -62,6 +63,10 @@ class Authenticator:
     def quota(self, tenant: str) -> int:
         """Tokens a minute; 0: no limit."""
         return self.keys.quota(tenant)
+
+    def share(self, tenant: str) -> Share:
+        """The tenant's part of the pool while requests wait."""
+        return self.keys.share(tenant)
 
     def identify(self, authorization: str) -> Caller:
         """The caller whose `Authorization` header this is (empty: it sent none). Raises: AuthenticationError."""

@@ -21,10 +21,13 @@ from typing import Any
 from blake3 import blake3
 
 from diptych.common.errors import ConfigError
+from diptych.router.turns import Share
 
 PREFIX = "dpk"
 MAX_KEY_CHARS = 128
 VERSION = 1
+MAX_WEIGHT = 1000
+MAX_RANK = 100
 _KEY = re.compile(r"dpk-([0-9a-f]{12})-([A-Za-z0-9_-]{43})", re.ASCII)
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
 
@@ -36,6 +39,8 @@ class KeyEntry:
     hash: hexadecimal.
     created: Unix seconds.
     tokens_per_minute: the tenant's quota, prompt and output tokens together; 0: none. The largest of its keys counts.
+    weight: the tenant's part of the pool while requests wait, beside the others'. The largest of its keys counts.
+    rank: tenants of a lower rank go before all others then. The lowest of its keys counts.
     """
 
     id: str
@@ -44,6 +49,8 @@ class KeyEntry:
     created: int
     tokens_per_minute: int = 0
     note: str = ""
+    weight: int = 1
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +72,11 @@ class KeySet:
     def quota(self, tenant: str) -> int:
         """Tokens a minute; 0: no limit."""
         return max((e.tokens_per_minute for e in self.entries.values() if e.tenant == tenant), default=0)
+
+    def share(self, tenant: str) -> Share:
+        """Of the pool, while requests wait."""
+        own = [entry for entry in self.entries.values() if entry.tenant == tenant]
+        return Share(max((e.weight for e in own), default=1), min((e.rank for e in own), default=0))
 
 
 def hash_of(key: str, hash_key: bytes) -> str:
@@ -97,7 +109,16 @@ def load_keys(path: Path) -> KeySet:
     return KeySet(hash_key, entries)
 
 
-def add_key(path: Path, tenant: str, *, now: float, tokens_per_minute: int = 0, note: str = "") -> tuple[str, KeyEntry]:
+def add_key(
+    path: Path,
+    tenant: str,
+    *,
+    now: float,
+    tokens_per_minute: int = 0,
+    note: str = "",
+    weight: int = 1,
+    rank: int = 0,
+) -> tuple[str, KeyEntry]:
     """Make a key for `tenant`, creating the file when there is none. Returns the key (kept nowhere else) and its entry.
 
     Raises: ConfigError.
@@ -106,10 +127,15 @@ def add_key(path: Path, tenant: str, *, now: float, tokens_per_minute: int = 0, 
         raise ConfigError("tenant", tenant, "must be 1 to 64 letters, digits, '.', '_' or '-'")
     if not 0 <= tokens_per_minute < 2**53:
         raise ConfigError("tokens_per_minute", tokens_per_minute, "must be 0 (no limit) or more")
+    if not 1 <= weight <= MAX_WEIGHT:
+        raise ConfigError("weight", weight, f"must be 1 to {MAX_WEIGHT}")
+    if not -MAX_RANK <= rank <= MAX_RANK:
+        raise ConfigError("rank", rank, f"must be {-MAX_RANK} to {MAX_RANK}")
     with _locked(path):
         keys = load_keys(path) if path.exists() else KeySet(secrets.token_bytes(32))
         key = f"{PREFIX}-{secrets.token_hex(6)}-{secrets.token_urlsafe(32)}"
-        entry = KeyEntry(public_id(key), tenant, hash_of(key, keys.hash_key), int(now), tokens_per_minute, note)
+        digest = hash_of(key, keys.hash_key)
+        entry = KeyEntry(public_id(key), tenant, digest, int(now), tokens_per_minute, note, weight, rank)
         _write(path, KeySet(keys.hash_key, {**keys.entries, entry.id: entry}))
     return key, entry
 
@@ -127,9 +153,11 @@ def revoke_key(path: Path, key_id: str) -> KeyEntry:
 def _entry(item: dict[str, Any]) -> KeyEntry:
     entry = KeyEntry(**item)
     texts = (entry.id, entry.tenant, entry.hash, entry.note)
-    numbers = (entry.created, entry.tokens_per_minute)
+    numbers = (entry.created, entry.tokens_per_minute, entry.weight, entry.rank)
     if not all(isinstance(text, str) for text in texts) or not all(type(number) is int for number in numbers):
         raise ValueError(f"key {entry.id!r} has a value of the wrong type")
+    if entry.weight < 1:
+        raise ValueError(f"key {entry.id!r} has no weight")
     return entry
 
 

@@ -4,6 +4,7 @@ A request asks only this view. While the store is away the last view is kept, an
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -35,6 +36,7 @@ from diptych.router.reservations import Reservation, Reservations
 from diptych.router.retry_budget import RetryBudget
 from diptych.router.rollout import CANARY, OTHER_GROUP, STABLE, Groups, Rollout
 from diptych.router.status_view import cluster_status
+from diptych.router.turnstile import Turnstile
 from diptych.router.what_if import pool_snapshot
 from diptych.router.worker_link import WorkerLink
 from diptych.rpc.v1 import decode_pb2
@@ -53,6 +55,7 @@ class Cluster:
     dead_s: silence after which a worker is not placed on.
     policy: name of the placement policy.
     require_prefill: not ready before a prefill worker was there once.
+    turn_window_s: see Turnstile.
     rollout: canary and shadow workers.
     """
 
@@ -71,6 +74,7 @@ class Cluster:
         rollout: Rollout = Rollout(),  # noqa: B008 - frozen
         open_link: Callable[[WorkerRecord], WorkerLink] | None = None,
         tls: ClusterTls | None = None,
+        turn_window_s: float = 0.0,
     ) -> None:
         self._tls = tls
         self._store = store
@@ -86,6 +90,9 @@ class Cluster:
         self._tasks: list[asyncio.Task[None]] = []
         self._closing: set[asyncio.Task[None]] = set()
         self.reservations = Reservations()
+        self.turnstile = Turnstile(self._room, window_s=turn_window_s)
+        self.reservations.on_less = self.turnstile.let_in
+        self._pool_speed = 0.0
         self._placer = Placer(self._index, self.reservations, rng, policy_by_name(policy))
         self._groups = Groups(rollout)
         self._fleet_is_old = True
@@ -135,6 +142,7 @@ class Cluster:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._follower.close()
         self._tasks = []
+        self.turnstile.close()
         links = [member.link.close("the router is stopping") for member in self._members.all()]
         await asyncio.gather(*links, *self._closing, return_exceptions=True)
 
@@ -200,6 +208,7 @@ class Cluster:
                 if (differences := self._pair(p.record, d.record))
             }
             self._placer.set_fleet(sides["prefill"], sides["decode"], incompatible, unusable)
+            self._pool_speed = self._placer.fleet.prompt_tokens_per_s()
             self._groups.refresh((c.record.worker_id, c.record.incarnation) for c in sides["decode"])
             self._fleet_is_old = False
         return self._placer
@@ -259,6 +268,12 @@ class Cluster:
             if not found:
                 reasons.insert(0, f"no usable {role} worker")
         return bool(view.decode) and self._pair_seen, reasons
+
+    def _room(self, window_s: float) -> float:
+        """See turnstile.Room."""
+        view = self.snapshot()
+        pending = int(view.loads.pending_tokens.sum())
+        return window_s * self._pool_speed - pending if pending and self._pool_speed else math.inf
 
     def max_model_len(self) -> int | None:
         """The smallest context of the usable workers; None: nobody is there."""

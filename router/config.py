@@ -34,6 +34,8 @@ class RouterConfig:
     admission: "on" refuses at once (529, Retry-After) what cannot have its first token in time, or its pace; "shadow" only
         counts whom it would have refused, and how many of them wrongly; "off".
     max_ttft_s, max_tpot_s: targets of admission; 0: the request's own deadline, and none.
+    turn_window_s: seconds of prompts that the workers are given ahead; what comes beyond waits in the router, in turns by tenant
+        and weight; 0: nobody waits here.
     require_prefill: ready only once a prefill and a decode worker that fit were there (later decode alone is enough: it computes
         prompts itself); without it a cluster of decode workers alone serves as a colocated one.
     lookaside: give placement tickets to SDK clients that ask for them: they then stream from decode workers directly.
@@ -67,6 +69,7 @@ class RouterConfig:
     admission: str = "shadow"
     max_ttft_s: float = 0.0
     max_tpot_s: float = 0.0
+    turn_window_s: float = 2.0
     require_prefill: bool = True
     canary_workers: tuple[str, ...] = ()
     canary_share: float = 0.0
@@ -89,7 +92,7 @@ class RouterConfig:
         for name in ("request_timeout_s", "worker_poll_s", "worker_dead_s"):
             if not 0 < getattr(self, name) < 1e6:
                 raise ConfigError(name, getattr(self, name), "must be above 0 and finite")
-        for name in ("max_ttft_s", "max_tpot_s"):
+        for name in ("max_ttft_s", "max_tpot_s", "turn_window_s"):
             if not 0 <= getattr(self, name) < 1e6:
                 raise ConfigError(name, getattr(self, name), "must be 0 or more, and finite")
         if not 0 <= self.local_prefill_max_tokens < 2**31:

@@ -66,6 +66,13 @@ class Fleet:
     def num_decode(self) -> int:
         return len(self.records) - self.num_prefill
 
+    def prompt_tokens_per_s(self) -> float:
+        """How many prompt tokens the prefill workers (without any: the decode workers) compute a second; 0.0: not known."""
+        side = slice(0, self.num_prefill) if self.num_prefill else slice(0, None)
+        if not any(record.load.prefill_tokens_per_s for record in self.records[side]):
+            return 0.0
+        return float((1000.0 / self.token_ms[side]).sum())
+
     @staticmethod
     def of(
         prefill: Sequence[Lease],

@@ -53,6 +53,7 @@ from diptych.router.shadow import Shadows
 from diptych.router.submission import wish_of
 from diptych.router.tools import guess_tool_parser, tool_factory
 from diptych.router.tools_reasoning import CLOSE
+from diptych.router.turns import Share
 from diptych.rpc.v1 import router_pb2
 
 __all__ = [
@@ -107,6 +108,7 @@ class Frontend:
         self.metrics = RouterMetrics(
             degraded=lambda: bool(self._cluster and self._cluster.degraded),
             mode_degraded=lambda: bool(self._cluster and self._cluster.mute),
+            waiting_turn=lambda: float(len(self._cluster.turnstile)) if self._cluster is not None else 0.0,
             kv_usage=lambda: self._cluster.kv_usage() if self._cluster is not None else 0.0,
             by_tenant=config.tenant_metrics,
         )
@@ -143,6 +145,7 @@ class Frontend:
             dead_s=config.worker_dead_s,
             policy=config.placement_policy,
             require_prefill=config.require_prefill,
+            turn_window_s=config.turn_window_s,
             admission=Admission(config.admission, config.max_ttft_s, config.max_tpot_s),
             tls=load_cluster_tls(config.cluster_ca, config.cluster_cert, config.cluster_key),
             rollout=self._rollout,
@@ -312,6 +315,10 @@ class Frontend:
             store=self._running(self._store),
             num_routers=lambda: cluster.num_routers,
         )
+
+    def use_shares(self, share: Callable[[str], Share]) -> None:
+        """What part of the pool each tenant has while requests wait; all have the same without it."""
+        self._running(self._cluster).turnstile.share = share
 
     def status(self, tenant: str) -> dict[str, Any]:
         """Cluster and traffic as this router sees them, for the status page, `diptych top` and `diptych doctor`. Of single

@@ -66,12 +66,14 @@ class Lookaside:
 
         Args:
             spend: called with the answer's tokens, once they are known.
-        Raises: NoWorkerError, also when the chosen worker lets no clients in; OverloadedError when the request is not worth
-            starting; RequestDeadlineError.
+        Raises: NoWorkerError, also when the chosen worker lets no clients in or others wait for their turn; OverloadedError
+            when the request is not worth starting; RequestDeadlineError.
         """
         cluster, now = self._cluster, self._clock.now()
         if request.deadline <= now:
             raise RequestDeadlineError("the request's deadline passed before it could be placed")
+        if not cluster.turnstile.may_pass():
+            raise NoWorkerError("no ticket: requests wait for their turn at the router")
         placement = cluster.place(wish_of(request), Prompt(request.prompt_token_ids, request.cache_salt))
         judgement = cluster.judge(placement, now - request.arrived, request.deadline - request.arrived)
         self._metrics.admission.labels(judgement.verdict.value).inc()

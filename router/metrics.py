@@ -25,6 +25,7 @@ class RouterMetrics(Metrics):
     degraded: read at every scrape: whether the view of the cluster may be old.
     mode_degraded: the same: whether some worker's cache cannot be followed.
     kv_usage: the same: mean share of KV blocks in use on the decode workers that this router sees.
+    waiting_turn: the same: requests that wait for their turn.
     by_tenant: have series with tenants' names, too.
     """
 
@@ -34,6 +35,7 @@ class RouterMetrics(Metrics):
         degraded: Callable[[], bool] = lambda: False,
         mode_degraded: Callable[[], bool] = lambda: False,
         kv_usage: Callable[[], float] = lambda: 0.0,
+        waiting_turn: Callable[[], float] = lambda: 0.0,
         by_tenant: bool = False,
     ) -> None:
         super().__init__()
@@ -107,6 +109,9 @@ class RouterMetrics(Metrics):
         self.gauge(
             "mode_degraded", "1 while placement by cache has no news of some worker's cache and is by load there"
         ).set_function(lambda: float(mode_degraded()))
+        self.gauge("requests_waiting_turn", "Requests that wait in the router for their turn").set_function(
+            waiting_turn
+        )
         self.gauge(
             "kv_cache_usage_perc", "Mean share of KV blocks in use on the decode workers that this router sees"
         ).set_function(kv_usage)

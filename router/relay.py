@@ -85,6 +85,7 @@ class Relay:
         while True:
             try:
                 if self._attempt is None:
+                    await self._wait_for_turn()
                     self._submit()
                 event = self._translate(await self._receive())
             except IllegalMoveError as err:
@@ -133,6 +134,14 @@ class Relay:
             self._cluster.on_outcome(chosen.worker_id, RequestCancelledError.reason)
 
     # ---- placing -------------------------------------------------------------------------------------------------
+
+    async def _wait_for_turn(self) -> None:
+        """Only the first time: what is placed again has had its turn. Raises: OverloadedError, RequestDeadlineError."""
+        if not self._life.num_replacements:
+            request = self._request
+            await self._cluster.turnstile.enter(
+                request.tenant, len(request.prompt_token_ids), priority=request.priority, left_s=self._left_s()
+            )
 
     def _submit(self) -> None:
         request = self._request

@@ -5,7 +5,7 @@ This router's own placements are kept by attempt; those of the other routers are
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,6 +34,8 @@ class Reservations:
         self._mine = np.zeros((2, 64), np.int64)  # tokens, requests by column
         self._others = np.zeros((2, 64), np.int64)
         self._all = np.zeros((2, 64), np.int64)
+        self.on_less: Callable[[], None] = lambda: None
+        """Called when a prompt no longer waits, or a request ended."""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -52,6 +54,7 @@ class Reservations:
         self._computed.add(attempt)
         remote = reservation.decode_id != reservation.prefill_id
         self._add(reservation.prefill_id, -reservation.num_tokens, -1 if remote else 0)
+        self.on_less()
 
     def release(self, attempt: str) -> None:
         self.prompt_computed(attempt)

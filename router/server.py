@@ -116,6 +116,8 @@ async def serve(
     frontend = Frontend(config, store=store)
     try:
         await frontend.start()
+        if keys is not None:
+            frontend.use_shares(keys.share)
         on_started(await faces.start(frontend, frontend.metrics, frontend.status, frontend.budgets))
         await faces.until(stop)
     finally:

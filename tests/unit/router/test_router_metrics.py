@@ -65,7 +65,11 @@ def test_tokens_are_timed_one_by_one_whatever_the_chunks(clock):
 def test_every_series_moves(clock):
     down = [False]
     metrics = RouterMetrics(
-        degraded=lambda: down[0], mode_degraded=lambda: down[0], kv_usage=lambda: float(down[0]), by_tenant=True
+        degraded=lambda: down[0],
+        mode_degraded=lambda: down[0],
+        kv_usage=lambda: float(down[0]),
+        waiting_turn=lambda: float(down[0]),
+        by_tenant=True,
     )
     before = values(metrics)
     down[0] = True

@@ -1,0 +1,136 @@
+"""Whose request goes next, when they wait: weighted deficit round robin over tenants, counted in tokens. Pure.
+
+    rank (set by the operator, lower first) -> tenants in a ring, each visit adds quantum x weight -> priority, then age
+
+While two tenants of one rank both have requests waiting, what they were served, in tokens over weight, differs by less than
+
+    quantum + M / weight of the one + M / weight of the other        (M: tokens of the largest request that waited)
+
+over any stretch of time and however many requests each of them sends. A tenant whose queue runs empty keeps no credit.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Generic, NamedTuple, TypeVar
+
+T = TypeVar("T")
+QUANTUM = 512
+"""Tokens. Smaller is fairer over short times; a request that is larger just takes several rounds."""
+
+
+class Share(NamedTuple):
+    """A tenant's part, as the operator set it. weight: above 0; rank: all of a lower rank go first."""
+
+    weight: float = 1.0
+    rank: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Entry(Generic[T]):
+    """One waiting request. `tokens`: what it will cost."""
+
+    tenant: str
+    tokens: int
+    item: T
+    rank: int
+    gone: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Flow(Generic[T]):
+    """A tenant's waiting requests in one rank. `visited`: this visit's quantum was added."""
+
+    tenant: str
+    weight: float
+    deficit: float = 0.0
+    visited: bool = False
+    heap: list[tuple[int, int, Entry[T]]] = field(default_factory=list)
+
+    def head(self) -> Entry[T] | None:
+        """The next that is still wanted."""
+        while self.heap and self.heap[0][2].gone:
+            heapq.heappop(self.heap)
+        return self.heap[0][2] if self.heap else None
+
+
+class Turns(Generic[T]):
+    """Args:
+    quantum: tokens that a tenant of weight 1 is given at each visit.
+    """
+
+    def __init__(self, quantum: int = QUANTUM) -> None:
+        self._quantum = quantum
+        self._rings: dict[int, deque[_Flow[T]]] = {}
+        self._flows: dict[tuple[int, str], _Flow[T]] = {}
+        self._counter = 0
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, tenant: str, tokens: int, item: T, *, share: Share, priority: int = 0) -> Entry[T]:
+        """`priority`: lower goes first among the tenant's own."""
+        key = (share.rank, tenant)
+        flow = self._flows.get(key)
+        if flow is None:
+            flow = self._flows[key] = _Flow(tenant, share.weight)
+            self._rings.setdefault(share.rank, deque()).append(flow)
+        flow.weight = share.weight
+        entry = Entry(tenant, max(1, tokens), item, share.rank)
+        self._counter += 1
+        heapq.heappush(flow.heap, (priority, self._counter, entry))
+        self._count += 1
+        return entry
+
+    def remove(self, entry: Entry[T]) -> None:
+        """It waits no longer; costs its tenant nothing. Idempotent, also after it was taken."""
+        if not entry.gone:
+            entry.gone = True
+            self._count -= 1
+
+    def take(self) -> Entry[T] | None:
+        """The next one, which waits no longer; None: nobody waits."""
+        for rank in sorted(self._rings):
+            ring = self._rings[rank]
+            while ring:
+                if (entry := self._round(rank, ring)) is not None:
+                    heapq.heappop(self._flows[rank, entry.tenant].heap)
+                    self.remove(entry)
+                    return entry
+                self._skip_rounds(ring)
+            del self._rings[rank]
+        return None
+
+    def _round(self, rank: int, ring: deque[_Flow[T]]) -> Entry[T] | None:
+        """Visit each once, the one whose visit was not over first. None: nobody's deficit was enough."""
+        for _ in range(len(ring)):
+            flow = ring[0]
+            head = flow.head()
+            if head is None:
+                ring.popleft()
+                del self._flows[rank, flow.tenant]
+                continue
+            if not flow.visited:
+                flow.deficit += self._quantum * flow.weight
+                flow.visited = True
+            if head.tokens <= flow.deficit:
+                flow.deficit -= head.tokens
+                return head
+            flow.visited = False
+            ring.rotate(-1)
+        return None
+
+    def _skip_rounds(self, ring: deque[_Flow[T]]) -> None:
+        """Give everyone at once the rounds in which nobody could be served."""
+        missing = [
+            math.ceil((head.tokens - flow.deficit) / (self._quantum * flow.weight))
+            for flow in ring
+            if (head := flow.head()) is not None
+        ]
+        rounds = min(missing, default=1) - 1
+        for flow in ring:
+            flow.deficit += max(0, rounds) * self._quantum * flow.weight

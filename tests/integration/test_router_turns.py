@@ -1,0 +1,62 @@
+"""Requests that wait in the router, over real gRPC."""
+
+import asyncio
+
+import pytest
+from diptych_test_router_fleet import running
+
+from diptych.common.errors import NoWorkerError, RequestDeadlineError
+from diptych.common.secret import tenant_salt
+from diptych.common.worker_record import WorkerLoad
+from diptych.router.frontend import GenerateSpec
+from diptych.router.turns import Share
+
+SLOW = WorkerLoad(prefill_tokens_per_s=100.0)
+
+
+async def send(fleet, tenant, **more):
+    spec = GenerateSpec(token_ids=[1] * 40, max_tokens=2, tenant=tenant, **more)
+    return [event async for event in fleet.frontend.generate(await fleet.frontend.prepare(spec))]
+
+
+async def test_a_tenant_with_ten_times_the_requests_gets_its_share(model_folder, tmp_path):
+    async with running(model_folder, tmp_path, turn_window_s=0.5) as fleet:
+        await fleet.add("p0", "prefill", load=SLOW)
+        decode = await fleet.add("d0")
+        await fleet.until_ready()
+        fleet.frontend.use_shares(lambda tenant: Share(2.0 if tenant == "double" else 1.0))
+        decode.go.clear()  # nothing gets computed: the workers are full after two prompts
+        gate = fleet.frontend._cluster.turnstile
+        tasks = [asyncio.create_task(send(fleet, "greedy")) for _ in range(60)]
+        await fleet.until(lambda: len(gate) == 58)
+        tasks += [
+            asyncio.create_task(send(fleet, tenant)) for _ in range(6) for tenant in ("modest", "double", "double")
+        ]
+        await fleet.until(lambda: len(gate) == 76)
+        assert b"diptych_requests_waiting_turn 76.0" in fleet.frontend.metrics.expose()
+        spec = GenerateSpec(token_ids=[1] * 40, max_tokens=2)
+        with pytest.raises(NoWorkerError, match="turn|ticket"):
+            fleet.frontend.place(await fleet.frontend.prepare(spec))
+        with pytest.raises(RequestDeadlineError):
+            await send(fleet, "late", timeout_s=0.1)
+        decode.go.set()
+        await asyncio.gather(*tasks)
+        names = {tenant_salt(fleet.secret, name): name for name in ("greedy", "modest", "double")}
+        order = [names[submit.cache_salt] for submit in decode.submits]
+        assert len(order) == 78
+        # Quanta of 512 tokens hold 12 of these prompts, 25 at twice the weight: all of the others' come within two visits.
+        last = max(i for i, name in enumerate(order) if name != "greedy")
+        assert order[: last + 1].count("greedy") <= 2 + 12 + 1
+        assert fleet.no_reservations()
+        assert gate._passing == 0
+
+
+async def test_without_a_measured_speed_nobody_waits(fleet):
+    await fleet.add("p0", "prefill")
+    decode = await fleet.add("d0")
+    await fleet.until_ready()
+    decode.go.clear()
+    tasks = [asyncio.create_task(send(fleet, "t")) for _ in range(30)]
+    await fleet.until(lambda: len(decode.submits) == 30)
+    decode.go.set()
+    await asyncio.gather(*tasks)
