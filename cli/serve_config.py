@@ -30,6 +30,7 @@ class ServeConfig:
         scheduling_policy: fcfs, priority, sjf or fair.
         tool_call_parser, reasoning_parser, generation_config: as of `diptych router`.
         grammar_backend: auto, xgrammar, llguidance or none.
+        grammar_warm_up: import the grammar libraries after the start instead of at the first grammar.
         drain_s: how long running requests may go on after SIGTERM.
     """
 
@@ -56,6 +57,7 @@ class ServeConfig:
     reasoning_parser: str = "auto"
     generation_config: str = "auto"
     grammar_backend: str = "auto"
+    grammar_warm_up: bool = True
     drain_s: float = 10.0
 
     def __post_init__(self) -> None:

@@ -2,7 +2,7 @@
 
 On the wire an error is a google.rpc.Status in the trailer `grpc-status-details-bin` with ErrorInfo(domain "diptych"),
 BadRequest when a field is at fault, and RetryInfo when trying again makes sense. The client SDK imports this module, so
-it needs nothing beyond grpcio, protobuf and googleapis-common-protos.
+it needs nothing beyond grpcio and protobuf.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from contextlib import asynccontextmanager
 from typing import Any, NoReturn
 
 import grpc
-from google.protobuf.message import DecodeError
-from google.rpc import error_details_pb2, status_pb2
+from google.protobuf.any_pb2 import Any as Packed
+from google.protobuf.message import DecodeError, Message
 
 from diptych.common.errors import (
     AuthenticationError,
@@ -32,10 +32,12 @@ from diptych.common.errors import (
     WorkerLostError,
     from_reason,
 )
-from diptych.rpc.v1 import types_pb2
+from diptych.rpc.v1 import status_pb2, types_pb2
 
 DOMAIN = "diptych"
 TRAILER = "grpc-status-details-bin"
+
+_PUBLIC = "type.googleapis.com/google.rpc."
 
 _log = logging.getLogger(__name__)
 
@@ -59,40 +61,53 @@ _BY_CODE: dict[int, type[DiptychError]] = {
 def to_status(error: DiptychError) -> status_pb2.Status:
     """The google.rpc.Status of an error, with its details packed."""
     status = status_pb2.Status(code=error.grpc_code, message=error.message)
-    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN)
+    info = status_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN)
     if error.param:
         info.metadata["param"] = error.param
-    status.details.add().Pack(info)
+    _pack(status, info)
     if error.param and isinstance(error, InvalidRequestError):
-        bad = error_details_pb2.BadRequest()
+        bad = status_pb2.BadRequest()
         bad.field_violations.add(field=error.param, description=error.message)
-        status.details.add().Pack(bad)
+        _pack(status, bad)
     if error.retry_after_s is not None:
-        retry = error_details_pb2.RetryInfo()
+        retry = status_pb2.RetryInfo()
         retry.retry_delay.FromNanoseconds(max(0, int(error.retry_after_s * 1e9)))
-        status.details.add().Pack(retry)
+        _pack(status, retry)
     return status
 
 
 def from_status(status: status_pb2.Status) -> DiptychError | None:
     """The inverse of to_status. None: the status carries no ErrorInfo of ours."""
-    info = error_details_pb2.ErrorInfo()
-    bad = error_details_pb2.BadRequest()
-    retry = error_details_pb2.RetryInfo()
+    info = status_pb2.ErrorInfo()
+    bad = status_pb2.BadRequest()
+    retry = status_pb2.RetryInfo()
     reason = ""
     param: str | None = None
     retry_after_s: float | None = None
     for detail in status.details:
-        if detail.Is(info.DESCRIPTOR) and detail.Unpack(info) and info.domain == DOMAIN:
+        if _unpack(detail, info) and info.domain == DOMAIN:
             reason = info.reason
             param = info.metadata.get("param") or param
-        elif detail.Is(bad.DESCRIPTOR) and detail.Unpack(bad) and bad.field_violations:
+        elif _unpack(detail, bad) and bad.field_violations:
             param = param or bad.field_violations[0].field or None
-        elif detail.Is(retry.DESCRIPTOR) and detail.Unpack(retry):
+        elif _unpack(detail, retry):
             retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
     if not reason:
         return None
     return from_reason(reason, status.message, param=param, retry_after_s=retry_after_s)
+
+
+def _pack(status: status_pb2.Status, detail: Message) -> None:
+    """Under the name that everybody knows it by (see status.proto)."""
+    status.details.add(type_url=_PUBLIC + detail.DESCRIPTOR.name, value=detail.SerializeToString())
+
+
+def _unpack(detail: Packed, into: Message) -> bool:
+    """Whether it is one of these; `into` then holds it. Raises: DecodeError."""
+    if detail.type_url.rpartition("/")[2] != f"google.rpc.{into.DESCRIPTOR.name}":
+        return False
+    into.ParseFromString(detail.value)
+    return True
 
 
 def from_code(code: int, message: str) -> DiptychError:

@@ -22,15 +22,16 @@ from typing import Any, Protocol
 
 import structlog
 
-from diptych.common.errors import DiptychError, InternalError, InvalidRequestError, OverloadedError
+from diptych.common.errors import DiptychError, InvalidRequestError, NoWorkerError, OverloadedError
 from diptych.common.grammar import Grammar, GrammarKind
 from diptych.engine.grammar.process import READY
 from diptych.engine.grammar.program import AfterText, Program, first_mask
 
 log = structlog.get_logger(__name__)
 
-_START_S = 240.0
+_START_S = 120.0
 """For a compiling process to import its libraries, on a machine that is busy."""
+_RETRY_S = 5.0
 _MAX_FRAME = 1 << 30
 _MAX_REFUSED = 256
 
@@ -89,7 +90,7 @@ class GrammarCompiler:
         return sum(program.size_bytes for program in self._programs.values())
 
     async def compile(self, grammar: Grammar) -> Program:
-        """Raises: InvalidRequestError naming `grammar`, OverloadedError, InternalError."""
+        """Raises: InvalidRequestError naming `grammar`, OverloadedError; NoWorkerError when no compiling process comes up."""
         key = hashlib.blake2b(f"{grammar.kind.value}\0{grammar.source}".encode(), digest_size=16).digest()
         program = self._programs.get(key)
         if program is None:
@@ -119,7 +120,7 @@ class GrammarCompiler:
         task = self._pending.get(key)
         if task is None:
             if self._closed:
-                raise InternalError("this worker shuts down")
+                raise NoWorkerError("this worker shuts down", retry_after_s=1.0)
             if len(self._pending) >= self._limits.max_waiting:
                 raise OverloadedError("too many grammars are waiting to be compiled", retry_after_s=1.0)
             task = self._pending[key] = asyncio.create_task(self._compile(key, grammar), name="compile a grammar")
@@ -195,8 +196,10 @@ class ChildProcess:
         self._process: asyncio.subprocess.Process | None = None
 
     async def compile(self, grammar: Grammar) -> bytes:
-        """Raises: also TimeoutError after the time cap, and InternalError when the process does not come up."""
-        process = self._process or await self._started()
+        """Raises: also TimeoutError after the time cap, and NoWorkerError when the process does not come up."""
+        process = self._process
+        if process is None or process.returncode is not None:  # one that died while it was idle is no grammar's fault
+            process = await self._started()
         assert process.stdin is not None
         values = {"kind": grammar.kind.value, "source": grammar.source}
         async with asyncio.timeout(self._time_cap_s):
@@ -219,9 +222,10 @@ class ChildProcess:
             async with asyncio.timeout(_START_S):
                 word = await _receive(process)
         except (ConnectionError, TimeoutError) as error:
-            raise InternalError("the process that compiles grammars does not come up") from error
+            # Another worker may have one that is up already; so may we, a little later.
+            raise NoWorkerError("the process that compiles grammars does not come up", retry_after_s=_RETRY_S) from error
         if word != READY:
-            raise InternalError("the process that compiles grammars says something unexpected")
+            raise NoWorkerError("the process that compiles grammars says something unexpected")
         return process
 
     def kill(self) -> None:

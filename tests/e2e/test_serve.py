@@ -43,7 +43,9 @@ def test_one_process_serves_both_faces_and_ends_on_sigterm(cluster, tmp_path):
         assert here == there
         with Client(f"127.0.0.1:{grpc_port}", timeout_s=60.0) as client:
             answer = client.generate(prompt=body["prompt"], max_tokens=8, temperature=0, explain=True)
+            guided = client.generate(prompt="A or b?", choice=["größer", "no"], max_tokens=16)
         assert list(answer.token_ids) == here["token_ids"]
+        assert guided.text in ("größer", "no")
         assert answer.explanation is not None
         assert answer.explanation.local_prefill
         process.send_signal(signal.SIGTERM)

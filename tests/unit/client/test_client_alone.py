@@ -1,4 +1,4 @@
-"""The SDK needs grpcio, protobuf and googleapis-common-protos, and nothing else that is installed here."""
+"""The SDK needs grpcio and protobuf, and nothing else that is installed here."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ ALLOWED = {"diptych", "grpc", "google", "typing_extensions"}
 class Wall:
     def find_spec(self, name, path=None, target=None):
         top = name.partition(".")[0]
+        if name.startswith("google.rpc"):
+            raise ModuleNotFoundError(f"{name} is not installed", name=name)
         if top in ALLOWED or top in sys.stdlib_module_names or top.startswith("_"):
             return None
         raise ModuleNotFoundError(f"{name} is not installed", name=name)
@@ -42,4 +44,4 @@ def test_the_sdk_stands_alone() -> None:
 
 def test_the_wheel_pulls_in_nothing_else() -> None:
     needs = [line for line in requires("diptych") or () if "extra ==" not in line]
-    assert sorted(line.split(">")[0] for line in needs) == ["googleapis-common-protos", "grpcio", "protobuf"]
+    assert sorted(line.split(">")[0] for line in needs) == ["grpcio", "protobuf"]

@@ -6,9 +6,10 @@ import asyncio
 
 import pytest
 
-from diptych.common.errors import InvalidRequestError, OverloadedError
+from diptych.common.errors import InvalidRequestError, NoWorkerError, OverloadedError
 from diptych.common.grammar import Grammar, GrammarKind
-from diptych.engine.grammar.compiler import GrammarCompiler, GrammarLimits
+from diptych.engine.grammar import compiler as compiler_module
+from diptych.engine.grammar.compiler import ChildProcess, GrammarCompiler, GrammarLimits
 from diptych.engine.grammar.program import FirstToken
 
 
@@ -113,3 +114,21 @@ async def test_the_queue_is_bounded_and_closing_ends_what_waits() -> None:
         isinstance(end, asyncio.CancelledError) for end in await asyncio.gather(*waiting, return_exceptions=True)
     )
     assert stage.processes[0].killed
+
+
+async def test_a_process_that_does_not_come_up_refuses_nothing_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler_module.sys, "executable", "/bin/false")
+    limits = GrammarLimits(num_processes=1)
+    started: list[ChildProcess] = []
+
+    def start() -> ChildProcess:
+        started.append(ChildProcess("auto", "model", limits))
+        return started[-1]
+
+    compiler = GrammarCompiler(start, FirstToken, lambda program, text: program, limits)  # type: ignore[arg-type, return-value]
+    for _ in range(2):
+        with pytest.raises(NoWorkerError) as caught:
+            await compiler.compile(regex("a"))
+        assert (caught.value.http_status, caught.value.retry_after_s) == (503, 5.0)
+    assert len(started) == 2
+    await compiler.close()
