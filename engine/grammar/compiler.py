@@ -223,7 +223,9 @@ class ChildProcess:
                 word = await _receive(process)
         except (ConnectionError, TimeoutError) as error:
             # Another worker may have one that is up already; so may we, a little later.
-            raise NoWorkerError("the process that compiles grammars does not come up", retry_after_s=_RETRY_S) from error
+            raise NoWorkerError(
+                "the process that compiles grammars does not come up", retry_after_s=_RETRY_S
+            ) from error
         if word != READY:
             raise NoWorkerError("the process that compiles grammars says something unexpected")
         return process
