@@ -32,6 +32,7 @@ from diptych.router.pending import PendingShare
 from diptych.router.placer import Candidate, Life, Placer, Prompt
 from diptych.router.policies import policy_by_name
 from diptych.router.policy import CHEAPEST, Placement, PlacementRequest, Rejected, choose_placement
+from diptych.router.replication import Replication
 from diptych.router.reservations import Reservation, Reservations
 from diptych.router.retry_budget import RetryBudget
 from diptych.router.rollout import CANARY, OTHER_GROUP, STABLE, Groups, Rollout
@@ -93,7 +94,7 @@ class Cluster:
         self.turnstile = Turnstile(self._room, window_s=turn_window_s)
         self.reservations.on_less = self.turnstile.let_in
         self._pool_speed = 0.0
-        self._placer = Placer(self._index, self.reservations, rng, policy_by_name(policy))
+        self.placer = Placer(self._index, self.reservations, rng, policy_by_name(policy), Replication())
         self._groups = Groups(rollout)
         self._fleet_is_old = True
         self._pending = PendingShare(store, self.reservations, f"router-{new_incarnation()}", clock=clock)
@@ -158,7 +159,7 @@ class Cluster:
                 if member.link.decode is not None and member.link.decode.num_attempts:
                     member.link.decode.fail_attempts(member.link.why_not() or "its lease ended")
             self._fleet_is_old = True  # silence and breakers change with time alone
-            if self._placer.policy.name == CHEAPEST.name:  # nobody else relies on the index
+            if self.placer.policy.name == CHEAPEST.name:  # nobody else relies on the index
                 self.mute = self._follower.mute_workers(self.mute)
             self._follower.fetch_snapshots()
             await asyncio.sleep(self._poll_s)
@@ -207,11 +208,11 @@ class Cluster:
                 for d in sides["decode"]
                 if (differences := self._pair(p.record, d.record))
             }
-            self._placer.set_fleet(sides["prefill"], sides["decode"], incompatible, unusable)
-            self._pool_speed = self._placer.fleet.prompt_tokens_per_s()
+            self.placer.set_fleet(sides["prefill"], sides["decode"], incompatible, unusable)
+            self._pool_speed = self.placer.fleet.prompt_tokens_per_s()
             self._groups.refresh((c.record.worker_id, c.record.incarnation) for c in sides["decode"])
             self._fleet_is_old = False
-        return self._placer
+        return self.placer
 
     def _sides(self, now: float) -> tuple[dict[str, list[Candidate]], dict[str, str]]:
         """The usable workers by role, and why the others are not."""
@@ -382,7 +383,7 @@ class Cluster:
             index=self._index,
             mute=self.mute,
             degraded=self.degraded,
-            policy=self._placer.policy.name,
+            policy=self.placer.policy.name,
             breakers=self.breakers,
             reservations=self.reservations,
             decisions=self.decisions.latest(owner),

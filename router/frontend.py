@@ -108,6 +108,7 @@ class Frontend:
         self.metrics = RouterMetrics(
             degraded=lambda: bool(self._cluster and self._cluster.degraded),
             mode_degraded=lambda: bool(self._cluster and self._cluster.mute),
+            copies=lambda: float(self._cluster.placer.num_copies) if self._cluster is not None else 0.0,
             waiting_turn=lambda: float(len(self._cluster.turnstile)) if self._cluster is not None else 0.0,
             kv_usage=lambda: self._cluster.kv_usage() if self._cluster is not None else 0.0,
             by_tenant=config.tenant_metrics,

@@ -26,6 +26,7 @@ class RouterMetrics(Metrics):
     mode_degraded: the same: whether some worker's cache cannot be followed.
     kv_usage: the same: mean share of KV blocks in use on the decode workers that this router sees.
     waiting_turn: the same: requests that wait for their turn.
+    copies: the same: hot prefixes that were copied on purpose.
     by_tenant: have series with tenants' names, too.
     """
 
@@ -36,6 +37,7 @@ class RouterMetrics(Metrics):
         mode_degraded: Callable[[], bool] = lambda: False,
         kv_usage: Callable[[], float] = lambda: 0.0,
         waiting_turn: Callable[[], float] = lambda: 0.0,
+        copies: Callable[[], float] = lambda: 0.0,
         by_tenant: bool = False,
     ) -> None:
         super().__init__()
@@ -112,6 +114,9 @@ class RouterMetrics(Metrics):
         self.gauge("requests_waiting_turn", "Requests that wait in the router for their turn").set_function(
             waiting_turn
         )
+        self.gauge(
+            "hot_prefix_copies", "Requests that were placed to make another copy of a hot prefix, since the start"
+        ).set_function(copies)
         self.gauge(
             "kv_cache_usage_perc", "Mean share of KV blocks in use on the decode workers that this router sees"
         ).set_function(kv_usage)

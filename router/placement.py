@@ -3,6 +3,7 @@ made (they are not frozen because that would triple what making them costs, seve
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -41,6 +42,8 @@ class PlacementRequest:
     local_prefill_max_tokens: 0: never local while a prefill worker is usable.
     allow_local_fallback: compute on decode, whatever the length, when no prefill worker is usable.
     group: of workers that may be taken, see router/rollout.py.
+    colocated_margin: compute on decode, whatever the length, where that is expected to be cheaper than every prefill worker by
+        more than this part of its own cost and COLOCATED_SLACK_MS; infinite: never.
     affinity: names the session or prefix, for the policy that keeps those together.
     """
 
@@ -48,6 +51,7 @@ class PlacementRequest:
     local_prefill_max_tokens: int
     wants_kv: bool = True
     allow_local_fallback: bool = True
+    colocated_margin: float = math.inf
     affinity: bytes = b""
     group: str = "stable"
 
@@ -93,6 +97,7 @@ class Placement:
         order: indexes of the prefill workers in the order in which to try them; empty when none is usable.
         best: the cheapest candidates, cheapest first (None: all of them).
         policy: name of the policy that chose.
+        colocated: decode computes the prompt, however long, because every pair would cost more than the margin.
     """
 
     chosen: Terms
@@ -101,6 +106,7 @@ class Placement:
     best: Callable[[int | None], list[Terms]] = field(repr=False, compare=False)
     notes: tuple[str, ...] = ()
     policy: str = "cost"
+    colocated: bool = False
 
     @property
     def prefill(self) -> tuple[WorkerView, ...]:

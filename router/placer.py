@@ -15,9 +15,12 @@ from diptych.router.fleet import ClusterSnapshot, Fleet, Ints, Loads
 from diptych.router.index import BlockIndex
 from diptych.router.placement import Placement, PlacementRequest, Rejected
 from diptych.router.policy import CHEAPEST, Picker, choose_placement
+from diptych.router.replication import LEAST_TOKENS, AwayFrom, Replication
 from diptych.router.reservations import Reservations
 
 _AFFINITY_BLOCKS = 16
+_PREFIX_TOKENS = 512
+"""What requests must share, at most, to count as one hot prefix."""
 _ALL = slice(None)
 
 Life = tuple[str, str]
@@ -64,11 +67,18 @@ class _Group:
 class Placer:
     """Args:
     policy: who is taken among the candidates.
+    replication: copies hot prefixes on purpose, under the policy "cost"; None: they are only copied where queues are long.
     """
 
     def __init__(
-        self, index: BlockIndex, reservations: Reservations, rng: random.Random, policy: Picker = CHEAPEST
+        self,
+        index: BlockIndex,
+        reservations: Reservations,
+        rng: random.Random,
+        policy: Picker = CHEAPEST,
+        replication: Replication | None = None,
     ) -> None:
+        self._replication = replication if policy.name == CHEAPEST.name else None
         self._index = index
         self._reservations = reservations
         self._rng = rng
@@ -102,6 +112,11 @@ class Placer:
             at, columns = np.array(pairs, np.int64).T
             self._groups.append(_Group(header, None if len(at) == len(candidates) else at, columns))
         self._lives = {(c.record.worker_id, c.record.incarnation): i for i, c in enumerate(decode)}
+
+    @property
+    def num_copies(self) -> int:
+        """Copies of hot prefixes that were made on purpose."""
+        return self._replication.num_copies if self._replication is not None else 0
 
     @property
     def fleet(self) -> Fleet:
@@ -148,4 +163,37 @@ class Placer:
         if self._wants_affinity and not request.affinity and self._groups:
             keys = prompt.keys(self._groups[0].header)[:_AFFINITY_BLOCKS]
             request = replace(request, affinity=keys[-1].tobytes() if len(keys) else b"")
-        return choose_placement(request, snapshot, now, self._rng, self.policy)
+        placement = choose_placement(request, snapshot, now, self._rng, self.policy)
+        if self._replication is not None and snapshot.loads.hit_tokens is not None and isinstance(placement, Placement):
+            return self._copied(self._replication, placement, request, prompt, snapshot, now)
+        return placement
+
+    def _copied(
+        self,
+        replication: Replication,
+        placement: Placement,
+        request: PlacementRequest,
+        prompt: Prompt,
+        snapshot: ClusterSnapshot,
+        now: float,
+    ) -> Placement | Rejected:
+        """The placement, or, when the prefix is too hot for those that hold it, one that makes a copy."""
+        prefill = placement.chosen.prefill
+        if prefill is None or prefill.hit_tokens < LEAST_TOKENS or snapshot.loads.hit_tokens is None:
+            return placement
+        hits = snapshot.loads.hit_tokens[: self._fleet.num_prefill]
+        holders = hits >= min(prefill.hit_tokens, _PREFIX_TOKENS)
+        num_holders = int(holders.sum())
+        if num_holders in (0, len(holders)):
+            return placement
+        group = self._groups[0]
+        blocks = min(prefill.hit_tokens, _PREFIX_TOKENS) // group.header.block_size
+        prefix = prompt.keys(group.header)[max(0, blocks - 1)].tobytes()
+        load = replication.on_placed(prefix, placement.chosen.prefill_ms / 1000.0, num_holders, now)
+        if not load:
+            return placement
+        copy = choose_placement(request, snapshot, now, self._rng, AwayFrom(holders))
+        if isinstance(copy, Placement) and copy.chosen.prefill is not None:
+            note = f"hot prefix: a copy on {copy.chosen.prefill.worker_id}, its {num_holders} holders are at {load:.0%}"
+            copy.notes = (*copy.notes, note)
+        return copy

@@ -38,6 +38,7 @@ __all__ = [
 ]
 
 LOCAL_BIAS_MS = 1.0
+COLOCATED_SLACK_MS = 250.0
 _TIE_FRACTION, _TIE_MS = 0.02, 0.5
 _MAX_SPARES = 8
 
@@ -166,16 +167,41 @@ def choose_placement(
     if not costs.any:
         return Rejected(tuple(_why_nobody(snapshot)))
     p, d = policy.pick(costs, rng)
+    notes: tuple[str, ...] = ()
+    alone = _colocated(costs) if p is not None else None
+    if alone is not None:
+        p, d = None, alone
+        notes = (f"colocated: cheaper than any prefill worker by more than {request.colocated_margin:.0%}",)
     column = costs.remote[:, d]
     order = column.argsort(kind="stable")[:_MAX_SPARES].tolist()
     if not snapshot.fleet.all_fit:
         order = [i for i in order if np.isfinite(column[i])]
-    notes: tuple[str, ...] = ()
     if p is not None:
         order = [p, *(i for i in order if i != p)]
-    elif not order:
+    elif not order and not notes:
         notes = ("no usable prefill worker: local prefill",)
-    return Placement(costs.terms((p, d)), snapshot, tuple(order), costs.best, notes, policy.name)
+    return Placement(costs.terms((p, d)), snapshot, tuple(order), costs.best, notes, policy.name, alone is not None)
+
+
+def _colocated(costs: Costs) -> int | None:
+    """The decode worker that would be enough cheaper than the cheapest pair, so that disaggregating never costs more than the
+    margin; the charges stay what they are, and it becomes a candidate."""
+    request, snapshot = costs.request, costs.snapshot
+    allowed = request.allow_local_fallback and request.local_prefill_max_tokens > 0
+    if not allowed or costs.least_remote <= COLOCATED_SLACK_MS or not np.isfinite(request.colocated_margin):
+        return None
+    first = snapshot.fleet.num_prefill
+    local: Floats = (
+        costs.queue[first:] + costs.decode_load + costs.compute[first:] * (1.0 + costs.sequences) + LOCAL_BIAS_MS
+    )
+    local[list(snapshot.barred)] = np.inf
+    d = int(local.argmin())
+    if costs.least_remote <= (1.0 + request.colocated_margin) * float(local[d]) + COLOCATED_SLACK_MS:
+        return None
+    if costs.local is None:
+        costs.local = np.full(len(local), np.inf)
+    costs.local[d] = local[d]
+    return d
 
 
 def candidate_costs(request: PlacementRequest, snapshot: ClusterSnapshot, now: float) -> Costs:

@@ -7,6 +7,8 @@ from diptych.router.placement import Placement, PlacementRequest, WorkerView
 from diptych.rpc.convert import sampling_to_proto
 from diptych.rpc.v1 import decode_pb2, router_pb2, types_pb2
 
+COLOCATED_MARGIN = 1.0
+"""A pair is expected to cost at most twice what the cheapest decode worker alone would, and 250 ms."""
 _MAX_SPARES = 8
 _MARGIN_S, _MARGIN_FRACTION = 0.05, 0.05
 
@@ -17,6 +19,7 @@ def wish_of(request: PreparedRequest) -> PlacementRequest:
         num_prompt_tokens=len(request.prompt_token_ids),
         local_prefill_max_tokens=request.local_prefill_max_tokens,
         wants_kv=request.sampling.max_tokens > 1,
+        colocated_margin=COLOCATED_MARGIN,
         allow_local_fallback=request.failure_policy != router_pb2.FAILURE_POLICY_FAIL,
         group=request.group,
     )
@@ -36,7 +39,9 @@ def submit_of(
             decode=_ref(placement.decode),
             prefill=[_ref(view) for view in placement.prefill[:_MAX_SPARES]],
             local_prefill=placement.local_prefill,
-            local_prefill_max_tokens=request.local_prefill_max_tokens,
+            local_prefill_max_tokens=(
+                len(request.prompt_token_ids) if placement.colocated else request.local_prefill_max_tokens
+            ),
         ),
         remaining_s=left_s - min(_MARGIN_S, left_s * _MARGIN_FRACTION),
         cache_salt=request.cache_salt,

@@ -23,6 +23,7 @@ from diptych.router.index import BlockIndex
 from diptych.router.placement import Placement, PlacementRequest
 from diptych.router.placer import Candidate, Placer, Prompt
 from diptych.router.policy import Picker
+from diptych.router.replication import Replication
 from diptych.router.reservations import Reservation, Reservations
 
 
@@ -40,6 +41,7 @@ class SimConfig:
     event_delay_s: float = 0.02
     lease_s: float = 0.25
     local_prefill_max_tokens: int = 64
+    replication: bool = False
 
 
 @dataclass(slots=True)
@@ -105,7 +107,8 @@ class Simulation:
         self._counter = 0
         self._index = BlockIndex()
         self._reservations = Reservations()
-        self._placer = Placer(self._index, self._reservations, random.Random(seed), policy)
+        self.replication = Replication() if config.replication else None
+        self._placer = Placer(self._index, self._reservations, random.Random(seed), policy, self.replication)
         names = [f"p{i}" for i in range(config.num_prefill)] + [f"d{i}" for i in range(config.num_decode)]
         self._workers = {
             name: _Worker(name, "prefill" if name[0] == "p" else "decode", config.cache_blocks) for name in names

@@ -69,6 +69,7 @@ def test_every_series_moves(clock):
         mode_degraded=lambda: down[0],
         kv_usage=lambda: float(down[0]),
         waiting_turn=lambda: float(down[0]),
+        copies=lambda: float(down[0]),
         by_tenant=True,
     )
     before = values(metrics)

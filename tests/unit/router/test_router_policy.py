@@ -4,6 +4,7 @@ import pytest
 
 from diptych.common.worker_record import WorkerLoad, WorkerRecord
 from diptych.router.policy import (
+    COLOCATED_SLACK_MS,
     ClusterSnapshot,
     Placement,
     PlacementRequest,
@@ -216,3 +217,28 @@ def test_workers_that_failed_for_this_request_are_barred():
     assert barred.unusable == {"d0": "failed for this request"}
     nobody = ClusterSnapshot(whole.fleet, whole.loads, (0, 1))
     assert isinstance(choose_placement(request, nobody, NOW, random.Random(0)), Rejected)
+
+
+def test_disaggregating_never_costs_more_than_the_margin_over_colocated():
+    rng = random.Random(4)
+    colocated = 0
+    for seed in range(300):
+        prefill = [worker(f"p{i}", pending=rng.choice([0, 200, 5000])) for i in range(2)]
+        decode = [worker(f"d{i}", num_running=rng.choice([0, 1, 8])) for i in range(2)]
+        placement = choose(prefill, decode, n=400, seed=seed, colocated_margin=1.0)
+        alone = min(
+            1000.0 * 400 / 100.0 * (1 + d.record.load.num_running) + 30.0 * d.record.load.num_running + 1.0
+            for d in decode
+        )
+        assert placement.chosen.total_ms <= 2.0 * alone + COLOCATED_SLACK_MS + 1e-6
+        if placement.local_prefill:
+            colocated += 1
+            assert "colocated" in placement.notes[0]
+            assert placement.chosen in placement.candidates
+    assert 0 < colocated < 300
+
+
+@pytest.mark.parametrize("changes", [{"local": 0}, {"allow_local_fallback": False}, {"colocated_margin": float("inf")}])
+def test_whoever_rules_colocated_out_is_never_colocated(changes):
+    placement = choose([worker("p0", pending=10**6)], [worker("d0")], n=400, **({"colocated_margin": 1.0} | changes))
+    assert pair(placement) == ("p0", "d0")
