@@ -35,6 +35,31 @@ class CacheDump:
     host_keys: tuple[bytes, ...] = ()
 
 
+AGE_BUCKETS_S = (
+    *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0),
+    *(10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0, 1800.0),
+)
+"""Upper ends of the buckets of `Ages`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ages:
+    """How often a time fell into each bucket; the last one has no upper end. `sum_s`: of all."""
+
+    buckets: tuple[int, ...] = (0,) * (len(AGE_BUCKETS_S) + 1)
+    sum_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class BlockAgeStats:
+    """Of blocks of the prefix cache: from entering it to eviction; of that, since the last request gave it back; and from being
+    given back to the next hit."""
+
+    lifetime: Ages = Ages()
+    idle_before_evict: Ages = Ages()
+    reuse_gap: Ages = Ages()
+
+
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """A snapshot that is read without asking the step thread."""
@@ -66,5 +91,6 @@ class EngineStats:
     host_usage: float = 0.0
     copy_bytes_per_s: float = 0.0
     """Between the pool and the host tier, measured online."""
+    block_ages: BlockAgeStats = BlockAgeStats()
     alive: bool = True
     """False: the step thread has ended (a bug in it, or close); nothing will be answered but refusals. Not ready."""

@@ -57,6 +57,8 @@ class TransferAudit:
     bytes_sent: int
     bytes_received: int
     violations: tuple[str, ...] = ()
+    expired_requests: int = 0
+    """Prefill: requests some of whose slabs were taken back when their lease ended."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -358,7 +358,8 @@ class TransferCore:
         side = self._publisher or self._reader
         assert side is not None
         violations = [*self._violations, *(side.check() if full else ())]
-        return TransferAudit(side.counts(), side.bytes_sent, side.bytes_received, tuple(violations))
+        expired = self._publisher.expired_requests if self._publisher is not None else 0
+        return TransferAudit(side.counts(), side.bytes_sent, side.bytes_received, tuple(violations), expired)
 
 
 def _set_result(future: asyncio.Future[Any], value: Any) -> None:

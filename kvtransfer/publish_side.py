@@ -90,6 +90,10 @@ class PublishSide:
     def counts(self) -> SlabCounts:
         return self._ledger.counts()
 
+    @property
+    def expired_requests(self) -> int:
+        return self._ledger.expired_requests
+
     def check(self) -> list[str]:
         return self._ledger.check()
 

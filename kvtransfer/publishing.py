@@ -11,6 +11,8 @@ from diptych.kvtransfer.api import SlabCounts
 from diptych.kvtransfer.handle import Refusal, SlabHandle
 from diptych.kvtransfer.ledger import DropPeer, SlabState, SlabTable
 
+_MOST_EXPIRED = 1024
+
 # ---- events --------------------------------------------------------------------------------------------------------
 
 
@@ -163,6 +165,9 @@ class PublisherLedger:
         self._lives: dict[int, _Life] = {}
         self.refused: Counter[Refusal] = Counter()
         self.rejected_publishes = 0
+        self.expired_requests = 0
+        self._expired: dict[str, None] = {}
+        """The latest of them: a request's slabs expire one by one."""
 
     def on_event(self, event: Event, now: float) -> list[Action]:
         return self._HANDLERS[type(event)](self, event, now)
@@ -304,8 +309,17 @@ class PublisherLedger:
                 if life.quarantined_at + self._lease_s <= now:
                     doomed[life.conn] = None
             elif life.expires <= now:
+                self._count_expired(life.handle.attempt)
                 actions += [Settled(life.handle.attempt, index), *self._take_back(index, now, "lease over")]
         return [*actions, *(DropPeer(conn, "a send did not complete within a lease") for conn in doomed)]
+
+    def _count_expired(self, attempt: str) -> None:
+        if attempt in self._expired:
+            return
+        self.expired_requests += 1
+        self._expired[attempt] = None
+        if len(self._expired) > _MOST_EXPIRED:
+            del self._expired[next(iter(self._expired))]
 
     # ---- moves ----
 

@@ -36,6 +36,7 @@ from diptych.router.replication import Replication
 from diptych.router.reservations import Reservation, Reservations
 from diptych.router.retry_budget import RetryBudget
 from diptych.router.rollout import CANARY, OTHER_GROUP, STABLE, Groups, Rollout
+from diptych.router.settling import Settling
 from diptych.router.status_view import cluster_status
 from diptych.router.turnstile import Turnstile
 from diptych.router.what_if import pool_snapshot
@@ -58,6 +59,7 @@ class Cluster:
     require_prefill: not ready before a prefill worker was there once.
     turn_window_s: see Turnstile.
     rollout: canary and shadow workers.
+    settle_s: see Settling.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Cluster:
         rng: random.Random,
         poll_s: float = 0.25,
         dead_s: float = 2.0,
+        settle_s: float = 5.0,
         policy: str = "cost",
         require_prefill: bool = True,
         admission: Admission | None = None,
@@ -86,6 +89,7 @@ class Cluster:
         self._changed = asyncio.Event()
         self._members: Members[WorkerLink] = Members(open_link or self._open_link, check.why_not, dead_s)
         self._dead_s = dead_s
+        self.settling = Settling(clock, settle_s)
         self._index = BlockIndex()
         self._pairs: dict[tuple[Life, Life], list[str]] = {}
         self._tasks: list[asyncio.Task[None]] = []
@@ -210,6 +214,7 @@ class Cluster:
             }
             self.placer.set_fleet(sides["prefill"], sides["decode"], incompatible, unusable)
             self._pool_speed = self.placer.fleet.prompt_tokens_per_s()
+            self.settling.saw(len(sides["decode"]))
             self._groups.refresh((c.record.worker_id, c.record.incarnation) for c in sides["decode"])
             self._fleet_is_old = False
         return self.placer

@@ -39,6 +39,8 @@ class RouterConfig:
     require_prefill: ready only once a prefill and a decode worker that fit were there (later decode alone is enough: it computes
         prompts itself); without it a cluster of decode workers alone serves as a colocated one.
     lookaside: give placement tickets to SDK clients that ask for them: they then stream from decode workers directly.
+    worker_settle_s: a request that finds no usable decode worker is held back until one was missing this long (since the start
+        or since the last one was seen), not refused at once: in a rolling restart one is about to come.
     generation_config: "auto" takes sampling defaults from the model's generation_config.json, "none" does not.
     """
 
@@ -78,6 +80,7 @@ class RouterConfig:
     lookaside: bool = True
     worker_poll_s: float = 0.25
     worker_dead_s: float = 2.0
+    worker_settle_s: float = 5.0
 
     @property
     def rollout(self) -> Rollout:
@@ -89,7 +92,7 @@ class RouterConfig:
             port = getattr(self, name)
             if not 0 <= port <= 65535:
                 raise ConfigError(name, port, "must be between 0 and 65535")
-        for name in ("request_timeout_s", "worker_poll_s", "worker_dead_s"):
+        for name in ("request_timeout_s", "worker_poll_s", "worker_dead_s", "worker_settle_s"):
             if not 0 < getattr(self, name) < 1e6:
                 raise ConfigError(name, getattr(self, name), "must be above 0 and finite")
         for name in ("max_ttft_s", "max_tpot_s", "turn_window_s"):

@@ -144,6 +144,7 @@ class Frontend:
             rng=self._rng,
             poll_s=config.worker_poll_s,
             dead_s=config.worker_dead_s,
+            settle_s=config.worker_settle_s,
             policy=config.placement_policy,
             require_prefill=config.require_prefill,
             turn_window_s=config.turn_window_s,

@@ -177,6 +177,8 @@ class Relay:
 
     async def _place_again(self, error: DiptychError) -> None:
         """Get ready for another submit, or raise the error."""
+        if self._story.placement is None and isinstance(error, NoWorkerError) and await self._worker_comes():
+            return
         fails = self._request.failure_policy == router_pb2.FAILURE_POLICY_FAIL
         placement = self._story.placement
         self._judge(error.reason)
@@ -201,6 +203,16 @@ class Relay:
                 self._fail(error)
                 raise error
             await self._cluster.wait_for_change(min(left_s, 0.1))
+
+    async def _worker_comes(self) -> bool:
+        """Whether a decode worker turned up where none was, while the cluster may be between two (see settling.py)."""
+        if self._cluster.snapshot(exclude=self._excluded).decode:
+            return False  # it is something else that speaks against them
+        while (left_s := min(self._cluster.settling.left_s(), self._request.deadline - self._clock.now())) > 0:
+            await self._cluster.wait_for_change(min(left_s, 0.1))
+            if self._cluster.snapshot(exclude=self._excluded).decode:
+                return True
+        return False
 
     def _fail(self, error: DiptychError) -> None:
         if not self._life.ended:

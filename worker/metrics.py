@@ -11,16 +11,18 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
+from itertools import accumulate
 from wsgiref.simple_server import WSGIServer
 
 import structlog
 from prometheus_client import start_http_server
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from diptych.common.clock import Clock
 from diptych.common.errors import ConfigError, DiptychError
 from diptych.common.metrics import PREFIX, TOKEN_BUCKETS, Metrics
+from diptych.engine.answers import AGE_BUCKETS_S, Ages
 from diptych.engine.messages import EngineStats
 from diptych.kvtransfer.api import PeerRef, ReceivedSlab, SlabReader, Transfer, TransferAudit
 from diptych.kvtransfer.handle import SlabHandle
@@ -131,6 +133,16 @@ class WorkerMetrics(Metrics):
             preempted = now.preemptions_total - since.preemptions_total
             yield _counter("num_preemptions", "Requests that had to give their blocks back and start over", preempted)
             yield _gauge("decode_step_seconds", "Measured time of a step of decode", now.decode_step_s)
+        ages = now.block_ages
+        yield _ages(
+            "kv_block_lifetime_seconds", "A cached block, from entering the cache to its eviction", ages.lifetime
+        )
+        yield _ages(
+            "kv_block_idle_before_evict_seconds", "Of that, since a request last held it", ages.idle_before_evict
+        )
+        yield _ages(
+            "kv_block_reuse_gap_seconds", "A cached block, from its last holder to the next hit", ages.reuse_gap
+        )
         yield _counter("engine_steps", "Steps of the engine", now.steps - since.steps)
 
     def transfer_families(self) -> Iterator[Metric]:
@@ -143,6 +155,9 @@ class WorkerMetrics(Metrics):
             "KV that decode workers read from here" if self.role == "prefill" else "KV that was read and verified"
         )
         yield _counter("kv_transfer_bytes", moved_text, moved)
+        if self.role == "prefill":
+            text = "Requests whose KV was taken back: not read, or not acknowledged, within its lease"
+            yield _counter("kv_expired_requests", text, audit.expired_requests)
         slabs = GaugeMetricFamily(PREFIX + "kv_slabs", "Slabs of the staging ring by state", labels=["state"])
         for state in _SLAB_STATES:
             slabs.add_metric([state], getattr(audit.slabs, state))
@@ -210,6 +225,12 @@ def _gauge(name: str, text: str, value: float) -> Metric:
 
 def _counter(name: str, text: str, value: float) -> Metric:
     return CounterMetricFamily(PREFIX + name, text, value)
+
+
+def _ages(name: str, text: str, ages: Ages) -> Metric:
+    ends = [*(str(end) for end in AGE_BUCKETS_S), "+Inf"]
+    buckets = list(zip(ends, accumulate(ages.buckets), strict=True))
+    return HistogramMetricFamily(PREFIX + name, text, buckets=buckets, sum_value=ages.sum_s)
 
 
 class MetricsServer:

@@ -32,6 +32,7 @@ from diptych.engine.messages import (
     CacheEvent,
     CopyKind,
 )
+from diptych.engine.sched.block_ages import BlockAges
 from diptych.engine.sched.host_tier import HostTier
 
 
@@ -45,6 +46,7 @@ class BlockPool:
     def __init__(self, num_blocks: int, host: HostTier | None = None, tenant_quota: int | None = None) -> None:
         self.num_blocks = num_blocks
         self.host = host or HostTier(0)
+        self.ages = BlockAges(num_blocks)
         self.copies: list[BlockCopy] = []
         """Still to be carried out, in this order."""
         self._quota = tenant_quota
@@ -119,6 +121,7 @@ class BlockPool:
         for block in blocks:
             if self._refs[block] == 0:
                 self._leave_cache(block)
+                self.ages.reused(block)
                 self._num_running += 1
             self._refs[block] += 1
 
@@ -151,6 +154,7 @@ class BlockPool:
 
     def _evict(self, block: int) -> None:
         self._leave_cache(block)
+        self.ages.evicted(block)
         key = self._keys[block]
         assert key is not None
         if self.host.num_slots and (slot := self.host.store(key)) is not None:
@@ -160,6 +164,7 @@ class BlockPool:
 
     def _enter_cache(self, block: int) -> None:
         self._evictable[block] = None
+        self.ages.let_go(block)
         if self._quota is None:
             return
         mine = self._cached_of.setdefault(self._tenants[block], {})
@@ -198,6 +203,7 @@ class BlockPool:
             return
         self._keys[block] = key
         self._by_key[key] = block
+        self.ages.stored(block)
         if self._quota is not None:
             self._tenants[block] = tenant
         if self._evicted:

@@ -33,6 +33,7 @@ def stats(scheduler: Scheduler, *, steps: int, busy_since: float | None) -> Engi
         refetches_total=scheduler.refetches,
         restored_tokens_total=kv.restored_tokens,
         host_usage=kv.host.usage,
+        block_ages=kv.pool.ages.stats(),
         copy_bytes_per_s=pace.copy_bytes_per_s if kv.host.num_slots else 0.0,
     )
 

@@ -36,7 +36,7 @@ def make_model_folder(path):
 class Fleet:
     """Workers, their leases, and a router that watches them."""
 
-    def __init__(self, folder, tmp_path, **settings):
+    def __init__(self, folder, tmp_path, settle_s=0.2, **settings):
         self.clock = FakeClock()
         self.store = MemoryStore(self.clock)
         self.secret = create_secret(tmp_path / "secret")
@@ -47,6 +47,7 @@ class Fleet:
             secret_file=str(tmp_path / "secret"),
             worker_poll_s=0.02,
             worker_dead_s=0.5,
+            worker_settle_s=settle_s,
             local_prefill_max_tokens=0,
             **settings,
         )

@@ -8,13 +8,15 @@ from collections.abc import AsyncIterator
 import pytest
 import xxhash
 
+from diptych.common.clock import MonotonicClock
 from diptych.common.errors import InternalError, StaleReferenceError, TransferError
-from diptych.engine.messages import RangePacked, SlabGrant
+from diptych.engine.messages import EngineStats, RangePacked, SlabGrant
 from diptych.kvtransfer.api import PeerRef, Transfer
 from diptych.kvtransfer.build import build_transfer
 from diptych.kvtransfer.config import TransferConfig
 from diptych.kvtransfer.faults import FaultSpec
 from diptych.kvtransfer.handle import SlabHandle
+from diptych.worker.metrics import WorkerMetrics
 
 
 class Desk:
@@ -72,6 +74,22 @@ async def test_many_slabs_at_once_wait_for_their_turn(desk):
     await asyncio.gather(*(one(fill) for fill in range(40)))
     await desk.all_free()
     assert len(desk.settled) == 40
+
+
+async def test_a_request_whose_lease_ends_is_counted_in_the_metrics():
+    desk = Desk(lease_s=0.05)
+    metrics = WorkerMetrics("prefill", stats=EngineStats, clock=MonotonicClock())
+    metrics.begin(desk.p, asyncio.get_running_loop())
+    name = "diptych_kv_expired_requests_total"
+    try:
+        assert await asyncio.to_thread(metrics.registry.get_sample_value, name) == 0
+        await desk.publish(1)
+        await desk.publish(2)
+        await desk.all_free()  # nobody reads them
+        assert await asyncio.to_thread(metrics.registry.get_sample_value, name) == 1
+    finally:
+        await desk.d.close()
+        await desk.p.close()
 
 
 async def test_finish_twice_is_once(desk):

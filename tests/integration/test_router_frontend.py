@@ -150,6 +150,24 @@ async def test_nobody_is_a_typed_error_with_reasons(fleet):
     assert "no usable decode worker" in reasons
 
 
+async def test_a_request_waits_for_the_workers_of_a_router_that_has_just_started(model_folder, tmp_path):
+    async with running(model_folder, tmp_path, settle_s=60.0) as fleet:
+        cluster, held = fleet.frontend._cluster, asyncio.Event()
+        wait = cluster.wait_for_change
+
+        async def hold(timeout_s):
+            held.set()
+            await wait(timeout_s)
+
+        cluster.wait_for_change = hold
+        asking = asyncio.create_task(fleet.ask())
+        await asyncio.wait_for(held.wait(), 5)  # found nobody, and is not refused
+        assert not asking.done()
+        await fleet.add("d0")
+        events = await asyncio.wait_for(asking, 5)
+        assert isinstance(events[-1], FinishedEvent)
+
+
 async def test_a_worker_of_another_secret_is_never_placed_on(fleet):
     await fleet.add("p0", "prefill")
     compat = fleet.record(FakeDecode()).compat | {"block_identity_golden": "00" * 16}

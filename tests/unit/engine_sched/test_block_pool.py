@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from bisect import bisect_left
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from diptych.engine.answers import AGE_BUCKETS_S
 from diptych.engine.messages import BlocksEvicted, BlocksStored, CacheCleared
 from diptych.engine.sched.block_pool import BlockPool
 
@@ -106,6 +109,27 @@ def test_releasing_more_often_than_owned_is_our_own_bug():
     pool.release(blocks)
     with pytest.raises(AssertionError, match="more often"):
         pool.release(blocks)
+
+
+def test_ages_of_cached_blocks_are_counted_by_the_callers_clock():
+    pool = BlockPool(1)
+    pool.ages.now = 10.0
+    (a,) = pool.allocate(1) or []
+    pool.publish(a, key(1))
+    pool.ages.now = 11.0
+    pool.release([a])
+    assert pool.ages.stats() is pool.ages.stats()
+    pool.ages.now = 11.25
+    pool.pin([a])
+    pool.pin([a])  # a second holder at once: it was not idle
+    pool.release([a, a])
+    pool.ages.now = 14.0
+    pool.allocate(1)
+    told = pool.ages.stats()
+    for ages, seconds in ((told.reuse_gap, 0.25), (told.lifetime, 4.0), (told.idle_before_evict, 2.75)):
+        assert sum(ages.buckets) == 1
+        assert ages.sum_s == seconds
+        assert ages.buckets[bisect_left(AGE_BUCKETS_S, seconds)] == 1
 
 
 def test_check_tells_of_a_leak():

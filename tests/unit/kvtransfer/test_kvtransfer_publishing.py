@@ -97,6 +97,7 @@ def test_the_sweep_takes_back_unread_and_unacknowledged_slabs(ledger, handle):
     actions = ledger.on_event(pub.Tick(), 5.0)
     assert [a for a in actions if isinstance(a, pub.Settled)] == [pub.Settled("att-1", 0), pub.Settled("att-1", 1)]
     assert ledger.counts().free == 3
+    assert ledger.expired_requests == 1, "both slabs were one request's"
 
 
 def test_a_send_that_outlives_its_lease_is_quarantined_until_it_completes(ledger, handle):

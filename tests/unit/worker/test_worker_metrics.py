@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from diptych.common.errors import TransferError
+from diptych.engine.answers import AGE_BUCKETS_S, Ages, BlockAgeStats
 from diptych.engine.messages import EngineStats
 from diptych.kvtransfer.api import KvAddress, PeerRef, ReceivedSlab
 from diptych.kvtransfer.handle import SlabHandle
@@ -103,6 +104,17 @@ def test_a_step_is_counted_by_its_tokens() -> None:
     metrics.step()
     assert value(metrics, "iteration_tokens_total_count") == 2
     assert value(metrics, "iteration_tokens_total_sum") == pytest.approx(64)
+
+
+def test_ages_of_blocks_are_histograms() -> None:
+    ages = Ages((0, 2, *(0 for _ in AGE_BUCKETS_S[2:]), 1), 4000.5)
+    now = EngineStats(block_ages=BlockAgeStats(lifetime=ages))
+    metrics = WorkerMetrics("prefill", stats=lambda: now, clock=FakeClock())
+    assert value(metrics, "kv_block_lifetime_seconds_bucket", le="0.001") == 0
+    assert value(metrics, "kv_block_lifetime_seconds_bucket", le="1800.0") == 2
+    assert value(metrics, "kv_block_lifetime_seconds_count") == 3
+    assert value(metrics, "kv_block_lifetime_seconds_sum") == 4000.5
+    assert value(metrics, "kv_block_reuse_gap_seconds_count") == 0
 
 
 def test_the_caches_constants_are_labels() -> None:

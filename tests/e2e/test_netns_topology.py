@@ -1,0 +1,175 @@
+"""The topology of compose.yaml on three hosts without containers: router and Redis, prefill, and decode, each in a network
+namespace of its own behind one bridge. Real processes, the real model, KV over UCX; then the prefill worker is killed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diptych.cli.embedded_redis import server_binary
+from diptych.cli.model_store import resolve_model
+from diptych.cli.processes import spawn
+from diptych.common.secret import create_secret
+
+pytestmark = [
+    pytest.mark.multiproc,
+    pytest.mark.netns,
+    pytest.mark.slow,
+    pytest.mark.skipif(os.geteuid() != 0 or shutil.which("ip") is None, reason="needs root and iproute2"),
+    pytest.mark.skipif(importlib.util.find_spec("ucxx") is None, reason="UCXX is not installed"),
+]
+START_S, DEAD_S = 240.0, 60.0
+KV_BYTES_PER_TOKEN = 46_080
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+class Network:
+    """A bridge here, and hosts behind it. Host number n has the address `self.address(n)`, this side number 1."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._number = 1 + os.getpid() % 250
+        self.bridge = f"dpb{self._number:x}"
+        self._stack = stack
+        ip("link", "add", self.bridge, "type", "bridge")
+        stack.callback(ip, "link", "del", self.bridge)
+        ip("addr", "add", f"{self.address(1)}/24", "dev", self.bridge)
+        ip("link", "set", self.bridge, "up")
+
+    def address(self, host: int) -> str:
+        return f"10.213.{self._number}.{host}"
+
+    def add_host(self, number: int) -> str:
+        """A namespace with one interface. Returns its name."""
+        name = f"{self.bridge}h{number}"
+        ip("netns", "add", name)
+        self._stack.callback(ip, "netns", "del", name)
+        ip("link", "add", f"{name}o", "type", "veth", "peer", "name", "eth0", "netns", name)
+        ip("link", "set", f"{name}o", "master", self.bridge)
+        ip("link", "set", f"{name}o", "up")
+        ip("-n", name, "addr", "add", f"{self.address(number)}/24", "dev", "eth0")
+        ip("-n", name, "link", "set", "eth0", "up")
+        ip("-n", name, "link", "set", "lo", "up")
+        return name
+
+
+class Hosts:
+    """What runs on the three hosts, by name."""
+
+    def __init__(self, network: Network, stack: ExitStack, folder: Path) -> None:
+        self.router, self.prefill, self.decode = (network.address(n) for n in (2, 3, 4))
+        self._names = {
+            address: network.add_host(n) for n, address in enumerate((self.router, self.prefill, self.decode), 2)
+        }
+        self._stack, self._folder = stack, folder
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        create_secret(folder / "secret")
+        env = {name: value for name, value in os.environ.items() if not name.startswith("DIPTYCH_")}
+        self._env = env | {"PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
+
+    def start(self, name: str, address: str, *command: str) -> None:
+        """`ip netns exec` becomes the command: the pid that we have is its own."""
+        log = self._folder / f"{name}.log"
+        inside = ["ip", "netns", "exec", self._names[address], *command]
+        process = spawn(inside, log=log, env=self._env, cwd=self._folder)
+        self.processes[name] = process
+        self._stack.callback(self.stop, process)
+
+    @staticmethod
+    def stop(process: subprocess.Popen[bytes]) -> None:
+        process.terminate()
+        try:
+            process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(timeout=10)
+
+    def start_all(self) -> None:
+        redis = [str(server_binary()), "--bind", self.router, "--port", "6379", "--protected-mode", "no"]
+        self.start("redis", self.router, *redis, "--save", "", "--appendonly", "no")
+        model = str(resolve_model("smollm2"))
+        common = ["--model", model, "--redis-url", f"redis://{self.router}:6379/0", "--insecure"]
+        common += ["--secret-file", str(self._folder / "secret"), "--max-model-len", "1024"]
+        for role, address in (("prefill", self.prefill), ("decode", self.decode)):
+            own = ["--worker-id", f"{role}-0", "--host", address, "--port", "50051", "--num-blocks", "128"]
+            own += ["--transport", "ucx", "--require-transport", "ucx:tcp", "--threads", "1", "--drain-s", "1"]
+            self.start(f"{role}-0", address, sys.executable, "-P", "-m", "diptych.cli", role, *common, *own)
+        ports = ["--host", self.router, "--http-port", "8000", "--grpc-port", "50050"]
+        self.start("router", self.router, sys.executable, "-P", "-m", "diptych.cli", "router", *common, *ports)
+
+    def logs(self) -> str:
+        tails = {path.stem: path.read_text(errors="replace")[-1500:] for path in self._folder.glob("*.log")}
+        return "\n".join(f"--- {name}\n{text}" for name, text in tails.items())
+
+    def get(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"content-type": "application/json", "x-diptych-explain": "1"}
+        request = urllib.request.Request(f"http://{self.router}:8000{path}", data, headers)
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(request, timeout=120) as answer:
+            found: dict[str, Any] = json.loads(answer.read())
+            return found
+
+    def ready(self) -> bool:
+        ended = {name: process.returncode for name, process in self.processes.items() if process.poll() is not None}
+        assert not ended, f"ended: {ended}\n{self.logs()}"
+        try:
+            return bool(self.get("/ready")["ready"])
+        except OSError:
+            return False
+
+    def ask(self, prompt: list[int]) -> tuple[str, dict[str, Any]]:
+        body = {"prompt": prompt, "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+        answer = self.get("/v1/completions", body)
+        assert answer["choices"][0]["finish_reason"] == "length"
+        return answer["choices"][0]["text"], answer["diptych"]
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[Hosts]:
+    with ExitStack() as stack:
+        try:
+            network = Network(stack)
+            running = Hosts(network, stack, tmp_path)
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"no network namespaces here: {error.stderr.decode().strip()}")
+        yield running
+
+
+def test_a_request_crosses_three_hosts_and_survives_one_of_them(
+    hosts: Hosts, cluster_module: Any, fresh_prompt: Callable[[int], list[int]]
+) -> None:
+    wait_until = cluster_module.wait_until
+    hosts.start_all()
+    wait_until(hosts.ready, deadline_s=START_S, what="the three hosts serve", every_s=0.5)
+    prompt = fresh_prompt(150)
+    text, why = hosts.ask(prompt)
+    assert (why["prefill"], why["decode"], why["transport"]) == ("prefill-0", "decode-0", "ucx:tcp")
+    assert why["kv_bytes"] >= 149 * KV_BYTES_PER_TOKEN
+
+    dead = hosts.processes.pop("prefill-0")
+    dead.send_signal(signal.SIGKILL)
+    assert dead.wait(timeout=10) == -signal.SIGKILL
+    again, why = hosts.ask([*prompt[:1], *fresh_prompt(149)])  # computed anew, whatever the router knows by now
+    assert again
+    assert not why["kv_bytes"]
+
+    def left() -> bool:
+        return "prefill-0" not in {w["id"] for w in hosts.get("/status.json")["cluster"]["workers"] if not w["why_not"]}
+
+    wait_until(left, deadline_s=DEAD_S, what="the router leaves the dead worker alone", every_s=0.2)
+    assert hosts.ask(prompt)[0] == text, "what decode kept of the dead worker's KV still serves"
