@@ -49,14 +49,22 @@ def ask(url: str, prompt: list[int]) -> str:
         connection.close()
 
 
-def ready(url: str) -> bool:
+def get(url: str, path: str) -> tuple[int, bytes]:
+    """(status, body); status 0: nobody listens."""
+    address = urllib.parse.urlsplit(url)
+    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=5)
     try:
-        address = urllib.parse.urlsplit(url)
-        connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=5)
-        connection.request("GET", "/ready")
-        return connection.getresponse().status == 200
-    except OSError:
-        return False
+        connection.request("GET", path)
+        with connection.getresponse() as answer:
+            return answer.status, answer.read()
+    except (OSError, http.client.HTTPException):
+        return 0, b""
+    finally:
+        connection.close()
+
+
+def ready(url: str) -> bool:
+    return get(url, "/ready")[0] == 200
 
 
 class Load:
@@ -180,13 +188,6 @@ def has_router(cluster) -> bool:
 
 def usable(url: str, name: str, pid: int) -> bool:
     """Whether a router places on this life of a worker."""
-    address = urllib.parse.urlsplit(url)
-    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=5)
-    try:
-        connection.request("GET", "/status.json")
-        workers = json.loads(connection.getresponse().read())["cluster"]["workers"]
-    except OSError:
-        return False
-    finally:
-        connection.close()
+    status, body = get(url, "/status.json")
+    workers = json.loads(body)["cluster"]["workers"] if status == 200 else []
     return any(worker["id"] == name and worker["pid"] == pid and not worker["why_not"] for worker in workers)
