@@ -193,8 +193,8 @@ class Scheduler:
     # ---- a step ----
 
     def schedule(self, now: float) -> SchedulerOutput:
-        """Choose what the next step computes. `now` is the caller's clock; no rule of today reads it, ages of blocks do. Copies that must be
-        carried out before it are in `take_copies`."""
+        """Choose what the next step computes. `now` is the caller's clock; no rule of today reads it, ages of blocks do. Copies
+        that must be carried out before it are in `take_copies`."""
         self.kv.pool.ages.now = now
         out = SchedulerOutput()
         if self.groups:
