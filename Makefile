@@ -28,7 +28,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet
 PROTO_SOURCES := $(wildcard proto/diptych/rpc/v1/*.proto)
 
-.PHONY: help check test test-full up down proto model golden sim bench bench-router bench-engine bench-vllm test-gpu bench-gpu bench-gpu-pair wheels secrets images charts test-containers clean
+.PHONY: help check test test-full up down proto model golden sim bench bench-router bench-engine bench-kv bench-vllm test-gpu bench-gpu bench-gpu-pair wheels secrets images charts test-containers clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -72,6 +72,13 @@ bench: $(VENV)/.dev model ## the CPU benchmarks, under ten minutes on two quiet 
 
 bench-engine: $(VENV)/.dev model ## our engine beside transformers, in one run
 	@$(BIN)/python -m diptych.engine.exec.bench.bench_vs_transformers $(ARGS)
+
+bench-kv: $(VENV)/.dev model ## the hand-off: transports on loopback, what of a transfer is exposed, what cancelled prompts cost; into bench-out/
+	@$(BIN)/python -P -m diptych.kvtransfer.bench.bench_loopback --transport ucx --out bench-out/loopback-ucx-tcp.json $(ARGS)
+	@$(BIN)/python -P -m diptych.kvtransfer.bench.bench_loopback --transport nixl --out bench-out/loopback-nixl-shm.json $(ARGS)
+	@UCX_TLS=tcp,self $(BIN)/python -P -m diptych.kvtransfer.bench.bench_loopback --transport nixl --out bench-out/loopback-nixl-tcp.json $(ARGS)
+	@$(BIN)/python -P -m diptych.cli.bench_handoff exposed --out bench-out/handoff-exposed
+	@$(BIN)/python -P -m diptych.cli.bench_handoff cancelled --out bench-out/handoff-cancelled
 
 # Where vLLM for the CPU is installed: a virtual environment of its own, outside this checkout (made at the first call, 4 GB).
 VLLM_ENV ?= /tmp/diptych-vllm

@@ -1,11 +1,13 @@
-"""Which network interface has an address."""
+"""Which network interface has an address, and which host this is."""
 
 from __future__ import annotations
 
 import fcntl
 import ipaddress
+import os
 import socket
 import struct
+from pathlib import Path
 
 from diptych.common.errors import ConfigError
 
@@ -60,3 +62,9 @@ def _address_of(interface: str) -> str | None:
         except OSError:
             return None
     return socket.inet_ntoa(raw[20:24])
+
+
+def host_identity() -> bytes:
+    """Equal for processes whose Unix sockets meet: one boot of one kernel, one network namespace."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}".encode()

@@ -28,7 +28,6 @@ import socket
 import struct
 from collections import deque
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 
@@ -37,6 +36,7 @@ from diptych.kvtransfer import handle as handles
 from diptych.kvtransfer.api import KvAddress, PeerRef
 from diptych.kvtransfer.gpu_memory import SharedMemory
 from diptych.kvtransfer.gpu_ring import GpuRing
+from diptych.kvtransfer.interfaces import host_identity
 from diptych.kvtransfer.layout import HEADER_BYTES, TRAILER_BYTES, Ring, frame_generation
 from diptych.kvtransfer.transport import (
     MAX_MESSAGE_BYTES,
@@ -64,12 +64,6 @@ _SLOW_BYTES_PER_S = 10e9
 _MAX_CONNECTIONS = 256
 _MAX_UNSENT = 1024
 _CREDENTIALS = struct.Struct("3i")
-
-
-def host_identity() -> bytes:
-    """Equal for processes whose Unix sockets meet: one boot of one kernel, one network namespace."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}".encode()
 
 
 @dataclass(slots=True, eq=False)
@@ -110,8 +104,7 @@ class IpcTransport:
             self._listener.listen(64)
         except OSError as error:
             raise TransferError(f"no Unix socket: {error}") from error
-        identity = host_identity()
-        self._host_identity = identity
+        self._host_identity = identity = host_identity()
         self.address = KvAddress("ipc", host, 0, b"\n".join((self._token.hex().encode(), identity, name)))
         self._ring: GpuRing | None = None
         self._ring_handle = b""

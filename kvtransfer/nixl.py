@@ -24,22 +24,21 @@ from __future__ import annotations
 import contextlib
 import hmac
 import itertools
-import os
 import secrets
 import struct
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from blake3 import blake3
 
-from diptych.common.errors import ConfigError, TransferError
+from diptych.common.errors import TransferError
 from diptych.kvtransfer.api import KvAddress, PeerRef
 from diptych.kvtransfer.carrier import carried_by_tcp, tcp_bytes_received
 from diptych.kvtransfer.interfaces import numeric
 from diptych.kvtransfer.layout import Ring
+from diptych.kvtransfer.nixl_parts import Answers, Peer, Read, load_nixl
 from diptych.kvtransfer.peer_book import TOKEN_BYTES, PeerBook, pack_parts, unpack_parts
 from diptych.kvtransfer.transport import (
     MAX_MESSAGE_BYTES,
@@ -64,59 +63,9 @@ _ACTIVE_S = 0.05
 """So long after the last sign of life more of it is expected at any moment."""
 _ACTIVE_SLEEP_S, _IDLE_SLEEP_S = 0.0002, 0.005
 _CLOSE_S = 1.0
-_TELLING_BYTES = 64 << 10
-"""A read of fewer bytes does not tell its path: control messages travel on TCP, too."""
 UNKNOWN_PATH = "nixl:any"
 _BOOT = blake3(Path("/proc/sys/kernel/random/boot_id").read_bytes()).digest(8)
 """Names the running kernel: peers that share it share memory, if their namespaces let them."""
-
-
-def load_nixl() -> Any:
-    """NIXL's Python API. Where UCXX was loaded before it, its UCX keeps NIXL's module for shared memory out of the process; a
-    worker loads one of the two, and the self-test tells. Raises: ConfigError."""
-    os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
-    os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
-    os.environ.setdefault("UCX_LOG_LEVEL", "error")
-    try:
-        from nixl_cu12 import _api
-    except ImportError as error:
-        raise ConfigError("transport", "nixl", f"NIXL cannot be loaded (extra `nixl`): {error}") from error
-    return _api
-
-
-@dataclass(slots=True, eq=False)
-class _Peer:
-    """`conn` and `token` stand in our control messages. `path`: what its reads come on; empty: not known yet."""
-
-    name: str
-    agent: str
-    conn: int
-    token: bytes
-    same_host: bool = True
-    lost: str = ""
-    path: str = ""
-
-
-@dataclass(slots=True)
-class _Read:
-    peer: _Peer
-    dest: np.ndarray
-    xfer: Any = None
-    address: int = 0
-    """Where prefill lets us read; 0: its answer has not come."""
-    tcp_before: int = -1
-    """Of the read that tells its peer's path: what TCP had brought before it began."""
-
-    @property
-    def tells(self) -> bool:
-        return not self.peer.path and self.dest.nbytes >= _TELLING_BYTES
-
-
-@dataclass(slots=True)
-class _Answers:
-    """Slabs that a peer may be reading, by read id."""
-
-    ops: dict[int, int] = field(default_factory=dict)
 
 
 class NixlTransport:
@@ -138,9 +87,9 @@ class NixlTransport:
         self._ring: Ring | None = None
         self._registered: Any = None
         self.address = KvAddress("nixl", self._host, 0, self._token + _BOOT + self._agent.get_agent_metadata())
-        self._book: PeerBook[_Peer] = PeerBook("nixl", self._host, self._lose)
-        self._reads: dict[int, _Read] = {}
-        self._answers: dict[_Peer, _Answers] = {}
+        self._book: PeerBook[Peer] = PeerBook("nixl", self._host, self._lose)
+        self._reads: dict[int, Read] = {}
+        self._answers: dict[Peer, Answers] = {}
         self._ops = itertools.count(1)
         self._events: list[TransportEvent] = []
         self._active_at = 0.0
@@ -165,7 +114,7 @@ class NixlTransport:
         except Exception as error:
             raise TransferError(f"peer lost: {key}: {error}") from error
         name = agent.decode() if isinstance(agent, bytes) else agent
-        found = _Peer(key, name, secrets.randbits(63), address.blob[:TOKEN_BYTES])
+        found = Peer(key, name, secrets.randbits(63), address.blob[:TOKEN_BYTES])
         found.same_host = address.blob[TOKEN_BYTES : TOKEN_BYTES + len(_BOOT)] == _BOOT
         # Our answers' token, our names, our metadata: with them the peer can talk back.
         names = [part.encode() for part in self._me]
@@ -180,7 +129,7 @@ class NixlTransport:
         if len(body) + _HEAD.size > MAX_MESSAGE_BYTES:
             raise TransferError(f"request of {len(body)} bytes is too long")
         self._say(found, _READ, read_id, body)
-        self._reads[read_id] = _Read(found, dest)
+        self._reads[read_id] = Read(found, dest)
 
     def path_to(self, peer: str) -> str:
         found = self._book.outgoing.get(peer)
@@ -206,7 +155,7 @@ class NixlTransport:
                 self._events.append(SendDone(op, True))
             else:
                 self._say(peer, _GO, read_id, _WHERE.pack(message.ctypes.data, message.nbytes))
-                self._answers.setdefault(peer, _Answers()).ops[read_id] = op
+                self._answers.setdefault(peer, Answers()).ops[read_id] = op
         except TransferError:
             self._events.append(SendDone(op, False))
         return op
@@ -262,7 +211,7 @@ class NixlTransport:
 
     # ---- inside ----
 
-    def _say(self, peer: _Peer, kind: int, read_id: int, body: bytes) -> None:
+    def _say(self, peer: Peer, kind: int, read_id: int, body: bytes) -> None:
         raw = _HEAD.pack(_MAGIC, peer.token, kind, peer.conn, read_id) + body
         try:
             self._agent.send_notif(peer.agent, raw)
@@ -289,7 +238,7 @@ class NixlTransport:
             elif kind == _NOTE:
                 self._events.append(NoteArrived(peer.name, body))
             elif kind == _DONE:
-                op = self._answers.get(peer, _Answers()).ops.pop(read_id, 0)
+                op = self._answers.get(peer, Answers()).ops.pop(read_id, 0)
                 if op:
                     self._events.append(SendDone(op, True))
 
@@ -307,7 +256,7 @@ class NixlTransport:
             return
         name = agent.decode() if isinstance(agent, bytes) else agent
         key = peer_key(worker_id, incarnation.decode(errors="replace"))
-        self._book.incoming[conn] = _Peer(f"{key}#{conn:x}", name, conn, token)
+        self._book.incoming[conn] = Peer(f"{key}#{conn:x}", name, conn, token)
 
     def _on_answer(self, conn: int, read_id: int, body: bytes, *, granted: bool) -> None:
         read = self._reads.get(read_id)
@@ -340,7 +289,7 @@ class NixlTransport:
             telling[1].tcp_before = tcp_bytes_received()
             self._post(*telling)
 
-    def _post(self, read_id: int, read: _Read) -> None:
+    def _post(self, read_id: int, read: Read) -> None:
         peer, size = read.peer, read.dest.nbytes
         done = _HEAD.pack(_MAGIC, peer.token, _DONE, peer.conn, read_id)
         try:
@@ -352,7 +301,7 @@ class NixlTransport:
         except Exception as error:
             self._finish(read_id, f"read from {peer.name}: {error}")
 
-    def _learn_path(self, read: _Read) -> str:
+    def _learn_path(self, read: Read) -> str:
         """The read that tells the path is done. Returns: why it is refused."""
         tcp = carried_by_tcp(read.dest.nbytes, read.tcp_before, tcp_bytes_received())
         peer = read.peer
@@ -361,7 +310,7 @@ class NixlTransport:
             return f"KV from {peer.name} comes on {peer.path}, {self._require_path} is required"
         return ""
 
-    def _check(self, read_id: int, read: _Read) -> None:
+    def _check(self, read_id: int, read: Read) -> None:
         """Has the read ended? A lost peer's is cancelled, which may take more than one try."""
         try:
             state = self._agent.check_xfer_state(read.xfer)
@@ -394,18 +343,18 @@ class NixlTransport:
         self._events.append(ReceiveDone(read_id, error))
         return True
 
-    def _lose(self, peer: _Peer, why: str) -> None:
+    def _lose(self, peer: Peer, why: str) -> None:
         """Close an endpoint. It is reported as lost once the last of its reads was given back."""
         if peer.lost:
             return
         self._book.closed(peer, why)
-        for op in self._answers.pop(peer, _Answers()).ops.values():
+        for op in self._answers.pop(peer, Answers()).ops.values():
             self._events.append(SendDone(op, False))
         for read_id in [i for i, r in self._reads.items() if r.peer is peer]:
             self._finish(read_id, f"peer lost: {peer.name}: {why}")
         self._maybe_buried(peer)
 
-    def _maybe_buried(self, peer: _Peer) -> None:
+    def _maybe_buried(self, peer: Peer) -> None:
         if peer not in self._book.dying or any(read.peer is peer for read in self._reads.values()):
             return
         with contextlib.suppress(Exception):

@@ -19,6 +19,7 @@ import statistics
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -36,25 +37,39 @@ from diptych.kvtransfer.handle import SlabHandle, decode
 RAW_BYTES = 64 << 20
 NUM_BLOCKS = 2000
 POOL_BLOCKS = 2400
-READS_IN_FLIGHT = 4
 _DEADLINE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Knobs:
+    """What the pipeline is tried with.
+
+    newest_first: prefill packs into the slab that came back last, which is still in a cache; so does the engine.
+    switch_interval_s: of both processes' interpreters.
+    """
+
+    reads_in_flight: int = 4
+    switch_interval_s: float = 0.005
+    newest_first: bool = True
 
 
 class Bench:
     """Decode's side. `start` brings up both processes."""
 
-    def __init__(self, settings: dict[str, Any]) -> None:
-        self._settings = settings
+    def __init__(self, settings: dict[str, Any], knobs: Knobs) -> None:
+        self._settings, self._knobs = settings, knobs
+        sys.setswitchinterval(knobs.switch_interval_s)
         self._source = BlockPool(POOL_BLOCKS, filled=True)
         self._pool = BlockPool(POOL_BLOCKS, filled=False)
         self._step_thread = ThreadPoolExecutor(1)
+        self._agent: Any = None
         self.path = ""
         self.peer_path = ""
         self.kv_cpu_end = 0.0
         """CPU time when the last block was unpacked: the check of the bytes does not count."""
 
     async def start(self) -> None:
-        arguments = json.dumps([self._settings, POOL_BLOCKS, RAW_BYTES])
+        arguments = json.dumps([self._settings, POOL_BLOCKS, RAW_BYTES, asdict(self._knobs)])
         self._child = await asyncio.create_subprocess_exec(
             sys.executable, "-P", "-m", "diptych.kvtransfer.bench.peer_process", arguments,
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -71,6 +86,12 @@ class Bench:
             {**self._settings, "slab_bytes": RAW_BYTES + 4096, "num_slabs": 1, "verify_checksum": False}
         )
         self.path, self.peer_path = self._kv.path, hello["path"]
+        if "blocks" in hello:
+            # Imported here: it loads NIXL.
+            from diptych.kvtransfer.bench.descriptors import BlockAgent
+
+            self._agent = BlockAgent("d-blocks", self._pool)
+            self._agent.meet(hello["blocks"])
 
     def _make(self, settings: dict[str, Any]) -> Transfer:
         loop = asyncio.get_running_loop()
@@ -104,7 +125,7 @@ class Bench:
     async def kv(self, seed: int) -> float:
         """Useful bytes per second, from the order to pack until the last block is unpacked."""
         ids = np.random.default_rng(seed).permutation(POOL_BLOCKS)[:NUM_BLOCKS].tolist()
-        window = asyncio.Semaphore(READS_IN_FLIGHT)
+        window = asyncio.Semaphore(self._knobs.reads_in_flight)
         loop = asyncio.get_running_loop()
         left = NUM_BLOCKS
 
@@ -129,6 +150,21 @@ class Bench:
             raise RuntimeError("the blocks that arrived are not the ones that were sent")
         self._pool.clear()
         return NUM_BLOCKS * BLOCK_BYTES / elapsed
+
+    @property
+    def has_descriptors(self) -> bool:
+        return self._agent is not None
+
+    async def descriptors(self, seed: int) -> float:
+        """Bytes per second of NIXL with one descriptor a block."""
+        ids = np.random.default_rng(seed).permutation(POOL_BLOCKS)[:NUM_BLOCKS].tolist()
+        self._tell("descriptors")
+        await self._line()  # the peer serves
+        seconds: float = await asyncio.get_running_loop().run_in_executor(self._step_thread, self._agent.read, ids)
+        if not self._source.same(self._pool, ids):
+            raise RuntimeError("the blocks that arrived are not the ones that were sent")
+        self._pool.clear()
+        return NUM_BLOCKS * BLOCK_BYTES / seconds
 
     async def close(self) -> None:
         await self._kv.close()
@@ -166,13 +202,15 @@ def versions() -> dict[str, str]:
     return found
 
 
-async def measure(settings: dict[str, Any], rounds: int) -> dict[str, Any]:
-    bench = Bench(settings)
+async def measure(settings: dict[str, Any], knobs: Knobs, rounds: int) -> dict[str, Any]:
+    bench = Bench(settings, knobs)
     await bench.start()
     try:
         await bench.raw()
         await bench.kv(0)
-        raw, kv, shares, raw_cpu, kv_cpu = [], [], [], 0.0, 0.0
+        raw, kv, shares, descriptors, raw_cpu, kv_cpu = [], [], [], [], 0.0, 0.0
+        if bench.has_descriptors:
+            await bench.descriptors(0)
         for i in range(1, rounds + 1):
             start = bench.cpu_s()
             raw += [await bench.raw(), await bench.raw()]
@@ -180,6 +218,8 @@ async def measure(settings: dict[str, Any], rounds: int) -> dict[str, Any]:
             kv.append(await bench.kv(i))
             raw_cpu, kv_cpu = raw_cpu + middle - start, kv_cpu + bench.kv_cpu_end - middle
             shares.append(kv[-1] / statistics.mean(raw[-2:]))
+            if bench.has_descriptors:
+                descriptors.append(await bench.descriptors(i))
             print(
                 f"  round {i}: raw {raw[-1] / 1e9:.2f} GB/s, kv {kv[-1] / 1e9:.2f} GB/s, share {shares[-1]:.0%}",
                 flush=True,
@@ -189,10 +229,12 @@ async def measure(settings: dict[str, Any], rounds: int) -> dict[str, Any]:
     return {
         "path": bench.path,
         "settings": settings,
+        "knobs": asdict(knobs),
         "raw_bytes_per_s": summary(raw),
         "kv_bytes_per_s": summary(kv),
         "share": summary(shares),
         "share_of_medians": statistics.median(kv) / statistics.median(raw),
+        **({"descriptors_bytes_per_s": summary(descriptors)} if descriptors else {}),
         "raw_cpu_s_per_gb": raw_cpu / (2 * rounds * RAW_BYTES / 1e9),
         "kv_cpu_s_per_gb": kv_cpu / (rounds * NUM_BLOCKS * BLOCK_BYTES / 1e9),
     }
@@ -203,12 +245,16 @@ def main() -> int:
     parser.add_argument("--transport", default="ucx")
     parser.add_argument("--slab-bytes", type=int, default=4 << 20)
     parser.add_argument("--num-slabs", type=int, default=8)
+    parser.add_argument("--reads-in-flight", type=int, default=4)
+    parser.add_argument("--switch-interval-s", type=float, default=0.005)
+    parser.add_argument("--oldest-first", action="store_true")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     settings = {"transport": args.transport, "slab_bytes": args.slab_bytes, "num_slabs": args.num_slabs}
     print(f"{args.transport}, slabs {args.num_slabs} x {args.slab_bytes >> 10} KiB, load {os.getloadavg()[0]:.1f}")
-    result = uvloop.run(measure(settings, args.rounds))
+    knobs = Knobs(args.reads_in_flight, args.switch_interval_s, not args.oldest_first)
+    result = uvloop.run(measure(settings, knobs, args.rounds))
     report = {
         "bench": "kv transfer over loopback: 2,000 scattered blocks of 64 KiB against one raw message of 64 MiB",
         "date": datetime.now(UTC).isoformat(timespec="seconds"), "machine": machine(), "versions": versions(), **result,

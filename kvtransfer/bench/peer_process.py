@@ -23,10 +23,10 @@ from diptych.kvtransfer.handle import encode
 class Publisher:
     """A step thread that packs, an event loop that publishes."""
 
-    def __init__(self, pool: BlockPool, settings: dict[str, Any], raw_bytes: int) -> None:
+    def __init__(self, pool: BlockPool, settings: dict[str, Any], raw_bytes: int, newest_first: bool) -> None:
         self._loop = asyncio.get_running_loop()
         self._pool = pool
-        self._grants: queue.SimpleQueue[SlabGrant] = queue.SimpleQueue()
+        self._grants: queue.Queue[SlabGrant] = queue.LifoQueue() if newest_first else queue.Queue()
         self._raw_grants: asyncio.Queue[SlabGrant] = asyncio.Queue()
         self.per_slab = blocks_per_slab(settings["slab_bytes"])
         self.transfer = self._make(settings, "p-kv")
@@ -80,13 +80,21 @@ def say(line: str) -> None:
     sys.stdout.flush()
 
 
-async def main(settings: dict[str, Any], num_blocks: int, raw_bytes: int) -> None:
+async def main(settings: dict[str, Any], num_blocks: int, raw_bytes: int, knobs: dict[str, Any]) -> None:
+    sys.setswitchinterval(knobs["switch_interval_s"])
     pool = BlockPool(num_blocks, filled=True)
-    publisher = Publisher(pool, settings, raw_bytes)
+    publisher = Publisher(pool, settings, raw_bytes, knobs["newest_first"])
     hello = {}
     for name, transfer in (("kv", publisher.transfer), ("raw", publisher.raw)):
         address = transfer.address
         hello[name] = {"transport": address.transport, "host": address.host, "blob": address.blob.hex()}
+    agent = None
+    if settings["transport"] == "nixl":
+        # Imported here: it loads NIXL.
+        from diptych.kvtransfer.bench.descriptors import BlockAgent
+
+        agent = BlockAgent("p-blocks", pool)
+        hello["blocks"] = agent.hello()
     say(json.dumps({**hello, "path": publisher.transfer.path, "self_test": publisher.transfer.bytes_per_s}))
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
@@ -95,6 +103,9 @@ async def main(settings: dict[str, Any], num_blocks: int, raw_bytes: int) -> Non
             case ["kv", seed, count]:
                 ids = np.random.default_rng(int(seed)).permutation(num_blocks)[: int(count)].tolist()
                 await publisher.kv(ids)
+            case ["descriptors"] if agent is not None:
+                agent.serve()
+                say("serving")
             case ["raw"]:
                 await publisher.one_message()
             case _:

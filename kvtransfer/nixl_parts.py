@@ -1,0 +1,62 @@
+"""What the NIXL transport keeps about peers, reads and answers; and how NIXL is loaded."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from diptych.common.errors import ConfigError
+
+TELLING_BYTES = 64 << 10
+"""A read of fewer bytes does not tell its path: control messages travel on TCP, too."""
+
+
+def load_nixl() -> Any:
+    """NIXL's Python API. Where UCXX was loaded before it, its UCX keeps NIXL's module for shared memory out of the process; a
+    worker loads one of the two, and the self-test tells. Raises: ConfigError."""
+    os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
+    os.environ.setdefault("UCX_LOG_LEVEL", "error")
+    try:
+        from nixl_cu12 import _api
+    except ImportError as error:
+        raise ConfigError("transport", "nixl", f"NIXL cannot be loaded (extra `nixl`): {error}") from error
+    return _api
+
+
+@dataclass(slots=True, eq=False)
+class Peer:
+    """`conn` and `token` stand in our control messages. `path`: what its reads come on; empty: not known yet."""
+
+    name: str
+    agent: str
+    conn: int
+    token: bytes
+    same_host: bool = True
+    lost: str = ""
+    path: str = ""
+
+
+@dataclass(slots=True)
+class Read:
+    peer: Peer
+    dest: np.ndarray
+    xfer: Any = None
+    address: int = 0
+    """Where prefill lets us read; 0: its answer has not come."""
+    tcp_before: int = -1
+    """Of the read that tells its peer's path: what TCP had brought before it began."""
+
+    @property
+    def tells(self) -> bool:
+        return not self.peer.path and self.dest.nbytes >= TELLING_BYTES
+
+
+@dataclass(slots=True)
+class Answers:
+    """Slabs that a peer may be reading, by read id."""
+
+    ops: dict[int, int] = field(default_factory=dict)
