@@ -7,6 +7,7 @@ its quota, and everybody else's ranges go on.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 
 from diptych.common.errors import ConfigError
@@ -30,8 +31,7 @@ class Packing:
         self._block_size = block_size
         self._token_bytes = kv_bytes_per_token
         self._quota = quota_per_peer
-        self._grants: list[SlabGrant] = []
-        """The last is taken next: the slab that came back last may still be in a cache."""
+        self._grants: deque[SlabGrant] = deque()
         self._held_by: dict[int, str] = {}
         self._per_peer: dict[str, int] = {}
         self._pending: dict[str, Request] = {}
@@ -75,7 +75,7 @@ class Packing:
             end = self._packable_end(request)
             if end <= request.packed_until or self._per_peer.get(request.peer, 0) >= self._quota:
                 continue
-            grant = self._grants.pop()
+            grant = self._grants.popleft()
             start, size = request.packed_until, self._block_size
             fit = len(grant.payload) // self._token_bytes // size * size
             count = min(end - start, fit)
@@ -92,7 +92,7 @@ class Packing:
 
     def give_back(self, job: PackJob) -> None:
         """Nothing was packed: the slab can be used for another range."""
-        self._grants.append(job.grant)
+        self._grants.appendleft(job.grant)
 
     def _packable_end(self, request: Request) -> int:
         if request.num_computed >= request.kv_target:
