@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TextIO
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from diptych.client import Client, Completion
+    from diptych.client import Client, Completion, Tls
 
 HELP = "Ctrl-C interrupts an answer, Ctrl-D leaves; /clear forgets the conversation, /exit leaves."
 
@@ -76,7 +76,7 @@ def run_chat(
     system: str = "",
     max_tokens: int | None = None,
     temperature: float | None = None,
-    tls_ca: str | None = None,
+    tls: Tls | None = None,
 ) -> int:
     """Chat with the router at `address` (host:port of its gRPC server).
 
@@ -84,18 +84,13 @@ def run_chat(
         model: empty: the cluster's only model.
         system: text of a system message; empty: none of ours.
         max_tokens, temperature: for every answer; None: the model's own.
-        tls_ca: PEM file of the authorities to trust; None: the router speaks no TLS.
-    Raises: ConfigError when that file cannot be read.
+        tls: None: the router speaks no TLS.
     Returns: the exit code: 0, or 1 when a turn of a piped conversation failed.
     """
-    from diptych.client import Client, Tls
-    from diptych.common.errors import ConfigError
+    from diptych.client import Client
 
     conversation = Conversation(model, system, max_tokens, temperature)
-    try:
-        client = Client(address, tls=None if tls_ca is None else Tls(tls_ca))
-    except OSError as error:
-        raise ConfigError("tls_ca", tls_ca, f"cannot be read: {error.strerror}") from None
+    client = Client(address, tls=tls)
     with client:
         if sys.stdin.isatty() and sys.stdout.isatty():
             return chat_on_terminal(client, conversation)

@@ -81,6 +81,12 @@ class ClusterPlan:
     def grpc_address(self) -> str:
         return f"{self.probe_host}:{self.config.grpc_port}"
 
+    @property
+    def tls_files(self) -> dict[str, str]:
+        """For the run folder's state."""
+        files = _files(self.config, "tls_cert", "cluster_ca", "cluster_cert", "cluster_key")
+        return {name.replace("-", "_"): str(file) for name, file in files.items()}
+
     def make_secret(self) -> None:
         if self.config.secret_file is None:
             create_secret(self.folder.secret)

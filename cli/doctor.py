@@ -83,9 +83,11 @@ def show(verdicts: list[Verdict]) -> None:
 def run_doctor(url: str, *, sample_s: float, json_out: bool, tls_ca: Any = None) -> int:
     """Returns: the exit code; 1 when something is bad. Raises: DiptychError when the router cannot be asked."""
     from diptych.cli.doctor_gather import gather
+    from diptych.cli.router_access import cluster_tls_here
     from diptych.cli.status_client import StatusClient
 
-    verdicts = examine(gather(StatusClient(url, tls_ca=tls_ca), sample_s))
+    tls = None if url else cluster_tls_here()  # another cluster's workers know nothing of our certificate
+    verdicts = examine(gather(StatusClient(url, tls_ca=tls_ca), sample_s, cluster_tls=tls))
     if json_out:
         print(as_json(verdicts))
     else:

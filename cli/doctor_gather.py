@@ -12,6 +12,7 @@ import grpc
 
 from diptych.cli.doctor_facts import Facts, Host, Worker
 from diptych.cli.status_client import StatusClient
+from diptych.common.tls import ClusterTls
 from diptych.rpc.channels import channel_options
 from diptych.rpc.stubs import WorkerStub
 from diptych.rpc.v1 import worker_pb2
@@ -19,13 +20,24 @@ from diptych.rpc.v1 import worker_pb2
 _TIMEOUT_S = 3.0
 
 
-def gather(client: StatusClient, sample_s: float, *, sleep: Callable[[float], None] = time.sleep) -> Facts:
-    """Ask router and workers, wait `sample_s`, ask the workers again. Raises: DiptychError when the router cannot be asked."""
+def gather(
+    client: StatusClient,
+    sample_s: float,
+    *,
+    cluster_tls: ClusterTls | None = None,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Facts:
+    """Ask router and workers, wait `sample_s`, ask the workers again.
+
+    Args:
+        cluster_tls: shown to workers that want to see it.
+    Raises: DiptychError when the router cannot be asked.
+    """
     known = (client.get().get("cluster") or {}).get("workers", [])
     began = time.monotonic()
-    before = _ask_all(known)
+    before = _ask_all(known, cluster_tls)
     sleep(max(0.0, sample_s))
-    after = _ask_all(known)
+    after = _ask_all(known, cluster_tls)
     interval_s = max(time.monotonic() - began, 1e-3)
     # The status last: its stages then include what ended while we looked.
     return Facts(client.get(), [_joined(one, other) for one, other in zip(before, after, strict=True)], interval_s)
@@ -35,11 +47,11 @@ def _joined(before: Worker, after: Worker) -> Worker:
     return after if after.error or before.error else replace(after, before=before.after)
 
 
-def _ask_all(known: list[dict[str, Any]]) -> list[Worker]:
+def _ask_all(known: list[dict[str, Any]], tls: ClusterTls | None) -> list[Worker]:
     if not known:
         return []
     with ThreadPoolExecutor(max_workers=min(16, len(known)), thread_name_prefix="doctor") as pool:
-        return list(pool.map(_ask, known))
+        return list(pool.map(lambda one: _ask(one, tls), known))
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +61,17 @@ class _Answers:
     host: Host
 
 
-def _ask(known: dict[str, Any]) -> Worker:
+def _channel(address: str, tls: ClusterTls | None) -> grpc.Channel:
+    if tls is None:
+        return grpc.insecure_channel(address, options=channel_options())
+    credentials = grpc.ssl_channel_credentials(tls.ca, tls.key, tls.cert)
+    return grpc.secure_channel(address, credentials, options=channel_options())
+
+
+def _ask(known: dict[str, Any], tls: ClusterTls | None) -> Worker:
     worker = Worker(known["id"], known["role"], known["address"])
     try:
-        with grpc.insecure_channel(worker.address, options=channel_options()) as channel:
+        with _channel(worker.address, tls) as channel:
             answers = _answers(WorkerStub(channel))
     except grpc.RpcError as error:
         return replace(worker, error=f"{error.code().name}: {error.details()}")

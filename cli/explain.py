@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from diptych.cli.router_access import TLS_CA, TLS_SERVER_NAME, RouterAccess, router_access
+
 _ADDRESS = typer.Option(help="host:port of the router's gRPC server; default: the cluster here.")
-_TLS_CA = typer.Option(metavar="PATH", help="PEM file of the authorities to trust: the router speaks TLS.")
 _TIMEOUT_S = 10.0
 
 
@@ -20,13 +20,15 @@ def register(app: typer.Typer) -> None:
     def explain(
         request_id: Annotated[str, typer.Argument(help="The router's id of a request, or the label it was given.")],
         address: Annotated[str, _ADDRESS] = "",
-        tls_ca: Annotated[Path | None, _TLS_CA] = None,
+        tls_ca: TLS_CA = None,
+        tls_server_name: TLS_SERVER_NAME = "",
     ) -> None:
         """Show why a request of the recent past went where it went."""
         from diptych.rpc.v1 import router_pb2
 
         question = router_pb2.ExplainRequest(request_id=request_id)
-        answer = _ask(address, tls_ca, "Explain", question, router_pb2.ExplainResponse.FromString)
+        access = router_access(address, tls_ca, tls_server_name)
+        answer = _ask(access, "Explain", question, router_pb2.ExplainResponse.FromString)
         print(f"{answer.outcome}, {answer.prompt_tokens} prompt tokens, {answer.age_s:.1f} s ago")
         print("\n".join(lines_of(answer.explanation)))
 
@@ -38,14 +40,16 @@ def register(app: typer.Typer) -> None:
         ] = "",
         max_tokens: Annotated[int, typer.Option(help="1: no KV is moved.")] = 16,
         address: Annotated[str, _ADDRESS] = "",
-        tls_ca: Annotated[Path | None, _TLS_CA] = None,
+        tls_ca: TLS_CA = None,
+        tls_server_name: TLS_SERVER_NAME = "",
     ) -> None:
         """Show where a request would go. Nothing is run."""
         from diptych.rpc.v1 import router_pb2, types_pb2
 
         request = router_pb2.GenerateRequest(prompt=prompt, sampling=types_pb2.SamplingParams(max_tokens=max_tokens))
         question = router_pb2.WhatIfRequest(request=request, pool=pool)
-        answer = _ask(address, tls_ca, "WhatIf", question, router_pb2.WhatIfResponse.FromString)
+        access = router_access(address, tls_ca, tls_server_name)
+        answer = _ask(access, "WhatIf", question, router_pb2.WhatIfResponse.FromString)
         print(f"{answer.prompt_tokens} prompt tokens")
         print("\n".join(lines_of(answer.explanation)))
 
@@ -79,22 +83,16 @@ def lines_of(why: Any) -> list[str]:
     return lines
 
 
-def _ask(address: str, tls_ca: Path | None, method: str, question: Any, parse: Callable[[bytes], Any]) -> Any:
-    """One unary call. Raises: DiptychError."""
+def _ask(access: RouterAccess, method: str, question: Any, parse: Callable[[bytes], Any]) -> Any:
+    """One unary call. Raises: DiptychError, ConfigError."""
     import grpc
 
-    from diptych.cli.run_folder import RunFolder
     from diptych.client import wire
-    from diptych.common.paths import run_dir
 
-    if not address:
-        state = RunFolder(run_dir()).read_state()
-        address = state.grpc_address if state is not None else wire.DEFAULT_ADDRESS
-    if tls_ca is None:
-        channel = grpc.insecure_channel(address, options=wire.options())
+    if (tls := access.tls()) is None:
+        channel = grpc.insecure_channel(access.address, options=wire.options())
     else:
-        tls = wire.Tls(ca_file=str(tls_ca))
-        channel = grpc.secure_channel(address, tls.credentials(), options=wire.tls_options(tls))
+        channel = grpc.secure_channel(access.address, tls.credentials(), options=wire.tls_options(tls))
     with channel:
         call = channel.unary_unary(
             f"/diptych.rpc.v1.Router/{method}",
@@ -104,4 +102,4 @@ def _ask(address: str, tls_ca: Path | None, method: str, question: Any, parse: C
         try:
             return call(question, timeout=_TIMEOUT_S, metadata=wire.metadata(None))
         except grpc.RpcError as error:
-            raise wire.typed(error, address) from None
+            raise wire.typed(error, access.address) from None

@@ -15,6 +15,7 @@ import typer
 from diptych.cli import explain, observe
 from diptych.cli.keys import app as keys_app
 from diptych.cli.options import add_settings_command
+from diptych.cli.router_access import TLS_CA, TLS_SERVER_NAME, router_access
 from diptych.cli.serve_config import ServeConfig
 from diptych.cli.up_config import UpConfig
 from diptych.common.errors import ConfigError, DiptychError
@@ -130,19 +131,15 @@ def chat(
     system: Annotated[str, typer.Option(help="A system message.")] = "",
     max_tokens: Annotated[int | None, typer.Option(help="For every answer.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy; default: the model's own.")] = None,
-    tls_ca: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="PEM file of the authorities to trust: the router speaks TLS.")
-    ] = None,
+    tls_ca: TLS_CA = None,
+    tls_server_name: TLS_SERVER_NAME = "",
 ) -> None:
     """Talk to the cluster in the terminal; in a pipe, every line is one turn. An API key is taken from DIPTYCH_API_KEY."""
     from diptych.cli.chat import run_chat
-    from diptych.cli.run_folder import RunFolder
 
-    if not address:
-        state = RunFolder(run_dir()).read_state()
-        address = state.grpc_address if state is not None else "127.0.0.1:50050"
     wishes: dict[str, Any] = {"system": system, "max_tokens": max_tokens, "temperature": temperature}
-    raise typer.Exit(run_chat(address, model, tls_ca=None if tls_ca is None else str(tls_ca), **wishes))
+    access = router_access(address, tls_ca, tls_server_name)
+    raise typer.Exit(run_chat(access.address, model, tls=access.tls(), **wishes))
 
 
 @app.command()

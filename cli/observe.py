@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from diptych.cli.router_access import TLS_CA
+
 _URL = typer.Option(metavar="URL", help="Of a router's HTTP server; default: the cluster here.")
-_TLS_CA = typer.Option(metavar="PATH", help="PEM file of the authorities to trust: the router speaks TLS.")
 
 
 def register(app: typer.Typer) -> None:
@@ -19,7 +19,7 @@ def register(app: typer.Typer) -> None:
         url: Annotated[str, _URL] = "",
         sample_s: Annotated[float, typer.Option(min=0.0, max=600.0, help="Watch the workers for so long.")] = 3.0,
         json_out: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
-        tls_ca: Annotated[Path | None, _TLS_CA] = None,
+        tls_ca: TLS_CA = None,
     ) -> None:
         """Find out what slows a cluster down, each finding with a next step. Exit code 1 when something is bad."""
         from diptych.cli.doctor import run_doctor
@@ -31,7 +31,7 @@ def register(app: typer.Typer) -> None:
         url: Annotated[str, _URL] = "",
         every_s: Annotated[float, typer.Option(min=0.1, max=3600.0, help="Pause between two looks.")] = 1.0,
         count: Annotated[int, typer.Option(min=0, help="Look so many times; 0: until Ctrl-C.")] = 0,
-        tls_ca: Annotated[Path | None, _TLS_CA] = None,
+        tls_ca: TLS_CA = None,
     ) -> None:
         """Watch the cluster live; in a pipe, one line for each look."""
         from diptych.cli.top import run_top

@@ -41,6 +41,12 @@ class ClusterState:
     redis_url: str
     model: str
     children: list[ChildState] = field(default_factory=list)
+    tls_cert: str = ""
+    """The certificate that the router shows clients; empty: it speaks no TLS."""
+    cluster_ca: str = ""
+    cluster_cert: str = ""
+    cluster_key: str = ""
+    """Files of mTLS with the workers; empty: there is none."""
 
 
 class RunFolder:

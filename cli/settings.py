@@ -19,9 +19,17 @@ from urllib.parse import urlsplit, urlunsplit
 from diptych.common.errors import ConfigError
 
 ENV_PREFIX = "DIPTYCH_"
-# Read elsewhere (common/paths.py, logging), so no setting of a command.
+# Read elsewhere (common/paths.py, logging, cli/router_access.py), so no setting of a command.
 ENV_ELSEWHERE = frozenset(
-    {"DIPTYCH_RUN_DIR", "DIPTYCH_LOG_LEVEL", "DIPTYCH_LOG_JSON", "DIPTYCH_API_KEY", "DIPTYCH_CONFIG"}
+    {
+        "DIPTYCH_RUN_DIR",
+        "DIPTYCH_LOG_LEVEL",
+        "DIPTYCH_LOG_JSON",
+        "DIPTYCH_API_KEY",
+        "DIPTYCH_CONFIG",
+        "DIPTYCH_TLS_CA",
+        "DIPTYCH_TLS_SERVER_NAME",
+    }
 )
 _SECRET_WORDS = ("secret", "password", "token_key", "api_key")
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")

@@ -263,6 +263,7 @@ def _write_state(plan: ClusterPlan, supervisor: Supervisor, *, ready: bool) -> N
         redis_url=plan.redis_url,
         model=plan.model_name,
         children=children,
+        **plan.tls_files,
     )
     plan.folder.write_state(state)
 

@@ -45,7 +45,7 @@ class ModelTokenizer:
         if not (path / "tokenizer.json").is_file():
             raise ConfigError("model", str(path), "must hold a tokenizer.json")
         try:
-            self._tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+            self._tokenizer = _load_tokenizer(path / "tokenizer.json")
         except Exception as error:  # the library raises plain Exception
             raise ConfigError("model", str(path), f"tokenizer.json cannot be used: {error}") from error
         self._tokenizer.no_truncation()
@@ -138,6 +138,25 @@ class ModelTokenizer:
             token_id = self._tokenizer.token_to_id(token)
             found.update([] if token_id is None else [token_id])
         return tuple(sorted(found))
+
+
+_TOOL_MARKS = frozenset(
+    {"<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<think>", "</think>"}
+)
+"""Tokens that are a part of the answer whoever calls them special: without their text nobody could read calls or thoughts."""
+
+
+def _load_tokenizer(file: Path) -> Tokenizer:
+    """The library's tokenizer; marks of calls and thoughts are ordinary added tokens in it."""
+    tokenizer = Tokenizer.from_file(str(file))
+    marks = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special} & _TOOL_MARKS
+    if not marks:
+        return tokenizer
+    content = json.loads(file.read_text(encoding="utf-8"))
+    for token in content["added_tokens"]:
+        if token["content"] in marks:
+            token["special"] = False
+    return Tokenizer.from_str(json.dumps(content))
 
 
 def generation_defaults(path: Path | str) -> GenerationDefaults:

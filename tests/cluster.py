@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -119,12 +119,14 @@ def environment(run_root: Path) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def running_cluster(root: Path, *flags: str) -> Iterator[Cluster]:
+def running_cluster(root: Path, *flags: str, extra_env: Mapping[str, str] | None = None) -> Iterator[Cluster]:
     """Start, wait until it serves, and stop it by its pid; checks that nothing is left behind."""
     command, _, _ = up_command(*flags)
     output = root / "up.log"
     folder = RunFolder(root / "run")
-    process = spawn(command, log=output, env=environment(folder.root), cwd=root)  # dies with us, whatever happens to us
+    process = spawn(
+        command, log=output, env=environment(folder.root) | dict(extra_env or {}), cwd=root
+    )  # dies with us, whatever happens to us
     try:
         running = Cluster(process, folder, output)
 

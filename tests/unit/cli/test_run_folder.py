@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from diptych.cli.processes import ProcessIdentity, tail
+from diptych.cli.router_access import RouterAccess, router_access
 from diptych.cli.run_folder import ChildState, ClusterState, RunFolder
 from diptych.common.errors import ConfigError
 
@@ -70,3 +71,16 @@ def test_tail(tmp_path: Path):
     assert tail(path) == ""
     path.write_text("\n".join(str(i) for i in range(100)))
     assert tail(path, 2) == "98\n99"
+
+
+def test_the_cluster_here_says_how_it_is_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DIPTYCH_RUN_DIR", str(tmp_path))
+    folder = RunFolder(tmp_path)
+    folder.write_state(make_state(tls_cert="/c.pem"))
+    assert router_access() == RouterAccess("h:2", Path("/c.pem"))
+    assert router_access(tls_ca=Path("/mine.pem"), server_name="n") == RouterAccess("h:2", Path("/mine.pem"), "n")
+    assert router_access("other:1") == RouterAccess("other:1")
+    with pytest.raises(ConfigError, match="tls_ca"):
+        router_access().tls()
+    folder.write_state(make_state())
+    assert router_access().tls() is None

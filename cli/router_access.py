@@ -1,0 +1,90 @@
+"""How the commands that question a running cluster reach it: flags, then the environment, then what the cluster here says.
+
+The API key is never a flag (flags are seen by everybody on the machine): it comes from DIPTYCH_API_KEY.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from diptych.common.errors import ConfigError
+
+if TYPE_CHECKING:
+    from diptych.cli.run_folder import ClusterState
+    from diptych.common.tls import ClusterTls
+
+TLS_CA = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="DIPTYCH_TLS_CA",
+        metavar="PATH",
+        help="PEM file of the authorities to trust: the router speaks TLS. Default: as the cluster here does.",
+    ),
+]
+TLS_SERVER_NAME = Annotated[
+    str,
+    typer.Option(
+        envvar="DIPTYCH_TLS_SERVER_NAME",
+        metavar="TEXT",
+        help="Name that the router's certificate must hold, where it is not the address's host.",
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class RouterAccess:
+    """Args:
+    address: host:port of the router's gRPC server.
+    tls_ca: None: it speaks no TLS. server_name: empty: the address's host.
+    """
+
+    address: str
+    tls_ca: Path | None = None
+    server_name: str = ""
+
+    def tls(self) -> Any:
+        """diptych.client.Tls, or None. Raises: ConfigError when the file cannot be read."""
+        from diptych.client import Tls
+
+        if self.tls_ca is None:
+            return None
+        tls = Tls(ca_file=str(self.tls_ca), server_name=self.server_name)
+        try:
+            tls.credentials()
+        except OSError as error:
+            raise ConfigError("tls_ca", str(self.tls_ca), f"cannot be read: {error.strerror}") from None
+        return tls
+
+
+def state_here() -> ClusterState | None:
+    """Of the cluster that runs from this folder."""
+    from diptych.cli.run_folder import RunFolder
+    from diptych.common.paths import run_dir
+
+    return RunFolder(run_dir()).read_state()
+
+
+def router_access(address: str = "", tls_ca: Path | None = None, server_name: str = "") -> RouterAccess:
+    """An address that was given is taken with what was given beside it; none: the cluster here, else the default port."""
+    from diptych.client.wire import DEFAULT_ADDRESS
+
+    if address:
+        return RouterAccess(address, tls_ca, server_name)
+    state = state_here()
+    if state is None:
+        return RouterAccess(DEFAULT_ADDRESS, tls_ca, server_name)
+    if tls_ca is None and state.tls_cert:
+        tls_ca = Path(state.tls_cert)  # trusted as it is, whoever has signed it
+    return RouterAccess(state.grpc_address, tls_ca, server_name)
+
+
+def cluster_tls_here() -> ClusterTls | None:
+    """What the cluster here shows its own workers. Raises: ConfigError when its files cannot be used."""
+    from diptych.common.tls import load_cluster_tls
+
+    state = state_here()
+    return None if state is None else load_cluster_tls(state.cluster_ca, state.cluster_cert, state.cluster_key)
