@@ -38,9 +38,9 @@ class _Calls:
         self.raw, self._held, self._given = [raw], len(raw), False
 
     def scan(self, text: str, at: int, out: list[Piece]) -> tuple[int, Scan]:
-        """Read on; FAILED with `given` False means that `raw` is content."""
+        """Read on, not always to the end of `text`; FAILED with `given` False means that `raw` is content."""
         scanner = self.scanner
-        stop = scanner.scan(text, at)
+        stop = scanner.scan(text, at, None if self._given else min(len(text), at + _MAX_HELD_CHARS + 1 - self._held))
         if not self._given:
             self.raw.append(text[at:stop])
             self._held += stop - at

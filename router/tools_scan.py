@@ -93,10 +93,16 @@ class CallScanner:
         self._out.clear()
         return text
 
-    def scan(self, text: str, at: int) -> int:
-        """Read from text[at]; stops after the object's end or at what does not fit. Returns where it stopped."""
-        while at < len(text) and self.state not in (Scan.DONE, Scan.FAILED):
+    def scan(self, text: str, at: int, end: int | None = None) -> int:
+        """Read from text[at] to text[end]; stops after the object's end or at what does not fit, and as soon as `name` or
+        `ready` says something new: however the text was cut, its reader learns that at the same character. Returns where it
+        stopped."""
+        end = len(text) if end is None else end
+        name, ready = self.name, self.ready
+        while at < end and self.state not in (Scan.DONE, Scan.FAILED):
             at += self._step(text[at])
+            if self.name != name or self.ready != ready:
+                break
         return at
 
     def _step(self, char: str) -> int:
