@@ -146,7 +146,9 @@ _TEXTS = st.lists(st.sampled_from(_WORDS), max_size=12).map("".join)
 @example(text="[TOOL_CALLS]" + " " * 400 + "f{}", cuts=list(range(200)), name="mistral")
 @example(text='{"name": "f", "parameters":{};</think>', cuts=[], name="llama3-json")  # a call, then what does not fit
 @example(text='<tool_call>{"name": "g", "<tool_call>{"name": "f", "arguments": {}}', cuts=[], name="hermes")
-@example(text='<tool_call>{"name":' + " " * 5000 + '"f"<tool_call>{"name": "f", "arguments": {}}', cuts=[], name="hermes")
+@example(
+    text='<tool_call>{"name":' + " " * 5000 + '"f"<tool_call>{"name": "f", "arguments": {}}', cuts=[], name="hermes"
+)
 @example(text=" " * 100 + "<think>a", cuts=list(range(200)), name="think")
 def test_the_cut_changes_nothing_and_no_text_is_made_up(text: str, cuts: list[int], name: str) -> None:
     def fresh() -> Any:
