@@ -58,6 +58,7 @@ class Cluster:
     policy: name of the placement policy.
     require_prefill: not ready before a prefill worker was there once.
     turn_window_s: see Turnstile.
+    replication: see Placer.
     rollout: canary and shadow workers.
     settle_s: see Settling.
     """
@@ -79,6 +80,7 @@ class Cluster:
         open_link: Callable[[WorkerRecord], WorkerLink] | None = None,
         tls: ClusterTls | None = None,
         turn_window_s: float = 0.0,
+        replication: Replication | None = None,
     ) -> None:
         self._tls = tls
         self._store = store
@@ -98,7 +100,7 @@ class Cluster:
         self.turnstile = Turnstile(self._room, window_s=turn_window_s)
         self.reservations.on_less = self.turnstile.let_in
         self._pool_speed = 0.0
-        self.placer = Placer(self._index, self.reservations, rng, policy_by_name(policy), Replication())
+        self.placer = Placer(self._index, self.reservations, rng, policy_by_name(policy), replication)
         self._groups = Groups(rollout)
         self._fleet_is_old = True
         self._pending = PendingShare(store, self.reservations, f"router-{new_incarnation()}", clock=clock)

@@ -31,6 +31,8 @@ class RouterConfig:
     canary_workers, canary_share: patterns of worker ids, and the share of requests that goes to them alone.
     shadow_workers, shadow_share: the same for workers that get copies of requests, whose answers nobody sees.
     tenant_metrics: /metrics has series with tenants' names, for the board of tenants.
+    hot_prefix_copies: copy a prefix on purpose when requests with it take most of its holders' time. Off: it raised the tail in
+        simulation; prefixes are then copied where queues are long.
     admission: "on" refuses at once (529, Retry-After) what cannot have its first token in time, or its pace; "shadow" only
         counts whom it would have refused, and how many of them wrongly; "off".
     max_ttft_s, max_tpot_s: targets of admission; 0: the request's own deadline, and none.
@@ -68,6 +70,7 @@ class RouterConfig:
     reasoning_parser: str = "auto"
     placement_policy: str = "cost"
     tenant_metrics: bool = False
+    hot_prefix_copies: bool = False
     admission: str = "shadow"
     max_ttft_s: float = 0.0
     max_tpot_s: float = 0.0

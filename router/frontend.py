@@ -48,6 +48,7 @@ from diptych.router.messages import (
 )
 from diptych.router.metrics import RequestTimer, RouterMetrics
 from diptych.router.relay import Relay
+from diptych.router.replication import Replication
 from diptych.router.request_span import RequestSpan, traced
 from diptych.router.shadow import Shadows
 from diptych.router.submission import wish_of
@@ -148,6 +149,7 @@ class Frontend:
             policy=config.placement_policy,
             require_prefill=config.require_prefill,
             turn_window_s=config.turn_window_s,
+            replication=Replication() if config.hot_prefix_copies else None,
             admission=Admission(config.admission, config.max_ttft_s, config.max_tpot_s),
             tls=load_cluster_tls(config.cluster_ca, config.cluster_cert, config.cluster_key),
             rollout=self._rollout,
