@@ -21,9 +21,16 @@ CHART = ROOT / "deploy" / "helm" / "diptych"
 BESIDE = Path(sys.executable).with_name("helm")
 HELM = os.environ.get("DIPTYCH_HELM") or shutil.which("helm") or (str(BESIDE) if BESIDE.exists() else None)
 KUBERNETES = "1.31"
-SCALED = ("router.insecure=true", "prefill.autoscaling.enabled=true", "decode.autoscaling.enabled=true")
-GUARDED = ("router.keysSecret=keys", "router.tlsSecret=tls", "redis.enabled=false", "secrets.existingSecret=mine")
-GPU = ("router.insecure=true", "decode.gpus=1", "prefill.gpus=2", "worker.hostIPC=true", "worker.ipcLock=true",
+OPEN = ("router.insecure=true", "worker.insecure=true")
+SCALED = (*OPEN, "prefill.autoscaling.enabled=true", "decode.autoscaling.enabled=true")
+GUARDED = (
+    "router.keysSecret=keys",
+    "router.tlsSecret=tls",
+    "worker.tlsSecret=mtls",
+    "redis.enabled=false",
+    "secrets.existingSecret=mine",
+)
+GPU = (*OPEN, "decode.gpus=1", "prefill.gpus=2", "worker.hostIPC=true", "worker.ipcLock=true",
        "models.existingClaim=models", "metrics.podMonitor.enabled=true", "tracing.otlpEndpoint=http://o:4317")  # fmt: skip
 
 pytestmark = pytest.mark.skipif(HELM is None, reason="no helm: make charts gets it")
@@ -63,10 +70,28 @@ def test_it_lints_and_fits_kubernetes(values: tuple[str, ...]) -> None:
 
 
 def test_an_open_router_must_be_wanted() -> None:
-    done = helm("template", "one", str(CHART))
+    done = helm("template", "one", str(CHART), "--set", "worker.insecure=true")
     assert done.returncode != 0
     assert "keysSecret and tlsSecret, or insecure" in done.stderr
+    done = helm("template", "one", str(CHART), "--set", "router.insecure=true")
+    assert done.returncode != 0
+    assert "worker: set tlsSecret, or insecure" in done.stderr
     assert helm("template", "one", str(CHART), "--set", "prefill.replicas=-1").returncode != 0
+
+
+@pytest.mark.parametrize("name", ["prefill", "decode", "router"])
+def test_guarded_parts_show_each_other_certificates(name: str) -> None:
+    objects = render(*GUARDED)
+    spec = container(objects, name)
+    folder = "/run/secrets/cluster-tls"
+    assert {
+        f"--cluster-ca={folder}/ca.crt",
+        f"--cluster-cert={folder}/tls.crt",
+        f"--cluster-key={folder}/tls.key",
+    } <= set(spec["args"])
+    assert not [argument for argument in spec["args"] if "insecure" in argument]
+    assert {"name": "cluster-tls", "mountPath": folder, "readOnly": True} in spec["volumeMounts"]
+    assert {"name": "cluster-tls", "secret": {"secretName": "mtls"}} in pod(objects, name)["volumes"]
 
 
 def test_pools_scale_by_queue_and_kv_out_soon_and_in_late() -> None:
@@ -81,7 +106,7 @@ def test_pools_scale_by_queue_and_kv_out_soon_and_in_late() -> None:
         assert scaler["behavior"]["scaleDown"]["stabilizationWindowSeconds"] == 600
         assert scaler["scaleTargetRef"]["name"] == f"one-diptych-{role}"
         assert "replicas" not in objects["Deployment", role]["spec"], "an upgrade would undo the scaler's work"
-    plain = render("router.insecure=true", "prefill.replicas=3")
+    plain = render(*OPEN, "prefill.replicas=3")
     assert plain["Deployment", "prefill"]["spec"]["replicas"] == 3
     assert not [key for key in plain if key[0] == "HorizontalPodAutoscaler"]
 

@@ -75,3 +75,32 @@ topologySpreadConstraints:
         {{- include "diptych.selector" .root | nindent 8 }}
         app.kubernetes.io/component: {{ .component }}
 {{- end -}}
+
+{{- define "diptych.clusterTls" -}}
+{{- if .Values.worker.tlsSecret -}}
+- --cluster-ca=/run/secrets/cluster-tls/ca.crt
+- --cluster-cert=/run/secrets/cluster-tls/tls.crt
+- --cluster-key=/run/secrets/cluster-tls/tls.key
+{{- end -}}
+{{- end -}}
+
+{{- define "diptych.clusterTlsMount" -}}
+{{- if .Values.worker.tlsSecret -}}
+- {name: cluster-tls, mountPath: /run/secrets/cluster-tls, readOnly: true}
+{{- end -}}
+{{- end -}}
+
+{{- define "diptych.clusterTlsVolume" -}}
+{{- if .Values.worker.tlsSecret -}}
+- {name: cluster-tls, secret: {secretName: {{ .Values.worker.tlsSecret }}}}
+{{- end -}}
+{{- end -}}
+
+{{- define "diptych.workerProbe" -}}
+{{- if .Values.worker.tlsSecret -}}
+# The kubelet's gRPC probe speaks no TLS; routers ask the health service themselves.
+tcpSocket: {port: {{ .Values.worker.grpcPort }}}
+{{- else -}}
+grpc: {port: {{ .Values.worker.grpcPort }}}
+{{- end -}}
+{{- end -}}
