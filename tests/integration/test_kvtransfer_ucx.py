@@ -53,7 +53,8 @@ class Publisher:
         process = await asyncio.create_subprocess_exec(
             *inside, sys.executable, str(SCRIPT), arguments,
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, "PYTHONSAFEPATH": "1"},
+            # Importing ucxx sets some in its own process, which choose another path for NIXL's UCX.
+            env={**{k: v for k, v in os.environ.items() if not k.startswith("UCX_")}, "PYTHONSAFEPATH": "1"},
         )  # fmt: skip
         assert process.stdout is not None
         hello = json.loads(await asyncio.wait_for(process.stdout.readline(), 30))
