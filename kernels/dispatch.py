@@ -25,7 +25,7 @@ def choose_backend(device_type: str, wanted: str | None = None) -> str:
     Raises: ValueError for another name, for "native" on another device, or when Triton is wanted (by the device or the
     caller) and not installed.
     """
-    chosen = wanted or (TRITON if device_type == "cuda" else NATIVE)
+    chosen = wanted or {"cuda": TRITON, "cpu": NATIVE}.get(device_type, TORCH)
     if chosen not in (TORCH, TRITON, NATIVE):
         raise ValueError(f"no kernels called {chosen!r}; known: {NATIVE}, {TORCH}, {TRITON}")
     if chosen == NATIVE and device_type != "cpu":

@@ -26,6 +26,7 @@ from diptych.common.errors import DiptychError, InvalidRequestError, NoWorkerErr
 from diptych.common.grammar import Grammar, GrammarKind
 from diptych.engine.grammar.process import READY
 from diptych.engine.grammar.program import AfterText, Program, first_mask
+from diptych.engine.grammar.regex_size import MAX_REPEATS, repeats
 
 log = structlog.get_logger(__name__)
 
@@ -115,6 +116,10 @@ class GrammarCompiler:
             log.warning("grammars cannot be compiled", error=error.message)
 
     async def _wait_for(self, key: bytes, grammar: Grammar) -> Program:
+        if grammar.kind is GrammarKind.REGEX and repeats(grammar.source) > MAX_REPEATS:
+            # It may well compile in time, and then be too slow to follow when the answer has begun.
+            rule = f"grammar: its counted repetitions multiply to more than {MAX_REPEATS}"
+            raise InvalidRequestError(rule, param="grammar")
         if key in self._refused:
             raise InvalidRequestError(self._refused[key], param="grammar")
         task = self._pending.get(key)

@@ -15,7 +15,7 @@ import diptych.engine.exec.model_runner
 import diptych.kernels.kv_pack
 import diptych.worker.model
 from diptych.kernels.dispatch import choose_backend
-assert choose_backend("cpu") == "torch"
+assert choose_backend("cpu") == "native"
 try:
     choose_backend("cuda")
 except ValueError as error:
@@ -27,11 +27,14 @@ else:
 
 def test_the_backend_follows_the_device():
     pytest.importorskip("triton", reason="Triton is not installed")
-    assert choose_backend("cpu") == "torch"
+    assert choose_backend("cpu") == "native"
+    assert choose_backend("cpu", "torch") == choose_backend("meta") == "torch"
     assert choose_backend("cuda") == "triton"
     assert choose_backend("cuda", "torch") == "torch"
     with pytest.raises(ValueError, match="no kernels called"):
         choose_backend("cpu", "cutlass")
+    with pytest.raises(ValueError, match="for the CPU"):
+        choose_backend("cuda", "native")
     assert attention_version("cpu") != attention_version("cuda")
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from diptych.cli.chat import run_chat
 from diptych.cli.main import app
+from diptych.cli.router_access import RouterAccess
 from diptych.cli.up_config import UpConfig
 from diptych.common.errors import ConfigError
 from diptych.router.auth_keys import load_keys
@@ -45,4 +45,4 @@ def test_up_is_not_reachable_by_accident() -> None:
 
 def test_chat_names_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="tls_ca"):
-        run_chat("127.0.0.1:9", tls_ca=str(tmp_path / "none.pem"))
+        RouterAccess("127.0.0.1:9", tls_ca=tmp_path / "none.pem").tls()
