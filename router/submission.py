@@ -8,7 +8,7 @@ from diptych.rpc.convert import sampling_to_proto
 from diptych.rpc.v1 import decode_pb2, router_pb2, types_pb2
 
 COLOCATED_MARGIN = 1.0
-"""A pair is expected to cost at most twice what the cheapest decode worker alone would, and 250 ms."""
+"""A pair is expected to cost at most twice what the cheapest decode worker alone would, and a second."""
 _MAX_SPARES = 8
 _MARGIN_S, _MARGIN_FRACTION = 0.05, 0.05
 
