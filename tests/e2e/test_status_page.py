@@ -22,7 +22,13 @@ def get(url: str) -> tuple[bytes, str, str]:
 
 
 def complete(cluster, prompt: list[int], max_tokens: int = 6) -> None:
-    body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "local_prefill_max_tokens": 0}
+    body = {
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "local_prefill_max_tokens": 0,
+    }
     request = urllib.request.Request(
         cluster.http_url + "/v1/completions",
         json.dumps(body).encode(),
