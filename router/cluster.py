@@ -29,7 +29,7 @@ from diptych.router.index import BlockIndex, IndexMode
 from diptych.router.index_follow import IndexFollower
 from diptych.router.members import Members
 from diptych.router.pending import PendingShare
-from diptych.router.placer import Candidate, Life, Placer, Prompt
+from diptych.router.placer import Life, Placer, Prompt
 from diptych.router.policies import policy_by_name
 from diptych.router.policy import CHEAPEST, Placement, PlacementRequest, Rejected, choose_placement
 from diptych.router.replication import Replication
@@ -39,6 +39,7 @@ from diptych.router.rollout import CANARY, OTHER_GROUP, STABLE, Groups, Rollout
 from diptych.router.settling import Settling
 from diptych.router.status_view import cluster_status
 from diptych.router.turnstile import Turnstile
+from diptych.router.usable import usable_sides
 from diptych.router.what_if import pool_snapshot
 from diptych.router.worker_link import WorkerLink
 from diptych.rpc.v1 import decode_pb2
@@ -207,7 +208,7 @@ class Cluster:
     def _refresh(self) -> Placer:
         """The placer with the workers that are usable now."""
         if self._fleet_is_old:
-            sides, unusable = self._sides(self._clock.now())
+            sides, unusable = usable_sides(self._members, self.breakers, self._check, self._clock.now())
             incompatible = {
                 (p.record.worker_id, d.record.worker_id): differences
                 for p in sides["prefill"]
@@ -220,31 +221,6 @@ class Cluster:
             self._groups.refresh((c.record.worker_id, c.record.incarnation) for c in sides["decode"])
             self._fleet_is_old = False
         return self.placer
-
-    def _sides(self, now: float) -> tuple[dict[str, list[Candidate]], dict[str, str]]:
-        """The usable workers by role, and why the others are not."""
-        sides: dict[str, list[Candidate]] = {}
-        unusable = {}
-        for role in ("prefill", "decode"):
-            members = [member for member in self._members.all() if member.record.role == role]
-            self.breakers.set_pool(role, [member.record.worker_id for member in members])
-            usable, left_alone = [], []
-            for member in members:
-                name = member.record.worker_id
-                candidate = Candidate(member.record, member.read_at, self._check.header(member.record))
-                if why := self._members.why_unplaceable(member, now):
-                    unusable[name] = why
-                elif why := self.breakers.why_not(name, now):
-                    unusable[name] = why
-                    left_alone.append(candidate)
-                else:
-                    usable.append(candidate)
-            if not usable:  # a worker that fails often is better than none
-                usable = left_alone
-                for candidate in left_alone:
-                    del unusable[candidate.record.worker_id]
-            sides[role] = usable
-        return sides, unusable
 
     def snapshot(self, prompt: Prompt | None = None, exclude: frozenset[Life] = frozenset()) -> ClusterSnapshot:
         """Usable workers with this prompt's hits. `exclude`: lives that must not be chosen as decode."""
