@@ -32,6 +32,7 @@ class EngineConfig:
         preemption_mode: auto (by measured cost), recompute or swap (recompute where the host tier is full).
         initial_copy_bytes_per_s: the first guess of the rate between pool and host tier.
         slab_quota_per_peer: packed and not yet settled slabs that one decode peer may hold.
+        steps_ahead: launch a step before the last one's tokens are read, where the runner has a device for it.
         check_invariants: walk the whole block pool after every step (tests).
     """
 
@@ -50,6 +51,7 @@ class EngineConfig:
     preemption_mode: str = "auto"
     initial_copy_bytes_per_s: float = 4e9
     slab_quota_per_peer: int = 4
+    steps_ahead: bool = True
     check_invariants: bool = False
 
     def __post_init__(self) -> None:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Container
+from typing import TypeVar
 
 from diptych.common.block_identity import IdentityHeader
 from diptych.common.clock import Clock
 from diptych.common.errors import ConfigError, DiptychError, InternalError, OverloadedError
 from diptych.engine.config import EngineConfig
+from diptych.engine.flight import Flight, Lead
 from diptych.engine.messages import (
     AddRequest,
     BlockCopy,
@@ -27,11 +29,12 @@ from diptych.engine.messages import (
     KvComplete,
     RangeUnpacked,
     RunLocally,
+    StepResult,
     UnpackRange,
 )
 from diptych.engine.pulls import Pulls
-from diptych.engine.runner import LaunchesAhead, ModelRunner, OutOfDeviceMemory, StepAborted
-from diptych.engine.sched import handover, remote, results
+from diptych.engine.runner import ModelRunner, OutOfDeviceMemory, StepAborted, StepsAhead
+from diptych.engine.sched import ahead, handover, remote, results
 from diptych.engine.sched.admission import ModelLimits
 from diptych.engine.sched.output import DetokenizerFactory
 from diptych.engine.sched.scheduler import Scheduler
@@ -42,6 +45,8 @@ _FEW_DECODES = 8
 """So few tokens cost the event loop so little that they go out at once."""
 
 _PROBE_BLOCKS = 16
+
+_T = TypeVar("_T")
 
 
 class InvariantError(AssertionError):
@@ -80,7 +85,14 @@ class EngineCore:
         self.steps = 0
         self._runner = runner
         self._clock = clock
-        self._launches_ahead = False
+        self._device = runner if isinstance(runner, StepsAhead) and runner.steps_ahead else None
+        self._goes_ahead = config.steps_ahead
+        self._flight: Flight | None = None
+        self._lead = Lead()
+        self._landed_at = 0.0
+        self.steps_ahead = 0
+        """Steps that were launched before the one before them had landed."""
+        self._on_launched: Callable[[], None] = lambda: None
         self._check = config.check_invariants
         self._answers: list[EngineEvent] = []
         self._pulls = Pulls()
@@ -89,9 +101,19 @@ class EngineCore:
 
     def on_launched(self, callback: Callable[[], None]) -> None:
         """`callback` is called in every step from when it is on the device; never by a runner that computes here."""
-        if isinstance(self._runner, LaunchesAhead):
-            self._runner.on_launched = callback
-            self._launches_ahead = True
+        if self._device is not None:
+            self._device.on_launched = self._on_launched = callback
+
+    @property
+    def plan_at(self) -> float | None:
+        """A step is on the device, and the next `step` should not come before this (monotonic): whoever comes until then takes
+        part in it. None: there is none."""
+        return self._landed_at + self._lead.wait_s if self._flight is not None else None
+
+    def land(self) -> None:
+        """Wait for what is on the device, and plan nothing more."""
+        if self._flight is not None:
+            self._land(None)
 
     @property
     def pulling(self) -> bool:
@@ -127,7 +149,8 @@ class EngineCore:
                 raise TypeError(f"not a command: {command!r}")
 
     def step(self, cancelled: Container[str] = ()) -> bool:
-        """Schedule, compute, take the results, pack.
+        """Schedule, compute, take the results, pack. On a device that takes steps ahead: the first call launches a step, the next
+        one launches another behind it (see engine.sched.ahead) and takes the first one's results, and so on.
 
         Args:
             cancelled: attempts that were cancelled meanwhile (another thread may add to it): a step that serves nobody
@@ -135,21 +158,71 @@ class EngineCore:
         Returns: False when there was nothing to do; nothing will be until another command comes.
         """
         self._take_pulls()  # whoever has its KV by now runs in this step
+        self.events_may_wait = False
+        if self._flight is not None:
+            worked = True
+            self._land(self._launch_ahead(self._flight))
+        else:
+            worked = self._begin(cancelled)
+        packed = self._pack()
+        self.events_may_wait &= not packed
+        if self._check and (violations := self.scheduler.check()):
+            raise InvariantError("; ".join(violations))
+        return worked or packed
+
+    def _begin(self, cancelled: Container[str]) -> bool:
+        """A step with nothing before it on the device. Returns: whether there was anything to do."""
         start = self._clock.now()
         out = self.scheduler.schedule(start)
         copied = self._copy_blocks()
         if copied:
             start = self._clock.now()
-        if out.seqs and copied is not None:
-            self._execute(out, cancelled, start)
-            self.steps += 1
-        packed = self._pack()
-        self.events_may_wait = (
-            self._launches_ahead and out.num_decode > _FEW_DECODES and out.num_decode == len(out.seqs) and not packed
-        )
-        if self._check and (violations := self.scheduler.check()):
-            raise InvariantError("; ".join(violations))
-        return bool(out.seqs) or packed or copied is None
+        if copied is None or not out.seqs:
+            return copied is None
+        if self._device is not None and self._goes_ahead and ahead.may_fly(self.scheduler, out):
+            self._flight = self._launch(self._device, out, None)
+            return True
+        self._execute(out, cancelled, start)
+        self.steps += 1
+        only_decodes = out.num_decode == len(out.seqs)
+        self.events_may_wait = self._device is not None and only_decodes and out.num_decode > _FEW_DECODES
+        return True
+
+    def _launch_ahead(self, flight: Flight) -> Flight | None:
+        assert self._device is not None
+        out = ahead.plan(self.scheduler, self._clock.now())
+        copied = self._copy_blocks()
+        if out is None or copied is None:
+            return None
+        behind = self._launch(self._device, out, flight.out)
+        if behind is not None:
+            self.steps_ahead += 1
+            self._lead.launched(late=flight.step.done())
+        return behind
+
+    def _launch(self, device: StepsAhead, out: SchedulerOutput, before: SchedulerOutput | None) -> Flight | None:
+        step = self._attempt(out, lambda: device.launch(out.seqs, out.sources))
+        if step is None:
+            return None
+        ahead.launched(out, before)
+        now = self._clock.now()
+        if before is None:
+            self._landed_at = now
+        self._on_launched()
+        return Flight(out, step, now)
+
+    def _land(self, behind: Flight | None) -> None:
+        flight, self._flight = self._flight, behind
+        assert flight is not None
+        result = self._attempt(flight.out, flight.step.result)
+        now = self._clock.now()
+        duration_s = now - max(flight.begun, self._landed_at)
+        self._lead.landed(duration_s)
+        self._landed_at = now
+        if result is not None:
+            self._take(flight.out, result, duration_s)
+        ahead.landed(self.scheduler, flight.out, None if behind is None else behind.out)
+        self.steps += 1
 
     def take_events(self) -> list[EngineEvent]:
         self._take_pulls()
@@ -191,25 +264,36 @@ class EngineCore:
         def nobody_wants_it() -> bool:
             return all(seq.attempt in cancelled for seq in out.seqs)
 
-        try:
-            result = self._runner.execute(out.seqs, nobody_wants_it)
-            if len(result.token_ids) != len(out.seqs):
-                raise ValueError(f"the runner answered {len(result.token_ids)} of {len(out.seqs)} sequences")
-        except StepAborted:
+        result = self._attempt(out, lambda: self._runner.execute(out.seqs, nobody_wants_it))
+        if result is not None:
+            self._take(out, result, self._clock.now() - start)
+
+    def _take(self, out: SchedulerOutput, result: StepResult, duration_s: float) -> None:
+        if len(result.token_ids) != len(out.seqs):
+            error = InternalError(f"the runner answered {len(result.token_ids)} of {len(out.seqs)} sequences")
+            for request in out.requests:
+                self.scheduler.fail(request, error)
             return
+        results.update(self.scheduler, out, result, duration_s)
+
+    def _attempt(self, out: SchedulerOutput, action: Callable[[], _T]) -> _T | None:
+        """Returns: None when it failed: then the requests that it concerns have ended; or when the step was given up."""
+        try:
+            return action()
+        except StepAborted:
+            return None
         except OutOfDeviceMemory as error:
             # The newcomers ask for the memory; whoever decodes has not advanced, and does so in the next step.
             victims = out.requests[out.num_decode :] or out.requests[-1:]
             _log.error("a step of %d sequences found no memory: %s", len(out.seqs), error)
             for request in victims:
                 self.scheduler.fail(request, OverloadedError("the GPU's memory is used up", retry_after_s=1.0))
-            return
+            return None
         except Exception as error:  # whatever it is, the step's requests end typed and the engine lives on
             _log.exception("a step of %d sequences failed", len(out.seqs))
             for request in out.requests:
                 self.scheduler.fail(request, _internal("the model step failed", error))
-            return
-        results.update(self.scheduler, out, result, self._clock.now() - start)
+            return None
 
     def _copy_blocks(self) -> bool | None:
         """Carry out what the scheduler decided about blocks. Returns: whether there was anything; None when it failed.
@@ -267,8 +351,8 @@ class EngineCore:
             else:
                 if pull is not None:
                     self._pulls.begin(command, job, pull)
-                    if not self.scheduler.decoding:
-                        pull.done()  # no step is about to begin behind which it could be launched
+                    if not self.scheduler.decoding or self._flight is not None:
+                        pull.done()  # a step is on the device, or none is about to begin behind which it could be launched
                     return
                 remote.unpacked(self.scheduler, job, last=command.last)
         self._answers.append(RangeUnpacked(command.attempt, command.job, job is not None))

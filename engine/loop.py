@@ -143,9 +143,12 @@ class StepThread:
         while True:
             if not worked and core.pulling:
                 self._await_pull()
+            elif core.plan_at is not None:
+                self._linger(core.plan_at)
             else:
                 self._drain(0.0 if worked else _IDLE_WAIT_S)
             if self._stopping:
+                core.land()
                 return
             self._stats = core.stats(busy_since=self._clock.now())
             worked = core.step(self._cancelled)
@@ -160,6 +163,14 @@ class StepThread:
             if self._drain(_PULL_WAIT_S):
                 return
         self._flush()
+
+    def _linger(self, until: float) -> None:
+        """A step is on the device: take what comes while it is not time yet to plan the next one."""
+        while not self._stopping and (left := until - self._clock.now()) > 0.0:
+            came = self._core.pulling and self._core.pull_has_come()
+            if self._drain(min(left, _PULL_WAIT_S) if self._core.pulling else left) or came:
+                self._flush()
+        self._drain(0.0)
 
     def _drain(self, wait_s: float) -> bool:
         """Returns: whether there was anything."""

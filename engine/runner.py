@@ -32,12 +32,37 @@ class Pull(Protocol):
         ...
 
 
-@runtime_checkable
-class LaunchesAhead(Protocol):
-    """A runner whose steps run on a device: the host is free from the launch on."""
+class StepInFlight(Protocol):
+    """A step that is on the device."""
 
+    def done(self) -> bool:
+        """Has it landed? Never blocks."""
+        ...
+
+    def result(self) -> StepResult:
+        """Wait until it has landed. Raises: what ModelRunner.execute raises."""
+        ...
+
+
+@runtime_checkable
+class StepsAhead(Protocol):
+    """A runner that may have a device of its own: the host is free from a step's launch on."""
+
+    steps_ahead: bool
+    """False: there is no such device, and neither of the two below is used."""
     on_launched: Callable[[], None]
     """Called by `execute` when the step is on the device, before it waits for it."""
+
+    def launch(self, seqs: Sequence[ScheduledSeq], sources: Sequence[int] = ()) -> StepInFlight:
+        """Begin a step behind the last one that was launched, which may still run.
+
+        Args:
+            seqs: one token each, and a plain draw: see engine.sched.ahead.host_reason. They may change once this returns.
+            sources: by sequence, the index in the last launched step of the one whose drawn token is its token; -1: its token
+                is in token_ids. Empty: all are.
+        Raises: OutOfDeviceMemory.
+        """
+        ...
 
 
 class ModelRunner(Protocol):

@@ -9,6 +9,9 @@ from enum import Enum
 from diptych.common.sampling import SamplingParams
 from diptych.engine.grammar.program import Program
 
+UNKNOWN_TOKEN = -1
+"""In ScheduledSeq.token_ids: the token is being drawn by the step before, see engine.runner.StepsAhead."""
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:

@@ -42,6 +42,12 @@ def rope_ref(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> Tensor:
     return torch.cat((left * c - right * s, right * c + left * s), -1)
 
 
+def feed_ids_ref(ids: Tensor, sources: Tensor, drawn: Tensor) -> Tensor:
+    """See triton_sample.feed_ids; a new tensor."""
+    fed = drawn[sources.clamp(min=0).long()].clamp(min=0)
+    return torch.where(sources >= 0, fed, ids)
+
+
 def silu_mul_ref(gate_up: Tensor) -> Tensor:
     """fp32."""
     gate, up = gate_up.float().chunk(2, -1)

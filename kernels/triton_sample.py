@@ -78,7 +78,34 @@ def _best_of_row_kernel(scores_ptr, ids_ptr, bad_ptr, out_ptr, num_chunks, CHUNK
     tl.store(out_ptr + row, tl.where(bad > 0, -1, best))
 
 
-def sample_rows(logits: Tensor, draws: Tensor | None = None, thresholds: Tensor | None = None) -> Tensor:
+@triton.jit
+def _feed_kernel(ids_ptr, sources_ptr, drawn_ptr, count, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < count
+    source = tl.load(sources_ptr + i, mask=mask, other=-1)
+    fed = mask & (source >= 0)
+    drawn = tl.load(drawn_ptr + source, mask=fed, other=0)
+    tl.store(ids_ptr + i, tl.maximum(drawn, 0), mask=fed)
+
+
+def feed_ids(ids: Tensor, sources: Tensor, drawn: Tensor) -> None:
+    """The last step's draws become this step's tokens, in place: ids[i] = max(drawn[sources[i]], 0) where sources[i] >= 0. (A draw
+    of -1 came from a bad row: its sequence ends, and what is computed for it until then does not count.)
+
+    Args:
+        ids, sources: [count] int32. drawn: int32, longer than every source.
+    Raises: ValueError on a shape or dtype mismatch.
+    """
+    if ids.shape != sources.shape or ids.dim() != 1 or {ids.dtype, sources.dtype, drawn.dtype} != {torch.int32}:
+        raise ValueError(f"ids {tuple(ids.shape)} and sources {tuple(sources.shape)} must be int32 and alike, drawn int32 too")
+    count = ids.shape[0]
+    block = min(1024, triton.next_power_of_2(count))
+    _feed_kernel[(triton.cdiv(count, block),)](ids, sources, drawn, count, BLOCK=block, num_warps=1)
+
+
+def sample_rows(
+    logits: Tensor, draws: Tensor | None = None, thresholds: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
     """One token id a row.
 
     Args:
@@ -86,6 +113,7 @@ def sample_rows(logits: Tensor, draws: Tensor | None = None, thresholds: Tensor 
         draws: [rows, 4] int32: temperature as fp32 bits (0: greedy), low and high half of the draw's key, unused. None: all
             rows are greedy.
         thresholds: [rows] fp32: the least logit that a draw may take (-inf: all). Comes with draws.
+        out: [rows] int32 to write to; None: a new tensor.
     Returns: [rows] int32; -1 where the row holds NaN or Inf.
     Raises: ValueError on a shape or dtype mismatch.
     """
@@ -98,11 +126,13 @@ def sample_rows(logits: Tensor, draws: Tensor | None = None, thresholds: Tensor 
         raise ValueError(f"draws {tuple(draws.shape)} {draws.dtype} do not fit {rows} rows")
     if thresholds is not None and (thresholds.shape != (rows,) or thresholds.dtype != torch.float32):
         raise ValueError(f"thresholds {tuple(thresholds.shape)} {thresholds.dtype} do not fit {rows} rows")
+    if out is not None and (out.shape != (rows,) or out.dtype != torch.int32 or not out.is_contiguous()):
+        raise ValueError(f"out {tuple(out.shape)} {out.dtype} does not fit {rows} rows")
     chunk = min(CHUNK, triton.next_power_of_2(vocab_size))
     num_chunks = triton.cdiv(vocab_size, chunk)
     scores = torch.empty((rows, num_chunks), dtype=torch.float32, device=logits.device)
     ids, bad = (torch.empty((rows, num_chunks), dtype=torch.int32, device=logits.device) for _ in range(2))
-    out = torch.empty(rows, dtype=torch.int32, device=logits.device)
+    out = torch.empty(rows, dtype=torch.int32, device=logits.device) if out is None else out
     _best_of_chunk_kernel[(rows, num_chunks)](
         logits,
         ids if draws is None else draws,

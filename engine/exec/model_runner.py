@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -23,12 +23,14 @@ from diptych.engine.exec.native.weights import Packer
 from diptych.engine.exec.sampling import draw_step, want_prompt_rows
 from diptych.engine.exec.weights import DecoderWeights, load_weights
 from diptych.engine.messages import BlockCopy, Payload, ScheduledSeq, StepResult
-from diptych.engine.runner import OutOfDeviceMemory, Pull
+from diptych.engine.runner import OutOfDeviceMemory, Pull, StepInFlight
 from diptych.kernels.dispatch import NATIVE, TORCH, TRITON, choose_backend
 from diptych.kernels.native.api import Library
 
 if TYPE_CHECKING:
     from diptych.engine.exec.cuda.backend import CudaBackend
+
+_T = TypeVar("_T")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -72,6 +74,17 @@ def _fused_backend(
         return CudaBackend(config, weights, pool, max_model_len=max_model_len, graph_sizes=graph_sizes)
 
 
+def _with_memory(step: Callable[[], _T]) -> _T:
+    """Raises: OutOfDeviceMemory in place of torch's error."""
+    try:
+        return step()
+    except torch.OutOfMemoryError as error:
+        reason = str(error).partition(". ")[0]
+    # Outside the handler: the error holds the frames, and they the tensors that filled the memory.
+    torch.cuda.empty_cache()
+    raise OutOfDeviceMemory(reason)
+
+
 class TorchModelRunner:
     """Implements engine.runner.ModelRunner."""
 
@@ -110,6 +123,7 @@ class TorchModelRunner:
         self.eos_token_ids = eos_token_ids
         self.backend = _backend(like.device.type, backend)
         self.on_launched: Callable[[], None] = lambda: None
+        self.steps_ahead = like.device.type == "cuda" and self.backend == TRITON
         self._fused: CudaBackend | None = None
         if self.backend == TRITON:
             self._fused = _fused_backend(config, weights, self.pool, max_model_len, graph_sizes)
@@ -224,6 +238,14 @@ class TorchModelRunner:
         draw_step(seqs, batch.sample_seqs, prompt_rows, logits, self.eos_token_ids, result)
         return result
 
+    @torch.inference_mode()
+    def launch(self, seqs: Sequence[ScheduledSeq], sources: Sequence[int] = ()) -> StepInFlight:
+        """See StepsAhead.launch. Raises: OutOfDeviceMemory; InternalError when a sequence breaks the scheduler's promises."""
+        fused = self._fused
+        if fused is None:
+            raise InternalError(f"the {self.backend} backend takes no steps ahead")
+        return _with_memory(lambda: fused.launch(seqs, fused.build(seqs), sources))
+
     def _execute_fused(
         self,
         fused: CudaBackend,
@@ -231,28 +253,16 @@ class TorchModelRunner:
         should_abort: Callable[[], bool] | None,
         result: StepResult,
     ) -> StepResult:
-        try:
-            return self._step_fused(fused, seqs, should_abort, result)
-        except torch.OutOfMemoryError as error:
-            reason = str(error).partition(". ")[0]
-        # Outside the handler: the error holds the frames, and they the tensors that filled the memory.
-        torch.cuda.empty_cache()
-        raise OutOfDeviceMemory(reason)
+        def step() -> StepResult:
+            batch = fused.build(seqs)
+            prompt_rows = want_prompt_rows(seqs, batch)
+            logits = fused.execute(seqs, batch, should_abort)
+            self.on_launched()
+            if logits is not None:
+                fused.draw(seqs, batch.sample_seqs, prompt_rows, logits, self.eos_token_ids, result)
+            return result
 
-    def _step_fused(
-        self,
-        fused: CudaBackend,
-        seqs: Sequence[ScheduledSeq],
-        should_abort: Callable[[], bool] | None,
-        result: StepResult,
-    ) -> StepResult:
-        batch = fused.build(seqs)
-        prompt_rows = want_prompt_rows(seqs, batch)
-        logits = fused.execute(seqs, batch, should_abort)
-        self.on_launched()
-        if logits is not None:
-            fused.draw(seqs, batch.sample_seqs, prompt_rows, logits, self.eos_token_ids, result)
-        return result
+        return _with_memory(step)
 
     @torch.inference_mode()
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:

@@ -82,7 +82,7 @@ class OutputProcessor:
     Raises: InvalidRequestError for stop strings without a detokenizer.
     """
 
-    __slots__ = ("_detokenizer", "_eos", "_include_stop", "_max_outputs", "_stop_ids", "finish", "num_outputs")
+    __slots__ = ("_detokenizer", "_eos", "_include_stop", "max_outputs", "_stop_ids", "finish", "num_outputs")
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class OutputProcessor:
         # Under a grammar EOS is drawn with ignore_eos only where nothing else may follow.
         self._eos = frozenset() if sampling.ignore_eos and sampling.grammar is None else eos_token_ids
         self._stop_ids = self._eos.union(sampling.stop_token_ids)
-        self._max_outputs = max_outputs
+        self.max_outputs = max_outputs
         self._include_stop = sampling.include_stop_str_in_output
         self._detokenizer = detokenizer
         if sampling.stop and detokenizer is None:
@@ -122,7 +122,7 @@ class OutputProcessor:
         text = ""
         if self._detokenizer is not None:
             text = self._show(self._detokenizer.push(token_id))
-        if self.finish is None and self.num_outputs >= self._max_outputs:
+        if self.finish is None and self.num_outputs >= self.max_outputs:
             text += self._flush()
             if self.finish is None:
                 self.finish = Finish(FinishReason.LENGTH)

@@ -75,9 +75,9 @@ class Request:
     """
 
     __slots__ = (
-        "arrival", "arrived_at", "attempt", "beams", "block_ids", "choice", "choices", "compute_s", "covered", "forced",
-        "hasher", "header", "history", "kv_complete", "kv_target", "max_model_len", "max_tokens_total", "mode",
-        "num_cached_tokens", "num_computed", "num_prompt", "num_published", "num_reserved", "output", "packed_until",
+        "arrival", "arrived_at", "attempt", "beams", "block_ids", "choice", "choices", "compute_s", "covered", "flight_row",
+        "flights", "forced", "hasher", "header", "history", "kv_complete", "kv_target", "max_model_len", "max_tokens_total",
+        "mode", "num_cached_tokens", "num_computed", "num_prompt", "num_published", "num_reserved", "output", "packed_until",
         "peer", "priority", "prompt_logprobs_from", "public", "pulls", "refetched", "returned", "samples", "sampling", "seq",
         "shares_tail", "source", "state", "swapped", "tenant", "token_ids", "want_kv",
     )  # fmt: skip
@@ -147,6 +147,10 @@ class Request:
         self.pulls: list[Pull] = []
         """REMOTE: what still writes into its blocks."""
         self.kv_complete = False
+        self.flights = 0
+        """Steps with it that are on the device; its blocks stay its own as long."""
+        self.flight_row = -1
+        """Its place in the step that was launched last, while that is on the device; -1: it is not in it."""
         self.compute_s = 0.0
         self.header = header
         self.hasher = BlockHasher(header)

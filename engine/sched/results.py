@@ -30,9 +30,8 @@ def update(scheduler: Scheduler, out: SchedulerOutput, result: StepResult, durat
     trouble = bool(result.bad_rows or result.refused_rows)
     token_ids, logprobs = result.token_ids, result.logprobs
     for i, request in enumerate(out.requests):
-        grouped = request.choices is not None or request.beams is not None
-        if grouped and request.attempt not in live:
-            continue  # a sibling's failure has ended it in this very step
+        if live.get(request.attempt) is not request:
+            continue  # a sibling's failure has ended it in this very step, or it ended while the step was on the device
         if trouble and _failed(scheduler, request, i, result):
             continue
         if charges:

@@ -12,6 +12,7 @@ Events of the step collect in order and leave by `take_events`.
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import chain, islice
 
 from diptych.common.block_identity import IdentityHeader
@@ -89,6 +90,10 @@ class Scheduler:
         """Beams that are computed and wait, with their blocks, for the others of their attempt."""
         self.growing: list[Request] = []
         """Decoding requests whose next token needs a block of its own; whoever makes the need says so here."""
+        self.lingering: list[Request] = []
+        """Ended while a step with them is on the device: their blocks go back when it has landed."""
+        self.not_ahead: Counter[str] = Counter()
+        """Steps that were not launched before the last one had landed, by the reason."""
         self._arrivals = 0
         self.prompt_tokens = self.cached_tokens = self.preemptions = self.swaps = self.refetches = 0
         self.computed = self.generated = 0
@@ -180,7 +185,10 @@ class Scheduler:
         self.held.pop(attempt, None)
         self.packing.drop(request)
         request.end_pulls()
-        self.kv.free(request)
+        if request.flights:
+            self.lingering.append(request)
+        else:
+            self.kv.free(request)
         request.move(state)
         self.policy.left(request)
         del self.requests[attempt]
@@ -320,6 +328,10 @@ class Scheduler:
                 self.prefilling[request.attempt] = request
                 budget -= self._add_chunk(out, request, budget)
 
+    def admit_remote(self, out: SchedulerOutput) -> None:
+        """Admit REMOTE requests that are next, and nobody who would compute."""
+        self._admit(out, 0)
+
     def _come_back(self, out: SchedulerOutput, beam: Request, budget: int) -> int:
         """A preempted beam whose blocks are there for certain. Returns: the tokens that it computes in this step."""
         admitted = self.kv.admit(beam, reserve=False)
@@ -392,4 +404,4 @@ class Scheduler:
         return report.audit(self, full)
 
     def check(self) -> list[str]:
-        return self.kv.check(self.requests.values())
+        return self.kv.check(chain(self.requests.values(), self.lingering))

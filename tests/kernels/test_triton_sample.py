@@ -10,7 +10,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from triton import knobs
 
 from diptych.engine.exec.sampler import draw_key, uniforms
-from diptych.kernels.triton_sample import sample_rows
+from diptych.kernels.reference_fused import feed_ids_ref
+from diptych.kernels.triton_sample import feed_ids, sample_rows
 
 # The interpreter of Triton 3.6 takes loop bounds out of one-element arrays.
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
@@ -44,6 +45,24 @@ def check(rows, vocab_size, *, device, dtype=torch.float32):
     ids = sample_rows(logits, draws, limits).tolist()
     assert ids[0] == ids[-1] == -1
     assert ids[1:-1] == expected.tolist()[1:-1]
+
+
+def check_feed(count, device):
+    torch.manual_seed(count)
+    ids, drawn = (torch.randint(-1, 1000, (n,), dtype=torch.int32, device=device) for n in (count, 1024))
+    sources = torch.randint(-1, 1024, (count,), dtype=torch.int32, device=device)
+    sources[count // 2] = -1
+    expected = feed_ids_ref(ids, sources, drawn)
+    feed_ids(ids, sources, drawn)
+    assert torch.equal(ids, expected)
+
+
+@interpreted
+@pytest.mark.parametrize("count", [1, 7, 1100])
+def test_feed_small(count):
+    check_feed(count, "cpu")
+    with pytest.raises(ValueError, match="must be int32"):
+        feed_ids(torch.zeros(3), torch.zeros(3, dtype=torch.int32), torch.zeros(3, dtype=torch.int32))
 
 
 @interpreted

@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from diptych.common.errors import InternalError
 from diptych.common.sampling import SamplingParams
 from diptych.engine.exec.cuda.batch import CudaBatch, StepTensors, lay_out
-from diptych.engine.exec.cuda.block_tables import BlockTables
+from diptych.engine.exec.cuda.block_tables import NUM_ROWS, BlockTables
 from diptych.engine.exec.cuda.blocks import BlockMover
 from diptych.engine.exec.cuda.decoder import CudaDecoder
-from diptych.engine.exec.cuda.draw import PlainDraw, is_plain
+from diptych.engine.exec.cuda.draw import Drawn, PlainDraw, is_plain
 from diptych.engine.exec.cuda.graphs import GRAPH_SIZES, DecodeGraphs
 from diptych.engine.exec.cuda.upload import Upload
 from diptych.engine.exec.kv_pool import KvPool
@@ -24,6 +25,7 @@ from diptych.engine.runner import StepAborted
 from diptych.kernels.kv_pack import pool_bytes
 from diptych.kernels.triton_decode import choose_splits
 from diptych.kernels.triton_prefill import prefill_tiles
+from diptych.kernels.triton_sample import feed_ids
 
 PROGRAMS_PER_MULTIPROCESSOR = 4
 
@@ -48,7 +50,7 @@ class CudaBackend:
         self._pool, self._num_kv_heads, self._max_model_len = pool, config.num_kv_heads, max_model_len
         self._tables = BlockTables(-(-max_model_len // pool.block_size), pool.num_blocks, device)
         self._decoder = CudaDecoder(config, weights, pool, self._tables.tensor, max_model_len=max_model_len)
-        self._upload, self._draw = Upload(device), PlainDraw(device)
+        self._upload, self._draw = Upload(device), PlainDraw(device, NUM_ROWS)
         self.mover = BlockMover(pool_bytes(pool.tensor))
         self._num_programs = 8
         self._graphs: DecodeGraphs | None = None
@@ -60,6 +62,7 @@ class CudaBackend:
                 self._graphs = DecodeGraphs(
                     self._decoder,
                     device,
+                    self._draw.drawn,
                     num_kv_heads=config.num_kv_heads,
                     num_programs=self._num_programs,
                     sizes=graph_sizes,
@@ -76,6 +79,8 @@ class CudaBackend:
             logits = self.execute([seq], batch, None)
             if logits is not None:
                 self.draw([seq], batch.sample_seqs, [], logits, (), StepResult(token_ids=[None]))
+        ids, sources, _ = self._upload.send(([0] * 8, [-1] * 8, [0] * 8))
+        feed_ids(ids, sources, self._draw.drawn)
         token = memoryview(bytearray(self._pool.bytes_per_token))
         self.mover.pack([0], 1, token)
         self.mover.unpack([0], 1, token)
@@ -97,24 +102,51 @@ class CudaBackend:
         """
         if should_abort is not None and should_abort():
             raise StepAborted
+        try:
+            return self._compute(seqs, batch, should_abort, ())
+        except BaseException:
+            self.mover.wrote()  # kernels that were launched already write to blocks that may soon be another's
+            raise
+
+    def launch(self, seqs: Sequence[ScheduledSeq], batch: CudaBatch, sources: Sequence[int]) -> Drawn:
+        """See StepsAhead.launch. Raises: InternalError, also for other sequences than those that decode and are is_plain."""
+        if batch.counts or not batch.all_rows_sampled or not all(is_plain(seq) for seq in seqs):
+            raise InternalError("only plain decoding sequences can be launched ahead")
+        if sources and (len(sources) != len(seqs) or max(sources) >= NUM_ROWS):
+            raise InternalError(f"{len(sources)} sources for {len(seqs)} sequences")
+        try:
+            logits = self._compute(seqs, batch, None, sources)
+            assert logits is not None
+            return self._draw.draw(seqs, batch.sample_seqs, logits)
+        except BaseException:
+            self.mover.wrote()
+            raise
+
+    def _compute(
+        self,
+        seqs: Sequence[ScheduledSeq],
+        batch: CudaBatch,
+        should_abort: Callable[[], bool] | None,
+        sources: Sequence[int],
+    ) -> Tensor | None:
         ordered = [seqs[i] for i in batch.order]
         block_size = self._pool.block_size
         blocks = [-(-(seq.start + len(seq.token_ids)) // block_size) for seq in ordered]
         rows = self._tables.rows(ordered, blocks)
         graphs = self._graphs
         if graphs is not None and not batch.counts and len(rows) <= graphs.max_rows:
-            logits = graphs.replay(batch, rows)
+            logits = graphs.replay(batch, rows, sources)
             self.mover.launch_pulls()
             if batch.all_rows_sampled:
                 return logits
             if not batch.sample_rows:
                 return None
             return logits.index_select(0, self._upload.send((batch.sample_rows,))[0])
-        out = self._decoder.forward(self._send(batch, rows), should_abort, want_logits=bool(batch.sample_rows))
+        out = self._decoder.forward(self._send(batch, rows, sources), should_abort, want_logits=bool(batch.sample_rows))
         self.mover.launch_pulls()
         return out
 
-    def _send(self, batch: CudaBatch, rows: Sequence[int]) -> StepTensors:
+    def _send(self, batch: CudaBatch, rows: Sequence[int], sources: Sequence[int]) -> StepTensors:
         count = batch.num_decode
         chunks: list[int] = []
         first = count
@@ -122,7 +154,7 @@ class CudaBackend:
             chunks += (first, new, start, row)
             first += new
         tiles = prefill_tiles(batch.counts, batch.starts, self._decoder.group, self._decoder.tile_rows)
-        ids, positions, slots, lens, decode_rows, chunk_words, tile_words, sample_rows = self._upload.send(
+        ids, positions, slots, lens, decode_rows, chunk_words, tile_words, sample_rows, fed = self._upload.send(
             (
                 batch.token_ids,
                 batch.positions,
@@ -132,8 +164,11 @@ class CudaBackend:
                 chunks,
                 tiles,
                 batch.sample_rows,
+                sources,
             )
         )
+        if sources:
+            feed_ids(ids, fed, self._draw.drawn)
         return StepTensors(
             token_ids=ids,
             positions=positions,
@@ -159,4 +194,4 @@ class CudaBackend:
         if prompt_rows or not sampled or not all(is_plain(seqs[i]) for i in sampled):
             draw_step(seqs, sampled, prompt_rows, logits, eos_token_ids, result)
         else:
-            self._draw.draw(seqs, sampled, logits, result)
+            self._draw.draw(seqs, sampled, logits).fill(result)

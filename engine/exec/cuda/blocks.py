@@ -71,6 +71,7 @@ class BlockMover:
         with self._beside():
             self._pull_uploads = deque(Upload(data.device, 1024) for _ in range(_PULL_BUFFERS))
         self._pending: list[DevicePull] = []
+        self._written: torch.cuda.Event | None = None
 
     def _beside(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._side) if self._side is not None else nullcontext()
@@ -109,6 +110,14 @@ class BlockMover:
         if self._sent is not None:
             self._sent.record()
         unpack_blocks(self._data, ids, num_tokens, self._slab)
+        self.wrote()
+
+    def wrote(self) -> None:
+        """Something was launched that writes to blocks which may be another's before it has ended: pulls stand behind it. (Steps
+        need none: whoever ends while one is on the GPU keeps its blocks until that has landed.)"""
+        if self._side is not None:
+            self._written = torch.cuda.Event()
+            self._written.record(torch.cuda.current_stream(self._data.device))
 
     def pack_device(self, block_ids: Sequence[int], num_tokens: int, out: DeviceRange) -> int:
         """As kv_pack.pack, into GPU memory; done when it returns. Returns: the kv_sum of what was written."""
@@ -120,13 +129,10 @@ class BlockMover:
         return int(total) & _MASK
 
     def pull(self, block_ids: Sequence[int], num_tokens: int, src: DeviceRange) -> DevicePull:
-        """As kv_pack.unpack, out of GPU memory and beside the steps that follow. It begins once all that was launched before
-        this call has ended: a block's last owner may still be computing."""
+        """As kv_pack.unpack, out of GPU memory and beside the steps. Its blocks are nobody else's: see `wrote`."""
         ids, _, _ = split_tokens(self._data, block_ids, num_tokens)
         self._size(num_tokens, src.nbytes)
-        before = torch.cuda.Event() if self._side is not None else None
-        if before is not None:
-            before.record(torch.cuda.current_stream(self._data.device))
+        before = self._written
         pull = DevicePull(lambda: self._launch(ids, num_tokens, src.address, before), src.checksum)
         self._pending.append(pull)
         return pull

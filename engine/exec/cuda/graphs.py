@@ -16,18 +16,25 @@ from diptych.engine.exec.cuda.batch import CudaBatch, StepTensors
 from diptych.engine.exec.cuda.decoder import CudaDecoder
 from diptych.engine.exec.cuda.upload import ALIGN, Upload
 from diptych.kernels.triton_decode import choose_splits
+from diptych.kernels.triton_sample import feed_ids
 
 GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
-_SECTIONS = 5
+_SECTIONS = 6
 
 
 class DecodeGraphs:
-    """Captured at construction: before readiness. `sizes` ascending."""
+    """Captured at construction: before readiness.
+
+    Args:
+        drawn: [at least max(sizes)] int32, at one address for ever: the tokens that the last step drew.
+        sizes: ascending.
+    """
 
     def __init__(
         self,
         decoder: CudaDecoder,
         device: torch.device,
+        drawn: Tensor,
         *,
         num_kv_heads: int,
         num_programs: int,
@@ -38,11 +45,13 @@ class DecodeGraphs:
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         pool = None
         for size in reversed(self._sizes):  # the largest first: the others then fit into its memory
-            step = self._step(size, choose_splits(size, num_kv_heads, num_programs))
+            step, sources = self._step(size, choose_splits(size, num_kv_heads, num_programs))
+            feed_ids(step.token_ids, sources, drawn)
             decoder.forward(step, None, want_logits=True)  # compiles kernels, and lets cuBLAS choose its own
             torch.cuda.synchronize(device)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
+                feed_ids(step.token_ids, sources, drawn)
                 logits = decoder.forward(step, None, want_logits=True)
             if logits is None:
                 raise AssertionError("a decode step has logits")
@@ -56,15 +65,18 @@ class DecodeGraphs:
     def _stride(self, size: int) -> int:
         return -(-size // ALIGN) * ALIGN
 
-    def _step(self, size: int, splits: int) -> StepTensors:
+    def _step(self, size: int, splits: int) -> tuple[StepTensors, Tensor]:
+        """Returns: also, by row, where in `drawn` its token is; -1: in token_ids."""
         words, stride = self._upload.device_words, self._stride(size)
         words.zero_()
-        ids, positions, slots, lens, rows = (words[i * stride : i * stride + size] for i in range(_SECTIONS))
+        ids, positions, slots, lens, rows, sources = (words[i * stride : i * stride + size] for i in range(_SECTIONS))
         slots.fill_(-1)
-        return StepTensors(ids, positions, slots, lens, rows, None, None, None, splits)
+        sources.fill_(-1)
+        return StepTensors(ids, positions, slots, lens, rows, None, None, None, splits), sources
 
-    def replay(self, batch: CudaBatch, table_rows: Sequence[int]) -> Tensor:
-        """Args: batch: at most max_rows decode rows and no chunk. Returns: logits of its rows, valid until the next replay."""
+    def replay(self, batch: CudaBatch, table_rows: Sequence[int], sources: Sequence[int] = ()) -> Tensor:
+        """Args: batch: at most max_rows decode rows and no chunk. sources: see StepsAhead.launch.
+        Returns: logits of its rows, valid until the next replay."""
         count = len(batch.token_ids)
         size = self._sizes[bisect_left(self._sizes, count)]
         none = [0] * (size - count)
@@ -75,6 +87,7 @@ class DecodeGraphs:
                 batch.slots + [-1] * (size - count),
                 [p + 1 for p in batch.positions] + none,
                 [*table_rows, *none],
+                [*sources, *([-1] * (size - len(sources)))],
             )
         )
         graph, logits = self._graphs[size]

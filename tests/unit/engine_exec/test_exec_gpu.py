@@ -37,6 +37,15 @@ def test_cuda_draws_what_the_cpu_draws(variant, driver_of, sampling, backend):
     assert driver.generate(prompts, 8, chunk=9, sampling=sampling) == expected
 
 
+@pytest.mark.parametrize("graph_sizes", [[], [2, 4]])
+def test_steps_ahead_draw_what_the_cpu_draws(tiny_dir, driver_of, graph_sizes):
+    sampling = SamplingParams(max_tokens=9, seed=5, temperature=0.9, top_p=0.9, top_k=40)
+    prompts = prompts_of(5, 21, 40)
+    expected = driver_of(tiny_dir).generate(prompts, 40, sampling=sampling)
+    driver = driver_of(tiny_dir, device="cuda", backend="triton", graph_sizes=graph_sizes)
+    assert driver.generate_ahead(prompts, 40, sampling=sampling) == expected
+
+
 def test_graphs_compute_what_the_kernels_do(tiny_dir, driver_of):
     """Every padded size, and steps with and without sampled rows, in bf16."""
     prompts = prompts_of(*range(3, 14))

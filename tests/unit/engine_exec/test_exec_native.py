@@ -80,7 +80,7 @@ def test_logits_are_the_same_bits_alone_and_in_a_batch(tiny, seen):
 
 
 def test_windows_are_the_same_bits_at_every_chunk_size(driver_of, model_dir_of):
-    folder = model_dir_of("MistralForCausalLM", sliding_window=11)
+    folder = model_dir_of("MistralForCausalLM", sliding_window=11, head_dim=32)
     driver = driver_of(folder)
     assert driver.runner.backend == "native"
     kv = []

@@ -59,6 +59,21 @@ def test_ids_are_the_torch_paths(model_dir_of, driver_of, architecture, override
 
 
 @interpreted
+@pytest.mark.parametrize("sampling", [GREEDY, TOP_K])
+def test_tokens_are_fed_on_the_device_from_step_to_step(model_dir_of, driver_of, sampling):
+    folder = model_dir_of("LlamaForCausalLM", **SMALL)
+    prompts = prompts_of(3, 9, 5)
+    expected = driver_of(folder).generate(prompts, 7, sampling=sampling)
+    driver = driver_of(folder, backend="triton")
+    assert driver.generate_ahead(prompts, 7, sampling=sampling) == expected
+    step = driver.seq([1, 2], 0, driver.table(4))
+    with pytest.raises(InternalError, match="plain decoding"):
+        driver.runner.launch([step])
+    with pytest.raises(InternalError, match="takes no steps ahead"):
+        driver_of(folder).runner.launch([step])
+
+
+@interpreted
 def test_chunks_and_decodes_share_a_step_and_kv_moves(model_dir_of, driver_of):
     folder = model_dir_of("LlamaForCausalLM", **SMALL)
     one, two = prompts_of(9, 6)

@@ -11,6 +11,7 @@ from diptych.common.errors import InternalError, InvalidRequestError, RequestCan
 from diptych.common.sampling import SamplingParams
 from diptych.engine.api import EngineClient
 from diptych.engine.config import EngineConfig
+from diptych.engine.fake_device import FakeDeviceRunner
 from diptych.engine.fake_runner import FakeRunner
 from diptych.engine.messages import (
     AddRequest,
@@ -266,6 +267,30 @@ async def test_sixteen_streams_at_once_equal_each_alone():
         assert got == [await ids(alone.client, f"r{i}", 3 + i) for i in range(16)]
 
 
+async def test_streams_of_an_engine_that_launches_ahead_equal_each_alone():
+    async def ids(client, attempt, num_prompt):
+        request = make_request(attempt, num_prompt, max_tokens=20)
+        return [t async for e in client.generate(request) if isinstance(e, TokensOut) for t in e.token_ids]
+
+    async with Bench(FakeDeviceRunner(64, BLOCK)) as together:
+        got = await asyncio.gather(*(ids(together.client, f"r{i}", 3 + i) for i in range(8)))
+        assert together.runner.most_in_flight == 2
+        audit = await together.client.audit(full=True)
+        assert not audit.violations
+        assert audit.blocks.running == 0
+    async with Bench() as alone:
+        assert got == [await ids(alone.client, f"r{i}", 3 + i) for i in range(8)]
+
+
+async def test_closing_waits_for_the_step_on_the_device():
+    runner = FakeDeviceRunner(64, BLOCK)
+    async with Bench(runner) as bench:
+        bench.client.send(AddRequest(make_request(max_tokens=200)))
+        await bench.until(lambda e: isinstance(e, TokensOut) and e.offset == 3)
+    assert not runner._queue
+    assert isinstance(await bench.end_of(), Failed)
+
+
 async def test_events_of_a_large_step_go_out_while_the_next_one_is_on_the_device():
     """And none is lost or waits when the steps end."""
 
@@ -273,6 +298,10 @@ async def test_events_of_a_large_step_go_out_while_the_next_one_is_on_the_device
         def __init__(self):
             super().__init__(64, BLOCK)
             self.on_launched = lambda: None
+            self.steps_ahead = True
+
+        def launch(self, seqs, sources=()):
+            raise AssertionError("penalties are drawn on the host")
 
         def execute(self, seqs, should_abort=None):
             result = super().execute(seqs, should_abort)
@@ -282,7 +311,8 @@ async def test_events_of_a_large_step_go_out_while_the_next_one_is_on_the_device
     attempts = [f"r{i}" for i in range(12)]
     async with Bench(Device()) as bench:
         for attempt in attempts:
-            bench.client.send(AddRequest(make_request(attempt, num_prompt=2, max_tokens=5)))
+            sampling = SamplingParams(max_tokens=5, ignore_eos=True, frequency_penalty=0.5)  # not launched ahead
+            bench.client.send(AddRequest(EngineRequest(attempt, (100, 101), sampling)))
         for attempt in attempts:
             assert isinstance(await bench.end_of(attempt), Finished)
             mine = [event for event in bench.events if getattr(event, "attempt", "") == attempt]

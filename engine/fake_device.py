@@ -1,0 +1,92 @@
+"""The fake runner as if it had a device of its own: launched steps are computed as late as a device may, in their order."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from diptych.engine.fake_runner import FakeRunner
+from diptych.engine.messages import BlockCopy, ScheduledSeq, StepResult
+
+
+class FakeDeviceRunner(FakeRunner):
+    """Implements StepsAhead. A step is computed when its result is asked for, or when something comes that a device does in the
+    same order: another step's result, execute, copies, pack. `unpack` writes at once, as a pull beside the steps does: what a
+    step that is still on the device reads or writes must not be anybody else's by then.
+    """
+
+    steps_ahead = True
+
+    def __init__(self, num_blocks: int = 64, block_size: int = 16, **options: object) -> None:
+        super().__init__(num_blocks, block_size, **options)  # type: ignore[arg-type]
+        self.on_launched: Callable[[], None] = lambda: None
+        self.launches = self.most_in_flight = 0
+        self._queue: deque[_FakeStep] = deque()
+        self._last: _FakeStep | None = None
+
+    def launch(self, seqs: Sequence[ScheduledSeq], sources: Sequence[int] = ()) -> _FakeStep:
+        frozen = [replace(s, token_ids=list(s.token_ids), block_table=list(s.block_table)) for s in seqs]
+        step = _FakeStep(self, frozen, list(sources), self._last)
+        self._queue.append(step)
+        self._last = step
+        self.launches += 1
+        self.most_in_flight = max(self.most_in_flight, len(self._queue))
+        return step
+
+    def execute(self, seqs: Sequence[ScheduledSeq], should_abort: Callable[[], bool] | None = None) -> StepResult:
+        self.catch_up()
+        return super().execute(seqs, should_abort)
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        self.catch_up()
+        super().copy_blocks(copies)
+
+    def pack(self, block_ids: Sequence[int], num_tokens: int, out: memoryview) -> int:
+        self.catch_up()
+        return super().pack(block_ids, num_tokens, out)
+
+    def catch_up(self, until: _FakeStep | None = None) -> None:
+        """Compute what was launched, up to and with `until`."""
+        while self._queue:
+            step = self._queue.popleft()
+            step.compute()
+            if step is until:
+                return
+
+    def compute(self, seqs: Sequence[ScheduledSeq]) -> StepResult:
+        return super().execute(seqs)
+
+
+class _FakeStep:
+    def __init__(
+        self, runner: FakeDeviceRunner, seqs: list[ScheduledSeq], sources: list[int], before: _FakeStep | None
+    ) -> None:
+        self._runner, self._seqs, self._sources, self._before = runner, seqs, sources, before
+        self._result: StepResult | Exception | None = None
+
+    def done(self) -> bool:
+        return self._result is not None
+
+    def compute(self) -> None:
+        drawn: list[int | None] = []
+        if any(source >= 0 for source in self._sources):
+            assert self._before is not None, "nothing was launched before"
+            before = self._before._result
+            drawn = before.token_ids if isinstance(before, StepResult) else [None] * len(self._before._seqs)
+        self._before = None  # a chain of all steps would stay alive otherwise
+        for seq, source in zip(self._seqs, self._sources, strict=False):
+            if source >= 0:
+                seq.token_ids = [drawn[source] or 0]  # no token: its request ends, and so does not count
+        try:
+            self._result = self._runner.compute(self._seqs)
+        except Exception as error:
+            self._result = error
+
+    def result(self) -> StepResult:
+        if self._result is None:
+            self._runner.catch_up(self)
+        assert self._result is not None
+        if isinstance(self._result, Exception):
+            raise self._result
+        return self._result

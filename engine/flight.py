@@ -1,0 +1,47 @@
+"""A step on the device, and how long the host may wait before it plans the one behind it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from diptych.engine.runner import StepInFlight
+from diptych.engine.sched.step import SchedulerOutput
+
+FIRST_MARGIN_S = 0.003
+LEAST_MARGIN_S = 0.0005
+_AFTER_LATE, _AFTER_GOOD = 1.5, 0.995
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    out: SchedulerOutput
+    step: StepInFlight
+    begun: float
+
+
+class Lead:
+    """When to plan. Late, so that whoever arrives while a step runs takes part in the next one; not too late, or the device
+    waits. The margin before a step's expected end grows when the device was found waiting, and shrinks slowly otherwise."""
+
+    def __init__(self) -> None:
+        self._margin_s = FIRST_MARGIN_S
+        self._last_s = self._before_s = 0.0
+
+    @property
+    def margin_s(self) -> float:
+        return self._margin_s
+
+    @property
+    def wait_s(self) -> float:
+        """From a step's begin on the device until the next one is to be planned. The shorter of the last two steps counts: one
+        that was held up says nothing of the next."""
+        return max(0.0, min(self._last_s, self._before_s) - self._margin_s)
+
+    def launched(self, *, late: bool) -> None:
+        """A step was launched behind another; `late`: that had ended already."""
+        factor = _AFTER_LATE if late else _AFTER_GOOD
+        longest = max(FIRST_MARGIN_S, self._last_s)
+        self._margin_s = min(max(self._margin_s * factor, LEAST_MARGIN_S), longest)
+
+    def landed(self, duration_s: float) -> None:
+        self._last_s, self._before_s = duration_s, self._last_s

@@ -1,0 +1,257 @@
+"""Steps launched before the one before them has landed: the same tokens and ends, one step late to see a stop, and no block
+that changes hands while a step with its owner is on the device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diptych.common.sampling import FinishReason, SamplingParams
+from diptych.engine.fake_device import FakeDeviceRunner
+from diptych.engine.fake_runner import FakeRunner
+from diptych.engine.messages import AddRequest, Cancel, Failed, Finished, TokensOut
+from diptych.engine.runner import OutOfDeviceMemory
+
+BLOCK = 4
+
+
+def device(kit, num_blocks=64, **changes):
+    runner = FakeDeviceRunner(num_blocks, BLOCK, num_host_blocks=changes.get("num_host_blocks", 0))
+    engine = kit.make_engine(runner, num_blocks=num_blocks, **changes)
+    engine.runner = runner
+    return engine
+
+
+def params(max_tokens=8, seed=0, **fields):
+    return SamplingParams(max_tokens=max_tokens, seed=seed, **{"ignore_eos": True, **fields})
+
+
+def outcome(events, attempt):
+    tokens = [t for e in events if isinstance(e, TokensOut) and e.attempt == attempt for t in e.token_ids]
+    ends = [e for e in events if isinstance(e, Finished | Failed) and e.attempt == attempt]
+    assert len(ends) == 1, f"{attempt} ended {len(ends)} times"
+    return tokens, ends[0].reason if isinstance(ends[0], Finished) else type(ends[0].error).__name__
+
+
+def at_rest(engine):
+    counts = engine.core.scheduler.kv.pool.counts
+    assert counts.running == counts.reserved == 0
+    assert not engine.core.scheduler.lingering
+    assert not engine.core.scheduler.requests
+
+
+def test_a_step_is_launched_behind_the_one_on_the_device_and_the_tokens_are_the_same(kit):
+    requests = [kit.make_request(f"r{i}", 5 + i, sampling=params(9 + i, seed=i)) for i in range(6)]
+    engine = device(kit)
+    for request in requests:
+        engine.send(AddRequest(request))
+    events = kit.run_until_idle(engine)
+    for request in requests:
+        assert outcome(events, request.attempt) == (kit.undisturbed([request])[request.attempt], FinishReason.LENGTH)
+    core = engine.core
+    assert engine.runner.most_in_flight == 2
+    # The prompts' step, then 13 of decode, of which only the first one has nothing before it on the device.
+    assert core.steps == 14
+    assert core.steps_ahead == 12
+    # A length is known in advance: nobody took part in a step for nothing.
+    assert engine.runner.computed_tokens == sum(len(r.prompt_token_ids) + r.sampling.max_tokens - 1 for r in requests)
+    at_rest(engine)
+
+
+def test_a_stop_is_seen_one_step_late_and_its_extra_token_is_dropped(kit):
+    alone = kit.make_request("a", 6, sampling=params(12))
+    tokens = kit.undisturbed([alone])["a"]
+    stop = next(t for i, t in enumerate(tokens) if i >= 4 and t not in tokens[:i])
+    cut = tokens.index(stop)
+    engine = device(kit)
+    engine.send(AddRequest(replace(alone, sampling=params(12, stop_token_ids=(stop,)))))
+    other = kit.make_request("b", 7, sampling=params(20, seed=5))
+    engine.send(AddRequest(other))
+    events = kit.run_until_idle(engine)
+    assert outcome(events, "a") == (tokens[: cut + 1], FinishReason.STOP)
+    assert outcome(events, "b") == (kit.undisturbed([other])["b"], FinishReason.LENGTH)
+    assert engine.runner.computed_tokens == 6 + cut + 1 + 7 + 19  # one more than was asked for
+    at_rest(engine)
+
+
+def test_blocks_of_who_ended_stay_its_own_until_the_step_has_landed(kit):
+    engine = device(kit)
+    engine.send(AddRequest(kit.make_request("a", 6, sampling=params(30))))
+    for _ in range(3):
+        engine.step()
+    core = engine.core
+    held = list(core.scheduler.requests["a"].block_ids)
+    assert core.plan_at is not None
+    engine.send(Cancel("a"))
+    assert [type(e) for e in core.take_events()].count(Failed) == 1
+    assert core.scheduler.lingering
+    assert all(core.scheduler.kv.pool.refs(block) for block in held)
+    assert core.step()  # what is on the device lands, and is nobody's
+    assert not any(isinstance(event, TokensOut) for event in core.take_events())
+    assert core.plan_at is None
+    at_rest(engine)
+
+
+REASONS = {
+    "penalty or constraint": {"frequency_penalty": 0.5},
+    "logprobs": {"logprobs": 1},
+    "beam search": {"beam_width": 2, "temperature": 0.0},
+}
+
+
+@pytest.mark.parametrize("reason", sorted(REASONS))
+def test_a_draw_that_needs_the_last_token_on_the_host_is_not_launched_ahead_and_says_why(kit, reason):
+    engine = device(kit)
+    engine.send(AddRequest(kit.make_request("a", 6, sampling=params(6, **REASONS[reason]))))
+    plain = kit.make_request("b", 7, sampling=params(16, seed=5))
+    engine.send(AddRequest(plain))
+    events = kit.run_until_idle(engine)
+    assert outcome(events, "b")[0] == kit.undisturbed([plain])["b"]
+    assert engine.core.scheduler.not_ahead[reason] >= 4
+    assert engine.core.steps_ahead >= 8, "once it has ended, the others go ahead again"
+
+
+def test_who_waits_and_fits_gets_a_step_of_its_own_and_who_does_not_fit_holds_up_nobody(kit):
+    engine = device(kit, num_blocks=8)
+    engine.send(AddRequest(kit.make_request("a", 8, sampling=params(12))))
+    engine.step()
+    engine.step()
+    engine.send(AddRequest(kit.make_request("big", range(300, 320), sampling=params(4, seed=2))))
+    engine.step()
+    assert engine.core.scheduler.not_ahead["admission"] == 0
+    events = kit.run_until_idle(engine)
+    assert outcome(events, "a")[1] is FinishReason.LENGTH
+    assert (
+        outcome(events, "big")[0]
+        == kit.undisturbed([kit.make_request("big", range(300, 320), sampling=params(4, seed=2))])["big"]
+    )
+    at_rest(engine)
+
+
+def test_no_block_left_is_settled_after_landing_by_a_preemption(kit):
+    requests = [kit.make_request(f"r{i}", 7, sampling=params(14, seed=i)) for i in range(4)]
+    engine = device(kit, num_blocks=14)
+    for request in requests:
+        engine.send(AddRequest(request))
+    events = kit.run_until_idle(engine)
+    for request in requests:
+        assert outcome(events, request.attempt)[0] == kit.undisturbed([request])[request.attempt]
+    assert engine.core.scheduler.preemptions
+    assert engine.core.scheduler.not_ahead["no free block"]
+    at_rest(engine)
+
+
+def test_unusable_logits_end_their_request_though_the_next_step_is_on_the_device(kit):
+    engine = device(kit)
+    for name in ("a", "b"):
+        engine.send(AddRequest(kit.make_request(name, 6, sampling=params(10, seed=len(name)))))
+    for _ in range(3):
+        engine.step()
+    engine.runner.bad_attempts.add("a")
+    events = kit.run_until_idle(engine)
+    assert outcome(events, "a")[1] == "InternalError"
+    at_rest(engine)
+
+
+@pytest.mark.parametrize(("error", "gone"), [(RuntimeError("broken"), {"a", "b"}), (OutOfDeviceMemory("full"), {"b"})])
+def test_a_step_that_fails_on_the_device_ends_its_requests_and_the_engine_lives(kit, error, gone):
+    engine = device(kit)
+    for name in ("a", "b"):
+        engine.send(AddRequest(kit.make_request(name, 6, sampling=params(10))))
+    for _ in range(3):
+        engine.step()
+
+    def fail(_seqs):
+        engine.runner.before_execute = None
+        raise error
+
+    engine.runner.before_execute = fail
+    events = kit.run_until_idle(engine)
+    assert {e.attempt for e in events if isinstance(e, Failed)} == gone
+    engine.send(AddRequest(late := kit.make_request("c", 6, sampling=params(10))))
+    assert outcome(kit.run_until_idle(engine), "c")[0] == kit.undisturbed([late])["c"]
+    at_rest(engine)
+
+
+def test_hand_off_into_a_decode_engine_that_is_ahead(kit):
+    requests = [kit.make_request(f"r{i}", 9 + 3 * i, sampling=params(10 + i, seed=i)) for i in range(5)]
+    decode = device(kit)
+    pair = kit.Pair(kit.make_engine(), decode)
+    outcomes = pair.run(requests)
+    for attempt, tokens in kit.undisturbed(requests).items():
+        assert outcomes[attempt].token_ids == tokens
+    assert decode.core.steps_ahead
+    assert not decode.core.scheduler.not_ahead["admission"], "remote requests compute nothing: they are admitted ahead"
+    kit.run_until_idle(decode)
+    at_rest(decode)
+
+
+scenario = st.lists(
+    st.tuples(
+        st.integers(1, 24),  # prompt
+        st.integers(1, 14),  # max_tokens
+        st.sampled_from(["plain", "greedy", "stop", "penalty", "choices", "same prompt", "cancel"]),
+        st.integers(0, 25),  # the step before which it comes
+    ),
+    min_size=1,
+    max_size=9,
+)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    requests=scenario,
+    num_blocks=st.integers(10, 40),
+    host=st.sampled_from([0, 12]),
+    policy=st.sampled_from(["fcfs", "priority"]),
+)
+def test_ahead_or_not_everybody_gets_the_same(kit, requests, num_blocks, host, policy):
+    """Against the same engine without a device: tokens, texts' ends and reasons of every request that was not cancelled."""
+    made = {}
+    for i, (prompt, max_tokens, kind, when) in enumerate(requests):
+        fields = {
+            "stop": {"stop_token_ids": tuple(range(0, 1000, 7))},
+            "penalty": {"frequency_penalty": 0.7},
+            "choices": {"n": 2},
+            "greedy": {"temperature": 0.0},
+        }.get(kind, {})
+        tokens = list(range(50, 50 + prompt)) if kind == "same prompt" else prompt
+        request = kit.make_request(f"r{i}", tokens, sampling=params(max_tokens, seed=i % 3, **fields), priority=i % 2)
+        made.setdefault(when, []).append((request, kind))
+    seen = []
+    for runner in (FakeRunner, FakeDeviceRunner):
+        engine = kit.make_engine(
+            runner(num_blocks, BLOCK, num_host_blocks=host),
+            num_blocks=num_blocks,
+            num_host_blocks=host,
+            scheduling_policy=policy,
+            max_num_seqs=6,
+        )
+        events = []
+        for turn in range(400):
+            for request, _ in made.get(turn, ()):
+                engine.send(AddRequest(request))
+            for request, kind in made.get(turn - 6, ()):
+                if kind == "cancel":
+                    engine.send(Cancel(request.attempt))
+            worked = engine.core.step()
+            new = engine.core.take_events()
+            events += new
+            if not worked and not new and turn > 32:
+                break
+        got = {}
+        for request, kind in (entry for entries in made.values() for entry in entries):
+            choices = {}
+            for event in events:
+                if isinstance(event, TokensOut) and event.attempt == request.attempt:
+                    choices.setdefault(event.choice, []).extend(event.token_ids)
+            ends = [e for e in events if isinstance(e, Finished | Failed) and e.attempt == request.attempt]
+            assert len(ends) == 1
+            if kind != "cancel":
+                got[request.attempt] = (choices, type(ends[0]), getattr(ends[0], "num_output_tokens", None))
+        seen.append(got)
+        at_rest(engine)
+    assert seen[0] == seen[1]
