@@ -4,7 +4,8 @@
     python -m diptych.cli.bench_handoff cancelled --out bench/results/handoff-cancelled
 
 exposed:    the gap between the first and the second token, less one decode step (the median of the later gaps), for prompts of
-            several lengths, with kv_overlap on and off, in turns: two clusters stand, one is asked at a time. JSON and an SVG.
+            several lengths, with kv_overlap on (ranges, and layers of the last chunk), off, and auto (what is predicted to win),
+            in turns: three clusters stand, one is asked at a time. JSON and an SVG.
 cancelled:  ten long prompts, given up before their first token; then one short prompt. What it waits, beside the same prompt on
             the idle cluster, and beside one prefill chunk: the time to the first token of a prompt that fills one.
 """
@@ -31,11 +32,13 @@ from diptych.cli.bench_config import ClusterChoice
 from diptych.cli.bench_run import run_async
 from diptych.loadtest.environment import look_around
 from diptych.loadtest.svg import Series, chart
-from diptych.loadtest.target import Ask, Chunk, Event
+from diptych.loadtest.target import Ask, Chunk, Ended, Event
 from diptych.loadtest.target_openai import OpenAITarget
 
-LENGTHS = (512, 1024, 2048, 4096)
-MODES = ("on", "off")
+LENGTHS = (32, 128, 512, 1024, 2048, 4096)
+MODES = ("on", "off", "auto")
+REMOTE = {"local_prefill_max_tokens": 0}
+"""Every prompt goes through prefill, also where computing it on decode would be faster."""
 ANSWER_TOKENS = 8
 CHUNK_TOKENS = 512
 """What one step of prefill takes at most (the workers' own default)."""
@@ -49,6 +52,8 @@ class Timeline:
     """When each token came, in seconds after the request went out."""
 
     tokens_s: tuple[float, ...]
+    transport: str = ""
+    """What the KV came on, by the answer's explanation."""
 
     @property
     def first_s(self) -> float:
@@ -80,12 +85,17 @@ async def timeline(target: OpenAITarget, ask: Ask) -> Timeline:
     """Raises: TargetError; RuntimeError when the answer is too short to tell."""
     began = time.perf_counter()
     came: list[float] = []
+    transport = ""
     async for event in target.send(ask):
         if isinstance(event, Chunk):
             came += [time.perf_counter() - began] * max(1, len(event.token_ids))
-    if len(came) < min(ask.max_tokens, 1):
+        elif isinstance(event, Ended) and event.server is not None:
+            if event.server.local_prefill:
+                raise RuntimeError("the prompt was computed on decode: nothing was transferred")
+            transport = event.server.transport
+    if len(came) != ask.max_tokens:
         raise RuntimeError(f"{len(came)} tokens came, {ask.max_tokens} were asked for")
-    return Timeline(tuple(came))
+    return Timeline(tuple(came), transport)
 
 
 def cross_over(found: dict[str, dict[int, list[Timeline]]]) -> int | None:
@@ -158,19 +168,19 @@ async def _first_token(stream: AsyncGenerator[Event, None]) -> None:
                 return
 
 
-def run_exposed(lengths: Sequence[int], rounds: int, budget_s: float, out: Path) -> int:
+def run_exposed(lengths: Sequence[int], rounds: int, budget_s: float, transport: str, out: Path) -> int:
     environment = look_around()
     with contextlib.ExitStack() as stack:
         urls = {}
         for mode in MODES:
-            choice = ClusterChoice(threads_per_worker=1, cluster_args=f"--kv-overlap {mode}")
+            choice = ClusterChoice(threads_per_worker=1, cluster_args=f"--kv-overlap {mode} --transport {transport}")
             urls[mode] = stack.enter_context(bench_cluster.running(choice, colocated=False)).http_url
 
         async def main() -> dict[str, dict[int, list[Timeline]]]:
             async with contextlib.AsyncExitStack() as opened:
                 targets = {}
                 for mode, url in urls.items():
-                    targets[mode] = OpenAITarget(url)
+                    targets[mode] = OpenAITarget(url, extra=REMOTE)
                     await targets[mode].open()
                     opened.push_async_callback(targets[mode].close)
                 return await _exposed_rounds(targets, lengths, rounds, time.monotonic() + budget_s)
@@ -183,7 +193,7 @@ def run_exposed(lengths: Sequence[int], rounds: int, budget_s: float, out: Path)
         "cross_over_tokens": cross_over(found),
         "points": [
             {
-                "kv_overlap": mode, "prompt_tokens": length, "rounds": len(runs),
+                "kv_overlap": mode, "prompt_tokens": length, "rounds": len(runs), "transport": runs[-1].transport,
                 "exposed_s": _summary([run.exposed_s for run in runs]),
                 "decode_step_s": _summary([run.step_s for run in runs]),
                 "first_token_s": _summary([run.first_s for run in runs]),
@@ -207,7 +217,7 @@ def run_cancelled(rounds: int, out: Path) -> int:
     with bench_cluster.running(ClusterChoice(threads_per_worker=1), colocated=False) as cluster:
 
         async def main() -> list[dict[str, float]]:
-            target = OpenAITarget(cluster.http_url)
+            target = OpenAITarget(cluster.http_url, extra=REMOTE)
             await target.open()
             try:
                 return await _cancelled_rounds(target, rounds)
@@ -241,10 +251,11 @@ def main() -> int:
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--budget-s", type=float, default=3600.0, help="no more runs begin after so long")
+    parser.add_argument("--transport", default="auto", help="of the KV, exposed only: auto, nixl or ucx")
     parser.add_argument("--out", type=Path, required=True, help="without an ending")
     args = parser.parse_args()
     if args.what == "exposed":
-        return run_exposed(args.lengths, args.rounds, args.budget_s, args.out)
+        return run_exposed(args.lengths, args.rounds, args.budget_s, args.transport, args.out)
     return run_cancelled(args.rounds, args.out)
 
 

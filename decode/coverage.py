@@ -2,40 +2,67 @@
 
 from __future__ import annotations
 
-from bisect import insort
+from dataclasses import dataclass
 
 from diptych.common.errors import TransferError
 
 
-class Coverage:
-    """Token ranges inside [first, end). Ranges may come in any order, never outside and never twice."""
+@dataclass(frozen=True, slots=True)
+class _Range:
+    """Tokens [first, end) of layers [low, high)."""
 
-    def __init__(self, first: int, end: int) -> None:
+    first: int
+    end: int
+    low: int
+    high: int
+
+
+class Coverage:
+    """Ranges of tokens inside [first, end), each of some or all layers. They may come in any order, never outside and never
+    twice."""
+
+    def __init__(self, first: int, end: int, num_layers: int = 1) -> None:
         self.first = first
         self.end = end
-        self._ranges: list[tuple[int, int]] = []
+        self.num_layers = num_layers
+        self._ranges: list[_Range] = []
         self._covered = 0
 
     @property
+    def size(self) -> int:
+        """Of all that is to come, in tokens times layers."""
+        return (self.end - self.first) * self.num_layers
+
+    @property
     def complete(self) -> bool:
-        """Disjoint ranges inside the bounds that add up to its length leave no gap."""
-        return self._covered == self.end - self.first
+        """Disjoint ranges inside the bounds that add up to its size leave no gap."""
+        return self._covered == self.size
 
     @property
     def num_ranges(self) -> int:
         return len(self._ranges)
 
-    def check(self, first_token: int, num_tokens: int) -> None:
-        """Raises: TransferError when the range is empty, outside, or overlaps one that is in."""
-        end = first_token + num_tokens
-        if num_tokens < 1 or first_token < self.first or end > self.end:
-            raise TransferError(f"range [{first_token}, {end}) is not inside [{self.first}, {self.end})")
-        for a, b in self._ranges:
-            if first_token < b and a < end:
-                raise TransferError(f"range [{first_token}, {end}) overlaps [{a}, {b})")
+    def check(self, first_token: int, num_tokens: int, first_layer: int = 0, num_layers: int | None = None) -> None:
+        """num_layers: None: all. Raises: TransferError when the range is empty, outside, or overlaps one that is in."""
+        new = self._range(first_token, num_tokens, first_layer, num_layers)
+        if num_tokens < 1 or new.first < self.first or new.end > self.end:
+            raise TransferError(f"range [{new.first}, {new.end}) is not inside [{self.first}, {self.end})")
+        if not 0 <= new.low < new.high <= self.num_layers:
+            raise TransferError(f"layers [{new.low}, {new.high}) are not inside [0, {self.num_layers})")
+        for old in self._ranges:
+            if new.first < old.end and old.first < new.end and new.low < old.high and old.low < new.high:
+                raise TransferError(
+                    f"range [{new.first}, {new.end}) of layers [{new.low}, {new.high}) overlaps "
+                    f"[{old.first}, {old.end}) of layers [{old.low}, {old.high})"
+                )
 
-    def add(self, first_token: int, num_tokens: int) -> None:
+    def add(self, first_token: int, num_tokens: int, first_layer: int = 0, num_layers: int | None = None) -> None:
         """Raises: TransferError as `check` does."""
-        self.check(first_token, num_tokens)
-        insort(self._ranges, (first_token, first_token + num_tokens))
-        self._covered += num_tokens
+        self.check(first_token, num_tokens, first_layer, num_layers)
+        new = self._range(first_token, num_tokens, first_layer, num_layers)
+        self._ranges.append(new)
+        self._covered += num_tokens * (new.high - new.low)
+
+    def _range(self, first_token: int, num_tokens: int, first_layer: int, num_layers: int | None) -> _Range:
+        high = self.num_layers if num_layers is None else first_layer + num_layers
+        return _Range(first_token, first_token + num_tokens, first_layer, high)

@@ -1,10 +1,22 @@
-"""Measured bytes per second of reads from each prefill worker, and the deadlines that follow from it."""
+"""Measured bytes per second of reads from each prefill worker: the deadlines that follow, and what prefill is told."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class _Burst:
+    """Reads from one peer that overlap, from the first one's begin until none is left."""
+
+    began: float = 0.0
+    in_flight: int = 0
+    size_bytes: int = 0
+
 
 class LinkRates:
-    """Exponentially weighted mean of each peer's read rate.
+    """Exponentially weighted means. A read's own rate tells how long one takes; several share the link, so what the link does is
+    measured over whole bursts of them.
 
     Args:
         alpha: weight of the newest reading.
@@ -15,13 +27,31 @@ class LinkRates:
         self._alpha = alpha
         self._floor = floor_bytes_per_s
         self._rates: dict[str, float] = {}
+        self._bursts: dict[str, _Burst] = {}
+        self._link_rates: dict[str, float] = {}
 
     def observe(self, worker_id: str, size_bytes: int, seconds: float) -> None:
-        if seconds <= 0 or size_bytes <= 0:
-            return
-        rate = size_bytes / seconds
-        old = self._rates.get(worker_id)
-        self._rates[worker_id] = rate if old is None else old + self._alpha * (rate - old)
+        """Of one read."""
+        self._mix(self._rates, worker_id, size_bytes, seconds)
+
+    def began(self, worker_id: str, now: float) -> None:
+        burst = self._bursts.setdefault(worker_id, _Burst())
+        if not burst.in_flight:
+            burst.began, burst.size_bytes = now, 0
+        burst.in_flight += 1
+
+    def ended(self, worker_id: str, size_bytes: int, now: float) -> None:
+        """A read that `began` is over. `size_bytes`: what arrived; 0: it failed."""
+        burst = self._bursts[worker_id]
+        burst.in_flight -= 1
+        burst.size_bytes += size_bytes
+        if not burst.in_flight:
+            self._mix(self._link_rates, worker_id, burst.size_bytes, now - burst.began)
+            del self._bursts[worker_id]
+
+    def link(self, worker_id: str) -> float:
+        """Bytes per second of the link from this peer; 0.0: nothing is measured yet."""
+        return self._link_rates.get(worker_id, 0.0)
 
     def snapshot(self) -> dict[str, float]:
         return dict(self._rates)
@@ -30,3 +60,10 @@ class LinkRates:
         """base_s + four times what the bytes take at the measured (or the least assumed) rate."""
         rate = max(self._rates.get(worker_id, 0.0), self._floor)
         return base_s + 4 * size_bytes / rate
+
+    def _mix(self, rates: dict[str, float], worker_id: str, size_bytes: int, seconds: float) -> None:
+        if seconds <= 0 or size_bytes <= 0:
+            return
+        rate = size_bytes / seconds
+        old = rates.get(worker_id)
+        rates[worker_id] = rate if old is None else old + self._alpha * (rate - old)

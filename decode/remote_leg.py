@@ -112,15 +112,15 @@ class RemoteLeg:
         self._first = first = request.decode_cached_tokens if request.want_kv else num_tokens
         self._token_bytes = tools.kv_bytes_per_token
         self._converter: RangeConverter | None = None
-        self._announced = Coverage(first, num_tokens)
-        self._arrived = Coverage(first, num_tokens)
+        self._announced = Coverage(first, num_tokens, tools.num_layers)
+        self._arrived = Coverage(first, num_tokens, tools.num_layers)
         self._beam_search = request.sampling.beam_width > 0
         num_choices = 1 if self._beam_search else request.sampling.best_of or request.sampling.n or 1
         self._choices_due = set() if request.output_token_ids else set(range(num_choices))
         self._window = asyncio.Semaphore(tools.reads_in_flight)
         self._silence = Silence(tools.silence_s)
         self._given = 0
-        """Tokens whose KV the engine was given to unpack."""
+        """Tokens times layers whose KV the engine was given to unpack."""
         self._held: dict[tuple[int, int], SlabHandle] = {}
         """Announced, and not unpacked yet."""
         self.complete = False
@@ -145,6 +145,8 @@ class RemoteLeg:
         peer = await self._tools.peers.connect(self._ref)
         self.facts.prefill_pid = peer.pid
         self._expect_layout(peer)
+        self._request.layer_groups = self._converter is None
+        self._request.link_bytes_per_s = self._tools.links.link(self._ref.worker_id)
         try:
             async with asyncio.TaskGroup() as group:
                 beside = [group.create_task(self._watch()), group.create_task(self._renew(peer))]
@@ -174,7 +176,8 @@ class RemoteLeg:
         if self._first < end:
             self._converter = RangeConverter(source, target, self._first, end)
             asked = self._request.decode_cached_tokens = first_token_to_ask(self._first, source.block_size)
-            self._announced, self._arrived = Coverage(asked, end), Coverage(asked, end)
+            layers = self._tools.num_layers
+            self._announced, self._arrived = Coverage(asked, end, layers), Coverage(asked, end, layers)
             self.facts.converted = f"KV of {self._ref.worker_id} was converted from {source} to {target}"
 
     async def _watch(self) -> None:
@@ -253,11 +256,15 @@ class RemoteLeg:
                 raise TransferError(f"a handle names attempt {handle.attempt}, not {self._request.attempt}")
             if handle.first_token != position:
                 raise TransferError(f"a handle begins at token {handle.first_token}, expected {position}")
-            if (handle.first_layer, handle.num_layers) != (0, self._tools.num_layers):
+            all_layers = self._tools.num_layers
+            if handle.num_layers != all_layers and not self._request.layer_groups:
                 raise TransferError(f"a handle covers layers {handle.first_layer}+{handle.num_layers}, not all of them")
-            if handle.size_bytes != handle.num_tokens * self._token_bytes:
-                raise TransferError(f"a handle of {handle.num_tokens} tokens claims {handle.size_bytes} bytes")
-            self._announced.add(handle.first_token, handle.num_tokens)
+            if handle.size_bytes != handle.num_tokens * self._token_bytes * handle.num_layers // all_layers:
+                raise TransferError(
+                    f"a handle of {handle.num_tokens} tokens and {handle.num_layers} of {all_layers} layers claims "
+                    f"{handle.size_bytes} bytes"
+                )
+            self._announced.add(handle.first_token, handle.num_tokens, handle.first_layer, handle.num_layers)
             position += handle.num_tokens
         if position != computed.first_token + computed.num_tokens:
             raise TransferError("the handles do not cover the announced range")
@@ -292,9 +299,9 @@ class RemoteLeg:
                 unpacked = await self._unpack_converted(self._converter, slab)
                 self._done_with(handle, slab, unpacked)
                 return
-            # Announced ranges do not overlap: so many tokens in the engine's hands are all that were announced.
-            self._given += handle.num_tokens
-            last = self._announced.complete and self._given == self._announced.end - self._announced.first
+            # Announced ranges do not overlap: so much in the engine's hands is all that was announced.
+            self._given += handle.num_tokens * handle.num_layers
+            last = self._announced.complete and self._given == self._announced.size
             unpacked = await self._tools.desk.unpack(self._attempt, slab, last=last)
             if isinstance(slab.payload, DeviceRange):  # nothing had moved before it was unpacked
                 self._tools.links.observe(self._ref.worker_id, handle.size_bytes, self._tools.clock.now() - began)
@@ -319,14 +326,20 @@ class RemoteLeg:
         self._held.pop((handle.slab, handle.generation), None)
         if not unpacked:
             raise TransferError("the engine dropped a range: the attempt does not wait for KV any more")
-        self._arrived.add(handle.first_token, handle.num_tokens)
+        self._arrived.add(handle.first_token, handle.num_tokens, handle.first_layer, handle.num_layers)
         self._maybe_complete()
 
     async def _read(self, peer: Peer, handle: SlabHandle) -> ReceivedSlab:
         tools = self._tools
         limit_s = tools.links.read_deadline_s(self._ref.worker_id, handle.size_bytes, base_s=tools.read_base_s)
-        began = tools.clock.now()
-        slab = await tools.reader.read(peer.kv, handle, deadline_s=min(limit_s, self._request.remaining_s))
+        began, arrived = tools.clock.now(), 0
+        tools.links.began(self._ref.worker_id, began)
+        try:
+            slab = await tools.reader.read(peer.kv, handle, deadline_s=min(limit_s, self._request.remaining_s))
+            # Nothing has moved yet of what a GPU will copy.
+            arrived = 0 if isinstance(slab.payload, DeviceRange) else handle.size_bytes
+        finally:
+            tools.links.ended(self._ref.worker_id, arrived, tools.clock.now())
         if not isinstance(slab.payload, DeviceRange):
             tools.links.observe(self._ref.worker_id, handle.size_bytes, tools.clock.now() - began)
         return slab

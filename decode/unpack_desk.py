@@ -36,15 +36,24 @@ class UnpackDesk:
         Raises: TransferError: the bytes were damaged, which shows only now if they came straight from a peer's GPU.
         """
         handle = slab.handle
-        return await self._ask(attempt, slab, handle.first_token, handle.num_tokens, slab.payload, last)
+        layers = range(handle.first_layer, handle.first_layer + handle.num_layers)
+        return await self._ask(attempt, slab, handle.first_token, handle.num_tokens, slab.payload, last, layers)
 
     async def _ask(
-        self, attempt: str, slab: ReceivedSlab | None, first_token: int, num_tokens: int, payload: Payload, last: bool
+        self,
+        attempt: str,
+        slab: ReceivedSlab | None,
+        first_token: int,
+        num_tokens: int,
+        payload: Payload,
+        last: bool,
+        layers: range = range(0),
     ) -> bool:
+        """`layers`: none: all of them."""
         job = next(self._jobs)
         answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._open[job] = (slab, answer)
-        self._engine.send(UnpackRange(attempt, job, first_token, num_tokens, payload, last))
+        self._engine.send(UnpackRange(attempt, job, first_token, num_tokens, payload, last, layers.start, len(layers)))
         return await answer
 
     def on_unpacked(self, event: RangeUnpacked) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Container
+from functools import partial
 from typing import TypeVar
 
 from diptych.common.block_identity import IdentityHeader
@@ -33,10 +34,12 @@ from diptych.engine.messages import (
     UnpackRange,
 )
 from diptych.engine.pulls import Pulls
-from diptych.engine.runner import ModelRunner, OutOfDeviceMemory, StepAborted, StepsAhead
+from diptych.engine.runner import ModelRunner, OutOfDeviceMemory, StepAborted, StepsAhead, TellsLayers
 from diptych.engine.sched import ahead, handover, remote, results
 from diptych.engine.sched.admission import ModelLimits
+from diptych.engine.sched.layer_groups import LayerGroups
 from diptych.engine.sched.output import DetokenizerFactory
+from diptych.engine.sched.packing import PackJob
 from diptych.engine.sched.scheduler import Scheduler
 from diptych.engine.sched.step import SchedulerOutput
 
@@ -80,6 +83,7 @@ class EngineCore:
             vocab_size=runner.vocab_size,
             eos_token_ids=frozenset(runner.eos_token_ids),
             kv_bytes_per_token=runner.kv_bytes_per_token,
+            num_layers=runner.num_layers,
         )
         self.scheduler = Scheduler(config, limits, identity, detokenizer_factory)
         self.steps = 0
@@ -96,6 +100,8 @@ class EngineCore:
         self._check = config.check_invariants
         self._answers: list[EngineEvent] = []
         self._pulls = Pulls()
+        self._tells_layers = runner if isinstance(runner, TellsLayers) and runner.tells_layers else None
+        self._on_packed_early: Callable[[], None] = lambda: None
         self.events_may_wait = False
         """The last step was a large one of decodes: its events may go out while the next one is on the device."""
 
@@ -115,6 +121,10 @@ class EngineCore:
         if self._flight is not None:
             self._land(None)
 
+    def on_packed_early(self, callback: Callable[[], None]) -> None:
+        """`callback` is called in the midst of a step that has packed some layers already: `take_events` has their ranges."""
+        self._on_packed_early = callback
+
     @property
     def pulling(self) -> bool:
         """KV is being copied beside the steps; `take_events` looks whether it has come."""
@@ -131,8 +141,8 @@ class EngineCore:
                 scheduler.add(request, self._clock.now())
             case Cancel(attempt):
                 scheduler.cancel(attempt)
-            case GrantSlabs(grants, least_early_bytes):
-                scheduler.packing.grant(grants, least_early_bytes)
+            case GrantSlabs(grants, overlap):
+                scheduler.packing.grant(grants, overlap)
             case UnpackRange():
                 self._unpack(command)
             case FirstToken():
@@ -164,7 +174,7 @@ class EngineCore:
             self._land(self._launch_ahead(self._flight))
         else:
             worked = self._begin(cancelled)
-        packed = self._pack()
+        packed = self._pack(self.scheduler.packing.next_job, partial(handover.pack_failed, self.scheduler))
         self.events_may_wait &= not packed
         if self._check and (violations := self.scheduler.check()):
             raise InvariantError("; ".join(violations))
@@ -264,6 +274,8 @@ class EngineCore:
         def nobody_wants_it() -> bool:
             return all(seq.attempt in cancelled for seq in out.seqs)
 
+        if self._tells_layers is not None:
+            self._pack_layers_of(out, self._tells_layers)
         result = self._attempt(out, lambda: self._runner.execute(out.seqs, nobody_wants_it))
         if result is not None:
             self._take(out, result, self._clock.now() - start)
@@ -316,17 +328,30 @@ class EngineCore:
         self.scheduler.pace.observe_copy(self._clock.now() - start, num_moved * block_bytes)
         return True
 
-    def _pack(self) -> bool:
+    def _pack_layers_of(self, out: SchedulerOutput, runner: TellsLayers) -> None:
+        """Have the step pack its last chunks' layers as they come, where that wins."""
+        groups = LayerGroups(self.scheduler, out)
+
+        def on_layers(num_layers: int) -> None:
+            if self._pack(partial(groups.next_job, num_layers), lambda job, error: groups.give_up(job)):
+                self._on_packed_early()
+
+        runner.on_layers = on_layers if groups else _ignore
+
+    def _pack(
+        self, next_job: Callable[[], PackJob | None], on_failure: Callable[[PackJob, DiptychError], None]
+    ) -> bool:
+        """Returns: whether there was anything to pack."""
         any_packed = False
-        while (job := self.scheduler.packing.next_job()) is not None:
+        while (job := next_job()) is not None:
             any_packed = True
             try:
-                checksum = self._runner.pack(job.block_ids, job.num_tokens, job.grant.payload)
+                checksum = self._runner.pack(job.block_ids, job.num_tokens, job.grant.payload, job.layers)
             except Exception as error:
                 _log.exception(
                     "packing tokens %d+%d of %s failed", job.first_token, job.num_tokens, job.request.attempt
                 )
-                handover.pack_failed(self.scheduler, job, _internal("packing KV failed", error))
+                on_failure(job, _internal("packing KV failed", error))
                 continue
             handover.packed(self.scheduler, job, checksum)
         return any_packed
@@ -341,7 +366,7 @@ class EngineCore:
             job = None  # the request has ended
         if job is not None:
             try:
-                pull = self._runner.unpack(job.block_ids, job.num_tokens, command.payload)
+                pull = self._runner.unpack(job.block_ids, job.num_tokens, command.payload, job.layers)
             except Exception as error:
                 _log.exception(
                     "unpacking tokens %d+%d of %s failed", command.first_token, job.num_tokens, command.attempt
@@ -356,6 +381,10 @@ class EngineCore:
                     return
                 remote.unpacked(self.scheduler, job, last=command.last)
         self._answers.append(RangeUnpacked(command.attempt, command.job, job is not None))
+
+
+def _ignore(num_layers: int) -> None:
+    """Nothing of the step goes out early."""
 
 
 def _internal(what: str, error: Exception) -> DiptychError:

@@ -46,6 +46,9 @@ class FakeRunner:
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
         self.kv_bytes_per_token = num_layers * 2 * head_dim
+        self.num_layers = num_layers
+        self.tells_layers = True
+        self.on_layers: Callable[[int], None] = lambda num_layers: None
         self.before_execute = before_execute
         self.bad_attempts: set[str] = set()
         self.pool = np.zeros((num_blocks, num_layers, 2, block_size, 1, head_dim), dtype=np.uint8)
@@ -60,8 +63,7 @@ class FakeRunner:
             self.before_execute(seqs)
         if should_abort is not None and should_abort():
             raise StepAborted
-        for seq in seqs:
-            self._write(seq)
+        self._write(seqs, should_abort)
         self.executed_steps += 1
         result = StepResult([None] * len(seqs))
         for i, seq in enumerate(seqs):
@@ -83,41 +85,61 @@ class FakeRunner:
             target[copy.dst] = source[copy.src]
         self.copied_blocks += len(copies)
 
-    def pack(self, block_ids: Sequence[int], num_tokens: int, out: memoryview) -> int:
+    def pack(self, block_ids: Sequence[int], num_tokens: int, out: memoryview, layers: range | None = None) -> int:
         full, tail = divmod(num_tokens, self.block_size)
-        parts = [self.pool[block_ids[i]].tobytes() for i in range(full)]
+        pool = self._part(layers)
+        parts = [pool[block_ids[i]].tobytes() for i in range(full)]
         if tail:
-            parts.append(self.pool[block_ids[full], :, :, :tail].tobytes())
+            parts.append(pool[block_ids[full], :, :, :tail].tobytes())
         data = b"".join(parts)
         out[: len(data)] = data
         return xxhash.xxh3_64_intdigest(data)
 
-    def unpack(self, block_ids: Sequence[int], num_tokens: int, src: memoryview) -> None:
+    def unpack(self, block_ids: Sequence[int], num_tokens: int, src: memoryview, layers: range | None = None) -> None:
         full, tail = divmod(num_tokens, self.block_size)
-        shape = self.pool.shape[1:]
+        pool = self._part(layers)
+        shape = pool.shape[1:]
         size = int(np.prod(shape))
         data = np.frombuffer(src, dtype=np.uint8)
         for i in range(full):
-            self.pool[block_ids[i]] = data[i * size : (i + 1) * size].reshape(shape)
+            pool[block_ids[i]] = data[i * size : (i + 1) * size].reshape(shape)
         if tail:
-            rest = data[full * size : num_tokens * self.kv_bytes_per_token]
-            self.pool[block_ids[full], :, :, :tail] = rest.reshape(shape[0], 2, tail, 1, shape[4])
+            rest = data[full * size : num_tokens * (size // self.block_size)]
+            pool[block_ids[full], :, :, :tail] = rest.reshape(shape[0], 2, tail, 1, shape[4])
+
+    def _part(self, layers: range | None) -> npt.NDArray[np.uint8]:
+        """A view of the pool, of these layers only."""
+        return self.pool if layers is None else self.pool[:, layers.start : layers.stop]
 
     def _slot(self, seq: ScheduledSeq, position: int) -> npt.NDArray[np.uint8]:
         block, offset = divmod(position, self.block_size)
         return self.pool[seq.block_table[block], :, :, offset]
 
-    def _write(self, seq: ScheduledSeq) -> None:
-        position = seq.start
+    def _write(self, seqs: Sequence[ScheduledSeq], should_abort: Callable[[], bool] | None) -> None:
+        """Layer by layer, as a model does."""
+        slots = [
+            (self._slot(seq, position), kv) for seq in seqs for position, kv in enumerate(self._kv(seq), seq.start)
+        ]
+        for layer in range(self.num_layers):
+            if layer:
+                self.on_layers(layer)
+                if should_abort is not None and should_abort():
+                    raise StepAborted
+            for slot, kv in slots:
+                slot[layer] = kv[layer]
+        self.computed_tokens += sum(len(seq.token_ids) for seq in seqs)
+
+    def _kv(self, seq: ScheduledSeq) -> list[npt.NDArray[np.uint8]]:
+        """Of each of its tokens: a hash of the token and of the KV before it."""
+        position, out = seq.start, []
         before = self._slot(seq, position - 1).tobytes() if position else b""
         for token in seq.token_ids:
             digest = xxhash.xxh3_128_digest(before + token.to_bytes(4, "little") + position.to_bytes(4, "little"))
             digest = (digest * (self.kv_bytes_per_token // len(digest) + 1))[: self.kv_bytes_per_token]
-            slot = self._slot(seq, position)
-            slot[...] = np.frombuffer(digest, dtype=np.uint8).reshape(slot.shape)
+            out.append(np.frombuffer(digest, dtype=np.uint8).reshape(self.num_layers, 2, 1, -1))
             before = digest
             position += 1
-        self.computed_tokens += len(seq.token_ids)
+        return out
 
     def _seen(self, seq: ScheduledSeq, num_tokens: int) -> int:
         """A hash over the KV bytes of the sequence's first tokens."""

@@ -139,6 +139,7 @@ class StepThread:
     def _loop(self) -> None:
         core = self._core
         core.on_launched(self._flush)
+        core.on_packed_early(self._flush)
         worked = False
         while True:
             if not worked and core.pulling:

@@ -28,6 +28,7 @@ from diptych.engine.answers import CacheDump as CacheDump
 from diptych.engine.answers import EngineAudit as EngineAudit
 from diptych.engine.answers import EngineStats as EngineStats
 from diptych.engine.grammar.program import Program
+from diptych.engine.overlap import Overlap
 from diptych.engine.step_messages import BlockCopy as BlockCopy
 from diptych.engine.step_messages import Candidate as Candidate
 from diptych.engine.step_messages import CopyKind as CopyKind
@@ -59,6 +60,8 @@ class EngineRequest:
         tenant: whose share of tokens and of the prefix cache it uses. Workers take the salt for it: a tenant each, without a
             name that could be read.
         choice: number of the first choice; enters the draws.
+        layer_groups: PREFILL only: the peer takes the last range in groups of layers too.
+        link_bytes_per_s: PREFILL only: what the peer measured of the link between us; 0.0: nothing yet.
         grammar: what sampling.grammar was compiled to, or a mask for the first token; None: any token may come.
     """
 
@@ -75,6 +78,8 @@ class EngineRequest:
     tenant: str = ""
     choice: int = 0
     grammar: Program | None = None
+    layer_groups: bool = False
+    link_bytes_per_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,17 +126,18 @@ class SlabGrant:
 
 @dataclass(frozen=True, slots=True)
 class GrantSlabs:
-    """`least_early_bytes`: a computed range of fewer bytes waits for the next one while its prompt is computed further."""
+    """`overlap`: which of what is computed goes out before its prompt is computed; None: as before, at first all of it."""
 
     grants: tuple[SlabGrant, ...]
-    least_early_bytes: int = 0
+    overlap: Overlap | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class UnpackRange:
     """Copy verified KV of tokens [first_token, first_token + num_tokens) into the attempt's blocks; `first_token` is a
     multiple of the block size. Answered by RangeUnpacked(job); until then `payload` must stay as it is. An attempt that is
-    gone by then is answered too (with unpacked=False). A DeviceRange is verified as it is copied.
+    gone by then is answered too (with unpacked=False). A DeviceRange is verified as it is copied. `num_layers` > 0: it holds
+    layers [first_layer, first_layer + num_layers) only; the tokens are in once all their layers are.
 
     `last`: once it and all ranges before it are in, the KV is complete, as if KvComplete had come."""
 
@@ -141,6 +147,8 @@ class UnpackRange:
     num_tokens: int
     payload: Payload
     last: bool = False
+    first_layer: int = 0
+    num_layers: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +238,8 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class RangePacked:
-    """KV of tokens [first_token, first_token + num_tokens) lies in the payload of `slab`. One range fills one slab."""
+    """KV of tokens [first_token, first_token + num_tokens) lies in the payload of `slab`. One range fills one slab. Of layers
+    [first_layer, first_layer + num_layers); num_layers 0: of all."""
 
     attempt: str
     slab: int
@@ -239,6 +248,8 @@ class RangePacked:
     num_tokens: int
     size_bytes: int
     checksum: int
+    first_layer: int = 0
+    num_layers: int = 0
 
 
 @dataclass(frozen=True, slots=True)

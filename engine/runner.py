@@ -65,6 +65,16 @@ class StepsAhead(Protocol):
         ...
 
 
+@runtime_checkable
+class TellsLayers(Protocol):
+    """A runner that says how far its step has come: the KV of those layers lies in the pool."""
+
+    tells_layers: bool
+    """False: on this device or backend it does not after all."""
+    on_layers: Callable[[int], None]
+    """Called by `execute` between two layers with how many are computed, not necessarily after each; not after the last."""
+
+
 class ModelRunner(Protocol):
     """Owns weights and KV pool. Called from the step thread only.
 
@@ -75,6 +85,7 @@ class ModelRunner(Protocol):
     block_size: int
     kv_bytes_per_token: int
     """Over all layers, K and V."""
+    num_layers: int
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
@@ -92,15 +103,19 @@ class ModelRunner(Protocol):
         """Copy whole blocks in the order given: what a former copy wrote a later one may read. Done when it returns."""
         ...
 
-    def pack(self, block_ids: Sequence[int], num_tokens: int, out: Payload) -> int:
+    def pack(self, block_ids: Sequence[int], num_tokens: int, out: Payload, layers: range | None = None) -> int:
         """Copy the KV of `num_tokens` tokens that start at block_ids[0]'s first slot into `out`: full blocks one after the
-        other as they lie in the pool, then the tail block's [num_layers, 2, tail, num_kv_heads, head_dim].
+        other as they lie in the pool, then the tail block's [num_layers, 2, tail, num_kv_heads, head_dim]. `layers`: of these
+        only, as if the model had no others; not into a DeviceRange.
 
-        Writes exactly num_tokens * kv_bytes_per_token bytes. Returns: xxh3-64 of them; of a DeviceRange its kernels.kv_sum.
+        Writes exactly num_tokens * kv_bytes_per_token bytes, or the layers' share of them.
+        Returns: xxh3-64 of them; of a DeviceRange its kernels.kv_sum.
         """
         ...
 
-    def unpack(self, block_ids: Sequence[int], num_tokens: int, src: Payload) -> Pull | None:
+    def unpack(
+        self, block_ids: Sequence[int], num_tokens: int, src: Payload, layers: range | None = None
+    ) -> Pull | None:
         """The inverse of pack; slots past num_tokens in the tail block are left alone.
 
         Returns: None: done, `src` is free. A Pull (only of a DeviceRange): it has begun; `src` and the blocks are in use

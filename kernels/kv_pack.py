@@ -52,8 +52,13 @@ def pack(data: Tensor, block_ids: Sequence[int], num_tokens: int, out: memoryvie
     index = ids if host is data else list(range(len(ids)))
     blocks = host.numpy()
     if full:
-        # mode="clip" lets numpy write straight into `out` (ids are checked above); the default buffers.
-        np.take(blocks, index[:full], axis=0, out=flat[:border].reshape(full, rows, block_size, slot), mode="clip")
+        body = flat[:border].reshape(full, rows, block_size, slot)
+        if blocks.flags.c_contiguous:
+            # mode="clip" lets numpy write straight into `out` (ids are checked above); the default buffers.
+            np.take(blocks, index[:full], axis=0, out=body, mode="clip")
+        else:  # some layers of a pool: take would copy all of it first
+            for i, block in enumerate(index[:full]):
+                body[i] = blocks[block]
     if tail:
         flat[border:].reshape(rows, tail, slot)[...] = blocks[index[full], :, :tail]
     return flat.nbytes

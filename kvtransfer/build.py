@@ -55,7 +55,9 @@ def build_transfer(
         transport = make(worker_id, incarnation, config.require_transport)
     except TransferError as error:
         raise ConfigError("transport", config.transport, str(error)) from error
-    log.info("kv transfer: %s at %.2f GB/s", found.path, found.bytes_per_s / 1e9)
+    log.info(
+        "kv transfer: %s at %.2f GB/s, %.0f us a message", found.path, found.bytes_per_s / 1e9, found.message_s * 1e6
+    )
     if config.faults is not None:
         log.warning("kv transfer misbehaves on purpose: %s", config.faults)
         transport = FaultyTransport(transport, config.faults)
@@ -68,6 +70,7 @@ def build_transfer(
         layout_hash=layout_hash,
         num_layers=num_layers,
         bytes_per_s=found.bytes_per_s,
+        message_s=found.message_s,
         path=found.path,
         loop=loop,
         ring=None if memory is None else _gpu_ring(config, role, memory),

@@ -44,6 +44,7 @@ class TransferCore:
 
     Args:
         ring: of config.ring's sizes; None: one in host memory.
+        message_s: what one more message costs, by the self-test; 0.0: not measured.
         path: what the self-test found; empty: what the transport says.
         clock: monotonic seconds, for leases and deadlines.
         wake: called (on the event loop) when something was put into the inbox.
@@ -60,6 +61,7 @@ class TransferCore:
         layout_hash: int,
         num_layers: int,
         bytes_per_s: float,
+        message_s: float = 0.0,
         path: str = "",
         loop: asyncio.AbstractEventLoop,
         ring: Ring | None = None,
@@ -72,6 +74,7 @@ class TransferCore:
         transport.register(self._ring)
         self.address: KvAddress = transport.address
         self.path = path or transport.path
+        self.message_s = message_s
         self._odd_paths: set[tuple[str, str]] = set()
         """Peers that come on another path than the self-test's, which was said."""
         self._me = (worker_id, incarnation)
@@ -159,8 +162,8 @@ class TransferCore:
                     generation=packed.generation,
                     first_token=packed.first_token,
                     num_tokens=packed.num_tokens,
-                    first_layer=0,
-                    num_layers=self._num_layers,
+                    first_layer=packed.first_layer,
+                    num_layers=packed.num_layers or self._num_layers,
                     layout_hash=self._layout_hash,
                     size_bytes=packed.size_bytes,
                     checksum=packed.checksum,

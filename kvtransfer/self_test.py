@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import statistics
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from queue import SimpleQueue
 
 import numpy as np
 
@@ -19,6 +22,10 @@ from diptych.kvtransfer.transport import ReceiveDone, RequestArrived, SendDone, 
 _ROUNDS = 6
 _DEADLINE_S = 10.0
 _PROBE_BYTES = 1024
+_PINGS = 21
+HOPS = 8
+"""How often a range is handed from a thread or a process to another on its way: step thread of prefill, its event loop, that of
+decode, transfer thread, event loop, step thread, event loop, and the acknowledgement."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +33,8 @@ class SelfTest:
     path: str
     bytes_per_s: float
     """Over the last rounds; the first, which connects, does not count."""
+    message_s: float = 0.0
+    """What one more message costs both workers together: a read of next to nothing, and what it is handed on by."""
 
 
 def run_ipc_self_test(make: Callable[[str, str], Transport], memory: SharedMemory, spec: RingSpec) -> SelfTest:
@@ -45,7 +54,8 @@ def run_ipc_self_test(make: Callable[[str, str], Transport], memory: SharedMemor
             asked = SlabHandle("self-test-p", "0", "self-test", 0, 1, 0, 1, 0, 1, 0, _PROBE_BYTES, 0, 0)
             write_frame(ring.slab(0), asked)
             sink.read(key, 1, encode(asked), into.message(0, _PROBE_BYTES))
-            limit = time.monotonic() + _DEADLINE_S
+            asked_at = time.monotonic()
+            limit = asked_at + _DEADLINE_S
             noted, rate = False, 0.0
             while not noted:
                 if time.monotonic() > limit:
@@ -56,10 +66,12 @@ def run_ipc_self_test(make: Callable[[str, str], Transport], memory: SharedMemor
                     elif isinstance(event, ReceiveDone):
                         if event.error:
                             raise TransferError(f"self-test of {sink.path}: {event.error}")
+                        probed_at = time.monotonic()
                         rate = memory.probe(into.received(0, asked, verify=False).address, spec.total_bytes)
+                        asked_at += time.monotonic() - probed_at
                         sink.notify(key, encode(asked))
                     noted = noted or isinstance(event, SendDone)
-            return SelfTest(sink.path, rate)
+            return SelfTest(sink.path, rate, time.monotonic() - asked_at + HOPS * hop_s())
         finally:
             sink.close()
             source.close()
@@ -90,25 +102,53 @@ def _measure(source: Transport, sink: Transport, slab_bytes: int) -> SelfTest:
     out.array[:] = np.arange(slab_bytes, dtype=np.uint32).view(np.uint8)[:slab_bytes]
     limit = time.monotonic() + _DEADLINE_S
     key = sink.connect(PeerRef("self-test-p", "0", source.address))
-    rates = []
-    for read_id in range(1, _ROUNDS + 1):
+    rates: list[float] = []
+    small: list[float] = []
+    sizes = [slab_bytes] * _ROUNDS + [min(_PROBE_BYTES, slab_bytes)] * _ROUNDS
+    for read_id, size in enumerate(sizes, 1):
         into.array[:] = 0
         start = time.monotonic()
-        sink.read(key, read_id, b"self-test", into.array)
+        sink.read(key, read_id, b"self-test", into.array[:size])
         wanted: set[type] = {ReceiveDone, SendDone}
         while wanted:
             if time.monotonic() > limit:
                 raise TransferError(f"self-test of {sink.path}: nothing arrived within {_DEADLINE_S} s")
             for event in source.progress():
                 if isinstance(event, RequestArrived):
-                    source.answer(event.conn, event.read_id, out.array)
+                    source.answer(event.conn, event.read_id, out.array[:size])
                 _tick_off(event, wanted, sink.path)
             for event in sink.progress():
                 _tick_off(event, wanted, sink.path)
-        rates.append(slab_bytes / (time.monotonic() - start))
-        if not np.array_equal(out.array, into.array):
+        elapsed = time.monotonic() - start
+        if read_id <= _ROUNDS:
+            rates.append(slab_bytes / elapsed)
+        else:
+            small.append(elapsed)
+        if not np.array_equal(out.array[:size], into.array[:size]):
             raise TransferError(f"self-test of {sink.path}: the bytes differ")
-    return SelfTest(sink.path, sorted(rates[1:])[len(rates[1:]) // 2])
+    return SelfTest(sink.path, statistics.median(rates[1:]), statistics.median(small) + HOPS * hop_s())
+
+
+def hop_s() -> float:
+    """What handing something to another thread of this process takes, by a ping and a pong."""
+    here: SimpleQueue[None] = SimpleQueue()
+    there: SimpleQueue[None] = SimpleQueue()
+
+    def echo() -> None:
+        for _ in range(_PINGS):
+            there.get(timeout=_DEADLINE_S)
+            here.put(None)
+
+    thread = threading.Thread(target=echo, name="self-test-echo", daemon=True)
+    thread.start()
+    took = []
+    for _ in range(_PINGS):
+        start = time.monotonic()
+        there.put(None)
+        here.get(timeout=_DEADLINE_S)
+        took.append((time.monotonic() - start) / 2)
+    thread.join(_DEADLINE_S)
+    return statistics.median(took)
 
 
 def _tick_off(event: TransportEvent, wanted: set[type], path: str) -> None:

@@ -23,6 +23,7 @@ import os
 import secrets
 import struct
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,17 +58,35 @@ _PROGRESS_ROUNDS = 64
 _CLOSE_S = 2.0
 
 
+_chosen: dict[str, str] = {}
+"""UCX's settings that ucxx and we chose ourselves: they hold while UCX reads them, and no child inherits them."""
+
+
+@contextlib.contextmanager
+def ucx_settings() -> Iterator[None]:
+    """UCX reads its environment when it is loaded and when a context and a worker are made. Importing ucxx leaves choices of its
+    own there, with which NIXL's UCX in a child of this process would take another path."""
+    before = {name for name in os.environ if name.startswith("UCX_")}
+    os.environ.update({name: value for name, value in _chosen.items() if name not in before})
+    try:
+        yield
+    finally:
+        for name in [name for name in os.environ if name.startswith("UCX_") and name not in before]:
+            _chosen[name] = os.environ.pop(name)
+
+
 def load_ucxx() -> tuple[Any, Any]:
     """UCXX's core module and its array wrapper. Raises: ConfigError."""
-    # UCX reads these when it is loaded; what the operator has set stays.
-    os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
-    os.environ.setdefault("UCX_LOG_LEVEL", "error")
-    os.environ.setdefault("UCX_LOG_FILE", "stderr")
-    try:
-        from ucxx._lib import libucxx
-        from ucxx._lib.arr import Array
-    except ImportError as error:
-        raise ConfigError("transport", "ucx", f"UCXX cannot be loaded: {error}") from error
+    with ucx_settings():
+        # What the operator has set stays.
+        os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
+        os.environ.setdefault("UCX_LOG_LEVEL", "error")
+        os.environ.setdefault("UCX_LOG_FILE", "stderr")
+        try:
+            from ucxx._lib import libucxx
+            from ucxx._lib.arr import Array
+        except ImportError as error:
+            raise ConfigError("transport", "ucx", f"UCXX cannot be loaded: {error}") from error
     return libucxx, Array
 
 
@@ -115,9 +134,10 @@ class UcxTransport:
             config["NET_DEVICES"] = interface_of(host)
         self.path = configured_path(os.environ.get("UCX_TLS", "tcp,self"))
         try:
-            self._context = self._ucx.UCXContext(config, (self._ucx.Feature.TAG, self._ucx.Feature.WAKEUP))
-            self._worker = self._ucx.UCXWorker(self._context)
-            self._worker.init_blocking_progress_mode()
+            with ucx_settings():
+                self._context = self._ucx.UCXContext(config, (self._ucx.Feature.TAG, self._ucx.Feature.WAKEUP))
+                self._worker = self._ucx.UCXWorker(self._context)
+                self._worker.init_blocking_progress_mode()
         except self._ucx.UCXError as error:
             raise TransferError(f"UCX cannot start on {config}: {error}") from error
         self._token = secrets.token_bytes(TOKEN_BYTES)

@@ -70,6 +70,7 @@ class OpenAITarget:
     tenant_header: HTTP header that carries the tenant.
     tenant_keys: tenant -> API key, in place of `api_key`.
     ca_file: PEM file of the authorities to trust.
+    extra: more fields of every request's body.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class OpenAITarget:
         tenant_header: str = "",
         tenant_keys: Mapping[str, str] | None = None,
         ca_file: str | None = None,
+        extra: Mapping[str, Any] | None = None,
     ) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
         self.label = label or self.url
@@ -100,6 +102,7 @@ class OpenAITarget:
         if api_key:
             self._headers["authorization"] = f"Bearer {api_key}"
         self._ca_file = ca_file
+        self._extra = dict(extra or {})
         self._session: aiohttp.ClientSession | None = None
         self._decoder = msgspec.json.Decoder(_Event)
 
@@ -145,6 +148,7 @@ class OpenAITarget:
             "stream": True,
             "stream_options": {"include_usage": True},
             "return_token_ids": True,
+            **self._extra,
         }
         if self._sampling.ignore_eos:
             body["ignore_eos"] = True

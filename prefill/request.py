@@ -80,8 +80,17 @@ def parse_request(message: prefill_pb2.PrefillRequest, limits: Limits) -> LegReq
             want_kv=message.want_kv,
             peer=message.decode.worker_id,
             grammar=FirstToken(mask) if mask else None,
+            layer_groups=message.layer_groups,
+            link_bytes_per_s=_check_rate(message.link_bytes_per_s),
         ),
         request_id=message.request_id,
         decode=WorkerRef(message.decode.worker_id, message.decode.incarnation, message.decode.address),
         remaining_s=convert.check_remaining(message.remaining_s),
     )
+
+
+def _check_rate(bytes_per_s: float) -> float:
+    """Raises: InvalidRequestError."""
+    if not 0.0 <= bytes_per_s < float("inf"):
+        raise InvalidRequestError(f"link_bytes_per_s={bytes_per_s} is no rate", param="link_bytes_per_s")
+    return bytes_per_s

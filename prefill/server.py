@@ -9,7 +9,7 @@ import grpc
 
 from diptych.common.errors import DiptychError
 from diptych.engine.messages import EngineEvent, GrantSlabs
-from diptych.kvtransfer.overlap import least_early_bytes
+from diptych.engine.overlap import Overlap
 from diptych.prefill.handoff import Handoffs
 from diptych.prefill.request import Limits
 from diptych.prefill.service import PrefillServicer
@@ -33,8 +33,9 @@ class PrefillRole:
             why_stuck=runtime.why_stuck,
         )
         engine = runtime.engine
-        least = least_early_bytes(runtime.config.kv_overlap, runtime.transfer.bytes_per_s)
-        runtime.transfer.start(lambda grants: engine.send(GrantSlabs(grants, least)), self.handoffs.on_settled)
+        transfer = runtime.transfer
+        overlap = Overlap(runtime.config.kv_overlap, transfer.bytes_per_s, transfer.message_s)
+        transfer.start(lambda grants: engine.send(GrantSlabs(grants, overlap)), self.handoffs.on_settled)
 
     def add_to(self, server: grpc.aio.Server) -> None:
         add_prefill(PrefillServicer(self.handoffs), server)

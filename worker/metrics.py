@@ -206,7 +206,8 @@ class _MeteredReader:
             self._metrics.read_failures.labels(error.reason).inc()
             raise
         self._metrics.read_seconds.observe(self._clock.now() - began)
-        self._metrics.external_tokens += handle.num_tokens
+        if handle.first_layer == 0:  # its other layers are the same tokens
+            self._metrics.external_tokens += handle.num_tokens
         return slab
 
     def finish(self, slab: ReceivedSlab) -> None:

@@ -78,7 +78,14 @@ class PeerDirectory:
         if task is None:
             task = self._peers[ref] = asyncio.create_task(self._handshake(ref), name=f"handshake {ref.worker_id}")
             task.add_done_callback(lambda done: self._settle(ref, done))
-        return await asyncio.shield(task)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            current = asyncio.current_task()
+            if not task.cancelled() or (current is not None and current.cancelling()):
+                raise
+            # Not we, but the handshake was cancelled: somebody met another life of this worker meanwhile.
+            raise WorkerLostError(f"prefill worker {ref.worker_id} was given up: another life of it was met") from None
 
     def drop(self, ref: WorkerRef) -> None:
         """Forget a peer that is gone or has another life; idempotent. Its channel and KV endpoint are closed in the

@@ -78,30 +78,38 @@ class KvPool:
         if copies and pool.device.type == "cuda":
             torch.cuda.current_stream(pool.device).synchronize()
 
-    def pack(self, block_ids: Sequence[int], num_tokens: int, out: Payload) -> int:
+    def pack(self, block_ids: Sequence[int], num_tokens: int, out: Payload, layers: range | None = None) -> int:
         """See ModelRunner.pack. Raises: ValueError."""
         if isinstance(out, DeviceRange):
-            return self._gpu_mover().pack_device(block_ids, num_tokens, out)
+            return self._gpu_mover(layers).pack_device(block_ids, num_tokens, out)
         flat = out.cast("B")
-        if self.mover is not None:
+        if self.mover is not None and layers is None:
             size = self.mover.pack(block_ids, num_tokens, flat)
         else:
-            size = kv_pack.pack(self._bytes, block_ids, num_tokens, flat)
+            size = kv_pack.pack(self._rows_of(layers), block_ids, num_tokens, flat)
         return xxhash.xxh3_64_intdigest(flat[:size])
 
-    def _gpu_mover(self) -> BlockMover:
+    def _gpu_mover(self, layers: range | None) -> BlockMover:
         if self.mover is None:
             raise ValueError("ranges in GPU memory need the triton backend")
+        if layers is not None:
+            raise ValueError("a range in GPU memory holds all layers")
         return self.mover
 
-    def unpack(self, block_ids: Sequence[int], num_tokens: int, src: Payload) -> Pull | None:
+    def _rows_of(self, layers: range | None) -> Tensor:
+        """[num_blocks, 2 * layers, block_size, bytes of one slot], a view."""
+        return self._bytes if layers is None else self._bytes[:, 2 * layers.start : 2 * layers.stop]
+
+    def unpack(
+        self, block_ids: Sequence[int], num_tokens: int, src: Payload, layers: range | None = None
+    ) -> Pull | None:
         """See ModelRunner.unpack. Raises: ValueError."""
         if isinstance(src, DeviceRange):
-            return self._gpu_mover().pull(block_ids, num_tokens, src)
-        if self.mover is not None:
+            return self._gpu_mover(layers).pull(block_ids, num_tokens, src)
+        if self.mover is not None and layers is None:
             self.mover.unpack(block_ids, num_tokens, src.cast("B"))
             return None
-        kv_pack.unpack(self._bytes, block_ids, num_tokens, src.cast("B"))
+        kv_pack.unpack(self._rows_of(layers), block_ids, num_tokens, src.cast("B"))
         tail = num_tokens % self.block_size
         if tail:
             # Slots past the tail are read (and masked) until they are written: a NaN that a former owner left there would

@@ -122,8 +122,11 @@ class TorchModelRunner:
         self.vocab_size = config.vocab_size
         self.eos_token_ids = eos_token_ids
         self.backend = _backend(like.device.type, backend)
+        self.num_layers = config.num_layers
         self.on_launched: Callable[[], None] = lambda: None
         self.steps_ahead = like.device.type == "cuda" and self.backend == TRITON
+        self.on_layers: Callable[[int], None] = lambda num_layers: None
+        self.tells_layers = self.backend != TRITON
         self._fused: CudaBackend | None = None
         if self.backend == TRITON:
             self._fused = _fused_backend(config, weights, self.pool, max_model_len, graph_sizes)
@@ -225,14 +228,14 @@ class TorchModelRunner:
         if isinstance(self._decoder, NativeDecoder):
             batch = self._native_batches.build(seqs)
             prompt_rows = want_prompt_rows(seqs, batch)
-            logits = self._decoder.forward(batch, should_abort)
+            logits = self._decoder.forward(batch, should_abort, self.on_layers)
         else:
             batch = self._batches.build(seqs)
             prompt_rows = want_prompt_rows(seqs, batch)
             fresh = self._batches.fresh_tail_blocks(seqs)
             if fresh is not None:
                 self.pool.clear(fresh)
-            logits = self._decoder.forward(batch, should_abort)
+            logits = self._decoder.forward(batch, should_abort, self.on_layers)
         if logits is None:
             return result
         draw_step(seqs, batch.sample_seqs, prompt_rows, logits, self.eos_token_ids, result)
@@ -270,17 +273,19 @@ class TorchModelRunner:
         self.pool.copy_blocks(copies)
 
     @torch.inference_mode()
-    def pack(self, block_ids: Sequence[int], num_tokens: int, out: Payload) -> int:
+    def pack(self, block_ids: Sequence[int], num_tokens: int, out: Payload, layers: range | None = None) -> int:
         """See ModelRunner.pack. Raises: InternalError when blocks or bytes do not fit the tokens."""
         try:
-            return self.pool.pack(block_ids, num_tokens, out)
+            return self.pool.pack(block_ids, num_tokens, out, layers)
         except ValueError as error:
             raise InternalError(f"pack: {error}") from error
 
     @torch.inference_mode()
-    def unpack(self, block_ids: Sequence[int], num_tokens: int, src: Payload) -> Pull | None:
+    def unpack(
+        self, block_ids: Sequence[int], num_tokens: int, src: Payload, layers: range | None = None
+    ) -> Pull | None:
         """See ModelRunner.unpack. Raises: InternalError when blocks or bytes do not fit the tokens."""
         try:
-            return self.pool.unpack(block_ids, num_tokens, src)
+            return self.pool.unpack(block_ids, num_tokens, src, layers)
         except ValueError as error:
             raise InternalError(f"unpack: {error}") from error

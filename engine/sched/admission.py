@@ -19,6 +19,7 @@ class ModelLimits:
     vocab_size: int
     eos_token_ids: frozenset[int]
     kv_bytes_per_token: int
+    num_layers: int = 1
 
 
 def check_request(

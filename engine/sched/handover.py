@@ -25,11 +25,16 @@ def packed(scheduler: Scheduler, job: PackJob, checksum: int) -> None:
     scheduler.packing.packed(job)
     request, grant = job.request, job.grant
     size_bytes = job.num_tokens * scheduler.limits.kv_bytes_per_token
+    first_layer = num_layers = 0
+    if job.layers is not None:
+        first_layer, num_layers = job.layers.start, len(job.layers)
+        size_bytes = size_bytes * num_layers // scheduler.limits.num_layers
     scheduler.events.append(
         RangePacked(
-            request.attempt, grant.slab, grant.generation, job.first_token, job.num_tokens, size_bytes, checksum
+            request.attempt, grant.slab, grant.generation, job.first_token, job.num_tokens, size_bytes, checksum,
+            first_layer, num_layers,
         )
-    )
+    )  # fmt: skip
     _complete_if_packed(scheduler, request)
 
 

@@ -154,6 +154,7 @@ class KvCacheManager:
         request.num_published = 0
         request.shares_tail = False
         request.covered.clear()
+        request.layers_in.clear()
         self.host.give(request.swapped)
         request.swapped = []
 

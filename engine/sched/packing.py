@@ -2,48 +2,55 @@
 
 Slabs are lent by the transfer thread (GrantSlabs) and come back the same way once they were read and acknowledged: a grant
 of a slab that was packed for a peer gives that peer its quota back. So a decode worker that stopped reading holds at most
-its quota, and everybody else's ranges go on.
+its quota, and everybody else's ranges go on. The slab that came back last is packed first: it is still in a cache.
+
+The last range of a prompt may go in groups of layers (`layer_job`), while the step that computes it runs; what is left of its
+layers then goes after the step.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
 
 from diptych.common.errors import ConfigError
 from diptych.engine.messages import SlabGrant
+from diptych.engine.overlap import Overlap
 from diptych.engine.sched.request import Request
 
 
 @dataclass(frozen=True, slots=True)
 class PackJob:
-    """Copy the KV of tokens [first_token, first_token + num_tokens) from `block_ids` into the grant's payload."""
+    """Copy the KV of tokens [first_token, first_token + num_tokens) from `block_ids` into the grant's payload. `layers`: of
+    these only; None: of all."""
 
     request: Request
     grant: SlabGrant
     block_ids: list[int]
     first_token: int
     num_tokens: int
+    layers: range | None = None
 
 
 class Packing:
-    def __init__(self, block_size: int, kv_bytes_per_token: int, quota_per_peer: int) -> None:
+    def __init__(self, block_size: int, kv_bytes_per_token: int, quota_per_peer: int, num_layers: int = 1) -> None:
         self._block_size = block_size
         self._token_bytes = kv_bytes_per_token
+        self._num_layers = num_layers
         self._quota = quota_per_peer
-        self._grants: deque[SlabGrant] = deque()
+        self._grants: list[SlabGrant] = []
         self._held_by: dict[int, str] = {}
         self._per_peer: dict[str, int] = {}
         self._pending: dict[str, Request] = {}
-        self._least_early_bytes = 0
+        self.overlap = Overlap()
 
     @property
     def slabs_held(self) -> int:
         return len(self._grants)
 
-    def grant(self, grants: tuple[SlabGrant, ...], least_early_bytes: int = 0) -> None:
+    def grant(self, grants: tuple[SlabGrant, ...], overlap: Overlap | None = None) -> None:
         """Raises: ConfigError for a slab that cannot hold one block."""
-        self._least_early_bytes = least_early_bytes
+        if overlap is not None:
+            self.overlap = overlap
         for grant in grants:
             if len(grant.payload) < self._block_size * self._token_bytes:
                 raise ConfigError(
@@ -72,31 +79,65 @@ class Packing:
         if not self._grants:
             return None
         for request in self._pending.values():
-            end = self._packable_end(request)
-            if end <= request.packed_until or self._per_peer.get(request.peer, 0) >= self._quota:
+            if request.packed_layers:
+                if request.num_computed >= request.kv_target and self._may_hold_more(request):
+                    return self._layers(request, self._num_layers, self._grants.pop())
                 continue
-            grant = self._grants.popleft()
+            end = self._packable_end(request)
+            if end <= request.packed_until or not self._may_hold_more(request):
+                continue
+            grant = self._grants.pop()
             start, size = request.packed_until, self._block_size
             fit = len(grant.payload) // self._token_bytes // size * size
             count = min(end - start, fit)
-            blocks = request.block_ids[start // size : -(-(start + count) // size)]
-            return PackJob(request, grant, blocks, start, count)
+            return PackJob(request, grant, self._blocks(request, start, count), start, count)
         return None
+
+    def layer_job(self, request: Request, num_computed: int) -> PackJob | None:
+        """The step that runs computes the last tokens of `request` and is done with `num_computed` layers: those that are not
+        packed yet. None: there are none, no slab is free for them, or they do not fit."""
+        if num_computed <= request.packed_layers or not self._grants or not self._may_hold_more(request):
+            return None
+        if self._layers_that_fit(request, self._grants[-1]) < 1:
+            return None
+        return self._layers(request, num_computed, self._grants.pop())
 
     def packed(self, job: PackJob) -> None:
         """The slab is full: it counts against the peer until it is granted again."""
-        peer = job.request.peer
+        request, peer = job.request, job.request.peer
         self._held_by[job.grant.slab] = peer
         self._per_peer[peer] = self._per_peer.get(peer, 0) + 1
-        job.request.packed_until = job.first_token + job.num_tokens
+        if job.layers is not None and job.layers.stop < self._num_layers:
+            request.packed_layers = job.layers.stop
+        else:
+            request.packed_until, request.packed_layers = job.first_token + job.num_tokens, 0
 
     def give_back(self, job: PackJob) -> None:
         """Nothing was packed: the slab can be used for another range."""
-        self._grants.appendleft(job.grant)
+        self._grants.append(job.grant)
+
+    def _may_hold_more(self, request: Request) -> bool:
+        return self._per_peer.get(request.peer, 0) < self._quota
+
+    def _layers_that_fit(self, request: Request, grant: SlabGrant) -> int:
+        count = request.kv_target - request.packed_until
+        return len(grant.payload) * self._num_layers // (count * self._token_bytes)
+
+    def _layers(self, request: Request, until: int, grant: SlabGrant) -> PackJob:
+        """All tokens that are left, of layers [packed_layers, until) or as many as fit."""
+        start, first = request.packed_until, request.packed_layers
+        count = request.kv_target - start
+        layers = range(first, min(until, first + max(1, self._layers_that_fit(request, grant))))
+        return PackJob(request, grant, self._blocks(request, start, count), start, count, layers)
+
+    def _blocks(self, request: Request, start: int, count: int) -> list[int]:
+        size = self._block_size
+        return request.block_ids[start // size : -(-(start + count) // size)]
 
     def _packable_end(self, request: Request) -> int:
         if request.num_computed >= request.kv_target:
             return request.kv_target
         end = request.num_computed // self._block_size * self._block_size
         early_bytes = (end - request.packed_until) * self._token_bytes
-        return end if early_bytes >= self._least_early_bytes else request.packed_until
+        least = self.overlap.least_early_bytes(request.source.link_bytes_per_s)
+        return end if early_bytes >= least else request.packed_until

@@ -13,12 +13,13 @@ from diptych.engine.sched.scheduler import Scheduler
 
 @dataclass(frozen=True, slots=True)
 class UnpackJob:
-    """Copy `num_tokens` tokens' KV from the command's payload into `block_ids`."""
+    """Copy `num_tokens` tokens' KV from the command's payload into `block_ids`. `layers`: of these only; None: of all."""
 
     request: Request
     first_block: int
     block_ids: list[int]
     num_tokens: int
+    layers: range | None = None
 
 
 def _waiting(scheduler: Scheduler, attempt: str) -> Request | None:
@@ -28,7 +29,7 @@ def _waiting(scheduler: Scheduler, attempt: str) -> Request | None:
 
 def plan_unpack(scheduler: Scheduler, command: UnpackRange) -> UnpackJob | None:
     """Where the range goes; None when it must not be written: the attempt is gone or runs already, the range is not
-    block-aligned, overlaps the pinned prefix, reaches past the end, or the payload is too short."""
+    block-aligned, overlaps the pinned prefix, reaches past the end or the layers, or the payload is too short."""
     request = _waiting(scheduler, command.attempt)
     if request is None or request.kv_complete:
         return None
@@ -39,20 +40,38 @@ def plan_unpack(scheduler: Scheduler, command: UnpackRange) -> UnpackJob | None:
         return None
     if first < request.num_computed or end > request.kv_target:
         return None
-    if len(command.payload) < command.num_tokens * scheduler.limits.kv_bytes_per_token:
+    all_layers, token_bytes = scheduler.limits.num_layers, scheduler.limits.kv_bytes_per_token
+    num_layers = command.num_layers or all_layers
+    if command.first_layer < 0 or command.first_layer + num_layers > all_layers:
         return None
+    if len(command.payload) < command.num_tokens * token_bytes * num_layers // all_layers:
+        return None
+    some = num_layers < all_layers
+    layers = range(command.first_layer, command.first_layer + num_layers) if some else None
     scheduler.kv.bind(request)
     first_block = first // size
-    return UnpackJob(request, first_block, request.block_ids[first_block : -(-end // size)], command.num_tokens)
+    return UnpackJob(request, first_block, request.block_ids[first_block : -(-end // size)], command.num_tokens, layers)
 
 
 def unpacked(scheduler: Scheduler, job: UnpackJob, *, last: bool) -> None:
     """Every byte of the range is there, and was verified. After the last one the request runs in the very next step: a round
     trip to the event loop would cost it a step. What is missing then is the leg's to say, not ours."""
     request = job.request
-    request.covered.update(range(job.first_block, job.first_block + len(job.block_ids)))
+    blocks = range(job.first_block, job.first_block + len(job.block_ids))
+    if job.layers is None:
+        request.covered.update(blocks)
+    else:
+        _layers_came(request, blocks, job.layers, scheduler.limits.num_layers)
     if last and not _missing(scheduler, request):
         kv_complete(scheduler, request.public)
+
+
+def _layers_came(request: Request, blocks: range, layers: range, num_layers: int) -> None:
+    came = (1 << layers.stop) - (1 << layers.start)
+    for block in blocks:
+        request.layers_in[block] = request.layers_in.get(block, 0) | came
+        if request.layers_in[block] == (1 << num_layers) - 1:
+            request.covered.add(block)
 
 
 def _missing(scheduler: Scheduler, request: Request) -> list[int]:
@@ -132,6 +151,7 @@ def run_locally(scheduler: Scheduler, attempt: str) -> None:
         request.end_pulls()
         scheduler.kv.bind(request)
         request.covered.clear()
+        request.layers_in.clear()
         request.move(State.RUNNING)
         scheduler.prefilling[attempt] = request
     elif request.state is State.WAITING:

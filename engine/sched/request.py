@@ -75,11 +75,12 @@ class Request:
     """
 
     __slots__ = (
-        "arrival", "arrived_at", "attempt", "beams", "block_ids", "choice", "choices", "compute_s", "covered", "flight_row",
-        "flights", "forced", "hasher", "header", "history", "kv_complete", "kv_target", "max_model_len", "max_tokens_total",
-        "mode", "num_cached_tokens", "num_computed", "num_prompt", "num_published", "num_reserved", "output", "packed_until",
-        "peer", "priority", "prompt_logprobs_from", "public", "pulls", "refetched", "returned", "samples", "sampling", "seq",
-        "shares_tail", "source", "state", "swapped", "tenant", "token_ids", "want_kv",
+        "arrival", "arrived_at", "attempt", "beams", "block_ids", "choice", "choices", "compute_s", "covered",
+        "flight_row", "flights", "forced", "hasher", "header", "history", "kv_complete", "kv_target", "layers_in",
+        "max_model_len", "max_tokens_total", "mode", "num_cached_tokens", "num_computed", "num_prompt", "num_published",
+        "num_reserved", "output", "packed_layers", "packed_until", "peer", "priority", "prompt_logprobs_from", "public",
+        "pulls", "refetched", "returned", "samples", "sampling", "seq", "shares_tail", "source", "state", "swapped",
+        "tenant", "token_ids", "want_kv",
     )  # fmt: skip
 
     def __init__(
@@ -142,8 +143,12 @@ class Request:
         self.swapped: list[int] = []
         """PREEMPTED: slots of the host tier that hold its first num_computed tokens' KV."""
         self.packed_until = request.decode_cached_tokens
+        self.packed_layers = 0
+        """Of the tokens from packed_until on, which are the last: layers that are packed already."""
         self.covered: set[int] = set()
         """REMOTE: indices of the blocks whose KV was unpacked."""
+        self.layers_in: dict[int, int] = {}
+        """REMOTE: of blocks that come layer by layer, a bit for each layer that was unpacked."""
         self.pulls: list[Pull] = []
         """REMOTE: what still writes into its blocks."""
         self.kv_complete = False

@@ -68,7 +68,9 @@ class Scheduler:
             tenant_quota=config.tenant_cache_blocks,
             worth_restoring=lambda num_tokens: restore_is_cheaper(num_tokens, self.rates),
         )
-        self.packing = Packing(config.block_size, limits.kv_bytes_per_token, config.slab_quota_per_peer)
+        self.packing = Packing(
+            config.block_size, limits.kv_bytes_per_token, config.slab_quota_per_peer, limits.num_layers
+        )
         self.pace = Pace(
             config.max_step_time_s,
             config.initial_prefill_tokens_per_s,

@@ -30,6 +30,7 @@ pytestmark = [
 ]
 SCRIPT = Path(__file__).with_name("kvtransfer_publisher.py")
 SIZE = 3 << 20
+ALREADY_SET = {name for name in os.environ if name.startswith("UCX_")}
 
 
 def all_stopped(pid: int) -> bool:
@@ -53,8 +54,7 @@ class Publisher:
         process = await asyncio.create_subprocess_exec(
             *inside, sys.executable, str(SCRIPT), arguments,
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-            # Importing ucxx sets some in its own process, which choose another path for NIXL's UCX.
-            env={**{k: v for k, v in os.environ.items() if not k.startswith("UCX_")}, "PYTHONSAFEPATH": "1"},
+            env={**os.environ, "PYTHONSAFEPATH": "1"},
         )  # fmt: skip
         assert process.stdout is not None
         hello = json.loads(await asyncio.wait_for(process.stdout.readline(), 30))
@@ -119,6 +119,14 @@ async def until_free(transfer: Transfer, within_s: float) -> None:
         assert time.monotonic() < limit, f"slabs did not come back: {audit.slabs}"
         await asyncio.sleep(0.02)
     assert not audit.violations
+
+
+async def test_what_ucxx_chooses_is_not_inherited_by_children(reader: Transfer) -> None:
+    """NIXL's UCX in a child would take another path with it."""
+    left = {name for name in os.environ if name.startswith("UCX_")}
+    assert "ucxx" in sys.modules
+    assert left <= ALREADY_SET
+    assert 0.0 < reader.message_s < 0.5
 
 
 async def test_fifty_slabs_arrive_intact_and_every_slab_comes_back(publisher: Publisher, reader: Transfer) -> None:

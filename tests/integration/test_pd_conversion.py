@@ -4,31 +4,43 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+import xxhash
 
-from diptych.common.block_identity import golden_key
+from diptych.common.block_identity import IdentityHeader, golden_key
 from diptych.common.errors import IncompatibleWorkersError
+from diptych.common.sampling import SamplingParams
+from diptych.engine.exec.model_runner import DTYPES, TorchModelRunner
+from diptych.engine.fake_runner import FakeRunner
+from diptych.engine.messages import ScheduledSeq
 from diptych.rpc.v1 import router_pb2
+from diptych.worker.model import LoadedModel
 
 PROMPT = [(7 * i + 3) % 1000 for i in range(150)]
 FAIL = router_pb2.FAILURE_POLICY_FAIL
 
 
-@pytest.fixture(scope="session")
-def pd() -> ModuleType:
-    name = "diptych_test_pd_harness"
+def by_path(name: str, path: Path) -> ModuleType:
     if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("pd_harness.py"))
+        spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None
         assert spec.loader is not None
         sys.modules[name] = module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     return sys.modules[name]
+
+
+@pytest.fixture(scope="session")
+def pd() -> ModuleType:
+    return by_path("diptych_test_pd_harness", Path(__file__).with_name("pd_harness.py"))
 
 
 def model(pd: ModuleType, block_size: int, **facts: Any) -> Any:
@@ -99,4 +111,158 @@ async def test_what_must_not_or_cannot_be_converted_is_refused_by_name(
         local = await router.run(cluster.submit_message(attempt="b", prompt=PROMPT))
         assert local.token_ids == await undisturbed(pd, PROMPT)
         assert local.explanation.local_prefill
+        await cluster.nothing_left()
+
+
+# ---- order of heads ----
+
+
+class HeadsFirst(FakeRunner):
+    """Its blocks lie heads first: [num_layers, 2, heads, slots, head_dim], two heads of four bytes."""
+
+    HEADS, BYTES = 2, 4
+
+    def pack(self, block_ids: Sequence[int], num_tokens: int, out: memoryview, layers: range | None = None) -> int:
+        super().pack(block_ids, num_tokens, out, layers)
+        size = self._swap(out, num_tokens, layers, to_heads_first=True)
+        return xxhash.xxh3_64_intdigest(bytes(out[:size]))
+
+    def unpack(self, block_ids: Sequence[int], num_tokens: int, src: memoryview, layers: range | None = None) -> None:
+        copy = bytearray(src)
+        self._swap(memoryview(copy), num_tokens, layers, to_heads_first=False)
+        super().unpack(block_ids, num_tokens, memoryview(copy), layers)
+
+    def _swap(self, raw: memoryview, num_tokens: int, layers: range | None, *, to_heads_first: bool) -> int:
+        rows = 2 * (self.num_layers if layers is None else len(layers))
+        flat = np.frombuffer(raw, dtype=np.uint8)
+        at = 0
+        for first in range(0, num_tokens, self.block_size):
+            slots = min(self.block_size, num_tokens - first)
+            size = rows * slots * self.HEADS * self.BYTES
+            shape = (rows, slots, self.HEADS) if to_heads_first else (rows, self.HEADS, slots)
+            part = flat[at : at + size]
+            part[:] = part.reshape(*shape, self.BYTES).swapaxes(1, 2).reshape(-1).copy()
+            at += size
+        return at
+
+
+def two_heads(pd: ModuleType, block_size: int, layout: str) -> Any:
+    made = model(pd, block_size, num_kv_heads=2, kv_layout=layout)
+    kind = HeadsFirst if layout.endswith("hnd") else FakeRunner
+    runner = kind(num_blocks=64, block_size=block_size, vocab_size=pd.VOCAB, head_dim=8)
+    return replace(made, runner=runner)
+
+
+@pytest.mark.parametrize(
+    ("p_layout", "d_layout", "d_size"),
+    [
+        ("block-major-hnd", "block-major", 16),
+        ("block-major", "block-major-hnd", 16),
+        ("block-major-hnd", "block-major", 24),
+    ],
+)
+async def test_tokens_are_the_same_across_orders_of_heads(
+    pd: ModuleType, p_layout: str, d_layout: str, d_size: int
+) -> None:
+    async with (
+        pd.cluster(num_prefill=0, decode=lambda: two_heads(pd, 16, "block-major")) as alone,
+        pd.FakeRouter(alone.decode.address) as router,
+    ):
+        expected = (await router.run(alone.submit_message(attempt="local", prompt=PROMPT))).token_ids
+    async with (
+        pd.cluster(
+            prefill=lambda: two_heads(pd, 16, p_layout), decode=lambda: two_heads(pd, d_size, d_layout),
+            prefill_config=settings(16), decode_config=settings(d_size),
+        ) as cluster,
+        pd.FakeRouter(cluster.decode.address) as router,
+    ):  # fmt: skip
+        answer = await router.run(cluster.submit_message(attempt="a", prompt=PROMPT, policy=FAIL))
+        assert answer.error is None
+        assert answer.token_ids == expected
+        assert "was converted" in answer.explanation.notes[-1]
+        await cluster.nothing_left()
+
+
+# ---- dtype, on a real model ----
+
+LENGTH = 101
+WORDS = [(11 * i + 5) % 310 for i in range(LENGTH)]
+SAMPLING = SamplingParams(max_tokens=8, seed=7, temperature=1.0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    exec_kit = by_path(
+        "diptych_test_exec_kit", Path(__file__).parent.parent.joinpath("unit", "engine_exec", "conftest.py")
+    )
+    made: Path = exec_kit.tiny_model_dir(tmp_path_factory.mktemp("model"), "LlamaForCausalLM")
+    return made
+
+
+def tiny(folder: Path, dtype: str) -> TorchModelRunner:
+    return TorchModelRunner.load(folder, dtype=dtype, num_blocks=24, block_size=16, backend="torch")
+
+
+def tiny_model(pd: ModuleType, runner: TorchModelRunner) -> LoadedModel:
+    made = pd.fake_model()
+    identity = IdentityHeader(bytes(32), "model-1", "tokenizer-1", runner.kv_dtype, 16)
+    config = runner.config
+    compat = replace(
+        made.compat, num_layers=config.num_layers, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
+        kv_dtype=runner.kv_dtype, block_identity_golden=golden_key(identity),
+    )  # fmt: skip
+    return LoadedModel(runner, compat, identity, None)
+
+
+def step(runner: TorchModelRunner, tokens: list[int], start: int, table: list[int], index: int) -> int:
+    [token] = runner.execute([ScheduledSeq("a", tokens, start, table, True, SAMPLING, index)]).token_ids
+    assert token is not None
+    return token
+
+
+def expected_of(folder: Path, p_dtype: str, d_dtype: str) -> tuple[list[int], torch.Tensor]:
+    """By hand: the prompt in prefill's dtype, its KV cast by torch, the rest in decode's. Tokens and the KV that crosses."""
+    source, target = tiny(folder, p_dtype), tiny(folder, d_dtype)
+    table = list(range(-(-(LENGTH + 8) // 16)))
+    out = [step(source, WORDS, 0, table, 0)]
+    target.pool.tensor[table] = source.pool.tensor[table].to(DTYPES[d_dtype])
+    crossed = target.pool.tensor[table].clone()
+    for index in range(1, 8):
+        out.append(step(target, [out[-1]], LENGTH + index - 1, table, index))
+    return out, crossed
+
+
+@pytest.mark.parametrize(
+    ("p_dtype", "d_dtype"), [("float32", "bfloat16"), ("bfloat16", "float32"), ("float16", "float32")]
+)
+async def test_kv_of_another_dtype_arrives_as_torch_casts_it(
+    pd: ModuleType, folder: Path, p_dtype: str, d_dtype: str
+) -> None:
+    """Bit for bit; and the tokens are those that the two models give together by hand."""
+    tokens, crossed = expected_of(folder, p_dtype, d_dtype)
+    decode = tiny(folder, d_dtype)
+    unpack, seen = decode.unpack, []
+
+    def watched(block_ids: Sequence[int], num_tokens: int, src: Any, layers: range | None = None) -> None:
+        seen.append((list(block_ids), num_tokens))
+        unpack(block_ids, num_tokens, src, layers)
+
+    decode.unpack = watched  # type: ignore[method-assign]
+    one_piece = {"slab_bytes": 1 << 20, "kv_overlap": "off"}
+    async with (
+        pd.cluster(
+            prefill=lambda: tiny_model(pd, tiny(folder, p_dtype)), decode=lambda: tiny_model(pd, decode),
+            prefill_config={**settings(16), **one_piece}, decode_config={**settings(16), **one_piece},
+        ) as cluster,
+        pd.FakeRouter(cluster.decode.address) as router,
+    ):  # fmt: skip
+        answer = await router.run(cluster.submit_message(attempt="a", prompt=WORDS, policy=FAIL))
+        assert answer.error is None
+        assert answer.token_ids == tokens
+        assert "was converted" in answer.explanation.notes[-1]
+        [(blocks, num_tokens)] = seen
+        assert num_tokens == LENGTH
+        for i, block in enumerate(blocks):
+            slots = min(16, LENGTH - 16 * i)
+            assert torch.equal(decode.pool.tensor[block][:, :, :slots], crossed[i][:, :, :slots])
         await cluster.nothing_left()

@@ -1,7 +1,7 @@
 """Run many schedules of the hand-off: `python -P tests/sim/explore.py --seeds 100000`. Prints every seed that fails.
 
 A long run may be made in parts: `--first 20000 --seeds 20000 --out FILE` adds what each found to FILE, with the commit it ran on.
-`--within` ends a part early, between two schedules; its entry says where.
+`--within` ends a part early, between two schedules; its entry says where. `--jobs 16` runs sixteen parts side by side.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import logging
 import platform
 import subprocess
 import sys
+import tempfile
 import time
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -25,21 +27,49 @@ from handoff_sim.world import run  # noqa: E402
 
 def note(out: Path, first: int, num: int, failed: list[int], callbacks: int, seconds: float) -> None:
     """Add one part to the file; the sums stand at its top."""
-    parts = json.loads(out.read_text())["parts"] if out.exists() else []
     commit = subprocess.run(
         ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False, cwd=Path(__file__).parent
     )
-    parts.append(
-        {
-            "first": first, "seeds": num, "violations": len(failed), "failing_seeds": failed, "callbacks": callbacks,
-            "seconds": round(seconds, 1), "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "commit": commit.stdout.strip(), "python": platform.python_version(),
-        }
-    )  # fmt: skip
+    part = {
+        "first": first, "seeds": num, "violations": len(failed), "failing_seeds": failed, "callbacks": callbacks,
+        "seconds": round(seconds, 1), "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit.stdout.strip(), "python": platform.python_version(),
+    }  # fmt: skip
+    add(out, [part])
+
+
+def add(out: Path, new: list[dict[str, Any]]) -> None:
+    parts = [*(json.loads(out.read_text())["parts"] if out.exists() else []), *new]
     parts.sort(key=lambda part: part["first"])
     total = {name: sum(part[name] for part in parts) for name in ("seeds", "violations", "callbacks")}
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps({"what": "random schedules of the hand-off", **total, "parts": parts}, indent=2) + "\n")
+
+
+def side_by_side(args: argparse.Namespace) -> int:
+    """Children of this script, each with a part of the seeds."""
+    cuts = [args.first + args.seeds * i // args.jobs for i in range(args.jobs + 1)]
+    with tempfile.TemporaryDirectory() as folder:
+        outs = [Path(folder, f"{i}.json") for i in range(args.jobs)]
+        children = [
+            subprocess.Popen(
+                [
+                    sys.executable, "-P", __file__, "--first", str(cuts[i]), "--seeds", str(cuts[i + 1] - cuts[i]),
+                    "--stop-after", str(args.stop_after), "--within", str(args.within), "--out", str(outs[i]),
+                ],
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            )
+            for i in range(args.jobs) if cuts[i + 1] > cuts[i]
+        ]  # fmt: skip
+        failed = 0
+        for child in children:
+            output, _ = child.communicate()
+            failed += child.returncode != 0
+            print(output if child.returncode else output.splitlines()[-1], flush=True)
+        if args.out is not None:
+            add(args.out, [part for out in outs if out.exists() for part in json.loads(out.read_text())["parts"]])
+    print(f"{'FAILED' if failed else 'ok'}: seeds {args.first} to {args.first + args.seeds - 1}, {failed} parts failed")
+    return 1 if failed else 0
 
 
 def main() -> int:
@@ -49,7 +79,10 @@ def main() -> int:
     parser.add_argument("--stop-after", type=int, default=5, help="failing seeds")
     parser.add_argument("--within", type=float, default=float("inf"), help="seconds, after which the run ends early")
     parser.add_argument("--out", type=Path, help="add what was found to this JSON file")
+    parser.add_argument("--jobs", type=int, default=1, help="parts that run side by side")
     args = parser.parse_args()
+    if args.jobs > 1:
+        return side_by_side(args)
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     logging.getLogger("diptych").setLevel(logging.CRITICAL)
     gc.disable()  # a schedule's loops are garbage all at once; in between there is none

@@ -27,9 +27,15 @@ class Decoder:
             config.rope, config.head_dim, max_model_len, dtype=like.dtype, device=like.device
         )
 
-    def forward(self, batch: StepBatch, should_abort: Callable[[], bool] | None) -> Tensor | None:
+    def forward(
+        self,
+        batch: StepBatch,
+        should_abort: Callable[[], bool] | None,
+        on_layers: Callable[[int], None] | None = None,
+    ) -> Tensor | None:
         """Compute the step's tokens and store their KV.
 
+        Args: on_layers: told between two layers how many are done.
         Returns: logits of batch.sample_rows, [num_samples, vocab_size] in the model's dtype; None when there are none.
         Raises: StepAborted when should_abort() turned true between two layers.
         """
@@ -40,6 +46,8 @@ class Decoder:
         for index, layer in enumerate(weights.layers):
             if should_abort is not None and should_abort():
                 raise StepAborted
+            if index and on_layers is not None:
+                on_layers(index)
             q, k, v = self._qkv(layer, layer.input_norm(x), cos, sin)
             self._attention.write(index, k, v, batch)
             if index == last and not batch.sample_rows:

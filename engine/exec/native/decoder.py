@@ -58,7 +58,12 @@ class NativeDecoder:
         )
         self._buffers = _Buffers(config, library)
 
-    def forward(self, batch: NativeBatch, should_abort: Callable[[], bool] | None) -> Tensor | None:
+    def forward(
+        self,
+        batch: NativeBatch,
+        should_abort: Callable[[], bool] | None,
+        on_layers: Callable[[int], None] | None = None,
+    ) -> Tensor | None:
         """See models.decoder.Decoder.forward."""
         x = embedding(torch.from_numpy(batch.token_ids), self._weights.embedding)
         step = self._buffers.step(x, batch)
@@ -70,9 +75,13 @@ class NativeDecoder:
         stride = max(1, _ROW_LAYERS // x.shape[0]) if batch.decode_only else 1
         for first in range(0, end, stride):
             _give_up(should_abort)
+            if first and on_layers is not None:
+                on_layers(first)
             library.layers(model, ctypes.byref(step), first, min(end, first + stride))
         if not whole:
             _give_up(should_abort)
+            if last and on_layers is not None:
+                on_layers(last)
             library.attention_part(model, ctypes.byref(step), last)
             if not batch.sample_rows:
                 return None

@@ -16,6 +16,8 @@ from diptych.common.errors import TransferError
 from diptych.decode.coverage import Coverage
 from diptych.decode.unpack_desk import UnpackDesk
 from diptych.engine.messages import RangePacked
+from diptych.engine.sched.layer_groups import LayerGroups
+from diptych.engine.sched.packing import PackJob
 from diptych.kvtransfer import read_side
 from diptych.kvtransfer.handle import Refusal
 from diptych.kvtransfer.ledger import DropPeer, SlabState
@@ -181,6 +183,15 @@ def a_range_packed_too_late_keeps_its_grant() -> Any:
     return mock.patch.object(Handoffs, "on_step", on_step)
 
 
+@mutation
+def layers_are_packed_before_they_are_computed() -> Any:
+    def next_job(self: LayerGroups, num_layers: int) -> PackJob | None:
+        jobs = (self._scheduler.packing.layer_job(one, num_layers + 1) for one in self._due.get(num_layers, ()))
+        return next((job for job in jobs if job is not None), None)
+
+    return mock.patch.object(LayerGroups, "next_job", next_job)
+
+
 # ---- decode ----
 
 
@@ -257,9 +268,9 @@ def a_peer_has_no_quota() -> Any:
 def a_slab_is_finished_while_it_is_unpacked() -> Any:
     original = UnpackDesk.unpack
 
-    async def unpack(self: UnpackDesk, attempt: str, slab: Any) -> bool:
+    async def unpack(self: UnpackDesk, attempt: str, slab: Any, *, last: bool = False) -> bool:
         try:
-            return await original(self, attempt, slab)
+            return await original(self, attempt, slab, last=last)
         except BaseException:
             self._reader.finish(slab)
             raise
@@ -270,3 +281,12 @@ def a_slab_is_finished_while_it_is_unpacked() -> Any:
 @mutation
 def decode_begins_before_every_range_is_in() -> Any:
     return mock.patch.object(Coverage, "complete", property(lambda self: True))
+
+
+@mutation
+def decode_begins_before_every_layer_is_in() -> Any:
+    def complete(self: Coverage) -> bool:
+        tokens = {token for one in self._ranges for token in range(one.first, one.end)}
+        return len(tokens) == self.end - self.first
+
+    return mock.patch.object(Coverage, "complete", property(complete))

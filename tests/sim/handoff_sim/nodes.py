@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from random import Random
 from typing import Any
 
 from handoff_sim.channel import SimCall, SimChannel
-from handoff_sim.links import Links, Node
-from handoff_sim.loop import VirtualLoop
-from handoff_sim.wire import SimTransport, Wires
+from handoff_sim.engine import BLOCK, COMPAT, LAYERS, LAYOUT, MAX_LEN, VOCAB, Context, SimEngine
+from handoff_sim.links import Node
+from handoff_sim.wire import SimTransport
 
-from diptych.common.block_identity import IdentityHeader, golden_key
-from diptych.common.compat import Compat
 from diptych.decode.intake import Intake
 from diptych.decode.link_rate import LinkRates
 from diptych.decode.remote_leg import LegTools
 from diptych.decode.submission import Limits as DecodeLimits
 from diptych.decode.unpack_desk import UnpackDesk
 from diptych.decode.way_back import PrefillRates
-from diptych.engine.config import EngineConfig
-from diptych.engine.core import EngineCore
-from diptych.engine.fake_runner import FakeRunner
-from diptych.engine.messages import Command, EngineEvent, EngineStats, GrantSlabs, RangePacked, SlabGrant, UnpackRange
+from diptych.engine.messages import EngineEvent, GrantSlabs, RangePacked, SlabGrant
+from diptych.engine.overlap import Overlap
 from diptych.kvtransfer.config import TransferConfig
 from diptych.kvtransfer.core import TICK_S, TransferCore
 from diptych.kvtransfer.handle import SlabHandle
-from diptych.kvtransfer.layout import layout_hash
 from diptych.kvtransfer.ledger import SlabState
 from diptych.prefill.handoff import Handoffs
 from diptych.prefill.request import Limits as PrefillLimits
@@ -36,108 +29,6 @@ from diptych.rpc.v1 import worker_pb2
 from diptych.worker import wire
 from diptych.worker.peers import PeerDirectory
 from diptych.worker.refs import WorkerRef
-
-BLOCK = 4
-VOCAB = 997
-MAX_LEN = 64
-IDENTITY = IdentityHeader(bytes(32), "model", "tokenizer", "float32", BLOCK)
-COMPAT = Compat(
-    model="fake", model_revision="model", tokenizer_revision="tokenizer", num_layers=1, num_kv_heads=1, head_dim=8,
-    block_size=BLOCK, kv_dtype="float32", kv_layout="block-major", attention_version="1", sampler_version="1",
-    block_identity_golden=golden_key(IDENTITY),
-)  # fmt: skip
-LAYOUT = layout_hash(COMPAT)
-
-
-@dataclass(frozen=True)
-class Sizes:
-    num_slabs: int = 3
-    num_blocks: int = 24
-    chunk: int = 8
-    lease_s: float = 1.0
-    read_base_s: float = 0.5
-    silence_s: float = 1.0
-    quota: int = 2
-    cap: int = 1
-    grant_quota: int = 2
-
-
-def make_runner(num_blocks: int) -> FakeRunner:
-    return FakeRunner(
-        num_blocks, BLOCK, num_layers=1, head_dim=8, vocab_size=VOCAB, max_model_len=MAX_LEN, eos_token_ids=(VOCAB - 1,)
-    )
-
-
-@dataclass
-class Context:
-    loop: VirtualLoop
-    rng: Random
-    links: Links
-    wires: Wires
-    sizes: Sizes
-    report: Callable[[str], None]
-    check_unpack: Callable[[UnpackRange], None]
-
-
-class SimEngine:
-    """The engine's core, stepped on virtual time; a step takes some."""
-
-    def __init__(self, context: Context, node: Node, on_events: Callable[[list[EngineEvent]], None]) -> None:
-        self._ctx, self._node, self._on_events = context, node, on_events
-        config = EngineConfig(
-            num_blocks=context.sizes.num_blocks, block_size=BLOCK, max_num_seqs=8, max_step_time_s=None,
-            max_num_batched_tokens=context.sizes.chunk, slab_quota_per_peer=context.sizes.grant_quota,
-            check_invariants=True,
-        )  # fmt: skip
-        self.core = EngineCore(make_runner(context.sizes.num_blocks), config, IDENTITY, context.loop)
-        self._inbox: list[Command] = []
-        self._scheduled = False
-        node.on_resume.append(self._kick)
-
-    def send(self, command: Command) -> None:
-        if not self._node.dead:
-            self._inbox.append(command)
-            self._kick()
-
-    def stats(self) -> EngineStats:
-        return self.core.stats()
-
-    def _kick(self) -> None:
-        if not self._scheduled and not self._node.dead and not self._node.stopped:
-            self._scheduled = True
-            self._ctx.loop.call_later(self._ctx.rng.random() ** 2 * 0.01, self._begin)
-
-    def _begin(self) -> None:
-        """What comes while the step is computed waits for the next one."""
-        commands, self._inbox = self._inbox, []
-        self._ctx.loop.call_later(self._ctx.rng.random() ** 2 * 0.01, self._step, commands)
-
-    def _step(self, commands: list[Command]) -> None:
-        self._scheduled = False
-        if self._node.dead:
-            return
-        if self._node.stopped:
-            self._inbox[:0] = commands
-            return
-        for command in commands:
-            if isinstance(command, UnpackRange):
-                self._ctx.check_unpack(command)
-            self.core.handle(command)
-        worked = self.core.step()
-        events = self.core.take_events()
-        if events:
-            self._ctx.loop.call_soon(self._deliver, events)
-        if worked or self._inbox:
-            self._kick()
-
-    def _deliver(self, events: list[EngineEvent]) -> None:
-        if not self._node.dead:
-            self._on_events(events)
-
-    def left_over(self) -> list[str]:
-        counts = self.core.scheduler.kv.pool.counts
-        busy = {"requests": len(self.core.scheduler.requests), "running": counts.running, "reserved": counts.reserved}
-        return [f"{self._node.worker_id}: engine has {n} {what} left" for what, n in busy.items() if n]
 
 
 class SimTransfer:
@@ -155,7 +46,7 @@ class SimTransfer:
                 transport="inproc", slab_bytes=4096, num_slabs=sizes.num_slabs, lease_s=sizes.lease_s,
                 peer_quota=min(sizes.quota, sizes.num_slabs), quarantine_cap=sizes.cap, read_base_s=sizes.read_base_s,
             ),
-            worker_id=node.worker_id, incarnation=node.incarnation, role=role, layout_hash=LAYOUT, num_layers=1,
+            worker_id=node.worker_id, incarnation=node.incarnation, role=role, layout_hash=LAYOUT, num_layers=LAYERS,
             bytes_per_s=1e9, loop=context.loop, clock=context.loop.time, wake=self._kick,
         )  # fmt: skip
         side = self.core._publisher or self.core._reader
@@ -283,7 +174,7 @@ class PrefillNode:
             if grant.slab in self.transfer.transport.touching():
                 self.context.report(f"{self.ref.worker_id}: slab {grant.slab} was granted while it is being sent")
             self.granted[grant.slab] = grant.generation
-        self.engine.send(GrantSlabs(grants))
+        self.engine.send(GrantSlabs(grants, Overlap(self.context.sizes.overlap)))
 
     def _on_free(self, slab: int, why: str) -> None:
         """What rests on a word of decode rests on the word of the slab's own reader."""
@@ -344,8 +235,8 @@ class DecodeNode:
         }
         tools = LegTools(
             peers=self.peers, reader=self.transfer.core, desk=self.desk, links=LinkRates(), rates=PrefillRates(),
-            clock=context.loop, kv_bytes_per_token=16, num_layers=1, reads_in_flight=2, read_base_s=context.sizes.read_base_s,
-            silence_s=context.sizes.silence_s, renew_every_s=context.sizes.lease_s / 4,
+            clock=context.loop, kv_bytes_per_token=16, num_layers=LAYERS, reads_in_flight=2,
+            read_base_s=context.sizes.read_base_s, silence_s=context.sizes.silence_s, renew_every_s=context.sizes.lease_s / 4,
         )  # type: ignore[arg-type]  # fmt: skip
         self.intake = Intake(
             self.engine,  # type: ignore[arg-type]

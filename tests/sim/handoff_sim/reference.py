@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from handoff_sim.nodes import BLOCK, IDENTITY, MAX_LEN, make_runner
+from handoff_sim.engine import BLOCK, IDENTITY, LAYERS, MAX_LEN, make_runner
 
 from diptych.common.sampling import SamplingParams
 from diptych.engine.config import EngineConfig
@@ -43,10 +43,10 @@ def _pool(ids: tuple[int, ...]) -> FakeRunner:
 
 
 @cache
-def kv(ids: tuple[int, ...], first_token: int, num_tokens: int) -> bytes:
+def kv(ids: tuple[int, ...], first_token: int, num_tokens: int, layers: range) -> bytes:
     """As packed: tokens [first_token, first_token + num_tokens) of these ids."""
     runner = _pool(ids)
-    out = bytearray(num_tokens * runner.kv_bytes_per_token)
+    out = bytearray(num_tokens * runner.kv_bytes_per_token * len(layers) // LAYERS)
     first, end = first_token // BLOCK, -(-(first_token + num_tokens) // BLOCK)
-    runner.pack(list(range(first, end)), num_tokens, memoryview(out))
+    runner.pack(list(range(first, end)), num_tokens, memoryview(out), layers)
     return bytes(out)

@@ -39,6 +39,50 @@ def test_coverage_refuses_what_is_outside_empty_or_twice(first: int, num: int) -
         coverage.add(first, num)
 
 
+@given(st.integers(1, 5), st.integers(1, 40), st.integers(0, 10), st.randoms())
+def test_coverage_counts_layers(num_layers: int, num_tokens: int, first: int, rng) -> None:
+    cut = first + rng.randint(1, num_tokens)
+    whole = [(first, cut - first, 0, num_layers)] if cut > first else []
+    rest = [(cut, first + num_tokens - cut, layer, 1) for layer in range(num_layers) if cut < first + num_tokens]
+    ranges = [*whole, *rest]
+    rng.shuffle(ranges)
+    coverage = Coverage(first, first + num_tokens, num_layers)
+    for one in ranges:
+        assert not coverage.complete
+        coverage.add(*one)
+        with pytest.raises(TransferError, match="overlaps"):
+            coverage.add(*one)
+    assert coverage.complete
+
+
+@pytest.mark.parametrize(("low", "num"), [(0, 0), (-1, 2), (3, 2), (4, 1), (1, 2), (0, 4)])
+def test_coverage_refuses_layers_outside_empty_or_twice(low: int, num: int) -> None:
+    coverage = Coverage(0, 32, num_layers=4)
+    coverage.add(0, 16, 1, 2)
+    coverage.add(0, 16, 0, 1)
+    with pytest.raises(TransferError):
+        coverage.add(0, 16, low, num)
+
+
+def test_what_a_link_does_is_measured_over_reads_that_overlap() -> None:
+    rates = LinkRates(alpha=0.5)
+    assert rates.link("p0") == 0.0
+    rates.began("p0", 1.0)
+    rates.began("p0", 1.0)
+    rates.began("p1", 1.0)
+    rates.ended("p0", 4_000_000, 2.0)
+    assert rates.link("p0") == 0.0, "the burst is not over"
+    rates.ended("p0", 4_000_000, 2.0)
+    assert rates.link("p0") == 8_000_000.0, "not the four million of each read"
+    rates.began("p0", 5.0)
+    rates.ended("p0", 0, 9.0)
+    assert rates.link("p0") == 8_000_000.0, "a read that failed says nothing"
+    rates.began("p0", 10.0)
+    rates.ended("p0", 4_000_000, 11.0)
+    assert rates.link("p0") == 6_000_000.0
+    assert rates.link("p1") == 0.0
+
+
 def test_link_rates_follow_the_readings_and_bound_the_deadline() -> None:
     rates = LinkRates(alpha=0.5, floor_bytes_per_s=1e6)
     assert rates.read_deadline_s("p0", 1_000_000, base_s=3.0) == 7.0

@@ -196,3 +196,46 @@ def test_folders_that_are_no_model(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps([]))
     with pytest.raises(ConfigError, match="JSON object"):
         TorchModelRunner.load(tmp_path, num_blocks=1)
+
+
+@pytest.mark.parametrize("num_tokens", [7, 8, 29])
+def test_layers_are_packed_alone_and_unpacked_alone(tiny, num_tokens):
+    table, other = tiny.table(29), tiny.table(29)
+    tiny.prefill(prompt_of(29), table, chunk=29)
+    runner = tiny.runner
+    runner.pool.tensor[other] = 3.0
+    for layers in (range(2, 3), range(2)):
+        payload = bytearray(num_tokens * runner.kv_bytes_per_token * len(layers) // runner.num_layers)
+        assert runner.pack(table, num_tokens, memoryview(payload), layers) == xxhash.xxh3_64_intdigest(bytes(payload))
+        runner.unpack(other, num_tokens, memoryview(bytes(payload)), layers)
+        done = range(2, 3) if layers.start else range(3)
+        for i, (source, target) in enumerate(zip(table, other, strict=True)):
+            used = min(8, max(0, num_tokens - 8 * i))
+            for layer in range(3):
+                got = runner.pool.tensor[target][layer, :, :used]
+                assert (
+                    torch.equal(got, runner.pool.tensor[source][layer, :, :used]) if layer in done else (got == 3).all()
+                )
+
+
+@pytest.mark.parametrize("sample", [True, False])
+def test_what_a_step_says_of_its_layers_is_true(tiny, sample):
+    """Their KV is final when it is said: packed then or after the step, it is the same."""
+    table, runner = tiny.table(13), tiny.runner
+    prompt, told = prompt_of(13), []
+
+    def on_layers(num_layers):
+        payload = bytearray(13 * runner.kv_bytes_per_token * num_layers // runner.num_layers)
+        told.append((num_layers, runner.pack(table, 13, memoryview(payload), range(num_layers)), payload))
+
+    runner.on_layers = on_layers
+    try:
+        runner.execute([tiny.seq(prompt, 0, table, sample=sample)])
+    finally:
+        runner.on_layers = lambda num_layers: None
+    assert runner.tells_layers
+    assert [num_layers for num_layers, *_ in told] == [1, 2]
+    for num_layers, checksum, payload in told:
+        again = bytearray(len(payload))
+        assert runner.pack(table, 13, memoryview(again), range(num_layers)) == checksum
+        assert again == payload

@@ -48,9 +48,9 @@ class PullingRunner(FakeRunner):
         super().__init__(**options)
         self.copies: list[Copy] = []
 
-    def unpack(self, block_ids, num_tokens, src):
+    def unpack(self, block_ids, num_tokens, src, layers=None):
         if not isinstance(src, DeviceRange):
-            return super().unpack(block_ids, num_tokens, src)
+            return super().unpack(block_ids, num_tokens, src, layers)
         return self.copies.pop(0)
 
 

@@ -164,12 +164,17 @@ class Pair:
 
     def _on_prefill(self, event: EngineEvent) -> None:
         match event:
-            case RangePacked(attempt, slab, _, first, count, size):
+            case RangePacked(attempt, slab, _, first, count, size, _, first_layer, num_layers):
                 data = bytearray(self._grants[slab].payload[:size])
                 if self._on_payload is not None:
                     self._on_payload(data)
-                self.outcomes[attempt].moved_tokens += count
-                self.decode.send(UnpackRange(attempt, slab, first, count, memoryview(data)))
+                layers = self.prefill.core.scheduler.limits.num_layers
+                self.outcomes[attempt].moved_tokens += count * (num_layers or layers) // layers
+                self.decode.send(
+                    UnpackRange(
+                        attempt, slab, first, count, memoryview(data), first_layer=first_layer, num_layers=num_layers
+                    )
+                )
                 self.prefill.send(GrantSlabs((self._grants[slab],)))
             case TokensOut(attempt, _, token_ids, choice=choice, logprobs=logprobs):
                 self.decode.send(FirstToken(attempt, token_ids[0], choice, logprobs[0] if logprobs else None))

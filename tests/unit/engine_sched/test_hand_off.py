@@ -26,6 +26,7 @@ from diptych.engine.messages import (
     TokensOut,
     UnpackRange,
 )
+from diptych.engine.overlap import Overlap
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 4, 7, 16, 64])
@@ -300,7 +301,7 @@ def test_a_slab_that_holds_no_block_is_refused_loudly(kit):
 
 def test_a_failed_pack_fails_that_request_and_keeps_the_slab(kit):
     class Broken(FakeRunner):
-        def pack(self, block_ids, num_tokens, out):
+        def pack(self, block_ids, num_tokens, out, layers=None):
             raise RuntimeError("no")
 
     prefill = kit.make_engine(Broken(64, kit.BLOCK))
@@ -311,11 +312,11 @@ def test_a_failed_pack_fails_that_request_and_keeps_the_slab(kit):
     assert prefill.core.scheduler.packing.slabs_held == 1
 
 
-def ranges_of(kit, least_early_bytes, num_prompt=32, chunk=8):
+def ranges_of(kit, overlap, num_prompt=32, chunk=8):
     """Token counts of the ranges as they are packed, and how many of them came before the last chunk was computed."""
     engine = kit.make_engine(max_num_batched_tokens=chunk)
     token_bytes = engine.core.scheduler.limits.kv_bytes_per_token
-    engine.send(GrantSlabs(kit.make_grants(8, 64 * token_bytes), least_early_bytes))
+    engine.send(GrantSlabs(kit.make_grants(8, 64 * token_bytes), overlap))
     request = replace(kit.make_request(prompt=num_prompt, max_tokens=3), mode=KvMode.PREFILL, peer="d0")
     engine.send(AddRequest(request))
     events = kit.run_until_idle(engine)
@@ -327,11 +328,11 @@ def ranges_of(kit, least_early_bytes, num_prompt=32, chunk=8):
 
 
 def test_small_ranges_wait_for_the_next_chunk_and_none_goes_early_when_overlap_is_off(kit):
-    packed, early, token_bytes = ranges_of(kit, 0)
+    packed, early, token_bytes = ranges_of(kit, Overlap("on"))
     assert packed == [8] * 4
     assert early == 3
-    assert ranges_of(kit, 16 * token_bytes)[0] == [16, 16]
-    packed, early, _ = ranges_of(kit, 1 << 62)
+    assert ranges_of(kit, Overlap("auto", 16 * token_bytes, 1.0))[0] == [16, 16]
+    packed, early, _ = ranges_of(kit, Overlap("off"))
     assert (packed, early) == ([32], 0)
 
 

@@ -160,6 +160,8 @@ async def test_the_engines_failure_and_the_deadline_end_the_leg(parts) -> None:
         ({"decode_cached_tokens": 8}, InvalidRequestError),
         ({"decode_cached_tokens": 48}, InvalidRequestError),
         ({"remaining_s": 0.0}, InvalidRequestError),
+        ({"link_bytes_per_s": -1.0}, InvalidRequestError),
+        ({"link_bytes_per_s": float("nan")}, InvalidRequestError),
         ({"prompt_token_ids": [1] * 256}, InvalidRequestError),
         ({"prefill": types_pb2.WorkerRef(worker_id="p0", incarnation="former")}, StaleReferenceError),
     ],

@@ -1,0 +1,167 @@
+"""What all workers of a world share, and the engine's core stepped on virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+
+from handoff_sim.links import Links, Node
+from handoff_sim.loop import VirtualLoop
+from handoff_sim.wire import Wires
+
+from diptych.common.block_identity import IdentityHeader, golden_key
+from diptych.common.compat import Compat
+from diptych.engine.config import EngineConfig
+from diptych.engine.core import EngineCore
+from diptych.engine.fake_runner import FakeRunner
+from diptych.engine.messages import Cancel, Command, EngineEvent, EngineStats, UnpackRange
+from diptych.kvtransfer.layout import layout_hash
+
+BLOCK = 4
+LAYERS = 4
+VOCAB = 997
+MAX_LEN = 64
+IDENTITY = IdentityHeader(bytes(32), "model", "tokenizer", "float32", BLOCK)
+COMPAT = Compat(
+    model="fake", model_revision="model", tokenizer_revision="tokenizer", num_layers=LAYERS, num_kv_heads=1, head_dim=2,
+    block_size=BLOCK, kv_dtype="float32", kv_layout="block-major", attention_version="1", sampler_version="1",
+    block_identity_golden=golden_key(IDENTITY),
+)  # fmt: skip
+LAYOUT = layout_hash(COMPAT)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    num_slabs: int = 3
+    num_blocks: int = 24
+    chunk: int = 8
+    lease_s: float = 1.0
+    read_base_s: float = 0.5
+    silence_s: float = 1.0
+    quota: int = 2
+    cap: int = 1
+    grant_quota: int = 2
+    overlap: str = "on"
+
+
+def make_runner(num_blocks: int) -> FakeRunner:
+    return FakeRunner(
+        num_blocks,
+        BLOCK,
+        num_layers=LAYERS,
+        head_dim=2,
+        vocab_size=VOCAB,
+        max_model_len=MAX_LEN,
+        eos_token_ids=(VOCAB - 1,),
+    )
+
+
+@dataclass
+class Context:
+    loop: VirtualLoop
+    rng: Random
+    links: Links
+    wires: Wires
+    sizes: Sizes
+    report: Callable[[str], None]
+    check_unpack: Callable[[UnpackRange], None]
+
+
+class CancelledLater:
+    """Attempts that are found cancelled after so many looks: between two layers of the step."""
+
+    def __init__(self, attempts: set[str], looks: int) -> None:
+        self._attempts, self._looks = attempts, looks
+
+    def __contains__(self, attempt: object) -> bool:
+        self._looks -= 1
+        return self._looks < 0 and attempt in self._attempts
+
+
+class SimEngine:
+    """The engine's core, stepped on virtual time; a step takes some."""
+
+    def __init__(self, context: Context, node: Node, on_events: Callable[[list[EngineEvent]], None]) -> None:
+        self._ctx, self._node, self._on_events = context, node, on_events
+        config = EngineConfig(
+            num_blocks=context.sizes.num_blocks, block_size=BLOCK, max_num_seqs=8, max_step_time_s=None,
+            max_num_batched_tokens=context.sizes.chunk, slab_quota_per_peer=context.sizes.grant_quota,
+            check_invariants=True,
+        )  # fmt: skip
+        self.core = EngineCore(make_runner(context.sizes.num_blocks), config, IDENTITY, context.loop)
+        self.core.on_packed_early(self._deliver_early)
+        self._inbox: list[Command] = []
+        self._scheduled = False
+        self._some_early = False
+        self._unfinished: tuple[list[EngineEvent], bool] | None = None
+        """A step that the worker was stopped in."""
+        node.on_resume += [self._go_on, self._kick]
+
+    def send(self, command: Command) -> None:
+        if not self._node.dead:
+            self._inbox.append(command)
+            self._kick()
+
+    def stats(self) -> EngineStats:
+        return self.core.stats()
+
+    def _kick(self) -> None:
+        if not self._scheduled and not self._node.dead and not self._node.stopped:
+            self._scheduled = True
+            self._ctx.loop.call_later(self._ctx.rng.random() ** 2 * 0.01, self._begin)
+
+    def _begin(self) -> None:
+        """What comes while the step is computed waits for the next one."""
+        commands, self._inbox = self._inbox, []
+        self._ctx.loop.call_later(self._ctx.rng.random() ** 2 * 0.01, self._step, commands)
+
+    def _step(self, commands: list[Command]) -> None:
+        self._scheduled = False
+        if self._node.dead:
+            return
+        if self._node.stopped:
+            self._inbox[:0] = commands
+            return
+        for command in commands:
+            if isinstance(command, UnpackRange):
+                self._ctx.check_unpack(command)
+            self.core.handle(command)
+        coming = {command.attempt for command in self._inbox if isinstance(command, Cancel)}
+        self._some_early = False
+        worked = self.core.step(CancelledLater(coming, self._ctx.rng.randint(0, 6)) if coming else ())
+        events = self.core.take_events()
+        if self._some_early:  # the rest of the step takes its time
+            self._scheduled = True
+            self._ctx.loop.call_later(self._ctx.rng.random() ** 2 * 0.02, self._finish, events, worked)
+        else:
+            self._finish(events, worked)
+
+    def _finish(self, events: list[EngineEvent], worked: bool) -> None:
+        if self._node.stopped:
+            self._unfinished = events, worked
+            return
+        self._scheduled = False
+        if events:
+            self._ctx.loop.call_soon(self._deliver, events)
+        if worked or self._inbox:
+            self._kick()
+
+    def _go_on(self) -> None:
+        if self._unfinished is not None:
+            unfinished, self._unfinished = self._unfinished, None
+            self._finish(*unfinished)
+
+    def _deliver_early(self) -> None:
+        """In the midst of a step: some layers of a prompt's last chunk are packed."""
+        self._some_early = True
+        self._ctx.loop.call_soon(self._deliver, self.core.take_events())
+
+    def _deliver(self, events: list[EngineEvent]) -> None:
+        if not self._node.dead:
+            self._on_events(events)
+
+    def left_over(self) -> list[str]:
+        counts = self.core.scheduler.kv.pool.counts
+        busy = {"requests": len(self.core.scheduler.requests), "running": counts.running, "reserved": counts.reserved}
+        return [f"{self._node.worker_id}: engine has {n} {what} left" for what, n in busy.items() if n]
