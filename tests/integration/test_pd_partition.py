@@ -19,10 +19,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 
-from diptych.common.errors import DiptychError, WorkerLostError
+from diptych.common.errors import DiptychError, TransferError, WorkerLostError
 from diptych.decode.server import DecodeRole
+from diptych.kvtransfer.build import build_transfer
+from diptych.kvtransfer.config import TransferConfig
 from diptych.rpc.v1 import router_pb2
 from diptych.worker.process import make_transfer
 from diptych.worker.runtime import WorkerRuntime
@@ -170,6 +173,59 @@ async def test_a_partition_costs_the_leg_and_heals_by_itself(
             again = await router.run(cluster.submit_message(attempt=f"d{number}", prompt=PROMPT, prefill=[child]))
             assert again.token_ids == tokens, "something of before the partition landed where it must not"
         await cluster.nothing_left(within_s=6.0)
+
+
+@pytest.fixture(scope="session")
+def slabs() -> ModuleType:
+    return load("diptych_test_kvtransfer_ucx", "test_kvtransfer_ucx.py")
+
+
+def bytes_of(seed: int, size: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, size, np.uint8)
+
+
+async def test_what_lands_when_a_partition_heals_lands_in_nothing_that_is_used(
+    slabs: ModuleType, host: OtherHost
+) -> None:
+    """A read that fails in a partition leaves its slab in quarantine. All others are then filled from a worker of this host and
+    held; the partition heals, the answer lands, and the others' bytes are what they were."""
+    size = 3 << 20
+    config = TransferConfig(transport="ucx", num_slabs=4, peer_quota=3, host=host.here, lease_s=60.0)
+    reader = build_transfer(
+        config, worker_id="d0", incarnation="x", role="decode", layout_hash=7, loop=asyncio.get_running_loop()
+    )
+    inside = ("ip", "netns", "exec", host.name)
+    there = await slabs.Publisher.start("life1", "p-there", inside=inside, host=host.there, lease_s=60.0)
+    near = await slabs.Publisher.start("life1", "p-here", host=host.here)
+    try:
+        reader.finish(await reader.read(there.ref, await there.publish("a", 0), deadline_s=10))
+        reader.finish(await reader.read(near.ref, await near.publish("b", 0), deadline_s=10))
+        handle = await there.publish("a", 1, size)
+        host.cut()
+        with pytest.raises(TransferError, match="deadline"):
+            await reader.read(there.ref, handle, deadline_s=0.5)
+        held = [await reader.read(near.ref, await near.publish("b", seed, size), deadline_s=10) for seed in (2, 3, 4)]
+        counts = (await reader.audit(full=True)).slabs
+        assert (counts.quarantined, counts.settled, counts.free) == (1, 3, 0)
+        before = reader.bytes_per_s
+        host.heal()
+        until = time.monotonic() + 20.0
+        while (audit := await reader.audit(full=True)).slabs.quarantined:
+            assert not audit.violations
+            assert time.monotonic() < until, "the answer of before the partition never landed"
+            await asyncio.sleep(0.02)
+        assert reader.bytes_per_s == before, "what landed late counts for nothing"
+        for seed, slab in zip((2, 3, 4), held, strict=True):
+            assert np.array_equal(np.frombuffer(slab.payload, np.uint8), bytes_of(seed, size))
+            reader.finish(slab)
+        again = await reader.read(there.ref, await there.publish("a", 5, size), deadline_s=10)
+        assert np.array_equal(np.frombuffer(again.payload, np.uint8), bytes_of(5, size))
+        reader.finish(again)
+        await slabs.until_free(reader, 2)
+    finally:
+        await there.stop()
+        await near.stop()
+        await reader.close()
 
 
 async def test_a_loopback_address_is_refused_by_a_reader_on_another_host(
