@@ -42,9 +42,9 @@ class FakeDeviceRunner(FakeRunner):
         self.catch_up()
         super().copy_blocks(copies)
 
-    def pack(self, block_ids: Sequence[int], num_tokens: int, out: memoryview) -> int:
+    def pack(self, block_ids: Sequence[int], num_tokens: int, out: memoryview, layers: range | None = None) -> int:
         self.catch_up()
-        return super().pack(block_ids, num_tokens, out)
+        return super().pack(block_ids, num_tokens, out, layers)
 
     def catch_up(self, until: _FakeStep | None = None) -> None:
         """Compute what was launched, up to and with `until`."""

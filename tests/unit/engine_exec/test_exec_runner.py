@@ -23,7 +23,7 @@ def prompt_of(length, seed=1):
 def test_is_a_model_runner(tiny):
     runner: ModelRunner = tiny.runner
     assert (runner.num_blocks, runner.block_size, runner.vocab_size, runner.max_model_len) == (64, 8, 320, 256)
-    assert runner.kv_bytes_per_token == 3 * 2 * 2 * 16 * 4
+    assert runner.kv_bytes_per_token == 3 * 2 * 2 * 32 * 4
     assert runner.eos_token_ids == (2,)
     assert runner.execute([]).token_ids == []
 
@@ -138,7 +138,7 @@ def test_groups_cover_all_sequences_and_stay_small():
 def test_half_precision_runs(tiny_dir, driver_of, dtype):
     driver = driver_of(tiny_dir, dtype=dtype)
     assert driver.runner.kv_dtype == dtype
-    assert driver.runner.kv_bytes_per_token == 3 * 2 * 2 * 16 * 2
+    assert driver.runner.kv_bytes_per_token == 3 * 2 * 2 * 32 * 2
     [out] = driver.generate([prompt_of(20)], 4, chunk=7)
     assert all(0 <= t < 320 for t in out)
     payload = bytearray(20 * driver.runner.kv_bytes_per_token)
@@ -147,7 +147,7 @@ def test_half_precision_runs(tiny_dir, driver_of, dtype):
 
 
 def test_sharded_checkpoint(model_dir_of, driver_of, tiny):
-    folder = model_dir_of("LlamaForCausalLM", shard="200KB")
+    folder = model_dir_of("LlamaForCausalLM", shard="200KB", head_dim=32)
     assert (folder / "model.safetensors.index.json").exists()
     assert driver_of(folder).generate([prompt_of(9)], 4) == tiny.generate([prompt_of(9)], 4)
     next(iter(sorted(folder.glob("model-*.safetensors")))).unlink()
