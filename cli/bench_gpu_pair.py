@@ -233,7 +233,7 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
     common: dict[str, Any] = {
         "trace": args.trace, "switch_interval_s": args.switch_ms / 1e3,
         "transport": "ipc", "slab_bytes": args.slab_mib * MIB, "num_slabs": args.num_slabs, "max_model_len": 20_000,
-        "num_blocks": 20_000, "max_num_seqs": 256, "max_num_batched_tokens": args.chunk,
+        "num_blocks": 20_000, "max_num_seqs": 256, "max_num_batched_tokens": args.chunk, "steps_ahead": not args.after,
     }  # fmt: skip
     workers = [
         await Worker.start(0, "prefill", {**common, "graph_sizes": [1]}),
@@ -271,6 +271,7 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=4096, help="tokens of a prefill step")
     parser.add_argument("--trace", type=int, default=0, help="print so many last moments of each hand-off series")
     parser.add_argument("--switch-ms", type=float, default=0.5, help="sys.setswitchinterval of the workers")
+    parser.add_argument("--after", action="store_true", help="plan every step after the last one's tokens are read")
     parser.add_argument("--rates", type=float, nargs="+", default=[8.0, 16.0])
     parser.add_argument("--seconds", type=float, default=20.0)
     args = parser.parse_args()

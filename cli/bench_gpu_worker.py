@@ -105,6 +105,8 @@ def trace() -> None:
 
     wrap(core.EngineCore, "handle", "handle")
     wrap(core.EngineCore, "_execute", "execute")
+    wrap(core.EngineCore, "_launch", "launch")
+    wrap(core.EngineCore, "_land", "land")
     wrap(core.EngineCore, "_pack", "pack")
     wrap(pulls.Pulls, "take_done", "pulls")
     wrap(handoff.Handoffs, "on_step", "P events")

@@ -47,6 +47,7 @@ class WorkerConfig:
         scheduling_policy: fcfs, priority, sjf (shortest job first, with aging) or fair (tokens by tenant).
         long_prefill_token_threshold: prompt tokens of one request in one step; 0: no such cap.
         tenant_cache_share: part of the pool that one tenant's cached blocks may take.
+        steps_ahead: on a GPU, launch a decode step before the last one's tokens are read.
         num_host_blocks: KV blocks in host memory for what the pool evicts or swaps out; 0: none.
         preemption_mode: auto (by measured cost), recompute or swap.
         grammar_backend: of structured output: auto (xgrammar, and llguidance for what xgrammar would not follow to the
@@ -108,6 +109,7 @@ class WorkerConfig:
     max_step_time_s: float = 0.5
     threads: int = 1
     enable_prefix_caching: bool = True
+    steps_ahead: bool = True
     scheduling_policy: str = "fcfs"
     long_prefill_token_threshold: int = 0
     tenant_cache_share: float = 1.0

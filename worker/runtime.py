@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Callable
-from importlib import metadata
+from importlib.metadata import PackageNotFoundError, version
 
 import structlog
 
@@ -47,6 +47,14 @@ from diptych.worker.service import WorkerServicer
 from diptych.worker.stats import engine_numbers, host_to_proto, settings_of
 
 log = structlog.get_logger(__name__)
+
+
+def _version() -> str:
+    try:
+        return version("diptych")
+    except PackageNotFoundError:  # a source tree on the path: no package is installed
+        return "source"
+
 
 _LIVENESS_POLL_S = 0.5
 _ROLES = {"prefill": worker_pb2.WORKER_ROLE_PREFILL, "decode": worker_pb2.WORKER_ROLE_DECODE}
@@ -107,6 +115,7 @@ class WorkerRuntime:
                 num_host_blocks=config.num_host_blocks,
                 slab_quota_per_peer=max(4, config.num_slabs // 2),
                 preemption_mode=config.preemption_mode,
+                steps_ahead=config.steps_ahead,
                 check_invariants=config.check_invariants,
             ),
             model.identity,
@@ -242,7 +251,7 @@ class WorkerRuntime:
             max_num_seqs=self.config.max_num_seqs,
             transport_path=self.transfer.path,
             transport_bytes_per_s=self.transfer.bytes_per_s,
-            version=metadata.version("diptych"),
+            version=_version(),
         )
 
     def worker_stats(self) -> worker_pb2.GetStatsResponse:
