@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from diptych.cli import doctor_hosts, doctor_serving
 from diptych.cli.doctor_facts import Facts
 from diptych.cli.doctor_verdict import Level, Verdict
+
+if TYPE_CHECKING:
+    from diptych.cli.status_client import StatusClient
+    from diptych.common.tls import ClusterTls
 
 CHECKS: tuple[Callable[[Facts], Iterator[Verdict]], ...] = (
     doctor_hosts.cluster,
@@ -80,14 +84,11 @@ def show(verdicts: list[Verdict]) -> None:
     Console().print(_table(verdicts))
 
 
-def run_doctor(url: str, *, sample_s: float, json_out: bool, tls_ca: Any = None) -> int:
+def run_doctor(client: StatusClient, *, sample_s: float, json_out: bool, cluster_tls: ClusterTls | None = None) -> int:
     """Returns: the exit code; 1 when something is bad. Raises: DiptychError when the router cannot be asked."""
     from diptych.cli.doctor_gather import gather
-    from diptych.cli.router_access import cluster_tls_here
-    from diptych.cli.status_client import StatusClient
 
-    tls = None if url else cluster_tls_here()  # another cluster's workers know nothing of our certificate
-    verdicts = examine(gather(StatusClient(url, tls_ca=tls_ca), sample_s, cluster_tls=tls))
+    verdicts = examine(gather(client, sample_s, cluster_tls=cluster_tls))
     if json_out:
         print(as_json(verdicts))
     else:

@@ -13,7 +13,7 @@ import grpc
 from diptych.cli.doctor_facts import Facts, Host, Worker
 from diptych.cli.status_client import StatusClient
 from diptych.common.tls import ClusterTls
-from diptych.rpc.channels import channel_options
+from diptych.rpc.channels import channel_options, cluster_credentials, name_option
 from diptych.rpc.stubs import WorkerStub
 from diptych.rpc.v1 import worker_pb2
 
@@ -64,8 +64,7 @@ class _Answers:
 def _channel(address: str, tls: ClusterTls | None) -> grpc.Channel:
     if tls is None:
         return grpc.insecure_channel(address, options=channel_options())
-    credentials = grpc.ssl_channel_credentials(tls.ca, tls.key, tls.cert)
-    return grpc.secure_channel(address, credentials, options=channel_options())
+    return grpc.secure_channel(address, cluster_credentials(tls), options=[*channel_options(), *name_option(tls)])
 
 
 def _ask(known: dict[str, Any], tls: ClusterTls | None) -> Worker:

@@ -34,7 +34,8 @@ def cluster(facts: Facts) -> Iterator[Verdict]:
                 "cluster",
                 Level.UNKNOWN,
                 f"{worker.id} at {worker.address} cannot be asked: {worker.error}",
-                "run the doctor where workers can be reached (inside the cluster's private network)",
+                "run the doctor where workers can be reached (inside the cluster's private network); where they want a "
+                "certificate, with --cluster-ca, --cluster-cert and --cluster-key",
             )
         for violation in worker.violations:
             yield Verdict(

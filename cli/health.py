@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import ssl
 import sys
 import urllib.error
 import urllib.request
@@ -15,19 +16,23 @@ def why_unhealthy(address: str, *, timeout_s: float) -> str:
     """Why the server at `address` does not serve; empty: it does.
 
     Args:
-        address: host:port of a gRPC server (grpc.health.v1 is asked, with the certificate of DIPTYCH_CLUSTER_CA, _CERT and _KEY
-            where they are set), or an http:// URL that must answer 200.
-    Raises: ConfigError when it is neither.
+        address: host:port of a gRPC server: grpc.health.v1 is asked, with the certificate of DIPTYCH_CLUSTER_CA, _CERT and _KEY
+            where they are set, and for the name DIPTYCH_CLUSTER_TLS_NAME. Or an http:// or https:// URL that must answer 200;
+            where the router's own DIPTYCH_TLS_CERT is in the environment, that very certificate is expected, whomever it names.
+    Raises: ConfigError when it is none of them.
     """
-    if address.startswith("http://"):
+    if address.startswith(("http://", "https://")):
         return _ask_http(address, timeout_s)
     if "/" in address or ":" not in address:
-        raise ConfigError("address", address, "must be host:port or an http:// URL")
+        raise ConfigError("address", address, "must be host:port, or an http:// or https:// URL")
     return _ask_grpc(address, timeout_s)
 
 
 def _ask_http(url: str, timeout_s: float) -> str:
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a health check of our own needs no proxy
+    handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]  # no proxy: it is one of ours
+    if url.startswith("https://"):
+        handlers.append(urllib.request.HTTPSHandler(context=_context(os.environ.get("DIPTYCH_TLS_CERT", ""))))
+    opener = urllib.request.build_opener(*handlers)
     try:
         with opener.open(url, timeout=timeout_s) as answer:
             return "" if answer.status == 200 else f"HTTP {answer.status}"
@@ -38,13 +43,26 @@ def _ask_http(url: str, timeout_s: float) -> str:
         return str(error)
 
 
+def _context(own_cert: str) -> ssl.SSLContext:
+    try:
+        context = ssl.create_default_context(cafile=own_cert or None)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError("tls_cert", own_cert, f"cannot be used: {error}") from None
+    if own_cert:
+        context.check_hostname = False
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    return context
+
+
 def _ask_grpc(address: str, timeout_s: float) -> str:
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
     files = [os.environ.get(f"DIPTYCH_CLUSTER_{part}", "") for part in ("CA", "CERT", "KEY")]
-    tls = load_cluster_tls(*files)
-    options = [("grpc.enable_http_proxy", 0)]
+    tls = load_cluster_tls(*files, os.environ.get("DIPTYCH_CLUSTER_TLS_NAME", ""))
+    options: list[tuple[str, str | int]] = [("grpc.enable_http_proxy", 0)]
+    if tls is not None and tls.name:
+        options.append(("grpc.ssl_target_name_override", tls.name))
     with (
         grpc.insecure_channel(address, options=options)
         if tls is None

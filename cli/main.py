@@ -154,7 +154,7 @@ def model(
 
 @app.command()
 def health(
-    address: Annotated[str, typer.Argument(help="host:port of a gRPC server, or an http:// URL.")],
+    address: Annotated[str, typer.Argument(help="host:port of a gRPC server, or an http(s):// URL.")],
     timeout_s: Annotated[float, typer.Option(help="Deadline of the one question that is asked.")] = 3.0,
 ) -> None:
     """Ask one server whether it serves: exit code 0 or 1, for health checks."""

@@ -6,7 +6,14 @@ from typing import Annotated
 
 import typer
 
-from diptych.cli.router_access import TLS_CA
+from diptych.cli.router_access import (
+    CLUSTER_CA,
+    CLUSTER_CERT,
+    CLUSTER_KEY,
+    CLUSTER_TLS_NAME,
+    TLS_CA,
+    TLS_SERVER_NAME,
+)
 
 _URL = typer.Option(metavar="URL", help="Of a router's HTTP server; default: the cluster here.")
 
@@ -20,11 +27,20 @@ def register(app: typer.Typer) -> None:
         sample_s: Annotated[float, typer.Option(min=0.0, max=600.0, help="Watch the workers for so long.")] = 3.0,
         json_out: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
         tls_ca: TLS_CA = None,
+        tls_server_name: TLS_SERVER_NAME = "",
+        cluster_ca: CLUSTER_CA = "",
+        cluster_cert: CLUSTER_CERT = "",
+        cluster_key: CLUSTER_KEY = "",
+        cluster_tls_name: CLUSTER_TLS_NAME = "",
     ) -> None:
         """Find out what slows a cluster down, each finding with a next step. Exit code 1 when something is bad."""
         from diptych.cli.doctor import run_doctor
+        from diptych.cli.router_access import cluster_tls
+        from diptych.cli.status_client import StatusClient
 
-        raise typer.Exit(run_doctor(url, sample_s=sample_s, json_out=json_out, tls_ca=tls_ca))
+        tls = cluster_tls(cluster_ca, cluster_cert, cluster_key, cluster_tls_name, here=not url)
+        client = StatusClient(url, tls_ca=tls_ca, server_name=tls_server_name)
+        raise typer.Exit(run_doctor(client, sample_s=sample_s, json_out=json_out, cluster_tls=tls))
 
     @app.command()
     def top(
@@ -32,8 +48,11 @@ def register(app: typer.Typer) -> None:
         every_s: Annotated[float, typer.Option(min=0.1, max=3600.0, help="Pause between two looks.")] = 1.0,
         count: Annotated[int, typer.Option(min=0, help="Look so many times; 0: until Ctrl-C.")] = 0,
         tls_ca: TLS_CA = None,
+        tls_server_name: TLS_SERVER_NAME = "",
     ) -> None:
         """Watch the cluster live; in a pipe, one line for each look."""
+        from diptych.cli.status_client import StatusClient
         from diptych.cli.top import run_top
 
-        raise typer.Exit(run_top(url, every_s=every_s, count=count, tls_ca=tls_ca))
+        client = StatusClient(url, tls_ca=tls_ca, server_name=tls_server_name)
+        raise typer.Exit(run_top(client, every_s=every_s, count=count))

@@ -35,6 +35,28 @@ TLS_SERVER_NAME = Annotated[
 ]
 
 
+def _cluster_file(part: str, text: str) -> typer.models.OptionInfo:
+    option: typer.models.OptionInfo = typer.Option(
+        f"--cluster-{part}", envvar=f"DIPTYCH_CLUSTER_{part.upper()}", metavar="PATH", help=text
+    )
+    return option
+
+
+CLUSTER_CA = Annotated[str, _cluster_file("ca", "PEM file of the authority of a cluster whose workers want mTLS.")]
+CLUSTER_CERT = Annotated[str, _cluster_file("cert", "Certificate of that authority, shown to the workers.")]
+CLUSTER_KEY = Annotated[
+    str, _cluster_file("key", "Its private key. Default of the three: as the cluster here has them.")
+]
+CLUSTER_TLS_NAME = Annotated[
+    str,
+    typer.Option(
+        envvar="DIPTYCH_CLUSTER_TLS_NAME",
+        metavar="TEXT",
+        help="Name that the workers' certificates must hold, where it is not their address's host.",
+    ),
+]
+
+
 @dataclass(frozen=True, slots=True)
 class RouterAccess:
     """Args:
@@ -82,9 +104,17 @@ def router_access(address: str = "", tls_ca: Path | None = None, server_name: st
     return RouterAccess(state.grpc_address, tls_ca, server_name)
 
 
-def cluster_tls_here() -> ClusterTls | None:
-    """What the cluster here shows its own workers. Raises: ConfigError when its files cannot be used."""
+def cluster_tls(ca: str, cert: str, key: str, name: str = "", *, here: bool) -> ClusterTls | None:
+    """What is shown to workers that want to see a certificate: the files named, else what the cluster here shows its own.
+
+    Args:
+        here: that cluster is the one that is asked about; another one's workers know nothing of its certificate.
+    Raises: ConfigError when only some files are named, or one cannot be used.
+    """
     from diptych.common.tls import load_cluster_tls
 
-    state = state_here()
-    return None if state is None else load_cluster_tls(state.cluster_ca, state.cluster_cert, state.cluster_key)
+    if here and not (ca or cert or key):
+        state = state_here()
+        if state is not None:
+            return load_cluster_tls(state.cluster_ca, state.cluster_cert, state.cluster_key)
+    return load_cluster_tls(ca, cert, key, name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import http.client
 import json
 import os
 import ssl
@@ -17,13 +19,50 @@ from diptych.common.paths import run_dir
 DEFAULT_URL = "http://127.0.0.1:8000"
 
 
+def _context(tls_ca: Path | None, *, pinned: bool) -> ssl.SSLContext:
+    """Raises: ConfigError when the file cannot be used."""
+    try:
+        context = ssl.create_default_context(cafile=None if tls_ca is None else str(tls_ca))
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError("tls_ca", str(tls_ca), f"cannot be used: {error}") from None
+    if pinned:  # the very certificate that the router of this folder shows: whom it names does not matter
+        context.check_hostname = False
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    return context
+
+
+class _Connection(http.client.HTTPSConnection):
+    """HTTPS to an address whose certificate names somebody else."""
+
+    def __init__(self, host: str, *, server_name: str, context: ssl.SSLContext, **more: Any) -> None:
+        super().__init__(host, context=context, **more)
+        self._tls, self._server_name = context, server_name
+
+    def connect(self) -> None:
+        http.client.HTTPConnection.connect(self)
+        self.sock = self._tls.wrap_socket(self.sock, server_hostname=self._server_name or self.host)
+
+
+class _Https(urllib.request.HTTPSHandler):
+    def __init__(self, context: ssl.SSLContext, server_name: str) -> None:
+        super().__init__(context=context)
+        self._connection = functools.partial(_Connection, server_name=server_name, context=context)
+
+    def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
+        answer: http.client.HTTPResponse = self.do_open(self._connection, req)
+        return answer
+
+
 class StatusClient:
     """Args:
     url: of the router's HTTP server; empty: the cluster that runs from this folder, else the default port here.
     tls_ca: PEM file of the authorities to trust; None: those of the system, or as the cluster here has it.
+    server_name: that the router's certificate must hold; empty: the URL's host.
     """
 
-    def __init__(self, url: str = "", *, tls_ca: Path | None = None, timeout_s: float = 5.0) -> None:
+    def __init__(
+        self, url: str = "", *, tls_ca: Path | None = None, server_name: str = "", timeout_s: float = 5.0
+    ) -> None:
         own = False
         if not url:
             state = RunFolder(run_dir()).read_state()
@@ -35,15 +74,10 @@ class StatusClient:
         self.url = url.rstrip("/")
         self._timeout_s = timeout_s
         handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
-        if tls_ca is not None:
-            try:
-                context = ssl.create_default_context(cafile=str(tls_ca))
-            except (OSError, ssl.SSLError) as error:
-                raise ConfigError("tls_ca", str(tls_ca), f"cannot be used: {error}") from None
-            if own:  # the very certificate that the router of this folder shows: whom it names does not matter
-                context.check_hostname = False
-                context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-            handlers.append(urllib.request.HTTPSHandler(context=context))
+        if self.url.startswith("https://"):
+            handlers.append(_Https(_context(tls_ca, pinned=own), server_name))
+        elif tls_ca is not None and not own:
+            raise ConfigError("tls_ca", str(tls_ca), f"is for https://, and the router's URL is {self.url}")
         self._opener = urllib.request.build_opener(*handlers)
 
     def get(self) -> dict[str, Any]:

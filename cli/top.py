@@ -125,15 +125,13 @@ def view(status: dict[str, Any]) -> Any:
 
 
 def run_top(
-    url: str,
+    client: StatusClient,
     *,
     every_s: float,
     count: int,
-    tls_ca: Any = None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
     """Look again and again. `count`: so many times; 0: until Ctrl-C. Returns: 0; 1 when the last look got no answer."""
-    client = StatusClient(url, tls_ca=tls_ca)
     if sys.stdout.isatty():
         return _run_live(client, every_s, count, sleep)
     looks, failed = 0, False

@@ -39,21 +39,31 @@ def load_server_tls(cert_file: Path | str, key_file: Path | str) -> ServerTls:
 
 @dataclass(frozen=True, slots=True)
 class ClusterTls:
-    """What our own processes show each other (mTLS): a certificate of the cluster's authority, as server and as client."""
+    """What our own processes show each other (mTLS): a certificate of the cluster's authority, as server and as client.
+
+    Args:
+        name: that every peer's certificate must hold (one certificate for a whole pool, whose addresses nobody knows before);
+            empty: the host that it is called by.
+    """
 
     ca: bytes
     cert: bytes
     key: bytes
+    name: str = ""
 
 
-def load_cluster_tls(ca_file: Path | str, cert_file: Path | str, key_file: Path | str) -> ClusterTls | None:
+def load_cluster_tls(
+    ca_file: Path | str, cert_file: Path | str, key_file: Path | str, name: str = ""
+) -> ClusterTls | None:
     """None: none of the files is named. Raises: ConfigError when only some are, or one cannot be used."""
     named = {"cluster_ca": ca_file, "cluster_cert": cert_file, "cluster_key": key_file}
     if not any(str(file) for file in named.values()):
+        if name:
+            raise ConfigError("cluster_tls_name", name, "is of no use without cluster_ca, cluster_cert and cluster_key")
         return None
-    for name, file in named.items():
+    for setting, file in named.items():
         if not str(file):
-            raise ConfigError(name, "", "must be set too: mTLS needs an authority, a certificate and its key")
+            raise ConfigError(setting, "", "must be set too: mTLS needs an authority, a certificate and its key")
     try:
         authority = Path(ca_file).read_bytes()
         ssl.create_default_context(cadata=authority.decode())
@@ -63,7 +73,7 @@ def load_cluster_tls(ca_file: Path | str, cert_file: Path | str, key_file: Path 
         own = load_server_tls(cert_file, key_file)
     except ConfigError as error:
         raise ConfigError(error.field.replace("tls_", "cluster_"), error.value, error.rule) from None
-    return ClusterTls(authority, own.cert, own.key)
+    return ClusterTls(authority, own.cert, own.key, name)
 
 
 def is_loopback(host: str) -> bool:

@@ -21,8 +21,11 @@ class RouterConfig:
     request_timeout_s: deadline of a request that brings none; also the most that one may ask for.
     max_prompt_bytes: larger texts are refused before they are tokenized.
     keys_file: API keys made by `diptych keys`; when set, every route but /live and /health and every gRPC method needs one.
+    open_metrics: /metrics and /ready need no key: for scrapers, probes and gateways that have none. They hold numbers only (and
+        with tenant_metrics the tenants' names).
     tls_cert, tls_key: PEM files; when set, both servers speak TLS only.
     cluster_ca, cluster_cert, cluster_key: PEM files: routers and workers show each other a certificate of this authority.
+    cluster_tls_name: that a worker's certificate must hold; empty: the host of its address.
     insecure: let a server that other machines can reach run without keys or without TLS.
     tool_call_parser: hermes, llama3-json, mistral or a plug-in's name; "auto" goes by the chat template, "none" refuses tools.
     reasoning_parser: "think" parts <think>...</think> from answers; "auto" goes by the chat template, "none" does not.
@@ -60,11 +63,13 @@ class RouterConfig:
     max_prompt_bytes: int = 4 * 1024 * 1024
     generation_config: str = "auto"
     keys_file: Path | None = None
+    open_metrics: bool = False
     tls_cert: Path | None = None
     tls_key: Path | None = None
     cluster_ca: str = ""
     cluster_cert: str = ""
     cluster_key: str = ""
+    cluster_tls_name: str = ""
     insecure: bool = False
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"

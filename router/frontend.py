@@ -151,7 +151,7 @@ class Frontend:
             turn_window_s=config.turn_window_s,
             replication=Replication() if config.hot_prefix_copies else None,
             admission=Admission(config.admission, config.max_ttft_s, config.max_tpot_s),
-            tls=load_cluster_tls(config.cluster_ca, config.cluster_cert, config.cluster_key),
+            tls=load_cluster_tls(config.cluster_ca, config.cluster_cert, config.cluster_key, config.cluster_tls_name),
             rollout=self._rollout,
         )
         limits = IntakeLimits(

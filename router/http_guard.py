@@ -12,6 +12,8 @@ from diptych.router.status_page import STATIC_PATHS
 
 MAX_HEADER_BYTES = 32 * 1024
 OPEN_PATHS = frozenset({"/live", "/health"}) | STATIC_PATHS
+PROBE_PATHS = frozenset({"/metrics", "/ready"})
+"""Open, too, where `open_metrics` says so."""
 
 
 class HeadersTooLargeError(DiptychError):
@@ -21,11 +23,13 @@ class HeadersTooLargeError(DiptychError):
 class GuardMiddleware:
     """Args:
     keys: None: everybody is let in, as the default tenant.
+    open_metrics: /metrics and /ready need no key.
     """
 
-    def __init__(self, app: ASGIApp, keys: Authenticator | None) -> None:
+    def __init__(self, app: ASGIApp, keys: Authenticator | None, *, open_metrics: bool = False) -> None:
         self._app = app
         self._keys = keys
+        self._open = OPEN_PATHS | (PROBE_PATHS if open_metrics else frozenset())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":  # nothing else is served
@@ -36,7 +40,7 @@ class GuardMiddleware:
             if size > MAX_HEADER_BYTES:
                 raise HeadersTooLargeError(f"the headers have {size} bytes; at most {MAX_HEADER_BYTES} are taken")
             current_caller.set(ANYBODY)
-            if self._keys is not None and scope["path"] not in OPEN_PATHS:
+            if self._keys is not None and scope["path"] not in self._open:
                 current_caller.set(self._keys.identify(_authorization(scope)))
         except DiptychError as error:
             await error_response(error)(scope, receive, send)

@@ -70,13 +70,14 @@ def create_app(
     return app
 
 
-def guarded(app: ASGIApp, keys: Authenticator | None) -> ASGIApp:
+def guarded(app: ASGIApp, keys: Authenticator | None, *, open_metrics: bool = False) -> ASGIApp:
     """The application behind the checks that come before any routing.
 
     Args:
         keys: None: nobody needs one.
+        open_metrics: /metrics and /ready do not.
     """
-    return RequestIdMiddleware(GuardMiddleware(app, keys))
+    return RequestIdMiddleware(GuardMiddleware(app, keys, open_metrics=open_metrics))
 
 
 def package_version() -> str:

@@ -112,7 +112,8 @@ async def serve(
         tls = load_server_tls(config.tls_cert, config.tls_key)
     if not is_loopback(config.host) and (keys is None or tls is None):
         log.warning("other machines can reach this router", keys=keys is not None, tls=tls is not None)
-    faces = Faces(config.host, config.http_port, config.grpc_port, keys=keys, tls=tls)
+    open_metrics = config.open_metrics
+    faces = Faces(config.host, config.http_port, config.grpc_port, keys=keys, tls=tls, open_metrics=open_metrics)
     frontend = Frontend(config, store=store)
     try:
         await frontend.start()
@@ -143,6 +144,7 @@ class Faces:
     Args:
         keys: None: nobody needs one.
         tls: None: both servers speak plain text.
+        open_metrics: /metrics and /ready need no key.
     Raises: ConfigError naming the port that cannot be had.
     """
 
@@ -154,9 +156,11 @@ class Faces:
         *,
         keys: Authenticator | None = None,
         tls: ServerTls | None = None,
+        open_metrics: bool = False,
     ) -> None:
         self._host = host
         self._keys = keys
+        self._open_metrics = open_metrics
         self._tls = tls
         self._socket = listen(host, http_port)
         try:
@@ -191,7 +195,7 @@ class Faces:
         await self._grpc.start()
         self._http = _HttpServer(
             uvicorn.Config(
-                guarded(create_app(door, metrics, quotas, status), self._keys),
+                guarded(create_app(door, metrics, quotas, status), self._keys, open_metrics=self._open_metrics),
                 loop="none",
                 http=HttpProtocol,
                 lifespan="off",

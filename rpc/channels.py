@@ -54,13 +54,22 @@ def open_channel(address: str, tls: ClusterTls | None = None) -> grpc.aio.Channe
     """A channel to host:port of one of our own processes.
 
     Args:
-        tls: the peer must show a certificate of the cluster's authority that names its host, and gets ours; None: plain, for
-            loopback and private networks.
+        tls: the peer must show a certificate of the cluster's authority that names its host (or `tls.name`), and gets ours; None:
+            plain, for loopback and private networks.
     """
     if tls is None:
         return grpc.aio.insecure_channel(address, options=channel_options())
-    credentials = grpc.ssl_channel_credentials(tls.ca, tls.key, tls.cert)
-    return grpc.aio.secure_channel(address, credentials, options=channel_options())
+    return grpc.aio.secure_channel(address, cluster_credentials(tls), options=[*channel_options(), *name_option(tls)])
+
+
+def cluster_credentials(tls: ClusterTls) -> grpc.ChannelCredentials:
+    """Of a client within the cluster."""
+    return grpc.ssl_channel_credentials(tls.ca, tls.key, tls.cert)
+
+
+def name_option(tls: ClusterTls) -> list[tuple[str, str]]:
+    """For the channel's options: which name the peer's certificate must hold, where it is not the address's host."""
+    return [("grpc.ssl_target_name_override", tls.name)] if tls.name else []
 
 
 def cluster_server_credentials(tls: ClusterTls | None) -> grpc.ServerCredentials | None:

@@ -27,7 +27,8 @@ class WorkerConfig:
             is calling.
         port: 0: any free one.
         cluster_ca, cluster_cert, cluster_key: PEM files: routers and workers show each other a certificate of this authority,
-            on every gRPC connection between them; the certificate names the host of the worker's address.
+            on every gRPC connection between them; the certificate names the host of the worker's address, or:
+        cluster_tls_name: that a peer's certificate must hold, where one is shared by a pool whose addresses nobody knows before.
         insecure: let other machines reach this worker without them.
         advertise_host: how peers reach our gRPC server; empty: host.
         kv_host: address of the interface that KV crosses, and what peers are told of it; empty: host.
@@ -84,6 +85,7 @@ class WorkerConfig:
     cluster_ca: str = ""
     cluster_cert: str = ""
     cluster_key: str = ""
+    cluster_tls_name: str = ""
     insecure: bool = False
     advertise_host: str = ""
     kv_host: str = ""

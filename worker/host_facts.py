@@ -5,13 +5,18 @@ from __future__ import annotations
 import os
 import resource
 import socket
+import sysconfig
 import time
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 UNLIMITED = 2**64 - 1
 RDMA_MODULES = ("ib_core", "ib_uverbs", "rdma_ucm")
 """What a user-space RDMA library needs of the kernel, whatever the card; its own driver shows as a device."""
+UCX_FOLDERS = {"nixl-cu12": "nixl_cu12.libs/ucx", "libucx (of ucxx)": "libucx/lib/ucx"}
+"""Where the packages that bring a UCX keep its loadable parts, below site-packages."""
+INFINIBAND_PART = "libuct_ib.so*"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +40,13 @@ class HostFacts:
     hostname: str
 
 
-def read_host_facts(root: Path = Path("/")) -> HostFacts:
+def read_host_facts(root: Path = Path("/"), site: Path | None = None) -> HostFacts:
     """Args:
     root: where proc/, sys/ and dev/ lie; another one in tests.
+    site: site-packages; None: this interpreter's.
     """
     devices = _names(root / "sys/class/infiniband")
+    ucx = ucx_parts(Path(sysconfig.get_path("platlib")) if site is None else site)
     shm_bytes, shm_free = _shm(root / "dev/shm")
     return HostFacts(
         wall_clock_s=time.time(),
@@ -51,7 +58,7 @@ def read_host_facts(root: Path = Path("/")) -> HostFacts:
         shm_bytes=shm_bytes,
         shm_free_bytes=shm_free,
         rdma_devices=tuple(devices),
-        rdma_missing=tuple(_rdma_missing(root, devices)),
+        rdma_missing=(*_rdma_missing(root, devices), *_ucx_missing(ucx)),
         hostname=socket.gethostname(),
     )
 
@@ -61,9 +68,27 @@ def _rdma_missing(root: Path, devices: list[str]) -> list[str]:
     for module in RDMA_MODULES:  # a module built into the kernel shows below /sys/module, too
         if not (root / "sys/module" / module).exists():
             missing.append(f"kernel module {module} is not loaded (modprobe {module})")
+    if devices and (root / "proc/driver/nvidia").exists() and not (root / "sys/module/nvidia_peermem").exists():
+        missing.append(
+            "kernel module nvidia_peermem is not loaded (modprobe nvidia_peermem; a driver with DMA-BUF needs none)"
+        )
     if devices and not any(name.startswith("uverbs") for name in _names(root / "dev/infiniband")):
         missing.append("no /dev/infiniband/uverbs*: give the devices to this container")
     return missing
+
+
+@cache
+def ucx_parts(site: Path) -> dict[str, bool]:
+    """Installed packages with a UCX: whether it can speak InfiniBand and RoCE."""
+    folders = {package: site / folder for package, folder in UCX_FOLDERS.items()}
+    return {package: any(at.glob(INFINIBAND_PART)) for package, at in folders.items() if at.is_dir()}
+
+
+def _ucx_missing(parts: dict[str, bool]) -> list[str]:
+    if any(parts.values()):
+        return []
+    seen = f"the UCX of {' and '.join(parts)} has" if parts else "there is"
+    return [f"{seen} no part for InfiniBand (libuct_ib): install nixl-cu12, whose UCX has it"]
 
 
 def _limit(kind: int) -> int:

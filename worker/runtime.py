@@ -95,7 +95,9 @@ class WorkerRuntime:
         self._live = True
         self._monitor: asyncio.Task[None] | None = None
         self._server = new_server()
-        self.cluster_tls = load_cluster_tls(config.cluster_ca, config.cluster_cert, config.cluster_key)
+        self.cluster_tls = load_cluster_tls(
+            config.cluster_ca, config.cluster_cert, config.cluster_key, config.cluster_tls_name
+        )
         self.address = ""
         self.ended = asyncio.Event()
         """Set when the worker cannot go on by itself: its engine died, or a younger incarnation took its name."""

@@ -7,6 +7,8 @@ Panel = tuple[str, str, list[Series]]
 
 WORKERS = 'role=~"prefill|decode"'
 WINDOW = "[$__rate_interval]"
+# Registered only where a router is told to: --tenant-metrics, --shadow-workers. Their panels are empty otherwise.
+OPTIONAL = ("diptych_tenant_", "diptych_shadow_")
 # The objectives that the overview's first panels show; the alerts of prometheus/rules.yml use the same.
 TTFT_SLO_S, ITL_SLO_S = "1.0", "0.1"
 
@@ -95,6 +97,10 @@ PD: list[Panel] = [
         f'rate(diptych_engine_steps_total{{role="decode"}}{WINDOW}) * diptych_decode_step_seconds{{role="decode"}}',
         "{{instance}}",
     )]),
+    ("Cached blocks: age at eviction", "s", quantiles("kv_block_lifetime_seconds", "role")),
+    ("Cached blocks: idle before eviction", "s", quantiles("kv_block_idle_before_evict_seconds", "role")),
+    ("Cached blocks: pause before the next hit", "s", quantiles("kv_block_reuse_gap_seconds", "role")),
+    ("Requests whose lent KV expired", "ops", rate("kv_expired_requests_total", "instance")),
     ("The pool's blocks", "short", [(
         'diptych_cache_config_info', "{{instance}}: {{num_blocks}} blocks of {{block_size}}",
     )]),
@@ -113,7 +119,11 @@ ROUTER: list[Panel] = [
     ("Regret: first token later than expected", "s", quantiles("placement_regret_seconds")),
     ("Expected against seen first token", "s", quantiles("predicted_ttft_error_seconds")),
     ("Cached tokens: error of the expectation", "percentunit", [
-        ratio("diptych_predicted_cached_tokens_error_total", "diptych_prompt_tokens_total", "job", "of prompt tokens"),
+        ratio("diptych_predicted_cached_tokens_error_total", 'diptych_prompt_tokens_total{role="router"}', "job", "of prompt"),
+    ]),
+    ("Cached tokens: expected and seen", "short", [
+        (f"sum(rate(diptych_predicted_cached_tokens_total{WINDOW}))", "expected"),
+        (f"sum(rate(diptych_prompt_tokens_cached_total{WINDOW}))", "seen"),
     ]),
     ("Prompt tokens that nobody had to compute", "percentunit", [
         ratio("diptych_prompt_tokens_cached_total", 'diptych_prompt_tokens_total{role="router"}', "job", "cached"),
@@ -122,6 +132,15 @@ ROUTER: list[Panel] = [
     ("Generated tokens of a request", "short", quantiles("request_generation_tokens")),
     ("Time of computing, whole request", "s", quantiles("request_inference_time_seconds")),
     ("Decoding, whole request", "s", quantiles("request_decode_time_seconds")),
+    ("KV that answers say they moved", "Bps", [
+        (f'sum(rate(diptych_kv_transfer_bytes_total{{role="router"}}{WINDOW}))', "routers"),
+    ]),
+    ("Requests as admission judged them", "reqps", rate("admission_total", "verdict")),
+    ("Refusals, or would-be ones, that were right", "reqps", rate("admission_refusals_judged_total", "right")),
+    ("Requests that wait for their turn", "short", [("diptych_requests_waiting_turn", "{{instance}}")]),
+    ("Placement tickets by what became of them", "reqps", rate("placement_tickets_total", "outcome")),
+    ("Copies of hot prefixes, since the start", "short", [("diptych_hot_prefix_copies", "{{instance}}")]),
+    ("Shadow requests by outcome", "reqps", rate("shadow_requests_total", "outcome")),
     ("Cache news missing from some worker", "bool", [("diptych_mode_degraded", "{{instance}}")]),
 ]  # fmt: skip
 

@@ -8,6 +8,8 @@ import shutil
 import stat
 import subprocess
 import sys
+from collections.abc import AsyncIterator
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 
@@ -19,7 +21,9 @@ from diptych.common.clock import MonotonicClock
 from diptych.common.secret import load_secret
 from diptych.engine.messages import EngineStats
 from diptych.router.config import RouterConfig
+from diptych.router.messages import GenerateEvent, PreparedRequest
 from diptych.router.metrics import RouterMetrics
+from diptych.router.shadow import Shadows
 from diptych.worker.config import WorkerConfig
 from diptych.worker.metrics import WorkerMetrics
 
@@ -42,6 +46,13 @@ def load(path: Path) -> ModuleType:
 def default(value: str) -> str:
     """A compose value with its variables at their defaults."""
     return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", value)
+
+
+def test_images_hold_every_room_and_nothing_else() -> None:
+    dockerfile = (ROOT / "deploy" / "Dockerfile").read_text()
+    rooms = {link.name for link in (ROOT / "src" / "diptych").iterdir() if link.is_symlink()}
+    assert set(re.findall(r"^COPY (\w+) /\1/$", dockerfile, re.M)) == rooms | {"src"}
+    assert "COPY . ." not in dockerfile
 
 
 def test_two_of_each_kind() -> None:
@@ -120,24 +131,45 @@ def test_the_boards_are_what_their_tables_say() -> None:
     )
 
 
-def test_every_panel_and_alert_asks_for_metrics_that_exist() -> None:
-    known: set[str] = set()
+async def _no_events(request: PreparedRequest) -> AsyncIterator[GenerateEvent]:
+    for event in ():
+        yield event
+
+
+def series() -> dict[str, set[str]]:
+    """Every family that a process registers, and its sample names."""
     workers = [WorkerMetrics(role, stats=EngineStats, clock=MonotonicClock()) for role in ("prefill", "decode")]
     for metrics in workers:
         metrics.describe_cache(block_size=16)
-    for metrics in (RouterMetrics(by_tenant=True), *workers):
+    router = RouterMetrics(by_tenant=True)
+    Shadows(_no_events, router)
+    found: dict[str, set[str]] = {}
+    for metrics in (router, *workers):
         for family in metrics.registry.collect():
             suffixes = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"]}.get(family.type, [""])
-            known |= {family.name + suffix for suffix in suffixes}
+            found.setdefault(family.name, set()).update(family.name + suffix for suffix in suffixes)
     # asked from the transfer thread: there is none here
-    known |= {"diptych_kv_transfer_bytes_total", "diptych_kv_slabs"}
+    for name in ("kv_transfer_bytes_total", "kv_expired_requests_total", "kv_slabs"):
+        found.setdefault("diptych_" + name.removesuffix("_total"), set()).add("diptych_" + name)
+    return found
+
+
+def queries() -> list[tuple[str, str]]:
     boards = load(ROOT / "deploy" / "grafana" / "panels.py").BOARDS
-    queries = [(title, query) for _, panels in boards.values() for title, _, series in panels for query, _ in series]
-    queries += [(rule["alert"], rule["expr"]) for rule in RULES]
-    for title, query in queries:
+    return [(title, query) for _, panels in boards.values() for title, _, each in panels for query, _ in each]
+
+
+def test_every_panel_and_alert_asks_for_metrics_that_exist() -> None:
+    known = set().union(*series().values())
+    for title, query in queries() + [(rule["alert"], rule["expr"]) for rule in RULES]:
         names = set(re.findall(r"diptych_\w+", query))
         assert names or "up{" in query, title
         assert names <= known, title
+
+
+def test_every_series_has_a_panel() -> None:
+    asked = {name for _, query in queries() for name in re.findall(r"diptych_\w+", query)}
+    assert {family for family, samples in series().items() if not samples & asked} == set()
 
 
 def test_every_alert_has_its_page() -> None:
@@ -194,6 +226,22 @@ def test_gpu_workers_can_take_the_fast_path(name: str) -> None:
     assert config.device == "cuda"
     assert config.dtype == "bfloat16"
     assert int(service["stop_grace_period"].removesuffix("s")) > config.drain_s
+
+
+def test_the_gpu_images_ucx_has_infiniband_and_roce() -> None:
+    """By the files of the package that the image installs, in the version that it is pinned to."""
+    dockerfile = (ROOT / "deploy" / "Dockerfile").read_text()
+    stage = dockerfile[dockerfile.index("AS build-gpu") : dockerfile.index("AS serve-gpu")]
+    assert re.search(r"requirements.py pyproject.toml .*\bnixl\b", stage), "the image installs the extra `nixl`"
+    try:
+        installed = metadata.distribution("nixl-cu12")
+    except metadata.PackageNotFoundError:
+        pytest.skip("nixl-cu12 is not installed (no x86-64)")
+    assert f"nixl-cu12=={installed.version}" in (ROOT / "constraints.txt").read_text()
+    names = {Path(str(file)).name.partition(".so")[0] for file in installed.files or () if ".so" in str(file)}
+    parts = {name.partition("-")[0] for name in names}
+    # verbs and mlx5 (InfiniBand and RoCE), with the libraries that they are linked to; CUDA memory
+    assert {"libuct_ib", "libuct_ib_mlx5", "libibverbs", "libmlx5", "libuct_cuda", "libplugin_UCX"} <= parts
 
 
 def test_the_gpu_profile_is_a_whole_cluster_and_rdma_adds_to_it() -> None:

@@ -14,6 +14,7 @@ import yaml
 
 from diptych.cli.settings import merge, read_file
 from diptych.router.config import RouterConfig
+from diptych.router.metrics import RouterMetrics
 from diptych.worker.config import WorkerConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,6 +33,9 @@ GUARDED = (
 )
 GPU = (*OPEN, "decode.gpus=1", "prefill.gpus=2", "worker.hostIPC=true", "worker.ipcLock=true",
        "models.existingClaim=models", "metrics.podMonitor.enabled=true", "tracing.otlpEndpoint=http://o:4317")  # fmt: skip
+
+POOL = ("inferencePool.enabled=true", "inferencePool.pickerService=epp")
+GATEWAY = (*OPEN, *POOL)
 
 pytestmark = pytest.mark.skipif(HELM is None, reason="no helm: make charts gets it")
 
@@ -58,14 +62,14 @@ def pod(objects: dict[tuple[str, str], dict[str, Any]], name: str) -> dict[str, 
     return dict(objects["Deployment", name]["spec"]["template"]["spec"])
 
 
-@pytest.mark.parametrize("values", [SCALED, GUARDED, GPU])
+@pytest.mark.parametrize("values", [SCALED, GUARDED, GPU, GATEWAY])
 def test_it_lints_and_fits_kubernetes(values: tuple[str, ...]) -> None:
     flags = [flag for value in values for flag in ("--set", value)]
     done = helm("lint", "--strict", str(CHART), *flags)
     assert done.returncode == 0, done.stdout
     validate = pytest.importorskip("kubernetes_validate")
     for (kind, _), each in render(*values).items():
-        if kind != "PodMonitor":  # a custom resource
+        if kind not in ("PodMonitor", "InferencePool"):  # custom resources
             validate.validate(each, KUBERNETES, strict=True)
 
 
@@ -85,13 +89,52 @@ def test_guarded_parts_show_each_other_certificates(name: str) -> None:
     spec = container(objects, name)
     folder = "/run/secrets/cluster-tls"
     assert {
-        f"--cluster-ca={folder}/ca.crt",
-        f"--cluster-cert={folder}/tls.crt",
-        f"--cluster-key={folder}/tls.key",
-    } <= set(spec["args"])
+        "DIPTYCH_CLUSTER_CA": f"{folder}/ca.crt",
+        "DIPTYCH_CLUSTER_CERT": f"{folder}/tls.crt",
+        "DIPTYCH_CLUSTER_KEY": f"{folder}/tls.key",
+        "DIPTYCH_CLUSTER_TLS_NAME": "diptych",  # one certificate for all pods: it cannot name their addresses
+    }.items() <= {entry["name"]: entry.get("value") for entry in spec["env"]}.items()
     assert not [argument for argument in spec["args"] if "insecure" in argument]
     assert {"name": "cluster-tls", "mountPath": folder, "readOnly": True} in spec["volumeMounts"]
     assert {"name": "cluster-tls", "secret": {"secretName": "mtls"}} in pod(objects, name)["volumes"]
+
+
+def test_guarded_probes_see_more_than_an_open_port() -> None:
+    for role in ("prefill", "decode"):
+        spec = container(render(*GUARDED), role)
+        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+            (*_, line) = spec[probe]["exec"]["command"]
+            assert line == 'exec python -m diptych.cli.health "$POD_IP:50051"'  # the shell's: probes expand nothing
+        assert "POD_IP" in {entry["name"] for entry in spec["env"]}
+    assert "tcpSocket" in container(render(*GUARDED), "router")["readinessProbe"]
+    opened = container(render(*GUARDED, "router.openMetrics=true"), "router")
+    assert opened["readinessProbe"]["httpGet"] == {"path": "/ready", "port": "http", "scheme": "HTTPS"}
+    assert "--open-metrics" in opened["args"]
+
+
+def test_a_picker_is_told_gauges_that_routers_have() -> None:
+    objects = render(*GATEWAY)
+    pool = objects["InferencePool", "router"]["spec"]
+    labels = objects["Deployment", "router"]["spec"]["template"]["metadata"]["labels"]
+    assert pool["selector"]["matchLabels"].items() <= labels.items()
+    assert pool["targetPorts"] == [{"number": 8000}]
+    assert pool["endpointPickerRef"] == {"name": "epp", "port": {"number": 9002}, "failureMode": "FailOpen"}
+    config = yaml.safe_load(objects["ConfigMap", "picker"]["data"]["picker.yaml"])
+    plugins = {plugin["type"]: plugin.get("parameters", {}) for plugin in config["plugins"]}
+    engine = plugins["core-metrics-extractor"]
+    (specs,) = engine["engineConfigs"]
+    assert specs.pop("name") == engine["defaultEngine"]
+    gauges = {family.name for family in RouterMetrics().registry.collect() if family.type == "gauge"}
+    assert set(specs) == {"queuedRequestsSpec", "runningRequestsSpec", "kvUsageSpec"}
+    assert set(specs.values()) <= gauges
+    for profile in config["schedulingProfiles"]:
+        assert {entry["pluginRef"] for entry in profile["plugins"]} <= set(plugins)
+    (source,) = config["dataLayer"]["sources"]
+    assert {source["pluginRef"], *(each["pluginRef"] for each in source["extractors"])} <= set(plugins)
+    guarded = helm("template", "one", str(CHART), *(f for v in (*GUARDED, *POOL) for f in ("--set", v)))
+    assert "set router.openMetrics" in guarded.stderr
+    secure = render(*GUARDED, *POOL, "router.openMetrics=true")["ConfigMap", "picker"]["data"]["picker.yaml"]
+    assert yaml.safe_load(secure)["plugins"][0]["parameters"]["scheme"] == "https"
 
 
 def test_pools_scale_by_queue_and_kv_out_soon_and_in_late() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -58,6 +59,8 @@ async def test_only_members_speak_with_each_other(tmp_path: Path) -> None:
             ports.append(bind(server, "127.0.0.1", 0, cluster_server_credentials(tls)))
             await server.start()
         assert await ask(ports[0], member) == "OK"
+        assert await ask(ports[2], replace(member, name="other.example")) == "OK"
+        assert await ask(ports[0], replace(member, name="other.example")) == "UNAVAILABLE"
         assert await ask(ports[0], elsewhere) == "OK"  # a member, whatever its host
         assert await ask(ports[0], None) == "UNAVAILABLE"
         assert await ask(ports[0], stranger) == "UNAVAILABLE"

@@ -58,6 +58,17 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "keys.json"
 
 
+async def test_metrics_and_readiness_are_open_where_that_was_said(file: Path) -> None:
+    add_key(file, "acme", now=0.0)
+    async with serving(FakeDoor(hello_script()), keys=Authenticator(file, now=Clock()), open_metrics=True) as (
+        address,
+        _,
+    ):
+        async with httpx.AsyncClient(base_url=f"http://{address}", timeout=WAIT_S) as client:
+            paths = ("/metrics", "/ready", "/metrics/", "/v1/models", "/status.json")
+            assert [(await client.get(path)).status_code for path in paths] == [200, 200, 401, 401, 401]
+
+
 async def test_every_route_but_liveness_needs_a_key(file: Path) -> None:
     key, _ = add_key(file, "acme", now=0.0)
     door = FakeDoor(hello_script())

@@ -85,6 +85,7 @@ def test_a_healthy_cluster_is_told_so() -> None:
 
 
 GPU = {**SETTINGS, "device": "cuda:0"}
+RDMA = replace(HOST, rdma_devices=("mlx5_0",))
 HOST_TIER = {**SETTINGS, "num_host_blocks": "100", "preemption_mode": "auto"}
 
 
@@ -128,6 +129,14 @@ HOST_TIER = {**SETTINGS, "num_host_blocks": "100", "preemption_mode": "auto"}
         ("balance", Level.WARN, "turn a prefill worker", facts(moved(PREFILL, computed_tokens_total=10.0), moved(DECODE, steps=95.0))),
         ("balance", Level.INFO, "no rates", facts(moved(PREFILL, prefill_tokens_per_s=0.0))),
         ("fallbacks", Level.BAD, "7 to local_prefill", facts(counters={**STATUS["counters"], "fallbacks": {"local_prefill": 7.0}, "prefill_faults": {"WORKER_LOST": 7.0}})),
+        ("transport", Level.WARN, "less than 5.0 GB/s", facts(decode=replace(DECODE, path="nixl:cuda_ipc", settings=GPU))),
+        ("rdma", Level.INFO, "ib_uverbs", facts(replace(PREFILL, host=replace(HOST, rdma_missing=("kernel module ib_uverbs is not loaded",))))),
+        ("rdma", Level.OK, "faster than TCP", facts(replace(PREFILL, path="nixl:rc", host=RDMA), replace(DECODE, path="nixl:rc", host=RDMA))),
+        ("preemptions", Level.WARN, "0 preemptions while we looked, 9 since", facts(decode=replace(DECODE, before=dict(DECODE.before) | {"preemptions_total": 9.0}, after=dict(DECODE.after) | {"preemptions_total": 9.0}))),
+        ("swap", Level.INFO, "not measured yet", facts(decode=replace(DECODE, settings=HOST_TIER))),
+        ("tokenizer", Level.OK, "p95 1 ms", facts()),
+        ("balance", Level.WARN, "both pools", facts(moved(PREFILL, computed_tokens_total=590.0), moved(DECODE, steps=95.0))),
+        ("fallbacks", Level.WARN, "2 to other_prefill", facts(counters={**STATUS["counters"], "fallbacks": {"other_prefill": 2.0}})),
         ("errors", Level.WARN, "3 OVERLOADED", facts(counters={**STATUS["counters"], "request_errors": {"OVERLOADED": 3.0, "CLIENT_LEFT": 9.0}})),
     ],
 )  # fmt: skip
@@ -137,10 +146,25 @@ def test_each_fault_is_named(check: str, level: Level, words: str, found: Facts)
     assert any(words in v.finding or words in v.next_step for v in judged(found, check) if v.level is level)
 
 
+OK, INFO, WARN, BAD, UNKNOWN = Level.OK, Level.INFO, Level.WARN, Level.BAD, Level.UNKNOWN
+CAN_BE = {
+    (check, level)
+    for check, levels in {
+        "cluster": (OK, BAD, UNKNOWN), "time": (OK, INFO, WARN, BAD), "balance": (OK, INFO, WARN), "batch": (OK, INFO, WARN),
+        "preemptions": (OK, WARN, BAD), "swap": (OK, INFO, WARN), "kv": (OK, WARN, BAD), "cache": (OK, WARN),
+        "tokenizer": (OK, WARN), "fallbacks": (OK, WARN, BAD), "errors": (WARN,), "transport": (OK, WARN, BAD),
+        "rdma": (OK, INFO, WARN), "link": (OK, WARN), "cores": (OK, WARN), "limits": (OK, WARN, BAD), "clock": (OK, WARN, BAD),
+    }.items()
+    for level in levels
+}  # fmt: skip
+
+
 def test_every_check_can_find_something() -> None:
-    """No check is dead: each is the only source of a check name that the table above asks for."""
-    names = {check.__name__ for check in CHECKS}
-    assert len(names) == len(CHECKS) == 14
+    """No branch is dead: the table above has every pair of check and level that the code can yield."""
+    assert len({check.__name__ for check in CHECKS}) == len(CHECKS) == 14
+    table = next(mark for mark in test_each_fault_is_named.pytestmark if mark.name == "parametrize").args[1]
+    asked = {(row[0], row[1]) for row in table} | {(v.check, v.level) for v in examine(facts())}
+    assert asked >= CAN_BE, CAN_BE - asked
 
 
 def test_utilization_is_work_over_rate() -> None:

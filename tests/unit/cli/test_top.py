@@ -79,7 +79,7 @@ def router():
 
 def test_in_a_pipe_each_look_is_a_line(router: str, capsys: pytest.CaptureFixture[str]) -> None:
     pauses: list[float] = []
-    assert run_top(router, every_s=2.0, count=3, sleep=pauses.append) == 0
+    assert run_top(StatusClient(router), every_s=2.0, count=3, sleep=pauses.append) == 0
     assert len(capsys.readouterr().out.splitlines()) == 3
     assert pauses == [2.0, 2.0]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from diptych.engine.messages import EngineStats
 from diptych.worker.config import WorkerConfig
-from diptych.worker.host_facts import RDMA_MODULES, read_host_facts
+from diptych.worker.host_facts import RDMA_MODULES, read_host_facts, ucx_parts
 from diptych.worker.stats import SETTINGS, engine_numbers, host_to_proto, settings_of
 
 
@@ -24,19 +24,41 @@ def test_settings_are_those_named_and_hold_no_secret() -> None:
 
 
 def test_a_missing_module_and_a_missing_device_are_named(tmp_path: Path) -> None:
-    facts = read_host_facts(tmp_path)
+    site = tmp_path / "site"
+    (site / "nixl_cu12.libs/ucx").mkdir(parents=True)
+    (site / "nixl_cu12.libs/ucx/libuct_ib.so.0").touch()
+    facts = read_host_facts(tmp_path, site)
     assert facts.rdma_devices == ()
     assert any("no InfiniBand or RoCE device" in why for why in facts.rdma_missing)
     assert all(any(f"modprobe {module}" in why for why in facts.rdma_missing) for module in RDMA_MODULES)
     (tmp_path / "sys/class/infiniband/mlx5_0").mkdir(parents=True)
     for module in RDMA_MODULES:
         (tmp_path / "sys/module" / module).mkdir(parents=True)
-    facts = read_host_facts(tmp_path)
+    facts = read_host_facts(tmp_path, site)
     assert facts.rdma_devices == ("mlx5_0",)
     assert facts.rdma_missing == ("no /dev/infiniband/uverbs*: give the devices to this container",)
     (tmp_path / "dev/infiniband").mkdir(parents=True)
     (tmp_path / "dev/infiniband/uverbs0").touch()
-    assert read_host_facts(tmp_path).rdma_missing == ()
+    assert read_host_facts(tmp_path, site).rdma_missing == ()
+
+    (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
+    assert "modprobe nvidia_peermem" in str(read_host_facts(tmp_path, site).rdma_missing)
+    (tmp_path / "sys/module/nvidia_peermem").mkdir()
+    assert read_host_facts(tmp_path, site).rdma_missing == ()
+
+
+def test_a_ucx_without_infiniband_is_named(tmp_path: Path) -> None:
+    root, bare, both = (tmp_path / name for name in ("root", "bare", "both"))
+    for site in (bare, both):
+        (site / "libucx/lib/ucx").mkdir(parents=True)
+        (site / "libucx/lib/ucx/libuct_cma.so.0").touch()
+    (both / "nixl_cu12.libs/ucx").mkdir(parents=True)
+    (both / "nixl_cu12.libs/ucx/libuct_ib.so.0.0.0").touch()
+    assert ucx_parts(tmp_path / "none") == {}
+    assert "there is no part for InfiniBand" in read_host_facts(root, tmp_path / "none").rdma_missing[-1]
+    assert "the UCX of libucx (of ucxx) has no part" in read_host_facts(root, bare).rdma_missing[-1]
+    assert ucx_parts(both) == {"nixl-cu12": True, "libucx (of ucxx)": False}
+    assert "libuct_ib" not in str(read_host_facts(root, both).rdma_missing)
 
 
 def test_facts_of_this_host_fit_the_wire() -> None:

@@ -78,9 +78,11 @@ topologySpreadConstraints:
 
 {{- define "diptych.clusterTls" -}}
 {{- if .Values.worker.tlsSecret -}}
-- --cluster-ca=/run/secrets/cluster-tls/ca.crt
-- --cluster-cert=/run/secrets/cluster-tls/tls.crt
-- --cluster-key=/run/secrets/cluster-tls/tls.key
+# Variables, not flags: the probes' short process reads them, too.
+- {name: DIPTYCH_CLUSTER_CA, value: /run/secrets/cluster-tls/ca.crt}
+- {name: DIPTYCH_CLUSTER_CERT, value: /run/secrets/cluster-tls/tls.crt}
+- {name: DIPTYCH_CLUSTER_KEY, value: /run/secrets/cluster-tls/tls.key}
+- {name: DIPTYCH_CLUSTER_TLS_NAME, value: {{ .Values.worker.tlsName | quote }}}
 {{- end -}}
 {{- end -}}
 
@@ -98,8 +100,10 @@ topologySpreadConstraints:
 
 {{- define "diptych.workerProbe" -}}
 {{- if .Values.worker.tlsSecret -}}
-# The kubelet's gRPC probe speaks no TLS; routers ask the health service themselves.
-tcpSocket: {port: {{ .Values.worker.grpcPort }}}
+# The kubelet's gRPC probe speaks no TLS: the worker's own certificate asks, with one short process.
+exec:
+  command: [sh, -c, 'exec python -m diptych.cli.health "$POD_IP:{{ .Values.worker.grpcPort }}"']
+timeoutSeconds: 10
 {{- else -}}
 grpc: {port: {{ .Values.worker.grpcPort }}}
 {{- end -}}
