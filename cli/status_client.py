@@ -25,9 +25,10 @@ def _context(tls_ca: Path | None, *, pinned: bool) -> ssl.SSLContext:
         context = ssl.create_default_context(cafile=None if tls_ca is None else str(tls_ca))
     except (OSError, ssl.SSLError) as error:
         raise ConfigError("tls_ca", str(tls_ca), f"cannot be used: {error}") from None
+    if tls_ca is not None:  # a file that is named is trusted as it is, whoever has signed it
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     if pinned:  # the very certificate that the router of this folder shows: whom it names does not matter
         context.check_hostname = False
-        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     return context
 
 

@@ -68,7 +68,8 @@ class Stack:
         }
 
     def compose(self, *arguments: str, timeout_s: float = 300.0) -> str:
-        command = ["podman-compose", "-p", PROJECT, "--profile", "cpu", *arguments]
+        files = ["-f", "compose.yaml", "-f", "deploy/compose.lookaside.yaml"]
+        command = ["podman-compose", "-p", PROJECT, *files, "--profile", "cpu", *arguments]
         return self._run(command, timeout_s).stdout
 
     def podman(self, *arguments: str, check: bool = True, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
@@ -190,6 +191,18 @@ def test_a_cluster_of_containers_serves_and_survives(stack: Stack) -> None:
         "    except redis.exceptions.NoPermissionError: print('refused')\n"
     )
     assert stack.python("router-1", code).split() == ["refused"] * 3
+
+    # A client on the private network streams from a decode worker directly; nothing else changes.
+    code = (
+        "from diptych.client import Client\n"
+        f"messages = [{{'role': 'user', 'content': {QUESTIONS[0]!r}}}]\n"
+        "with Client('router-0:50050', lookaside=True) as client:\n"
+        "    print(client.generate(messages=messages, max_tokens=6, temperature=0.0).text, end='')\n"
+    )
+    assert stack.python("router-1", code) == answers[QUESTIONS[0]]
+    tickets = re.compile(r'^diptych_placement_tickets_total{outcome="(\w+)"} (\S+)', re.M)
+    used = {"granted": "1.0", "finished": "1.0"}
+    stack.wait(lambda: dict(tickets.findall(stack.scrape("router-0:8000"))) == used, "the ticket's end is told", 10.0)
 
     # One container of each kind dies; what is asked then is answered by the others, with the same text.
     for victim, router in (("prefill-0", 0), ("decode-0", 0), ("router-0", 1)):

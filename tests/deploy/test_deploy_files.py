@@ -228,6 +228,18 @@ def test_gpu_workers_can_take_the_fast_path(name: str) -> None:
     assert int(service["stop_grace_period"].removesuffix("s")) > config.drain_s
 
 
+def test_lookaside_opens_a_door_that_is_not_published() -> None:
+    services = yaml.safe_load((ROOT / "deploy" / "compose.lookaside.yaml").read_text())["services"]
+    assert set(services) == {name for name in WORKERS if name.startswith("decode")}
+    for name, added in services.items():
+        assert set(added) == {"environment"}
+        secret = WORKERS[name]["environment"]["DIPTYCH_SECRET_FILE"]
+        environment = added["environment"] | {"DIPTYCH_SECRET_FILE": secret}
+        assert merge(
+            WorkerConfig, {"role": "decode", "host": name, "insecure": "true"}, environ=environment
+        ).client_port
+
+
 def test_the_gpu_images_ucx_has_infiniband_and_roce() -> None:
     """By the files of the package that the image installs, in the version that it is pinned to."""
     dockerfile = (ROOT / "deploy" / "Dockerfile").read_text()
