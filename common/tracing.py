@@ -27,7 +27,7 @@ _MAX_CONTEXT = 64
 """A W3C traceparent has 55 characters."""
 _FLUSH_MS = 2000
 
-Value = str | int | float | bool
+Value = str | int | float | bool | list[str]
 
 
 class Span:

@@ -268,6 +268,7 @@ class Frontend:
         except DiptychError as err:
             timer.failed(err)
             span.failed(err)
+            log.info("request failed", request_id=request.request_id, reason=err.reason, error=err.message)
             raise
         finally:
             relay.close()

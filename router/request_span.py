@@ -56,7 +56,7 @@ class RequestSpan:
         self._span.set(
             gen_ai__usage__output_tokens=event.usage.completion_tokens,
             gen_ai__usage__cache_read__input_tokens=event.usage.cached_tokens,
-            gen_ai__response__finish_reasons=event.reason.value,
+            gen_ai__response__finish_reasons=[event.reason.value],
         )
         self._span.end()
 

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 from diptych_test_router_fleet import drain, running
+from structlog.testing import capture_logs
 
 from diptych.common.block_identity import block_keys
 from diptych.common.errors import (
@@ -143,8 +144,11 @@ async def test_prompt_text_and_chat_are_tokenized(fleet):
 
 
 async def test_nobody_is_a_typed_error_with_reasons(fleet):
-    with pytest.raises(NoWorkerError, match="no usable decode worker"):
+    with capture_logs() as lines, pytest.raises(NoWorkerError, match="no usable decode worker"):
         await fleet.ask()
+    (told,) = [line for line in lines if line["event"] == "request failed"]
+    assert told["reason"] == "NO_WORKER"
+    assert told["request_id"]
     ok, reasons = fleet.frontend.ready()
     assert not ok
     assert "no usable decode worker" in reasons

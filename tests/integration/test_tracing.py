@@ -118,6 +118,7 @@ def test_the_routers_span_has_the_genai_attributes(exported: InMemorySpanExporte
     expected = {
         "gen_ai.operation.name": "chat", "gen_ai.provider.name": "diptych", "gen_ai.request.model": "m",
         "gen_ai.usage.input_tokens": 3, "gen_ai.usage.output_tokens": 4, "gen_ai.request.max_tokens": 4,
+        "gen_ai.response.finish_reasons": ("length",),
     }  # fmt: skip
     assert expected.items() <= dict(told.attributes).items()
     assert [event.name for event in told.events] == ["first token"]
