@@ -2,7 +2,7 @@
 
     python deploy/make_secrets.py [FOLDER]        default: deploy/secrets beside this file
 
-Existing files are kept, so it may run before every start; delete the folder's files to change them all. The folder is for its
+Existing secrets are kept, so it may run before every start; delete the folder's files to change them all. The folder is for its
 owner alone (0700); the files in it are readable (0444), because a container reads them as a user of its own.
 """
 
@@ -10,25 +10,31 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import secrets
 import sys
 from pathlib import Path
 
 CLUSTER = "diptych"
-# What common/redis_store.py sends, as a client and inside of its scripts; a role can do nothing else, and nothing elsewhere.
+# What common/redis_store.py sends, as a client and inside of its scripts, and on which keys; a role can do nothing else. A test
+# runs the store against a server with these rights.
 _CONNECT = "+ping +client|setinfo +client|setname"
 _WORKER = f"{_CONNECT} +eval +time +type +del +get +set +hget +hset +sadd +srem +pexpire +expire +xadd"
-_ROUTER = f"{_CONNECT} +smembers +srem +hget +xread"
+_WORKER_KEYS = ("~{}:worker:*", "~{}:start:*", "~{}:workers", "~{}:kv:*")
+_ROUTER = f"{_CONNECT} +eval +time +type +del +hget +hgetall +hset +sadd +srem +smembers +pexpire +xread"
+_ROUTER_KEYS = ("%R~{}:worker:*", "~{}:workers", "%R~{}:kv:*", "~{}:pending:*", "~{}:routers", "~{}:budget:*")
 
 
 def acl(worker: str, router: str) -> str:
-    """Redis's ACL file: a user for each role, bounded to the cluster's keys; the default user is off."""
+    """Redis's ACL file: a user for each role, bounded to that role's keys; the default user is off. `%R~`: only to be read."""
 
-    def line(name: str, password: str, commands: str) -> str:
+    def line(name: str, password: str, keys: tuple[str, ...], commands: str) -> str:
         digest = hashlib.sha256(password.encode()).hexdigest()
-        return f"user {name} on #{digest} ~{{{CLUSTER}}}:* resetchannels -@all {commands}\n"
+        patterns = " ".join(key.replace("{}", f"{{{CLUSTER}}}") for key in keys)
+        return f"user {name} on #{digest} {patterns} resetchannels -@all {commands}\n"
 
-    return "user default off\n" + line("worker", worker, _WORKER) + line("router", router, _ROUTER)
+    users = line("worker", worker, _WORKER_KEYS, _WORKER) + line("router", router, _ROUTER_KEYS, _ROUTER)
+    return "user default off\n" + users
 
 
 def settings(role: str, password: str) -> str:
@@ -36,29 +42,38 @@ def settings(role: str, password: str) -> str:
     return f'redis-url = "redis://{role}:{password}@redis:6379/0"\n'
 
 
+def _password(file: Path, role: str) -> str:
+    """Out of a settings file; a new one where there is none."""
+    text = file.read_text() if file.exists() else ""
+    found = re.search(rf"redis://{role}:([^@]+)@", text)
+    return found[1] if found else secrets.token_urlsafe(24)
+
+
+def _write(file: Path, text: str) -> None:
+    """As a whole or not at all: a server may be reading it."""
+    fresh = file.with_name(f".{file.name}.new")
+    fresh.unlink(missing_ok=True)
+    with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o444), "w") as out:
+        os.fchmod(out.fileno(), 0o444)
+        out.write(text)
+    fresh.replace(file)
+
+
 def make(folder: Path) -> list[str]:
-    """Write what is missing. Returns the names of the files that were made."""
+    """Write what is missing, and Redis's rights where they are not those of this version. Returns the names of the files
+    that were written."""
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o700)
+    passwords = {role: _password(folder / f"{role}.toml", role) for role in ("worker", "router")}
     files = {"cluster_secret": secrets.token_hex(32) + "\n", "grafana_password": secrets.token_urlsafe(18)}
-    redis = ("redis.acl", "worker.toml", "router.toml")
-    if not all((folder / name).exists() for name in redis):  # these three belong together
-        worker, router = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
-        texts = (acl(worker, router), settings("worker", worker), settings("router", router))
-        for name, text in zip(redis, texts, strict=True):
-            (folder / name).unlink(missing_ok=True)
-            files[name] = text
-    made = []
-    for name, text in files.items():
-        try:
-            fd = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o444)
-        except FileExistsError:
-            continue
-        with os.fdopen(fd, "w") as file:
-            os.fchmod(fd, 0o444)
-            file.write(text)
-        made.append(name)
-    return made
+    files |= {f"{role}.toml": settings(role, password) for role, password in passwords.items()}
+    rights, users = folder / "redis.acl", acl(passwords["worker"], passwords["router"])
+    todo = {name: text for name, text in files.items() if not (folder / name).exists()}
+    if not rights.exists() or rights.read_text() != users:
+        todo[rights.name] = users
+    for name, text in todo.items():
+        _write(folder / name, text)
+    return list(todo)
 
 
 if __name__ == "__main__":

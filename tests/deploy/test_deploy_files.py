@@ -110,6 +110,10 @@ def test_secrets_are_made_once(tmp_path: Path) -> None:
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     assert make.make(folder) == []
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    (folder / "redis.acl").chmod(0o644)
+    (folder / "redis.acl").write_text("user default off\n")  # the rights of an older version
+    assert make.make(folder) == ["redis.acl"]
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert set(before) == {Path(default(secret["file"])).name for secret in COMPOSE["secrets"].values()}
     load_secret(folder / "cluster_secret")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -230,10 +231,9 @@ def test_the_made_secret_is_what_the_programs_read(tmp_path: Path) -> None:
         assert len(password) == 32
         assert password not in data["redis.acl"]
     made = _acl_of_compose()
-    shape = [line.split(" ~")[1] for line in data["redis.acl"].splitlines() if " ~" in line]
-    assert shape == [line.split(" ~")[1] for line in made.splitlines() if " ~" in line], (
-        "the roles' rights are compose's"
-    )
+    rights = [re.sub(r"#[0-9a-f]{64}", "#", text).splitlines() for text in (data["redis.acl"], made)]
+    assert len(rights[0]) == 3
+    assert rights[0] == rights[1], "the roles' rights are compose's"
 
 
 def _acl_of_compose() -> str:
