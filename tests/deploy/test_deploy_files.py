@@ -8,10 +8,11 @@ import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import yaml
@@ -27,6 +28,7 @@ from diptych.router.shadow import Shadows
 from diptych.worker.config import WorkerConfig
 from diptych.worker.metrics import WorkerMetrics
 
+Parsed = Callable[[Sequence[str], Mapping[str, str]], Any]
 ROOT = Path(__file__).resolve().parents[2]
 COMPOSE = yaml.safe_load((ROOT / "compose.yaml").read_text())
 CLUSTER = {name: service for name, service in COMPOSE["services"].items() if "cpu" in service["profiles"]}
@@ -81,14 +83,13 @@ def test_the_private_network_leads_nowhere() -> None:
 
 
 @pytest.mark.parametrize("name", WORKERS)
-def test_workers_get_settings_that_exist(name: str) -> None:
+def test_workers_get_settings_that_exist(name: str, parsed: Parsed) -> None:
     service = WORKERS[name]
     environment = {key: default(value) for key, value in service["environment"].items() if key != "DIPTYCH_CONFIG"}
-    role, *flags = service["command"]
-    given = dict(zip(flags[::2], flags[1::2], strict=True))
-    assert given == {"--worker-id": name, "--host": name}
+    _, *flags = service["command"]
+    assert dict(zip(flags[::2], flags[1::2], strict=True)) == {"--worker-id": name, "--host": name}
     assert service["hostname"] == name
-    config = merge(WorkerConfig, {"role": role, "worker_id": name, "host": name}, environ=environment)
+    config = parsed(service["command"], environment)
     assert config.require_transport == "ucx:tcp"
     assert config.metrics_port == 9100
     assert service["healthcheck"]["test"][-1] == f"{name}:{config.port}"
@@ -96,10 +97,10 @@ def test_workers_get_settings_that_exist(name: str) -> None:
     assert service["ulimits"]["memlock"] == "${MEMLOCK:--1}"
 
 
-def test_routers_get_settings_that_exist() -> None:
+def test_routers_get_settings_that_exist(parsed: Parsed) -> None:
     service = CLUSTER["router-0"]
     environment = {key: default(value) for key, value in service["environment"].items() if key != "DIPTYCH_CONFIG"}
-    config = merge(RouterConfig, {}, environ=environment)
+    config = parsed(service["command"], environment)
     assert (config.http_port, config.grpc_port) == (8000, 50050)
 
 
@@ -210,7 +211,7 @@ GPU_WORKERS = {name: service for name, service in COMPOSE["services"].items() if
 
 
 @pytest.mark.parametrize("name", GPU_WORKERS)
-def test_gpu_workers_can_take_the_fast_path(name: str) -> None:
+def test_gpu_workers_can_take_the_fast_path(name: str, parsed: Parsed) -> None:
     service = GPU_WORKERS[name]
     assert (service["ipc"], service["pid"]) == ("host", "host")
     (device,) = service["deploy"]["resources"]["reservations"]["devices"]
@@ -224,9 +225,7 @@ def test_gpu_workers_can_take_the_fast_path(name: str) -> None:
     assert "FROM python-gpu AS serve-gpu" in (ROOT / "deploy" / "Dockerfile").read_text()
     environment = {key: default(value) for key, value in service["environment"].items() if key != "DIPTYCH_CONFIG"}
     assert sorted(environment.pop("CUDA_VISIBLE_DEVICES").split(",")) == ["0", "1"]
-    role, *flags = service["command"]
-    given = {k.removeprefix("--").replace("-", "_"): default(v) for k, v in zip(flags[::2], flags[1::2], strict=True)}
-    config = merge(WorkerConfig, {"role": role, **given}, environ=environment)
+    config = parsed([default(word) for word in service["command"]], environment)
     assert config.device == "cuda"
     assert config.dtype == "bfloat16"
     assert int(service["stop_grace_period"].removesuffix("s")) > config.drain_s

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from diptych.router.config import RouterConfig
 from diptych.router.metrics import RouterMetrics
 from diptych.worker.config import WorkerConfig
 
+Parsed = Callable[[Sequence[str], Mapping[str, str]], Any]
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "deploy" / "helm" / "diptych"
 BESIDE = Path(sys.executable).with_name("helm")
@@ -57,6 +59,13 @@ def render(*values: str) -> dict[tuple[str, str], dict[str, Any]]:
 def container(objects: dict[tuple[str, str], dict[str, Any]], name: str) -> dict[str, Any]:
     (found,) = objects["Deployment", name]["spec"]["template"]["spec"]["containers"]
     return dict(found)
+
+
+def variables(spec: dict[str, Any]) -> dict[str, str]:
+    """The DIPTYCH_* variables of a container, but for the file of secrets."""
+    return {
+        e["name"]: e["value"] for e in spec["env"] if e["name"].startswith("DIPTYCH_") and e["name"] != "DIPTYCH_CONFIG"
+    }
 
 
 def pod(objects: dict[tuple[str, str], dict[str, Any]], name: str) -> dict[str, Any]:
@@ -156,19 +165,13 @@ def test_pools_scale_by_queue_and_kv_out_soon_and_in_late() -> None:
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_worker_gets_settings_that_exist_and_time_to_drain(role: str) -> None:
+def test_a_worker_gets_settings_that_exist_and_time_to_drain(role: str, parsed: Parsed) -> None:
     objects = render(*SCALED)
     spec = container(objects, role)
-    name, *arguments = spec["args"]
-    given = dict(argument.removeprefix("--").split("=", 1) for argument in arguments)
-    settings = {
-        key.replace("-", "_"): value.replace("$(POD_NAME)", "p-1").replace("$(POD_IP)", "10.0.0.7")
-        for key, value in given.items()
-    }
-    environment = {
-        e["name"]: e["value"] for e in spec["env"] if e["name"].startswith("DIPTYCH_") and e["name"] != "DIPTYCH_CONFIG"
-    }
-    config = merge(WorkerConfig, {"role": name, **settings}, environ=environment)
+    arguments = [a.replace("$(POD_NAME)", "p-1").replace("$(POD_IP)", "10.0.0.7") for a in spec["args"]]
+    config = parsed(arguments, variables(spec))
+    guarded = container(render(*GUARDED), role)
+    assert not parsed(arguments[:-1], variables(guarded)).insecure, "its certificates are enough"
     assert (config.role, config.worker_id, config.host, config.metrics_port) == (role, "p-1", "10.0.0.7", 9100)
     assert pod(objects, role)["terminationGracePeriodSeconds"] > config.drain_s
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
@@ -177,7 +180,7 @@ def test_a_worker_gets_settings_that_exist_and_time_to_drain(role: str) -> None:
     assert ("PodDisruptionBudget", role) in objects
 
 
-def test_routers_go_one_by_one_after_their_endpoints_are_gone() -> None:
+def test_routers_go_one_by_one_after_their_endpoints_are_gone(parsed: Parsed) -> None:
     objects = render(*SCALED)
     spec = container(objects, "router")
     strategy = objects["Deployment", "router"]["spec"]["strategy"]["rollingUpdate"]
@@ -186,13 +189,9 @@ def test_routers_go_one_by_one_after_their_endpoints_are_gone() -> None:
     assert pod(objects, "router")["terminationGracePeriodSeconds"] > 5 + 10
     assert spec["readinessProbe"]["httpGet"]["path"] == "/ready"
     assert spec["livenessProbe"]["httpGet"]["path"] == "/health"
-    name, *arguments = spec["args"]
-    given = {a.partition("=")[0].removeprefix("--").replace("-", "_"): a.partition("=")[2] or "true" for a in arguments}
-    environment = {
-        e["name"]: e["value"] for e in spec["env"] if e["name"].startswith("DIPTYCH_") and e["name"] != "DIPTYCH_CONFIG"
-    }
-    assert name == "router"
-    assert merge(RouterConfig, given, environ=environment).http_port == 8000
+    assert parsed(spec["args"], variables(spec)).http_port == 8000
+    opened = container(render(*GUARDED, "router.openMetrics=true"), "router")
+    assert parsed(opened["args"], variables(opened)).open_metrics
 
 
 def test_nobody_runs_as_root_or_carries_a_secret_in_its_environment() -> None:
