@@ -19,6 +19,7 @@ import yaml
 
 from diptych.cli.settings import merge, read_file
 from diptych.common.clock import MonotonicClock
+from diptych.common.metrics import Metrics
 from diptych.common.secret import load_secret
 from diptych.engine.messages import EngineStats
 from diptych.router.config import RouterConfig
@@ -141,15 +142,20 @@ async def _no_events(request: PreparedRequest) -> AsyncIterator[GenerateEvent]:
         yield event
 
 
-def series() -> dict[str, set[str]]:
-    """Every family that a process registers, and its sample names."""
+def registries() -> list[Metrics]:
+    """Of a router with every option, and of a worker of each role."""
     workers = [WorkerMetrics(role, stats=EngineStats, clock=MonotonicClock()) for role in ("prefill", "decode")]
     for metrics in workers:
         metrics.describe_cache(block_size=16)
     router = RouterMetrics(by_tenant=True)
     Shadows(_no_events, router)
+    return [router, *workers]
+
+
+def series() -> dict[str, set[str]]:
+    """Every family that a process registers, and its sample names."""
     found: dict[str, set[str]] = {}
-    for metrics in (router, *workers):
+    for metrics in registries():
         for family in metrics.registry.collect():
             suffixes = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"]}.get(family.type, [""])
             found.setdefault(family.name, set()).update(family.name + suffix for suffix in suffixes)
@@ -170,6 +176,38 @@ def test_every_panel_and_alert_asks_for_metrics_that_exist() -> None:
         names = set(re.findall(r"diptych_\w+", query))
         assert names or "up{" in query, title
         assert names <= known, title
+
+
+VLLM = {
+    "gauge": "num_requests_running num_requests_waiting num_requests_waiting_by_reason kv_cache_usage_perc cache_config_info",
+    "counter": "prefix_cache_queries prefix_cache_hits prompt_tokens prompt_tokens_by_source prompt_tokens_cached "
+    "generation_tokens request_success num_preemptions",
+    "histogram": "time_to_first_token_seconds inter_token_latency_seconds e2e_request_latency_seconds request_queue_time_seconds "
+    "request_prefill_time_seconds request_decode_time_seconds request_inference_time_seconds request_prompt_tokens "
+    "request_generation_tokens iteration_tokens_total kv_block_lifetime_seconds kv_block_idle_before_evict_seconds "
+    "kv_block_reuse_gap_seconds",
+}
+VLLM_BUCKETS = {
+    "time_to_first_token_seconds": ".001 .005 .01 .02 .04 .06 .08 .1 .25 .5 .75 1 2.5 5 7.5 10 20 40 80 160 640 2560",
+    "inter_token_latency_seconds": ".01 .025 .05 .075 .1 .15 .2 .3 .4 .5 .75 1 2.5 5 7.5 10 20 40 80",
+    "e2e_request_latency_seconds": ".3 .5 .8 1 1.5 2 2.5 5 10 15 20 30 40 50 60 120 240 480 960 1920 7680",
+}
+
+
+def test_vllms_boards_fit_after_a_rename() -> None:
+    """Stems, kinds and buckets are vLLM's."""
+    kinds: dict[str, str] = {}
+    buckets: dict[str, list[float]] = {}
+    for metrics in registries():
+        for family in metrics.registry.collect():
+            name = family.name.removeprefix("diptych_")
+            kinds[name] = family.type
+            ends = [float(s.labels["le"]) for s in family.samples if s.name.endswith("_bucket")]
+            buckets[name] = [end for end in ends if end != float("inf")]
+    for kind, names in VLLM.items():
+        assert {name: kinds.get(name) for name in names.split()} == dict.fromkeys(names.split(), kind)
+    for name, ends in VLLM_BUCKETS.items():
+        assert buckets[name] == [float(end) for end in ends.split()], name
 
 
 def test_every_series_has_a_panel() -> None:
