@@ -58,8 +58,8 @@ def _ask_grpc(address: str, timeout_s: float) -> str:
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-    files = [os.environ.get(f"DIPTYCH_CLUSTER_{part}", "") for part in ("CA", "CERT", "KEY")]
-    tls = load_cluster_tls(*files, os.environ.get("DIPTYCH_CLUSTER_TLS_NAME", ""))
+    ca, cert, key, name = (os.environ.get(f"DIPTYCH_CLUSTER_{part}", "") for part in ("CA", "CERT", "KEY", "TLS_NAME"))
+    tls = load_cluster_tls(ca, cert, key, name)
     options: list[tuple[str, str | int]] = [("grpc.enable_http_proxy", 0)]
     if tls is not None and tls.name:
         options.append(("grpc.ssl_target_name_override", tls.name))
