@@ -65,6 +65,7 @@ class Stack:
             # What a laptop bears: about 1 GB and one thread a worker.
             "DIPTYCH_MAX_MODEL_LEN": "1024",
             "DIPTYCH_NUM_BLOCKS": "256",
+            "LOAD_REQUESTS": "3",
         }
 
     def compose(self, *arguments: str, timeout_s: float = 300.0) -> str:
@@ -203,6 +204,10 @@ def test_a_cluster_of_containers_serves_and_survives(stack: Stack) -> None:
     tickets = re.compile(r'^diptych_placement_tickets_total{outcome="(\w+)"} (\S+)', re.M)
     used = {"granted": "1.0", "finished": "1.0"}
     stack.wait(lambda: dict(tickets.findall(stack.scrape("router-0:8000"))) == used, "the ticket's end is told", 10.0)
+
+    # The load generator of the profile `load`, from the routers' network alone.
+    report = stack.compose("--profile", "load", "run", "--rm", "--no-deps", "load")
+    assert re.search(r"Successful requests: +3\b", report), report
 
     # One container of each kind dies; what is asked then is answered by the others, with the same text.
     for victim, router in (("prefill-0", 0), ("decode-0", 0), ("router-0", 1)):
