@@ -9,7 +9,7 @@ from pathlib import Path
 from diptych.common.errors import ConfigError
 from diptych.common.tls import is_loopback
 from diptych.engine.config import GRAMMAR_BACKENDS, POLICIES, PREEMPTION_MODES
-from diptych.kvtransfer.overlap import MODES as OVERLAP_MODES
+from diptych.engine.overlap import MODES as OVERLAP_MODES
 
 DTYPES = ("float32", "float16", "bfloat16")
 
@@ -67,8 +67,8 @@ class WorkerConfig:
         handshake_timeout_s: for a peer's answer to GetInfo.
         leg_silence_s: decode gives a prefill worker up that said nothing for so long; prefill speaks three times as often.
             The same on both sides.
-        kv_overlap: whether prefill sends ranges while later ones are computed: on, off, or auto: those that the link's measured
-            rate says are worth a message of their own.
+        kv_overlap: whether prefill sends ranges, and layers of the last one, while later ones are computed: on, off, or auto:
+            those that the link's measured rate and the measured cost of a message say are worth it.
         allow_kv_conversion: decode takes KV of prefill workers with another block size, KV dtype or order of heads, and converts
             it; such answers say so. Another dtype gives up that tokens equal those of a single worker.
         verify_checksum: False only in tests.
