@@ -78,8 +78,10 @@ class Worker:
 
 
 class Client:
-    def __init__(self, prefill: dict[str, str] | None, decode: dict[str, str]) -> None:
-        self._prefill, self._decode = prefill, decode
+    """prefill: None: decode computes every prompt. local_tokens: beside a prefill worker, it computes those up to so long."""
+
+    def __init__(self, prefill: dict[str, str] | None, decode: dict[str, str], *, local_tokens: int = 0) -> None:
+        self._prefill, self._decode, self._local_tokens = prefill, decode, local_tokens
         self._stream = DecodeStream(open_channel(decode["address"]), decode["worker_id"])
         self._stream.start()
         self._number = 0
@@ -93,9 +95,11 @@ class Client:
         """Returns: attempt, when it was submitted, when each token came (monotonic seconds)."""
         self._number += 1
         attempt = f"bench-{self._number}"
-        placement = decode_pb2.Placement(decode=_ref(self._decode), local_prefill=self._prefill is None)
+        local = self._prefill is None or len(prompt) <= self._local_tokens
+        placement = decode_pb2.Placement(decode=_ref(self._decode), local_prefill=local)
         if self._prefill is not None:
             placement.prefill.append(_ref(self._prefill))
+            placement.local_prefill_max_tokens = self._local_tokens
         else:
             placement.local_prefill_max_tokens = 1 << 20
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)

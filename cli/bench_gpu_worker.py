@@ -124,11 +124,12 @@ def trace() -> None:
 async def serve(role: str, options: dict[str, Any]) -> None:
     """Until killed."""
     graph_sizes = options.pop("graph_sizes", None)
+    number = options.pop("number", 0)
     sys.setswitchinterval(options.pop("switch_interval_s", SWITCH_INTERVAL_S))
     if options.pop("trace", False):
         trace()
     config = WorkerConfig(
-        role=role, worker_id=f"{role}-0", device="cuda", dtype="bfloat16", block_size=BLOCK_SIZE, max_step_time_s=0.0,
+        role=role, worker_id=f"{role}-{number}", device="cuda", dtype="bfloat16", block_size=BLOCK_SIZE, max_step_time_s=0.0,
         **options,
     )  # fmt: skip
     setup_logging(worker=config.worker_id, role=role)
