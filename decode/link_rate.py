@@ -16,7 +16,7 @@ class _Burst:
 
 class LinkRates:
     """Exponentially weighted means. A read's own rate tells how long one takes; several share the link, so what the link does is
-    measured over whole bursts of them.
+    measured over whole bursts of them. The first burst from a peer does not count: it connects.
 
     Args:
         alpha: weight of the newest reading.
@@ -29,6 +29,7 @@ class LinkRates:
         self._rates: dict[str, float] = {}
         self._bursts: dict[str, _Burst] = {}
         self._link_rates: dict[str, float] = {}
+        self._connected: set[str] = set()
 
     def observe(self, worker_id: str, size_bytes: int, seconds: float) -> None:
         """Of one read."""
@@ -45,9 +46,13 @@ class LinkRates:
         burst = self._bursts[worker_id]
         burst.in_flight -= 1
         burst.size_bytes += size_bytes
-        if not burst.in_flight:
+        if burst.in_flight:
+            return
+        if worker_id in self._connected:
             self._mix(self._link_rates, worker_id, burst.size_bytes, now - burst.began)
-            del self._bursts[worker_id]
+        elif burst.size_bytes:
+            self._connected.add(worker_id)
+        del self._bursts[worker_id]
 
     def link(self, worker_id: str) -> float:
         """Bytes per second of the link from this peer; 0.0: nothing is measured yet."""

@@ -66,7 +66,9 @@ def test_coverage_refuses_layers_outside_empty_or_twice(low: int, num: int) -> N
 
 def test_what_a_link_does_is_measured_over_reads_that_overlap() -> None:
     rates = LinkRates(alpha=0.5)
-    assert rates.link("p0") == 0.0
+    rates.began("p0", 0.0)
+    rates.ended("p0", 1_000, 0.9)
+    assert rates.link("p0") == 0.0, "the first one connects"
     rates.began("p0", 1.0)
     rates.began("p0", 1.0)
     rates.began("p1", 1.0)
