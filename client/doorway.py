@@ -118,5 +118,7 @@ class Visit:
 
     def leave(self, why: DiptychError | None = None) -> None:
         """Cancel it there unless it has ended. Idempotent, never blocks."""
+        if self._over:
+            return
         self._doorway.leave(self._attempt)
         self.fail(why or RequestCancelledError("the stream was closed"))

@@ -120,66 +120,75 @@ class GenerateOptions(TypedDict, total=False):
 
 
 _KNOWN = frozenset(GenerateOptions.__annotations__)
-_SAMPLING_SCALARS = (
-    "max_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "seed",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "min_tokens",
-    "include_stop_str_in_output",
-    "n",
-    "best_of",
-    "beam_width",
-    "length_penalty",
-    "logprobs",
-    "prompt_logprobs",
+_SAMPLING_SCALARS = frozenset(
+    (
+        "max_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "seed",
+        "min_p",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "min_tokens",
+        "include_stop_str_in_output",
+        "n",
+        "best_of",
+        "beam_width",
+        "length_penalty",
+        "logprobs",
+        "prompt_logprobs",
+        "ignore_eos",
+    )
 )
+_SAMPLING_LISTS = frozenset(("stop_token_ids", "allowed_token_ids", "bad_words"))
+_PLAIN = frozenset(
+    ("model", "request_id", "explain", "local_prefill_max_tokens", "priority", "idempotency_key", "split")
+)
+_TOOLS = frozenset(("tools", "tool_choice", "parallel_tool_calls"))
 
 
 def build_request(options: GenerateOptions) -> router_pb2.GenerateRequest:
     """Raises: InvalidRequestError naming the parameter that is of the wrong type, does not fit its field or is missing;
     TypeError for a keyword that does not exist (a bug at the call site)."""
-    unknown = sorted(set(options) - _KNOWN)
-    if unknown:
-        raise TypeError(f"unknown keyword: {', '.join(unknown)}")
+    if not options.keys() <= _KNOWN:
+        raise TypeError(f"unknown keyword: {', '.join(sorted(options.keys() - _KNOWN))}")
     request = router_pb2.GenerateRequest()
     _set_input(request, options)
-    values: dict[str, object] = dict(options)
-    for name in _SAMPLING_SCALARS:
-        if values.get(name) is not None:
-            _assign(request.sampling, name, values[name], name)
-    _assign(request.sampling, "ignore_eos", options.get("ignore_eos", False), "ignore_eos")
-    stop = options.get("stop") or ()
-    _extend(request.sampling, "stop", (stop,) if isinstance(stop, str) else stop, "stop")
-    _extend(request.sampling, "stop_token_ids", options.get("stop_token_ids") or (), "stop_token_ids")
-    _extend(request.sampling, "allowed_token_ids", options.get("allowed_token_ids") or (), "allowed_token_ids")
-    _extend(request.sampling, "bad_words", options.get("bad_words") or (), "bad_words")
-    try:
-        request.sampling.logit_bias.update(options.get("logit_bias") or {})
-    except (TypeError, ValueError, AttributeError) as error:
-        raise InvalidRequestError(f"logit_bias cannot be sent: {error}", param="logit_bias") from None
-    request.sampling.early_stopping = _early_stopping(options.get("early_stopping", False))
-    set_grammar(request.sampling, options)
-    set_tools(request, options)
-    if options.get("resume_after") is not None:
+    sampling = request.sampling
+    sampling.SetInParent()
+    values: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    for name, value in values.items():  # by what is given, not by all that could be
+        if name in _SAMPLING_SCALARS:
+            _assign(sampling, name, value, name)
+        elif name in _SAMPLING_LISTS:
+            _extend(sampling, name, value or (), name)
+        elif name in _PLAIN:
+            _assign(request, name, value, name)
+    if stop := values.get("stop"):
+        _extend(sampling, "stop", (stop,) if isinstance(stop, str) else stop, "stop")
+    if "logit_bias" in values:
+        try:
+            sampling.logit_bias.update(values["logit_bias"] or {})
+        except (TypeError, ValueError, AttributeError) as error:
+            raise InvalidRequestError(f"logit_bias cannot be sent: {error}", param="logit_bias") from None
+    if "early_stopping" in values:
+        sampling.early_stopping = _early_stopping(values["early_stopping"])
+    set_grammar(sampling, options)
+    if not _TOOLS.isdisjoint(values):
+        set_tools(request, options)
+    if "resume_after" in values:
         request.resume_after.SetInParent()
-        _extend(request.resume_after, "token_ids", options["resume_after"] or (), "resume_after")
-    if options.get("resume") and not may_resume(request):
+        _extend(request.resume_after, "token_ids", values["resume_after"] or (), "resume_after")
+    if values.get("resume") and not may_resume(request):
         raise InvalidRequestError("resume is for one choice, without tools, split and prompt_logprobs", param="resume")
-    for name in ("model", "request_id", "explain", "local_prefill_max_tokens", "priority", "idempotency_key", "split"):
-        if values.get(name) is not None:
-            _assign(request, name, values[name], name)
-    policy = options.get("failure_policy") or ""
-    if policy not in FAILURE_POLICIES:
-        raise InvalidRequestError(
-            f"failure_policy must be fail, recompute or retry, got {policy!r}", param="failure_policy"
-        )
-    request.failure_policy = FAILURE_POLICIES[policy]
+    if policy := values.get("failure_policy"):
+        if policy not in FAILURE_POLICIES:
+            raise InvalidRequestError(
+                f"failure_policy must be fail, recompute or retry, got {policy!r}", param="failure_policy"
+            )
+        request.failure_policy = FAILURE_POLICIES[policy]
     return request
 
 
@@ -193,7 +202,7 @@ def _early_stopping(value: bool | str) -> types_pb2.EarlyStopping:
 
 
 def _set_input(request: router_pb2.GenerateRequest, options: GenerateOptions) -> None:
-    given = [name for name in ("prompt", "token_ids", "messages") if dict(options).get(name) is not None]
+    given = [name for name in ("prompt", "token_ids", "messages") if options.get(name) is not None]
     if len(given) != 1:
         raise InvalidRequestError(
             f"give exactly one of prompt, token_ids and messages, not {' and '.join(given) or 'none'}", param="prompt"

@@ -10,6 +10,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 from blake3 import blake3
 
@@ -39,9 +41,29 @@ class IdentityHeader:
             raise ValueError(f"block_size={self.block_size}: must be at least 1")
 
     def with_salt(self, salt: bytes) -> IdentityHeader:
+        if salt == self.salt:
+            return self
         return IdentityHeader(
             self.key, self.model_revision, self.tokenizer_revision, self.kv_dtype, self.block_size, self.adapter, salt
         )
+
+
+@lru_cache(1024)
+def _begun(header: IdentityHeader) -> Any:
+    """The hash after the header; to be copied."""
+    state = blake3(key=header.key)
+    for part in (
+        _DOMAIN,
+        header.model_revision.encode(),
+        header.tokenizer_revision.encode(),
+        header.kv_dtype.encode(),
+        header.block_size.to_bytes(4, "little"),
+        header.adapter.encode(),
+        header.salt,
+    ):
+        state.update(len(part).to_bytes(4, "little"))
+        state.update(part)
+    return state
 
 
 class BlockHasher:
@@ -49,18 +71,7 @@ class BlockHasher:
 
     def __init__(self, header: IdentityHeader) -> None:
         self._block_size = header.block_size
-        self._state = blake3(key=header.key)
-        for part in (
-            _DOMAIN,
-            header.model_revision.encode(),
-            header.tokenizer_revision.encode(),
-            header.kv_dtype.encode(),
-            header.block_size.to_bytes(4, "little"),
-            header.adapter.encode(),
-            header.salt,
-        ):
-            self._state.update(len(part).to_bytes(4, "little"))
-            self._state.update(part)
+        self._state = _begun(header).copy()
         self._partial = array("I")
         self.keys: list[bytes] = []
         """Keys of all full blocks so far, KEY_BYTES each."""
@@ -78,9 +89,10 @@ class BlockHasher:
             return
         raw = memoryview(self._partial.tobytes())
         step = size * self._partial.itemsize
-        for i in range(full):
-            self._state.update(raw[i * step : (i + 1) * step])
-            self.keys.append(self._state.digest(KEY_BYTES))
+        feed, digest, append = self._state.update, self._state.digest, self.keys.append
+        for start in range(0, full * step, step):
+            feed(raw[start : start + step])
+            append(digest(KEY_BYTES))
         del self._partial[: full * size]
 
 

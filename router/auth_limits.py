@@ -87,11 +87,11 @@ class MeteredDoor:
     def ready(self) -> tuple[bool, list[str]]:
         return self._door.ready()
 
-    def features(self) -> ModelFeatures:
-        return self._door.features()
+    def features(self, model: object = "") -> ModelFeatures:
+        return self._door.features(model)
 
-    def token_bytes(self, token_id: int) -> bytes:
-        return self._door.token_bytes(token_id)
+    def token_bytes(self, token_id: int, model: str = "") -> bytes:
+        return self._door.token_bytes(token_id, model)
 
     async def tokenize(self, spec: GenerateSpec) -> list[int]:
         return await self._door.tokenize(spec)
@@ -101,14 +101,26 @@ class MeteredDoor:
 
     async def prepare(self, spec: GenerateSpec) -> PreparedRequest:
         """Raises: QuotaExceededError, and what the door raises."""
-        try:
-            self._quotas.check(spec.tenant)
-        except QuotaExceededError as error:
-            self._on_refused(error.reason, spec.tenant)
-            raise
+        self._check(spec.tenant)
         prepared = await self._door.prepare(spec)
         self._quotas.spend(spec.tenant, len(prepared.prompt_token_ids))
         return prepared
+
+    def prepare_again(
+        self, before: PreparedRequest, token_ids: list[int], timeout_s: float | None, *, draws_seed: bool
+    ) -> PreparedRequest:
+        """Raises: as prepare."""
+        self._check(before.tenant)
+        prepared = self._door.prepare_again(before, token_ids, timeout_s, draws_seed=draws_seed)
+        self._quotas.spend(before.tenant, len(token_ids))
+        return prepared
+
+    def _check(self, tenant: str) -> None:
+        try:
+            self._quotas.check(tenant)
+        except QuotaExceededError as error:
+            self._on_refused(error.reason, tenant)
+            raise
 
     def explain(self, request_id: str, tenant: str) -> router_pb2.ExplainResponse:
         return self._door.explain(request_id, tenant)

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from diptych.common.block_identity import KEY_BYTES
+from diptych.router.native.lookup import Found, NativeLookup
 
 DEVICE, HOST = 0, 1
 NUM_TIERS = 2
@@ -133,8 +134,10 @@ class BlockTable:
         adds a block to an estimate. Changes compare whole keys.
         """
         self._num_lookups += 1
+        touches = self._num_lookups % _TOUCH_EVERY == 0
         host_masks = self._masks[HOST] if self._masks[HOST] and self.counts[HOST].any() else None
         blocks: Ints | None = None
+        touched: list[Ints] = []
         host_blocks = np.zeros_like(self._nobody) if host_masks is not None else None
         tags = keys.view(np.uint32)[:, 1:2]
         alive: list[Any] = [None] * self._words
@@ -160,11 +163,23 @@ class BlockTable:
                 if host_blocks is not None:
                     host_blocks[columns] += _count(held & ~device)
                 depth = max(depth, reach)
-            if self._num_lookups % _TOUCH_EVERY == 0:
-                self._touch(slots[:depth])
+            touched.append(slots[:depth])
             if depth < len(part):
                 break
+        if touches and touched:
+            self._touch(np.concatenate(touched))
         return Runs(self._nobody if blocks is None else blocks, host_blocks, blocks is not None)
+
+    def hits_into(self, lookup: NativeLookup, keys: Keys, most_blocks: int, hits_at: int, host_at: int) -> Found:
+        """`runs` in C, for the group that `lookup` was made for: tokens are written to its places at these addresses."""
+        self._num_lookups += 1
+        host_masks = self._masks[HOST] if self._masks[HOST] and self.counts[HOST].any() else None
+        lookup.follow(self._tag, self._stamp, self._masks[DEVICE], host_masks, self._num_buckets, self._round)
+        now = 0
+        if self._num_lookups % _TOUCH_EVERY == 0:
+            self._age(len(keys))
+            now = self._now
+        return lookup.find(keys, now, most_blocks, hits_at, host_at)
 
     def _leading_slots(self, keys: Keys, tags: Any) -> Ints:
         """Slots of the keys, up to the first that is not there."""
@@ -184,12 +199,15 @@ class BlockTable:
 
     def _touch(self, slots: Ints) -> None:
         """Lately used, the first ones most: a chain is forgotten from its end."""
+        self._age(len(slots))
+        if len(slots):
+            self._stamp[slots] = np.arange(self._now, self._now - len(slots), -1)
+
+    def _age(self, count: int) -> None:
         if self._now > _MAX_STAMP:
             self._stamp >>= 1
             self._now >>= 1
-        self._now += len(slots)
-        if len(slots):
-            self._stamp[slots] = np.arange(self._now, self._now - len(slots), -1)
+        self._now += count
 
     def keys_of(self, column: int, tier: int = DEVICE) -> Keys:
         """[n, 2], in no order."""

@@ -4,7 +4,6 @@ A request asks only this view. While the store is away the last view is kept, an
 from __future__ import annotations
 
 import asyncio
-import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -28,6 +27,7 @@ from diptych.router.fleet import ClusterSnapshot
 from diptych.router.index import BlockIndex, IndexMode
 from diptych.router.index_follow import IndexFollower
 from diptych.router.members import Members
+from diptych.router.native.library import Library
 from diptych.router.pending import PendingShare
 from diptych.router.placer import Life, Placer, Prompt
 from diptych.router.policies import policy_by_name
@@ -51,6 +51,10 @@ log = structlog.get_logger(__name__)
 _RETRY_AFTER_S = 1.0
 
 
+def new_router_id() -> str:
+    return f"router-{new_incarnation()}"
+
+
 class Cluster:
     """Args:
     check: what workers must share with this router.
@@ -59,9 +63,11 @@ class Cluster:
     policy: name of the placement policy.
     require_prefill: not ready before a prefill worker was there once.
     turn_window_s: see Turnstile.
-    replication: see Placer.
+    replication, library: see Placer.
     rollout: canary and shadow workers.
     settle_s: see Settling.
+    router_id: see PendingShare; "": a new one.
+    is_mine: which workers are looked at at all.
     """
 
     def __init__(
@@ -78,10 +84,13 @@ class Cluster:
         require_prefill: bool = True,
         admission: Admission | None = None,
         rollout: Rollout = Rollout(),  # noqa: B008 - frozen
+        router_id: str = "",
+        is_mine: Callable[[WorkerRecord], bool] = lambda _: True,
         open_link: Callable[[WorkerRecord], WorkerLink] | None = None,
         tls: ClusterTls | None = None,
         turn_window_s: float = 0.0,
         replication: Replication | None = None,
+        library: Library | None = None,
     ) -> None:
         self._tls = tls
         self._store = store
@@ -98,13 +107,14 @@ class Cluster:
         self._tasks: list[asyncio.Task[None]] = []
         self._closing: set[asyncio.Task[None]] = set()
         self.reservations = Reservations()
-        self.turnstile = Turnstile(self._room, window_s=turn_window_s)
+        self.turnstile = Turnstile(lambda window_s: self._refresh().room(window_s), window_s=turn_window_s)
         self.reservations.on_less = self.turnstile.let_in
-        self._pool_speed = 0.0
-        self.placer = Placer(self._index, self.reservations, rng, policy_by_name(policy), replication)
+        self.placer = Placer(self._index, self.reservations, rng, policy_by_name(policy), replication, library)
+        self._least_context: int | None = None
         self._groups = Groups(rollout)
         self._fleet_is_old = True
-        self._pending = PendingShare(store, self.reservations, f"router-{new_incarnation()}", clock=clock)
+        self._pending = PendingShare(store, self.reservations, router_id or new_router_id(), clock=clock)
+        self._is_mine = is_mine
         self.breakers = Breakers()
         self.retry_budget = RetryBudget()
         self.admission = admission or Admission("off")
@@ -176,7 +186,8 @@ class Cluster:
             log.warning("store is away", why=why) if why else log.info("store is back")
         self.degraded = why
 
-    def _fold_records(self, records: Sequence[WorkerRecord]) -> None:
+    def _fold_records(self, everybody: Sequence[WorkerRecord]) -> None:
+        records = [record for record in everybody if self._is_mine(record)]
         now = self._clock.now()
         new, lost = self._members.on_records(records, now)
         for member in lost:
@@ -216,7 +227,7 @@ class Cluster:
                 if (differences := self._pair(p.record, d.record))
             }
             self.placer.set_fleet(sides["prefill"], sides["decode"], incompatible, unusable)
-            self._pool_speed = self.placer.fleet.prompt_tokens_per_s()
+            self._least_context = min((r.max_model_len for r in self.placer.fleet.records), default=None)
             self.settling.saw(len(sides["decode"]))
             self._groups.refresh((c.record.worker_id, c.record.incarnation) for c in sides["decode"])
             self._fleet_is_old = False
@@ -253,15 +264,10 @@ class Cluster:
                 reasons.insert(0, f"no usable {role} worker")
         return bool(view.decode) and self._pair_seen, reasons
 
-    def _room(self, window_s: float) -> float:
-        """See turnstile.Room."""
-        view = self.snapshot()
-        pending = int(view.loads.pending_tokens.sum())
-        return window_s * self._pool_speed - pending if pending and self._pool_speed else math.inf
-
     def max_model_len(self) -> int | None:
         """The smallest context of the usable workers; None: nobody is there."""
-        return min((record.max_model_len for record in self._refresh().fleet.records), default=None)
+        self._refresh()
+        return self._least_context
 
     def index_mode(self, placement: Placement) -> IndexMode:
         """The least trusted of what the placement rests on."""

@@ -16,6 +16,8 @@ class RouterConfig:
     redis_url: redis://, rediss://, unix://, or redis+sentinel://HOST:PORT,HOST:PORT/SERVICE.
     model: local Hugging Face folder; only its tokenizer, template and configuration are read.
     served_model_name: what clients call it; empty: the folder's name.
+    more_models: NAME=FOLDER of further models that this router serves; requests name the one they want. Every model has
+        workers of its own, found in the same Redis.
     max_model_len: prompt plus answer in tokens; None: the model's own limit and the workers'.
     local_prefill_max_tokens: at most this many tokens uncached on decode are computed there; 0: prefill always runs.
     request_timeout_s: deadline of a request that brings none; also the most that one may ask for.
@@ -33,6 +35,8 @@ class RouterConfig:
         there to be compared with it.
     canary_workers, canary_share: patterns of worker ids, and the share of requests that goes to them alone.
     shadow_workers, shadow_share: the same for workers that get copies of requests, whose answers nobody sees.
+    placement_backend: "native" decides in C, compiled at the first start, "numpy" in about three times the time, with the same
+        outcome; "auto" takes native where there is a C compiler, and says so where there is none.
     tenant_metrics: /metrics has series with tenants' names, for the board of tenants.
     hot_prefix_copies: copy a prefix on purpose when requests with it take most of its holders' time. Off: it raised the tail in
         simulation; prefixes are then copied where queues are long.
@@ -57,6 +61,7 @@ class RouterConfig:
     secret_file: str = ""
     model: str = ""
     served_model_name: str = ""
+    more_models: tuple[str, ...] = ()
     max_model_len: int | None = None
     local_prefill_max_tokens: int = 64
     request_timeout_s: float = 600.0
@@ -74,6 +79,7 @@ class RouterConfig:
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     placement_policy: str = "cost"
+    placement_backend: str = "auto"
     tenant_metrics: bool = False
     hot_prefix_copies: bool = False
     admission: str = "shadow"
@@ -94,7 +100,21 @@ class RouterConfig:
     def rollout(self) -> Rollout:
         return Rollout(self.canary_workers, self.canary_share, self.shadow_workers, self.shadow_share)
 
+    @property
+    def model_folders(self) -> dict[str, str]:
+        """Folder by name, the first first. Raises: ConfigError."""
+        found = {self.served_model_name or Path(self.model).name: self.model}
+        for entry in self.more_models:
+            name, _, folder = entry.partition("=")
+            if not name or not folder:
+                raise ConfigError("more_models", entry, "must be NAME=FOLDER")
+            if name in found:
+                raise ConfigError("more_models", entry, "another model has this name")
+            found[name] = folder
+        return found
+
     def __post_init__(self) -> None:
+        _ = self.model_folders
         _ = self.rollout  # it checks its own
         for name in ("http_port", "grpc_port"):
             port = getattr(self, name)
@@ -124,5 +144,7 @@ class RouterConfig:
             )
         if self.reasoning_parser not in ("auto", "none", "think"):
             raise ConfigError("reasoning_parser", self.reasoning_parser, 'must be "auto", "think" or "none"')
+        if self.placement_backend not in ("auto", "native", "numpy"):
+            raise ConfigError("placement_backend", self.placement_backend, 'must be "auto", "native" or "numpy"')
         if self.generation_config not in ("auto", "none"):
             raise ConfigError("generation_config", self.generation_config, 'must be "auto" or "none"')

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 
 from diptych.common.errors import DiptychError, InvalidRequestError, ModelNotFoundError, NoWorkerError
 from diptych.common.metrics import Metrics
@@ -65,10 +66,10 @@ class FakeDoor:
     def ready(self) -> tuple[bool, list[str]]:
         return not self.reasons, self.reasons
 
-    def features(self) -> ModelFeatures:
+    def features(self, model: object = "") -> ModelFeatures:
         return self.model_features
 
-    def token_bytes(self, token_id: int) -> bytes:
+    def token_bytes(self, token_id: int, model: str = "") -> bytes:
         """Ids from 100 on are single bytes, so that a token can be half a character."""
         return bytes([token_id - 100]) if 100 <= token_id < 356 else f"<{token_id}>".encode()
 
@@ -130,6 +131,14 @@ class FakeDoor:
             idempotency_key=str(spec.idempotency_key),
             resume_after=tuple(spec.resume_after) if isinstance(spec.resume_after, list) else (),
         )
+
+    def prepare_again(
+        self, before: PreparedRequest, token_ids: list[int], timeout_s: float | None, *, draws_seed: bool
+    ) -> PreparedRequest:
+        if self.refuse is not None:
+            raise self.refuse
+        self.prepared += 1
+        return replace(before, prompt_token_ids=tuple(token_ids))
 
     def explain(self, request_id: str, tenant: str) -> router_pb2.ExplainResponse:
         """Remembers the one request."""

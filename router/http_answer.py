@@ -87,7 +87,9 @@ class GenerationResponse(Response):
             prepared = await self._door.prepare(self._call.spec)
             request_id = prepared.request_id
             call = self._call
-            form = call.make_form(Scene(prepared, int(self._now()), self._door.features(), self._door.token_bytes))
+            door, model = self._door, prepared.model
+            token_bytes = partial(door.token_bytes, model=model)
+            form = call.make_form(Scene(prepared, int(self._now()), door.features(model), token_bytes))
             self._form = form
             async with accepted(self._door, prepared) as (_, events):
                 if call.stream:

@@ -17,6 +17,7 @@ from enum import Enum
 
 from diptych.common.store import TIERS, KvEvent
 from diptych.router.block_table import DEVICE, HOST, BlockTable, Keys, Runs, as_keys, to_bytes
+from diptych.router.native.lookup import Found, NativeLookup
 
 _MAX_WAITING_EVENTS = 4096
 _TRIM_FRACTION = 8
@@ -77,6 +78,11 @@ class BlockIndex:
     def num_keys(self) -> int:
         """Different blocks in the index."""
         return self._table.num_keys
+
+    @property
+    def num_columns(self) -> int:
+        """Above every worker's column."""
+        return len(self._workers) + len(self._free_columns)
 
     @property
     def nbytes(self) -> int:
@@ -247,6 +253,10 @@ class BlockIndex:
     def runs(self, keys: Keys) -> Runs:
         """For every worker at once, the length of the longest run of `keys`, from the first one on, that it holds."""
         return self._table.runs(keys)
+
+    def hits_into(self, lookup: NativeLookup, keys: Keys, most_blocks: int, hits_at: int, host_at: int) -> Found:
+        """See BlockTable.hits_into."""
+        return self._table.hits_into(lookup, keys, most_blocks, hits_at, host_at)
 
     def hit_blocks(self, worker_id: str, keys: Sequence[bytes]) -> int:
         column = self.column(worker_id)

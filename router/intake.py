@@ -6,7 +6,6 @@ model, label, policy, limits -> tokens (tokenizer threads, off the event loop) -
 from __future__ import annotations
 
 import asyncio
-import math
 import random
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -20,13 +19,14 @@ from diptych.common.ids import new_request_id
 from diptych.common.sampling import MAX_BAD_WORDS, SamplingParams, check_sampling
 from diptych.common.tokenizer import GenerationDefaults
 from diptych.router.beam_options import DRAWS_NOTHING, beam_fields
+from diptych.router.intake_checks import check_ids, check_room, given, input_name, integer, label, text_size, timeout
 from diptych.router.messages import GenerateSpec, PreparedRequest
 from diptych.router.tools_reasoning import CLOSE, OPEN
 from diptych.rpc.v1 import router_pb2
 
 _TOKENIZER_THREADS = 2
 _MAX_TOKENIZING = 64
-_MAX_LABEL_BYTES = 128
+_MAX_KNOWN = 1024
 _MAX_DETOKENIZED = 1_000_000
 _MAX_BAD_WORD_CHARS = 256
 _THINK_TAIL_TOKENS = 8
@@ -109,6 +109,8 @@ class Intake:
         self._rng = rng
         self._threads = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="tokenizer")
         self._num_tokenizing = 0
+        self._known: dict[tuple[bytes, int], SamplingParams] = {}
+        """Sampling values that were checked, but for a seed that was not given."""
 
     def close(self) -> None:
         self._threads.shutdown(wait=True, cancel_futures=True)
@@ -118,33 +120,29 @@ class Intake:
         arrived = self._clock.now()
         limits = self._limits
         self._check_model(spec.model)
-        label = _label(spec.request_id, "request_id")
-        key = _label(spec.idempotency_key, "idempotency_key")
+        own_label = label(spec.request_id, "request_id")
+        key = label(spec.idempotency_key, "idempotency_key")
         policy = FAILURE_POLICIES.get(spec.failure_policy) if isinstance(spec.failure_policy, str) else None
         if policy is None:
             raise InvalidRequestError("failure_policy must be fail, recompute or retry", param="failure_policy")
         local = limits.local_prefill_max_tokens
         if spec.local_prefill_max_tokens is not None:
-            local = _integer(spec.local_prefill_max_tokens, "local_prefill_max_tokens", 0, 2**31 - 1)
-        timeout_s = min(_timeout(spec.timeout_s, limits.request_timeout_s), limits.request_timeout_s)
-        param = _input_name(spec)
+            local = integer(spec.local_prefill_max_tokens, "local_prefill_max_tokens", 0, 2**31 - 1)
+        timeout_s = min(timeout(spec.timeout_s, limits.request_timeout_s), limits.request_timeout_s)
+        param = input_name(spec)
         bad_words = await self._bad_words(spec.bad_words)
         if param != "token_ids":
             self._sampling(spec, limits.max_model_len(), bad_words)  # refuse bad numbers before the tokenizer works
         token_ids = await self._token_ids(spec, param)
         room = self._room(len(token_ids), param)
         sampling = self._sampling(spec, room, bad_words)
-        if sampling.max_tokens > room:
-            raise InvalidRequestError(
-                f"max_tokens={sampling.max_tokens} is more than the {room} tokens that the context leaves",
-                param="max_tokens",
-            )
+        check_room(sampling.max_tokens, room)
         thinking = param == "messages" and self._ends_thinking(token_ids)
         if thinking and sampling.grammar is not None:  # it is about the answer, not about the thoughts before it
             sampling = replace(sampling, grammar=replace(sampling.grammar, free_until=CLOSE))
         return PreparedRequest(
             request_id=new_request_id(),
-            label=label,
+            label=own_label,
             model=limits.model,
             prompt_token_ids=tuple(token_ids),
             sampling=sampling,
@@ -155,11 +153,39 @@ class Intake:
             arrived=arrived,
             deadline=arrived + timeout_s,
             tenant=spec.tenant,
-            priority=0 if spec.priority is None else _integer(spec.priority, "priority", -(2**31), 2**31 - 1),
+            priority=0 if spec.priority is None else integer(spec.priority, "priority", -(2**31), 2**31 - 1),
             thinking=thinking,
             echo=await self._echo(spec, token_ids) if spec.echo else "",
             idempotency_key=key,
             resume_after=self._resume_after(spec, sampling),
+        )
+
+    def prepare_again(
+        self, before: PreparedRequest, token_ids: list[int], timeout_s: float | None, *, draws_seed: bool
+    ) -> PreparedRequest:
+        """As `prepare`, for a request of token ids that is like one before in everything else.
+
+        Args:
+            token_ids: numbers from 0 on.
+            draws_seed: it brings no seed of its own.
+        Raises: as prepare.
+        """
+        arrived = self._clock.now()
+        limits = self._limits
+        within_s = min(timeout(timeout_s, limits.request_timeout_s), limits.request_timeout_s)
+        check_ids(token_ids, self._tokenizer.vocab_size, limits.max_model_len())
+        if not token_ids:
+            raise InvalidRequestError("token_ids is empty", param="token_ids")
+        check_room(before.sampling.max_tokens, self._room(len(token_ids), "token_ids"))
+        repeated = before.repeated or before.sampling
+        return replace(
+            before,
+            request_id=new_request_id(),
+            prompt_token_ids=tuple(token_ids),
+            sampling=replace(repeated, seed=self._rng.getrandbits(63)) if draws_seed else repeated,
+            arrived=arrived,
+            deadline=arrived + within_s,
+            repeated=repeated,
         )
 
     def _ends_thinking(self, token_ids: list[int]) -> bool:
@@ -170,7 +196,7 @@ class Intake:
         """Raises: InvalidRequestError when the rest could not be what would have come."""
         if spec.resume_after is None:
             return ()
-        ids = _check_ids(spec.resume_after, self._tokenizer.vocab_size, sampling.max_tokens + 1, param="resume_after")
+        ids = check_ids(spec.resume_after, self._tokenizer.vocab_size, sampling.max_tokens + 1, param="resume_after")
         if spec.seed is None:
             raise InvalidRequestError("resume_after needs the seed of the answer that was cut", param="seed")
         if sampling.num_choices > 1 or sampling.beam_width or sampling.prompt_logprobs is not None:
@@ -188,12 +214,12 @@ class Intake:
     async def tokenize(self, spec: GenerateSpec) -> list[int]:
         """Token ids of the spec's input. Raises: InvalidRequestError, ModelNotFoundError, OverloadedError."""
         self._check_model(spec.model)
-        return await self._token_ids(spec, _input_name(spec))
+        return await self._token_ids(spec, input_name(spec))
 
     async def detokenize(self, model: object, token_ids: object) -> str:
         """Text of `token_ids`, special tokens included. Raises: InvalidRequestError, ModelNotFoundError, OverloadedError."""
         self._check_model(model)
-        ids = _check_ids(token_ids, self._tokenizer.vocab_size, _MAX_DETOKENIZED, param="tokens")
+        ids = check_ids(token_ids, self._tokenizer.vocab_size, _MAX_DETOKENIZED, param="tokens")
         return await self._in_thread(partial(self._tokenizer.decode, ids, skip_special_tokens=False))
 
     async def _echo(self, spec: GenerateSpec, token_ids: list[int]) -> str:
@@ -225,14 +251,14 @@ class Intake:
 
     async def _token_ids(self, spec: GenerateSpec, param: str) -> list[int]:
         if param == "token_ids":
-            ids = _check_ids(spec.token_ids, self._tokenizer.vocab_size, self._limits.max_model_len())
+            ids = check_ids(spec.token_ids, self._tokenizer.vocab_size, self._limits.max_model_len())
         elif param == "prompt":
             if not isinstance(spec.prompt, str):
                 raise InvalidRequestError("prompt must be text", param="prompt")
             self._check_size(len(spec.prompt), param)
             ids = await self._in_thread(partial(self._tokenizer.encode, spec.prompt, spec.add_special_tokens))
         else:
-            self._check_size(_text_size(spec.messages), param)
+            self._check_size(text_size(spec.messages), param)
             encode = partial(
                 self._tokenizer.encode_chat, spec.messages, tools=spec.tools, extra=spec.chat_template_kwargs
             )
@@ -272,6 +298,17 @@ class Intake:
 
     def _sampling(self, spec: GenerateSpec, room: int, bad_words: object) -> SamplingParams:
         """`room`: the default of max_tokens."""
+        if not spec.sampling_key or spec.grammar is not None or spec.bad_words is not None:
+            return self._check_sampling(spec, room, bad_words)
+        key = (spec.sampling_key, room if spec.max_tokens is None else 0)
+        known = self._known.get(key)
+        if known is None:
+            if len(self._known) >= _MAX_KNOWN:
+                self._known.clear()
+            known = self._known[key] = self._check_sampling(spec, room, bad_words)
+        return known if spec.seed is not None else replace(known, seed=self._rng.getrandbits(63))
+
+    def _check_sampling(self, spec: GenerateSpec, room: int, bad_words: object) -> SamplingParams:
         for name in ("n", "best_of", "beam_width"):
             value = getattr(spec, name)
             if type(value) is int and value > MAX_CHOICES:
@@ -284,75 +321,14 @@ class Intake:
             DRAWS_NOTHING if "beam_width" in more else {name: getattr(self._defaults, name) for name in DRAWS_NOTHING}
         )
         return check_sampling(
-            temperature=_given(spec.temperature, defaults["temperature"], 1.0),
-            top_p=_given(spec.top_p, defaults["top_p"], 1.0),
-            top_k=_given(spec.top_k, defaults["top_k"], 0),
-            seed=_given(spec.seed, self._rng.getrandbits(63)),
-            max_tokens=_given(spec.max_tokens, room),
-            ignore_eos=_given(spec.ignore_eos, False),
-            stop_token_ids=_given(spec.stop_token_ids, ()),
-            stop=_given(spec.stop, ()),
+            temperature=given(spec.temperature, defaults["temperature"], 1.0),
+            top_p=given(spec.top_p, defaults["top_p"], 1.0),
+            top_k=given(spec.top_k, defaults["top_k"], 0),
+            seed=given(spec.seed, self._rng.getrandbits(63)),
+            max_tokens=given(spec.max_tokens, room),
+            ignore_eos=given(spec.ignore_eos, False),
+            stop_token_ids=given(spec.stop_token_ids, ()),
+            stop=given(spec.stop, ()),
             vocab_size=self._tokenizer.vocab_size,
             **more,
         )
-
-
-def _given(value: object, *defaults: object) -> object:
-    return next((choice for choice in (value, *defaults) if choice is not None), None)
-
-
-def _label(value: object, param: str) -> str:
-    if not isinstance(value, str):
-        raise InvalidRequestError(f"{param} must be text", param=param)
-    if len(value) > _MAX_LABEL_BYTES or not value.isascii() or (value and not value.isprintable()):
-        raise InvalidRequestError(f"{param} must be printable ASCII of at most {_MAX_LABEL_BYTES} bytes", param=param)
-    return value
-
-
-def _integer(value: object, param: str, least: int, most: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise InvalidRequestError(f"{param} must be an integer between {least} and {most}", param=param)
-    return value
-
-
-def _timeout(value: object, default: float) -> float:
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
-        raise InvalidRequestError("timeout_s must be a finite number above 0", param="timeout_s")
-    return float(value)
-
-
-def _input_name(spec: GenerateSpec) -> str:
-    given = [name for name in ("prompt", "token_ids", "messages") if getattr(spec, name) is not None]
-    if len(given) != 1:
-        raise InvalidRequestError("exactly one of prompt, token_ids and messages must be given", param="prompt")
-    return given[0]
-
-
-def _check_ids(value: object, vocab_size: int, max_model_len: int, param: str = "token_ids") -> list[int]:
-    if not isinstance(value, (list, tuple)):
-        raise InvalidRequestError(f"{param} must be a list", param=param)
-    if len(value) >= max_model_len:
-        raise PromptTooLongError(
-            f"{param} has {len(value)} tokens; the context of {max_model_len} must leave room for one more",
-            param=param,
-        )
-    # Types first: what is no int may not even be comparable.
-    if value and not (set(map(type, value)) == {int} and min(value) >= 0 and max(value) < vocab_size):
-        raise InvalidRequestError(f"{param} must be integers from 0 to {vocab_size - 1}", param=param)
-    return list(value)
-
-
-def _text_size(messages: object) -> int:
-    """Characters in a conversation, without trusting its shape."""
-    if not isinstance(messages, (list, tuple)):
-        raise InvalidRequestError("messages must be a list", param="messages")
-    size = 0
-    for message in messages:
-        content = message.get("content") if isinstance(message, Mapping) else None
-        parts = content if isinstance(content, (list, tuple)) else [content]
-        for part in parts:
-            text = part.get("text") if isinstance(part, Mapping) else part
-            size += len(text) if isinstance(text, str) else 0
-    return size

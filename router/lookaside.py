@@ -16,7 +16,7 @@ from diptych.common.clock import Clock
 from diptych.common.errors import NoWorkerError, RequestDeadlineError
 from diptych.common.ids import new_attempt_id
 from diptych.common.ticket import seal
-from diptych.router.admission import Judgement
+from diptych.router.admission import Judgement, Verdict
 from diptych.router.cluster import Cluster, Life, Prompt
 from diptych.router.decisions import Decision
 from diptych.router.explain import Story
@@ -36,6 +36,7 @@ class _Grant:
     story: Story
     decision: Decision
     spend: Callable[[int], None]
+    tenant: str
     judgement: Judgement
     arrived: float
     until: float
@@ -54,6 +55,8 @@ class Lookaside:
         self._metrics = metrics
         self._clock = clock
         self._granted = metrics.tickets.labels("granted")
+        self._outcomes = {name: metrics.tickets.labels(name) for name in ("finished", "failed", "lapsed")}
+        self._verdicts = {verdict: metrics.admission.labels(verdict.value) for verdict in Verdict}
         self._grants: dict[str, _Grant] = {}
         cluster.on_ticket_news = self.on_news
 
@@ -76,7 +79,7 @@ class Lookaside:
             raise NoWorkerError("no ticket: requests wait for their turn at the router")
         placement = cluster.place(wish_of(request), Prompt(request.prompt_token_ids, request.cache_salt))
         judgement = cluster.judge(placement, now - request.arrived, request.deadline - request.arrived)
-        self._metrics.admission.labels(judgement.verdict.value).inc()
+        self._verdicts[judgement.verdict].inc()
         if judgement.error is not None:
             raise judgement.error
         record = placement.decode.record
@@ -102,6 +105,7 @@ class Lookaside:
             story=story,
             decision=decision,
             spend=spend,
+            tenant=request.tenant,
             judgement=judgement,
             arrived=request.arrived,
             until=min(request.deadline, now + UNHEARD_S),
@@ -134,6 +138,7 @@ class Lookaside:
         if news.ended:
             if news.completion_tokens:
                 grant.spend(news.completion_tokens)
+                self._cluster.turnstile.written(grant.tenant, news.completion_tokens)
                 self._metrics.generation_tokens.inc(news.completion_tokens)
             self._cluster.on_outcome(grant.life[0], news.reason)
             self._release(news.attempt, "failed" if news.reason else "finished", news.reason or "finished")
@@ -153,5 +158,5 @@ class Lookaside:
     def _release(self, attempt: str, outcome: str, told: str) -> None:
         grant = self._grants.pop(attempt)
         grant.decision.outcome = told
-        self._metrics.tickets.labels(outcome).inc()
+        self._outcomes[outcome].inc()
         self._cluster.reservations.release(attempt)

@@ -43,6 +43,7 @@ class GenerateSpec:
         resume_after: the answer's first tokens, which the caller has: it goes on behind them. Needs a seed.
         tenant: whose cache is used; decided by the face, never taken from the body.
         traceparent: the caller's W3C trace context.
+        sampling_key: what decides all fields of SamplingParams but the grammar; b"": nobody knows.
     """
 
     model: object = ""
@@ -89,6 +90,7 @@ class GenerateSpec:
     resume_after: object = None
     tenant: str = ""
     traceparent: str = ""
+    sampling_key: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,7 @@ class PreparedRequest:
         thinking: the prompt ends within the model's thoughts.
         echo: text that the answer begins with.
         resume_after: tokens of the answer that the caller has already.
+        repeated: the sampling values of an earlier request, which these are but for the seed; None: nobody knows one.
     """
 
     request_id: str
@@ -127,6 +130,7 @@ class PreparedRequest:
     echo: str = ""
     idempotency_key: str = ""
     resume_after: tuple[int, ...] = ()
+    repeated: SamplingParams | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,7 +96,9 @@ def _add_generation(app: FastAPI, door: Door, quotas: TenantQuotas | None) -> No
     async def answer(request: Request, build: Callable[..., Call]) -> Response:
         body = parse_object(await read_body(request))
         return GenerationResponse(
-            door, _sent_by(request, build(body, features=door.features(), unknown=unknown)), extra_headers=limits
+            door,
+            _sent_by(request, build(body, features=door.features(body.get("model")), unknown=unknown)),
+            extra_headers=limits,
         )
 
     @app.post("/v1/chat/completions", openapi_extra=_body_schema("ChatCompletionRequest"))
@@ -115,10 +117,12 @@ def _add_generation(app: FastAPI, door: Door, quotas: TenantQuotas | None) -> No
 def _add_tokens(app: FastAPI, door: Door) -> None:
     @app.post("/tokenize", openapi_extra=_body_schema("TokenizeRequest"))
     async def tokenize(request: Request) -> Response:
-        spec, with_texts = tokenize_spec(parse_object(await read_body(request)), door.features())
-        tokens = await door.tokenize(spec)
-        texts = [door.token_bytes(token).decode("utf-8", "replace") for token in tokens] if with_texts else None
-        length = door.models()[0].max_model_len
+        body = parse_object(await read_body(request))
+        spec, with_texts = tokenize_spec(body, door.features(body.get("model")))
+        tokens, model = await door.tokenize(spec), str(spec.model)
+        texts = [door.token_bytes(token, model).decode("utf-8", "replace") for token in tokens] if with_texts else None
+        there = door.models()
+        length = next((one.max_model_len for one in there if one.id == model), there[0].max_model_len)
         return json_response({"count": len(tokens), "max_model_len": length, "tokens": tokens, "token_strs": texts})
 
     @app.post("/detokenize", openapi_extra=_body_schema("DetokenizeRequest"))

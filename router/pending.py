@@ -24,7 +24,7 @@ log = structlog.get_logger(__name__)
 
 class PendingShare:
     """Args:
-    router_id: unique among the routers of the cluster.
+    router_id: unique among the routers of the cluster; what stands behind a "." tells the models of one router apart.
     """
 
     def __init__(
@@ -74,4 +74,4 @@ class PendingShare:
                 others[worker_id] = (before[0] + tokens, before[1] + requests)
         self._reservations.set_others(others)
         self._read_at = self._clock.now()
-        self.num_others = len(rows)
+        self.num_others = len({name.partition(".")[0] for name in rows} - {self._router_id.partition(".")[0]})

@@ -16,6 +16,7 @@ import structlog
 from diptych.common.errors import DiptychError, InternalError, NoWorkerError, OverloadedError
 from diptych.router.auth import current_caller
 from diptych.router.faces import Door
+from diptych.router.messages import PreparedRequest
 from diptych.router.request_form import parse, spec_from
 from diptych.rpc.errors import errors_to_status, to_failure
 from diptych.rpc.v1 import router_pb2
@@ -23,6 +24,7 @@ from diptych.rpc.v1 import router_pb2
 log = structlog.get_logger(__name__)
 
 _MAX_IN_FLIGHT = 4096
+_MAX_REMEMBERED, _MAX_REMEMBERED_BYTES = 256, 512
 
 
 class PlacementDesk:
@@ -35,6 +37,8 @@ class PlacementDesk:
         self._ready = asyncio.Event()
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._closed = False
+        self._before: dict[bytes, PreparedRequest] = {}
+        """By all of a request but its token ids, one that was prepared: of such a stream they mostly repeat."""
 
     async def read(self, bodies: AsyncIterator[bytes]) -> None:
         """Until the client closes its side. Raises: InvalidRequestError for what is no message of ours."""
@@ -65,12 +69,33 @@ class PlacementDesk:
 
     async def _answer(self, request: router_pb2.PlaceRequest) -> None:
         try:
-            self._reply(request.id, await place(self._door, request, self._tenant))
+            self._reply(request.id, await self._place(request))
         except DiptychError as error:
             self._reply(request.id, error)
         except Exception as error:  # one placement must not take the stream's others with it
             log.error("a placement failed", error=repr(error), exc_info=True)
             self._reply(request.id, InternalError("internal error"))
+
+    async def _place(self, request: router_pb2.PlaceRequest) -> router_pb2.Placed:
+        """Raises: DiptychError."""
+        asked = request.request
+        if not _may_repeat(asked):
+            return await place(self._door, request, self._tenant)
+        token_ids = list(asked.token_ids.token_ids)
+        asked.ClearField("token_ids")
+        rest = asked.SerializeToString()
+        before = self._before.get(rest)
+        if before is not None:
+            draws_seed, remaining_s = not asked.sampling.HasField("seed"), request.remaining_s or None
+            again = self._door.prepare_again(before, token_ids, remaining_s, draws_seed=draws_seed)
+            return self._door.place(again)
+        asked.token_ids.token_ids.extend(token_ids)
+        prepared = await _prepare(self._door, request, self._tenant)
+        if len(rest) <= _MAX_REMEMBERED_BYTES:
+            if len(self._before) >= _MAX_REMEMBERED:
+                self._before.clear()
+            self._before[rest] = prepared
+        return self._door.place(prepared)
 
     def _reply(self, number: int, outcome: router_pb2.Placed | DiptychError) -> None:
         if isinstance(outcome, DiptychError):
@@ -113,10 +138,25 @@ async def serve_placements(door: Door, bodies: AsyncIterator[bytes], context: gr
 
 async def place(door: Door, request: router_pb2.PlaceRequest, tenant: str) -> router_pb2.Placed:
     """Raises: DiptychError."""
+    return door.place(await _prepare(door, request, tenant))
+
+
+def _may_repeat(asked: router_pb2.GenerateRequest) -> bool:
+    """Whether nothing in it is of this one request, but for its token ids and perhaps its seed."""
+    return (
+        asked.WhichOneof("input") == "token_ids"
+        and asked.sampling.HasField("max_tokens")
+        and not asked.request_id
+        and not asked.idempotency_key
+        and not asked.HasField("resume_after")
+    )
+
+
+async def _prepare(door: Door, request: router_pb2.PlaceRequest, tenant: str) -> PreparedRequest:
     asked = request.request
-    spec, offer = spec_from(asked, request.remaining_s or None, door.features(), tenant)
+    spec, offer = spec_from(asked, request.remaining_s or None, door.features(asked.model), tenant)
     if offer.names or (asked.split and asked.WhichOneof("input") == "chat"):
         raise NoWorkerError("no ticket: the router takes this answer apart")
     if asked.idempotency_key:
         raise NoWorkerError("no ticket: the router keeps idempotency keys")
-    return door.place(await door.prepare(spec))
+    return await door.prepare(spec)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,8 +14,11 @@ from diptych.common.worker_record import WorkerRecord
 from diptych.router.block_table import Keys, as_keys
 from diptych.router.fleet import ClusterSnapshot, Fleet, Ints, Loads
 from diptych.router.index import BlockIndex
+from diptych.router.native.charges import NativeCharges
+from diptych.router.native.library import MAX_COLUMNS, Library
+from diptych.router.native.lookup import Found, NativeLookup
 from diptych.router.placement import Placement, PlacementRequest, Rejected
-from diptych.router.policy import CHEAPEST, Picker, choose_placement
+from diptych.router.policy import CHEAPEST, Charge, Picker, choose_placement
 from diptych.router.replication import LEAST_TOKENS, AwayFrom, Replication
 from diptych.router.reservations import Reservations
 
@@ -62,12 +66,14 @@ class _Group:
     header: IdentityHeader
     at: Ints | None
     columns: Ints
+    lookup: NativeLookup | None
 
 
 class Placer:
     """Args:
     policy: who is taken among the candidates.
     replication: copies hot prefixes on purpose, under the policy "cost"; None: they are only copied where queues are long.
+    library: charges candidates in C; None: in numpy.
     """
 
     def __init__(
@@ -77,14 +83,19 @@ class Placer:
         rng: random.Random,
         policy: Picker = CHEAPEST,
         replication: Replication | None = None,
+        library: Library | None = None,
     ) -> None:
         self._replication = replication if policy.name == CHEAPEST.name else None
+        self._library = library
+        self._native: NativeCharges | None = None
+        self._charge: Charge | None = None
         self._index = index
         self._reservations = reservations
         self._rng = rng
         self.policy = policy
         self._wants_affinity = policy.name == "session-affinity"
         self._fleet = Fleet.of((), ())
+        self._pool_speed = 0.0
         self._reserved = np.empty(0, np.int64)
         self._groups: list[_Group] = []
         self._lives: dict[Life, int] = {}
@@ -100,6 +111,7 @@ class Placer:
         changed."""
         one, other = ([(candidate.record, candidate.read_at) for candidate in side] for side in (prefill, decode))
         self._fleet = Fleet.of(one, other, incompatible, unusable)
+        self._pool_speed = self._fleet.prompt_tokens_per_s()
         candidates = [*prefill, *decode]
         self._reserved = self._reservations.columns([candidate.record.worker_id for candidate in candidates])
         members: dict[IdentityHeader, list[tuple[int, int]]] = {}
@@ -108,9 +120,15 @@ class Placer:
             if candidate.header is not None and column is not None:
                 members.setdefault(candidate.header, []).append((i, column))
         self._groups = []
+        library = self._library if self._index.num_columns <= MAX_COLUMNS else None
         for header, pairs in members.items():
             at, columns = np.array(pairs, np.int64).T
-            self._groups.append(_Group(header, None if len(at) == len(candidates) else at, columns))
+            lookup = None if library is None else NativeLookup(library, at, columns, header.block_size)
+            self._groups.append(_Group(header, None if len(at) == len(candidates) else at, columns, lookup))
+        self._native = None
+        if library is not None:
+            self._native = NativeCharges(library, self._fleet, self._reservations, self._reserved)
+        self._charge = None if self._native is None else self._native.charge
         self._lives = {(c.record.worker_id, c.record.incarnation): i for i, c in enumerate(decode)}
 
     @property
@@ -122,12 +140,33 @@ class Placer:
     def fleet(self) -> Fleet:
         return self._fleet
 
+    def room(self, window_s: float) -> float:
+        """See gate.Room."""
+        if not self._pool_speed:
+            return math.inf
+        return window_s * self._pool_speed - int(self._reservations.at(self._reserved)[0].sum())
+
     def snapshot(self, prompt: Prompt | None = None, exclude: frozenset[Life] = frozenset()) -> ClusterSnapshot:
         """The usable workers with this prompt's hits. `exclude`: lives that must not be chosen as decode."""
+        barred = tuple(self._lives[life] for life in exclude if life in self._lives) if exclude else ()
+        if self._native is not None:
+            return ClusterSnapshot(self._fleet, self._native_loads(self._native, prompt), barred)
         tokens, requests = self._reservations.at(self._reserved)
         hit, host = self._hits(prompt)
-        barred = tuple(self._lives[life] for life in exclude if life in self._lives) if exclude else ()
         return ClusterSnapshot(self._fleet, Loads(hit, host, tokens, requests), barred)
+
+    def _native_loads(self, native: NativeCharges, prompt: Prompt | None) -> Loads:
+        most = Found.NOTHING
+        if prompt is not None:
+            if len(self._groups) > 1 or any(group.at is not None for group in self._groups):
+                native.clear_hits()
+            for group in self._groups:
+                assert group.lookup is not None
+                # The last prompt token is always computed.
+                blocks = max(0, len(prompt.token_ids) - 1) // group.header.block_size
+                keys = prompt.keys(group.header)
+                most = max(most, self._index.hits_into(group.lookup, keys, blocks, native.hits_at, native.host_at))
+        return native.loads(most)
 
     def _hits(self, prompt: Prompt | None) -> tuple[Ints | None, Ints | None]:
         """(hit tokens, those of them in host tiers only), by worker; None: nowhere."""
@@ -163,7 +202,7 @@ class Placer:
         if self._wants_affinity and not request.affinity and self._groups:
             keys = prompt.keys(self._groups[0].header)[:_AFFINITY_BLOCKS]
             request = replace(request, affinity=keys[-1].tobytes() if len(keys) else b"")
-        placement = choose_placement(request, snapshot, now, self._rng, self.policy)
+        placement = choose_placement(request, snapshot, now, self._rng, self.policy, self._charge)
         if self._replication is not None and snapshot.loads.hit_tokens is not None and isinstance(placement, Placement):
             return self._copied(self._replication, placement, request, prompt, snapshot, now)
         return placement
@@ -192,7 +231,7 @@ class Placer:
         load = replication.on_placed(prefix, placement.chosen.prefill_ms / 1000.0, num_holders, now)
         if not load:
             return placement
-        copy = choose_placement(request, snapshot, now, self._rng, AwayFrom(holders))
+        copy = choose_placement(request, snapshot, now, self._rng, AwayFrom(holders), self._charge)
         if isinstance(copy, Placement) and copy.chosen.prefill is not None:
             note = f"hot prefix: a copy on {copy.chosen.prefill.worker_id}, its {num_holders} holders are at {load:.0%}"
             copy.notes = (*copy.notes, note)

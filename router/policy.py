@@ -10,7 +10,7 @@ only when few tokens are uncached there, or when no prefill worker is usable: an
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -39,8 +39,8 @@ __all__ = [
 
 LOCAL_BIAS_MS = 1.0
 COLOCATED_SLACK_MS = 1000.0
-_TIE_FRACTION, _TIE_MS = 0.02, 0.5
-_MAX_SPARES = 8
+TIE_FRACTION, TIE_MS = 0.02, 0.5
+MAX_SPARES = 8
 
 Choice = tuple[int | None, int]
 """(index of the prefill worker, or None for local prefill; index of the decode worker, 0 to D - 1)"""
@@ -55,6 +55,7 @@ class Costs:
         local: [D], the same; None: local prefill is no candidate anywhere.
         queue, compute: [P + D].
         sequences, decode_load: [D].
+        colocated: a decode worker was made a candidate for the margin's sake.
     """
 
     request: PlacementRequest
@@ -65,6 +66,7 @@ class Costs:
     compute: Floats
     sequences: Floats
     decode_load: Floats
+    colocated: bool = False
     least_remote: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -73,7 +75,44 @@ class Costs:
     @property
     def any(self) -> bool:
         """Whether there is a candidate."""
-        return self.least_remote < np.inf or bool(self.local is not None and self.local.min() < np.inf)
+        return self.least_remote < np.inf or self.least_local < np.inf
+
+    @property
+    def least_local(self) -> float:
+        return float(self.local.min(initial=np.inf)) if self.local is not None else np.inf
+
+    def draw(self, rng: random.Random) -> Choice:
+        """The cheapest, near-equal ones by power of two choices over pending placements."""
+        remote, local = self.remote, self.local
+        pending = self.snapshot.loads.pending_requests
+        num_prefill = self.snapshot.fleet.num_prefill
+        least_remote = self.least_remote
+        if local is not None and (full := _holds_all(self.request, self.snapshot)) is not None:
+            remote = np.where(full, np.inf, remote)
+            least_remote = float(remote.min()) if remote.size else np.inf
+        least_local = self.least_local
+        least = min(least_local, least_remote)
+        limit = least + max(TIE_MS, least * TIE_FRACTION)
+        if local is not None and least_local <= least_remote:
+            (ties,) = (local <= limit).nonzero()
+            d = min((int(ties[i]) for i in _two(len(ties), rng)), key=lambda d: (pending[num_prefill + d], local[d]))
+            return None, d
+        (ties,) = (remote.ravel() <= limit).nonzero()
+        first, second = _two(len(ties), rng)
+        width = remote.shape[1]
+        p, d = divmod(int(ties[first]), width)
+        if first != second:
+            other_p, other_d = divmod(int(ties[second]), width)
+            mine, others = pending[p] + pending[num_prefill + d], pending[other_p] + pending[num_prefill + other_d]
+            if (others, remote[other_p, other_d]) < (mine, remote[p, d]):
+                return other_p, other_d
+        return p, d
+
+    def order(self, d: int) -> Sequence[int]:
+        """The prefill workers that fit decode worker `d`, cheapest first, at most MAX_SPARES."""
+        column = self.remote[:, d]
+        cheapest = column.argsort(kind="stable")[:MAX_SPARES].tolist()
+        return cheapest if self.snapshot.fleet.all_fit else [i for i in cheapest if np.isfinite(column[i])]
 
     def terms(self, choice: Choice) -> Terms:
         p, d = choice
@@ -102,6 +141,9 @@ class Costs:
         return [self.terms(choice) for choice in choices]
 
 
+Charge = Callable[[PlacementRequest, ClusterSnapshot, float], Costs]
+
+
 class Picker(Protocol):
     """A policy: which of the candidates is taken. At least one cost is finite."""
 
@@ -117,39 +159,13 @@ class CheapestPair:
     name = "cost"
 
     def pick(self, costs: Costs, rng: random.Random) -> Choice:
-        remote = costs.remote
-        pending = costs.snapshot.loads.pending_requests
-        num_prefill = costs.snapshot.fleet.num_prefill
-        least_remote = costs.least_remote
-        if costs.local is not None and (full := _holds_all(costs.request, costs.snapshot)) is not None:
-            remote = np.where(full, np.inf, remote)
-            least_remote = float(remote.min()) if remote.size else np.inf
-        least_local = float(costs.local.min()) if costs.local is not None else np.inf
-        least = min(least_local, least_remote)
-        limit = least + max(_TIE_MS, least * _TIE_FRACTION)
-        if costs.local is not None and least_local <= least_remote:
-            local = costs.local
-            (ties,) = (local <= limit).nonzero()
-            d = min((int(ties[i]) for i in _two(len(ties), rng)), key=lambda d: (pending[num_prefill + d], local[d]))
-            return None, d
-        (ties,) = (remote.ravel() <= limit).nonzero()
-        first, second = _two(len(ties), rng)
-        width = remote.shape[1]
-        p, d = divmod(int(ties[first]), width)
-        if first != second:
-            other_p, other_d = divmod(int(ties[second]), width)
-            mine, others = pending[p] + pending[num_prefill + d], pending[other_p] + pending[num_prefill + other_d]
-            if (others, remote[other_p, other_d]) < (mine, remote[p, d]):
-                return other_p, other_d
-        return p, d
+        return costs.draw(rng)
 
 
 def _two(count: int, rng: random.Random) -> tuple[int, int]:
     """Two different indexes below `count`; the same twice when there is only one."""
-    if count == 1:
-        return 0, 0
     first, second = int(rng.random() * count), int(rng.random() * (count - 1))
-    return first, second + (second >= first)
+    return (first, second + (second >= first)) if count > 1 else (0, 0)
 
 
 CHEAPEST = CheapestPair()
@@ -161,21 +177,19 @@ def choose_placement(
     now: float,
     rng: random.Random,
     policy: Picker = CHEAPEST,
+    charge: Charge | None = None,
 ) -> Placement | Rejected:
-    """Charge every candidate and let the policy take one."""
-    costs = candidate_costs(request, snapshot, now)
+    """Charge every candidate and let the policy take one. `charge`: candidate_costs, or what says the same faster."""
+    costs = (charge or candidate_costs)(request, snapshot, now)
     if not costs.any:
         return Rejected(tuple(_why_nobody(snapshot)))
     p, d = policy.pick(costs, rng)
     notes: tuple[str, ...] = ()
-    alone = _colocated(costs) if p is not None else None
+    alone = colocated(costs) if p is not None else None
     if alone is not None:
         p, d = None, alone
         notes = (f"colocated: cheaper than any prefill worker by more than {request.colocated_margin:.0%}",)
-    column = costs.remote[:, d]
-    order = column.argsort(kind="stable")[:_MAX_SPARES].tolist()
-    if not snapshot.fleet.all_fit:
-        order = [i for i in order if np.isfinite(column[i])]
+    order = costs.order(d)
     if p is not None:
         order = [p, *(i for i in order if i != p)]
     elif not order and not notes:
@@ -183,7 +197,7 @@ def choose_placement(
     return Placement(costs.terms((p, d)), snapshot, tuple(order), costs.best, notes, policy.name, alone is not None)
 
 
-def _colocated(costs: Costs) -> int | None:
+def colocated(costs: Costs) -> int | None:
     """The decode worker that would be enough cheaper than the cheapest pair, so that disaggregating never costs more than the
     margin; the charges stay what they are, and it becomes a candidate."""
     request, snapshot = costs.request, costs.snapshot
@@ -198,6 +212,7 @@ def _colocated(costs: Costs) -> int | None:
     d = int(local.argmin())
     if costs.least_remote <= (1.0 + request.colocated_margin) * float(local[d]) + COLOCATED_SLACK_MS:
         return None
+    costs.colocated = True
     if costs.local is None:
         costs.local = np.full(len(local), np.inf)
     costs.local[d] = local[d]

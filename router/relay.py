@@ -247,6 +247,7 @@ class Relay:
                 if self._judgement is not None:
                     self._metrics.judged(self._cluster.admission.on_first_token(self._judgement, self._story.ttft_s))
             self._life.on_tokens(delta.offset, len(delta.token_ids), delta.choice)
+            self._cluster.turnstile.written(self._request.tenant, len(delta.token_ids))
             logprobs = tuple(logprobs_from_proto(entry, TokenLogprob) for entry in delta.logprobs)
             return TokenEvent(delta.offset, tuple(delta.token_ids), delta.text, delta.choice, logprobs)
         if kind == "prompt_logprobs":

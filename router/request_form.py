@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError, Message
@@ -11,10 +12,15 @@ from diptych.router.messages import GenerateSpec, ModelFeatures
 from diptych.router.openai_tools import Offer
 from diptych.router.service_tools import chat_of, grammar_of
 from diptych.rpc.convert import early_stopping_from_proto
-from diptych.rpc.v1 import router_pb2
+from diptych.rpc.v1 import router_pb2, types_pb2
 
 _Message = TypeVar("_Message", bound=Message)
 _OPTIONAL = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "max_tokens",
     "min_p",
     "presence_penalty",
     "frequency_penalty",
@@ -27,6 +33,7 @@ _OPTIONAL = (
     "logprobs",
     "prompt_logprobs",
 )
+_MAX_REMEMBERED_BYTES = 512
 _POLICIES = {
     router_pb2.FAILURE_POLICY_UNSPECIFIED: "",
     router_pb2.FAILURE_POLICY_FAIL: "fail",
@@ -54,6 +61,8 @@ def spec_from(
         raise InvalidRequestError(f"failure_policy {request.failure_policy} is unknown", param="failure_policy")
     sampling = request.sampling
     messages, offer = chat_of(request, features)
+    wire = sampling.SerializeToString()
+    short = len(wire) <= _MAX_REMEMBERED_BYTES
     spec = GenerateSpec(
         model=request.model,
         prompt=request.prompt if kind == "prompt" else None,
@@ -63,20 +72,6 @@ def spec_from(
         grammar=grammar_of(sampling, offer),
         idempotency_key=request.idempotency_key,
         resume_after=list(request.resume_after.token_ids) if request.HasField("resume_after") else None,
-        temperature=_given(sampling, "temperature"),
-        top_p=_given(sampling, "top_p"),
-        top_k=_given(sampling, "top_k"),
-        seed=_given(sampling, "seed"),
-        max_tokens=_given(sampling, "max_tokens"),
-        ignore_eos=sampling.ignore_eos,
-        stop_token_ids=list(sampling.stop_token_ids),
-        stop=list(sampling.stop),
-        logit_bias=dict(sampling.logit_bias) or None,
-        allowed_token_ids=list(sampling.allowed_token_ids) or None,
-        bad_words=list(sampling.bad_words) or None,
-        include_stop_str_in_output=sampling.include_stop_str_in_output,
-        **{name: _given(sampling, name) for name in _OPTIONAL},
-        early_stopping=early_stopping_from_proto(sampling.early_stopping) if sampling.early_stopping else None,
         request_id=request.request_id,
         explain=request.explain,
         local_prefill_max_tokens=_given(request, "local_prefill_max_tokens"),
@@ -84,8 +79,30 @@ def spec_from(
         priority=request.priority,
         timeout_s=remaining_s,
         tenant=tenant,
+        sampling_key=wire if short else b"",
+        **(_short_sampling(wire) if short else _sampling_fields(wire)),
     )
     return spec, offer
+
+
+def _sampling_fields(wire: bytes) -> dict[str, Any]:
+    """Of a GenerateSpec."""
+    sampling = types_pb2.SamplingParams.FromString(wire)
+    return {
+        **{name: _given(sampling, name) for name in _OPTIONAL},
+        "ignore_eos": sampling.ignore_eos,
+        "stop_token_ids": tuple(sampling.stop_token_ids),
+        "stop": tuple(sampling.stop),
+        "logit_bias": dict(sampling.logit_bias) or None,
+        "allowed_token_ids": tuple(sampling.allowed_token_ids) or None,
+        "bad_words": tuple(sampling.bad_words) or None,
+        "include_stop_str_in_output": sampling.include_stop_str_in_output,
+        "early_stopping": early_stopping_from_proto(sampling.early_stopping) if sampling.early_stopping else None,
+    }
+
+
+_short_sampling = lru_cache(1024)(_sampling_fields)
+"""Requests repeat their sampling values, and reading them one by one takes longer than comparing them as a whole."""
 
 
 def _given(message: Any, field: str) -> Any:

@@ -83,6 +83,8 @@ class Groups:
 
     def others(self, group: str) -> frozenset[tuple[str, str]]:
         """Lives that must not serve this group; prefill workers follow from the pairs. Empty without a roll-out."""
+        if not self._lives:
+            return frozenset()
         return frozenset().union(*(lives for name, lives in self._lives.items() if name != group))
 
 

@@ -67,7 +67,7 @@ class RouterService:
     async def generate(self, body: bytes, context: grpc.aio.ServicerContext) -> None:
         async with errors_to_status(context):
             request = parse(router_pb2.GenerateRequest, body)
-            features = self._door.features()
+            features = self._door.features(request.model)
             spec, offer = spec_from(request, context.time_remaining(), features)
             spec = replace(
                 spec,
@@ -108,7 +108,7 @@ class RouterService:
     async def what_if(self, body: bytes, context: grpc.aio.ServicerContext) -> router_pb2.WhatIfResponse:
         async with errors_to_status(context):
             request = parse(router_pb2.WhatIfRequest, body)
-            spec, _ = spec_from(request.request, context.time_remaining(), self._door.features())
+            spec, _ = spec_from(request.request, context.time_remaining(), self._door.features(request.request.model))
             spec = replace(spec, tenant=current_caller.get().tenant)
             return self._door.what_if(await self._door.prepare(spec), request.pool)
 

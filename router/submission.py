@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from diptych.router.messages import PreparedRequest
 from diptych.router.placement import Placement, PlacementRequest, WorkerView
 from diptych.rpc.convert import sampling_to_proto
@@ -34,7 +36,7 @@ def submit_of(
         attempt=attempt,
         request_id=request.request_id,
         prompt_token_ids=request.prompt_token_ids,
-        sampling=sampling_to_proto(request.sampling),
+        sampling=_sampling_of(request),
         placement=decode_pb2.Placement(
             decode=_ref(placement.decode),
             prefill=[_ref(view) for view in placement.prefill[:_MAX_SPARES]],
@@ -50,6 +52,18 @@ def submit_of(
         failure_policy=request.failure_policy,  # type: ignore[arg-type]  # a number of that enum
         traceparent=traceparent,
     )
+
+
+def _sampling_of(request: PreparedRequest) -> types_pb2.SamplingParams:
+    if request.repeated is None:
+        return sampling_to_proto(request.sampling)
+    sampling = types_pb2.SamplingParams()
+    sampling.CopyFrom(_repeated(request.repeated))
+    sampling.seed = request.sampling.seed
+    return sampling
+
+
+_repeated = lru_cache(256)(sampling_to_proto)
 
 
 def _ref(view: WorkerView) -> types_pb2.WorkerRef:

@@ -2,11 +2,15 @@
 
     rank (set by the operator, lower first) -> tenants in a ring, each visit adds quantum x weight -> priority, then age
 
-While two tenants of one rank both have requests waiting, what they were served, in tokens over weight, differs by less than
+A prompt's tokens are paid for when its turn comes, an answer's when they come, while anybody waits: a tenant may so get into
+debt, which later visits repay before anything more of it is let in. While two tenants of one rank both have requests waiting,
+what they were served, in tokens over weight, differs by less than
 
-    quantum + M / weight of the one + M / weight of the other        (M: tokens of the largest request that waited)
+    quantum + (M + A) / weight of the one + (M + A) / weight of the other
 
-over any stretch of time and however many requests each of them sends. A tenant whose queue runs empty keeps no credit.
+over any stretch of time and however many requests each of them sends; M: prompt tokens of its largest request that waited, A:
+what its answers wrote between two of its turns (at most what those that run still may write). A tenant whose queue runs empty
+keeps no credit; it keeps its debt until nobody waits.
 """
 
 from __future__ import annotations
@@ -66,6 +70,8 @@ class Turns(Generic[T]):
         self._quantum = quantum
         self._rings: dict[int, deque[_Flow[T]]] = {}
         self._flows: dict[tuple[int, str], _Flow[T]] = {}
+        self._owed: dict[tuple[int, str], float] = {}
+        """Debts of those that have nothing waiting."""
         self._counter = 0
         self._count = 0
 
@@ -77,7 +83,7 @@ class Turns(Generic[T]):
         key = (share.rank, tenant)
         flow = self._flows.get(key)
         if flow is None:
-            flow = self._flows[key] = _Flow(tenant, share.weight)
+            flow = self._flows[key] = _Flow(tenant, share.weight, -self._owed.pop(key, 0.0))
             self._rings.setdefault(share.rank, deque()).append(flow)
         flow.weight = share.weight
         entry = Entry(tenant, max(1, tokens), item, share.rank)
@@ -86,11 +92,25 @@ class Turns(Generic[T]):
         self._count += 1
         return entry
 
+    def charge(self, tenant: str, tokens: int, *, share: Share) -> None:
+        """Tokens of an answer came. Counts while anybody waits: what is idle costs nobody a turn."""
+        if not self._count:
+            return
+        key = (share.rank, tenant)
+        if (flow := self._flows.get(key)) is not None:
+            flow.deficit -= tokens
+        else:
+            self._owed[key] = self._owed.get(key, 0.0) + tokens
+
     def remove(self, entry: Entry[T]) -> None:
         """It waits no longer; costs its tenant nothing. Idempotent, also after it was taken."""
         if not entry.gone:
             entry.gone = True
             self._count -= 1
+            if not self._count:  # they begin anew: debts and rings are of a time in which somebody waited
+                self._owed.clear()
+                self._flows.clear()
+                self._rings.clear()
 
     def take(self) -> Entry[T] | None:
         """The next one, which waits no longer; None: nobody waits."""
@@ -102,7 +122,7 @@ class Turns(Generic[T]):
                     self.remove(entry)
                     return entry
                 self._skip_rounds(ring)
-            del self._rings[rank]
+            self._rings.pop(rank, None)
         return None
 
     def _round(self, rank: int, ring: deque[_Flow[T]]) -> Entry[T] | None:
@@ -113,6 +133,8 @@ class Turns(Generic[T]):
             if head is None:
                 ring.popleft()
                 del self._flows[rank, flow.tenant]
+                if flow.deficit < 0:
+                    self._owed[rank, flow.tenant] = -flow.deficit
                 continue
             if not flow.visited:
                 flow.deficit += self._quantum * flow.weight

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from hypothesis import settings
 
 ROOT = Path(__file__).resolve().parent.parent
 # Pools that a library starts once per process and keeps; they belong to no test.
@@ -32,6 +33,9 @@ _SETTLE_S = 2.0
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# An example that takes longer than hypothesis' 200 ms says that the machine is busy, not that anything is wrong.
+settings.register_profile("diptych", deadline=None)
+settings.load_profile("diptych")
 # Before anything imports Triton: without a GPU its kernels are interpreted (make test-gpu sets 0).
 os.environ.setdefault("TRITON_INTERPRET", "1")
 # Else the first who asks for the main thread's loop (pytest-asyncio does) has the policy make one that nobody closes.

@@ -17,14 +17,18 @@ from diptych.router.bench.approximate_tree import ApproximateTree
 from diptych.router.bench.report import RESULTS, surroundings, write
 from diptych.router.bench.simulation import Outcome, SimConfig, Simulation
 from diptych.router.bench.svg import bars
-from diptych.router.bench.trace import TraceConfig, TraceRequest, make_trace
+from diptych.router.bench.trace import TraceConfig, TraceRequest, make_trace, merged
 from diptych.router.policies import POLICIES, policy_by_name
 
 TREE = ApproximateTree.name
+COPIES = "cost, hot copies"
+GREEDY, MODEST = "greedy", "modest"
 
 
 def run(name: str, trace: Sequence[TraceRequest], config: SimConfig, seed: int = 0) -> list[Outcome]:
     """One policy over the whole trace."""
+    if name == COPIES:
+        return run("cost", trace, dataclasses.replace(config, replication=True), seed)
     if name == TREE:
         tree = ApproximateTree(lambda affinity: trace[int.from_bytes(affinity, "little")].keys)
         return Simulation(config, tree, seed, by_session=False).run(trace)
@@ -46,6 +50,26 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, float]:
     }
 
 
+def tenants(duration_s: float, seed: int, config: SimConfig) -> dict[str, object]:
+    """Ten times as many chats of one tenant as of another, more than the workers can do, with and without turns."""
+    rates = {GREEDY: 6.0, MODEST: 0.6}
+    config = dataclasses.replace(config, prefill_tokens_per_s=config.prefill_tokens_per_s / 8)
+    trace = merged(
+        {
+            tenant: make_trace(TraceConfig(seed=seed + i, duration_s=duration_s, sessions_per_s=rate))
+            for i, (tenant, rate) in enumerate(rates.items())
+        }
+    )
+    found = {}
+    for label, window_s in (("without turns", 0.0), ("with turns", config.turn_window_s)):
+        outcomes = run("cost", trace, dataclasses.replace(config, turn_window_s=window_s), seed)
+        found[label] = {
+            tenant: summary([outcome for outcome in outcomes if outcome.request.tenant == tenant]) for tenant in rates
+        }
+        print(label, found[label], flush=True)
+    return {"chats_per_s": rates, "duration_s": duration_s, "requests": len(trace), "runs": found}
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--duration", type=float, default=120.0, help="virtual seconds in which chats begin")
@@ -53,7 +77,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", default="", help="result file; default: the committed one")
     given = parser.parse_args(arguments)
-    names = [*POLICIES, TREE]
+    names = [*POLICIES, TREE, COPIES]
     config = SimConfig()
     runs = []
     for rate in given.rates:
@@ -64,7 +88,12 @@ def main(arguments: list[str] | None = None) -> None:
             found[name] = summary(run(name, trace, config, given.seed))
             print(rate, name, found[name], flush=True)
         runs.append({"trace": dataclasses.asdict(trace_config), "requests": len(trace), "policies": found})
-    result = {"surroundings": surroundings(), "cluster": dataclasses.asdict(config), "runs": runs}
+    result = {
+        "surroundings": surroundings(),
+        "cluster": dataclasses.asdict(config),
+        "runs": runs,
+        "tenants": tenants(given.duration / 3, given.seed, config),
+    }
     path = write("quality", result, given.out)
     panels = []
     for rate, entry in zip(given.rates, runs, strict=True):

@@ -1,9 +1,10 @@
-"""A cluster in virtual time around the production placer: index, reservations, costs and policies are the router's own.
+"""A cluster in virtual time around the production placer: index, reservations, costs, policies, the colocated margin and the
+tenants' turns are the router's own.
 
-    trace --placer.place--> prefill queue --compute--> first token --KV--> decode --answer--> caches, events --delay--> index
+    trace --gate--> placer.place --> queue --compute--> first token --KV--> decode --answer--> caches, events --> index
 
-A prefill worker computes one prompt after the other at a fixed rate; a decode worker's step grows with its sequences. Both
-keep a prefix cache (least lately used out first) and publish its events; leases are read every `lease_s`.
+A worker computes one prompt after the other at a fixed rate, a decode worker those that are its own; its step grows with its
+sequences. Both keep a prefix cache (least lately used out first) and publish its events; leases are read every `lease_s`.
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ import msgspec
 from diptych.common.store import KvEvent
 from diptych.common.worker_record import WorkerLoad, WorkerRecord
 from diptych.router.bench.trace import BLOCK_SIZE, HEADER, TraceRequest
+from diptych.router.gate import Gate
 from diptych.router.index import BlockIndex
 from diptych.router.placement import Placement, PlacementRequest
 from diptych.router.placer import Candidate, Placer, Prompt
 from diptych.router.policy import Picker
 from diptych.router.replication import Replication
 from diptych.router.reservations import Reservation, Reservations
+from diptych.router.submission import COLOCATED_MARGIN
+from diptych.router.turns import Entry
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,7 @@ class SimConfig:
     lease_s: float = 0.25
     local_prefill_max_tokens: int = 64
     replication: bool = False
+    turn_window_s: float = 2.0
 
 
 @dataclass(slots=True)
@@ -109,6 +114,8 @@ class Simulation:
         self._reservations = Reservations()
         self.replication = Replication() if config.replication else None
         self._placer = Placer(self._index, self._reservations, random.Random(seed), policy, self.replication)
+        self.gate: Gate[TraceRequest] = Gate(self._placer.room, self._let_in, window_s=config.turn_window_s)
+        self._reservations.on_less = self.gate.let_in
         names = [f"p{i}" for i in range(config.num_prefill)] + [f"d{i}" for i in range(config.num_decode)]
         self._workers = {
             name: _Worker(name, "prefill" if name[0] == "p" else "decode", config.cache_blocks) for name in names
@@ -172,6 +179,7 @@ class Simulation:
             record = msgspec.structs.replace(self._bases[name], load=load)
             sides[worker.role].append(Candidate(record, self.now, HEADER))
         self._placer.set_fleet(sides["prefill"], sides["decode"], {}, {})
+        self.gate.let_in()
         if self._left:
             self._at(self.now + config.lease_s, self._read_leases)
 
@@ -182,11 +190,28 @@ class Simulation:
     # ---- a request's life ----------------------------------------------------------------------------------------
 
     def _arrive(self, request: TraceRequest) -> None:
+        if self.gate.may_pass():
+            self._place(request)
+        else:
+            self.gate.wait(request.tenant, request.num_tokens, request, priority=0)
+
+    def _let_in(self, entry: Entry[TraceRequest]) -> bool:
+        def place() -> None:
+            self.gate.arrived(entry)
+            self._place(entry.item)
+
+        self._at(self.now, place)
+        return True
+
+    def _place(self, request: TraceRequest) -> None:
         prompt = Prompt(range(request.num_tokens))
         prompt.know(HEADER, request.array)
         name = request.session if self._by_session else request.number
         wish = PlacementRequest(
-            request.num_tokens, self._config.local_prefill_max_tokens, affinity=name.to_bytes(8, "little")
+            request.num_tokens,
+            self._config.local_prefill_max_tokens,
+            colocated_margin=COLOCATED_MARGIN,
+            affinity=name.to_bytes(8, "little"),
         )
         placement = self._placer.place(wish, prompt, self.now)
         assert isinstance(placement, Placement)
@@ -194,15 +219,12 @@ class Simulation:
         computes = (chosen.prefill or chosen.decode).worker_id
         outcome = Outcome(request, chosen.cached_tokens, predicted_ttft_s=chosen.ttft_ms / 1000.0)
         self.outcomes.append(outcome)
-        job = _Job(request, placement, str(request.number), outcome, self.now)
+        job = _Job(request, placement, str(request.number), outcome, request.at)
         uncached = request.num_tokens - (chosen.prefill or chosen.decode).hit_tokens
         self._reservations.reserve(job.attempt, Reservation(computes, chosen.decode.worker_id, uncached))
-        if chosen.prefill is None:
-            self._compute_on_decode(job)
-        else:
-            worker = self._workers[computes]
-            worker.queue.append(job)
-            self._start(worker)
+        worker = self._workers[computes]
+        worker.queue.append(job)
+        self._start(worker)
 
     def _uncached(self, worker: _Worker, request: TraceRequest) -> int:
         usable = min(worker.hit_blocks(request.keys), (request.num_tokens - 1) // BLOCK_SIZE)
@@ -217,7 +239,8 @@ class Simulation:
         uncached = self._uncached(worker, job.request)
         decode = self._workers[job.placement.decode.worker_id]
         job.outcome.cached = job.request.num_tokens - min(uncached, self._uncached(decode, job.request))
-        took = self._config.prefill_fixed_s + uncached / self._config.prefill_tokens_per_s
+        fixed_s = self._config.prefill_fixed_s if decode is not worker else self._step_s(worker)
+        took = fixed_s + uncached / self._config.prefill_tokens_per_s
         self._at(self.now + took, lambda: self._computed(worker, job))
 
     def _computed(self, worker: _Worker, job: _Job) -> None:
@@ -225,21 +248,9 @@ class Simulation:
         self._publish(worker, job.request.keys)
         self._first_token(job)
         decode = self._workers[job.placement.decode.worker_id]
-        moved = self._uncached(decode, job.request) * self._config.kv_bytes_per_token
+        moved = 0 if decode is worker else self._uncached(decode, job.request) * self._config.kv_bytes_per_token
         self._at(self.now + moved / self._config.link_bytes_per_s, lambda: self._decode(decode, job))
         self._start(worker)
-
-    def _compute_on_decode(self, job: _Job) -> None:
-        decode = self._workers[job.placement.decode.worker_id]
-        uncached = self._uncached(decode, job.request)
-        job.outcome.cached = job.request.num_tokens - uncached
-        took = self._step_s(decode) + uncached / self._config.prefill_tokens_per_s
-
-        def done() -> None:
-            self._first_token(job)
-            self._decode(decode, job)
-
-        self._at(self.now + took, done)
 
     def _first_token(self, job: _Job) -> None:
         job.outcome.ttft_s = self.now - job.arrived
@@ -257,4 +268,5 @@ class Simulation:
         worker.running -= 1
         self._left -= 1
         self._reservations.release(job.attempt)
+        self.gate.written(job.request.tenant, job.request.num_answer)
         self._publish(worker, job.request.later_keys)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from diptych.common.block_identity import BlockHasher, IdentityHeader
 from diptych.router.block_table import Keys, as_keys
@@ -37,6 +37,7 @@ class TraceRequest:
     """Args:
     keys: of the prompt's full blocks; `array` the same as the index takes them.
     later_keys: of prompt and answer, which the next turn of the session begins with.
+    tenant: whose it is.
     """
 
     number: int
@@ -47,6 +48,7 @@ class TraceRequest:
     keys: tuple[bytes, ...]
     array: Keys
     later_keys: tuple[bytes, ...]
+    tenant: str = ""
 
 
 def make_trace(config: TraceConfig) -> list[TraceRequest]:
@@ -64,6 +66,17 @@ def make_trace(config: TraceConfig) -> list[TraceRequest]:
         TraceRequest(number, who, when, tokens, answer, tuple(keys), as_keys(keys), tuple(later))
         for number, (when, who, tokens, answer, keys, later) in enumerate(drafts)
     ]
+
+
+def merged(traces: Mapping[str, Sequence[TraceRequest]]) -> list[TraceRequest]:
+    """Several tenants' traces as one."""
+    whole: list[TraceRequest] = []
+    sessions = 0
+    for tenant, trace in traces.items():
+        whole += [replace(request, tenant=tenant, session=request.session + sessions) for request in trace]
+        sessions += max((request.session for request in trace), default=0)
+    whole.sort(key=lambda request: request.at)
+    return [replace(request, number=number) for number, request in enumerate(whole)]
 
 
 def _session(

@@ -21,14 +21,14 @@ BLOCK_SIZE = 16
 VOCAB = 64
 
 
-def make_model_folder(path):
+def make_model_folder(path, vocab=VOCAB):
     """A model folder without weights: 64 words, and a template that lists the messages."""
     path.mkdir()
-    words = {f"w{i}": i for i in range(VOCAB - 1)} | {"[UNK]": VOCAB - 1}
+    words = {f"w{i}": i for i in range(vocab - 1)} | {"[UNK]": vocab - 1}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(path / "tokenizer.json"))
-    (path / "config.json").write_text(json.dumps({"vocab_size": VOCAB, "max_position_embeddings": 512}))
+    (path / "config.json").write_text(json.dumps({"vocab_size": vocab, "max_position_embeddings": 512}))
     (path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }} {% endfor %}")
     return path
 
@@ -52,16 +52,19 @@ class Fleet:
             **settings,
         )
         self.frontend = Frontend(config, store=self.store, clock=MonotonicClock(), rng=random.Random(1))
-        self.header = IdentityHeader(
+        self.header = self.header_of(folder)
+
+    def header_of(self, folder, revision="m1"):
+        return IdentityHeader(
             key=derive_key(self.secret, "block identity"),
-            model_revision="m1",
+            model_revision=revision,
             tokenizer_revision=tokenizer_revision(folder),
             kv_dtype="float32",
             block_size=BLOCK_SIZE,
         )
 
-    def record(self, worker, role="decode", **changes):
-        header = self.header
+    def record(self, worker, role="decode", header=None, **changes):
+        header = header or self.header
         compat = {
             "model_revision": header.model_revision,
             "tokenizer_revision": header.tokenizer_revision,

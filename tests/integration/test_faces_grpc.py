@@ -98,7 +98,7 @@ async def test_async_whole_answer_and_models() -> None:
         models = await client.list_models()
     check_hello(answer)
     spec = door.specs[0]
-    assert (spec.prompt, spec.max_tokens, spec.stop, spec.seed, spec.request_id) == ("Hi", 7, ["!"], 3, "mine")
+    assert (spec.prompt, spec.max_tokens, spec.stop, spec.seed, spec.request_id) == ("Hi", 7, ("!",), 3, "mine")
     assert isinstance(spec.timeout_s, float)
     assert 0 < spec.timeout_s <= WAIT_S
     assert spec.temperature is None

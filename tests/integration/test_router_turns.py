@@ -48,7 +48,7 @@ async def test_a_tenant_with_ten_times_the_requests_gets_its_share(model_folder,
         last = max(i for i, name in enumerate(order) if name != "greedy")
         assert order[: last + 1].count("greedy") <= 2 + 12 + 1
         assert fleet.no_reservations()
-        assert gate._passing == 0
+        assert gate.passing == 0
 
 
 async def test_without_a_measured_speed_nobody_waits(fleet):

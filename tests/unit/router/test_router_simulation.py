@@ -1,9 +1,9 @@
 import pytest
 
-from diptych.router.bench.bench_quality import TREE, run, summary
+from diptych.router.bench.bench_quality import COPIES, TREE, run, summary
 from diptych.router.bench.simulation import SimConfig
 from diptych.router.bench.svg import bars
-from diptych.router.bench.trace import BLOCK_SIZE, TraceConfig, make_trace
+from diptych.router.bench.trace import BLOCK_SIZE, TraceConfig, make_trace, merged
 from diptych.router.policies import POLICIES
 
 
@@ -32,7 +32,24 @@ def test_placement_by_cost_finds_the_caches_and_its_predictions_hold(trace):
     assert ours["hit_prediction_error"] < 0.01
 
 
-@pytest.mark.parametrize("name", [*POLICIES, TREE])
+def test_turns_keep_a_tenant_with_ten_times_the_chats_from_the_others():
+    trace = merged(
+        {
+            "greedy": make_trace(TraceConfig(seed=3, duration_s=5.0, sessions_per_s=10.0)),
+            "modest": make_trace(TraceConfig(seed=4, duration_s=5.0, sessions_per_s=1.0)),
+        }
+    )
+    assert [request.number for request in trace] == list(range(len(trace)))
+    p50 = {}
+    for window_s in (0.0, 1.0):
+        config = SimConfig(num_prefill=2, num_decode=2, prefill_tokens_per_s=800.0, turn_window_s=window_s)
+        outcomes = run("cost", trace, config)
+        assert len(outcomes) == len(trace)
+        p50[window_s] = summary([o for o in outcomes if o.request.tenant == "modest"])["ttft_p50_s"]
+    assert p50[1.0] * 3 < p50[0.0]
+
+
+@pytest.mark.parametrize("name", [*POLICIES, TREE, COPIES])
 def test_every_policy_serves_everything(name, trace):
     outcomes = run(name, trace[:40], SimConfig())
     assert len(outcomes) == 40

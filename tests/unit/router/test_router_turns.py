@@ -1,9 +1,16 @@
 import asyncio
 import random
 
+import msgspec
 import pytest
 
 from diptych.common.errors import OverloadedError, RequestDeadlineError
+from diptych.common.worker_record import WorkerLoad
+from diptych.router.bench.bench_decision import make_record
+from diptych.router.gate import Gate
+from diptych.router.index import BlockIndex
+from diptych.router.placer import Candidate, Placer
+from diptych.router.reservations import Reservation, Reservations
 from diptych.router.turns import QUANTUM, Share, Turns
 from diptych.router.turnstile import Turnstile
 
@@ -69,6 +76,68 @@ def test_the_published_bound_holds_over_every_stretch(seed):
         assert max(ahead) - min(ahead) < QUANTUM + largest / weights[one] + largest / weights[other]
 
 
+def test_answers_count_as_prompts_do():
+    turns = Turns()
+    for i in range(200):
+        turns.add("writer", 100, i, share=Share())
+        turns.add("reader", 100, i, share=Share())
+    served = dict.fromkeys(("writer", "reader"), 0)
+    for _ in range(150):
+        entry = turns.take()
+        served[entry.tenant] += entry.tokens
+        if entry.tenant == "writer":
+            turns.charge("writer", 400, share=Share())
+            served["writer"] += 400
+    assert abs(served["writer"] - served["reader"]) < QUANTUM + 2 * 100 + 400
+    assert turns.take().tenant
+
+
+def test_a_debt_outlasts_an_empty_queue_but_not_the_time_in_which_somebody_waits():
+    turns = Turns(quantum=100)
+
+    def add(tenant, count=1):
+        for i in range(count):
+            turns.add(tenant, 100, i, share=Share())
+
+    add("writer")
+    add("other", 8)
+    assert turns.take().tenant == "writer"
+    turns.charge("writer", 500, share=Share())  # nothing of it waits
+    add("writer", 2)
+    assert [turns.take().tenant for _ in range(7)] == ["other"] * 6 + ["writer"]
+    assert {entry.tenant for entry in drained(turns)} == {"writer", "other"}
+    turns.charge("writer", 10**6, share=Share())  # nobody waits: idle time costs nothing
+    add("other", 3)
+    add("writer", 1)
+    assert "writer" in [turns.take().tenant for _ in range(2)]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_bound_holds_with_answers(seed):
+    rng = random.Random(seed)
+    weights = {"a": 1.0, "b": rng.choice([0.5, 3.0])}
+    largest, longest = rng.choice([50, 2000]), rng.choice([10, 5000])
+    turns, served, owed = Turns(), dict.fromkeys(weights, 0.0), dict.fromkeys(weights, 0)
+    for tenant in weights:
+        for _ in range(400):
+            turns.add(tenant, rng.randint(1, largest), tenant, share=Share(weights[tenant]))
+    left, ahead, most = dict.fromkeys(weights, 400), [0.0], dict.fromkeys(weights, 0)
+    while min(left.values()) > 0:
+        entry = turns.take()
+        left[entry.tenant] -= 1
+        owed[entry.tenant] = 0
+        served[entry.tenant] += entry.tokens
+        for tenant in weights:  # several answers are under way
+            written = rng.randint(0, longest) if rng.random() < 0.5 else 0
+            turns.charge(tenant, written, share=Share(weights[tenant]))
+            served[tenant] += written
+            owed[tenant] += written
+            most[tenant] = max(most[tenant], owed[tenant])
+        ahead.append(served["a"] / weights["a"] - served["b"] / weights["b"])
+    bound = QUANTUM + sum((largest + most[tenant]) / weights[tenant] for tenant in weights)
+    assert max(ahead) - min(ahead) < bound
+
+
 def test_a_huge_request_takes_no_endless_rounds():
     turns = Turns(quantum=1)
     for tenant in "ab":
@@ -90,6 +159,29 @@ async def enter(gate, tenant, tokens, done, pool, **more):
     await gate.enter(tenant, tokens, priority=0, left_s=more.get("left_s", 5.0))
     pool.left -= tokens
     done.append(tenant)
+
+
+def test_a_pool_that_has_become_idle_is_not_given_all_that_waits():
+    reservations, let_in = Reservations(), []
+    placer = Placer(BlockIndex(), reservations, random.Random(0))
+    record = msgspec.structs.replace(
+        make_record("p0", "prefill", random.Random(0)), load=WorkerLoad(prefill_tokens_per_s=100.0)
+    )
+    placer.set_fleet([Candidate(record, 0.0, None)], [], {}, {})
+    assert placer.room(2.0) == 200.0
+    gate = Gate(placer.room, lambda entry: not let_in.append(entry), window_s=2.0)
+    for i in range(20):
+        gate.wait("t", 90, i, priority=0)
+    gate.let_in()
+    assert len(let_in) == 3  # the last of them begins while there is room
+    for entry in let_in:
+        reservations.reserve(str(entry.item), Reservation("p0", "d0", entry.tokens))
+        gate.arrived(entry)
+    gate.let_in()
+    assert (len(let_in), gate.passing) == (3, 0)
+    reservations.release("0")
+    gate.let_in()
+    assert len(let_in) == 4
 
 
 async def test_nobody_waits_while_there_is_room():
@@ -126,6 +218,28 @@ async def test_a_tenant_with_ten_times_the_requests_gets_its_share_of_the_room()
     gate.close()
 
 
+async def test_what_answers_write_counts_in_their_tenants_turns():
+    pool = Pool(0)
+    gate, done = Turnstile(pool, window_s=1.0), []
+    gate.written("writer", 10**9)  # while nobody waits
+    tasks = [
+        asyncio.create_task(enter(gate, tenant, 512, done, pool)) for _ in range(8) for tenant in ("writer", "reader")
+    ]
+    await asyncio.sleep(0)
+    for _ in range(8):
+        pool.left = 1
+        gate.let_in()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        if done[-1] == "writer":
+            gate.written("writer", 1024)
+    assert done.count("writer") == 2
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    gate.close()
+
+
 async def test_who_leaves_or_is_too_late_gives_the_place_back():
     pool = Pool(0)
     gate, done = Turnstile(pool, window_s=1.0, most=2), []
@@ -145,5 +259,5 @@ async def test_who_leaves_or_is_too_late_gives_the_place_back():
     gate.let_in()
     await asyncio.gather(*waiting)
     assert done == ["a", "a"]
-    assert gate._passing == 0
+    assert gate.passing == 0
     gate.close()

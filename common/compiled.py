@@ -1,0 +1,103 @@
+"""C sources that are compiled for the machine at hand, once: the library is kept in a folder of the caller's, under a name
+made of the sources, the compiler and the CPU."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+COMPILE_TIMEOUT_S = 300.0
+
+
+class NativeError(Exception):
+    """The compiled library cannot be had here; says why."""
+
+
+def find_compiler(environment: dict[str, str] | None = None) -> str:
+    """$CC, else the first of cc, gcc and clang that is installed. Raises: NativeError."""
+    wanted = (os.environ if environment is None else environment).get("CC")
+    for name in (wanted,) if wanted else ("cc", "gcc", "clang"):
+        path = shutil.which(name)
+        if path is not None:
+            return path
+    raise NativeError(f"CC={wanted} is not installed" if wanted else "no C compiler (cc, gcc or clang) is installed")
+
+
+def _cpu_features() -> str:
+    """What -march=native depends on: a folder may be shared by machines that differ."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    features = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+    model = next((line for line in lines if line.startswith("model name")), "")
+    return f"{platform.machine()} {model} {features}"
+
+
+@dataclass(frozen=True, slots=True)
+class CSources:
+    """Args:
+    name: begins the library's file name.
+    files: in `folder`, the one that is compiled last; the others are what it includes.
+    flags: of the compiler.
+    """
+
+    name: str
+    folder: Path
+    files: tuple[str, ...]
+    flags: tuple[str, ...]
+
+    def library_path(self, target_folder: Path, compiler: str) -> Path:
+        digest = hashlib.blake2b(digest_size=12)
+        for name in self.files:
+            digest.update((self.folder / name).read_bytes())
+        for part in (*self.flags, os.path.realpath(compiler), _cpu_features()):
+            digest.update(part.encode() + b"\0")
+        return target_folder / f"{self.name}-{digest.hexdigest()}.so"
+
+    def build(self, target_folder: Path, compiler: str | None = None) -> Path:
+        """The compiled library in `target_folder`, made now if it is not there yet.
+
+        Raises: NativeError when there is no compiler, it fails, or the folder cannot be written.
+        """
+        compiler = compiler or find_compiler()
+        target = self.library_path(target_folder, compiler)
+        if target.exists():
+            return target
+        try:
+            target_folder.mkdir(parents=True, exist_ok=True)
+            # Processes that start together: one compiles, the others wait for it. The system lets go of a dead owner's lock,
+            # and a compiler that hangs is stopped by its owner.
+            with (target_folder / "lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if not target.exists():
+                    self._compile(target_folder, compiler, target)
+        except OSError as error:
+            raise NativeError(f"cannot write to {target_folder}: {error.strerror}") from None
+        return target
+
+    def _compile(self, target_folder: Path, compiler: str, target: Path) -> None:
+        try:
+            # Beside the target under another name, then renamed: nobody ever loads half a library.
+            handle, name = tempfile.mkstemp(suffix=".so", dir=target_folder)
+            os.close(handle)
+        except OSError as error:
+            raise NativeError(f"cannot write to {target_folder}: {error.strerror}") from None
+        try:
+            done = subprocess.run(
+                [compiler, *self.flags, str(self.folder / self.files[-1]), "-o", name, "-lm"],
+                capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False,
+            )  # fmt: skip
+            if done.returncode != 0:
+                said = " ".join(done.stderr.split())[:400]
+                raise NativeError(f"{compiler} failed with status {done.returncode}: {said}")
+            os.replace(name, target)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise NativeError(f"{compiler} could not be run: {error}") from None
+        finally:
+            Path(name).unlink(missing_ok=True)

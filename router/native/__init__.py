@@ -1,0 +1,1 @@
+"""A placement decision's two loops in C, called through ctypes; numpy says the same where there is no compiler."""

@@ -1,0 +1,124 @@
+"""The compiled library's functions and structs. What the structs hold are addresses: whoever fills one keeps the arrays."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, c_double, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+import structlog
+
+from diptych.common.compiled import CSources, NativeError
+from diptych.common.errors import ConfigError
+from diptych.common.paths import cache_dir
+
+log = structlog.get_logger(__name__)
+
+FLAGS = ("-O3", "-march=native", "-shared", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off")
+"""Nothing that would let a sum come out otherwise than in numpy."""
+SOURCES = CSources("decision", Path(__file__).parent, ("decision.c",), FLAGS)
+MAX_WORDS = 16
+"""Of 64 workers each, in one lookup."""
+MAX_COLUMNS = 64 * MAX_WORDS
+
+
+class CTable(ctypes.Structure):
+    _fields_: ClassVar[Any] = [
+        *((name, c_void_p) for name in ("tags", "stamps", "device", "host")),
+        *((name, c_int64) for name in ("words", "num_buckets", "round")),
+    ]
+
+
+class CGroup(ctypes.Structure):
+    _fields_: ClassVar[Any] = [("at", c_void_p), ("columns", c_void_p), ("count", c_int64), ("block_size", c_int64)]
+
+
+class CFleet(ctypes.Structure):
+    _fields_: ClassVar[Any] = [
+        *((name, c_int64) for name in ("num_prefill", "num_decode", "any_alone")),
+        *(
+            (name, c_void_p)
+            for name in (
+                "block_size", "token_ms", "host_token_ms", "idle_at_ms", "sequences", "step_ms", "move_ms", "handoff_ms",
+                "alone",
+            )
+        ),
+    ]  # fmt: skip
+
+
+class CLoads(ctypes.Structure):
+    _fields_: ClassVar[Any] = [(name, c_void_p) for name in ("hits", "host", "pending_tokens", "pending_requests")]
+
+
+class CRequest(ctypes.Structure):
+    _fields_: ClassVar[Any] = [
+        ("barred", c_void_p),
+        *((name, c_int64) for name in ("num_barred", "num_tokens", "local_max", "wants_kv", "may_fall_back")),
+        ("now_ms", c_double),
+    ]
+
+
+class CCosts(ctypes.Structure):
+    _fields_: ClassVar[Any] = [
+        *((name, c_void_p) for name in ("queue", "compute", "sequences", "decode_load", "remote", "local", "ties")),
+        ("least_remote", c_double),
+        ("least_local", c_double),
+        ("has_local", c_int64),
+    ]
+
+
+class Library:
+    """Raises: NativeError when the file cannot be loaded."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            # Keeps the interpreter lock: a call takes microseconds.
+            library = ctypes.PyDLL(str(path))
+        except OSError as error:
+            raise NativeError(f"cannot load {path}: {error}") from None
+
+        def function(name: str, *arguments: Any, returns: Any = None) -> Any:
+            found = getattr(library, f"diptych_{name}")
+            found.argtypes, found.restype = arguments, returns
+            return found
+
+        fleet, loads, request, costs = (POINTER(kind) for kind in (CFleet, CLoads, CRequest, CCosts))
+        self.hits = function(
+            "hits", POINTER(CTable), POINTER(CGroup), c_void_p, *[c_int64] * 3, *[c_void_p] * 5, returns=c_int64
+        )
+        self.gather = function("gather", c_void_p, c_int64, c_void_p, c_int64, c_void_p)
+        self.charge = function("charge", fleet, loads, request, costs)
+        self.pick = function("pick", fleet, loads, request, costs, *[c_double] * 4, c_void_p)
+        self.order = function("order", fleet, costs, c_int64, c_int64, c_void_p, returns=c_int64)
+
+
+def address(array: Any) -> int:
+    """Of a contiguous array's data."""
+    found: int = array.__array_interface__["data"][0]
+    return found
+
+
+@cache
+def load(folder: Path | None = None) -> Library:
+    """Compiled now if it was not before: a second of one core. Raises: NativeError."""
+    return Library(SOURCES.build(folder or cache_dir() / "native"))
+
+
+def choose_library(wanted: str) -> Library | None:
+    """The library, or None for numpy. Where the log says that it cannot be had, a decision takes about three times as long.
+
+    Args:
+        wanted: "native", "numpy", or "auto": native where it can be had.
+    Raises: ConfigError when "native" is wanted and cannot be had.
+    """
+    if wanted == "numpy":
+        return None
+    try:
+        return load()
+    except NativeError as error:
+        if wanted == "native":
+            raise ConfigError("placement_backend", wanted, f"cannot be had: {error}") from None
+        log.warning("placements are decided in numpy, which takes about three times as long", why=str(error))
+        return None

@@ -1,0 +1,222 @@
+"""One model of a router: its tokenizer, its workers, their blocks, its tickets. Models share nothing but the process and the
+store.
+
+A worker belongs to the model whose revision, tokenizer and block identities are its own. One that fits none is the first
+model's, where it is never placed on and readiness says why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+
+import structlog
+
+from diptych.common.clock import Clock
+from diptych.common.errors import ConfigError
+from diptych.common.revision import model_revision, tokenizer_revision
+from diptych.common.secret import derive_key, tenant_salt
+from diptych.common.store import Store
+from diptych.common.ticket import PURPOSE
+from diptych.common.tls import load_cluster_tls
+from diptych.common.token_bytes import TokenBytes
+from diptych.common.tokenizer import GenerationDefaults, ModelTokenizer, generation_defaults
+from diptych.common.worker_record import WorkerRecord
+from diptych.router.admission import Admission
+from diptych.router.cluster import Cluster
+from diptych.router.compatibility import RouterCheck
+from diptych.router.config import RouterConfig
+from diptych.router.intake import Intake, IntakeLimits
+from diptych.router.lookaside import Lookaside
+from diptych.router.messages import ModelFeatures
+from diptych.router.metrics import RouterMetrics
+from diptych.router.native.library import Library
+from diptych.router.replication import Replication
+from diptych.router.tools import guess_tool_parser, tool_factory
+from diptych.router.tools_reasoning import CLOSE
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFolder:
+    """What a model's folder tells, once.
+
+    Args:
+        name: what clients call it.
+        context: the model's own limit of prompt plus answer; None: it names none.
+        defaults: of sampling.
+    """
+
+    name: str
+    tokenizer: ModelTokenizer
+    token_bytes: TokenBytes
+    check: RouterCheck
+    context: int | None
+    features: ModelFeatures
+    defaults: GenerationDefaults
+
+
+@dataclass(slots=True)
+class ServedModel:
+    """Started by whoever makes it; `close` releases all of it."""
+
+    folder: ModelFolder
+    cluster: Cluster
+    intake: Intake
+    lookaside: Lookaside | None
+    max_model_len: Callable[[], int]
+    sweeping: asyncio.Task[None] | None = None
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    async def start(self) -> None:
+        if self.lookaside is not None:
+            self.sweeping = asyncio.create_task(self.lookaside.run(), name=f"tickets {self.name}")
+        await self.cluster.start()
+
+    async def close(self) -> None:
+        if self.sweeping is not None:
+            self.sweeping.cancel()
+            await asyncio.gather(self.sweeping, return_exceptions=True)
+        await self.cluster.close()
+        self.intake.close()
+
+
+def load_folders(config: RouterConfig, secret: bytes) -> list[ModelFolder]:
+    """Every model of the settings, the first first. Raises: ConfigError."""
+    named = config.model_folders
+    folders = [_load(name, Path(path), config, secret) for name, path in named.items()]
+    for i, one in enumerate(folders):
+        for other in folders[:i]:
+            _check_apart(one, other)
+    return folders
+
+
+def _load(name: str, path: Path, config: RouterConfig, secret: bytes) -> ModelFolder:
+    if not path.is_dir():
+        raise ConfigError("model", str(path), "must be a local folder")
+    try:
+        revision = model_revision(path)
+    except ConfigError:  # a router's host needs no weights; then the workers alone know the revision
+        log.warning("no weights in the model folder: the workers' model revision is taken on trust", path=str(path))
+        revision = ""
+    check = RouterCheck(revision, tokenizer_revision(path), derive_key(secret, "block identity"))
+    tokenizer = ModelTokenizer(path)
+    defaults = generation_defaults(path) if config.generation_config == "auto" else GenerationDefaults()
+    if defaults != GenerationDefaults():
+        log.info("sampling defaults from generation_config.json", model=name, defaults=str(defaults))
+    features = _features(tokenizer, config.tool_call_parser, config.reasoning_parser)
+    context = min(filter(None, (config.max_model_len, _context(path))), default=None)
+    return ModelFolder(name, tokenizer, TokenBytes(tokenizer), check, context, features, defaults)
+
+
+def _check_apart(one: ModelFolder, other: ModelFolder) -> None:
+    """Raises: ConfigError when a worker could belong to either."""
+    same_tokenizer = one.check.tokenizer_revision == other.check.tokenizer_revision
+    revisions = {one.check.model_revision, other.check.model_revision}
+    if same_tokenizer and (len(revisions) == 1 or "" in revisions):
+        raise ConfigError(
+            "more_models",
+            one.name,
+            f"its workers cannot be told from those of {other.name}: both have one tokenizer, and the folders do not show that "
+            "the weights differ (put the weights into both)",
+        )
+
+
+def belongs_to(checks: Sequence[RouterCheck], index: int, record: WorkerRecord) -> bool:
+    """Whether the worker is one of the model with this check; at most one of the checks passes."""
+    fits = next((i for i, check in enumerate(checks) if not check.why_not(record)), 0)
+    return fits == index
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What the models of a router share."""
+
+    store: Store
+    library: Library | None
+    secret: bytes
+    metrics: RouterMetrics
+    clock: Clock
+    rng: random.Random
+
+
+def make_model(
+    config: RouterConfig,
+    folder: ModelFolder,
+    around: Surroundings,
+    *,
+    router_id: str,
+    is_mine: Callable[[WorkerRecord], bool],
+) -> ServedModel:
+    """See Cluster for `router_id` and `is_mine`. Raises: ConfigError."""
+    cluster = Cluster(
+        around.store,
+        folder.check,
+        clock=around.clock,
+        rng=around.rng,
+        poll_s=config.worker_poll_s,
+        dead_s=config.worker_dead_s,
+        settle_s=config.worker_settle_s,
+        policy=config.placement_policy,
+        require_prefill=config.require_prefill,
+        turn_window_s=config.turn_window_s,
+        replication=Replication() if config.hot_prefix_copies else None,
+        library=around.library,
+        admission=Admission(config.admission, config.max_ttft_s, config.max_tpot_s),
+        tls=load_cluster_tls(config.cluster_ca, config.cluster_cert, config.cluster_key, config.cluster_tls_name),
+        rollout=config.rollout,
+        router_id=router_id,
+        is_mine=is_mine,
+    )
+
+    def max_model_len() -> int:
+        """The smallest of the setting, the model's own limit, and the workers'."""
+        return min(filter(None, (folder.context, cluster.max_model_len())), default=1)
+
+    limits = IntakeLimits(
+        model=folder.name,
+        max_model_len=max_model_len,
+        max_prompt_bytes=config.max_prompt_bytes,
+        local_prefill_max_tokens=config.local_prefill_max_tokens,
+        request_timeout_s=config.request_timeout_s,
+    )
+    intake = Intake(
+        folder.tokenizer,
+        limits,
+        defaults=folder.defaults,
+        salt=lru_cache(4096)(partial(tenant_salt, around.secret)),
+        clock=around.clock,
+        rng=around.rng,
+    )
+    lookaside = None
+    if config.lookaside:
+        lookaside = Lookaside(cluster, derive_key(around.secret, PURPOSE), around.metrics, around.clock)
+    return ServedModel(folder, cluster, intake, lookaside, max_model_len)
+
+
+def _features(tokenizer: ModelTokenizer, tool_parser: str, reasoning_parser: str) -> ModelFeatures:
+    """Raises: ConfigError for a parser that nobody knows."""
+    template = tokenizer.chat_template
+    if template is None:
+        return ModelFeatures()
+    if tool_parser == "auto":
+        tool_parser = guess_tool_parser(template.source)
+    if tool_parser != "none":
+        tool_factory(tool_parser)
+    reasoning = reasoning_parser == "think" or (reasoning_parser == "auto" and CLOSE in template.source)
+    return ModelFeatures(tool_parser, reasoning, "tools" in template.variables)
+
+
+def _context(path: Path) -> int | None:
+    """The model's own limit, if config.json (which the tokenizer has read) names one."""
+    value = json.loads((path / "config.json").read_text(encoding="utf-8")).get("max_position_embeddings")
+    return value if type(value) is int and value > 1 else None

@@ -1,0 +1,204 @@
+"""The decision in C gives what the one in numpy gives, bit by bit."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from diptych.common.block_identity import IdentityHeader, block_keys
+from diptych.common.compiled import NativeError
+from diptych.common.store import KvEvent
+from diptych.common.worker_record import WorkerLoad, WorkerRecord
+from diptych.router.index import BlockIndex
+from diptych.router.native.library import SOURCES, load
+from diptych.router.placement import Placement, PlacementRequest
+from diptych.router.placer import Candidate, Placer, Prompt
+from diptych.router.policies import policy_by_name
+from diptych.router.replication import Replication
+from diptych.router.reservations import Reservation, Reservations
+
+HEADERS = [IdentityHeader(bytes(32), "model", "tokenizer", "float16", size) for size in (16, 8)]
+
+
+@pytest.fixture(scope="module")
+def library():
+    try:
+        return load()
+    except NativeError as error:
+        pytest.skip(str(error))
+
+
+def a_worker(name, role, header, chance):
+    known = chance.random() < 0.8
+    load = WorkerLoad(
+        num_running=chance.randrange(20),
+        waiting_prompt_tokens=chance.choice([0, 0, chance.randrange(3000)]),
+        prefill_tokens_per_s=chance.uniform(500, 25_000) if known else 0.0,
+        decode_step_s=chance.uniform(0.01, 0.02) if known else 0.0,
+        host_bytes_per_s=chance.choice([0.0, 1e9]),
+        link_bytes_per_s={f"p{i}": chance.uniform(1e8, 1e10) for i in range(chance.randrange(4))},
+    )
+    return WorkerRecord(
+        worker_id=name, incarnation="i", role=role, address="127.0.0.1:1", pid=1, model="m", compat={},
+        kv_bytes_per_token=50_000, num_blocks=100, block_size=header.block_size, max_model_len=4096, max_num_seqs=8,
+        event_epoch=0, load=load,
+    )  # fmt: skip
+
+
+class Scene:
+    """The same index, workers and pending work behind two placers."""
+
+    def __init__(self, seed, library, num_workers=12, policy="cost", host=True, headers=HEADERS, replicates=False):
+        self.chance = chance = random.Random(seed)
+        self.headers = headers
+        self.index, self.reservations = BlockIndex(4000), Reservations()
+        self.placers = [
+            Placer(
+                self.index,
+                self.reservations,
+                random.Random(seed),
+                policy_by_name(policy),
+                Replication(bound=0.01) if replicates else None,
+                library=one,
+            )
+            for one in (None, library)
+        ]
+        self.prompts = [[chance.randrange(1000) for _ in range(chance.randrange(1, 700))] for _ in range(12)]
+        half = num_workers // 2
+        kinds = [(f"p{i}", "prefill") for i in range(half)] + [(f"d{i}", "decode") for i in range(num_workers - half)]
+        workers = [a_worker(name, role, chance.choice(headers), chance) for name, role in kinds]
+        for record in workers:
+            self.index.register(record.worker_id, "i", 0, 0)
+            for tier in ("device", "host") if host else ("device",):
+                keys = []
+                for prompt in chance.sample(self.prompts, 6):
+                    whole = block_keys(next(h for h in headers if h.block_size == record.block_size), prompt)
+                    keys += whole[: chance.randrange(len(whole) + 1)]
+                self.index.apply(record.worker_id, KvEvent("i", 0, 1, "stored", tuple(keys), tier))
+        for i in range(40):
+            one, other = chance.choice(workers[:half]), chance.choice(workers[half:])
+            self.reservations.reserve(str(i), Reservation(one.worker_id, other.worker_id, chance.randrange(900)))
+        unfit = {
+            (p.worker_id, d.worker_id): ["block_size"]
+            for p in workers[:half]
+            for d in workers[half:]
+            if p.block_size != d.block_size or chance.random() < 0.05
+        }
+        sides = [
+            [Candidate(r, chance.uniform(0, 5), next(h for h in headers if h.block_size == r.block_size)) for r in side]
+            for side in (workers[:half], workers[half:])
+        ]
+        for placer in self.placers:
+            placer.set_fleet(*sides, unfit, {})
+        self.decode = workers[half:]
+
+    def ask(self, **more):
+        chance = self.chance
+        tokens = chance.choice(self.prompts)
+        if chance.random() < 0.3:
+            tokens = [*tokens[: chance.randrange(len(tokens) + 1)], 7]
+        request = PlacementRequest(
+            len(tokens),
+            chance.choice([0, 64, 10_000]),
+            wants_kv=chance.random() < 0.8,
+            allow_local_fallback=chance.random() < 0.8,
+            colocated_margin=chance.choice([0.1, 1.0, float("inf")]),
+        )
+        barred = chance.choice([0, 0, 2])
+        exclude = frozenset((record.worker_id, "i") for record in chance.sample(self.decode, barred))
+        request = replace(request, **more)
+        return [placer.place(request, Prompt(tokens), 4.0, exclude) for placer in self.placers]
+
+
+def same(one, other):
+    assert type(one) is type(other)
+    if isinstance(one, Placement):
+        assert (one.chosen, one.order, one.notes, one.colocated) == (
+            other.chosen, other.order, other.notes, other.colocated,
+        )  # fmt: skip
+        assert one.candidates == other.candidates
+        assert one.best(3) == other.best(3)
+        assert other.chosen in other.candidates
+    else:
+        assert one == other
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_both_place_alike(seed, library):
+    scene = Scene(seed, library, host=seed % 3 > 0, headers=HEADERS[: 1 + seed % 2])
+    told = [scene.ask() for _ in range(30)]
+    for one, other in told:
+        same(one, other)
+    assert len({one.chosen.decode.worker_id for one, _ in told if isinstance(one, Placement)}) > 1
+
+
+def test_both_place_alike_beyond_64_workers(library):
+    scene = Scene(5, library, num_workers=150)
+    for _ in range(4):
+        same(*scene.ask())
+
+
+@pytest.mark.parametrize("policy", ["random", "round-robin", "least-loaded", "power-of-two", "session-affinity"])
+def test_other_policies_see_the_same_charges(policy, library):
+    scene = Scene(3, library, policy=policy)
+    for _ in range(20):
+        same(*scene.ask())
+
+
+def test_copies_of_hot_prefixes_go_to_the_same_worker(library):
+    scene = Scene(8, library, headers=HEADERS[:1], replicates=True)
+    for _ in range(40):
+        same(*scene.ask(local_prefill_max_tokens=0))
+    assert scene.placers[0].num_copies == scene.placers[1].num_copies > 0
+
+
+def test_a_worker_that_computes_alone_for_the_margins_sake_is_the_same(library):
+    scene = Scene(2, library, headers=HEADERS[:1])
+    told = []
+    for i in range(100, 400):
+        scene.reservations.reserve(str(i), Reservation(f"p{i % 6}", "d0", 50_000))
+    for _ in range(40):
+        told.append(scene.ask(colocated_margin=0.1, local_prefill_max_tokens=8, allow_local_fallback=True))
+    for one, other in told:
+        same(one, other)
+    assert any(one.colocated for one, _ in told)
+
+
+def test_nobody_and_nothing_cached(library):
+    placers = [Placer(BlockIndex(), Reservations(), random.Random(0), library=one) for one in (None, library)]
+    for placer in placers:
+        placer.set_fleet([], [], {}, {})
+    same(*(placer.place(PlacementRequest(5, 64), Prompt([1] * 5), 0.0) for placer in placers))
+
+
+def test_an_explanation_told_later_is_of_the_time_of_the_decision(library):
+    scene = Scene(4, library, headers=HEADERS[:1])
+    one, other = scene.ask(wants_kv=True)
+    before = other.best(None)
+    for i in range(100, 160):
+        scene.reservations.reserve(str(i), Reservation("p0", "d0", 500))
+        scene.ask()
+    assert other.best(None) == before == one.best(None)
+
+
+def test_what_was_looked_up_is_marked_as_lately_used(library):
+    index = BlockIndex(64)
+    placer = Placer(index, Reservations(), random.Random(0), library=library)
+    record = a_worker("d0", "decode", HEADERS[0], random.Random(1))
+    index.register("d0", "i", 0, 0)
+    hot = list(range(16 * 20))
+    index.apply("d0", KvEvent("i", 0, 1, "stored", tuple(block_keys(HEADERS[0], hot))))
+    placer.set_fleet([], [Candidate(record, 0.0, HEADERS[0])], {}, {})
+    for number in range(2, 40):
+        index.apply("d0", KvEvent("i", 0, number, "stored", tuple(block_keys(HEADERS[0], [number] * 16 * 4))))
+        for _ in range(4):
+            placer.snapshot(Prompt(hot))
+    assert index.hit_blocks("d0", block_keys(HEADERS[0], hot)) == 20
+
+
+def test_the_library_is_compiled_once(tmp_path):
+    try:
+        first = SOURCES.build(tmp_path)
+    except NativeError as error:
+        pytest.skip(str(error))
+    assert SOURCES.build(tmp_path) == first
