@@ -80,6 +80,30 @@ async def test_no_explanation_unless_it_was_asked_for(world):
     assert (await client.generate(token_ids=PROMPT, max_tokens=2)).explanation is None
 
 
+async def test_a_request_like_one_before_is_checked_for_its_tokens_alone(world):
+    fleet, decode, client = world
+    for prompt in (PROMPT, [2] * 50, [3] * 20):
+        answer = await client.generate(token_ids=prompt, max_tokens=3, temperature=0.5)
+        assert answer.token_ids == (0, 1, 2)
+        assert list(decode.submits[-1].prompt_token_ids) == prompt
+    first, second, third = decode.submits
+    assert len({submit.request_id for submit in decode.submits}) == 3
+    assert len({submit.sampling.seed for submit in decode.submits}) == 3
+    for submit in (second, third):
+        submit.sampling.seed = first.sampling.seed
+        assert submit.sampling == first.sampling
+    for seed in (5, 5, 6):
+        await client.generate(token_ids=PROMPT, max_tokens=3, temperature=0.5, seed=seed)
+        assert decode.submits[-1].sampling.seed == seed
+    for wrong, param in (([64], "token_ids"), ([], "token_ids"), ([1] * 300, "token_ids"), ([1] * 254, "max_tokens")):
+        with pytest.raises(InvalidRequestError) as caught:
+            await client.generate(token_ids=wrong, max_tokens=3, temperature=0.5)
+        assert caught.value.param == param
+    assert relayed(fleet) == 0
+    assert len(decode.submits) == 6
+    await fleet.until(fleet.no_reservations)
+
+
 async def test_many_at_once_share_two_streams(world):
     fleet, decode, client = world
     answers = await asyncio.gather(*(client.generate(prompt="w1 w2 w3", max_tokens=4) for _ in range(40)))
