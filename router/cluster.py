@@ -271,11 +271,12 @@ class Cluster:
 
     def index_mode(self, placement: Placement) -> IndexMode:
         """The least trusted of what the placement rests on."""
-        involved = [placement.decode, placement.chosen.prefill or placement.decode]
-        modes = {self._index.mode(view.worker_id) for view in involved}
-        if self.degraded and IndexMode.EXACT in modes:
-            modes.add(IndexMode.STALE)
-        return next(mode for mode in (IndexMode.GUESS, IndexMode.STALE, IndexMode.EXACT) if mode in modes)
+        chosen = placement.chosen
+        mode = self._index.mode(chosen.decode.worker_id)
+        if chosen.prefill is not None and mode is not IndexMode.GUESS:
+            other = self._index.mode(chosen.prefill.worker_id)
+            mode = mode if other is IndexMode.EXACT else other
+        return IndexMode.STALE if self.degraded and mode is IndexMode.EXACT else mode
 
     def place(self, request: PlacementRequest, prompt: Prompt, exclude: frozenset[Life] = frozenset()) -> Placement:
         """Raises: NoWorkerError with the reasons."""

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 from diptych.common.clock import Clock
 from diptych.common.errors import InvalidRequestError, ModelNotFoundError, OverloadedError, PromptTooLongError
 from diptych.common.ids import new_request_id
-from diptych.common.sampling import MAX_BAD_WORDS, SamplingParams, check_sampling
+from diptych.common.sampling import MAX_BAD_WORDS, SamplingParams, check_sampling, with_seed
 from diptych.common.tokenizer import GenerationDefaults
 from diptych.router.beam_options import DRAWS_NOTHING, beam_fields
 from diptych.router.intake_checks import check_ids, check_room, given, input_name, integer, label, text_size, timeout
@@ -178,13 +178,20 @@ class Intake:
             raise InvalidRequestError("token_ids is empty", param="token_ids")
         check_room(before.sampling.max_tokens, self._room(len(token_ids), "token_ids"))
         repeated = before.repeated or before.sampling
-        return replace(
-            before,
+        return PreparedRequest(  # twice as fast as `replace`
             request_id=new_request_id(),
+            label=before.label,
+            model=before.model,
             prompt_token_ids=tuple(token_ids),
-            sampling=replace(repeated, seed=self._rng.getrandbits(63)) if draws_seed else repeated,
+            sampling=with_seed(repeated, self._rng.getrandbits(63)) if draws_seed else repeated,
+            cache_salt=before.cache_salt,
+            explain=before.explain,
+            local_prefill_max_tokens=before.local_prefill_max_tokens,
+            failure_policy=before.failure_policy,
             arrived=arrived,
             deadline=arrived + within_s,
+            tenant=before.tenant,
+            priority=before.priority,
             repeated=repeated,
         )
 
@@ -306,7 +313,7 @@ class Intake:
             if len(self._known) >= _MAX_KNOWN:
                 self._known.clear()
             known = self._known[key] = self._check_sampling(spec, room, bad_words)
-        return known if spec.seed is not None else replace(known, seed=self._rng.getrandbits(63))
+        return known if spec.seed is not None else with_seed(known, self._rng.getrandbits(63))
 
     def _check_sampling(self, spec: GenerateSpec, room: int, bad_words: object) -> SamplingParams:
         for name in ("n", "best_of", "beam_width"):

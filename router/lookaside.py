@@ -56,7 +56,7 @@ class Lookaside:
         self._clock = clock
         self._granted = metrics.tickets.labels("granted")
         self._outcomes = {name: metrics.tickets.labels(name) for name in ("finished", "failed", "lapsed")}
-        self._verdicts = {verdict: metrics.admission.labels(verdict.value) for verdict in Verdict}
+        self._judged = {verdict.value: metrics.admission.labels(verdict.value) for verdict in Verdict}
         self._grants: dict[str, _Grant] = {}
         cluster.on_ticket_news = self.on_news
 
@@ -79,7 +79,7 @@ class Lookaside:
             raise NoWorkerError("no ticket: requests wait for their turn at the router")
         placement = cluster.place(wish_of(request), Prompt(request.prompt_token_ids, request.cache_salt))
         judgement = cluster.judge(placement, now - request.arrived, request.deadline - request.arrived)
-        self._verdicts[judgement.verdict].inc()
+        self._judged[judgement.verdict.value].inc()
         if judgement.error is not None:
             raise judgement.error
         record = placement.decode.record

@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -31,6 +32,9 @@ Life = tuple[str, str]
 """(worker id, incarnation)"""
 
 
+_salted = lru_cache(4096)(IdentityHeader.with_salt)
+
+
 @dataclass(slots=True)
 class Prompt:
     """A prompt and, once for each way of naming blocks, the identities of its blocks."""
@@ -42,7 +46,7 @@ class Prompt:
     def keys(self, header: IdentityHeader) -> Keys:
         """[blocks, 2]"""
         if header not in self._keys:
-            self._keys[header] = as_keys(block_keys(header.with_salt(self.salt), self.token_ids))
+            self._keys[header] = as_keys(block_keys(_salted(header, self.salt), self.token_ids))
         return self._keys[header]
 
     def know(self, header: IdentityHeader, keys: Keys) -> None:

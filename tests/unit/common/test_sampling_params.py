@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
 
 from diptych.common.errors import InvalidRequestError
-from diptych.common.sampling import SamplingParams, check_sampling
+from diptych.common.sampling import SamplingParams, check_sampling, with_seed
 
 VOCAB = 100
 
@@ -93,3 +94,11 @@ def test_best_of_is_at_least_n():
 def test_minus_zero_is_zero():
     assert math.copysign(1, check(temperature=-0.0).temperature) == 1
     assert check(temperature=-0.0).greedy
+
+
+def test_another_seed_and_nothing_else():
+    params = check_sampling(temperature=0.5, stop=["a"], seed=3, max_tokens=7, logit_bias={1: 2.0}, vocab_size=9)
+    other = with_seed(params, 11)
+    assert (params.seed, other.seed) == (3, 11)
+    assert other == dataclasses.replace(params, seed=11)
+    assert hash(other) == hash(dataclasses.replace(params, seed=11))
