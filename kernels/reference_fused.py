@@ -48,7 +48,12 @@ def feed_ids_ref(ids: Tensor, sources: Tensor, drawn: Tensor) -> Tensor:
     return torch.where(sources >= 0, fed, ids)
 
 
-def silu_mul_ref(gate_up: Tensor) -> Tensor:
-    """fp32."""
+def gate_mul_ref(gate_up: Tensor, activation: str = "silu") -> Tensor:
+    """See triton_norm.gate_mul; fp32, by the activations' definitions."""
     gate, up = gate_up.float().chunk(2, -1)
-    return gate * torch.sigmoid(gate) * up
+    if activation == "silu":
+        return gate * torch.sigmoid(gate) * up
+    if activation == "gelu":
+        return gate * 0.5 * (1 + torch.erf(gate * 0.5**0.5)) * up
+    inner = (2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)
+    return gate * 0.5 * (1 + torch.tanh(inner)) * up

@@ -1,4 +1,4 @@
-"""RMS norm (with the residual addition fused) and SiLU-mul in Triton."""
+"""RMS norm (with the residual addition fused) and the gate of the feed-forward layer in Triton."""
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 from __future__ import annotations
@@ -9,6 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from diptych.kernels.pdl import use_pdl
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
 
 @triton.jit
@@ -79,7 +81,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
 
 
 @triton.jit
-def _silu_mul_kernel(x_ptr, out_ptr, size, stride_x, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _gate_mul_kernel(x_ptr, out_ptr, size, stride_x, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -88,21 +90,43 @@ def _silu_mul_kernel(x_ptr, out_ptr, size, stride_x, BLOCK: tl.constexpr, PDL: t
     mask = at < size
     gate = tl.load(x_ptr + row * stride_x + at, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + row * stride_x + size + at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * size + at, (gate / (1.0 + tl.exp(-gate)) * up).to(out_ptr.dtype.element_ty), mask=mask)
+    if ACTIVATION == "silu":
+        gate = gate / (1.0 + tl.exp(-gate))
+    elif ACTIVATION == "gelu":
+        gate = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+    else:
+        # tanh(t) as 1 - 2 / (exp(2 t) + 1): right for every t, also where exp ends in infinity.
+        t = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        gate = gate * (1.0 - 1.0 / (tl.exp(2.0 * t) + 1.0))
+    tl.store(out_ptr + row * size + at, (gate * up).to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up. gate_up: [rows, 2 * size], gate first, contiguous in the last dim. Returns: [rows, size], its dtype.
+def gate_mul(gate_up: Tensor, activation: str = "silu") -> Tensor:
+    """activation(gate) * up, in fp32.
 
-    Raises: ValueError on an odd width or a strided last dim.
+    Args:
+        gate_up: [rows, 2 * size], gate first, contiguous in the last dim.
+        activation: one of ACTIVATIONS.
+    Returns: [rows, size], its dtype.
+    Raises: ValueError on an odd width, a strided last dim or another activation.
     """
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"no activation {activation!r}; known: {', '.join(ACTIVATIONS)}")
     rows, width = gate_up.shape
     if width % 2 or gate_up.stride(1) != 1:
         raise ValueError(f"gate_up {tuple(gate_up.shape)} must hold two contiguous halves")
     out = torch.empty((rows, width // 2), dtype=gate_up.dtype, device=gate_up.device)
     pdl = use_pdl(gate_up.device)
     block = min(1024, triton.next_power_of_2(width // 2))
-    _silu_mul_kernel[(rows, triton.cdiv(width // 2, block))](
-        gate_up, out, width // 2, gate_up.stride(0), BLOCK=block, PDL=pdl, num_warps=4, launch_pdl=pdl
+    _gate_mul_kernel[(rows, triton.cdiv(width // 2, block))](
+        gate_up,
+        out,
+        width // 2,
+        gate_up.stride(0),
+        BLOCK=block,
+        ACTIVATION=activation,
+        PDL=pdl,
+        num_warps=4,
+        launch_pdl=pdl,
     )
     return out

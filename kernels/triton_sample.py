@@ -89,15 +89,17 @@ def _feed_kernel(ids_ptr, sources_ptr, drawn_ptr, count, BLOCK: tl.constexpr):
 
 
 def feed_ids(ids: Tensor, sources: Tensor, drawn: Tensor) -> None:
-    """The last step's draws become this step's tokens, in place: ids[i] = max(drawn[sources[i]], 0) where sources[i] >= 0. (A draw
-    of -1 came from a bad row: its sequence ends, and what is computed for it until then does not count.)
+    """The last step's draws become this step's tokens, in place: ids[i] = max(drawn[sources[i]], 0) where sources[i] >= 0. (A
+    draw of -1 came from a bad row: its sequence ends, and what is computed for it until then does not count.)
 
     Args:
         ids, sources: [count] int32. drawn: int32, longer than every source.
     Raises: ValueError on a shape or dtype mismatch.
     """
     if ids.shape != sources.shape or ids.dim() != 1 or {ids.dtype, sources.dtype, drawn.dtype} != {torch.int32}:
-        raise ValueError(f"ids {tuple(ids.shape)} and sources {tuple(sources.shape)} must be int32 and alike, drawn int32 too")
+        raise ValueError(
+            f"ids {tuple(ids.shape)} and sources {tuple(sources.shape)} must be int32 and alike, drawn int32 too"
+        )
     count = ids.shape[0]
     block = min(1024, triton.next_power_of_2(count))
     _feed_kernel[(triton.cdiv(count, block),)](ids, sources, drawn, count, BLOCK=block, num_warps=1)

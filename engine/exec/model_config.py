@@ -11,6 +11,8 @@ from typing import Any
 
 from diptych.common.errors import ConfigError
 
+ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+"""Of hidden_act; what kernels call them."""
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 
@@ -28,7 +30,10 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """sliding_windows: for each layer the number of tokens a query sees (itself included), or None for all."""
+    """
+    sliding_windows: for each layer the number of tokens a query sees (itself included), or None for all.
+    activation: of the gate: silu, gelu or gelu_tanh.
+    """
 
     architecture: str
     vocab_size: int
@@ -47,6 +52,7 @@ class ModelConfig:
     mlp_bias: bool
     qk_norm: bool
     sliding_windows: tuple[int | None, ...]
+    activation: str = "silu"
 
     @property
     def q_size(self) -> int:
@@ -141,8 +147,9 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
         raise ConfigError("architectures", architectures, f"supported: {', '.join(ARCHITECTURES)}")
     if raw.get("quantization_config"):
         raise ConfigError("quantization_config", raw["quantization_config"], "quantized weights are not supported")
-    if raw.get("hidden_act", "silu") != "silu":
-        raise ConfigError("hidden_act", raw["hidden_act"], "only silu is supported")
+    activation = raw.get("hidden_act", "silu")
+    if activation not in ACTIVATIONS:
+        raise ConfigError("hidden_act", activation, f"supported: {', '.join(ACTIVATIONS)}")
     num_heads = _integer(raw, "num_attention_heads")
     num_kv_heads = _integer(raw, "num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
@@ -174,6 +181,7 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
         mlp_bias=architecture == "LlamaForCausalLM" and _flag(raw, "mlp_bias"),
         qk_norm=qwen3,
         sliding_windows=_windows(raw, architecture, num_layers),
+        activation=ACTIVATIONS[activation],
     )
 
 

@@ -22,7 +22,7 @@ from diptych.kernels import kv_pack
 from diptych.kernels.bench.cases import LLAMA_8B, PagedCase, chunk_rows, paged_case
 from diptych.kernels.bench.timing import graph_time_s, machine, matmul_peak, read_bandwidth
 from diptych.kernels.triton_decode import choose_splits, paged_decode
-from diptych.kernels.triton_norm import rms_norm, silu_mul
+from diptych.kernels.triton_norm import ACTIVATIONS, gate_mul, rms_norm
 from diptych.kernels.triton_pack import pack_blocks, unpack_blocks
 from diptych.kernels.triton_prefill import paged_prefill, prefill_tiles
 from diptych.kernels.triton_rope import rope_write
@@ -144,7 +144,7 @@ def bench_fused(bandwidth: float) -> Rows:
         rope = partial(rope_write, qkv, kv, cos, sin, at, at, num_q_heads=heads)
         ops: list[tuple[str, Callable[[], object], int]] = [
             ("rms_norm + residual", partial(rms_norm, x, weight, 1e-5, residual), 4 * count * HIDDEN * 2),
-            ("silu_mul", partial(silu_mul, gate_up), 3 * count * FFN * 2),
+            *((f"{a} * up", partial(gate_mul, gate_up, a), 3 * count * FFN * 2) for a in ACTIVATIONS),
             ("rope + KV write", rope, 2 * count * width * 2),
             ("sample greedy", partial(sample_rows, logits), logits.numel() * 2),
         ]

@@ -17,7 +17,7 @@ from torch.nn.functional import linear
 
 from diptych.kernels.bench.timing import graph_time_s, machine, read_bandwidth
 from diptych.kernels.triton_matmul import MatmulShape, small_matmul
-from diptych.kernels.triton_norm import silu_mul
+from diptych.kernels.triton_norm import gate_mul
 
 SHAPES = {
     "qkv": (6144, 4096, False),
@@ -38,7 +38,7 @@ OUT_OF_L2_BYTES = 256 << 20
 
 def _cublas(x: Tensor, weight: Tensor, silu: bool) -> Tensor:
     out = linear(x, weight)
-    return silu_mul(out) if silu else out
+    return gate_mul(out) if silu else out
 
 
 def main() -> None:

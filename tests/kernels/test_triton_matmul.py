@@ -7,7 +7,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from triton import knobs
 
-from diptych.kernels.reference_fused import silu_mul_ref
+from diptych.kernels.reference_fused import gate_mul_ref
 from diptych.kernels.triton_matmul import MatmulShape, small_matmul
 
 # The interpreter of Triton 3.6 takes loop bounds out of one-element arrays.
@@ -19,7 +19,7 @@ def check(rows, size, columns, *, dtype, device, shape=None, tolerance=1e-5):
     x = torch.randn(rows, 2 * size, device=device).to(dtype)[:, :size]
     weight = (torch.randn(2 * columns, size, device=device) * size**-0.5).to(dtype)
     both = x.double() @ weight.double().T
-    for silu, expected in ((False, both), (True, silu_mul_ref(both.float()))):
+    for silu, expected in ((False, both), (True, gate_mul_ref(both.float()))):
         got = small_matmul(x, weight, silu=silu, shape=shape).double()
         error = (got - expected).norm() / expected.norm()
         assert error < tolerance, f"silu={silu}: relative error {error:.2e}"

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, silu
+from torch.nn.functional import embedding, gelu, silu
 
 from diptych.engine.exec.attention import PagedAttention, StepBatch
 from diptych.engine.exec.model_config import ModelConfig
 from diptych.engine.exec.rope import rope_tables, rotate
 from diptych.engine.exec.weights import DecoderWeights, LayerWeights
 from diptych.engine.runner import StepAborted
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": silu,
+    "gelu": gelu,
+    "gelu_tanh": partial(gelu, approximate="tanh"),
+}
 
 
 class Decoder:
@@ -22,6 +29,7 @@ class Decoder:
         self, config: ModelConfig, weights: DecoderWeights, attention: PagedAttention, *, max_model_len: int
     ) -> None:
         self._config, self._weights, self._attention = config, weights, attention
+        self._activate = _ACTIVATIONS[config.activation]
         like = weights.embedding
         self._cos, self._sin = rope_tables(
             config.rope, config.head_dim, max_model_len, dtype=like.dtype, device=like.device
@@ -74,4 +82,4 @@ class Decoder:
 
     def _mlp(self, layer: LayerWeights, x: Tensor) -> Tensor:
         gate, up = layer.gate_up(x).chunk(2, dim=-1)
-        return layer.down(silu(gate).mul_(up))
+        return layer.down(self._activate(gate).mul_(up))

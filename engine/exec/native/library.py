@@ -26,6 +26,8 @@ def _load() -> Library:
 
 def _misfit(config: ModelConfig, library: Library) -> str | None:
     """Why the kernels cannot compute this model, or None. They step through a row in whole vectors and panels."""
+    if config.activation != "silu":
+        return f"its activation is {config.activation}"
     lanes, panel = library.lanes, library.panel
     for name, value, step in (
         ("head_dim", config.head_dim, max(panel, 2 * lanes)),

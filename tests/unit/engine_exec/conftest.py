@@ -40,6 +40,8 @@ VARIANTS: dict[str, tuple[str, dict]] = {
     "llama-linear": (
         "LlamaForCausalLM", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 2.0}},
     ),
+    "llama-gelu": ("LlamaForCausalLM", {"hidden_act": "gelu", "head_dim": 32}),
+    "mistral-gelu-tanh": ("MistralForCausalLM", {"hidden_act": "gelu_pytorch_tanh", "sliding_window": None}),
     "mistral": ("MistralForCausalLM", {"sliding_window": None}),
     "mistral-window": ("MistralForCausalLM", {"sliding_window": 11}),
     "qwen2": ("Qwen2ForCausalLM", {"tie_word_embeddings": True}),

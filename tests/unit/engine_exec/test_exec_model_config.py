@@ -67,7 +67,7 @@ def test_families():
     [
         ("architectures", {"architectures": ["GPT2LMHeadModel"]}),
         ("architectures", {"architectures": None}),
-        ("hidden_act", {"hidden_act": "gelu"}),
+        ("hidden_act", {"hidden_act": "relu2"}),
         ("quantization_config", {"quantization_config": {"quant_method": "awq"}}),
         ("rope_scaling.rope_type", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}),
         ("factor", {"rope_scaling": {"rope_type": "linear"}}),
