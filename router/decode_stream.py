@@ -18,7 +18,7 @@ import structlog
 
 from diptych.common.errors import DiptychError, InvalidRequestError, OverloadedError, WorkerLostError
 from diptych.rpc.channels import MAX_MESSAGE_BYTES
-from diptych.rpc.v1 import decode_pb2, decode_pb2_grpc
+from diptych.rpc.v1 import decode_pb2, decode_pb2_grpc, router_pb2
 
 log = structlog.get_logger(__name__)
 
@@ -51,7 +51,7 @@ class Attempt:
             self._ready.clear()
             await self._ready.wait()
         event = self._events.popleft()
-        self._buffered_bytes -= _size(event)
+        self._buffered_bytes -= _size(event, event.WhichOneof("event"))
         return event
 
     def cancel(self) -> None:
@@ -60,20 +60,16 @@ class Attempt:
             self.over = True
             self._stream.forget(self.id, cancel=True)
 
+    @property
+    def has_event(self) -> bool:
+        """`next` would not wait."""
+        return bool(self._events)
+
     def put(self, event: decode_pb2.Event) -> None:
         kind = event.WhichOneof("event")
-        last = self._events[-1] if self._events else None
-        if kind == "tokens" and last is not None and last.WhichOneof("event") == "tokens":
-            mine, more = last.tokens, event.tokens
-            if more.choice == mine.choice and more.offset == mine.offset + len(mine.token_ids):
-                mine.token_ids.extend(more.token_ids)
-                mine.text += more.text
-                mine.logprobs.extend(more.logprobs)
-            else:  # a hole or a repeat: the reader judges it
-                self._events.append(event)
-        else:
+        self._buffered_bytes += _size(event, kind)
+        if kind != "tokens" or not self._merged(event.tokens):
             self._events.append(event)
-        self._buffered_bytes += _size(event)
         if kind == "end":
             self.over = True
         elif self._buffered_bytes > self._max_buffered_bytes:
@@ -82,6 +78,20 @@ class Attempt:
             self._error = OverloadedError("the answer was read too slowly and was cancelled")
         self._ready.set()
 
+    def _merged(self, more: router_pb2.TokenDelta) -> bool:
+        """Whether they went into the event before; a hole or a repeat is for the reader to judge."""
+        if not self._events or not self._events[-1].HasField("tokens"):
+            return False
+        mine = self._events[-1].tokens
+        if more.choice != mine.choice or more.offset != mine.offset + len(mine.token_ids):
+            return False
+        mine.token_ids.extend(more.token_ids)
+        if more.text:
+            mine.text += more.text
+        if more.logprobs:
+            mine.logprobs.extend(more.logprobs)
+        return True
+
     def fail(self, error: DiptychError) -> None:
         """End the attempt after what is buffered."""
         self.over = True
@@ -89,16 +99,14 @@ class Attempt:
         self._ready.set()
 
 
-def _size(event: decode_pb2.Event) -> int:
-    match event.WhichOneof("event"):
-        case "tokens":
-            tokens = event.tokens
-            logprobs = sum(entry.ByteSize() for entry in tokens.logprobs)
-            return len(tokens.token_ids) * _TOKEN_BYTES + len(tokens.text) + logprobs
-        case "prompt_logprobs":
-            return event.prompt_logprobs.ByteSize()
-        case _:
-            return 0
+def _size(event: decode_pb2.Event, kind: str | None) -> int:
+    if kind == "tokens":
+        tokens = event.tokens
+        size = len(tokens.token_ids) * _TOKEN_BYTES + len(tokens.text)
+        if tokens.logprobs:
+            size += sum(entry.ByteSize() for entry in tokens.logprobs)
+        return size
+    return event.prompt_logprobs.ByteSize() if kind == "prompt_logprobs" else 0
 
 
 class DecodeStream:

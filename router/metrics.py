@@ -13,6 +13,7 @@ from diptych.common.metrics import (
     TOKEN_BUCKETS,
     TTFT_BUCKETS_S,
     Metrics,
+    observe_many,
 )
 from diptych.router.explain import Story
 from diptych.router.live_series import LiveSeries
@@ -209,8 +210,7 @@ class RequestTimer:
             metrics.live.stage("second_token", now - self._last)
         self._tokens += len(event.token_ids)
         if count:
-            for _ in range(count):
-                metrics.itl.observe((now - self._last) / count)
+            observe_many(metrics.itl, (now - self._last) / count, count)
             metrics.live.tokens(count, now, (now - self._last) / count)
         self._last = now
 

@@ -224,8 +224,11 @@ class Relay:
 
     async def _receive(self) -> decode_pb2.Event:
         assert self._attempt is not None
+        left_s = self._request.deadline - self._clock.now()
         try:
-            async with asyncio.timeout(max(0.0, self._request.deadline - self._clock.now())):
+            if self._attempt.has_event and left_s > 0:
+                return await self._attempt.next()  # does not wait: no timer is needed
+            async with asyncio.timeout(max(0.0, left_s)):
                 return await self._attempt.next()
         except TimeoutError:
             raise RequestDeadlineError("the request's deadline passed") from None

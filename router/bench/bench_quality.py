@@ -75,6 +75,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--duration", type=float, default=120.0, help="virtual seconds in which chats begin")
     parser.add_argument("--rates", type=float, nargs="+", default=[2.0, 3.5], help="new chats per second")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--draws", type=int, default=3, help="runs of each policy, with other draws; told together")
     parser.add_argument("--out", default="", help="result file; default: the committed one")
     given = parser.parse_args(arguments)
     names = [*POLICIES, TREE, COPIES]
@@ -85,11 +86,13 @@ def main(arguments: list[str] | None = None) -> None:
         trace = make_trace(trace_config)
         found = {}
         for name in names:
-            found[name] = summary(run(name, trace, config, given.seed))
+            drawn = [run(name, trace, config, given.seed + i) for i in range(given.draws)]
+            found[name] = summary([outcome for outcomes in drawn for outcome in outcomes])
             print(rate, name, found[name], flush=True)
         runs.append({"trace": dataclasses.asdict(trace_config), "requests": len(trace), "policies": found})
     result = {
         "surroundings": surroundings(),
+        "draws": given.draws,
         "cluster": dataclasses.asdict(config),
         "runs": runs,
         "tenants": tenants(given.duration / 3, given.seed, config),

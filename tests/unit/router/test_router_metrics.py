@@ -4,6 +4,7 @@ import pytest
 
 from diptych.common.clock import FakeClock
 from diptych.common.errors import WorkerLostError
+from diptych.common.metrics import ITL_BUCKETS_S, Metrics, observe_many
 from diptych.common.sampling import FinishReason, SamplingParams
 from diptych.router.explain import Story
 from diptych.router.messages import FinishedEvent, PreparedRequest, TokenEvent, UsageInfo
@@ -171,3 +172,19 @@ def test_tenants_have_series_only_where_that_was_asked_for(clock):
     assert got["diptych_tenant_generation_tokens_total[('tenant', 'acme')]"] == 2
     assert got["diptych_tenant_prompt_tokens_cached_total[('tenant', 'acme')]"] == 16
     assert got["diptych_tenant_time_to_first_token_seconds_count[('tenant', 'acme')]"] == 1
+
+
+def test_many_observations_at_once_are_as_many_single_ones():
+    told = []
+    for many in (True, False):
+        metrics = Metrics()
+        histogram = metrics.histogram("x_seconds", "x", ITL_BUCKETS_S)
+        for value, count in ((0.01, 3), (0.0100001, 2), (79.0, 1), (1e6, 4), (0.0, 5), (0.25, 8)):
+            if many:
+                observe_many(histogram, value, count)
+            else:
+                for _ in range(count):
+                    histogram.observe(value)
+        told.append([line for line in metrics.expose().decode().splitlines() if "bucket" in line or "count" in line])
+    assert told[0] == told[1]
+    assert told[0][-1].endswith(" 23.0")
