@@ -1,7 +1,7 @@
 """`diptych bench suite`: what `make bench` runs. On two quiet cores under ten minutes.
 
-the harness against the scripted server -> its capacity -> P/D beside the colocated baseline, in turns -> a sweep of both
--> router, transfer and scheduler alone -> the engine beside transformers
+--help of every command -> the harness against the scripted server -> its capacity -> P/D beside the colocated baseline,
+in turns -> a sweep of both -> router, transfer and scheduler alone -> the engine beside transformers
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from diptych.cli.bench_capacity import distortion, mock_process, own_lateness, r
 from diptych.cli.bench_config import ClusterChoice
 from diptych.cli.bench_router import run_router_bench
 from diptych.cli.bench_run import Place, Targets, finish, now, opened, run_async, write_reports
+from diptych.cli.bench_startup import run_startup
 from diptych.common.errors import ConfigError
 from diptych.loadtest import compare, live, report_text
 from diptych.loadtest.config import BenchConfig
@@ -44,6 +45,7 @@ def run_suite(out: Path, minutes: float) -> int:
     out.mkdir(parents=True, exist_ok=True)
     environment = look_around()
     parts: tuple[tuple[str, Callable[[], int]], ...] = (
+        ("startup", lambda: run_startup(1, out)),
         ("harness", lambda: _harness(out)),
         ("capacity", lambda: run_capacity(2000, 5000.0, 4, 6.0, out)),
         ("serving", lambda: _serving(out, minutes * 60.0)),

@@ -7,33 +7,27 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from diptych.cli import explain, observe
+from diptych.cli import BENCH_HELP, explain, observe
+from diptych.cli.help import run_app
 from diptych.cli.keys import app as keys_app
+from diptych.cli.layers import add_layers
 from diptych.cli.options import add_settings_command
 from diptych.cli.router_access import TLS_CA, TLS_SERVER_NAME, router_access
-from diptych.cli.serve_config import ServeConfig
-from diptych.cli.up_config import UpConfig
 from diptych.common.errors import ConfigError, DiptychError
 from diptych.common.paths import run_dir
-from diptych.router.config import RouterConfig
-from diptych.worker.config import WorkerConfig
 
 if TYPE_CHECKING:
+    from diptych.cli.serve_config import ServeConfig
     from diptych.cli.stages import Stages
-
-app = typer.Typer(
-    name="diptych",
-    help="Serves large language models from two pools of workers, prefill and decode.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+    from diptych.cli.up_config import UpConfig
+    from diptych.router.config import RouterConfig
+    from diptych.worker.config import WorkerConfig
 
 _DETACH = typer.Option("--detach", help="Return once the cluster serves; `diptych down` stops it.")
 
@@ -87,134 +81,186 @@ def _serve(config: ServeConfig) -> int:
     return run_serve(config, folder, config.served_model_name or own_name(config.model, folder))
 
 
-_ALL = (UpConfig, ServeConfig, RouterConfig, WorkerConfig)
-add_settings_command(
-    app,
-    "up",
-    UpConfig,
-    _up,
-    known=_ALL,
-    help="Start a cluster on this machine and stay with it; Ctrl-C stops it.",
-    flags={"detach": Annotated[bool, _DETACH]},
-)
-add_settings_command(
-    app, "serve", ServeConfig, _serve, known=_ALL, help="Serve one model from this one process, without a cluster."
-)
-add_settings_command(app, "router", RouterConfig, _router, known=_ALL, help="Run a router.")
-add_settings_command(
-    app, "prefill", WorkerConfig, _prefill, known=_ALL, fixed={"role": "prefill"}, help="Run a prefill worker."
-)
-add_settings_command(
-    app, "decode", WorkerConfig, _decode, known=_ALL, fixed={"role": "decode"}, help="Run a decode worker."
-)
+def _all_settings() -> tuple[type, ...]:
+    from diptych.cli.serve_config import ServeConfig
+    from diptych.cli.up_config import UpConfig
+    from diptych.router.config import RouterConfig
+    from diptych.worker.config import WorkerConfig
+
+    return (UpConfig, ServeConfig, RouterConfig, WorkerConfig)
 
 
-app.add_typer(keys_app)
-explain.register(app)
-observe.register(app)
+def _add_up(app: typer.Typer, help: str) -> None:
+    from diptych.cli.up_config import UpConfig
+
+    flags = {"detach": Annotated[bool, _DETACH]}
+    add_settings_command(app, "up", UpConfig, _up, known=_all_settings, help=help, flags=flags)
 
 
-@app.command()
-def down() -> None:
-    """Stop the cluster that `diptych up` started from this folder."""
-    from diptych.cli.up import run_down
+def _add_serve(app: typer.Typer, help: str) -> None:
+    from diptych.cli.serve_config import ServeConfig
 
-    raise typer.Exit(run_down(run_dir()))
+    add_settings_command(app, "serve", ServeConfig, _serve, known=_all_settings, help=help)
 
 
-@app.command()
-def chat(
-    address: Annotated[
-        str, typer.Option(help="host:port of the router's gRPC server; default: the cluster here.")
-    ] = "",
-    model: Annotated[str, typer.Option(help="Default: the cluster's only model.")] = "",
-    system: Annotated[str, typer.Option(help="A system message.")] = "",
-    max_tokens: Annotated[int | None, typer.Option(help="For every answer.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy; default: the model's own.")] = None,
-    tls_ca: TLS_CA = None,
-    tls_server_name: TLS_SERVER_NAME = "",
-) -> None:
-    """Talk to the cluster in the terminal; in a pipe, every line is one turn. An API key is taken from DIPTYCH_API_KEY."""
-    from diptych.cli.chat import run_chat
+def _add_router(app: typer.Typer, help: str) -> None:
+    from diptych.router.config import RouterConfig
 
-    wishes: dict[str, Any] = {"system": system, "max_tokens": max_tokens, "temperature": temperature}
-    access = router_access(address, tls_ca, tls_server_name)
-    raise typer.Exit(run_chat(access.address, model, tls=access.tls(), **wishes))
+    add_settings_command(app, "router", RouterConfig, _router, known=_all_settings, help=help)
 
 
-@app.command()
-def model(
-    name: Annotated[str, typer.Argument(help="smollm2 (the default model), a local folder, or a hub id.")] = "smollm2",
-) -> None:
-    """Make a model available on this machine; print its folder."""
-    from diptych.cli.model_store import main as model_main
+def _add_worker(role: str, run: Callable[[WorkerConfig], int]) -> Callable[[typer.Typer, str], None]:
+    def add(app: typer.Typer, help: str) -> None:
+        from diptych.worker.config import WorkerConfig
 
-    raise typer.Exit(model_main([name]))
+        add_settings_command(app, role, WorkerConfig, run, known=_all_settings, fixed={"role": role}, help=help)
 
-
-@app.command()
-def health(
-    address: Annotated[str, typer.Argument(help="host:port of a gRPC server, or an http(s):// URL.")],
-    timeout_s: Annotated[float, typer.Option(help="Deadline of the one question that is asked.")] = 3.0,
-) -> None:
-    """Ask one server whether it serves: exit code 0 or 1, for health checks."""
-    from diptych.cli.health import run_health
-
-    raise typer.Exit(run_health(address, timeout_s))
+    return add
 
 
-@app.command()
-def capacity(
-    model: Annotated[str, typer.Argument(help="A config.json, a model's folder, or what `diptych model` takes.")],
-    dtype: Annotated[str, typer.Option(help="Of the cache; default: the config's own (`up` serves float32).")] = "",
-    block_size: Annotated[int, typer.Option(help="Tokens of a block.")] = 16,
-    memory_gib: Annotated[float, typer.Option(help="Show what this much memory holds.")] = 0.0,
-    prefill_rate: Annotated[float, typer.Option(help="Tokens/s; with --copy-rate: when a swap pays.")] = 0.0,
-    copy_rate: Annotated[float, typer.Option(help="GiB/s between the cache and the host tier.")] = 0.0,
-) -> None:
-    """Show what a token's KV cache takes, for any Hugging Face config."""
-    from diptych.cli.capacity import run_capacity
+_SETTINGS_COMMANDS: Mapping[str, tuple[str, Callable[[typer.Typer, str], None]]] = {
+    "up": ("Start a cluster on this machine and stay with it; Ctrl-C stops it.", _add_up),
+    "serve": ("Serve one model from this one process, without a cluster.", _add_serve),
+    "router": ("Run a router.", _add_router),
+    "prefill": ("Run a prefill worker.", _add_worker("prefill", _prefill)),
+    "decode": ("Run a decode worker.", _add_worker("decode", _decode)),
+}
 
-    raise typer.Exit(
-        run_capacity(
-            model,
-            dtype=dtype,
-            block_size=block_size,
-            memory_gib=memory_gib,
-            prefill_rate=prefill_rate,
-            copy_rate=copy_rate,
-        )
+
+def build_app(only: str | None = None) -> typer.Typer:
+    """The commands. Those with many flags take longest to build.
+
+    Args:
+        only: the command that will run: of the others that have settings, only name and help are there. None: all are whole.
+    """
+    app = typer.Typer(
+        name="diptych",
+        help="Serves large language models from two pools of workers, prefill and decode.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,  # drawing frames around the help takes as long as all the rest of it
+        context_settings={"help_option_names": ["-h", "--help"]},
     )
+    for name, (text, add) in _SETTINGS_COMMANDS.items():
+        if only is None or only == name:
+            add(app, text)
+        else:
+            app.command(name, help=text)(_not_built)
+    explain.register(app)
+    observe.register(app)
+    _register_small(app)
+    add_layers(app, LAYERED)
+    app.add_typer(keys_app)
+    return app
 
 
-@app.command()
-def version() -> None:
-    """Print the version."""
-    from importlib import metadata
-
-    print(metadata.version("diptych"))
+LAYERED = frozenset({"chat", "explain", "what-if", "doctor", "top", "capacity"})
 
 
-@app.command(
-    "bench",
-    add_help_option=False,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
-)
-def bench(ctx: typer.Context) -> None:
-    """Measure any OpenAI-compatible server, or our own gRPC API, under load."""
+def _not_built() -> None:
+    raise AssertionError("the command that runs is the one that was built")
+
+
+def _register_small(app: typer.Typer) -> None:
+    """Commands without settings of their own."""
+
+    @app.command()
+    def down() -> None:
+        """Stop the cluster that `diptych up` started from this folder."""
+        from diptych.cli.up import run_down
+
+        raise typer.Exit(run_down(run_dir()))
+
+    @app.command()
+    def chat(
+        address: Annotated[
+            str, typer.Option(help="host:port of the router's gRPC server; default: the cluster here.")
+        ] = "",
+        model: Annotated[str, typer.Option(help="Default: the cluster's only model.")] = "",
+        system: Annotated[str, typer.Option(help="A system message.")] = "",
+        max_tokens: Annotated[int | None, typer.Option(help="For every answer.")] = None,
+        temperature: Annotated[float | None, typer.Option(help="0 is greedy; default: the model's own.")] = None,
+        tls_ca: TLS_CA = None,
+        tls_server_name: TLS_SERVER_NAME = "",
+    ) -> None:
+        """Talk to the cluster in the terminal; in a pipe, every line is one turn. An API key is taken from DIPTYCH_API_KEY."""
+        from diptych.cli.chat import run_chat
+
+        wishes: dict[str, Any] = {"system": system, "max_tokens": max_tokens, "temperature": temperature}
+        access = router_access(address, tls_ca, tls_server_name)
+        raise typer.Exit(run_chat(access.address, model, tls=access.tls(), **wishes))
+
+    @app.command()
+    def model(
+        name: Annotated[
+            str, typer.Argument(help="smollm2 (the default model), a local folder, or a hub id.")
+        ] = "smollm2",
+    ) -> None:
+        """Make a model available on this machine; print its folder."""
+        from diptych.cli.model_store import main as model_main
+
+        raise typer.Exit(model_main([name]))
+
+    @app.command()
+    def health(
+        address: Annotated[str, typer.Argument(help="host:port of a gRPC server, or an http(s):// URL.")],
+        timeout_s: Annotated[float, typer.Option(help="Deadline of the one question that is asked.")] = 3.0,
+    ) -> None:
+        """Ask one server whether it serves: exit code 0 or 1, for health checks."""
+        from diptych.cli.health import run_health
+
+        raise typer.Exit(run_health(address, timeout_s))
+
+    @app.command()
+    def capacity(
+        model: Annotated[str, typer.Argument(help="A config.json, a model's folder, or what `diptych model` takes.")],
+        dtype: Annotated[str, typer.Option(help="Of the cache; default: the config's own (`up` serves float32).")] = "",
+        block_size: Annotated[int, typer.Option(help="Tokens of a block.")] = 16,
+        memory_gib: Annotated[float, typer.Option(help="Show what this much memory holds.")] = 0.0,
+        prefill_rate: Annotated[float, typer.Option(help="Tokens/s; with --copy-rate: when a swap pays.")] = 0.0,
+        copy_rate: Annotated[float, typer.Option(help="GiB/s between the cache and the host tier.")] = 0.0,
+    ) -> None:
+        """Show what a token's KV cache takes, for any Hugging Face config."""
+        from diptych.cli.capacity import run_capacity
+
+        raise typer.Exit(
+            run_capacity(
+                model,
+                dtype=dtype,
+                block_size=block_size,
+                memory_gib=memory_gib,
+                prefill_rate=prefill_rate,
+                copy_rate=copy_rate,
+            )
+        )
+
+    @app.command()
+    def version() -> None:
+        """Print the version."""
+        from importlib import metadata
+
+        print(metadata.version("diptych"))
+
+    app.command("bench", help=BENCH_HELP)(_not_built)  # a tree of its own: see main
+
+
+def _run_bench(arguments: Sequence[str]) -> Any:
     try:
-        from diptych.cli.bench import app as bench_app  # a tree of commands of its own: nobody else pays for it
+        from diptych.cli.bench import build_app as build_bench
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("diptych"):
             raise
         _fail(f"`diptych bench` needs {error.name}: pip install 'diptych[loadtest]'", 1)
-    raise typer.Exit(bench_app(args=ctx.args, prog_name="diptych bench", standalone_mode=False) or 0)
+    return run_app(build_bench(_named(arguments)), arguments, "diptych bench")
 
 
 def main() -> NoReturn:
     """The console script."""
     try:
-        code: Any = app(standalone_mode=False)
+        arguments = sys.argv[1:]
+        is_bench = arguments[:1] == ["bench"]  # its flags are read by itself
+        code: Any = _run_bench(arguments[1:]) if is_bench else run_app(build_app(_named(arguments)), arguments)
     except ConfigError as error:
         _fail(str(error), 1)
     except DiptychError as error:
@@ -233,9 +279,14 @@ def main() -> NoReturn:
     sys.exit(code if isinstance(code, int) else 0)
 
 
+def _named(arguments: Sequence[str]) -> str:
+    """The command that the arguments name; there are no options before it but --help."""
+    return next((argument for argument in arguments if not argument.startswith("-")), "")
+
+
 def _fail(message: str, code: int) -> NoReturn:
     print(f"error: {message}", file=sys.stderr)
     sys.exit(code)
 
 
-__all__ = ["app", "main"]
+__all__ = ["build_app", "main"]

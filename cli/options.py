@@ -43,7 +43,7 @@ def add_settings_command(
     cls: type,
     run: Callable[..., int],
     *,
-    known: Sequence[type],
+    known: Callable[[], Sequence[type]],
     help: str,
     flags: Mapping[str, Any] | None = None,
     fixed: Mapping[str, Any] | None = None,
@@ -51,18 +51,18 @@ def add_settings_command(
     """Add command `name`: merge settings for `cls`, print them, call run(config, **flags), exit with what it returns.
 
     Args:
-        known: all settings classes; a DIPTYCH_* variable that is a field of none of them is an error.
+        known: gives all settings classes; a DIPTYCH_* variable that is a field of none of them is an error.
         flags: more boolean options, by parameter name, that are no settings.
         fixed: fields that the command itself decides.
     """
     fixed = dict(fixed or {})
     extra = dict(flags or {})
     fields = [field for field in dataclasses.fields(cls) if field.name not in fixed]
-    elsewhere = frozenset(field.name for other in known for field in dataclasses.fields(other))
 
     def command(**values: Any) -> None:
         config_path = values.pop("config", None) or os.environ.get("DIPTYCH_CONFIG")
         more = {key: values.pop(key) for key in extra}
+        elsewhere = frozenset(field.name for other in known() for field in dataclasses.fields(other))
         try:
             file = settings.read_file(Path(config_path)) if config_path else {}
             config: Any = settings.merge(cls, values | fixed, environ=os.environ, file=file, known_elsewhere=elsewhere)
@@ -85,13 +85,14 @@ def add_settings_command(
 
 def _parameter(field: dataclasses.Field[Any], hint: Any, text: str) -> inspect.Parameter:
     flag = "--" + field.name.replace("_", "-")
-    shown = "" if field.default in (None, "", dataclasses.MISSING) else str(field.default)
+    if field.default not in (None, "", (), dataclasses.MISSING):
+        text = f"{text} [default: {field.default}]".lstrip()
     if hint is bool:
-        option = typer.Option(f"{flag}/--no-{flag[2:]}", help=text, show_default=shown or False)
+        option = typer.Option(f"{flag}/--no-{flag[2:]}", help=text)
         return _keyword(field.name, Annotated[bool | None, option], None)
     arms = [arm for arm in typing.get_args(hint) if arm is not type(None)] or [hint]
     metavar = {int: "N", float: "X", Path: "PATH"}.get(arms[0], "TEXT")
-    option = typer.Option(flag, help=text, metavar=metavar, show_default=shown or False)
+    option = typer.Option(flag, help=text, metavar=metavar)
     return _keyword(field.name, Annotated[str | None, option], None)
 
 

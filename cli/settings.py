@@ -31,6 +31,10 @@ ENV_ELSEWHERE = frozenset(
         "DIPTYCH_TLS_SERVER_NAME",
     }
 )
+COMMAND_PREFIXES = tuple(
+    f"DIPTYCH_{command}_" for command in ("CHAT", "EXPLAIN", "WHAT_IF", "DOCTOR", "TOP", "CAPACITY", "BENCH")
+)
+"""Variables of the commands that are no settings of a server's: cli/layers.py reads them, in their own command only."""
 _SECRET_WORDS = ("secret", "password", "token_key", "api_key")
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
@@ -86,7 +90,7 @@ def merge(
             raise ConfigError(key, value, f"unknown setting in the config file; known: {', '.join(sorted(fields))}")
         values[key] = convert(key, value, hints[key])
     for name, text in sorted(environ.items()):
-        if not name.startswith(ENV_PREFIX) or name in ENV_ELSEWHERE:
+        if not name.startswith(ENV_PREFIX) or name in ENV_ELSEWHERE or name.startswith(COMMAND_PREFIXES):
             continue
         key = name.removeprefix(ENV_PREFIX).lower()
         if key in fields:
@@ -127,7 +131,11 @@ def convert(key: str, value: Any, hint: Any) -> Any:
 
 def describe(config: Any) -> str:
     """The merged settings in one line, secrets masked."""
-    return ", ".join(f"{f.name}={_mask(f.name, getattr(config, f.name))!s}" for f in dataclasses.fields(config))
+    return describe_values({field.name: getattr(config, field.name) for field in dataclasses.fields(config)})
+
+
+def describe_values(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={_mask(name, value)!s}" for name, value in values.items())
 
 
 def child_environment(cls: type) -> dict[str, str]:

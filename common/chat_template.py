@@ -22,6 +22,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from diptych.common.errors import ConfigError, InvalidRequestError
 
 MAX_RENDERED_CHARS = 8 * 1024 * 1024
+TOOL_TEMPLATE_FILE = "additional_chat_templates/tool_use.jinja"
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 _TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -170,6 +171,18 @@ def load_chat_template(path: Path, tokenizer_config: Mapping[str, Any]) -> str |
     if source is not None and not isinstance(source, str):
         raise ConfigError("chat_template", type(source).__name__, "must be text")
     return source
+
+
+def load_tool_template(path: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
+    """The template of its own that some models have for conversations with tools; None: theirs is the only one."""
+    file = path / TOOL_TEMPLATE_FILE
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    named = tokenizer_config.get("chat_template")
+    if not isinstance(named, list) or (path / "chat_template.jinja").is_file():
+        return None
+    source = next((entry.get("template") for entry in named if entry.get("name") == "tool_use"), None)
+    return source if isinstance(source, str) else None
 
 
 def special_token_variables(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:

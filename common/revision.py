@@ -12,13 +12,20 @@ from pathlib import Path
 
 from blake3 import blake3
 
+from diptych.common.chat_template import TOOL_TEMPLATE_FILE
 from diptych.common.errors import ConfigError
 
 _REVISION_BYTES = 16
 _NUM_SAMPLES = 256
 _SAMPLE_BYTES = 4096
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json")
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    TOOL_TEMPLATE_FILE,
+)
 
 
 def model_revision(path: Path) -> str:

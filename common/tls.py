@@ -1,8 +1,8 @@
-"""Certificate and private key of a server, read and checked once at the start."""
+"""Certificate and private key of a server, read and checked once at the start. `ssl` is imported where it is used: settings
+ask only `is_loopback`, and --help should not wait for OpenSSL."""
 
 from __future__ import annotations
 
-import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,8 @@ class ServerTls:
 
 def load_server_tls(cert_file: Path | str, key_file: Path | str) -> ServerTls:
     """Raises: ConfigError when a file cannot be read or the key does not belong to the certificate."""
+    import ssl
+
     found: dict[str, bytes] = {}
     for name, file in (("tls_cert", cert_file), ("tls_key", key_file)):
         try:
@@ -56,6 +58,8 @@ def load_cluster_tls(
     ca_file: Path | str, cert_file: Path | str, key_file: Path | str, name: str = ""
 ) -> ClusterTls | None:
     """None: none of the files is named. Raises: ConfigError when only some are, or one cannot be used."""
+    import ssl
+
     named = {"cluster_ca": ca_file, "cluster_cert": cert_file, "cluster_key": key_file}
     if not any(str(file) for file in named.values()):
         if name:

@@ -16,7 +16,13 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from diptych.common.chat_template import ChatTemplate, check_text, load_chat_template, special_token_variables
+from diptych.common.chat_template import (
+    ChatTemplate,
+    check_text,
+    load_chat_template,
+    load_tool_template,
+    special_token_variables,
+)
 from diptych.common.errors import ConfigError, InvalidRequestError
 
 
@@ -64,6 +70,8 @@ class ModelTokenizer:
         source = load_chat_template(path, tokenizer_config)
         variables = special_token_variables(tokenizer_config)
         self._template = None if source is None else ChatTemplate(source, variables, now=now)
+        source = load_tool_template(path, tokenizer_config)
+        self._tool_template = None if source is None else ChatTemplate(source, variables, now=now)
 
     @property
     def has_chat_template(self) -> bool:
@@ -72,6 +80,11 @@ class ModelTokenizer:
     @property
     def chat_template(self) -> ChatTemplate | None:
         return self._template
+
+    @property
+    def tool_template(self) -> ChatTemplate | None:
+        """That of conversations with tools."""
+        return self._tool_template or self._template
 
     @property
     def raw(self) -> Tokenizer:
@@ -99,12 +112,17 @@ class ModelTokenizer:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         extra: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
     ) -> list[int]:
         """Token ids of a conversation in the model's own format.
 
+        Args:
+            continue_final_message: the prompt ends with the last message's content: the answer goes on in it.
         Raises: InvalidRequestError naming the field; see ChatTemplate.render.
         """
         text = self.render_chat(messages, add_generation_prompt, tools=tools, extra=extra)
+        if continue_final_message:
+            text = _cut_behind(text, messages[-1].get("content"))
         return self.encode(text, add_special_tokens=False, param="messages")
 
     def render_chat(
@@ -116,9 +134,10 @@ class ModelTokenizer:
         extra: Mapping[str, Any] | None = None,
     ) -> str:
         """Text of a conversation in the model's own format. Raises: InvalidRequestError naming the field."""
-        if self._template is None:
+        template = self.tool_template if tools else self._template
+        if template is None:
             raise InvalidRequestError("this model has no chat template: use completions", param="messages")
-        return self._template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, extra=extra)
+        return template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, extra=extra)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`; bytes that are not UTF-8 become U+FFFD."""
@@ -138,6 +157,23 @@ class ModelTokenizer:
             token_id = self._tokenizer.token_to_id(token)
             found.update([] if token_id is None else [token_id])
         return tuple(sorted(found))
+
+
+def _cut_behind(text: str, content: object) -> str:
+    """`text` up to the end of the last message's `content`, with its white space where the template has kept that.
+
+    Raises: InvalidRequestError when it does not stand there.
+    """
+    whole = content if isinstance(content, str) else ""
+    last = whole.strip()
+    at = text.rfind(last) if last else -1
+    if at < 0:
+        raise InvalidRequestError(
+            "continue_final_message: the last message's content does not stand in the prompt as it is",
+            param="continue_final_message",
+        )
+    begin = at - (len(whole) - len(whole.lstrip()))
+    return text[: begin + len(whole)] if text.startswith(whole, max(begin, 0)) else text[: at + len(last)]
 
 
 _TOOL_MARKS = frozenset(

@@ -120,6 +120,7 @@ class FakeDoor:
             prompt_token_ids=tuple(ids),
             sampling=sampling,
             cache_salt=b"",
+            owner=b"",
             explain=spec.explain,
             local_prefill_max_tokens=64,
             failure_policy=0,

@@ -10,15 +10,17 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from diptych.common.errors import DiptychError, InternalError
+from diptych.router.batch import all_accepted
 from diptych.router.faces import Door, accepted
 from diptych.router.http_errors import error_response, json_response
-from diptych.router.messages import FinishedEvent, GenerateEvent
+from diptych.router.messages import FinishedEvent, GenerateEvent, PreparedRequest
 from diptych.router.openai_answers import PING
 from diptych.router.openai_form import Form, Scene
 from diptych.router.openai_requests import Call
@@ -84,14 +86,15 @@ class GenerationResponse(Response):
     async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = ""
         try:
-            prepared = await self._door.prepare(self._call.spec)
-            request_id = prepared.request_id
             call = self._call
-            door, model = self._door, prepared.model
-            token_bytes = partial(door.token_bytes, model=model)
-            form = call.make_form(Scene(prepared, int(self._now()), door.features(model), token_bytes))
-            self._form = form
-            async with accepted(self._door, prepared) as (_, events):
+            prepared = await self._door.prepare(call.spec)
+            request_id = prepared.request_id
+            more = tuple([await self._door.prepare(spec) for spec in call.more])
+            token_bytes = partial(self._door.token_bytes, model=prepared.model)
+            features = self._door.features(prepared.model)
+            scene = Scene(prepared, int(self._now()), features, token_bytes, more)
+            self._form = form = call.make_form(scene)
+            async with self._accepted(prepared, more) as events:
                 if call.stream:
                     await self._stream(form, request_id, events, send)
                 else:
@@ -105,6 +108,17 @@ class GenerationResponse(Response):
             _log.exception("unhandled error in request %s", request_id)
             bug = InternalError("internal error; the log of the server has the trace")
             await self._fail(bug, request_id, scope, receive, send)
+
+    @asynccontextmanager
+    async def _accepted(
+        self, prepared: PreparedRequest, more: tuple[PreparedRequest, ...]
+    ) -> AsyncIterator[AsyncIterator[GenerateEvent]]:
+        if more:
+            async with all_accepted(self._door, (prepared, *more)) as events:
+                yield events
+        else:
+            async with accepted(self._door, prepared) as (_, events):
+                yield events
 
     async def _stream(self, form: Form, request_id: str, events: AsyncIterator[GenerateEvent], send: Send) -> None:
         headers = _SSE_HEADERS | {"x-request-id": request_id} | self._extra_headers()

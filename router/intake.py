@@ -17,9 +17,20 @@ from diptych.common.clock import Clock
 from diptych.common.errors import InvalidRequestError, ModelNotFoundError, OverloadedError, PromptTooLongError
 from diptych.common.ids import new_request_id
 from diptych.common.sampling import MAX_BAD_WORDS, SamplingParams, check_sampling, with_seed
+from diptych.common.secret import further_salt
 from diptych.common.tokenizer import GenerationDefaults
 from diptych.router.beam_options import DRAWS_NOTHING, beam_fields
-from diptych.router.intake_checks import check_ids, check_room, given, input_name, integer, label, text_size, timeout
+from diptych.router.intake_checks import (
+    check_ids,
+    check_room,
+    given,
+    input_name,
+    integer,
+    label,
+    salt_text,
+    text_size,
+    timeout,
+)
 from diptych.router.messages import GenerateSpec, PreparedRequest
 from diptych.router.tools_reasoning import CLOSE, OPEN
 from diptych.rpc.v1 import router_pb2
@@ -66,7 +77,13 @@ class TextToIds(Protocol):
     def encode(self, text: str, add_special_tokens: bool = True, *, param: str = "prompt") -> list[int]: ...
 
     def encode_chat(
-        self, messages: Any, add_generation_prompt: bool = True, *, tools: Any = None, extra: Any = None
+        self,
+        messages: Any,
+        add_generation_prompt: bool = True,
+        *,
+        tools: Any = None,
+        extra: Any = None,
+        continue_final_message: bool = False,
     ) -> list[int]: ...
 
     def decode(self, token_ids: Any, *, skip_special_tokens: bool = True) -> str: ...
@@ -128,6 +145,7 @@ class Intake:
         local = limits.local_prefill_max_tokens
         if spec.local_prefill_max_tokens is not None:
             local = integer(spec.local_prefill_max_tokens, "local_prefill_max_tokens", 0, 2**31 - 1)
+        owner, salt = self._salt(spec.tenant), salt_text(spec.cache_salt)
         timeout_s = min(timeout(spec.timeout_s, limits.request_timeout_s), limits.request_timeout_s)
         param = input_name(spec)
         bad_words = await self._bad_words(spec.bad_words)
@@ -146,7 +164,8 @@ class Intake:
             model=limits.model,
             prompt_token_ids=tuple(token_ids),
             sampling=sampling,
-            cache_salt=self._salt(spec.tenant),
+            cache_salt=further_salt(owner, salt) if salt else owner,
+            owner=owner,
             explain=bool(spec.explain),
             local_prefill_max_tokens=local,
             failure_policy=policy,
@@ -257,8 +276,10 @@ class Intake:
         return found
 
     async def _token_ids(self, spec: GenerateSpec, param: str) -> list[int]:
+        most = self._most_tokens(spec)
         if param == "token_ids":
-            ids = check_ids(spec.token_ids, self._tokenizer.vocab_size, self._limits.max_model_len())
+            allowed = self._limits.max_model_len() if most is None else _MAX_DETOKENIZED
+            ids = check_ids(spec.token_ids, self._tokenizer.vocab_size, allowed)
         elif param == "prompt":
             if not isinstance(spec.prompt, str):
                 raise InvalidRequestError("prompt must be text", param="prompt")
@@ -267,12 +288,34 @@ class Intake:
         else:
             self._check_size(text_size(spec.messages), param)
             encode = partial(
-                self._tokenizer.encode_chat, spec.messages, tools=spec.tools, extra=spec.chat_template_kwargs
+                self._tokenizer.encode_chat,
+                spec.messages,
+                spec.add_generation_prompt and not spec.continue_final_message,
+                tools=spec.tools,
+                extra=spec.chat_template_kwargs,
+                **({"continue_final_message": True} if spec.continue_final_message else {}),
             )
             ids = await self._in_thread(encode)
         if not ids:
             raise InvalidRequestError(f"{param} is empty", param=param)
-        return ids
+        if most is None or len(ids) <= most:
+            return ids
+        return ids[:most] if spec.truncation_side == "right" else ids[-most:]
+
+    def _most_tokens(self, spec: GenerateSpec) -> int | None:
+        """To how many tokens the prompt is to be cut; None: not at all. Raises: InvalidRequestError."""
+        if spec.truncation_side not in (None, "left", "right"):
+            raise InvalidRequestError("truncation_side must be left or right", param="truncation_side")
+        if spec.truncate_prompt_tokens is None:
+            return None
+        context = self._limits.max_model_len()
+        most = integer(spec.truncate_prompt_tokens, "truncate_prompt_tokens", -1, context - 1)
+        if most == 0:
+            raise InvalidRequestError(
+                "truncate_prompt_tokens must be at least 1, or -1", param="truncate_prompt_tokens"
+            )
+        answer = spec.max_tokens if type(spec.max_tokens) is int and spec.max_tokens > 0 else 1
+        return most if most > 0 else max(1, context - answer)
 
     async def _in_thread(self, work: Callable[[], _T]) -> _T:
         if self._num_tokenizing >= _MAX_TOKENIZING:

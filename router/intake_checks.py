@@ -30,6 +30,18 @@ def label(value: object, param: str) -> str:
     return value
 
 
+def salt_text(value: object) -> str:
+    if value is None:
+        return ""
+    try:
+        fits = isinstance(value, str) and len(value.encode()) <= _MAX_LABEL_BYTES
+    except UnicodeEncodeError:
+        fits = False
+    if not fits:
+        raise InvalidRequestError(f"cache_salt must be text of at most {_MAX_LABEL_BYTES} bytes", param="cache_salt")
+    return str(value)
+
+
 def integer(value: object, param: str, least: int, most: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         raise InvalidRequestError(f"{param} must be an integer between {least} and {most}", param=param)

@@ -96,7 +96,7 @@ class Lookaside:
             label=request.label,
             prompt_tokens=len(request.prompt_token_ids),
             arrived=request.arrived,
-            owner=request.cache_salt,
+            owner=request.owner,
             story=story,
         )
         cluster.decisions.add(decision)

@@ -38,6 +38,11 @@ class GenerateSpec:
         use_beam_search: with a beam_width it goes without saying; see router.beam_options.
         tools: JSON schemas of functions, for the chat template.
         add_special_tokens: let the tokenizer add its own to `prompt`.
+        add_generation_prompt: the chat template opens the assistant's turn. continue_final_message: the answer goes on in the
+            last message instead.
+        truncate_prompt_tokens: a longer prompt is cut to so many tokens; -1: to what leaves room for the answer.
+        truncation_side: "left" (the default) drops its beginning, "right" its end.
+        cache_salt: parts the tenant's cache further; at most 128 bytes.
         echo: the answer begins with the prompt.
         idempotency_key: printable ASCII of at most 128 bytes.
         resume_after: the answer's first tokens, which the caller has: it goes on behind them. Needs a seed.
@@ -85,6 +90,11 @@ class GenerateSpec:
     tools: object = None
     chat_template_kwargs: object = None
     add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    truncate_prompt_tokens: object = None
+    truncation_side: object = None
+    cache_salt: object = None
     echo: bool = False
     idempotency_key: object = ""
     resume_after: object = None
@@ -105,6 +115,7 @@ class PreparedRequest:
         traceparent: the caller's W3C trace context; operation: as OpenTelemetry's GenAI conventions name it.
         group: of workers that answers it, see router/rollout.py.
         thinking: the prompt ends within the model's thoughts.
+        owner: salt of the tenant, who may ask about the request later; cache_salt may be parted further.
         echo: text that the answer begins with.
         resume_after: tokens of the answer that the caller has already.
         repeated: the sampling values of an earlier request, which these are but for the seed; None: nobody knows one.
@@ -131,6 +142,7 @@ class PreparedRequest:
     idempotency_key: str = ""
     resume_after: tuple[int, ...] = ()
     repeated: SamplingParams | None = None
+    owner: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,11 +153,13 @@ class ModelFeatures:
         tool_parser: name of the parser of its tool calls, see router/tools.py; "none": it makes none.
         reasoning: it writes its thoughts between <think> and </think>.
         takes_tools: its chat template shows them to it.
+        takes_effort: its chat template tells it how hard to think.
     """
 
     tool_parser: str = "none"
     reasoning: bool = False
     takes_tools: bool = False
+    takes_effort: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -185,7 +185,11 @@ def _sent_by(request: Request, call: Call) -> Call:
         tenant=current_caller.get().tenant,
         traceparent=request.headers.get(TRACEPARENT, ""),
     )
-    return replace(call, spec=spec)
+    # An idempotency key is for the whole of it: the first prompt's request holds it.
+    more = tuple(
+        replace(one, request_id=spec.request_id, tenant=spec.tenant, traceparent=spec.traceparent) for one in call.more
+    )
+    return replace(call, spec=spec, more=more)
 
 
 def _label(request: Request) -> str:

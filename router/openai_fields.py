@@ -25,18 +25,12 @@ NOT_BUILT: Mapping[str, tuple[object, ...]] = {
     "function_call": (None, "none", "auto"),
     "suffix": _EMPTY,
     "skip_special_tokens": (None, True),
-    "spaces_between_special_tokens": (None, True),
-    "truncate_prompt_tokens": _NO,
-    "truncation_side": _NO,
-    "add_generation_prompt": (None, True),
-    "continue_final_message": _OFF,
+    "spaces_between_special_tokens": (None, True, False),
     "documents": _EMPTY,
     "chat_template": _NO,
-    "cache_salt": _EMPTY,
     "kv_transfer_params": _EMPTY,
     "stream_interval": _ONE,
     "thinking_token_budget": _NO,
-    "reasoning_effort": (None, "none"),
     "modalities": (None, ["text"]),
     "audio": _NO,
     "prediction": _NO,
@@ -48,14 +42,21 @@ HARMLESS = frozenset({"parallel_tool_calls", "include_reasoning", "tool_choice"}
 """Where there are no tools and no reasoning these change nothing, whatever they say."""
 
 CHAT_NOT_BUILT: Mapping[str, tuple[object, ...]] = {**NOT_BUILT, "add_special_tokens": _OFF, "echo": _OFF}
+_OF_CHAT: Mapping[str, tuple[object, ...]] = {
+    "add_generation_prompt": (None, True),
+    "continue_final_message": _OFF,
+    "reasoning_effort": (None, "none"),
+}
 COMPLETION_NOT_BUILT: Mapping[str, tuple[object, ...]] = {
     **NOT_BUILT,
+    **_OF_CHAT,
     "tools": _EMPTY,
     "chat_template_kwargs": _EMPTY,
     "top_logprobs": _ZERO,
 }
 RESPONSES_NOT_BUILT: Mapping[str, tuple[object, ...]] = {
     **NOT_BUILT,
+    **_OF_CHAT,
     "n": _ONE,
     "best_of": _ONE,
     "use_beam_search": _OFF,

@@ -51,12 +51,18 @@ class Scene:
 
     Args:
         created: Unix seconds.
+        more: the further prompts of a completion.
     """
 
     prepared: PreparedRequest
     created: int
     features: ModelFeatures
     token_bytes: TokenBytesOf
+    more: tuple[PreparedRequest, ...] = ()
+
+    @property
+    def num_choices(self) -> int:
+        return self.prepared.sampling.n * (1 + len(self.more))
 
 
 class Form(Protocol):
@@ -88,7 +94,7 @@ class _Answer:
         self.prepared = scene.prepared
         self.created = scene.created
         self.names = TokenNames(scene.token_bytes, as_ids=wishes.tokens_as_ids)
-        self.choices = [make_choice(index, wishes, scene, chat=chat) for index in range(scene.prepared.sampling.n)]
+        self.choices = [make_choice(index, wishes, scene, chat=chat) for index in range(scene.num_choices)]
         self.prompt_logprobs: list[TokenLogprob] = []
 
     @property
@@ -261,14 +267,19 @@ class CompletionForm(_Answer):
         super().__init__(wishes, scene, chat=False)
         self._wants_logprobs = scene.prepared.sampling.logprobs is not None
         self._logprobs = [CompletionLogprobs(self.names) for _ in self.choices]
+        self._prompts = (scene.prepared, *scene.more)
+
+    def _prompt_of(self, choice: Choice) -> PreparedRequest:
+        return self._prompts[choice.index // self.prepared.sampling.n]
 
     def begin(self) -> bytes:
         out = b""
         for choice in self.choices:
-            body: dict[str, Any] = {"text": self.prepared.echo}
+            prompt = self._prompt_of(choice)
+            body: dict[str, Any] = {"text": prompt.echo}
             if self.wishes.return_token_ids:
-                body["prompt_token_ids"] = list(self.prepared.prompt_token_ids)
-            if self.prepared.echo or self.wishes.return_token_ids:
+                body["prompt_token_ids"] = list(prompt.prompt_token_ids)
+            if prompt.echo or self.wishes.return_token_ids:
                 out += sse(self.chunk(choice, body))
         return out
 
@@ -288,16 +299,17 @@ class CompletionForm(_Answer):
         entries: list[TokenLogprob | int] = list(choice.logprobs)
         if self.prepared.echo and self.prepared.sampling.prompt_logprobs is not None:
             entries = [self.prepared.prompt_token_ids[0], *self.prompt_logprobs, *entries]
+        prompt = self._prompt_of(choice)
         shown = {
             "index": choice.index,
-            "text": self.prepared.echo + "".join(choice.content),
+            "text": prompt.echo + "".join(choice.content),
             "logprobs": self._logprobs[choice.index].part(entries) if self._wants_logprobs else None,
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }
         if self.wishes.return_token_ids:
             shown["token_ids"] = choice.token_ids
-            shown["prompt_token_ids"] = list(self.prepared.prompt_token_ids)
+            shown["prompt_token_ids"] = list(prompt.prompt_token_ids)
         if self.prepared.sampling.prompt_logprobs is not None and not self.prepared.echo:
             shown["prompt_logprobs"] = prompt_logprobs(self.prompt_logprobs, self.names)
         return shown

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from diptych.common.errors import InvalidRequestError
 from diptych.common.grammar import Grammar
+from diptych.router.batch import MAX_PROMPTS
 from diptych.router.messages import GenerateSpec, ModelFeatures
 from diptych.router.openai_fields import CHAT_NOT_BUILT, COMPLETION_NOT_BUILT, HARMLESS, UnknownFields, refuse_unbuilt
 from diptych.router.openai_form import ChatForm, CompletionForm, Form, Scene, Wishes
@@ -53,6 +54,9 @@ _SAMPLING = (
     "prompt_logprobs",
     "local_prefill_max_tokens",
     "priority",
+    "truncate_prompt_tokens",
+    "truncation_side",
+    "cache_salt",
 )
 """Fields that go into the spec as they are."""
 
@@ -101,6 +105,9 @@ class Sampled(BaseModel):
     request_id: str | None = None
     local_prefill_max_tokens: int | None = None
     priority: int | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    cache_salt: str | None = None
     failure_policy: Literal["fail", "recompute", "retry", ""] | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | str | None = None
@@ -132,10 +139,13 @@ class ChatCompletionRequest(_Common):
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
 
 class CompletionRequest(_Common):
-    """Body of POST /v1/completions. One prompt: text or token ids."""
+    """Body of POST /v1/completions. A prompt is text or token ids; there may be several."""
 
     prompt: str | Items[int] | Items[str] | Items[Items[int]]
     echo: bool | None = None
@@ -147,13 +157,14 @@ class CompletionRequest(_Common):
 class Call:
     """A checked request: what to generate, and the form in which to answer.
 
-    `renamed` maps a parameter of the spec to the name under which the caller gave it.
+    `renamed` maps a parameter of the spec to the name under which the caller gave it. `more`: the further prompts.
     """
 
     spec: GenerateSpec
     stream: bool
     make_form: Callable[[Scene], Form]
     renamed: Mapping[str, str]
+    more: tuple[GenerateSpec, ...] = ()
 
 
 def chat_call(body: dict[str, Any], *, features: ModelFeatures, unknown: UnknownFields) -> Call:
@@ -181,7 +192,8 @@ def chat_call(body: dict[str, Any], *, features: ModelFeatures, unknown: Unknown
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         tools=offer.shown,
         grammar=grammar,
-        chat_template_kwargs=_template_kwargs(request.chat_template_kwargs),
+        chat_template_kwargs=_template_kwargs(request.chat_template_kwargs, request.reasoning_effort, features),
+        **ending(request.add_generation_prompt, request.continue_final_message),
     )
     wishes = _wishes(
         request,
@@ -197,16 +209,16 @@ def completion_call(body: dict[str, Any], *, features: ModelFeatures, unknown: U
     refuse_unbuilt(body, COMPLETION_NOT_BUILT)
     request = validate(CompletionRequest, body)
     note_unknown(CompletionRequest, body, COMPLETION_NOT_BUILT, unknown)
-    prompt: object = request.prompt
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
-        if len(prompt) > 1:
-            raise InvalidRequestError(f"prompt holds {len(prompt)} prompts: one a request is supported", param="prompt")
-        prompt = prompt[0]
-    source = {"prompt": prompt} if isinstance(prompt, str) else {"token_ids": prompt}
+    prompts = _prompts(request.prompt)
+    if len(prompts) > 1 and request.prompt_logprobs is not None:
+        raise InvalidRequestError("prompt_logprobs is for one prompt only", param="prompt_logprobs")
+    sources = [{"prompt": prompt} if isinstance(prompt, str) else {"token_ids": prompt} for prompt in prompts]
     more: dict[str, object] = {}
     if request.echo and request.logprobs is not None:
         if request.stream:
             raise InvalidRequestError("echo with logprobs is for stream=false only", param="echo")
+        if len(prompts) > 1:
+            raise InvalidRequestError("echo with logprobs is for one prompt only", param="echo")
         more["prompt_logprobs"] = request.logprobs
     grammar, renamed = grammar_of(request)
     spec = _spec(
@@ -216,12 +228,22 @@ def completion_call(body: dict[str, Any], *, features: ModelFeatures, unknown: U
         logprobs=request.logprobs,
         echo=bool(request.echo),
         add_special_tokens=request.add_special_tokens is not False,
-        **source,
+        **sources[0],
         **more,
     )
-    if not isinstance(prompt, str):
+    if "token_ids" in sources[0]:
         renamed |= {"token_ids": "prompt"}
-    return Call(spec, bool(request.stream), partial(CompletionForm, _wishes(request)), renamed)
+    further = tuple(replace(spec, **source) for source in sources[1:])
+    return Call(spec, bool(request.stream), partial(CompletionForm, _wishes(request)), renamed, further)
+
+
+def _prompts(given: str | list[Any]) -> list[str | list[int]]:
+    """Raises: InvalidRequestError."""
+    if isinstance(given, str) or not given or isinstance(given[0], int):
+        return [given]
+    if len(given) > MAX_PROMPTS:
+        raise InvalidRequestError(f"prompt holds {len(given)} prompts: at most {MAX_PROMPTS} are taken", param="prompt")
+    return given
 
 
 def grammar_of(request: Sampled, offer: Offer | None = None) -> tuple[Grammar | None, dict[str, str]]:
@@ -273,9 +295,26 @@ def _wishes(request: _Common, **more: Any) -> Wishes:
     )
 
 
-def _template_kwargs(values: dict[str, Any] | None) -> dict[str, Any] | None:
+def ending(add_generation_prompt: bool | None, continue_final_message: bool | None) -> dict[str, Any]:
+    """How a chat prompt ends. Raises: InvalidRequestError when two endings are asked for."""
+    if add_generation_prompt and continue_final_message:
+        rule = "continue_final_message does not go together with add_generation_prompt"
+        raise InvalidRequestError(rule, param="continue_final_message")
+    return {
+        "add_generation_prompt": add_generation_prompt is not False,
+        "continue_final_message": bool(continue_final_message),
+    }
+
+
+def _template_kwargs(
+    values: dict[str, Any] | None, effort: str | None, features: ModelFeatures
+) -> dict[str, Any] | None:
     """Switches of the model's own template, such as enable_thinking: plain values only, so that nothing can be looped over."""
+    if effort not in (None, "none") and not features.takes_effort:
+        raise InvalidRequestError("this model's chat template knows no reasoning_effort", param="reasoning_effort")
     param = "chat_template_kwargs"
+    if features.takes_effort and effort is not None:
+        values = {"reasoning_effort": effort} | (values or {})
     if values is None:
         return None
     if len(values) > _MAX_TEMPLATE_KWARGS:

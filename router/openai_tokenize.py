@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from diptych.common.errors import InvalidRequestError
 from diptych.router.messages import GenerateSpec, ModelFeatures
-from diptych.router.openai_requests import Items, validate
+from diptych.router.openai_requests import Items, ending, validate
 from diptych.router.openai_tools import ChatMessage, Tool, offer_tools, template_messages
 
 
@@ -22,6 +22,8 @@ class TokenizeRequest(BaseModel):
     messages: Annotated[Items[ChatMessage], Field(min_length=1)] | None = None
     tools: Items[Tool] | None = None
     add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     return_token_strs: bool | None = None
 
 
@@ -46,5 +48,6 @@ def tokenize_spec(body: dict[str, Any], features: ModelFeatures) -> tuple[Genera
         messages=None if request.messages is None else template_messages(request.messages),
         tools=tools,
         add_special_tokens=request.add_special_tokens is not False,
+        **ending(request.add_generation_prompt, request.continue_final_message),
     )
     return spec, bool(request.return_token_strs)

@@ -70,7 +70,7 @@ class Relay:
             label=request.label,
             prompt_tokens=len(request.prompt_token_ids),
             arrived=request.arrived,
-            owner=request.cache_salt,
+            owner=request.owner,
             story=self._story,
         )
         self._judged = True

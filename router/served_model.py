@@ -205,15 +205,16 @@ def make_model(
 
 def _features(tokenizer: ModelTokenizer, tool_parser: str, reasoning_parser: str) -> ModelFeatures:
     """Raises: ConfigError for a parser that nobody knows."""
-    template = tokenizer.chat_template
-    if template is None:
+    template, with_tools = tokenizer.chat_template, tokenizer.tool_template
+    if template is None or with_tools is None:
         return ModelFeatures()
     if tool_parser == "auto":
-        tool_parser = guess_tool_parser(template.source)
+        tool_parser = guess_tool_parser(with_tools.source)
     if tool_parser != "none":
         tool_factory(tool_parser)
     reasoning = reasoning_parser == "think" or (reasoning_parser == "auto" and CLOSE in template.source)
-    return ModelFeatures(tool_parser, reasoning, "tools" in template.variables)
+    takes_tools = "tools" in with_tools.variables
+    return ModelFeatures(tool_parser, reasoning, takes_tools, takes_effort="reasoning_effort" in template.variables)
 
 
 def _context(path: Path) -> int | None:

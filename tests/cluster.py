@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
+import httpx
 
 from diptych.cli.processes import ProcessIdentity, free_port, spawn
 from diptych.cli.run_folder import ChildState, ClusterState, RunFolder
@@ -146,6 +147,47 @@ def running_cluster(root: Path, *flags: str, extra_env: Mapping[str, str] | None
         left = [child for child in state.children if ProcessIdentity(child.pid, child.start_time).alive()]
         assert not left, f"processes left behind: {left}"
         assert [path.name for path in folder.root.iterdir()] == ["logs"]
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(timeout=20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(timeout=10)
+
+
+@dataclass(frozen=True)
+class Serving:
+    """A `diptych serve` process under test."""
+
+    process: subprocess.Popen[bytes]
+    http_url: str
+    grpc_address: str
+    output: Path
+
+    def log(self) -> str:
+        return self.output.read_text(errors="replace")
+
+
+@contextlib.contextmanager
+def running_serve(root: Path, *flags: str, extra_env: Mapping[str, str] | None = None) -> Iterator[Serving]:
+    """One colocated process, until it is ready; ended by its pid if the test has not done so."""
+    http, rpc = free_port("127.0.0.1"), free_port("127.0.0.1")
+    command = [sys.executable, "-P", "-m", "diptych.cli", "serve", "--http-port", str(http), "--grpc-port", str(rpc)]
+    env = environment(root / "run") | {"OMP_NUM_THREADS": "1"} | dict(extra_env or {})
+    process = spawn([*command, *flags], log=root / "serve.log", env=env, cwd=root)
+    serving = Serving(process, f"http://127.0.0.1:{http}", f"127.0.0.1:{rpc}", root / "serve.log")
+
+    def ready() -> bool:
+        assert process.poll() is None, serving.log()[-6000:]
+        with contextlib.suppress(httpx.TransportError):
+            return httpx.get(f"{serving.http_url}/ready", timeout=5.0).status_code == 200
+        return False
+
+    try:
+        wait_until(ready, deadline_s=START_DEADLINE_S, what="`diptych serve` is ready", every_s=0.1)
+        yield serving
     finally:
         if process.poll() is None:
             process.terminate()

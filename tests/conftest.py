@@ -60,7 +60,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _shares_cluster(item: pytest.Item) -> bool:
-    return "cluster" in getattr(item, "fixturenames", ())
+    return not {"cluster", "colocated"}.isdisjoint(getattr(item, "fixturenames", ()))
 
 
 def _load(name: str, path: Path) -> ModuleType:
@@ -132,4 +132,12 @@ def cluster(cluster_module: ModuleType, tmp_path_factory: pytest.TempPathFactory
     """One real cluster for the whole run: `diptych up` with free ports and the real model. Tests that kill parts of it use
     `own_cluster`."""
     with cluster_module.running_cluster(tmp_path_factory.mktemp("cluster")) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def colocated(cluster_module: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
+    """One `diptych serve` process of the same model, for the whole run: what disaggregated answers must equal."""
+    flags = ("--num-blocks", "256", "--max-model-len", "2048")
+    with cluster_module.running_serve(tmp_path_factory.mktemp("colocated"), *flags) as running:
         yield running

@@ -151,7 +151,11 @@ def _structural_tag(tags: Tags) -> dict[str, Any]:
         {
             "type": "tag",
             "begin": tag.begin,
-            "content": {"type": "json_schema", "json_schema": json.loads(tag.schema)},
+            "content": {
+                "type": "json_schema",
+                "json_schema": json.loads(tag.schema),
+                "max_whitespace_cnt": MAX_WHITESPACE,
+            },
             "end": tag.end,
         }
         for tag in tags.tags

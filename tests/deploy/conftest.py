@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import typer
 
-from diptych.cli.main import app
+from diptych.cli.main import build_app
 from diptych.cli.settings import merge
 from diptych.router.config import RouterConfig
 from diptych.worker.config import WorkerConfig
@@ -22,7 +22,7 @@ def parsed() -> Callable[[Sequence[str], Mapping[str, str]], Any]:
 
     def parse(arguments: Sequence[str], environ: Mapping[str, str]) -> Any:
         role, *rest = arguments
-        command = typer.main.get_command(app).commands[role]  # type: ignore[attr-defined]
+        command = typer.main.get_command(build_app()).commands[role]  # type: ignore[attr-defined]
         given = dict(command.make_context(role, list(rest)).params)
         assert given.pop("config") is None
         fixed = {} if role == "router" else {"role": role}

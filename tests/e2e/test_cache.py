@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import httpx
 import pytest
 
 from diptych.client import AsyncClient
@@ -39,6 +40,19 @@ async def test_repeated_prompt_comes_from_decodes_own_cache(client: AsyncClient,
     assert forced.usage.cached_tokens == whole_blocks
     assert forced.explanation.kv_bytes == (len(prompt) - whole_blocks) * KV_BYTES_PER_TOKEN
     cluster.wait_idle(deadline_s=5.0)
+
+
+async def test_a_cache_salt_parts_and_the_same_one_joins(cluster):
+    """Over HTTP, on both workers: what one salt has cached no other finds."""
+    prompt = "A story about a fox and a hedgehog, who both wanted the same pear: " * 8
+    cached = []
+    async with httpx.AsyncClient(base_url=cluster.http_url, timeout=60.0) as http:
+        for salt in ("one", "two", "one", "two", None, ""):
+            body = {"prompt": prompt, "max_tokens": 2, "temperature": 0, "local_prefill_max_tokens": 0}
+            answer = await http.post("/v1/completions", json=body | ({} if salt is None else {"cache_salt": salt}))
+            assert answer.status_code == 200, answer.text
+            cached.append(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0)
+    assert cached == [False, False, True, True, False, True]
 
 
 async def test_shared_prefix_moves_only_what_is_new(client: AsyncClient, fresh_prompt):

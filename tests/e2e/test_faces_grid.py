@@ -1,5 +1,5 @@
-"""Every field beside every other: disaggregated answers equal colocated ones, streams equal whole answers, and the counters
-show that KV really crossed."""
+"""Every field beside every other: disaggregated answers equal those of a colocated process, streams equal whole answers, and
+the counters of all parties show that the prompts were computed on the prefill worker and that their KV crossed."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import itertools
 import json
 from typing import Any
 
+import grpc
 import httpx
 import jsonschema_rs
 import pytest
+
+from diptych.rpc.v1 import worker_pb2, worker_pb2_grpc
 
 pytestmark = pytest.mark.multiproc
 
@@ -23,10 +26,15 @@ def http(cluster):
         yield client
 
 
-def ask(http: httpx.Client, body: dict[str, Any], *, local: bool) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+@pytest.fixture(scope="module")
+def alone(colocated):
+    with httpx.Client(base_url=colocated.http_url, timeout=TIMEOUT_S, headers={"x-diptych-explain": "1"}) as client:
+        yield client
+
+
+def ask(http: httpx.Client, body: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """(choices, whole body) of a chat answer, put together from chunks if it is streamed."""
-    where = {"local_prefill_max_tokens": 4000 if local else 0}
-    answer = http.post("/v1/chat/completions", json=body | where)
+    answer = http.post("/v1/chat/completions", json=body | {"local_prefill_max_tokens": 0})
     assert answer.status_code == 200, (body, answer.text)
     if not body.get("stream"):
         whole = answer.json()
@@ -119,29 +127,57 @@ def test_the_few_hold_every_pair_of_values() -> None:
     assert pairs(FEW) == pairs(GRID)
 
 
+def counters(cluster) -> dict[str, float]:
+    """What router and workers have counted so far of where prompts are computed and of what crosses."""
+    found = {"sent": 0.0, "received": 0.0, "computed by prefill": 0.0, "computed by decode": 0.0}
+    for name in cluster.workers():
+        role = cluster.child(name).role
+        audit = cluster.audit(name, full=False)
+        found["sent"] += audit.kv_bytes_sent
+        found["received"] += audit.kv_bytes_received
+        with grpc.insecure_channel(cluster.child(name).address) as channel:
+            stats = worker_pb2_grpc.WorkerStub(channel).GetStats(worker_pb2.GetStatsRequest(), timeout=10)
+        found[f"computed by {role}"] += stats.engine["computed_tokens_total"]
+    for line in httpx.get(f"{cluster.http_url}/metrics", timeout=TIMEOUT_S).text.splitlines():
+        name, _, value = line.rpartition(" ")
+        if name.startswith(("diptych_kv_transfer_bytes_total", "diptych_prompt_tokens_")):
+            found[name.removeprefix("diptych_")] = float(value)
+    return found
+
+
 @pytest.mark.parametrize("grid", [pytest.param(FEW, id="few"), pytest.param(GRID, id="all", marks=pytest.mark.slow)])
-def test_the_grid(http, cluster, grid) -> None:
-    moved = 0
+def test_the_grid(http, alone, cluster, grid) -> None:
+    before, asked, moved = counters(cluster), 0, 0
     for i, fields in enumerate(grid):
-        prompt = [{"role": "user", "content": f"{i // 8}. {PROMPT}"}]
+        prompt = [{"role": "user", "content": f"{len(grid)} {i}: {PROMPT}"}]  # its KV is in no cache
         body = {"messages": prompt, "seed": i, "return_token_ids": True, **fields}
-        apart, whole = ask(http, body, local=False)
-        together, _ = ask(http, body, local=True)
+        apart, whole = ask(http, body)
+        together, alike = ask(alone, body)
         same(apart, together)
         assert len(apart) == fields.get("n", 1)
         assert whole["diptych"]["local_prefill"] is False
-        moved += whole["diptych"]["kv_bytes"] > 0
+        assert whole["diptych"]["kv_bytes"] > 0
+        assert alike["diptych"]["local_prefill"] is True
+        asked, moved = asked + 1, moved + whole["diptych"]["kv_bytes"]
         for choice in apart:
             if choice["finish"] == ("stop", None) and "response_format" in fields:
                 value = json.loads(choice["text"])
                 assert jsonschema_rs.is_valid(SCHEMA, value) or fields["response_format"] is not FORMAT
         if fields.get("min_tokens") and "response_format" not in fields:  # the end of a grammar comes first
             assert all(len(choice["ids"]) >= 5 for choice in apart)
-        if fields["stream"]:
-            plain = {key: value for key, value in body.items() if key != "stream_options"}
-            same(apart, ask(http, plain | {"stream": False}, local=False)[0])
-    assert moved >= 2
     cluster.wait_idle(deadline_s=5.0)
+    gained = {name: value - before[name] for name, value in counters(cluster).items()}
+    assert gained["sent"] == gained["received"] == gained["kv_transfer_bytes_total"] == moved
+    uncached = gained["prompt_tokens_total"] - gained["prompt_tokens_cached_total"]
+    assert (gained["computed by prefill"], gained["computed by decode"]) == (uncached, 0)
+    assert uncached >= 20 * asked  # each prompt's own tail
+    # A stream is what a whole answer is.
+    for i, fields in enumerate(grid):
+        if fields["stream"]:
+            prompt = [{"role": "user", "content": f"{len(grid)} {i}: {PROMPT}"}]
+            body = {"messages": prompt, "seed": i, "return_token_ids": True, **fields}
+            plain = {key: value for key, value in body.items() if key != "stream_options"}
+            same(ask(http, body)[0], ask(http, plain | {"stream": False})[0])
 
 
 FIELDS: list[dict[str, Any]] = [
@@ -160,11 +196,11 @@ FIELDS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("fields", FIELDS, ids=lambda fields: "+".join(fields))
-def test_fields_are_the_same_apart_and_together(http, fields) -> None:
+def test_fields_are_the_same_apart_and_together(http, alone, fields) -> None:
     prompt = [{"role": "user", "content": f"{sorted(fields)} {PROMPT}"}]
     body = {"messages": prompt, "max_completion_tokens": 8, "return_token_ids": True} | fields
-    apart, whole = ask(http, body, local=False)
-    together, _ = ask(http, body, local=True)
+    apart, whole = ask(http, body)
+    together, _ = ask(alone, body)
     same(apart, together)
     assert whole["diptych"]["local_prefill"] is False
     text, ids = apart[0]["text"], apart[0]["ids"]
@@ -178,7 +214,7 @@ def test_fields_are_the_same_apart_and_together(http, fields) -> None:
         assert text.endswith("sky")
 
 
-def test_prompt_logprobs_and_echo(http) -> None:
+def test_prompt_logprobs_and_echo(http, alone) -> None:
     body = {
         "prompt": "The sky is blue because of the air.",
         "max_tokens": 3,
@@ -187,8 +223,8 @@ def test_prompt_logprobs_and_echo(http) -> None:
         "echo": True,
     }
     answers = []
-    for local in (0, 4000):
-        answer = http.post("/v1/completions", json=body | {"local_prefill_max_tokens": local})
+    for server in (http, alone):
+        answer = server.post("/v1/completions", json=body | {"local_prefill_max_tokens": 0})
         assert answer.status_code == 200, answer.text
         answers.append(answer.json()["choices"][0])
     apart, together = answers

@@ -1,4 +1,5 @@
-"""One request through HTTP, gRPC and the SDK: the same ids and the same text; and a stream that goes on where it was cut."""
+"""One request through HTTP, gRPC, the SDK and past the router (lookaside): the same ids and the same text, streamed as whole;
+and a stream that goes on where it was cut."""
 
 from __future__ import annotations
 
@@ -18,34 +19,35 @@ pytestmark = pytest.mark.multiproc
 TEXTS = [
     "空は青い。\U0001f30d Repeat: 空は青い。\U0001f30d 空",
     "Zürich, größer, naïve — and \U0001f469\u200d\U0001f680!",
+    "안녕하세요 \U0001f1e8\U0001f1ed 你好，世界！ 你好，世界！ 你好，",
 ]
 OPTIONS: list[dict[str, Any]] = [
     {"temperature": 0},
     {"temperature": 1.0, "stop": ["。", "the"]},
+    {"temperature": 0, "stop": ["世界", " sky", "\u200d\U0001f680"], "include_stop_str_in_output": True},
     {"temperature": 0, "choice": ["空は青い \U0001f30d", "größer"]},
 ]
 
 
-async def over_grpc(address: str, request: router_pb2.GenerateRequest) -> tuple[list[int], str]:
-    ids, texts = [], []
-    async with open_channel(address) as channel:
-        async for message in router_pb2_grpc.RouterStub(channel).Generate(request, timeout=60.0):
-            ids += message.tokens.token_ids
-            texts.append(message.tokens.text)
-    return ids, "".join(texts)
+Answer = tuple[list[int], str, str]
+"""Token ids, text, finish_reason."""
 
 
-@pytest.mark.parametrize("text", TEXTS)
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "+".join(options))
-async def test_the_same_through_every_face(cluster, text, options) -> None:
-    ask = {"prompt": text, "max_tokens": 24, "seed": 11, "local_prefill_max_tokens": 0}
-    sampling = {name: value for name, value in options.items() if name != "choice"}
-    body = ask | sampling | ({"guided_choice": options["choice"]} if "choice" in options else {})
-    async with httpx.AsyncClient(base_url=cluster.http_url, timeout=60.0) as http:
+def tickets_used(cluster) -> float:
+    """Requests whose answers went from a decode worker to their client directly."""
+    for line in httpx.get(f"{cluster.http_url}/metrics", timeout=60.0).text.splitlines():
+        if line.startswith('diptych_placement_tickets_total{outcome="finished"}'):
+            return float(line.rpartition(" ")[2])
+    return 0.0
+
+
+async def over_http(url: str, body: dict[str, Any]) -> Answer:
+    """Asserts that a whole answer and a stream are the same."""
+    async with httpx.AsyncClient(base_url=url, timeout=60.0) as http:
         answered = await http.post("/v1/completions", json=body | {"return_token_ids": True})
         assert answered.status_code == 200, answered.text
         whole = answered.json()["choices"][0]
-        ids, parts = [], []
+        ids, parts, finish = [], [], ""
         async with http.stream(
             "POST", "/v1/completions", json=body | {"return_token_ids": True, "stream": True}
         ) as answer:
@@ -54,27 +56,77 @@ async def test_the_same_through_every_face(cluster, text, options) -> None:
                     for choice in json.loads(line[6:])["choices"]:
                         ids += choice.get("token_ids", [])
                         parts.append(choice["text"])
-    expected = (whole["token_ids"], whole["text"])
-    assert (ids, "".join(parts)) == expected
+                        finish = choice["finish_reason"] or finish
+    said = [part for part in parts if part]
+    assert "\ufffd" not in "".join(said[:-1])  # no piece ends within a character, unless the answer was cut there
+    assert (ids, "".join(parts), finish) == (whole["token_ids"], whole["text"], whole["finish_reason"])
+    return ids, "".join(parts), finish
+
+
+async def over_grpc(address: str, request: router_pb2.GenerateRequest) -> Answer:
+    ids, texts, finish = [], [], ""
+    async with open_channel(address) as channel:
+        async for message in router_pb2_grpc.RouterStub(channel).Generate(request, timeout=60.0):
+            ids += message.tokens.token_ids
+            texts.append(message.tokens.text)
+            if message.HasField("finished"):
+                name = types_pb2.FinishReason.Name(message.finished.finish_reason)
+                finish = name.removeprefix("FINISH_REASON_").lower()
+    return ids, "".join(texts), finish
+
+
+async def over_sdk(client: AsyncClient, ask: dict[str, Any]) -> Answer:
+    """Asserts that a whole answer and a stream are the same."""
+    whole = await client.generate(**ask)
+    stream = client.stream(**ask)
+    deltas = [delta async for delta in stream]
+    told = ([token for delta in deltas for token in delta.token_ids], "".join(delta.text for delta in deltas))
+    assert told == (list(whole.token_ids), whole.text)
+    return *told, whole.finish_reason
+
+
+CASES = [
+    pytest.param(
+        text, options, marks=[] if j == i % len(TEXTS) else [pytest.mark.slow], id=f"text {j}: {'+'.join(options)}"
+    )
+    for i, options in enumerate(OPTIONS)
+    for j, text in enumerate(TEXTS)
+]
+
+
+@pytest.mark.parametrize(("text", "options"), CASES)
+async def test_the_same_through_every_face(cluster, text, options) -> None:
+    ask = {"prompt": text, "max_tokens": 14, "seed": 11, "local_prefill_max_tokens": 0}
+    sampling = {name: value for name, value in options.items() if name != "choice"}
+    body = ask | sampling | ({"guided_choice": options["choice"]} if "choice" in options else {})
+    expected = await over_http(cluster.http_url, body)
     request = router_pb2.GenerateRequest(
         prompt=text,
         local_prefill_max_tokens=0,
-        sampling=types_pb2.SamplingParams(max_tokens=24, seed=11, **sampling),
+        sampling=types_pb2.SamplingParams(max_tokens=14, seed=11, **sampling),
     )
     if "choice" in options:
         request.sampling.grammar.kind = types_pb2.GRAMMAR_KIND_CHOICE
         request.sampling.grammar.source = json.dumps(options["choice"])
     assert await over_grpc(cluster.grpc_address, request) == expected
     async with AsyncClient(cluster.grpc_address, timeout_s=60.0) as client:
-        answer = await client.generate(**ask, **options)
-        assert (list(answer.token_ids), answer.text) == expected
+        assert await over_sdk(client, ask | options) == expected
+    before = await asyncio.to_thread(tickets_used, cluster)
+    async with AsyncClient(cluster.grpc_address, timeout_s=60.0, lookaside=True) as client:
+        assert await over_sdk(client, ask | options) == expected
 
-    def synchronous() -> tuple[list[int], str]:
-        with Client(cluster.grpc_address, timeout_s=60.0) as client:
-            deltas = list(client.stream(**ask, **options))
-            return [t for delta in deltas for t in delta.token_ids], "".join(delta.text for delta in deltas)
+    def synchronous(lookaside: bool) -> Answer:
+        with Client(cluster.grpc_address, timeout_s=60.0, lookaside=lookaside) as client:
+            stream = client.stream(**ask, **options)
+            deltas = list(stream)
+            ids = [token for delta in deltas for token in delta.token_ids]
+            return ids, "".join(delta.text for delta in deltas), stream.result.finish_reason
 
-    assert await asyncio.to_thread(synchronous) == expected
+    for lookaside in (False, True):
+        assert await asyncio.to_thread(synchronous, lookaside) == expected
+    async with asyncio.timeout(10.0):  # decode tells the router of them now and then
+        while await asyncio.to_thread(tickets_used, cluster) - before < 3:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
 
 
 @pytest.mark.parametrize("local", [0, 4000])

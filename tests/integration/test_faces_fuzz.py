@@ -1,8 +1,12 @@
-"""Bodies that a schema allows and bytes that no schema allows: every answer is typed, none is a 500, none hangs."""
+"""Bodies that a schema allows and bytes that no schema allows: every answer is typed, none is a 500, none hangs.
+
+FUZZ_EXAMPLES=1000 makes it longer, and random.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -19,7 +23,14 @@ from diptych.router.server import Faces
 from diptych.rpc.v1 import router_pb2, types_pb2
 
 WAIT_S = 10.0
-FEW = settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "0"))
+FEW = settings(
+    max_examples=EXAMPLES or 25,
+    deadline=None,
+    derandomize=not EXAMPLES,
+    suppress_health_check=list(HealthCheck),
+    database=None,
+)
 ALLOWED = {200, 400, 404, 405, 408, 413, 431}
 
 

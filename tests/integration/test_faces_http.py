@@ -122,6 +122,47 @@ async def test_openai_client_completions() -> None:
     assert chunks[-1].choices[0].finish_reason == "stop"
 
 
+async def test_openai_client_several_prompts() -> None:
+    door = FakeDoor(hello_script())
+    async with openai_client(door) as client:
+        prompts: list[Any] = ["one", "two", "three"]
+        answer = await client.completions.create(
+            model=MODEL, prompt=prompts, echo=True, extra_headers={"idempotency-key": "k"}
+        )
+        stream = await client.completions.create(
+            model=MODEL, prompt=prompts, echo=True, stream=True, stream_options={"include_usage": True}
+        )
+        chunks = [chunk async for chunk in stream]
+    assert [(choice.index, choice.text, choice.finish_reason) for choice in answer.choices] == [
+        (i, f"{prompt}Hello there", "stop") for i, prompt in enumerate(prompts)
+    ]
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (9, 12)
+    texts = ["", "", ""]
+    for chunk in chunks:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert texts == [choice.text for choice in answer.choices]
+    assert chunks[-1].usage == answer.usage
+    assert [spec.prompt for spec in door.specs] == prompts * 2
+    assert [spec.idempotency_key for spec in door.specs] == ["k", "", "", "", "", ""]
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+async def test_one_of_several_prompts_fails() -> None:
+    """Before anything was said it is a plain error; after that it ends the stream, and the others are cancelled."""
+    body = {"prompt": ["a", "b"], "stream": True}
+    refusing = FakeDoor([], before_start=[NoWorkerError("nobody")])
+    async with http(refusing) as client:
+        assert (await client.post("/v1/completions", json=body)).status_code == 503
+    breaking = FakeDoor([TokenEvent(0, (1,), "He"), WorkerLostError("decode d0 is gone")])
+    async with http(breaking) as client:
+        answer = await client.post("/v1/completions", json=body)
+    assert answer.status_code == 200
+    assert "error" in json.loads(events(answer.text)[-1])
+    assert refusing.running == breaking.running == 0
+
+
 async def test_stream_on_the_wire() -> None:
     body = {"messages": MESSAGES, "stream": True, "return_token_ids": True}
     async with http(FakeDoor(hello_script())) as client:
@@ -211,10 +252,26 @@ BAD_BODIES: list[tuple[str, bytes | dict[str, Any], str | None]] = [
     (CHAT, {"messages": MESSAGES, "min_tokens": 30, "max_tokens": 3}, "min_tokens"),
     (CHAT, {"messages": MESSAGES, "bad_words": "x"}, "bad_words"),
     (CHAT, {"messages": MESSAGES, "allowed_token_ids": [10**6]}, "allowed_token_ids"),
+    (CHAT, {"messages": MESSAGES, "truncate_prompt_tokens": 1.5}, "truncate_prompt_tokens"),
+    (CHAT, {"messages": MESSAGES, "truncation_side": "middle"}, "truncation_side"),
+    (CHAT, {"messages": MESSAGES, "cache_salt": 5}, "cache_salt"),
+    (CHAT, {"messages": MESSAGES, "reasoning_effort": "high"}, "reasoning_effort"),
+    (CHAT, {"messages": MESSAGES, "reasoning_effort": "enormous"}, "reasoning_effort"),
+    (
+        CHAT,
+        {"messages": MESSAGES, "continue_final_message": True, "add_generation_prompt": True},
+        "continue_final_message",
+    ),
+    (CHAT, {"messages": MESSAGES, "kv_transfer_params": {"do_remote_decode": True}}, "kv_transfer_params"),
+    (CHAT, {"messages": MESSAGES, "chat_template": "{{ messages }}"}, "chat_template"),
+    ("/v1/completions", {"prompt": "a", "continue_final_message": True}, "continue_final_message"),
     ("/v1/completions", {}, "prompt"),
     ("/v1/completions", {"prompt": ""}, "prompt"),
     ("/v1/completions", {"prompt": []}, "prompt"),
-    ("/v1/completions", {"prompt": ["a", "b"]}, "prompt"),
+    ("/v1/completions", {"prompt": ["a"] * 65}, "prompt"),
+    ("/v1/completions", {"prompt": ["a", [1]]}, "prompt"),
+    ("/v1/completions", {"prompt": ["a", "b"], "echo": True, "logprobs": 1}, "echo"),
+    ("/v1/completions", {"prompt": ["a", "b"], "prompt_logprobs": 1}, "prompt_logprobs"),
     ("/v1/completions", {"prompt": [1, "a"]}, "prompt"),
     ("/v1/completions", {"prompt": {"text": "a"}}, "prompt"),
     ("/v1/completions", {"prompt": "a", "echo": True, "logprobs": 1, "stream": True}, "echo"),

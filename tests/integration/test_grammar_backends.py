@@ -114,6 +114,9 @@ def test_promised_calls_are_what_the_parser_reads(backend, name) -> None:
     assert not fits(program, written([("f", "{}")]))
     assert not fits(program, written([("h", "{}")]))
     assert not fits(program, "Hello")
+    # A model that has begun to write white space must get out of it again.
+    assert fits(program, written([("f", '{"name":' + "\n" * 16 + '"Joe", "age": 7}')]))
+    assert not fits(program, written([("f", '{"name":' + "\n" * 17 + '"Joe", "age": 7}')]))
     parser = tool_factory(name)({"f", "g"}, lambda: "id")
     pieces = [*parser.feed(both), *parser.end()]
     names = [piece.name for piece in pieces if isinstance(piece, CallStart)]

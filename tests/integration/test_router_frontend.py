@@ -186,7 +186,7 @@ async def test_store_away_serving_goes_on(fleet):
 async def test_explain_and_what_if_from_the_command_line(fleet):
     from typer.testing import CliRunner
 
-    from diptych.cli.main import app
+    from diptych.cli.main import build_app
     from diptych.router.service import RouterService
     from diptych.rpc.channels import bind, new_server
 
@@ -201,7 +201,7 @@ async def test_explain_and_what_if_from_the_command_line(fleet):
 
     async def command(*arguments):
         arguments = [*arguments, "--address", f"127.0.0.1:{port}"]
-        return await asyncio.to_thread(CliRunner().invoke, app, arguments)
+        return await asyncio.to_thread(CliRunner().invoke, build_app(), arguments)
 
     try:
         told = await command("explain", "mine")

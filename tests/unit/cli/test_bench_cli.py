@@ -33,7 +33,7 @@ def called(monkeypatch):
 
 
 def invoke(*arguments: str, code: int = 0):
-    result = CliRunner().invoke(bench.app, list(arguments))
+    result = CliRunner().invoke(bench.build_app(), list(arguments))
     assert result.exit_code == code, result.output
     return result
 
@@ -100,11 +100,14 @@ def test_a_part_of_the_suite_that_fails_does_not_end_it(monkeypatch, tmp_path, c
     def broken(*_: object) -> int:
         raise ConfigError("transport", "ucx", "is not there")
 
-    for name in ("_harness", "_serving", "run_capacity", "run_router_bench"):
+    for name in ("run_startup", "_harness", "_serving", "run_capacity", "run_router_bench"):
         monkeypatch.setattr(bench_suite, name, lambda *_: 0)
     monkeypatch.setattr(bench_suite.bench_kv, "run_kv", broken)
     monkeypatch.setattr(bench_suite, "_module", lambda name, *_: 3 if name.endswith("bench_scheduler") else 0)
     assert bench_suite.run_suite(tmp_path, 1.0) == 1
     parts = {part["part"]: part["exit_code"] for part in json.loads((tmp_path / "suite.json").read_text())["parts"]}
-    assert parts == dict.fromkeys(("harness", "capacity", "serving", "router", "engine"), 0) | {"kv": 2, "scheduler": 3}
+    assert parts == dict.fromkeys(("startup", "harness", "capacity", "serving", "router", "engine"), 0) | {
+        "kv": 2,
+        "scheduler": 3,
+    }
     assert "FAILED or distorted: kv, scheduler" in capsys.readouterr().out

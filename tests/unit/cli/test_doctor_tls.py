@@ -17,7 +17,7 @@ import pytest
 import trustme
 from typer.testing import CliRunner
 
-from diptych.cli.main import app
+from diptych.cli.main import build_app
 from diptych.rpc.v1 import worker_pb2, worker_pb2_grpc
 
 NAME = "router.example"
@@ -53,7 +53,7 @@ class Elsewhere:
 
     def run(self, command: str, *flags: str, env: dict[str, str] | None = None) -> Any:
         access = ["--url", self.url, "--tls-ca", str(self.public_ca), "--tls-server-name", NAME]
-        return CliRunner().invoke(app, [command, *access, *flags], env=env)
+        return CliRunner().invoke(build_app(), [command, *access, *flags], env=env)
 
 
 def issued(folder: Path, ca: trustme.CA, name: str) -> dict[str, str]:
@@ -114,8 +114,8 @@ def test_without_them_the_next_step_names_them(elsewhere: Elsewhere) -> None:
 def test_top_checks_whom_it_talks_to(elsewhere: Elsewhere) -> None:
     assert elsewhere.run("top", "--count", "1").exit_code == 0
     access = ["top", "--url", elsewhere.url, "--tls-ca", elsewhere.inside["ca"], "--count", "1"]
-    wrong = CliRunner().invoke(app, access)
+    wrong = CliRunner().invoke(build_app(), access)
     assert wrong.exit_code == 1
     assert "CERTIFICATE_VERIFY_FAILED" in wrong.output
-    plain = CliRunner().invoke(app, ["top", "--url", "http://127.0.0.1:9", "--tls-ca", elsewhere.inside["ca"]])
+    plain = CliRunner().invoke(build_app(), ["top", "--url", "http://127.0.0.1:9", "--tls-ca", elsewhere.inside["ca"]])
     assert "https://" in str(plain.exception)

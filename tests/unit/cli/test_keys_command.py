@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from diptych.cli.main import app
+from diptych.cli.main import build_app
 from diptych.cli.router_access import RouterAccess
 from diptych.cli.up_config import UpConfig
 from diptych.common.errors import ConfigError
@@ -17,18 +17,18 @@ from diptych.router.auth_keys import load_keys
 def test_add_list_revoke(tmp_path: Path) -> None:
     file = ["--keys-file", str(tmp_path / "keys.json")]
     runner = CliRunner()
-    added = runner.invoke(app, ["keys", "add", "acme", "--tokens-per-minute", "60", "--note", "mine", *file])
+    added = runner.invoke(build_app(), ["keys", "add", "acme", "--tokens-per-minute", "60", "--note", "mine", *file])
     assert added.exit_code == 0, added.output
     key = added.stdout.strip().splitlines()[-1]
     (entry,) = load_keys(tmp_path / "keys.json").entries.values()
     assert load_keys(tmp_path / "keys.json").find(key) == entry
-    listed = runner.invoke(app, ["keys", "list", *file]).stdout
+    listed = runner.invoke(build_app(), ["keys", "list", *file]).stdout
     assert listed.startswith(f"{entry.id}  acme  ")
     assert listed.endswith("60 tokens/min  mine\n")
     assert key not in listed
-    assert runner.invoke(app, ["keys", "revoke", entry.id, *file]).exit_code == 0
-    assert runner.invoke(app, ["keys", "list", *file]).stdout == ""
-    assert isinstance(runner.invoke(app, ["keys", "revoke", entry.id, *file]).exception, ConfigError)
+    assert runner.invoke(build_app(), ["keys", "revoke", entry.id, *file]).exit_code == 0
+    assert runner.invoke(build_app(), ["keys", "list", *file]).stdout == ""
+    assert isinstance(runner.invoke(build_app(), ["keys", "revoke", entry.id, *file]).exception, ConfigError)
 
 
 def test_up_is_not_reachable_by_accident() -> None:

@@ -12,6 +12,7 @@ import pytest
 from diptych.common import chat_template
 from diptych.common.chat_template import ChatTemplate
 from diptych.common.errors import ConfigError, InvalidRequestError
+from diptych.common.revision import tokenizer_revision
 from diptych.common.tokenizer import ModelTokenizer
 
 MakeModel = Callable[..., Path]
@@ -147,3 +148,37 @@ def test_named_templates_and_templates_in_the_config(make_model: MakeModel) -> N
     for value in ("plain", named):
         folder = make_model(template=None, tokenizer_config={"chat_template": value})
         assert ModelTokenizer(folder).render_chat(CONVERSATIONS[0]) == "plain"
+
+
+def test_a_template_of_its_own_for_tools_is_taken_as_transformers_takes_it(make_model: MakeModel) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    with_tools = "{{ tools | tojson }}<tool_call>" + RICH_TEMPLATE
+    named = [{"name": "default", "template": RICH_TEMPLATE}, {"name": "tool_use", "template": with_tools}]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    in_config = make_model(tokenizer_config={"bos_token": "<|im_start|>", "chat_template": named}, template=None)
+    in_folder = make_model(tokenizer_config={"bos_token": "<|im_start|>"}, template=RICH_TEMPLATE)
+    (in_folder / "additional_chat_templates").mkdir()
+    before = tokenizer_revision(in_folder)
+    (in_folder / "additional_chat_templates" / "tool_use.jinja").write_text(with_tools)
+    assert tokenizer_revision(in_folder) != before
+    for folder in (in_config, in_folder):
+        theirs, ours = PreTrainedTokenizerFast.from_pretrained(folder), ModelTokenizer(folder)
+        for offered in (tools, None):
+            text = theirs.apply_chat_template(CONVERSATIONS[0], tools=offered, tokenize=False)
+            assert ours.render_chat(CONVERSATIONS[0], False, tools=offered) == text
+        assert ours.tool_template is not None
+        assert ours.tool_template.source == with_tools
+
+
+def test_an_answer_that_goes_on_in_the_last_message_is_asked_for_as_transformers_does(byte_level_model: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    theirs, ours = PreTrainedTokenizerFast.from_pretrained(byte_level_model), ModelTokenizer(byte_level_model)
+    for said in ("It is", " It is Paris, the ", "你好 🙂"):
+        messages = [*CONVERSATIONS[0], {"role": "assistant", "content": said}]
+        ids = theirs.apply_chat_template(messages, continue_final_message=True, return_dict=False)
+        assert ours.encode_chat(messages, False, continue_final_message=True) == ids
+    with pytest.raises(InvalidRequestError) as error:
+        ours.encode_chat([*CONVERSATIONS[0], {"role": "assistant", "content": ""}], False, continue_final_message=True)
+    assert error.value.param == "continue_final_message"

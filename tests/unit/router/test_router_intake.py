@@ -216,3 +216,64 @@ async def test_detokenize(intake):
         assert caught.value.param == "tokens"
     with pytest.raises(ModelNotFoundError):
         await intake.detokenize("other", [1])
+
+
+@pytest.mark.parametrize(
+    ("wish", "ids"),
+    [
+        ({"truncate_prompt_tokens": 2}, (2, 3)),
+        ({"truncate_prompt_tokens": 2, "truncation_side": "right"}, (1, 2)),
+        ({"truncate_prompt_tokens": 3}, (1, 2, 3)),
+        ({"truncate_prompt_tokens": -1, "max_tokens": 18}, (2, 3)),
+        ({"truncate_prompt_tokens": -1}, (1, 2, 3)),
+    ],
+)
+async def test_long_prompts_are_cut_where_that_is_asked_for(intake, wish, ids):
+    for given in ({"prompt": "a bb ccc"}, {"token_ids": [1, 2, 3]}):
+        assert (await intake.prepare(GenerateSpec(**given, **wish))).prompt_token_ids == ids
+
+
+async def test_ids_over_the_context_may_be_cut(intake):
+    with pytest.raises(PromptTooLongError):
+        await intake.prepare(GenerateSpec(token_ids=[1] * 30))
+    request = await intake.prepare(GenerateSpec(token_ids=[1] * 30, truncate_prompt_tokens=5))
+    assert request.prompt_token_ids == (1,) * 5
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [
+        {"truncate_prompt_tokens": 0},
+        {"truncate_prompt_tokens": -2},
+        {"truncate_prompt_tokens": 20},
+        {"truncate_prompt_tokens": True},
+        {"truncation_side": "middle"},
+        {"cache_salt": "x" * 129},
+        {"cache_salt": "ü" * 65},
+        {"cache_salt": "\ud800"},
+        {"cache_salt": 5},
+    ],
+)
+async def test_bad_cuts_and_salts_name_the_field(intake, wish):
+    with pytest.raises(InvalidRequestError) as error:
+        await intake.prepare(GenerateSpec(prompt="a", **wish))
+    assert error.value.param == next(iter(wish))
+
+
+async def test_a_salt_of_the_callers_parts_within_its_tenant(intake):
+    async def salt(tenant, text=None):
+        request = await intake.prepare(GenerateSpec(prompt="a", tenant=tenant, cache_salt=text))
+        assert request.owner == tenant.encode()
+        return request.cache_salt
+
+    salts = [
+        await salt("a"),
+        await salt("a", "b"),
+        await salt("ab"),
+        await salt("b"),
+        await salt("b", "b"),
+        await salt("a", "c"),
+    ]
+    assert len(set(salts)) == len(salts)
+    assert await salt("a", "b") == salts[1]
+    assert await salt("a", "") == salts[0]

@@ -1,0 +1,43 @@
+"""--help without the parser: typer reads arguments with pydantic, whose import takes longer than all the rest of a help page."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import typer
+import typer.main
+
+HELP_FLAGS = ("-h", "--help")
+
+
+def help_text(app: typer.Typer, program: str, arguments: Sequence[str]) -> str | None:
+    """The help page of a command that is named and then asked for help, with nothing in between; None: the parser must look."""
+    command: Any = typer.main.get_command(app)
+    context = command.context_class(command, info_name=program, **command.context_settings)
+    for argument in arguments:
+        if argument in HELP_FLAGS:
+            return str(command.get_help(context))
+        inner = command.get_command(context, argument) if hasattr(command, "get_command") else None
+        if inner is None:
+            return None
+        command = inner
+        context = command.context_class(command, info_name=argument, parent=context, **command.context_settings)
+    return None
+
+
+def run_app(app: typer.Typer, arguments: Sequence[str], program: str | None = None) -> Any:
+    """Show help if that is all that is asked for, else run a command. Returns: what the command returned, or its exit code."""
+    text = None
+    if any(flag in arguments for flag in HELP_FLAGS):
+        text = help_text(app, program or _program(), arguments)
+    if text is not None:
+        print(text)
+        return 0
+    return app(args=list(arguments), prog_name=program, standalone_mode=False)
+
+
+def _program() -> str:
+    """As a user would type it."""
+    return "diptych" if sys.argv[0].endswith("diptych") else "python -m diptych.cli"

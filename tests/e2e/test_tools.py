@@ -1,0 +1,271 @@
+"""Tool calls through the real cluster, for each format: one more router beside the cluster's own, whose model folder has a chat
+template with tools. Calls that are promised are there and fit their schemas; streams say what whole answers say."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jsonschema_rs
+import openai
+import pytest
+
+from diptych.cli.model_store import resolve_model
+from diptych.client import AsyncClient
+from diptych.common.revision import tokenizer_revision
+from diptych.router import served_model
+from diptych.router.config import RouterConfig
+from diptych.router.frontend import Frontend
+from diptych.router.server import Faces
+
+pytestmark = pytest.mark.multiproc
+
+WAIT_S = 60.0
+_TURN = """{%- for message in messages %}<|im_start|>{{ message.role }}
+{% if message.content %}{{ message.content }}{% endif %}CALLS<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+_TOOLS = """{%- if tools %}<|im_start|>system
+RULE
+{% for tool in tools %}{{ tool.function | tojson }}
+{% endfor %}<|im_end|>
+{% endif %}"""
+_ONE = '{"name": call.function.name, "KEY": call.function.arguments} | tojson'
+
+
+def template(rule: str, calls: str, key: str = "arguments") -> str:
+    return _TOOLS.replace("RULE", rule) + _TURN.replace("CALLS", calls.replace("ONE", _ONE.replace("KEY", key)))
+
+
+TEMPLATES = {
+    "hermes": template(
+        'Call a function by <tool_call>\n{"name": ..., "arguments": ...}\n</tool_call>. There are:',
+        "{% for call in message.tool_calls or [] %}<tool_call>\n{{ ONE }}\n</tool_call>{% endfor %}",
+    ),
+    "llama3-json": template(
+        'Call a function by {"name": function, "parameters": dictionary of its arguments}. There are:',
+        "{% for call in message.tool_calls or [] %}{{ ONE }}{% if not loop.last %}; {% endif %}{% endfor %}",
+        key="parameters",
+    ),
+    "mistral": template(
+        'Call functions by [TOOL_CALLS][{"name": ..., "arguments": ...}]. There are:',
+        "{% if message.tool_calls %}[TOOL_CALLS][{% for call in message.tool_calls %}{{ ONE }}"
+        "{% if not loop.last %}, {% endif %}{% endfor %}]{% endif %}",
+    ),
+}
+FORMATS = [pytest.param("hermes", False, id="hermes")] + [
+    pytest.param(name, True, id=f"{name} thorough", marks=pytest.mark.slow) for name in sorted(TEMPLATES)
+]
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"enum": ["Zürich", "東京", '\U0001f30d "anywhere"']},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+        "units": {"type": "array", "items": {"enum": ["C", "F"]}, "maxItems": 2},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+ADD = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}, "b": {"type": "boolean"}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+SCHEMAS = {"get_weather": WEATHER, "add": ADD, "now": {"type": "object", "maxProperties": 0}}
+
+
+def tools(*, strict: bool = False) -> list[dict[str, Any]]:
+    functions = [
+        {"name": "get_weather", "description": "Tells it.", "parameters": WEATHER},
+        {"name": "add", "parameters": ADD},
+    ]
+    functions.append({"name": "now"})
+    return [{"type": "function", "function": function | ({"strict": True} if strict else {})} for function in functions]
+
+
+ASK: list[dict[str, Any]] = [{"role": "user", "content": "What is the weather in Zürich for three days?"}]
+
+
+@dataclass(frozen=True)
+class Face:
+    http: openai.AsyncOpenAI
+    sdk: AsyncClient
+    frontend: Frontend
+    model: str
+
+
+def folder_with(root: Path, model: Path, source: str) -> Path:
+    """The model's folder, with another chat template."""
+    root.mkdir()
+    for file in model.iterdir():
+        (root / file.name).symlink_to(file)
+    (root / "chat_template.jinja").unlink()
+    (root / "chat_template.jinja").write_text(source, encoding="utf-8")
+    return root
+
+
+@asynccontextmanager
+async def face(cluster: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Face]:
+    """A router of the cluster whose prompts are written by another template. Workers take no such router, since its prompts
+    would not be theirs: here it says that it has their template."""
+    model = resolve_model("smollm2")
+    monkeypatch.setattr(served_model, "tokenizer_revision", lambda _: tokenizer_revision(model))
+    config = RouterConfig(
+        redis_url=cluster.state.redis_url,
+        secret_file=str(cluster.folder.secret),
+        model=str(folder_with(tmp_path / "model", model, TEMPLATES[name])),
+        served_model_name=cluster.model,
+    )
+    faces, door = Faces("127.0.0.1", 0, 0), Frontend(config)
+    try:
+        await door.start()
+        addresses = await faces.start(door, door.metrics)
+        async with asyncio.timeout(WAIT_S):
+            while not door.ready()[0]:  # noqa: ASYNC110 - it polls the store itself
+                await asyncio.sleep(0.05)
+        async with (
+            openai.AsyncOpenAI(
+                base_url=f"http://{addresses.http}/v1", api_key="none", max_retries=0, timeout=WAIT_S
+            ) as http,
+            AsyncClient(addresses.grpc, timeout_s=WAIT_S) as sdk,
+        ):
+            yield Face(http, sdk, door, cluster.model)
+    finally:
+        await faces.stop(1.0)
+        await door.close()
+
+
+Said = tuple[str, list[tuple[str, str]], str]
+"""Content, (name, arguments) of each call, finish_reason."""
+
+
+async def whole(face: Face, **body: Any) -> Said:
+    extra = {"local_prefill_max_tokens": body.pop("local", 0), **body.pop("extra", {})}
+    answer = await face.http.chat.completions.create(
+        model=face.model,
+        messages=body.pop("messages", ASK),
+        seed=5,
+        max_tokens=body.pop("max_tokens", 96),
+        extra_body=extra,
+        **body,
+    )
+    (choice,) = answer.choices
+    calls = choice.message.tool_calls or []
+    assert len({call.id for call in calls}) == len(calls)
+    return choice.message.content or "", [(c.function.name, c.function.arguments) for c in calls], choice.finish_reason
+
+
+async def streamed(face: Face, **body: Any) -> Said:
+    stream = await face.http.chat.completions.create(
+        model=face.model, messages=body.pop("messages", ASK), seed=5, max_tokens=96, stream=True,
+        extra_body={"local_prefill_max_tokens": 0, **body.pop("extra", {})}, **body,
+    )  # fmt: skip
+    content, calls, finish, parts = "", [], "", 0
+    async for chunk in stream:
+        for choice in chunk.choices:
+            content += choice.delta.content or ""
+            finish = choice.finish_reason or finish
+            for delta in choice.delta.tool_calls or ():
+                assert delta.function is not None
+                if delta.function.name:
+                    assert (delta.index, bool(delta.id)) == (len(calls), True)
+                    calls.append([delta.function.name, ""])
+                assert delta.index == len(calls) - 1
+                calls[-1][1] += delta.function.arguments or ""
+                parts += bool(delta.function.arguments)
+    assert parts > 2 * sum(len(arguments) > 8 for _, arguments in calls)  # they come while they are written
+    return content, [(name, arguments) for name, arguments in calls], finish
+
+
+def check_calls(said: Said, *, most: int | None = None, only: str | None = None) -> None:
+    content, calls, finish = said
+    assert (content, finish) == ("", "tool_calls")
+    assert 1 <= len(calls) <= (most or len(calls))
+    for name, arguments in calls:
+        assert only in (None, name)
+        assert jsonschema_rs.is_valid(SCHEMAS[name], json.loads(arguments)), (name, arguments)
+
+
+@pytest.mark.parametrize(("name", "thorough"), FORMATS)
+async def test_promised_calls(cluster, tmp_path, monkeypatch, name, thorough) -> None:
+    async with face(cluster, name, tmp_path, monkeypatch) as here:
+        assert here.frontend.features().tool_parser == name
+        ask: dict[str, Any] = {"tools": tools(), "temperature": 0, "parallel_tool_calls": False}
+        required = await whole(here, tool_choice="required", **ask)
+        check_calls(required, most=1)
+        assert await streamed(here, tool_choice="required", **ask) == required
+        for wanted in SCHEMAS if thorough else ("add",):
+            choice = {"type": "function", "function": {"name": wanted}}
+            named = await whole(here, tool_choice=choice, **ask)
+            check_calls(named, most=1, only=wanted)
+            if thorough:
+                assert await streamed(here, tool_choice=choice, **ask) == named
+        if thorough:
+            assert await whole(here, tool_choice="required", local=4000, **ask) == required
+            check_calls(await whole(here, tool_choice="required", **ask | {"temperature": 1.0}), most=1)
+        # The same over gRPC and in /v1/responses.
+        answer = await here.sdk.generate(
+            messages=ASK, tools=tools(), tool_choice="add", seed=5, temperature=0, max_tokens=96
+        )
+        assert answer.finish_reason == "tool_calls"
+        assert [(call.name, jsonschema_rs.is_valid(ADD, json.loads(call.arguments))) for call in answer.tool_calls] == [
+            ("add", True)
+        ]
+        flat: list[Any] = [{"type": "function", **tool["function"]} for tool in tools()]
+        told = await here.http.responses.create(
+            model=here.model, input="Add!", tools=flat, tool_choice={"type": "function", "name": "add"}, max_output_tokens=96,
+            temperature=0,
+        )  # fmt: skip
+        assert [(item.type, jsonschema_rs.is_valid(ADD, json.loads(item.arguments))) for item in told.output] == [
+            ("function_call", True)
+        ]
+        with pytest.raises(openai.BadRequestError) as failure:
+            await whole(here, tools=tools(), tool_choice={"type": "function", "function": {"name": "rm"}})
+        assert failure.value.param == "tool_choice"
+    await asyncio.to_thread(cluster.wait_idle, deadline_s=5.0)
+
+
+def history() -> list[dict[str, Any]]:
+    """A conversation in which every question was answered by a call: small models go on like that."""
+    turns: list[dict[str, Any]] = []
+    for i, city in enumerate(("Zürich", "東京", "Zürich")):
+        identifier = f"abcdefgh{i}"
+        call = {"id": identifier, "type": "function"}
+        call["function"] = {
+            "name": "get_weather",
+            "arguments": json.dumps({"city": city, "days": i + 1}, ensure_ascii=False),
+        }
+        turns += [
+            {"role": "user", "content": f"Weather in {city}, {i + 1} days?"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": identifier, "content": "sunny"},
+        ]
+    return [*turns, {"role": "user", "content": "Weather in 東京, 4 days?"}]
+
+
+@pytest.mark.parametrize(("name", "thorough"), FORMATS)
+async def test_calls_that_the_model_may_make(cluster, tmp_path, monkeypatch, name, thorough) -> None:
+    async with face(cluster, name, tmp_path, monkeypatch) as here:
+        ask = {"messages": history(), "tools": tools(), "temperature": 0}
+        said = await whole(here, tool_choice="auto", **ask)
+        assert await streamed(here, tool_choice="auto", **ask) == said
+        content, calls, finish = said
+        assert (finish, content, [call[0] for call in calls]) == ("tool_calls", "", ["get_weather"]), said
+        assert json.loads(calls[0][1])["city"]
+        # Nothing is read as a call where none may be: it is the answer's text.
+        silent = await whole(here, tool_choice="none", max_tokens=12, **ask)
+        assert silent[1] == []
+        assert silent[2] in ("stop", "length")
+        if thorough and name != "llama3-json":  # there a call is not told from text before it ends
+            strict = ask | {"tools": tools(strict=True)}
+            promised = await whole(here, **strict)
+            assert await streamed(here, **strict) == promised
+            for wanted, arguments in promised[1]:
+                assert jsonschema_rs.is_valid(SCHEMAS[wanted], json.loads(arguments))
+    await asyncio.to_thread(cluster.wait_idle, deadline_s=5.0)

@@ -1,0 +1,145 @@
+"""Every command that has settings: command line > environment > file > default, the merged result on stderr, unknown keys
+refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from diptych.cli import bench, bench_run, capacity, chat, doctor, explain, main, top
+from diptych.cli.options import add_settings_command
+from diptych.common.errors import DiptychError
+
+SERVERS = ("up", "serve", "router", "prefill", "decode")
+OTHERS: list[tuple[str, list[str], str, tuple[str, str, str]]] = [
+    ("chat", [], "max_tokens", ("3", "4", "5")),
+    ("explain", ["some-id"], "address", ("a:1", "b:2", "c:3")),
+    ("what-if", ["--prompt", "a"], "max_tokens", ("3", "4", "5")),
+    ("doctor", [], "sample_s", ("0.5", "0.25", "2.0")),
+    ("top", [], "every_s", ("0.5", "0.25", "2.0")),
+    ("capacity", ["folder"], "memory_gib", ("0.5", "0.25", "2.0")),
+    ("bench serve", [], "num_requests", ("3", "4", "5")),
+    ("bench compare", ["http://a", "http://b"], "input_len", ("3", "4", "5")),
+    ("bench sweep", [], "input_len", ("3", "4", "5")),
+    ("bench replay", ["trace"], "num_requests", ("3", "4", "5")),
+    ("bench startup", [], "repeats", ("2", "3", "4")),
+]
+
+
+@pytest.fixture(autouse=True)
+def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commands end where their work would begin."""
+
+    def instead(*args: Any, **more: Any) -> int:
+        return 0
+
+    def asked(*args: Any) -> Any:
+        raise DiptychError("asked")
+
+    monkeypatch.setattr(chat, "run_chat", instead)
+    monkeypatch.setattr(doctor, "run_doctor", instead)
+    monkeypatch.setattr(top, "run_top", instead)
+    monkeypatch.setattr(capacity, "run_capacity", instead)
+    monkeypatch.setattr(explain, "_ask", asked)
+    monkeypatch.setattr(bench_run, "serve", instead)
+    monkeypatch.setattr(bench_run, "sweep", instead)
+    monkeypatch.setattr("diptych.cli.bench_startup.run_startup", instead)
+
+    def add(app: Any, name: str, cls: type, run: Any, **more: Any) -> None:
+        add_settings_command(app, name, cls, instead, **more)
+
+    monkeypatch.setattr(main, "add_settings_command", add)
+
+
+def run(command: str, *arguments: str) -> Result:
+    names = command.split()
+    app = bench.build_app(names[-1]) if names[0] == "bench" else main.build_app(names[0])
+    return CliRunner().invoke(app, [names[-1], *arguments])
+
+
+def said(result: Result, key: str) -> str:
+    """The key's value in the line that a command begins with."""
+    line = result.stderr.splitlines()[0]
+    return dict(part.split("=", 1) for part in line.partition(": ")[2].split(", ") if "=" in part)[key]
+
+
+ALL = [(name, [], "max_model_len", ("256", "512", "1024")) for name in SERVERS] + OTHERS
+
+
+@pytest.mark.parametrize(("command", "needed", "key", "values"), ALL, ids=[case[0] for case in ALL])
+def test_four_places_in_their_order(
+    command: str,
+    needed: list[str],
+    key: str,
+    values: tuple[str, str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    in_file, in_environment, in_flag = values
+    own = command in SERVERS
+    prefix = "DIPTYCH_" if own else f"DIPTYCH_{command.replace(' ', '_').replace('-', '_').upper()}_"
+    file = tmp_path / "settings.toml"
+    file.write_text(f'{key.replace("_", "-")} = "{in_file}"\n')
+    default = said(run(command, *needed), key)
+    assert default not in values
+    monkeypatch.setenv(f"{prefix}CONFIG", str(file))
+    assert said(run(command, *needed), key) == in_file
+    monkeypatch.delenv(f"{prefix}CONFIG")
+    with_file = [*needed, "--config", str(file)]
+    assert said(run(command, *with_file), key) == in_file
+    monkeypatch.setenv(prefix + key.upper(), in_environment)
+    assert said(run(command, *with_file), key) == in_environment
+    flag = f"--{key.replace('_', '-')}"
+    assert said(run(command, *with_file, flag, in_flag), key) == in_flag
+
+
+@pytest.mark.parametrize(("command", "needed"), [case[:2] for case in ALL], ids=[case[0] for case in ALL])
+def test_unknown_keys_are_refused_by_name(
+    command: str, needed: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text("max-tokesn: 3\n")
+    refused = run(command, *needed, "--config", str(file))
+    assert refused.exit_code == 2
+    assert "max_tokesn" in refused.stderr
+    assert "unknown setting in the config file; known: " in refused.stderr
+    assert run(command, *needed, "--max-tokesn", "3").exit_code == 2
+    prefix = "" if command in SERVERS else command.replace(" ", "_").replace("-", "_").upper() + "_"
+    monkeypatch.setenv(f"DIPTYCH_{prefix}MAX_TOKESN", "3")
+    refused = run(command, *needed)
+    assert refused.exit_code == 2
+    assert f"DIPTYCH_{prefix}MAX_TOKESN" in refused.stderr
+
+
+@pytest.mark.parametrize("command", SERVERS)
+def test_secrets_are_not_told(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if command == "serve":
+        return  # it has no Redis
+    monkeypatch.setenv("DIPTYCH_REDIS_URL", "redis://me:hush@127.0.0.1:1/0")
+    result = run(command)
+    assert result.exit_code == 0, result.stderr
+    assert "redis://me:***@" in result.stderr
+    assert "hush" not in result.stderr
+
+
+@pytest.mark.parametrize("command", SERVERS)
+def test_servers_that_others_can_reach_want_keys_and_tls(command: str, tmp_path: Path) -> None:
+    """Workers want their certificates, which others of the cluster show too."""
+    for host in ("0.0.0.0", "::", "10.0.0.1", "host.example"):
+        refused = run(command, "--host", host)
+        assert refused.exit_code == 2, (command, host)
+        assert "host=" in refused.stderr
+        assert "insecure" in refused.stderr
+        assert run(command, "--host", host, "--insecure").exit_code == 0
+    cluster = [f"--cluster-{name}={tmp_path / name}" for name in ("ca", "cert", "key")]
+    clients = [f"--{name}={tmp_path / name}" for name in ("keys-file", "tls-cert", "tls-key")]
+    needed = cluster if command in ("prefill", "decode") else clients
+    assert run(command, "--host", "0.0.0.0", *needed).exit_code == 0
+    for missing in range(
+        len(needed) if needed is clients else 0
+    ):  # a worker says what is missing when it reads the rest
+        assert run(command, "--host", "0.0.0.0", *needed[:missing], *needed[missing + 1 :]).exit_code == 2
+    assert run(command, "--host", "127.0.0.1").exit_code == run(command, "--host", "localhost").exit_code == 0

@@ -1,0 +1,59 @@
+"""The wheel that `pip install .` makes: what it asks for, and that the SDK runs from it in an environment with nothing else."""
+
+from __future__ import annotations
+
+import email
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import google.protobuf
+import grpc
+import pytest
+import typing_extensions
+
+pytestmark = pytest.mark.slow
+
+PROGRAM = """
+import sys
+from diptych.client import Client, DiptychError
+with Client("127.0.0.1:9", api_key="x") as client:
+    try:
+        client.generate(prompt="a", timeout_s=0.2)
+    except DiptychError as error:
+        print(type(error).__name__)
+print("/site-packages/diptych/client/" in sys.modules["diptych.client"].__file__)
+"""
+
+
+def test_the_sdk_from_its_wheel(tree: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--quiet"]
+    subprocess.run([*command, "--wheel-dir", str(tmp_path), str(tree)], check=True, timeout=300)
+    (wheel,) = tmp_path.glob("*.whl")
+    home = tmp_path / "env"
+    venv.create(home, with_pip=False)
+    packages = next(home.glob("lib/python3*/site-packages"))
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        metadata = email.message_from_bytes(
+            archive.read(next(name for name in names if name.endswith(".dist-info/METADATA")))
+        )
+        archive.extractall(packages)
+    needed = [line for line in metadata.get_all("Requires-Dist") or () if "extra ==" not in line]
+    assert sorted(line.split(">")[0].strip() for line in needed) == ["grpcio", "protobuf"]
+    assert {"diptych/py.typed", "diptych/client/__init__.py", "diptych/rpc/v1/router_pb2.pyi"} <= set(names)
+    assert not [name for name in names if name.startswith(("tests/", "diptych/tests/", "examples/"))]
+    # What those two bring; typing_extensions is grpcio's.
+    (packages / "google").mkdir()
+    (packages / "google" / "protobuf").symlink_to(Path(google.protobuf.__file__).parent)
+    (packages / "google" / "_upb").symlink_to(Path(google.protobuf.__file__).parent.parent / "_upb")
+    (packages / "grpc").symlink_to(Path(grpc.__file__).parent)
+    (packages / "typing_extensions.py").symlink_to(typing_extensions.__file__)
+    done = subprocess.run(
+        [str(home / "bin" / "python"), "-I", "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    kind, from_wheel = done.stdout.split()
+    assert (kind in ("UnreachableError", "RequestDeadlineError"), from_wheel) == (True, "True")
