@@ -1,7 +1,7 @@
 """Rotary embedding fused with the KV write (and, where the model has it, the norm of each query and key head), in Triton.
 
-One program takes one token and one KV head: it rotates that group's query heads and the key in place, stores the key into the
-pool too, and copies the value: K and V go straight from the projection's output to their slot.
+One program takes one token and one KV head: it rotates that group's query heads in place, rotates the key and stores it into
+the pool, and copies the value: K and V go straight from the projection's output to their slot.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -73,8 +73,9 @@ def _rope_write_kernel(
         right = right * scale * tl.where(is_key[:, None], k_right[None, :], q_right[None, :])
     new_left = (left * cos - right * sin).to(qkv_ptr.dtype.element_ty)
     new_right = (right * cos + left * sin).to(qkv_ptr.dtype.element_ty)
-    tl.store(at, new_left, mask=mask)
-    tl.store(at + HALF, new_right, mask=mask)
+    is_query = (row < GROUP)[:, None] & in_half[None, :]
+    tl.store(at, new_left, mask=is_query)
+    tl.store(at + HALF, new_right, mask=is_query)
 
     block = (slot // BLOCK_SIZE).to(tl.int64)
     target = kv_ptr + block * stride_block + (slot % BLOCK_SIZE) * stride_slot + kv_head * stride_head + dim
@@ -99,11 +100,11 @@ def rope_write(
     k_norm: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor:
-    """Rotate queries and keys in place; store keys and values into one layer's slots.
+    """Rotate queries in place; store rotated keys and values into one layer's slots.
 
     Args:
-        qkv: [num_tokens, (num_q_heads + 2 * num_kv_heads) * head_dim]: queries, keys, values of each token. Queries and keys
-            are overwritten. Rows may be strided.
+        qkv: [num_tokens, (num_q_heads + 2 * num_kv_heads) * head_dim]: queries, keys, values of each token. Query heads are
+            overwritten; keys and values stay as they are. Rows may be strided.
         kv: [num_blocks, 2, block_size, num_kv_heads, head_dim], one layer's view of the pool.
         cos, sin: [num_positions, head_dim / 2], contiguous; fp32 keeps the angles exact whatever the model's dtype.
         positions: [num_tokens], int32. slots: [num_tokens], int32, block * block_size + offset; < 0: a padded row, skipped.

@@ -149,16 +149,11 @@ class CudaBackend:
     def _send(self, batch: CudaBatch, rows: Sequence[int], sources: Sequence[int]) -> StepTensors:
         count = batch.num_decode
         chunks: list[int] = []
-        whole: list[tuple[int, int]] = []
-        tiled = list(batch.counts)
-        first, least = count, self._decoder.whole_prompts_from
-        for i, (new, start, row) in enumerate(zip(batch.counts, batch.starts, rows[count:], strict=True)):
+        first = count
+        for new, start, row in zip(batch.counts, batch.starts, rows[count:], strict=True):
             chunks += (first, new, start, row)
-            if least is not None and not start and new >= least:
-                whole.append((first, new))
-                tiled[i] = 0
             first += new
-        tiles = prefill_tiles(tiled, batch.starts, self._decoder.group, self._decoder.tile_rows)
+        tiles = prefill_tiles(batch.counts, batch.starts, self._decoder.group, self._decoder.tile_rows)
         ids, positions, slots, lens, decode_rows, chunk_words, tile_words, sample_rows, fed = self._upload.send(
             (
                 batch.token_ids,
@@ -184,7 +179,6 @@ class CudaBackend:
             tiles=tile_words.view(-1, 2) if chunks else None,
             sample_rows=None if batch.all_rows_sampled else sample_rows,
             splits=choose_splits(max(1, count), self._num_kv_heads, self._num_programs),
-            whole=tuple(whole),
         )
 
     def draw(

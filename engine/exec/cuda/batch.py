@@ -50,7 +50,6 @@ class StepTensors:
         chunks, tiles: see paged_prefill; None: no chunks.
         sample_rows: [num_samples]; None: all rows, in order.
         splits: of the context, in decode attention.
-        whole: (first row, tokens) of the chunks that are prompts computed in one go; `tiles` has none of theirs.
     """
 
     token_ids: Tensor
@@ -62,7 +61,6 @@ class StepTensors:
     tiles: Tensor | None
     sample_rows: Tensor | None
     splits: int
-    whole: tuple[tuple[int, int], ...] = ()
 
 
 def lay_out(seqs: Sequence[ScheduledSeq], block_size: int, max_model_len: int) -> CudaBatch:

@@ -16,7 +16,6 @@ from diptych.engine.exec.model_config import ModelConfig
 from diptych.engine.exec.rope import rope_tables
 from diptych.engine.exec.weights import AnyLinear, DecoderWeights
 from diptych.engine.runner import StepAborted
-from diptych.kernels.dense_prefill import dense_prefill, is_supported
 from diptych.kernels.triton_decode import paged_decode
 from diptych.kernels.triton_matmul import small_matmul
 from diptych.kernels.triton_norm import gate_mul, rms_norm
@@ -25,10 +24,6 @@ from diptych.kernels.triton_rope import rope_write
 
 SMALL_ROWS = {"gate_up": 64}
 """Up to how many rows a projection takes our own kernel instead of cuBLAS's: measured, see kernels/bench/NOTES.md."""
-
-
-WHOLE_PROMPTS_FROM = 256
-"""Below that the paged kernel is as fast."""
 
 
 class CudaDecoder:
@@ -41,13 +36,6 @@ class CudaDecoder:
         self._layers = [pool.tensor[:, layer] for layer in range(config.num_layers)]
         self._tables, self._scale = block_tables, config.head_dim**-0.5
         like = weights.embedding
-        self.whole_prompts_from: int | None = None
-        """Prompts computed in one go take dense_prefill from so many tokens on; None: none does."""
-        windowed = any(window is not None for window in config.sliding_windows)
-        if not windowed and is_supported(
-            config.num_heads, config.num_kv_heads, config.head_dim, like.dtype, like.device
-        ):
-            self.whole_prompts_from = WHOLE_PROMPTS_FROM
         self.group = config.num_heads // config.num_kv_heads
         self.tile_rows = prefill_rows(config.head_dim, like.element_size(), self.group)
         # fp32 whatever the model's dtype: the kernel rotates in fp32.
@@ -84,7 +72,7 @@ class CudaDecoder:
             )
             if index == last and not want_logits:
                 return None
-            attended = self._attend(index, q, qkv, step).flatten(1)
+            attended = self._attend(index, q, step).flatten(1)
             if index == last and step.sample_rows is not None:
                 # Behind the last attention only the rows whose logits are wanted matter, in the order wanted.
                 attended, residual = (t.index_select(0, step.sample_rows) for t in (attended, residual))
@@ -110,10 +98,8 @@ class CudaDecoder:
             return False
         return x.shape[0] <= SMALL_ROWS.get(name, 0)
 
-    def _attend(self, index: int, q: Tensor, qkv: Tensor, step: StepTensors) -> Tensor:
+    def _attend(self, index: int, q: Tensor, step: StepTensors) -> Tensor:
         kv, window = self._layers[index], self._config.sliding_windows[index]
-        if step.whole == ((0, q.shape[0]),):
-            return self._whole(q, qkv)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         num_decode = step.decode_lens.shape[0]
         if num_decode:
@@ -128,10 +114,7 @@ class CudaDecoder:
                 splits=step.splits,
                 out=out[:num_decode],
             )
-        for first, count in step.whole:
-            rows = slice(first, first + count)
-            out[rows] = self._whole(q[rows], qkv[rows])
-        if step.chunks is not None and step.tiles is not None and step.tiles.shape[0]:
+        if step.chunks is not None and step.tiles is not None:
             paged_prefill(
                 q,
                 kv,
@@ -144,9 +127,3 @@ class CudaDecoder:
                 out=out,
             )
         return out
-
-    def _whole(self, q: Tensor, qkv: Tensor) -> Tensor:
-        """qkv: after rope_write: with rotated keys."""
-        config = self._config
-        k, v = qkv[:, config.q_size :].view(-1, 2, config.num_kv_heads, config.head_dim).unbind(1)
-        return dense_prefill(q, k, v, scale=self._scale)

@@ -14,7 +14,6 @@ from triton import knobs
 
 from diptych.common.errors import InternalError
 from diptych.common.sampling import SamplingParams
-from diptych.engine.exec.cuda import decoder as cuda_decoder
 from diptych.engine.exec.cuda.batch import lay_out
 from diptych.engine.exec.cuda.block_tables import BlockTables
 from diptych.engine.messages import ScheduledSeq
@@ -57,38 +56,6 @@ def test_ids_are_the_torch_paths(model_dir_of, driver_of, architecture, override
     driver = driver_of(folder, backend="triton")
     driver.runner.pool.tensor.fill_(float("nan"))  # what a former owner left is never read
     assert driver.generate(prompts, 2, chunk=7, sampling=sampling) == expected
-
-
-@interpreted
-def test_prompts_computed_in_one_go_take_the_dense_kernel(model_dir_of, driver_of, monkeypatch):
-    folder = model_dir_of("LlamaForCausalLM", **SMALL)
-    one, two, three = prompts_of(9, 6, 4)
-    plain, fused = driver_of(folder), driver_of(folder, backend="triton")
-    fused.runner._fused._decoder.whole_prompts_from = 5
-    seen = []
-    dense = cuda_decoder.dense_prefill
-    monkeypatch.setattr(
-        cuda_decoder, "dense_prefill", lambda q, *rest, **more: seen.append(len(q)) or dense(q, *rest, **more)
-    )
-    results = []
-    for driver in (plain, fused):
-        tables = [driver.table(20) for _ in range(4)]
-        alone = driver.prefill(one, tables[0], chunk=99)
-        # A decode, a whole prompt, one that is too short, and a later chunk: each its own way in one step.
-        driver.runner.execute([driver.seq(one[:3], 0, tables[3], sample=False)])
-        mixed = [
-            driver.seq([alone], 9, tables[0], index=1),
-            driver.seq(two, 0, tables[1]),
-            driver.seq(three, 0, tables[2]),
-        ]
-        mixed.append(driver.seq(one[3:], 3, tables[3]))
-        first = driver.runner.execute(mixed).token_ids
-        results.append(
-            [alone, *first, *driver.runner.execute([driver.seq([first[1]], 6, tables[1], index=1)]).token_ids]
-        )
-    assert results[0] == results[1]
-    assert results[1][0] == results[1][4]
-    assert set(seen) == {9, 6}
 
 
 @interpreted
