@@ -69,6 +69,10 @@ class EngineStats:
     num_waiting_remote: int = 0
     kv_usage: float = 0.0
     steps: int = 0
+    steps_ahead: int = 0
+    """Of those, launched before the one before them had landed."""
+    not_ahead: tuple[tuple[str, int], ...] = ()
+    """On a device: (why, how often) a step waited for the last one's tokens."""
     busy_since: float | None = None
     """When the step that is now being computed began (monotonic); None when idle. Progress = steps rises or this is None."""
     prefill_tokens_per_s: float = 0.0

@@ -241,7 +241,7 @@ class EngineCore:
         return events
 
     def stats(self, busy_since: float | None = None) -> EngineStats:
-        return self.scheduler.stats(steps=self.steps, busy_since=busy_since)
+        return self.scheduler.stats(steps=self.steps, busy_since=busy_since, steps_ahead=self.steps_ahead)
 
     def measure_copies(self) -> float:
         """Time copies of a few free blocks to the host tier and back, so that no choice is made by a guess.

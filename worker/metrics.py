@@ -144,6 +144,16 @@ class WorkerMetrics(Metrics):
             "kv_block_reuse_gap_seconds", "A cached block, from its last holder to the next hit", ages.reuse_gap
         )
         yield _counter("engine_steps", "Steps of the engine", now.steps - since.steps)
+        if now.steps_ahead or now.not_ahead:  # only on a device
+            ahead = now.steps_ahead - since.steps_ahead
+            yield _counter("engine_steps_ahead", "Of those, launched before the one before them had landed", ahead)
+            waited = CounterMetricFamily(
+                PREFIX + "engine_steps_not_ahead", "Steps that waited for the last one's tokens", labels=["reason"]
+            )
+            before = dict(since.not_ahead)
+            for reason, count in now.not_ahead:
+                waited.add_metric([reason], count - before.get(reason, 0))
+            yield waited
 
     def transfer_families(self) -> Iterator[Metric]:
         """Nothing at all when the transfer thread does not answer: a missing series is seen, a stale one is believed."""

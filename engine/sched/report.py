@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from diptych.engine.sched.scheduler import Scheduler
 
 
-def stats(scheduler: Scheduler, *, steps: int, busy_since: float | None) -> EngineStats:
+def stats(scheduler: Scheduler, *, steps: int, steps_ahead: int, busy_since: float | None) -> EngineStats:
     kv, pace = scheduler.kv, scheduler.pace
     counts = kv.pool.counts
     computing = sum(len(r.token_ids) - r.num_computed for r in scheduler.prefilling.values())
@@ -20,6 +20,8 @@ def stats(scheduler: Scheduler, *, steps: int, busy_since: float | None) -> Engi
         num_waiting_remote=len(scheduler.remote),
         kv_usage=(counts.running + counts.reserved) / counts.total,
         steps=steps,
+        steps_ahead=steps_ahead,
+        not_ahead=tuple(sorted(scheduler.not_ahead.items())),
         busy_since=busy_since,
         prefill_tokens_per_s=pace.prefill_tokens_per_s,
         decode_step_s=pace.decode_step_s,

@@ -398,8 +398,8 @@ class Scheduler:
             self.kv.pool.copies = []
         return copies
 
-    def stats(self, *, steps: int, busy_since: float | None) -> EngineStats:
-        return report.stats(self, steps=steps, busy_since=busy_since)
+    def stats(self, *, steps: int, busy_since: float | None, steps_ahead: int = 0) -> EngineStats:
+        return report.stats(self, steps=steps, steps_ahead=steps_ahead, busy_since=busy_since)
 
     def audit(self, full: bool) -> EngineAudit:
         """Counters; with `full` a walk of every block and request."""

@@ -56,6 +56,7 @@ def test_a_step_is_launched_behind_the_one_on_the_device_and_the_tokens_are_the_
     # The prompts' step, then 13 of decode, of which only the first one has nothing before it on the device.
     assert core.steps == 14
     assert core.steps_ahead == 12
+    assert (engine.stats().steps_ahead, dict(engine.stats().not_ahead)) == (12, {"prompt": 1})
     # A length is known in advance: nobody took part in a step for nothing.
     assert engine.runner.computed_tokens == sum(len(r.prompt_token_ids) + r.sampling.max_tokens - 1 for r in requests)
     at_rest(engine)
