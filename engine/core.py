@@ -35,7 +35,7 @@ from diptych.engine.messages import (
 )
 from diptych.engine.pulls import Pulls
 from diptych.engine.runner import ModelRunner, OutOfDeviceMemory, StepAborted, StepsAhead, TellsLayers
-from diptych.engine.sched import ahead, handover, remote, results
+from diptych.engine.sched import ahead, handover, remote, report, results
 from diptych.engine.sched.admission import ModelLimits
 from diptych.engine.sched.layer_groups import LayerGroups
 from diptych.engine.sched.output import DetokenizerFactory
@@ -241,7 +241,7 @@ class EngineCore:
         return events
 
     def stats(self, busy_since: float | None = None) -> EngineStats:
-        return self.scheduler.stats(steps=self.steps, busy_since=busy_since, steps_ahead=self.steps_ahead)
+        return report.stats(self.scheduler, steps=self.steps, steps_ahead=self.steps_ahead, busy_since=busy_since)
 
     def measure_copies(self) -> float:
         """Time copies of a few free blocks to the host tier and back, so that no choice is made by a guess.

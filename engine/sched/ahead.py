@@ -70,7 +70,7 @@ def _obstacle(scheduler: Scheduler, out: SchedulerOutput) -> str:
     if len(scheduler.decoding) > scheduler.config.max_num_batched_tokens:
         return "token budget"
     if len(scheduler.waiting):
-        scheduler.admit_remote(out)
+        scheduler.admit(out, 0)  # remote ones: they compute nothing
         head = scheduler.waiting.head(may_compute=True)
         if head is not None and (scheduler.policy.preempts or scheduler.fits(head)):
             return "admission"

@@ -25,7 +25,6 @@ from diptych.engine.messages import (
     EngineAudit,
     EngineEvent,
     EngineRequest,
-    EngineStats,
     Failed,
     Finished,
     KvMode,
@@ -220,7 +219,7 @@ class Scheduler:
             if budget <= 0:
                 break
             budget -= self._add_chunk(out, request, budget)
-        self._admit(out, budget)
+        self.admit(out, budget)
         return out
 
     def _schedule_decode(self, out: SchedulerOutput) -> None:
@@ -239,9 +238,8 @@ class Scheduler:
             tokens = request.token_ids
             seq = request.seq
             ids = seq.token_ids
-            if (
-                len(ids) == 1
-            ):  # its own list of the step before: a new one would cost as much as all the rest of this loop
+            # Its own list of the step before: a new one would cost as much as all the rest of this loop.
+            if len(ids) == 1:
                 ids[0] = tokens[-1]
             else:
                 seq.token_ids = [tokens[-1]]
@@ -293,7 +291,7 @@ class Scheduler:
         """At admission, with all the beams that come along; without what a cache may save."""
         return sum(self.kv.blocks_at_admission(one) for one in preemption.waiting_beams(request) or (request,))
 
-    def _admit(self, out: SchedulerOutput, budget: int) -> None:
+    def admit(self, out: SchedulerOutput, budget: int) -> None:
         """Strictly in the policy's order by blocks: whoever cannot have its blocks holds up all behind it. A request that only
         lacks this step's token budget lets REMOTE ones pass (they compute nothing), but keeps its claim on blocks."""
         slots = self.free_slots()
@@ -329,10 +327,6 @@ class Scheduler:
                 request.move(State.RUNNING)
                 self.prefilling[request.attempt] = request
                 budget -= self._add_chunk(out, request, budget)
-
-    def admit_remote(self, out: SchedulerOutput) -> None:
-        """Admit REMOTE requests that are next, and nobody who would compute."""
-        self._admit(out, 0)
 
     def _come_back(self, out: SchedulerOutput, beam: Request, budget: int) -> int:
         """A preempted beam whose blocks are there for certain. Returns: the tokens that it computes in this step."""
@@ -397,9 +391,6 @@ class Scheduler:
         if copies:
             self.kv.pool.copies = []
         return copies
-
-    def stats(self, *, steps: int, busy_since: float | None, steps_ahead: int = 0) -> EngineStats:
-        return report.stats(self, steps=steps, steps_ahead=steps_ahead, busy_since=busy_since)
 
     def audit(self, full: bool) -> EngineAudit:
         """Counters; with `full` a walk of every block and request."""
