@@ -87,7 +87,7 @@ $(VLLM_ENV)/.ready:
 	@touch $@
 
 bench-vllm: $(VENV)/.serve model $(VLLM_ENV)/.ready ## vLLM on the CPU beside ours, in turns, P/D and colocated; VLLM_ENV= its environment
-	@$(BIN)/diptych bench vllm $(VLLM_ENV) --mode pd $(ARGS)
+	@$(BIN)/diptych bench vllm $(VLLM_ENV) --mode pd --rounds 5 $(ARGS)
 	@$(BIN)/diptych bench vllm $(VLLM_ENV) --mode colocated --rounds 5 $(ARGS)
 
 test-gpu: ## the tests that need a CUDA device, with the Python that GPU_PYTHON names

@@ -10,9 +10,28 @@ import msgspec
 from diptych.common.errors import ConfigError
 
 
-class Message(msgspec.Struct, frozen=True):
+class CalledFunction(msgspec.Struct, frozen=True):
+    """arguments: a JSON object, as text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    """As the OpenAI API writes it."""
+
+    id: str
+    function: CalledFunction
+    type: str = "function"
+
+
+class Message(msgspec.Struct, frozen=True, omit_defaults=True):
+    """As the OpenAI API writes it. tool_calls: of an assistant; tool_call_id: of role tool, the call that it answers."""
+
     role: str
     content: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
 
 
 class WorkItem(msgspec.Struct, frozen=True, omit_defaults=True):

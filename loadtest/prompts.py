@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Literal
 
-from diptych.loadtest.items import Message
+from diptych.loadtest.items import CalledFunction, Message, ToolCall
 
 Form = Literal["ids", "text", "messages"]
+
+TOOL_NAME = "search"
+_ARGUMENT_WORDS = 4
 
 # Common English words: almost every tokenizer knows each of them, with its leading space, as one token.
 _TEXT = (
@@ -71,3 +75,12 @@ class PromptMaker:
         if self.form == "messages" and isinstance(system, str) and isinstance(body, str) and system:
             return Prompt(messages=(Message("system", system), Message("user", body)))
         return self.join((system, body))
+
+    def tool_result(self, rng: Random, call_id: str, body: tuple[int, ...] | str) -> Prompt:
+        """What a tool gave back, in reply to a call: with messages the assistant's call, whose content is its real answer once
+        that is known, and a message of role tool; else just more of the prompt."""
+        if self.form != "messages" or not isinstance(body, str):
+            return self.join((body,))
+        arguments = json.dumps({"query": " ".join(rng.choices(WORDS, k=_ARGUMENT_WORDS))})
+        call = ToolCall(call_id, CalledFunction(TOOL_NAME, arguments))
+        return Prompt(messages=(Message("assistant", "", (call,)), Message("tool", body, tool_call_id=call_id)))

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from diptych.loadtest.items import Message, WorkItem, sessions_of
+from diptych.loadtest.items import Message, ToolCall, WorkItem, sessions_of
 from diptych.loadtest.lag import LagProbe, LagReport
 from diptych.loadtest.record import CountedBy, Outcome, RequestRecord, share_out
 from diptych.loadtest.schedule import ClosedLoop, OpenLoop, arrivals
@@ -256,7 +256,10 @@ def with_history(item: WorkItem, history: Sequence[Ask | str | tuple[int, ...]])
         if token_ids and isinstance(said, tuple):
             token_ids = before.token_ids + said + token_ids
         elif messages and isinstance(said, str):
-            messages = (*before.messages, Message("assistant", said), *messages)
+            calls: tuple[ToolCall, ...] = ()
+            if messages[0].role == "assistant":  # a tool call: the answer that made it is known only now
+                calls, messages = messages[0].tool_calls, messages[1:]
+            messages = (*before.messages, Message("assistant", said, calls), *messages)
         elif isinstance(said, str):
             text = f"{before.text}{said}\n{text}"
     return Ask(item.output_tokens, token_ids, text, messages, item.tenant, f"bench-{item.index}")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
+import msgspec
+
 from diptych.client import AsyncClient, Completion, DiptychError, RetryPolicy, StreamBrokenError, Tls
 from diptych.common.errors import NoWorkerError, OverloadedError, RequestDeadlineError
 from diptych.loadtest.record import Outcome, ServerFacts
@@ -73,7 +75,7 @@ class GrpcTarget:
         if ask.token_ids:
             options["token_ids"] = ask.token_ids
         elif ask.messages:
-            options["messages"] = [{"role": m.role, "content": m.content} for m in ask.messages]
+            options["messages"] = [msgspec.to_builtins(message) for message in ask.messages]
         else:
             options["prompt"] = ask.text
         return options

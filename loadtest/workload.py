@@ -3,7 +3,8 @@
 random         independent prompts
 shared-prefix  prompts that begin with one of `num_prefixes` system prompts
 conversation   turns with think time; every turn carries the real history
-agent          loops of tool calls: a task, then tool results after short tool times, history carried
+agent          loops of tool calls: a task, then tool results after short tool times, history carried; with messages every
+               turn is an assistant's call and its result in role tool
 longdoc        several questions about one long document
 """
 
@@ -155,7 +156,12 @@ def _turns(spec: WorkloadSpec, rng: Random, kind: str, delay: Distribution) -> I
         for turn in range(spec.turns):
             num_input = spec.input_len.draw_tokens(rng)
             body = maker.body(rng, num_input)
-            prompt = maker.with_system(system, body) if turn == 0 else maker.join((body,))
+            if turn == 0:
+                prompt = maker.with_system(system, body)
+            elif kind == "agent":
+                prompt = maker.tool_result(rng, f"call_{number}_{turn}", body)
+            else:
+                prompt = maker.join((body,))
             yield _item(
                 prompt,
                 num_input + (spec.prefix_len if turn == 0 else 0),

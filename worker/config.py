@@ -12,6 +12,8 @@ from diptych.engine.config import GRAMMAR_BACKENDS, POLICIES, PREEMPTION_MODES
 from diptych.engine.overlap import MODES as OVERLAP_MODES
 
 DTYPES = ("float32", "float16", "bfloat16")
+AUTO_BACKEND = "auto"
+BACKENDS = (AUTO_BACKEND, "native", "torch", "triton")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,8 @@ class WorkerConfig:
         redis_url: empty: no store, the worker is on its own.
         secret_file: the cluster secret, from which keys are derived.
         dtype: of weights and KV: float32, float16 or bfloat16.
+        backend: kernels: native (C, compiled at the first start; CPU), torch, triton (GPU), or auto: the device's own, which on a
+            CPU is native where it can be had, with a warning where it cannot.
         num_blocks: KV blocks; 0: as many as kv_memory_bytes hold.
         kv_memory_bytes: KV pool; 0: on a GPU what gpu_memory_utilization leaves, else a share of the memory free at start.
         gpu_memory_utilization: share of the GPU's memory that weights, steps, staging ring and KV may take together.
@@ -101,6 +105,7 @@ class WorkerConfig:
     secret_file: str = ""
     device: str = "cpu"
     dtype: str = "float32"
+    backend: str = AUTO_BACKEND
     num_blocks: int = 0
     kv_memory_bytes: int = 0
     gpu_memory_utilization: float = 0.9
@@ -159,6 +164,7 @@ class WorkerConfig:
             ("scheduling_policy", POLICIES),
             ("preemption_mode", PREEMPTION_MODES),
             ("dtype", DTYPES),
+            ("backend", BACKENDS),
             ("kv_overlap", OVERLAP_MODES),
             ("grammar_backend", GRAMMAR_BACKENDS),
         ):

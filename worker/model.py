@@ -25,7 +25,7 @@ from diptych.engine.grammar.program import AfterText, Program
 from diptych.engine.grammar.vocabulary import vocabulary_of
 from diptych.engine.runner import ModelRunner
 from diptych.engine.sched.output import DetokenizerFactory
-from diptych.worker.config import WorkerConfig
+from diptych.worker.config import AUTO_BACKEND, WorkerConfig
 
 log = structlog.get_logger(__name__)
 
@@ -113,6 +113,7 @@ def load_model(config: WorkerConfig) -> LoadedModel:
         max_model_len=max_model_len,
         num_threads=config.threads,
         num_host_blocks=config.num_host_blocks,
+        backend=None if config.backend == AUTO_BACKEND else config.backend,
         budget=budget,
     )
     factory: DetokenizerFactory | None = None
@@ -134,6 +135,7 @@ def load_model(config: WorkerConfig) -> LoadedModel:
         dtype=config.dtype,
         kernels=runner.backend,
     )
+    log.info(runner.weight_sizes.line())
     return LoadedModel(runner, compat, identity, factory, grammars)
 
 

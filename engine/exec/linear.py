@@ -22,8 +22,16 @@ class Linear:
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight, self.bias = weight, bias
 
+    @property
+    def num_bytes(self) -> int:
+        return self.weight.nbytes + bias_bytes(self.bias)
+
     def __call__(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
+
+
+def bias_bytes(bias: Tensor | None) -> int:
+    return 0 if bias is None else bias.nbytes
 
 
 class WideCpuLinear:
@@ -35,6 +43,10 @@ class WideCpuLinear:
         self._transposed = weight.t().contiguous()
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACK_FOR_ROWS)
         self._bias = bias
+
+    @property
+    def num_bytes(self) -> int:
+        return 2 * self._transposed.nbytes + bias_bytes(self._bias)  # the packed form does not tell its own size
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.shape[0] > 1:

@@ -105,6 +105,7 @@ class TorchModelRunner:
         """library: the compiled kernels that the weights are packed for; None: they are not packed."""
         like = weights.embedding
         self.config = config
+        self.weight_sizes = weights.sizes()
         self.kv_dtype = str(like.dtype).removeprefix("torch.")
         self.pool = KvPool(
             num_blocks,

@@ -15,6 +15,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from diptych.common.errors import ConfigError
+from diptych.engine.capacity import WeightSizes
 from diptych.engine.exec.linear import Linear, WideCpuLinear, make_linear
 from diptych.engine.exec.model_config import ModelConfig
 from diptych.engine.exec.native.weights import PackedLinear
@@ -47,6 +48,12 @@ class DecoderWeights:
     layers: list[LayerWeights]
     norm: RmsNorm
     lm_head: AnyLinear
+
+    def sizes(self) -> WeightSizes:
+        head = self.lm_head
+        shared = isinstance(head, Linear) and head.weight.data_ptr() == self.embedding.data_ptr()
+        layers = sum(one.num_bytes for layer in self.layers for one in (layer.qkv, layer.o, layer.gate_up, layer.down))
+        return WeightSizes(layers, head.num_bytes, 0 if shared else self.embedding.nbytes)
 
 
 class Checkpoint:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from diptych.engine.exec.linear import bias_bytes
 from diptych.kernels.native.api import HugePages, Library
 
 
@@ -16,6 +17,10 @@ class PackedLinear:
     def __init__(self, library: Library, memory: HugePages, weight: Tensor, bias: Tensor | None) -> None:
         self._library, self._outputs = library, weight.shape[0]
         self.packed, self.bias = library.pack(weight, memory), bias
+
+    @property
+    def num_bytes(self) -> int:
+        return self.packed.nbytes + bias_bytes(self.bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [rows, inputs]. Returns: [rows, outputs]."""

@@ -6,7 +6,7 @@ import pytest
 
 from diptych.cli.capacity import run_capacity
 from diptych.common.errors import ConfigError
-from diptych.engine.capacity import capacity_line, kv_shape
+from diptych.engine.capacity import WeightSizes, capacity_line, kv_shape
 
 LLAMA_3_70B = {
     "architectures": ["LlamaForCausalLM"],
@@ -112,3 +112,9 @@ def test_no_config_there(tmp_path, content):
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(ConfigError, match="model"):
         run_capacity(str(tmp_path))
+
+
+def test_the_weights_line_names_what_is_there_twice():
+    line = WeightSizes(layers=405 << 20, head=108 << 20, embedding=108 << 20).line()
+    assert line == "weights: 405 MiB of layers + 108 MiB of output head + 108 MiB of embedding = 621 MiB"
+    assert "embedding" not in WeightSizes(layers=405 << 20, head=108 << 20, embedding=0).line()

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import pytest
 
+from diptych.client.request_parts import add_message
 from diptych.loadtest import sizes
+from diptych.loadtest.items import Message
 from diptych.loadtest.lag import LagReport, warnings_of
+from diptych.loadtest.prompts import TOOL_NAME
 from diptych.loadtest.record import CountedBy, Outcome
 from diptych.loadtest.runner import Runner
 from diptych.loadtest.schedule import ClosedLoop, OpenLoop
 from diptych.loadtest.slo import parse_slo
 from diptych.loadtest.stats import Dist, summarise
 from diptych.loadtest.workload import WorkloadSpec, generate
+from diptych.router.openai_tools import ChatMessage, template_messages
+from diptych.rpc.v1 import router_pb2
 
 
 def spec(**more) -> WorkloadSpec:
@@ -86,15 +92,41 @@ def test_turns_follow_after_think_time_with_the_real_history(scripted, virtual):
     assert asks[2].token_ids[: len(asks[1].token_ids)] == asks[1].token_ids
 
 
-@pytest.mark.parametrize("form", ["text", "messages"])
-def test_history_in_the_prompts_own_form(scripted, virtual, form):
-    items = generate(spec(kind="agent", num_requests=2, turns=2, form=form, output_len=sizes.fixed(2)))
+@pytest.mark.parametrize("kind", ["conversation", "agent"])
+def test_history_as_text(scripted, virtual, kind):
+    items = generate(spec(kind=kind, num_requests=2, turns=2, form="text", output_len=sizes.fixed(2)))
     target = scripted()
     virtual(Runner(target, OpenLoop(1.0)).run(items))
-    if form == "text":
-        assert target.asks[1].text == f"{items[0].text}abab\n{items[1].text}"
-    else:
-        assert [message.role for message in target.asks[1].messages] == ["user", "assistant", "user"]
+    assert target.asks[1].text == f"{items[0].text}abab\n{items[1].text}"
+
+
+def test_a_conversations_history_as_messages(scripted, virtual):
+    items = generate(spec(kind="conversation", num_requests=2, turns=2, form="messages", output_len=sizes.fixed(2)))
+    target = scripted()
+    virtual(Runner(target, OpenLoop(1.0)).run(items))
+    user, answer, more = target.asks[1].messages
+    assert (user, more) == (*items[0].messages, *items[1].messages)
+    assert answer == Message("assistant", "abab")
+
+
+def test_an_agents_turns_are_calls_and_results_that_both_of_our_faces_take(scripted, virtual):
+    items = generate(spec(kind="agent", num_requests=3, turns=3, form="messages", output_len=sizes.fixed(2)))
+    target = scripted()
+    virtual(Runner(target, OpenLoop(1.0)).run(items))
+    messages = target.asks[2].messages
+    assert [message.role for message in messages] == ["user", "assistant", "tool", "assistant", "tool"]
+    for call, result in (messages[1:3], messages[3:5]):
+        assert call.content == "abab"  # what the server really said
+        assert call.tool_calls[0].id == result.tool_call_id
+    assert len({message.tool_call_id for message in messages if message.role == "tool"}) == 2
+    sent = msgspec.json.decode(msgspec.json.encode(messages))
+    read = template_messages([ChatMessage.model_validate(message) for message in sent])
+    assert set(read[1]["tool_calls"][0]["function"]["arguments"]) == {"query"}
+    chat = router_pb2.ChatInput()
+    for message in sent:
+        add_message(chat, message)
+    assert chat.messages[3].tool_calls[0].name == TOOL_NAME
+    assert [message.tool_call_id for message in chat.messages] == [m.tool_call_id for m in messages]
 
 
 def test_failures_are_counted_and_never_dropped(scripted, virtual):
