@@ -3,7 +3,8 @@
     pd          1 prefill + 1 decode on either side, one core each
     colocated   one engine with all cores on either side
 
-A load is `rate:0.3` (open loop, arrivals a second) or `users:8` (closed loop).
+A load is `rate:0.3` (open loop, arrivals a second) or `users:8` (closed loop). Loads may come one call at a time: a result file
+that is there already keeps its other loads.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from diptych.loadtest.compare import Comparison
 from diptych.loadtest.config import BenchConfig
 from diptych.loadtest.result import Report, begin_report
 
-LOADS = {"pd": "rate:0.3,users:4", "colocated": "users:1,users:8,users:32"}
+LOADS = {"pd": "rate:0.4,users:4", "colocated": "users:1,users:8,users:32"}
 LENGTHS = {"pd": ("uniform:64,192", "32"), "colocated": ("256", "64")}
 SLO = "ttft:3000,tpot:300"
 RATE_RUN_S = 30.0
@@ -120,6 +121,7 @@ def _silent(report: Report) -> bool:
 
 def _write(path: Path, choice: VllmChoice, reports: dict[str, Report]) -> None:
     """What is worth keeping of all loads in one file: ratios, every round's medians, settings, versions, machine."""
+    known = json.loads(path.read_text())["loads"] if path.exists() else {}
     first = next(iter(reports.values()))
     body: dict[str, Any] = {
         "what": f"vLLM on the CPU ({choice.mode}) beside Diptych, the same model, precision, cores and client, in turns; B / A",
@@ -127,7 +129,7 @@ def _write(path: Path, choice: VllmChoice, reports: dict[str, Report]) -> None:
         "environment": first.environment.as_dict(),
         "load_average_at_the_end": round(os.getloadavg()[0], 2),
         "vllm": {"versions": choice.versions(), "flags": choice.flags},
-        "loads": {text: _load_object(report) for text, report in reports.items()},
+        "loads": known | {text: _load_object(report) for text, report in reports.items()},
     }
     path.write_text(json.dumps(body, indent=1) + "\n")
     print(path)
@@ -136,7 +138,11 @@ def _write(path: Path, choice: VllmChoice, reports: dict[str, Report]) -> None:
 def _load_object(report: Report) -> dict[str, Any]:
     config, comparison = report.runs[0].config, report.comparison
     assert isinstance(comparison, Comparison)
+    environment = report.environment
     return {
+        "date": report.began.isoformat(timespec="seconds"),
+        "git_hash": environment.git_hash,
+        "load_1m": environment.load_1m,
         "requests": config.num_requests,
         "input_len": config.input_len,
         "output_len": config.output_len,

@@ -3,6 +3,7 @@ one contiguous piece on the wire. The host tier is a second one of the same shap
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from diptych.engine.messages import BlockCopy, CopyKind, DeviceRange, Payload
 from diptych.engine.runner import Pull
 from diptych.kernels import kv_pack
+from diptych.kernels.native.api import HugePages
 from diptych.kernels.paged_attention import layer_rows, layer_slots
 
 KV_LAYOUT = "block-major"
@@ -32,6 +34,15 @@ class BlockMover(Protocol):
     def pull(self, block_ids: Sequence[int], num_tokens: int, src: DeviceRange) -> Pull: ...
 
 
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """On a CPU in huge pages: a step reads blocks from all over the pool."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    size = math.prod(shape) * dtype.itemsize
+    fresh = HugePages().take(-(-size // 4))  # new memory of the system's is zero
+    return fresh.view(torch.uint8)[:size].view(dtype).view(shape)
+
+
 class KvPool:
     """Zeroed at the start, so that no slot ever holds NaN that nobody computed."""
 
@@ -48,7 +59,7 @@ class KvPool:
         num_host_blocks: int = 0,
     ) -> None:
         shape = (num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim)
-        self.tensor: Tensor = torch.zeros(shape, dtype=dtype, device=device)
+        self.tensor: Tensor = _zeros(shape, dtype, device)
         self.host: Tensor = torch.empty(
             (num_host_blocks, *shape[1:]), dtype=dtype, pin_memory=device.type == "cuda" and num_host_blocks > 0
         )

@@ -48,7 +48,8 @@ class Model(ctypes.Structure):
 
 
 class Step(ctypes.Structure):
-    """x .. up: [rows, ...] buffers; tiles: [num_tiles, 4] as in attention.h; scores: [threads, TILE, max_len]."""
+    """x .. up: [rows, ...] buffers; tiles: [num_tiles, 4] as in attention.h; scores: [threads,
+    scores_step], at least TILE * max_len a thread."""
 
     _fields_: ClassVar[Any] = [
         *(
@@ -57,7 +58,7 @@ class Step(ctypes.Structure):
                 "x", "normed", "qkv", "attended", "gate", "up", "positions", "slots", "tiles", "blocks", "scores",
             )
         ),
-        *((name, c_int64) for name in ("rows", "num_tiles", "max_len", "num_threads")),
+        *((name, c_int64) for name in ("rows", "num_tiles", "max_len", "scores_step", "num_threads")),
     ]  # fmt: skip
 
 

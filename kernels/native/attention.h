@@ -1,7 +1,7 @@
 /* Attention straight from the paged pool [blocks][layers][2][block_size][kv_heads][head_dim].
  *
  * A tile is a few neighbouring rows of one sequence; one task serves a tile and one KV head with the query heads that share
- * it. Every query goes through its tokens in their order: its result depends neither on the rows beside it nor on how a prompt
+ * it, or, where there are many sequences, a single row with all its heads. Every query goes through its tokens in their order: its result depends neither on the rows beside it nor on how a prompt
  * was cut into chunks, bit for bit.
  */
 #ifndef DIPTYCH_ATTENTION_H
@@ -10,6 +10,8 @@
 #include "matmul.h"
 
 #define MAX_HEAD_DIM 256
+#define MAX_ROW 4096      /* heads * head_dim of a row that goes through the KV with all its heads */
+#define MAX_ROW_HEADS 64
 
 struct attention {
     const float *pool;      /* of this layer: K of block b begins at pool + b * block_step, its V v_offset behind */
@@ -17,7 +19,8 @@ struct attention {
     float *out;             /* row r, head h: out + r * out_step + h * head_dim */
     const int64_t *tiles;   /* [num_tiles][4]: first row, rows, position of the first row, where its block table begins */
     const int64_t *blocks;  /* the block tables */
-    float *scores;          /* [threads][TILE][max_len] */
+    float *scores;          /* [threads][scores_step], room for TILE * max_len at least */
+    long scores_step, whole_rows; /* whole_rows: single rows go with all heads, where they fit */
     long num_tiles, block_step, v_offset, block_size, kv_heads, group, head_dim, q_step, out_step, max_len;
     long window;            /* tokens that a query sees; 0: all */
     float scale;
@@ -31,14 +34,23 @@ INLINE long heads_together(long group) {
 }
 INLINE long tile_rows(long group) { return max_long(1, TILE / group); }
 
+/* Rows that are read a little later: asked for, a row at a time, while others are computed. Blocks lie anywhere in memory, and
+ * no hardware foresees the next one. */
+struct ahead {
+    const float *rows;
+    long count;
+};
+
 /* scores[j][t] = q[j] . k[t]. Two keys at a time share the loads of q; the sums over the lanes are taken LANES keys at once. */
-INLINE void block_scores(const int queries, const float (*q)[MAX_HEAD_DIM], const float *k, long step, long dim, long count,
-                         float *scores, long scores_step) {
+INLINE void block_scores(const int queries, const float *q, long q_step, const float *k, long step, long dim, long count,
+                         struct ahead ahead, float *scores, long scores_step) {
     for (long t = 0; t < count; t += LANES) {
         vec parts[TILE][LANES];
         long some = min_long(LANES, count - t);
         for (long i = 0; i < some; i += 2) {
             const float *one = k + (t + i) * step, *two = i + 1 < some ? one + step : one;
+            for (long row = t + i; row < min_long(t + i + 2, ahead.count); row++)
+                for (long d = 0; d < dim; d += 16) __builtin_prefetch(ahead.rows + row * step + d);
             vec sum[TILE][2];
 #pragma GCC unroll 16
             for (int j = 0; j < queries; j++) sum[j][0] = sum[j][1] = (vec){0};
@@ -46,7 +58,7 @@ INLINE void block_scores(const int queries, const float (*q)[MAX_HEAD_DIM], cons
                 vec first = load(one + d), second = load(two + d);
 #pragma GCC unroll 16
                 for (int j = 0; j < queries; j++) {
-                    vec query = load(q[j] + d);
+                    vec query = load(q + j * q_step + d);
                     sum[j][0] += query * first;
                     sum[j][1] += query * second;
                 }
@@ -63,14 +75,16 @@ INLINE void block_scores(const int queries, const float (*q)[MAX_HEAD_DIM], cons
 }
 
 /* sum[j] += p[j][t] * v[t], VECS registers wide */
-INLINE void block_values(const int queries, const float *p, long p_step, const float *v, long step, long count, float *sums,
-                         long sums_step) {
+INLINE void block_values(const int queries, const float *p, long p_step, const float *v, long step, long count,
+                         struct ahead ahead, float *sums, long sums_step) {
     vec sum[TILE][VECS];
 #pragma GCC unroll 16
     for (int j = 0; j < queries; j++)
 #pragma GCC unroll 4
         for (int i = 0; i < VECS; i++) sum[j][i] = load(sums + j * sums_step + i * LANES);
     for (long t = 0; t < count; t++, v += step) {
+        if (t < ahead.count)
+            for (int at = 0; at < PANEL; at += 16) __builtin_prefetch(ahead.rows + t * step + at);
         vec value[VECS];
 #pragma GCC unroll 4
         for (int i = 0; i < VECS; i++) value[i] = load(v + i * LANES);
@@ -121,13 +135,28 @@ static float soften(float *scores, long count) {
     return sum_lanes(sum);
 }
 
+/* First token that the query at `position` sees; and where its lanes begin, so that their sums do not depend on its tile. */
+INLINE long first_seen(const struct attention *a, long position) {
+    return a->window ? max_long(0, position + 1 - a->window) : 0;
+}
+INLINE long lane_begin(long first) { return first - first % LANES; }
+
+/* The scores of the query at `position`, of tokens [begin, end), to weights; tokens that it does not see weigh nothing. */
+INLINE float weigh(const struct attention *a, float *own, long position, long begin, long end) {
+    long last = position + 1, first = first_seen(a, position), from = lane_begin(first);
+    for (long t = from; t < first; t++) own[t] = -INFINITY;
+    float total = soften(own + from, last - from);
+    for (long t = begin; t < first; t++) own[t] = 0.0f;
+    for (long t = last; t < end; t++) own[t] = 0.0f;
+    return total;
+}
+
 INLINE void attend_queries(const int queries, const struct attention *a, const int64_t *table, long kv_head, long head,
                            long heads, long first_row, long position, float *scores) {
     float q[TILE][MAX_HEAD_DIM], sums[TILE][MAX_HEAD_DIM], totals[TILE];
-    long dim = a->head_dim, step = a->kv_heads * dim, size = a->block_size;
-    long rows = queries / heads, end = position + rows;
-    long begin = a->window && position + 1 > a->window ? position + 1 - a->window : 0;
-    begin -= begin % LANES; /* so that the lanes of a query's sums do not depend on its tile */
+    long dim = a->head_dim, step = a->kv_heads * dim, size = a->block_size, end = position + queries / heads;
+    long begin = lane_begin(first_seen(a, position));
+    struct ahead none = {a->pool, 0}; /* the tiles before and behind this one read the same blocks */
     for (int j = 0; j < queries; j++) {
         const float *from = a->q + (first_row + j / heads) * a->q_step + (head + j % heads) * dim;
         for (long d = 0; d < dim; d += LANES) {
@@ -138,23 +167,15 @@ INLINE void attend_queries(const int queries, const struct attention *a, const i
     for (long t = begin; t < end;) {
         long offset = t % size, count = min_long(size - offset, end - t);
         const float *k = a->pool + table[t / size] * a->block_step + kv_head * dim + offset * step;
-        block_scores(queries, q, k, step, dim, count, scores + t, a->max_len);
+        block_scores(queries, q[0], MAX_HEAD_DIM, k, step, dim, count, none, scores + t, a->max_len);
         t += count;
     }
-    for (int j = 0; j < queries; j++) {
-        float *own = scores + j * a->max_len;
-        long last = position + j / heads + 1, first = a->window ? max_long(0, last - a->window) : 0;
-        long from = first - first % LANES;
-        for (long t = from; t < first; t++) own[t] = -INFINITY;
-        totals[j] = soften(own + from, last - from);
-        for (long t = begin; t < first; t++) own[t] = 0.0f;
-        for (long t = last; t < end; t++) own[t] = 0.0f;
-    }
+    for (int j = 0; j < queries; j++) totals[j] = weigh(a, scores + j * a->max_len, position + j / heads, begin, end);
     for (long t = begin; t < end;) {
         long offset = t % size, count = min_long(size - offset, end - t);
         const float *v = a->pool + table[t / size] * a->block_step + a->v_offset + kv_head * dim + offset * step;
         for (long d = 0; d < dim; d += PANEL)
-            block_values(queries, scores + t, a->max_len, v + d, step, count, sums[0] + d, MAX_HEAD_DIM);
+            block_values(queries, scores + t, a->max_len, v + d, step, count, none, sums[0] + d, MAX_HEAD_DIM);
         t += count;
     }
     for (int j = 0; j < queries; j++) {
@@ -163,24 +184,75 @@ INLINE void attend_queries(const int queries, const struct attention *a, const i
     }
 }
 
+/* One row with all its heads: a block's K of all KV heads is one stretch of memory, and so is its V. `together` query heads of
+ * a KV head go through it at a time. */
+INLINE void attend_row(const int together, const struct attention *a, const int64_t *table, long row, long position,
+                       float *scores) {
+    float q[MAX_ROW], totals[MAX_ROW_HEADS], *out = a->out + row * a->out_step;
+    long dim = a->head_dim, step = a->kv_heads * dim, size = a->block_size, heads = a->kv_heads * a->group;
+    long end = position + 1, begin = lane_begin(first_seen(a, position));
+    for (long d = 0; d < heads * dim; d += LANES) {
+        store(q + d, load(a->q + row * a->q_step + d) * spread(a->scale));
+        store(out + d, (vec){0});
+    }
+    for (long t = begin; t < end;) {
+        long offset = t % size, count = min_long(size - offset, end - t), next = t + count;
+        const float *k = a->pool + table[t / size] * a->block_step + offset * step;
+        /* behind the last K comes the first V */
+        const float *then = next < end ? a->pool + table[next / size] * a->block_step
+                                       : a->pool + table[begin / size] * a->block_step + a->v_offset;
+        struct ahead ahead = {then, next < end ? min_long(size, end - next) : min_long(size, end - begin / size * size)};
+        for (long head = 0; head < heads; head += together) {
+            long at = head / a->group * dim;
+            struct ahead part = {ahead.rows + at, ahead.count};
+            block_scores(together, q + head * dim, dim, k + at, step, dim, count, part, scores + head * end + t, end);
+        }
+        t = next;
+    }
+    for (long head = 0; head < heads; head++) totals[head] = weigh(a, scores + head * end, position, begin, end);
+    for (long t = begin; t < end;) {
+        long offset = t % size, count = min_long(size - offset, end - t), next = t + count;
+        const float *v = a->pool + table[t / size] * a->block_step + a->v_offset + offset * step;
+        struct ahead ahead = {a->pool, 0};
+        if (next < end)
+            ahead = (struct ahead){a->pool + table[next / size] * a->block_step + a->v_offset, min_long(size, end - next)};
+        for (long head = 0; head < heads; head += together)
+            for (long d = 0; d < dim; d += PANEL) {
+                long at = head / a->group * dim + d;
+                struct ahead part = {ahead.rows + at, ahead.count};
+                block_values(together, scores + head * end + t, end, v + at, step, count, part, out + head * dim + d, dim);
+            }
+        t = next;
+    }
+    for (long head = 0; head < heads; head++)
+        for (long d = head * dim; d < (head + 1) * dim; d += LANES) store(out + d, load(out + d) / spread(totals[head]));
+}
+
+#if TILE >= 12
+#define EACH_COUNT(CASE) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+#elif TILE >= 6
+#define EACH_COUNT(CASE) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#else
+#define EACH_COUNT(CASE) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5)
+#endif
+
 static void attend_task(const void *context, long task, int thread) {
     const struct attention *a = context;
-    const int64_t *t = a->tiles + task / a->kv_heads * 4;
-    long kv_head = task % a->kv_heads, heads = heads_together(a->group);
-    float *scores = a->scores + thread * TILE * a->max_len;
+    const int64_t *t = a->tiles + task / a->kv_heads * 4, *table = a->blocks + t[3];
+    long kv_head = task % a->kv_heads, heads = heads_together(a->group), all = a->kv_heads * a->group;
+    float *scores = a->scores + thread * a->scores_step;
+    if (a->whole_rows && t[1] == 1 && all * (t[2] + 1) <= a->scores_step && all <= MAX_ROW_HEADS &&
+        all * a->head_dim <= MAX_ROW) {
+        if (kv_head) return; /* the task of the first one serves them all */
+#define ROW(H) case H: attend_row(H, a, table, t[0], t[2], scores); break;
+        switch (heads) { EACH_COUNT(ROW) }
+#undef ROW
+        return;
+    }
     for (long head = kv_head * a->group; head < (kv_head + 1) * a->group; head += heads) {
-#define CASE(Q) \
-    case Q: attend_queries(Q, a, a->blocks + t[3], kv_head, head, heads, t[0], t[2], scores); break;
-        switch (heads * t[1]) {
-            CASE(1) CASE(2) CASE(3) CASE(4) CASE(5)
-#if TILE >= 6
-            CASE(6)
-#endif
-#if TILE >= 12
-            CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
-#endif
-        }
-#undef CASE
+#define TILE_OF(Q) case Q: attend_queries(Q, a, table, kv_head, head, heads, t[0], t[2], scores); break;
+        switch (heads * t[1]) { EACH_COUNT(TILE_OF) }
+#undef TILE_OF
     }
 }
 

@@ -26,7 +26,7 @@ struct step {
     float *x, *normed, *qkv, *attended, *gate, *up; /* [rows][hidden, hidden, .., heads * head_dim, ffn, ffn] */
     const int64_t *positions, *slots, *tiles, *blocks;
     float *scores;
-    int64_t rows, num_tiles, max_len, num_threads;
+    int64_t rows, num_tiles, max_len, scores_step, num_threads;
 };
 
 INLINE void norm_row(const float *x, const float *weight, long size, float eps, float *y) {
@@ -107,6 +107,8 @@ static void attention_part(const struct model *m, long index, const struct step 
         .tiles = s->tiles,
         .blocks = s->blocks,
         .scores = s->scores,
+        .scores_step = s->scores_step,
+        .whole_rows = s->num_tiles >= 2 * s->num_threads,
         .num_tiles = s->num_tiles,
         .block_step = m->num_layers * 2 * m->block_size * kv_size,
         .v_offset = m->block_size * kv_size,
@@ -132,8 +134,9 @@ static void feed_task(const void *context, long task, int thread) {
     long group = group_panels(job->gate.inputs), p = task * group;
     long end = min_long(num_panels(job->gate.outputs), p + group), outputs = job->gate.outputs;
     (void)thread;
-    linear_panels(&job->gate, p, end);
-    linear_panels(&job->up, p, end);
+    long size = job->gate.inputs * PANEL;
+    linear_panels(&job->gate, p, end, job->up.weight + p * size);
+    linear_panels(&job->up, p, end, job->gate.weight + end * size);
     for (long r = 0; r < job->gate.rows; r++) {
         float *gate = job->gate.y + r * outputs, *up = job->up.y + r * outputs;
         for (long i = p * PANEL; i < min_long(outputs, end * PANEL); i += LANES) {

@@ -11,12 +11,18 @@
 
 #define ROWS_BYTES (200 << 10)  /* of x that are kept in the second-level cache */
 #define GROUP_BYTES (160 << 10) /* of packed weights of one task */
-#define AHEAD 128               /* inputs whose weights are asked for early; with few rows the hardware alone does better */
+#define AHEAD 128               /* inputs whose weights are asked for early */
+
+/* Memory that is wanted soon, or none: so many bytes of it are asked for beside every input. */
+struct soon {
+    const char *from;
+    long step;
+};
 
 /* One tile: `rows` rows (a constant after inlining) by `panels` panels that lie `panel_step` apart; step: distance of two inputs'
  * weights. Columns of y from `valid` on are not written. */
 INLINE void tile(const int rows, const int panels, const float *x, long x_step, const float *w, long step, long panel_step,
-                 long inputs, float *y, long y_step, const float *bias, int add, long valid) {
+                 long inputs, float *y, long y_step, const float *bias, int add, long valid, struct soon soon) {
     vec sum[TILE][2 * VECS];
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++)
@@ -24,8 +30,10 @@ INLINE void tile(const int rows, const int panels, const float *x, long x_step, 
         for (int v = 0; v < panels * VECS; v++) sum[r][v] = (vec){0};
     for (long k = 0; k < inputs; k++) {
         vec weight[2 * VECS];
-        if (panels == 1)
+        if (panels == 1) { /* with so few rows that panels go in pairs the hardware alone does better */
             for (int at = 0; at < PANEL; at += 16) __builtin_prefetch(w + (k + AHEAD) * step + at);
+            if (soon.from) __builtin_prefetch(soon.from + k * soon.step, 0, 2); /* no further than the second-level cache */
+        }
 #pragma GCC unroll 8
         for (int v = 0; v < panels * VECS; v++)
             weight[v] = load(w + k * step + (v / VECS) * panel_step + (v % VECS) * LANES);
@@ -63,8 +71,8 @@ INLINE void tile(const int rows, const int panels, const float *x, long x_step, 
 
 #define ONE_TILE(R, P) \
     static void tile_##R##_##P(const float *x, long xs, const float *w, long s, long ps, long n, float *y, long ys, \
-                               const float *bias, int add, long valid) { \
-        tile(R, P, x, xs, w, s, ps, n, y, ys, bias, add, valid); \
+                               const float *bias, int add, long valid, struct soon soon) { \
+        tile(R, P, x, xs, w, s, ps, n, y, ys, bias, add, valid, soon); \
     }
 ONE_TILE(1, 1) ONE_TILE(1, 2) ONE_TILE(2, 1) ONE_TILE(2, 2) ONE_TILE(3, 1) ONE_TILE(3, 2)
 ONE_TILE(4, 1) ONE_TILE(5, 1)
@@ -75,7 +83,8 @@ ONE_TILE(6, 1)
 ONE_TILE(7, 1) ONE_TILE(8, 1) ONE_TILE(9, 1) ONE_TILE(10, 1) ONE_TILE(11, 1) ONE_TILE(12, 1)
 #endif
 
-typedef void (*tile_function)(const float *, long, const float *, long, long, long, float *, long, const float *, int, long);
+typedef void (*tile_function)(const float *, long, const float *, long, long, long, float *, long, const float *, int, long,
+                              struct soon);
 static const tile_function single[] = {
     0, tile_1_1, tile_2_1, tile_3_1, tile_4_1, tile_5_1,
 #if TILE >= 6
@@ -100,34 +109,40 @@ INLINE long ceil_div(long a, long b) { return (a + b - 1) / b; }
 INLINE long num_panels(long outputs) { return ceil_div(outputs, PANEL); }
 INLINE long group_panels(long inputs) { return max_long(2, GROUP_BYTES / (inputs * PANEL * 4) & ~1L); }
 
-/* Rows [first, last) against panels [p, end). Tiles are of like height: 8 rows are 4 + 4, not 6 + 2. */
-static void some_rows(const struct linear *job, long first, long last, long p, long end) {
+/* Rows [first, last) against panels [p, end). Tiles are of like height: 8 rows are 4 + 4, not 6 + 2. The tiles of a panel share
+ * out the asking for the next one, so that memory works while they compute; behind the last one comes `then`. */
+static void some_rows(const struct linear *job, long first, long last, long p, long end, const float *then) {
     long tiles = ceil_div(last - first, TILE), inputs = job->inputs;
     while (p < end) {
         int pair = last - first <= 3 && p + 1 < end;
-        long at = first, column = p * PANEL;
+        long at = first, column = p * PANEL, bytes = inputs * PANEL * 4;
+        const float *weight = job->weight + p * inputs * PANEL;
+        const char *next = (const char *)(p + 1 < end ? weight + inputs * PANEL : then);
         for (long t = 0; t < tiles; t++) {
             long rows = (last - at) / (tiles - t);
-            (pair ? twice : single)[rows](job->x + at * job->x_step, job->x_step, job->weight + p * inputs * PANEL, PANEL,
-                                          inputs * PANEL, inputs, job->y + at * job->y_step + column, job->y_step,
-                                          job->bias ? job->bias + column : 0, job->add, job->outputs - column);
+            struct soon soon = {tiles > 1 ? next + bytes * t / tiles : 0, ceil_div(PANEL * 4, tiles)};
+            (pair ? twice : single)[rows](job->x + at * job->x_step, job->x_step, weight, PANEL, inputs * PANEL, inputs,
+                                          job->y + at * job->y_step + column, job->y_step,
+                                          job->bias ? job->bias + column : 0, job->add, job->outputs - column, soon);
             at += rows;
         }
         p += 1 + pair;
     }
 }
 
-static void linear_panels(const struct linear *job, long p, long end) {
+/* then: what is read behind these panels. */
+static void linear_panels(const struct linear *job, long p, long end, const float *then) {
     long block = max_long(TILE, ROWS_BYTES / (job->inputs * 4) / TILE * TILE);
+    const float *again = job->weight + p * job->inputs * PANEL;
     for (long first = 0; first < job->rows; first += block)
-        some_rows(job, first, min_long(job->rows, first + block), p, end);
+        some_rows(job, first, min_long(job->rows, first + block), p, end, first + block < job->rows ? again : then);
 }
 
 static void linear_task(const void *context, long task, int thread) {
     (void)thread;
     const struct linear *job = context;
-    long group = group_panels(job->inputs), p = task * group;
-    linear_panels(job, p, min_long(num_panels(job->outputs), p + group));
+    long group = group_panels(job->inputs), p = task * group, end = min_long(num_panels(job->outputs), p + group);
+    linear_panels(job, p, end, job->weight + end * job->inputs * PANEL); /* the matrices of a layer lie one behind the other */
 }
 
 static void linear_run(const struct linear *job, int num_threads) {

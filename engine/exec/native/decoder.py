@@ -23,6 +23,9 @@ _ROW_LAYERS = 128
 """Rows x layers of one call in a step of single tokens: some ten milliseconds. Each call gives up the interpreter lock, and
 getting it back from a busy event loop takes longer than the look whether the step is still wanted is worth."""
 
+_ROW_SCORES = 1 << 15
+"""Scores of one row with all its heads: 128 KiB, so that they stay in the cache. Longer sequences go head by head."""
+
 
 def _at(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
@@ -153,8 +156,9 @@ class _Buffers:
             if name not in self._tensors or self._tensors[name].numel() < rows * width:
                 self._tensors[name] = torch.empty((rows + rows // 4) * width)
         max_len = -(-batch.max_len // 64) * 64
-        if self._scores.numel() < threads * self._tile * max_len:
-            self._scores = torch.empty(threads * self._tile * (max_len + max_len // 4))
+        scores_step = max(_ROW_SCORES, self._tile * max_len)
+        if self._scores.numel() < threads * scores_step:
+            self._scores = torch.empty(threads * (scores_step + scores_step // 4))
         return Step(
             x=x.data_ptr(),
             **{name: tensor.data_ptr() for name, tensor in self._tensors.items()},
@@ -166,5 +170,6 @@ class _Buffers:
             rows=rows,
             num_tiles=len(batch.tiles),
             max_len=max_len,
+            scores_step=scores_step,
             num_threads=threads,
         )
