@@ -88,7 +88,8 @@ $(VLLM_ENV)/.ready:
 
 bench-vllm: $(VENV)/.serve model $(VLLM_ENV)/.ready ## vLLM on the CPU beside ours, in turns, P/D and colocated; VLLM_ENV= its environment
 	@$(BIN)/diptych bench vllm $(VLLM_ENV) --mode pd --rounds 5 $(ARGS)
-	@$(BIN)/diptych bench vllm $(VLLM_ENV) --mode colocated --rounds 5 $(ARGS)
+	@$(BIN)/diptych bench vllm $(VLLM_ENV) --mode colocated --loads users:1,users:8 --rounds 5 $(ARGS)
+	@$(BIN)/diptych bench vllm $(VLLM_ENV) --mode colocated --loads users:32 --rounds 5 $(ARGS)
 
 test-gpu: ## the tests that need a CUDA device, with the Python that GPU_PYTHON names
 	@PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" TRITON_INTERPRET=0 $(GPU_PYTHON) -m pytest -m gpu tests/kernels tests/unit/engine_exec $(ARGS)

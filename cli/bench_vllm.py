@@ -32,7 +32,7 @@ from diptych.loadtest.result import Report, begin_report
 LOADS = {"pd": "rate:0.4,users:4", "colocated": "users:1,users:8,users:32"}
 LENGTHS = {"pd": ("uniform:64,192", "32"), "colocated": ("256", "64")}
 SLO = "ttft:3000,tpot:300"
-RATE_RUN_S = 30.0
+RATE_RUN_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +44,9 @@ class Load:
     users: int = 0
 
     def config(self, base: BenchConfig, requests: int) -> BenchConfig:
-        """Args: requests: of a run; 0: as many as RATE_RUN_S seconds bring, or two a user up to 8 users and one above."""
+        """Args: requests: of a run; 0: as many as RATE_RUN_S seconds bring; one a user, and two of a single one."""
         if self.users:
-            count = requests or self.users * (2 if self.users <= 8 else 1)
+            count = requests or max(2, self.users)
             return dataclasses.replace(base, closed_loop=True, max_concurrency=self.users, num_requests=count)
         return dataclasses.replace(base, request_rate=self.rate, num_requests=requests or round(self.rate * RATE_RUN_S))
 
@@ -119,9 +119,20 @@ def _silent(report: Report) -> bool:
     return any(run.summary.completed == 0 for run in report.runs)
 
 
+def known_loads(path: Path) -> dict[str, Any]:
+    """Of a result file, if there is one. Raises: ConfigError when it is something else."""
+    if not path.exists():
+        return {}
+    try:
+        loads: dict[str, Any] = json.loads(path.read_text())["loads"]
+        return dict(loads)
+    except (ValueError, LookupError, TypeError):
+        raise ConfigError("out", str(path), "is there already and no result of this benchmark") from None
+
+
 def _write(path: Path, choice: VllmChoice, reports: dict[str, Report]) -> None:
     """What is worth keeping of all loads in one file: ratios, every round's medians, settings, versions, machine."""
-    known = json.loads(path.read_text())["loads"] if path.exists() else {}
+    known = known_loads(path)
     first = next(iter(reports.values()))
     body: dict[str, Any] = {
         "what": f"vLLM on the CPU ({choice.mode}) beside Diptych, the same model, precision, cores and client, in turns; B / A",

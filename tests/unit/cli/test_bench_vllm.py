@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from diptych.cli import bench_vllm_peer
-from diptych.cli.bench_vllm import Load, parse_loads
+from diptych.cli.bench_vllm import Load, known_loads, parse_loads
 from diptych.cli.bench_vllm_peer import VllmChoice, VllmServer
 from diptych.common.errors import ConfigError
 from diptych.loadtest.config import BenchConfig
@@ -35,11 +35,23 @@ def test_loads():
 def test_a_load_becomes_open_or_closed_loop():
     base = BenchConfig()
     opened = parse_loads("rate:0.5")[0].config(base, 0)
-    assert (opened.closed_loop, opened.request_rate, opened.num_requests) == (False, 0.5, 15)
-    few, many = (load.config(base, 0) for load in parse_loads("users:4,users:32"))
-    assert (few.closed_loop, few.max_concurrency, few.num_requests) == (True, 4, 8)
+    assert (opened.closed_loop, opened.request_rate, opened.num_requests) == (False, 0.5, 10)
+    one, few, many = (load.config(base, 0) for load in parse_loads("users:1,users:4,users:32"))
+    assert (one.max_concurrency, one.num_requests) == (1, 2)
+    assert (few.closed_loop, few.max_concurrency, few.num_requests) == (True, 4, 4)
     assert (many.max_concurrency, many.num_requests) == (32, 32)
     assert parse_loads("users:4")[0].config(base, 5).num_requests == 5
+
+
+def test_loads_of_an_earlier_call_are_kept(tmp_path):
+    path = tmp_path / "vllm-cpu-pd.json"
+    assert known_loads(path) == {}
+    path.write_text('{"loads": {"users:4": {"rounds": 5}}}')
+    assert known_loads(path) == {"users:4": {"rounds": 5}}
+    for text in ("no JSON", "{}", "[]", '{"loads": 3}'):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match="out"):
+            known_loads(path)
 
 
 def test_choices_are_checked(environment):
