@@ -32,7 +32,7 @@ from diptych.loadtest.result import Report, begin_report
 LOADS = {"pd": "rate:0.4,users:4", "colocated": "users:1,users:8,users:32"}
 LENGTHS = {"pd": ("uniform:64,192", "32"), "colocated": ("256", "64")}
 SLO = "ttft:3000,tpot:300"
-RATE_RUN_S = 20.0
+RATE_RUN_S = 15.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +44,9 @@ class Load:
     users: int = 0
 
     def config(self, base: BenchConfig, requests: int) -> BenchConfig:
-        """Args: requests: of a run; 0: as many as RATE_RUN_S seconds bring; one a user, and two of a single one."""
+        """Args: requests: of a run; 0: as many as RATE_RUN_S seconds bring, or one a user."""
         if self.users:
-            count = requests or max(2, self.users)
+            count = requests or self.users
             return dataclasses.replace(base, closed_loop=True, max_concurrency=self.users, num_requests=count)
         return dataclasses.replace(base, request_rate=self.rate, num_requests=requests or round(self.rate * RATE_RUN_S))
 

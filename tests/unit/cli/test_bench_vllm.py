@@ -35,9 +35,9 @@ def test_loads():
 def test_a_load_becomes_open_or_closed_loop():
     base = BenchConfig()
     opened = parse_loads("rate:0.5")[0].config(base, 0)
-    assert (opened.closed_loop, opened.request_rate, opened.num_requests) == (False, 0.5, 10)
+    assert (opened.closed_loop, opened.request_rate, opened.num_requests) == (False, 0.5, 8)
     one, few, many = (load.config(base, 0) for load in parse_loads("users:1,users:4,users:32"))
-    assert (one.max_concurrency, one.num_requests) == (1, 2)
+    assert (one.max_concurrency, one.num_requests) == (1, 1)
     assert (few.closed_loop, few.max_concurrency, few.num_requests) == (True, 4, 4)
     assert (many.max_concurrency, many.num_requests) == (32, 32)
     assert parse_loads("users:4")[0].config(base, 5).num_requests == 5
