@@ -75,13 +75,20 @@ class ReceivedSlab:
 class SlabPublisher(Protocol):
     """Prefill's door."""
 
-    def start(self, on_grants: Callable[[tuple[SlabGrant, ...]], None], on_settled: Callable[[str, int], None]) -> None:
+    def start(
+        self,
+        on_grants: Callable[[tuple[SlabGrant, ...]], None],
+        on_settled: Callable[[str, int], None],
+        on_silent: Callable[[str], None] = lambda peer: None,
+    ) -> None:
         """`on_grants` is called (from the transfer thread) whenever free slabs are lent to the step thread; `on_settled`
-        (attempt, slab) on the event loop when decode acknowledged a slab or its lease ran out."""
+        (attempt, slab) on the event loop when decode acknowledged a slab or its lease ran out; `on_silent`
+        (peer) there when a lease ran out in which `peer` said nothing about any slab: nobody is coming."""
         ...
 
     def publish(self, peer: str, packed: RangePacked) -> SlabHandle:
-        """FREE(granted) -> PACKED: header and trailer are written, the lease begins, the handle may be sent to decode."""
+        """FREE(granted) -> PACKED: header and trailer are written, the lease begins, the handle may be sent to decode.
+        `peer`: the life of the decode worker that it is for."""
         ...
 
     def return_grant(self, slab: int) -> None:

@@ -88,6 +88,7 @@ class TransferCore:
         self._key = new_key()
         self._on_grants: Callable[[tuple[SlabGrant, ...]], None] = lambda grants: None
         self._on_settled: Callable[[str, int], None] = lambda attempt, slab: None
+        self._on_silent: Callable[[str], None] = lambda peer: None
         self._grants: list[SlabGrant] = []
         self._granted: dict[int, int] = {}
         """Slab -> generation. Written by the transfer thread when a slab is granted, taken by the event loop when it comes
@@ -111,7 +112,7 @@ class TransferCore:
                     lease_s=config.lease_s,
                     quarantine_cap=config.effective_quarantine_cap,
                 ),
-                transport, self._ring, self._key, self._grants.append, self._tell_settled,
+                transport, self._ring, self._key, self._grants.append, self._tell_settled, self._tell_silent,
             )  # fmt: skip
         else:
             self._reader = ReadSide(
@@ -138,9 +139,14 @@ class TransferCore:
 
     # ---- prefill's door: event-loop thread ----
 
-    def start(self, on_grants: Callable[[tuple[SlabGrant, ...]], None], on_settled: Callable[[str, int], None]) -> None:
+    def start(
+        self,
+        on_grants: Callable[[tuple[SlabGrant, ...]], None],
+        on_settled: Callable[[str, int], None],
+        on_silent: Callable[[str], None] = lambda peer: None,
+    ) -> None:
         side = self._publish_side()
-        self._on_grants, self._on_settled = on_grants, on_settled
+        self._on_grants, self._on_settled, self._on_silent = on_grants, on_settled, on_silent
         self._post(side.start)
 
     def publish(self, peer: str, packed: RangePacked) -> SlabHandle:
@@ -277,6 +283,12 @@ class TransferCore:
 
     def _settled(self, attempt: str, slab: int) -> None:
         self._on_settled(attempt, slab)
+
+    def _tell_silent(self, peer: str) -> None:
+        self._on_loop(self._silent, peer)
+
+    def _silent(self, peer: str) -> None:
+        self._on_silent(peer)
 
     def _tell_delivered(self, read_id: int, slab: int, path: str) -> None:
         self._on_loop(self._delivered, read_id, slab, path)

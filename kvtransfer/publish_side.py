@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class PublishSide:
-    """Single-threaded. `on_grant` and `on_settled` are called in the middle of a step and must not block."""
+    """Single-threaded. `on_grant`, `on_settled` and `on_silent` are called in the middle of a step and must not block."""
 
     def __init__(
         self,
@@ -28,6 +28,7 @@ class PublishSide:
         key: bytes,
         on_grant: Callable[[SlabGrant], None],
         on_settled: Callable[[str, int], None],
+        on_silent: Callable[[str], None],
     ) -> None:
         self._ledger = ledger
         self._transport = transport
@@ -35,6 +36,7 @@ class PublishSide:
         self._key = key
         self._on_grant = on_grant
         self._on_settled = on_settled
+        self._on_silent = on_silent
         self._sending: dict[int, tuple[int, int, int]] = {}
         """Send operation -> slab, generation, payload bytes."""
         self._refusing: set[int] = set()
@@ -122,6 +124,9 @@ class PublishSide:
                     self._refuse(conn, read_id, reason)
                 case pub.Settled(attempt, slab):
                     self._on_settled(attempt, slab)
+                case pub.PeerSilent(peer):
+                    log.warning("%s let a whole lease pass without a word about its slabs", peer)
+                    self._on_silent(peer)
                 case DropPeer(peer, why):
                     log.warning("closing the endpoint to %s: %s", peer, why)
                     self._transport.drop(peer, why)

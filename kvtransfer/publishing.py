@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ class GrantAsked:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A granted slab was packed; header and trailer are written. `peer` is the decode worker it is for."""
+    """A granted slab was packed; header and trailer are written. `peer` is the life of a decode worker it is for."""
 
     peer: str
     handle: SlabHandle
@@ -118,7 +119,14 @@ class Settled:
     slab: int
 
 
-Action = Grant | Send | Refuse | Settled | DropPeer
+@dataclass(frozen=True, slots=True)
+class PeerSilent:
+    """A lease ran out in which the decode worker said nothing about any of its slabs: nobody is coming for any of them."""
+
+    peer: str
+
+
+Action = Grant | Send | Refuse | Settled | PeerSilent | DropPeer
 
 
 @dataclass(slots=True)
@@ -163,6 +171,8 @@ class PublisherLedger:
         self._granting = False
         self._granted: dict[int, int] = {}
         self._lives: dict[int, _Life] = {}
+        self._heard: dict[str, float] = {}
+        """The last word of each decode worker about a slab of its own; of those that hold any."""
         self.refused: Counter[Refusal] = Counter()
         self.rejected_publishes = 0
         self.expired_requests = 0
@@ -222,7 +232,9 @@ class PublisherLedger:
             return [Refuse(event.conn, event.read_id, reason)]
         handle = event.handle
         self.table.move(handle.slab, SlabState.IN_FLIGHT, f"read by {event.conn}")
-        self._lives[handle.slab].conn = event.conn
+        life = self._lives[handle.slab]
+        life.conn = event.conn
+        self._heard[life.peer] = now
         return [Send(event.conn, event.read_id, handle.slab, handle.generation, handle.size_bytes)]
 
     def _why_not(self, event: ReadAsked, now: float) -> Refusal | None:
@@ -267,6 +279,7 @@ class PublisherLedger:
         life = self._life_of(handle.slab, handle.generation) if event.authentic else None
         if life is None:
             return []
+        self._heard[life.peer] = now
         state = self.table.slabs[handle.slab].state
         if state is SlabState.IN_FLIGHT:
             # Decode has it all, but our own send has not completed yet: the network still owns the slab.
@@ -285,6 +298,7 @@ class PublisherLedger:
         life = self._life_of(handle.slab, handle.generation) if event.authentic else None
         if life is not None and self.table.slabs[handle.slab].state is not SlabState.QUARANTINED and life.expires > now:
             life.expires = now + self._lease_s
+            self._heard[life.peer] = now
         return []
 
     def _on_released(self, event: Released, now: float) -> list[Action]:
@@ -304,13 +318,17 @@ class PublisherLedger:
     def _on_tick(self, event: Tick, now: float) -> list[Action]:
         actions: list[Action] = []
         doomed: dict[str, None] = {}
+        silent: dict[str, None] = {}
         for index, life in list(self._lives.items()):
             if self.table.slabs[index].state is SlabState.QUARANTINED:
                 if life.quarantined_at + self._lease_s <= now:
                     doomed[life.conn] = None
             elif life.expires <= now:
                 self._count_expired(life.handle.attempt)
+                if self._heard.get(life.peer, -math.inf) + self._lease_s <= now:
+                    silent[life.peer] = None
                 actions += [Settled(life.handle.attempt, index), *self._take_back(index, now, "lease over")]
+        actions += map(PeerSilent, silent)
         return [*actions, *(DropPeer(conn, "a send did not complete within a lease") for conn in doomed)]
 
     def _count_expired(self, attempt: str) -> None:
@@ -336,7 +354,9 @@ class PublisherLedger:
 
     def _free(self, index: int, why: str) -> list[Action]:
         self.table.move(index, SlabState.FREE, why)
-        del self._lives[index]
+        peer = self._lives.pop(index).peer
+        if not self.held_by(peer):
+            self._heard.pop(peer, None)
         return self._grant(index)
 
     def _grant(self, index: int) -> list[Action]:

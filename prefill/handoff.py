@@ -12,6 +12,7 @@
     CLOSED      normal end of the call
 
     from any state: the call is cancelled (decode's cancel), its deadline passes, the engine fails, the worker stops
+                    or decode says nothing for a whole slab lease
                     -> CLOSED: engine Cancel, transfer.release; ranges that are packed later go back as free grants
 
 A slab that was packed for a leg that is gone by then never leaves the worker: Handoffs returns its grant.
@@ -35,6 +36,7 @@ from diptych.common.errors import (
     NoWorkerError,
     OverloadedError,
     RequestDeadlineError,
+    TransferError,
     WorkerLostError,
 )
 from diptych.engine.messages import (
@@ -50,6 +52,7 @@ from diptych.engine.messages import (
     TokensOut,
 )
 from diptych.kvtransfer.api import SlabPublisher
+from diptych.kvtransfer.transport import peer_key
 from diptych.prefill.request import LegRequest, Limits, parse_request
 from diptych.rpc.convert import logprobs_to_proto
 from diptych.rpc.v1 import prefill_pb2, types_pb2
@@ -88,6 +91,8 @@ class Leg:
     def __init__(self, request: LegRequest, publisher: SlabPublisher) -> None:
         self.request = request
         self.state = LegState.QUEUED
+        self.peer = peer_key(request.decode.worker_id, request.decode.incarnation)
+        """The life of the decode worker that it is for."""
         self._publisher = publisher
         self._events: asyncio.Queue[prefill_pb2.PrefillEvent | DiptychError | None] = asyncio.Queue()
         self._open_slabs: set[int] = set()
@@ -136,7 +141,7 @@ class Leg:
 
     def _publish(self, packed: RangePacked) -> None:
         try:
-            handle = self._publisher.publish(self.request.decode.worker_id, packed)
+            handle = self._publisher.publish(self.peer, packed)
         except DiptychError:
             self._publisher.return_grant(packed.slab)
             raise
@@ -281,6 +286,12 @@ class Handoffs:
         leg = self._legs.get(attempt)
         if leg is not None:
             leg.on_settled(slab)
+
+    def on_silent(self, peer: str) -> None:
+        """Its slabs were waited for in vain for a whole lease. Else every further range of it would be: one lease each."""
+        for leg in self._legs.values():
+            if leg.peer == peer:
+                leg.fail(TransferError(f"{peer} said nothing about its slabs for a whole lease"))
 
     # ---- shutdown ----
 

@@ -35,7 +35,9 @@ class PrefillRole:
         engine = runtime.engine
         transfer = runtime.transfer
         overlap = Overlap(runtime.config.kv_overlap, transfer.bytes_per_s, transfer.message_s)
-        transfer.start(lambda grants: engine.send(GrantSlabs(grants, overlap)), self.handoffs.on_settled)
+        transfer.start(
+            lambda grants: engine.send(GrantSlabs(grants, overlap)), self.handoffs.on_settled, self.handoffs.on_silent
+        )
 
     def add_to(self, server: grpc.aio.Server) -> None:
         add_prefill(PrefillServicer(self.handoffs), server)

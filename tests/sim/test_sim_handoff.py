@@ -14,6 +14,8 @@ CI_SEEDS = 2000
 MUTATION_SEEDS = 1000
 """Within which each missing guard must be noticed; part of CI's seeds."""
 PARTS = 2
+VANISHED_BEHIND_A_QUOTA = (3289, 35152, 39740, 43241)
+"""A decode worker vanished that may hold one slab at a time: its legs took turns, a whole lease for each range."""
 
 
 def run_parts(commands: list[list[str]], within_s: float) -> list[str]:
@@ -48,6 +50,11 @@ def explore(num_seeds: int, within_s: float) -> None:
 
 def test_no_schedule_breaks_a_law() -> None:
     explore(CI_SEEDS, 400)
+
+
+def test_what_a_vanished_decode_worker_holds_is_free_after_two_leases() -> None:
+    script = str(HERE / "explore.py")
+    run_parts([[script, "--first", str(seed), "--seeds", "1"] for seed in VANISHED_BEHIND_A_QUOTA], 60)
 
 
 @pytest.mark.slow

@@ -184,6 +184,11 @@ def a_range_packed_too_late_keeps_its_grant() -> Any:
 
 
 @mutation
+def legs_of_a_silent_decode_worker_go_on() -> Any:
+    return mock.patch.object(Handoffs, "on_silent", return_value=None)
+
+
+@mutation
 def layers_are_packed_before_they_are_computed() -> Any:
     def next_job(self: LayerGroups, num_layers: int) -> PackJob | None:
         jobs = (self._scheduler.packing.layer_job(one, num_layers + 1) for one in self._due.get(num_layers, ()))

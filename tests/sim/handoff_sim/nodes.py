@@ -139,7 +139,7 @@ class PrefillNode:
             alive_every_s=context.sizes.silence_s / 3,
         )
         self.granted: dict[int, int] = {}
-        self.transfer.core.start(self._on_grants, self.handoffs.on_settled)
+        self.transfer.core.start(self._on_grants, self.handoffs.on_settled, lambda peer: self.handoffs.on_silent(peer))
 
     def info(self) -> worker_pb2.GetInfoResponse:
         return worker_pb2.GetInfoResponse(
@@ -149,7 +149,7 @@ class PrefillNode:
 
     # ---- SlabPublisher: the real door, watched ----
 
-    def start(self, on_grants: object, on_settled: object) -> None:
+    def start(self, on_grants: object, on_settled: object, on_silent: object) -> None:
         raise AssertionError("started above")
 
     def publish(self, peer: str, packed: RangePacked) -> SlabHandle:

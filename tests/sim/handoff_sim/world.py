@@ -130,7 +130,8 @@ class World:
             else:
                 await asyncio.sleep(1.5)
                 self.trouble.heal()
-                await self._settle(2 * self.sizes.lease_s + 4.0)
+                # One lease and its quarantine. A moment more for what was held or is delayed, and a start of a worker.
+                await self._settle(2 * self.sizes.lease_s + 1.5)
             self._check_end()
             reader.cancel()
             await self._close()

@@ -55,6 +55,7 @@ class Pair:
         self.clock = FakeClock()
         self.grants: dict[int, SlabGrant] = {}
         self.settled: list[tuple[str, int]] = []
+        self.silent: list[str] = []
         self.delivered: dict[int, int] = {}
         self.failed: dict[int, DiptychError] = {}
         spec = RingSpec(num_slabs, SLAB_BYTES)
@@ -66,6 +67,7 @@ class Pair:
             make_publisher(num_slabs), self.p_wire, self.p_ring, KEY,
             lambda grant: self.grants.__setitem__(grant.slab, grant),
             lambda attempt, slab: self.settled.append((attempt, slab)),
+            self.silent.append,
         )  # fmt: skip
         self.d = ReadSide(
             make_reader(num_slabs, peer_quota=num_slabs), self.d_wire, self.d_ring,

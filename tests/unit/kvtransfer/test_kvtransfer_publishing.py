@@ -102,7 +102,7 @@ def test_the_sweep_takes_back_unread_and_unacknowledged_slabs(ledger, handle):
 
 def test_a_send_that_outlives_its_lease_is_quarantined_until_it_completes(ledger, handle):
     in_flight(ledger, handle)
-    assert ledger.on_event(pub.Tick(), 5.0) == [pub.Settled("att-1", 0)]
+    assert ledger.on_event(pub.Tick(), 5.0) == [pub.Settled("att-1", 0), pub.PeerSilent("d0")]
     assert ledger.counts().quarantined == 1
     assert ledger.on_event(pub.SendDone(0, 1, False), 6.0) == [pub.Grant(0, 2)]
 
@@ -207,6 +207,36 @@ def test_a_slab_that_is_still_wanted_outlives_its_lease(ledger, handle, state):
         assert ledger.on_event(pub.Tick(), now) == []
     assert getattr(ledger.counts(), state) == 1
     assert ledger.on_event(pub.Tick(), now + lease)[0] == pub.Settled("att-1", 0)
+
+
+def test_a_decode_worker_that_says_nothing_for_a_whole_lease_is_silent(ledger, handle):
+    published(ledger, handle)
+    published(ledger, handle, slab=1, attempt="other")
+    actions = ledger.on_event(pub.Tick(), 5.0)
+    assert [a for a in actions if isinstance(a, pub.PeerSilent)] == [pub.PeerSilent("d0")], "once, for both slabs"
+    assert ledger.on_event(pub.Tick(), 10.0) == []
+
+
+@pytest.mark.parametrize("word", [ask, lambda named: pub.Renewed(named, True), lambda named: pub.Acked(named, True)])
+def test_a_word_about_any_slab_is_no_silence_until_a_lease_after_it(ledger, handle, word):
+    published(ledger, handle)
+    other = published(ledger, handle, slab=1)
+    published(ledger, handle, 3.0, slab=2)
+    ledger.on_event(word(other), 2.0)
+    assert not [a for a in ledger.on_event(pub.Tick(), 5.0) if isinstance(a, pub.PeerSilent)]
+    assert pub.PeerSilent("d0") in ledger.on_event(pub.Tick(), 8.0)
+
+
+def test_a_forged_word_and_one_of_another_worker_are_none(ledger, handle):
+    published(ledger, handle)
+    forged = published(ledger, handle, slab=1)
+    theirs = handle(slab=2)
+    ledger.on_event(pub.Published("d1", theirs), 0.0)
+    for event in (pub.Renewed(forged, False), pub.Acked(forged, False), ask(forged, authentic=False)):
+        ledger.on_event(event, 4.0)
+    ledger.on_event(pub.Renewed(theirs, True), 4.0)
+    silent = [a for a in ledger.on_event(pub.Tick(), 5.0) if isinstance(a, pub.PeerSilent)]
+    assert silent == [pub.PeerSilent("d0")]
 
 
 def test_only_its_own_running_lease_is_renewed(ledger, handle):

@@ -15,6 +15,7 @@ from diptych.common.errors import (
     OverloadedError,
     RequestDeadlineError,
     StaleReferenceError,
+    TransferError,
 )
 from diptych.common.sampling import SamplingParams
 from diptych.engine.messages import (
@@ -137,6 +138,21 @@ async def test_a_cancel_frees_all_and_later_ranges_go_back(parts) -> None:
     assert publisher.released == ["a/1"]
     handoffs.on_step([packed(2, 16, 16), Failed("a/1", InternalError("cancelled"))])
     assert publisher.returned == [2]
+
+
+async def test_a_silent_decode_worker_loses_every_leg_and_no_other_does(parts) -> None:
+    """Waiting for slabs one after the other, each of its legs would take a lease for each of its ranges."""
+    handoffs, engine, publisher = parts
+    theirs = asyncio.ensure_future(anext(handoffs.serve(request())))
+    restarted = types_pb2.WorkerRef(worker_id="d0", incarnation="next life", address="h:2")
+    other = asyncio.ensure_future(anext(handoffs.serve(request("b/1", decode=restarted))))
+    await asyncio.sleep(0)
+    handoffs.on_silent("d0@x")
+    with pytest.raises(TransferError, match="d0@x"):
+        await theirs
+    assert (engine.cancelled(), publisher.released, handoffs.states()) == (["a/1"], ["a/1"], {"queued": 1})
+    handoffs.on_step([Admitted("b/1", 0)])
+    assert (await other).WhichOneof("event") == "started"
 
 
 async def test_the_engines_failure_and_the_deadline_end_the_leg(parts) -> None:
