@@ -39,6 +39,10 @@ class Links:
     def deliver(self, source: Node, target: Node, delay_s: float, call: Callable[[], None]) -> None:
         self.loop.call_later(delay_s, self._arrive, source, target, call)
 
+    @property
+    def num_cuts(self) -> int:
+        return len(self._cut)
+
     def cut(self, a: Node, b: Node) -> bool:
         return frozenset((a.worker_id, b.worker_id)) in self._cut
 

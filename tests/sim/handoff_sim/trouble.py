@@ -20,7 +20,17 @@ class Trouble:
         self.restarts = 0
         """Workers that were killed and are not there again."""
         self.trail: list[str] = []
+        self.last_at = 0.0
+        """When the last of it began."""
         self._triggers: list[tuple[int, Callable[[], None]]] = []
+
+    def _began(self, what: str) -> None:
+        self.trail.append(what)
+        self.last_at = self.loop.time()
+
+    def under_way(self) -> bool:
+        """Whether a worker is stopped, cut off, or starting again."""
+        return bool(self.restarts or self.links.num_cuts) or any(n.node.stopped for n in self._world.prefill.values())
 
     def after_callback(self) -> None:
         while self._triggers and self._triggers[-1][0] <= self.loop.num_callbacks:
@@ -60,7 +70,7 @@ class Trouble:
 
     def _kill_prefill(self) -> None:
         victim = self.rng.choice(list(self._world.prefill.values()))
-        self.trail.append(f"{victim.ref.worker_id} killed at {self.loop.num_callbacks}")
+        self._began(f"{victim.ref.worker_id} killed at {self.loop.num_callbacks}")
         if not victim.node.dead:
             victim.die()
             self.restarts += 1
@@ -73,14 +83,14 @@ class Trouble:
     def _kill_decode(self, *, unnoticed: bool) -> None:
         if self._world.decode.node.dead:
             return
-        self.trail.append(f"d0 killed at {self.loop.num_callbacks}")
+        self._began(f"d0 killed at {self.loop.num_callbacks}")
         for ask in self._world.client.asks:
             ask.lost = ask.lost or not ask.ended
         self._world.decode.die(unnoticed=unnoticed)
 
     def _stop_prefill(self) -> None:
         victim = self.rng.choice(list(self._world.prefill.values()))
-        self.trail.append(f"{victim.ref.worker_id} stopped at {self.loop.num_callbacks}")
+        self._began(f"{victim.ref.worker_id} stopped at {self.loop.num_callbacks}")
         victim.node.stopped = True
         self.loop.call_later(self.rng.choice((0.1, 1.0, 5.0)), self._resume, victim)
 
@@ -92,13 +102,13 @@ class Trouble:
 
     def _partition(self) -> None:
         other = self.rng.choice(list(self._world.prefill.values()))
-        self.trail.append(f"{other.ref.worker_id} partitioned at {self.loop.num_callbacks}")
+        self._began(f"{other.ref.worker_id} partitioned at {self.loop.num_callbacks}")
         self.links.partition(other.node, self._world.decode.node)
         self.loop.call_later(self.rng.choice((0.1, 1.0, 5.0)), self.links.heal)
 
     def _break(self) -> None:
         """The KV connections break, both processes live."""
-        self.trail.append(f"connections broken at {self.loop.num_callbacks}")
+        self._began(f"connections broken at {self.loop.num_callbacks}")
         transport = self._world.decode.transfer.transport
         for conn in list(transport._out.values()):
             side = self.rng.choice((conn.reader, conn.source))

@@ -128,22 +128,29 @@ class World:
             if self.profile == "calm" and not faulty:
                 await self._settle(1.0)
             else:
+                ended_at = self.loop.time()
                 await asyncio.sleep(1.5)
                 self.trouble.heal()
-                # One lease and its quarantine. A moment more for what was held or is delayed, and a start of a worker.
-                await self._settle(2 * self.sizes.lease_s + 1.5)
+                # One lease and its quarantine; and until a death is noticed (1.5 s), and what is delayed.
+                await self._settle(2 * self.sizes.lease_s + 2.5, ended_at)
             self._check_end()
             reader.cancel()
             await self._close()
 
-    async def _settle(self, within_s: float) -> None:
-        """Until everything is free, and a moment longer; what is not by then shows in the checks."""
-        limit = self.loop.time() + within_s
+    async def _settle(self, within_s: float, since: float = 0.0) -> None:
+        """Until everything is free, and a moment longer; what is not by then shows in the checks.
+
+        Args: within_s: after `since` (0.0: now) or the end of the last trouble, whichever is later.
+        """
+        since = since or self.loop.time()
         quiet = 0
-        while quiet < 2 and self.loop.time() < limit:  # twice: a worker may have started again just now
+        # Twice: a worker may have started again just now.
+        while quiet < 2 and self.loop.time() < max(since, self.trouble.last_at) + within_s:
             await asyncio.sleep(
                 0.1
             )  # before the look: what a fault of this moment leaves behind is not the end's fault
+            if self.trouble.under_way():
+                since = self.loop.time()
             quiet = 0 if self._left_over() else quiet + 1
 
     async def _until_all_ended(self) -> None:
