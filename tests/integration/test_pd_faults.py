@@ -183,9 +183,9 @@ async def test_prefill_lost_while_it_computes(pd: ModuleType, after: int) -> Non
         gate.open()
         assert answer.token_ids == expected
         assert answer.explanation.prefill == "prefill-1"
-        # Whichever is noticed first: the call that broke, or a slab that prefill took back.
+        # Whichever is noticed first: the call that broke, a slab that prefill took back, or a read of it that was refused.
         assert answer.explanation.notes[0].startswith(
-            ("prefill prefill-0 failed (WORKER_LOST", "prefill prefill-0 failed (TRANSFER")
+            tuple(f"prefill prefill-0 failed ({code}" for code in ("WORKER_LOST", "TRANSFER", "STALE_REFERENCE"))
         )
         await cluster.nothing_left(within_s=2.0)
 
