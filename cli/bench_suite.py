@@ -52,7 +52,12 @@ def run_suite(out: Path, minutes: float) -> int:
         ("router", lambda: run_router_bench(400, 128, 32, out)),
         ("kv", lambda: bench_kv.run_kv(("inproc", "ucx"), bench_kv.SLAB_KIB, 3, out)),
         ("scheduler", lambda: _module("diptych.engine.bench.bench_scheduler", "--out", str(out / "scheduler.json"))),
-        ("engine", lambda: _module("diptych.engine.exec.bench.bench_vs_transformers", "--quick", "--out", str(out / "engine.json"))),
+        (
+            "engine",
+            lambda: _module(
+                "diptych.engine.exec.bench.bench_vs_transformers", "--quick", "--out", str(out / "engine.json")
+            ),
+        ),
     )
     began = time.monotonic()
     done: list[dict[str, Any]] = []
