@@ -33,6 +33,9 @@ LOADS = {"pd": "rate:0.4,users:4", "colocated": "users:1,users:8,users:32"}
 LENGTHS = {"pd": ("uniform:64,192", "32"), "colocated": ("256", "64")}
 SLO = "ttft:3000,tpot:300"
 RATE_RUN_S = 15.0
+SEEDS_APART = 1_000
+"""Between two loads of one call, more than there are rounds: else the second would find the first one's prompts in the prefix
+cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +87,10 @@ def run_vllm_bench(
         bench_cluster.running(cluster, colocated=mode == "colocated") as ours,
     ):
         places = (Place(f"vLLM={peer.url}", cluster.num_workers), Place(f"Diptych={ours.http_url}", ours.workers))
-        for load in parsed:
-            config = load.config(
-                dataclasses.replace(base, label=f"vllm-{mode}-{load.text.replace(':', '-')}"), requests
-            )
+        for number, load in enumerate(parsed):
+            label = f"vllm-{mode}-{load.text.replace(':', '-')}"
+            own = dataclasses.replace(base, label=label, seed=seed + SEEDS_APART * number)
+            config = load.config(own, requests)
             report = run_async(_alternate(config, places, rounds, peer))
             report.notes += [f"vLLM: {line}" for line in peer.command_lines]
             code |= finish(report, config)
