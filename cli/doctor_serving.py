@@ -106,7 +106,7 @@ def cache(facts: Facts) -> Iterator[Verdict]:
         prompt, cached = facts.total("prompt_tokens_total", role), facts.total("cached_tokens_total", role)
         if not prompt:
             continue
-        seen = f"{role}: {100 * cached / prompt:.0f}% of {amount(prompt)}prompt tokens were cached"
+        seen = f"{role}: {100 * cached / prompt:.0f}% of {prompt:,.0f} prompt tokens were cached"
         if prompt >= MIN_PROMPT_TOKENS and cached / prompt < LOW_HIT_RATE:
             yield Verdict(
                 "cache",

@@ -51,9 +51,10 @@ def curl_snippet(http_url: str, model: str, chat: bool = True) -> str:
 
 def openai_snippet(model: str, chat: bool = True) -> str:
     if not chat:
-        return f"""for chunk in client.completions.create(model="{model}", prompt="Once upon a time", stream=True):
+        return f"""for chunk in client.completions.create(model="{model}", prompt="Once upon a time", stream=True,
+                                       temperature=0, max_tokens=128):
     print(chunk.choices[0].text, end="", flush=True)"""
-    return f"""for chunk in client.chat.completions.create(model="{model}", stream=True,
+    return f"""for chunk in client.chat.completions.create(model="{model}", stream=True, temperature=0, max_tokens=128,
                                             messages=[{{"role": "user", "content": "Tell me a story."}}]):
     print(chunk.choices[0].delta.content or "", end="", flush=True)"""
 
@@ -62,5 +63,5 @@ def sdk_snippet(grpc_address: str, chat: bool = True) -> str:
     source = 'messages=[{"role": "user", "content": "Tell me a story."}]' if chat else 'prompt="Once upon a time"'
     return f"""from diptych.client import Client
 with Client("{grpc_address}") as client:
-    for delta in client.stream({source}, max_tokens=64):
+    for delta in client.stream({source}, temperature=0, max_tokens=64):
         print(delta.text, end="", flush=True)"""

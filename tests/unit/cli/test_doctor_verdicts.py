@@ -119,7 +119,7 @@ HOST_TIER = {**SETTINGS, "num_host_blocks": "100", "preemption_mode": "auto"}
         ("swap", Level.WARN, "mode recompute", facts(decode=replace(DECODE, settings={**HOST_TIER, "preemption_mode": "recompute"}, swap_from_tokens=40.0))),
         ("kv", Level.WARN, "90%", facts(decode=moved(DECODE, kv_usage=0.9))),
         ("kv", Level.BAD, "99%", facts(decode=moved(DECODE, kv_usage=0.99))),
-        ("cache", Level.WARN, "0% of 9.0 k", facts(moved(PREFILL, cached_tokens_total=0.0))),
+        ("cache", Level.WARN, "0% of 9,000 prompt tokens", facts(moved(PREFILL, cached_tokens_total=0.0))),
         ("cache", Level.WARN, "only as GUESS", facts(cluster={"workers": [{"id": "d0", "index_mode": "GUESS"}]})),
         ("time", Level.BAD, "queue 900 ms", facts(stages={**STATUS["stages"], "queue": stage(0.9)})),
         ("time", Level.WARN, "transfer 150 ms", facts(stages={**STATUS["stages"], "transfer": stage(0.15)})),
