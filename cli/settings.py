@@ -44,9 +44,11 @@ Config = TypeVar("Config")
 def read_file(path: Path) -> dict[str, Any]:
     """The file's keys, with `-` turned into `_`. Raises: ConfigError when it cannot be read or is no mapping."""
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError("config", str(path), f"cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError("config", str(path), "is not UTF-8") from None
     if path.suffix == ".toml":
         try:
             data: Any = tomllib.loads(text)
@@ -59,6 +61,8 @@ def read_file(path: Path) -> dict[str, Any]:
             data = yaml.safe_load(text) or {}
         except yaml.YAMLError as error:
             raise ConfigError("config", str(path), f"is not YAML: {error}") from None
+        except RecursionError:
+            raise ConfigError("config", str(path), "is nested too deep") from None
     else:
         raise ConfigError("config", str(path), "must end in .yaml, .yml or .toml")
     if not isinstance(data, dict):

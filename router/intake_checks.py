@@ -77,11 +77,16 @@ def check_ids(value: object, vocab_size: int, max_model_len: int, param: str = "
     return list(value)
 
 
+MESSAGE_SIZE = 32
+"""Characters that a message counts besides its text."""
+
+
 def text_size(messages: object) -> int:
-    """Characters in a conversation, without trusting its shape."""
+    """Characters in a conversation, without trusting its shape. A message counts MESSAGE_SIZE besides: a template works for
+    empty ones, too."""
     if not isinstance(messages, (list, tuple)):
         raise InvalidRequestError("messages must be a list", param="messages")
-    size = 0
+    size = MESSAGE_SIZE * len(messages)
     for message in messages:
         content = message.get("content") if isinstance(message, Mapping) else None
         parts = content if isinstance(content, (list, tuple)) else [content]

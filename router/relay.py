@@ -12,6 +12,7 @@ from diptych.common.clock import Clock
 from diptych.common.errors import (
     DiptychError,
     InternalError,
+    InvalidRequestError,
     NoWorkerError,
     OverloadedError,
     RequestCancelledError,
@@ -280,6 +281,9 @@ class Relay:
         usage = message.usage
         sampling = self._request.sampling
         withheld = sampling.num_choices > sampling.n  # those of choices that were not among the best count, unseen
+        if usage.completion_tokens < len(self._request.resume_after):
+            # The engine looks for the end in these tokens, too: a stop among them is the caller's error, not decode's.
+            raise InvalidRequestError("the answer ends before the last of these tokens", param="resume_after")
         if usage.completion_tokens != self._life.num_tokens and not withheld:
             raise InternalError(
                 f"decode counted {usage.completion_tokens} tokens, {self._life.num_tokens} were streamed"

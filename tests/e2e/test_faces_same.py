@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from diptych.client import AsyncClient, Client, DuplicateRequestError
+from diptych.client import AsyncClient, Client, DuplicateRequestError, InvalidRequestError
 from diptych.rpc.channels import open_channel
 from diptych.rpc.v1 import router_pb2, router_pb2_grpc, types_pb2
 
@@ -152,6 +152,17 @@ async def test_a_cut_stream_goes_on_byte_for_byte(cluster, local) -> None:
                 assert sent + rest.text == text, (cut, sent, rest.text)
                 assert rest.finish_reason == stream.result.finish_reason
                 assert rest.usage == stream.result.usage or rest.usage.completion_tokens == len(ids)
+    await asyncio.to_thread(cluster.wait_idle, deadline_s=5.0)
+
+
+@pytest.mark.parametrize(("given", "options"), [([2, 2, 2, 2], {}), ([65, 65, 65], {"stop": ["a"]})])
+async def test_an_end_within_the_tokens_that_are_there_is_the_callers_error(cluster, given, options) -> None:
+    async with AsyncClient(cluster.grpc_address, timeout_s=60.0) as client:
+        if "stop" in options:
+            given = (await client.generate(prompt="b", max_tokens=4, choice=["a a a"])).token_ids[:3]
+        with pytest.raises(InvalidRequestError, match="ends before the last") as caught:
+            await client.generate(prompt="a b c", max_tokens=12, seed=5, resume_after=list(given), **options)
+    assert caught.value.param == "resume_after"
     await asyncio.to_thread(cluster.wait_idle, deadline_s=5.0)
 
 

@@ -82,6 +82,16 @@ def test_bad_files(tmp_path: Path, name, text):
         settings.read_file(path)
 
 
+def test_files_that_are_no_text_or_nested_without_end(tmp_path: Path):
+    path = tmp_path / "c.yaml"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="is not UTF-8"):
+        settings.read_file(path)
+    path.write_text("[" * 20_000)
+    with pytest.raises(ConfigError, match="is nested too deep"):
+        settings.read_file(path)
+
+
 def test_missing_file(tmp_path: Path):
     with pytest.raises(ConfigError, match="cannot be read"):
         settings.read_file(tmp_path / "none.yaml")
