@@ -3,6 +3,7 @@ made of the sources, the compiler and the CPU."""
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import hashlib
 import os
@@ -10,8 +11,10 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 COMPILE_TIMEOUT_S = 300.0
 
@@ -101,3 +104,23 @@ class CSources:
             raise NativeError(f"{compiler} could not be run: {error}") from None
         finally:
             Path(name).unlink(missing_ok=True)
+
+
+def functions_of(path: Path, kind: type[ctypes.CDLL]) -> Callable[..., Any]:
+    """A library of ours, opened: `function(name, *argument types, returns=type)` is its diptych_<name>, ready to be called.
+
+    Args:
+        kind: ctypes.CDLL lets go of the interpreter lock while a function runs, ctypes.PyDLL keeps it.
+    Raises: NativeError when the file cannot be loaded.
+    """
+    try:
+        library = kind(str(path))
+    except OSError as error:
+        raise NativeError(f"cannot load {path}: {error}") from None
+
+    def function(name: str, *arguments: Any, returns: Any = None) -> Any:
+        found = getattr(library, f"diptych_{name}")
+        found.argtypes, found.restype = arguments, returns
+        return found
+
+    return function

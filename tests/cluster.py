@@ -148,13 +148,19 @@ def running_cluster(root: Path, *flags: str, extra_env: Mapping[str, str] | None
         assert not left, f"processes left behind: {left}"
         assert [path.name for path in folder.root.iterdir()] == ["logs"]
     finally:
-        if process.poll() is None:
-            process.terminate()
-            try:
-                process.wait(timeout=20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait(timeout=10)
+        end(process)
+
+
+def end(process: subprocess.Popen[bytes], within_s: float = 20.0) -> None:
+    """By SIGTERM, and by SIGKILL if it does not heed it; nothing where it has ended."""
+    if process.poll() is not None:
+        return
+    process.terminate()
+    try:
+        process.wait(timeout=within_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait(timeout=10)
 
 
 @dataclass(frozen=True)
@@ -189,10 +195,4 @@ def running_serve(root: Path, *flags: str, extra_env: Mapping[str, str] | None =
         wait_until(ready, deadline_s=START_DEADLINE_S, what="`diptych serve` is ready", every_s=0.1)
         yield serving
     finally:
-        if process.poll() is None:
-            process.terminate()
-            try:
-                process.wait(timeout=20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait(timeout=10)
+        end(process)

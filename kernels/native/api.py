@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from diptych.kernels.native.build import NativeError
+from diptych.kernels.native.build import functions_of
 
 _ALIGN = 16  # floats: one cache line
 _PIECE_BYTES = 64 << 20
@@ -66,17 +66,8 @@ class Library:
     """Raises: NativeError when the file cannot be loaded."""
 
     def __init__(self, path: Path) -> None:
-        try:
-            # Calls let go of the interpreter lock: the event loop runs while a step computes.
-            library = ctypes.CDLL(str(path))
-        except OSError as error:
-            raise NativeError(f"cannot load {path}: {error}") from None
-
-        def function(name: str, *arguments: Any, returns: Any = None) -> Any:
-            found = getattr(library, f"diptych_{name}")
-            found.argtypes, found.restype = arguments, returns
-            return found
-
+        # Calls let go of the interpreter lock: the event loop runs while a step computes.
+        function = functions_of(path, ctypes.CDLL)
         self.panel: int = function("panel", returns=c_int64)()
         """Outputs of one panel of packed weights."""
         self.tile: int = function("tile", returns=c_int64)()

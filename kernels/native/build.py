@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from diptych.common.compiled import CSources, NativeError, find_compiler
+from diptych.common.compiled import CSources, NativeError, find_compiler, functions_of
 
-__all__ = ["NativeError", "build", "find_compiler", "library_path"]
+__all__ = ["NativeError", "build", "find_compiler", "functions_of", "library_path"]
 
 _SOURCES = CSources(
     "decoder",

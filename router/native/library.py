@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import structlog
 
-from diptych.common.compiled import CSources, NativeError
+from diptych.common.compiled import CSources, NativeError, functions_of
 from diptych.common.errors import ConfigError
 from diptych.common.paths import cache_dir
 
@@ -73,17 +73,8 @@ class Library:
     """Raises: NativeError when the file cannot be loaded."""
 
     def __init__(self, path: Path) -> None:
-        try:
-            # Keeps the interpreter lock: a call takes microseconds.
-            library = ctypes.PyDLL(str(path))
-        except OSError as error:
-            raise NativeError(f"cannot load {path}: {error}") from None
-
-        def function(name: str, *arguments: Any, returns: Any = None) -> Any:
-            found = getattr(library, f"diptych_{name}")
-            found.argtypes, found.restype = arguments, returns
-            return found
-
+        # Keeps the interpreter lock: a call takes microseconds.
+        function = functions_of(path, ctypes.PyDLL)
         fleet, loads, request, costs = (POINTER(kind) for kind in (CFleet, CLoads, CRequest, CCosts))
         self.hits = function(
             "hits", POINTER(CTable), POINTER(CGroup), c_void_p, *[c_int64] * 3, *[c_void_p] * 5, returns=c_int64

@@ -2,53 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
-import grpc.aio
-import httpx
-import openai
+from diptych_test_http_face import http, openai_client
 
 from diptych.common.errors import WorkerLostError
 from diptych.common.grammar import Grammar, Tags
 from diptych.common.sampling import FinishReason
 from diptych.router.fake_door import MODEL, FakeDoor, Step, hello_script
 from diptych.router.messages import FinishedEvent, ModelFeatures, TokenEvent, UsageInfo
-from diptych.router.server import Faces
 
 CHAT = "/v1/chat/completions"
 MESSAGES: list[Any] = [{"role": "user", "content": "Hi"}]
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 CALLER = ModelFeatures(tool_parser="hermes", reasoning=True, takes_tools=True)
 LLAMA = ModelFeatures(tool_parser="llama3-json", takes_tools=True)
-WAIT_S = 5.0
-
-grpc.aio.init_grpc_aio()
-
-
-@asynccontextmanager
-async def serving(door: FakeDoor) -> AsyncIterator[str]:
-    faces = Faces("127.0.0.1", 0, 0)
-    try:
-        yield "http://" + (await faces.start(door, door.metrics)).http
-    finally:
-        await faces.stop(1.0)
-
-
-@asynccontextmanager
-async def http(door: FakeDoor) -> AsyncIterator[httpx.AsyncClient]:
-    async with serving(door) as url, httpx.AsyncClient(base_url=url, timeout=WAIT_S) as client:
-        yield client
-
-
-@asynccontextmanager
-async def openai_client(door: FakeDoor) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with (
-        serving(door) as url,
-        openai.AsyncOpenAI(base_url=url + "/v1", api_key="none", max_retries=0, timeout=WAIT_S) as client,
-    ):
-        yield client
 
 
 def says(*texts: str, reason: FinishReason = FinishReason.STOP) -> list[Step]:

@@ -1,0 +1,47 @@
+"""The HTTP face behind a real uvicorn, over a scripted frontend."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc.aio
+import httpx
+import openai
+
+from diptych.router.fake_door import FakeDoor
+from diptych.router.server import Faces
+
+WAIT_S = 5.0
+
+grpc.aio.init_grpc_aio()  # its poller thread lives as long as the process; it must not look like a leak of the first test
+
+
+@asynccontextmanager
+async def serving(door: FakeDoor) -> AsyncIterator[str]:
+    """The base URL of a router whose frontend is `door`."""
+    faces = Faces("127.0.0.1", 0, 0)
+    try:
+        yield "http://" + (await faces.start(door, door.metrics)).http
+    finally:
+        await faces.stop(1.0)
+
+
+@asynccontextmanager
+async def http(door: FakeDoor) -> AsyncIterator[httpx.AsyncClient]:
+    async with serving(door) as url, httpx.AsyncClient(base_url=url, timeout=WAIT_S) as client:
+        yield client
+
+
+@asynccontextmanager
+async def openai_client(door: FakeDoor) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with (
+        serving(door) as url,
+        openai.AsyncOpenAI(base_url=url + "/v1", api_key="none", max_retries=0, timeout=WAIT_S) as client,
+    ):
+        yield client
+
+
+def events(text: str) -> list[str]:
+    """The data of a stream's events."""
+    return [part.removeprefix("data: ") for part in text.split("\n\n") if part]
