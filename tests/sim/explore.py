@@ -7,9 +7,7 @@ A long run may be made in parts: `--first 20000 --seeds 20000 --out FILE` adds w
 from __future__ import annotations
 
 import argparse
-import gc
 import json
-import logging
 import platform
 import subprocess
 import sys
@@ -21,8 +19,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import structlog  # noqa: E402
-from handoff_sim.world import run  # noqa: E402
+from handoff_sim.hashes import fix_hashes  # noqa: E402
+from handoff_sim.world import run_all  # noqa: E402
 
 
 def note(out: Path, first: int, num: int, failed: list[int], callbacks: int, seconds: float) -> None:
@@ -83,15 +81,9 @@ def main() -> int:
     args = parser.parse_args()
     if args.jobs > 1:
         return side_by_side(args)
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
-    logging.getLogger("diptych").setLevel(logging.CRITICAL)
-    gc.disable()  # a schedule's loops are garbage all at once; in between there is none
     began, callbacks = time.monotonic(), 0
     failed: list[int] = []
-    for n, seed in enumerate(range(args.first, args.first + args.seeds), 1):
-        problems, world = run(seed)
-        if n % 50 == 0:
-            gc.collect()
+    for n, (seed, problems, world) in enumerate(run_all(range(args.first, args.first + args.seeds)), 1):
         callbacks += world.loop.num_callbacks
         if problems:
             failed.append(seed)
@@ -111,4 +103,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    fix_hashes()
     sys.exit(main())

@@ -27,7 +27,7 @@ class SimChannel:
 
     def __init__(self, links: Links, client: Node, server: PrefillNode | None) -> None:
         self.links, self.client, self.server = links, client, server
-        self.calls: set[SimCall] = set()
+        self.calls: dict[SimCall, None] = {}
 
     def unary_unary(self, path: str, *_: object, **__: object) -> Callable[..., Any]:
         return self._get_info
@@ -72,13 +72,13 @@ class SimCall:
         self._ended = False
         self._task: asyncio.Task[None] | None = None
         self._not_before = 0.0
-        channel.calls.add(self)
+        channel.calls[self] = None
         late = rpc_error(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
         self._timer = self._links.loop.call_later(timeout, self.end, late)
         if channel.server is None or channel.server.node.dead:
             self._links.loop.call_later(self._links.delay(), self.end, _lost())
             return
-        channel.server.calls.add(self)
+        channel.server.calls[self] = None
         self._links.deliver(channel.client, channel.server.node, self._links.delay(), self._start)
 
     # ---- decode's end ----
@@ -101,7 +101,7 @@ class SimCall:
             return
         self._ended = True
         self._timer.cancel()
-        self._channel.calls.discard(self)
+        self._channel.calls.pop(self, None)
         self._inbox.put_nowait(how)
         server = self._channel.server
         if server is not None:
@@ -136,7 +136,7 @@ class SimCall:
         except DiptychError as error:
             self._say(prefill_pb2.PrefillEvent(failure=to_failure(error)))
         finally:
-            server.calls.discard(self)
+            server.calls.pop(self, None)
         self._say(None)
 
     def _say(self, event: prefill_pb2.PrefillEvent | None) -> None:

@@ -28,6 +28,18 @@ from diptych.prefill.handoff import Handoffs
 
 Patch = Callable[[], Any]
 MUTATIONS: dict[str, Patch] = {}
+SEEN_BY: dict[str, int] = {
+    "a_handle_of_an_old_generation_is_served": 55,
+    "a_handle_is_served_after_its_lease": 410,
+    "leases_are_not_swept": 76,
+    "prefill_quarantine_has_no_end": 120,
+    "a_late_send_frees_nothing": 168,
+    "a_released_attempt_frees_nothing": 137,
+    "a_range_packed_too_late_keeps_its_grant": 48,
+    "legs_of_a_silent_decode_worker_go_on": 192,
+    "a_slab_is_finished_while_it_is_unpacked": 66,
+}
+"""A seed that notices the guard's absence, where it takes more than a few to find one. Only saves time: see mutate.py."""
 
 
 def mutation(patch: Patch) -> Patch:

@@ -125,7 +125,7 @@ class PrefillNode:
         self.context = context
         self.node = Node(worker_id, incarnation)
         self.ref = WorkerRef(worker_id, incarnation, f"{worker_id}:{incarnation}")
-        self.calls: set[SimCall] = set()
+        self.calls: dict[SimCall, None] = {}
         self.transfer = SimTransfer(context, self.node, "prefill")
         self.transfer.on_free = self._on_free
         self.readers: Callable[[], list[DecodeNode]] = list

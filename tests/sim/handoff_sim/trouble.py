@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -32,9 +33,10 @@ class Trouble:
         """Whether a worker is stopped, cut off, or starting again."""
         return bool(self.restarts or self.links.num_cuts) or any(n.node.stopped for n in self._world.prefill.values())
 
-    def after_callback(self) -> None:
+    def step_in(self) -> None:
         while self._triggers and self._triggers[-1][0] <= self.loop.num_callbacks:
             self._triggers.pop()[1]()
+        self.loop.step_in_at = self._triggers[-1][0] if self._triggers else math.inf
 
     def at(self, call: Callable[[], None], within_s: float) -> None:
         """At a moment of the seed's choice: a time or a callback."""
@@ -43,6 +45,7 @@ class Trouble:
         else:
             self._triggers.append((self.rng.randint(1, 700), call))
             self._triggers.sort(key=lambda trigger: -trigger[0])
+            self.loop.step_in_at = self._triggers[-1][0]
 
     def plan(self) -> bool:
         p, rng = self._world.profile, self.rng

@@ -291,7 +291,7 @@ class SimTransport:
     def busy(self) -> bool:
         return bool(self._events)
 
-    def wait(self, wakeup: Wakeup, timeout_s: float) -> None:
+    def wait(self, wakeup: Wakeup, timeout_s: float, *, awaited: bool) -> None:
         raise AssertionError("nobody waits on virtual time")
 
     def drop(self, peer: str, why: str) -> None:

@@ -7,8 +7,12 @@ either at a time or after the n-th callback of the loop: between any two things 
 from __future__ import annotations
 
 import asyncio
+import gc
+import logging
+from collections.abc import Iterable, Iterator
 from random import Random
 
+import structlog
 from handoff_sim import reference
 from handoff_sim.client import Client
 from handoff_sim.engine import LAYERS, Context, Sizes
@@ -24,6 +28,7 @@ PROFILES = (
     "calm", "calm", "lossy", "damaged", "killed", "vanished", "stopped", "partitioned", "everything", "everything",
 )  # fmt: skip
 _HORIZON_S = 60.0
+_COLLECT_EVERY = 10
 
 
 class World:
@@ -90,7 +95,7 @@ class World:
     def run(self) -> list[str]:
         loop = self.loop
         asyncio.set_event_loop(None)
-        loop.after_callback = self.trouble.after_callback
+        loop.step_in = self.trouble.step_in
         try:
             loop.run_until_complete(self._main())
         except Deadlock:
@@ -100,7 +105,7 @@ class World:
         except TimeoutError:
             self.report("the schedule does not come to an end")
         finally:
-            for task in asyncio.all_tasks(loop):
+            for task in loop.tasks:
                 task.cancel()
             try:
                 loop.run_until_complete(asyncio.sleep(0.5))
@@ -193,6 +198,22 @@ class World:
         for ask in self.client.asks:
             if ask.ended != 1 and not ask.lost:
                 self.report(f"{ask.name}: ended {ask.ended} times")
+
+
+def run_all(seeds: Iterable[int]) -> Iterator[tuple[int, list[str], World]]:
+    """One after the other, quietly. What a schedule leaves behind are cycles, all garbage at its end: the collector looks at them
+    then, and never at what was there before."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    logging.getLogger("diptych").setLevel(logging.CRITICAL)
+    gc.disable()
+    gc.collect()
+    gc.freeze()
+    for n, seed in enumerate(seeds, 1):
+        problems, world = run(seed)
+        yield seed, problems, world
+        del world
+        if n % _COLLECT_EVERY == 0:
+            gc.collect()
 
 
 def run(seed: int) -> tuple[list[str], World]:
