@@ -186,6 +186,7 @@ class StepStream:
         self.put(decode_pb2.StepBatch(events=[event]).SerializeToString())
         self.running[submit.attempt.encode()] = [0, submit.sampling.max_tokens, len(submit.prompt_token_ids)]
         self._steps.add_stream(self)
+        self._tell(decode_pb2.TicketNews(attempt=submit.attempt, taken=True))
 
     def step(self) -> None:
         for attempt, state in list(self.running.items()):
@@ -205,7 +206,7 @@ class StepStream:
         )
         event = decode_pb2.Event(attempt=attempt, end=decode_pb2.End(finished=finished))
         self.put(decode_pb2.StepBatch(events=[event]).SerializeToString())
-        self._tell(decode_pb2.TicketNews(attempt=attempt, ended=True, completion_tokens=state[1]))
+        self._tell(decode_pb2.TicketNews(attempt=attempt, ended=True, completion_tokens=state[1], finished=finished))
 
     def _tell(self, news: decode_pb2.TicketNews) -> None:
         for router in self._routers or ():

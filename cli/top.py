@@ -55,6 +55,12 @@ def recent(status: dict[str, Any]) -> dict[str, float | None]:
     }
 
 
+def models_of(status: dict[str, Any]) -> list[tuple[str, list[dict[str, Any]]]]:
+    """(model, its workers) of every model that the router serves."""
+    every = [status, *status.get("more_models", [])]
+    return [(one["model"], (one["cluster"] or {}).get("workers", [])) for one in every]
+
+
 def line_of(status: dict[str, Any], at: str) -> str:
     """One look as one line of fields `name=value`."""
     now = recent(status)
@@ -71,9 +77,10 @@ def line_of(status: dict[str, Any], at: str) -> str:
         f"hit={hit}",
         f"failed={now['failed']:.0f}",
     ]
-    for worker in (status["cluster"] or {}).get("workers", []):
-        state = "down" if worker["why_not"] else f"{100 * worker['kv_usage']:.0f}%kv"
-        parts.append(f"{worker['id']}={worker['running']}r/{worker['waiting']}w/{state}")
+    for _, workers in models_of(status):
+        for worker in workers:
+            state = "down" if worker["why_not"] else f"{100 * worker['kv_usage']:.0f}%kv"
+            parts.append(f"{worker['id']}={worker['running']}r/{worker['waiting']}w/{state}")
     return " ".join(parts)
 
 
@@ -84,7 +91,8 @@ def view(status: dict[str, Any]) -> Any:
     from rich.text import Text
 
     now, series = recent(status), status["series"]
-    head = Text(f"{status['model']}  ", style="bold")
+    models = models_of(status)
+    head = Text(f"{', '.join(name for name, _ in models)}  ", style="bold")
     head.append("ready" if status["ready"] else "not ready", style="green" if status["ready"] else "bold red")
     head.append(
         f"   running {status['running']:.0f}, waiting {status['waiting']:.0f}, "
@@ -98,7 +106,9 @@ def view(status: dict[str, Any]) -> Any:
     ):
         plots.add_row(title, Text(sparkline(by_age(series, field)), style="cyan"), shown)
     workers = Table(box=None, pad_edge=False)
+    several = len(models) > 1
     for name in (
+        *(("model",) if several else ()),
         "worker",
         "role",
         "state",
@@ -110,11 +120,11 @@ def view(status: dict[str, Any]) -> Any:
         "step",
         "index",
     ):
-        workers.add_column(name, justify="left" if name in ("worker", "role", "state", "index") else "right")
-    for w in (status["cluster"] or {}).get("workers", []):
+        workers.add_column(name, justify="left" if name in ("model", "worker", "role", "state", "index") else "right")
+    for model, w in ((model, worker) for model, found in models for worker in found):
         state = Text(w["why_not"] or w["state"], style="red" if w["why_not"] else "green")
         workers.add_row(
-            w["id"], w["role"], state, f"{w['running']}/{w['max_num_seqs']}", str(w["waiting"]),
+            *((model,) if several else ()), w["id"], w["role"], state, f"{w['running']}/{w['max_num_seqs']}", str(w["waiting"]),
             str(w["waiting_prompt_tokens"]), f"{100 * w['kv_usage']:.0f}%",
             f"{w['prefill_tokens_per_s']:.0f}", seconds(w["decode_step_s"] or None), w["index_mode"],
         )  # fmt: skip

@@ -78,6 +78,8 @@ class Visit:
         self._ready = asyncio.Event()
         self._quiet = False
         self._over = False
+        self.first_token_at: float | None = None
+        """On the loop's clock."""
         late = RequestDeadlineError("no answer within timeout_s", param="timeout_s")
         self._timer = asyncio.get_running_loop().call_later(remaining_s, self.leave, late)
 
@@ -102,6 +104,8 @@ class Visit:
 
     def put(self, event: decode_pb2.Event) -> None:
         self._events.append(event)
+        if self.first_token_at is None and event.HasField("tokens"):
+            self.first_token_at = asyncio.get_running_loop().time()
         if event.HasField("end"):
             self._doorway.forget(self._attempt)
             self._timer.cancel()

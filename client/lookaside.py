@@ -53,8 +53,9 @@ class Lookaside:
 
     async def begin(self, request: router_pb2.GenerateRequest, remaining_s: float) -> DirectAnswer:
         """Raises: DiptychError."""
+        began = asyncio.get_running_loop().time()
         placed = await self._placer.place(request, remaining_s, min(remaining_s, PLACE_PATIENCE_S))
-        return DirectAnswer(placed, self._doorway(placed).visit(placed.attempt, placed.ticket, remaining_s))
+        return DirectAnswer(placed, self._doorway(placed).visit(placed.attempt, placed.ticket, remaining_s), began)
 
     def _doorway(self, placed: router_pb2.Placed) -> Doorway:
         doorway = self._doorways.get(placed.address)
@@ -76,10 +77,15 @@ class Lookaside:
 
 
 class DirectAnswer:
-    """An answer as decode tells it, in the router's words."""
+    """An answer as decode tells it, in the router's words.
 
-    def __init__(self, placed: router_pb2.Placed, visit: Visit) -> None:
+    Args:
+        began: when the router was asked, on the loop's clock.
+    """
+
+    def __init__(self, placed: router_pb2.Placed, visit: Visit, began: float) -> None:
         self._placed = placed
+        self._began = began
         self._visit = visit
         self._over = False
 
@@ -122,6 +128,8 @@ class DirectAnswer:
             del finished.explanation.notes[:]
             finished.explanation.MergeFrom(mine)
             finished.explanation.cached_tokens = finished.usage.cached_tokens
+            if self._visit.first_token_at is not None:
+                finished.explanation.ttft_s = self._visit.first_token_at - self._began
         else:
             finished.ClearField("explanation")
         return "finished", finished

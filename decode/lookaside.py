@@ -1,7 +1,7 @@
 """The clients' door: requests that clients bring themselves, with a ticket that a router signed.
 
     client --Redeem(ticket)--> ClientSession --checked Submit--> Intake --> Attempt --events--> Witness --> client
-                                                                                  \\--first token, end--> every router
+                                                                     \\--taken, first token, end--> every router
 
 It listens on a port of its own, where nothing else is served: the worker's other port belongs to the private network.
 """
@@ -64,6 +64,8 @@ class Witness:
                 ended=True,
                 completion_tokens=end.finished.usage.completion_tokens,
                 reason=end.failure.reason,
+                finished=end.finished if end.HasField("finished") else None,
+                prefill_faults=end.prefill_faults,
             )
         )
 
@@ -104,6 +106,7 @@ class LookasideServicer(decode_pb2_grpc.LookasideServicer):
         except DiptychError as error:
             session.outbox.end(message.attempt, decode_pb2.End(failure=to_failure(error)))
             return
+        self._intake.tell_routers(decode_pb2.TicketNews(attempt=submit.attempt, taken=True))
         self._intake.submit(session, submit, Witness(session.outbox, self._intake.tell_routers))
 
 

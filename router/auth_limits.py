@@ -8,7 +8,7 @@ routers each grants the whole quota.
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from contextlib import aclosing
 from typing import cast
 
@@ -134,6 +134,9 @@ class MeteredDoor:
             spend(num_tokens)
 
         return self._door.place(request, spent)
+
+    def tickets_left(self, attempts: Iterable[str]) -> None:
+        self._door.tickets_left(attempts)
 
     async def generate(self, request: PreparedRequest) -> AsyncIterator[GenerateEvent]:
         events = cast(AsyncGenerator[GenerateEvent, None], self._door.generate(request))

@@ -318,12 +318,13 @@ class Cluster:
         self.hold(placement, attempt.id, len(submit.prompt_token_ids))
         return attempt
 
-    def hold(self, placement: Placement, attempt: str, num_prompt_tokens: int) -> None:
-        """Count the attempt as pending on its workers until `reservations.release`."""
+    def hold(self, placement: Placement, attempt: str, num_prompt_tokens: int, *, doubtful: bool = False) -> None:
+        """Count the attempt as pending on its workers until `reservations.release`. `doubtful`: see Reservations."""
         record = placement.decode.record
         computes = placement.chosen.prefill or placement.decode
         num_tokens = num_prompt_tokens - computes.hit_tokens
-        self.reservations.reserve(attempt, Reservation(computes.worker_id, record.worker_id, num_tokens))
+        reservation = Reservation(computes.worker_id, record.worker_id, num_tokens)
+        self.reservations.reserve(attempt, reservation, doubtful=doubtful)
         now = self._clock.now()
         for worker_id in {computes.worker_id, record.worker_id}:
             if self.breakers.on_placed(worker_id, now):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Protocol, cast
 
@@ -44,6 +44,8 @@ class Door(Protocol):
     def what_if(self, request: PreparedRequest, pool: str) -> router_pb2.WhatIfResponse: ...
 
     def place(self, request: PreparedRequest, spend: Callable[[int], None] = ...) -> router_pb2.Placed: ...
+
+    def tickets_left(self, attempts: Iterable[str]) -> None: ...
 
     def generate(self, request: PreparedRequest) -> AsyncIterator[GenerateEvent]: ...
 

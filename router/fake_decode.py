@@ -117,6 +117,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer, worker_pb2_grpc.WorkerServicer)
         self.submits.append(submit)
         task = out.answers[submit.attempt] = asyncio.create_task(self._answer(submit, out))
         if out.client:
+            self.tell(decode_pb2.TicketNews(attempt=submit.attempt, taken=True))
             task.add_done_callback(lambda _: self.tell(decode_pb2.TicketNews(attempt=submit.attempt, ended=True)))
 
     def drop(self, attempt: str, out: _Out) -> None:
@@ -164,7 +165,8 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer, worker_pb2_grpc.WorkerServicer)
         )
         out.put(decode_pb2.Event(attempt=attempt, end=decode_pb2.End(finished=finished)))
         if out.client:
-            self.tell(decode_pb2.TicketNews(attempt=attempt, ended=True, completion_tokens=count))
+            news = decode_pb2.TicketNews(attempt=attempt, ended=True, completion_tokens=count, finished=finished)
+            self.tell(news)
 
 
 class _Out:

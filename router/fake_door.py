@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import replace
 
 from diptych.common.errors import DiptychError, InvalidRequestError, ModelNotFoundError, NoWorkerError
@@ -154,6 +154,9 @@ class FakeDoor:
 
     def place(self, request: PreparedRequest, spend: Callable[[int], None] = lambda _: None) -> router_pb2.Placed:
         raise NoWorkerError("there is no worker behind this door")
+
+    def tickets_left(self, attempts: Iterable[str]) -> None:
+        pass
 
     async def generate(self, request: PreparedRequest) -> AsyncIterator[GenerateEvent]:
         self.running += 1

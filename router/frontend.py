@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -24,6 +24,7 @@ from diptych.router.cluster import Cluster, Prompt, new_router_id
 from diptych.router.config import RouterConfig
 from diptych.router.explain import Story
 from diptych.router.idempotency import IdempotencyKeys
+from diptych.router.lookaside import ASKS_US_INSTEAD
 from diptych.router.messages import (
     Explanation,
     FinishedEvent,
@@ -289,8 +290,15 @@ class Frontend:
         try:
             return lookaside.grant(request, spend)
         except DiptychError as err:
-            self.metrics.errors.labels(err.reason).inc()
+            if err.reason not in ASKS_US_INSTEAD:  # as which it is counted
+                self.metrics.refused(err.reason, request.tenant)
             raise
+
+    def tickets_left(self, attempts: Iterable[str]) -> None:
+        """The client's stream over which these tickets were given out has ended."""
+        for model in self._models.values():
+            if model.lookaside is not None:
+                model.lookaside.left(attempts)
 
     def explain(self, request_id: str, tenant: str) -> router_pb2.ExplainResponse:
         """Why a request of the recent past went where it went. Raises: InvalidRequestError when it is not remembered."""

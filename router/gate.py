@@ -52,12 +52,12 @@ class Gate(Generic[T]):
         """Those that wait."""
         return len(self._turns)
 
-    def _has_room(self) -> bool:
-        return not self.window_s or self._room(self.window_s) > self.passing
+    def _has_room(self, beside: float = 0.0) -> bool:
+        return not self.window_s or self._room(self.window_s) > self.passing + beside
 
-    def may_pass(self) -> bool:
-        """Whether a request need not wait now."""
-        return not len(self._turns) and self._has_room()
+    def may_pass(self, beside: float = 0.0) -> bool:
+        """Whether a request need not wait now. `beside`: tokens that take room before it, for it alone."""
+        return not len(self._turns) and self._has_room(beside)
 
     def wait(self, tenant: str, tokens: int, item: T, *, priority: int) -> Entry[T]:
         return self._turns.add(tenant, tokens, item, share=self.share(tenant), priority=priority)

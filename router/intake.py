@@ -204,6 +204,7 @@ class Intake:
             prompt_token_ids=tuple(token_ids),
             sampling=with_seed(repeated, self._rng.getrandbits(63)) if draws_seed else repeated,
             cache_salt=before.cache_salt,
+            owner=before.owner,
             explain=before.explain,
             local_prefill_max_tokens=before.local_prefill_max_tokens,
             failure_policy=before.failure_policy,

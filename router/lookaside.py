@@ -1,7 +1,9 @@
 """Placement tickets: a client streams from the decode worker itself, and the router is off the token path.
 
-    grant -> held (pending on its workers) --first token--> prompt computed --end--> released
-                 |-- nothing heard for UNHEARD_S, the worker's life ended, the deadline passed --> released
+    grant -> unheard (doubtful: counts for FRESH_S where workers are compared, never against others' turns)
+               |-- taken --> held (pending on its workers) --first token--> prompt computed --end--> released
+               |-- nothing for FRESH_S, the client's stream ended --> set aside (counts nowhere) -- taken --> held
+    any -- nothing heard for UNHEARD_S, the worker's life ended, the deadline passed --> lapsed
 
 What became of a ticket is told by the decode worker (never by the client) on the stream that this router has to it anyway.
 """
@@ -9,39 +11,54 @@ What became of a ticket is told by the decode worker (never by the client) on th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from diptych.common.clock import Clock
-from diptych.common.errors import NoWorkerError, RequestDeadlineError
+from diptych.common.errors import InvalidRequestError, NoWorkerError, RequestCancelledError, RequestDeadlineError
 from diptych.common.ids import new_attempt_id
 from diptych.common.ticket import seal
 from diptych.router.admission import Judgement, Verdict
 from diptych.router.cluster import Cluster, Life, Prompt
 from diptych.router.decisions import Decision
 from diptych.router.explain import Story
-from diptych.router.messages import PreparedRequest
+from diptych.router.messages import PreparedRequest, UsageInfo
 from diptych.router.metrics import RouterMetrics
+from diptych.router.outcomes import tell_outcome
+from diptych.router.reservations import Reservation
 from diptych.router.submission import submit_of, wish_of
+from diptych.rpc.convert import finish_reason_from_proto
 from diptych.rpc.v1 import decode_pb2, router_pb2
 
 UNHEARD_S = 60.0
 """Longer than any worker takes a ticket."""
+FRESH_S = 0.5
+"""A ticket that is used is heard of within a round trip to the client and one to the worker."""
+MAX_UNHEARD = 2048
+"""Tickets of one tenant."""
+COMES_AGAIN = frozenset({"TICKET_REFUSED", "STALE_REFERENCE", "WORKER_LOST", "NO_WORKER", "OVERLOADED"})
+"""Reasons for which the client asks the router for the answer, or the rest of it: that request is counted, not the ticket."""
+ASKS_US_INSTEAD = COMES_AGAIN - {"OVERLOADED"}
+"""The same, where there is no ticket: what was refused as too much would be refused again."""
 _SWEEP_S = 0.25
 
 
 @dataclass(slots=True)
 class _Grant:
     life: Life
-    story: Story
     decision: Decision
     spend: Callable[[int], None]
     tenant: str
     judgement: Judgement
-    arrived: float
+    granted: float
     until: float
     """When it is released whatever happens: until its first token the ticket's end, then the deadline."""
     deadline: float
+    heard: bool = False
+    aside: Reservation | None = None
+    """What is to count again if it is taken after all."""
+    num_choices: int = 1
 
 
 class Lookaside:
@@ -57,7 +74,12 @@ class Lookaside:
         self._granted = metrics.tickets.labels("granted")
         self._outcomes = {name: metrics.tickets.labels(name) for name in ("finished", "failed", "lapsed")}
         self._judged = {verdict.value: metrics.admission.labels(verdict.value) for verdict in Verdict}
+        self._placed = {local: metrics.placements.labels("local" if local else "remote") for local in (False, True)}
         self._grants: dict[str, _Grant] = {}
+        self._fresh: dict[str, float] = {}
+        """Attempts that are unheard and not set aside yet: until when; oldest first."""
+        self._unheard: Counter[str] = Counter()
+        """By tenant."""
         cluster.on_ticket_news = self.on_news
 
     def __len__(self) -> int:
@@ -69,13 +91,15 @@ class Lookaside:
 
         Args:
             spend: called with the answer's tokens, once they are known.
-        Raises: NoWorkerError, also when the chosen worker lets no clients in or others wait for their turn; OverloadedError
-            when the request is not worth starting; RequestDeadlineError.
+        Raises: NoWorkerError, also when the chosen worker lets no clients in, others wait for their turn or too many tickets of
+            the tenant are not used; OverloadedError when the request is not worth starting; RequestDeadlineError.
         """
         cluster, now = self._cluster, self._clock.now()
         if request.deadline <= now:
             raise RequestDeadlineError("the request's deadline passed before it could be placed")
-        if not cluster.turnstile.may_pass():
+        if self._unheard[request.tenant] >= MAX_UNHEARD:
+            raise NoWorkerError(f"no ticket: {MAX_UNHEARD} of yours are not used yet", retry_after_s=1.0)
+        if not cluster.turnstile.may_pass(cluster.reservations.doubtful_tokens):
             raise NoWorkerError("no ticket: requests wait for their turn at the router")
         placement = cluster.place(wish_of(request), Prompt(request.prompt_token_ids, request.cache_salt))
         judgement = cluster.judge(placement, now - request.arrived, request.deadline - request.arrived)
@@ -89,7 +113,7 @@ class Lookaside:
         attempt = new_attempt_id()
         submit = submit_of(request, placement, attempt, request.deadline - now, request.traceparent)
         claims = decode_pb2.TicketClaims(submit=submit, epoch=door.ticket_epoch)
-        cluster.hold(placement, attempt, len(request.prompt_token_ids))
+        cluster.hold(placement, attempt, len(request.prompt_token_ids), doubtful=True)
         story = Story(request.request_id, placement, cluster.index_mode(placement), now - request.arrived)
         decision = Decision(
             request_id=request.request_id,
@@ -102,16 +126,19 @@ class Lookaside:
         cluster.decisions.add(decision)
         self._grants[attempt] = _Grant(
             life=(record.worker_id, record.incarnation),
-            story=story,
             decision=decision,
             spend=spend,
             tenant=request.tenant,
             judgement=judgement,
-            arrived=request.arrived,
+            granted=now,
             until=min(request.deadline, now + UNHEARD_S),
             deadline=request.deadline,
+            num_choices=request.sampling.num_choices,
         )
+        self._fresh[attempt] = now + FRESH_S
+        self._unheard[request.tenant] += 1
         self._granted.inc()
+        self._placed[placement.local_prefill].inc()
         return router_pb2.Placed(
             request_id=request.request_id,
             model=request.model,
@@ -124,31 +151,108 @@ class Lookaside:
             explanation=story.tell() if request.explain else None,
         )
 
+    # ---- what is heard -------------------------------------------------------------------------------------------
+
     def on_news(self, news: decode_pb2.TicketNews) -> None:
         """What a decode worker tells of an attempt; of another router's it means nothing here."""
         grant = self._grants.get(news.attempt)
         if grant is None:
             return
+        if not grant.heard:
+            self._hear(news.attempt, grant)
         if news.first_token:
-            grant.until = grant.deadline
-            grant.story.ttft_s = self._clock.now() - grant.arrived
-            self._metrics.ttft.observe(grant.story.ttft_s)
-            self._metrics.judged(self._cluster.admission.on_first_token(grant.judgement, grant.story.ttft_s))
-            self._cluster.reservations.prompt_computed(news.attempt)
+            self._on_first_token(news.attempt, grant)
         if news.ended:
-            if news.completion_tokens:
-                grant.spend(news.completion_tokens)
-                self._cluster.turnstile.written(grant.tenant, news.completion_tokens)
-                self._metrics.generation_tokens.inc(news.completion_tokens)
-            self._cluster.on_outcome(grant.life[0], news.reason)
+            self._on_end(grant, news)
             self._release(news.attempt, "failed" if news.reason else "finished", news.reason or "finished")
+
+    def _hear(self, attempt: str, grant: _Grant) -> None:
+        """It was taken: a request like any other from here on."""
+        self._no_longer_unheard(attempt, grant)
+        grant.heard = True
+        reservations = self._cluster.reservations
+        if grant.aside is not None:
+            reservations.reserve(attempt, grant.aside)
+            grant.aside = None
+        else:
+            reservations.settle(attempt)
+
+    def _no_longer_unheard(self, attempt: str, grant: _Grant) -> None:
+        self._fresh.pop(attempt, None)
+        self._unheard[grant.tenant] -= 1
+        if not self._unheard[grant.tenant]:
+            del self._unheard[grant.tenant]
+
+    def _on_first_token(self, attempt: str, grant: _Grant) -> None:
+        now, story = self._clock.now(), grant.decision.story
+        grant.until = grant.deadline
+        story.ttft_s = now - grant.decision.arrived
+        self._metrics.first_token(story.ttft_s, grant.tenant, now)
+        self._metrics.judged(self._cluster.admission.on_first_token(grant.judgement, story.ttft_s))
+        self._cluster.reservations.prompt_computed(attempt)
+
+    def _on_end(self, grant: _Grant, news: decode_pb2.TicketNews) -> None:
+        cluster, metrics, story = self._cluster, self._metrics, grant.decision.story
+        if news.completion_tokens:
+            grant.spend(news.completion_tokens)
+            cluster.turnstile.written(grant.tenant, news.completion_tokens)
+            metrics.written(news.completion_tokens, grant.tenant)
+        now = self._clock.now()
+        if not news.HasField("finished"):
+            if story.placement is not None:
+                tell_outcome(cluster, story.placement, reason=news.reason, faults=news.prefill_faults)
+            if news.reason == RequestCancelledError.reason:
+                metrics.refused("CLIENT_LEFT", grant.tenant)
+            elif news.reason and news.reason not in COMES_AGAIN:
+                metrics.refused(news.reason, grant.tenant)
+                metrics.live.failed(now)
+            return
+        finished, told = news.finished, news.finished.usage
+        usage = UsageInfo(told.prompt_tokens, told.completion_tokens, told.cached_tokens)
+        story.facts, story.cached_tokens = finished.explanation, usage.cached_tokens
+        if story.placement is not None:
+            prefill = finished.explanation.prefill
+            tell_outcome(cluster, story.placement, reason="", prefill=prefill, faults=news.prefill_faults)
+        total_s = now - grant.decision.arrived
+        reason = _finish_reason(finished.finish_reason)
+        metrics.went(story, [fault.reason for fault in news.prefill_faults])
+        metrics.predictions(story)
+        metrics.answered(reason, grant.tenant, usage, total_s, finished.explanation.kv_bytes, now)
+        metrics.split(story, total_s)
+        more = usage.completion_tokens - 1
+        if more > 0 and story.ttft_s > 0 and grant.num_choices == 1:
+            between_s = (total_s - story.ttft_s) / more
+            metrics.pace(between_s, more, now)  # their mean: the router did not see them one by one
+            cluster.admission.on_pace(grant.judgement, between_s)
+        cluster.on_computed(finished.explanation.prefill, usage.prompt_tokens - usage.cached_tokens)
+
+    # ---- what is not heard ---------------------------------------------------------------------------------------
+
+    def left(self, attempts: Iterable[str]) -> None:
+        """The client's stream over which these were granted has ended: what was not taken yet probably never is."""
+        for attempt in attempts:
+            if attempt in self._fresh:
+                self._set_aside(attempt)
+
+    def _set_aside(self, attempt: str) -> None:
+        del self._fresh[attempt]
+        self._grants[attempt].aside = self._cluster.reservations.release(attempt)
 
     def sweep(self) -> None:
         """Release what nobody will tell the end of."""
         now = self._clock.now()
+        while self._fresh:
+            attempt, until = next(iter(self._fresh.items()))
+            if until > now:
+                break
+            self._set_aside(attempt)
+        gone = {life for life in self._lives() if self._cluster.client_door(life) is None}
         for attempt, grant in list(self._grants.items()):
-            if now > grant.until or self._cluster.client_door(grant.life) is None:
+            if now > grant.until or grant.life in gone:
                 self._release(attempt, "lapsed", "LAPSED")
+
+    def _lives(self) -> set[Life]:
+        return {grant.life for grant in self._grants.values()}
 
     async def run(self) -> None:
         while True:
@@ -157,6 +261,16 @@ class Lookaside:
 
     def _release(self, attempt: str, outcome: str, told: str) -> None:
         grant = self._grants.pop(attempt)
+        if not grant.heard:
+            self._no_longer_unheard(attempt, grant)
         grant.decision.outcome = told
         self._outcomes[outcome].inc()
         self._cluster.reservations.release(attempt)
+
+
+def _finish_reason(number: int) -> str:
+    """As metrics name it."""
+    try:
+        return finish_reason_from_proto(number).value
+    except InvalidRequestError:  # of a newer worker
+        return "unknown"

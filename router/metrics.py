@@ -17,7 +17,7 @@ from diptych.common.metrics import (
 )
 from diptych.router.explain import Story
 from diptych.router.live_series import LiveSeries
-from diptych.router.messages import FinishedEvent, PreparedRequest, TokenEvent
+from diptych.router.messages import FinishedEvent, PreparedRequest, TokenEvent, UsageInfo
 from diptych.router.tenant_metrics import TenantMetrics
 
 
@@ -131,6 +131,38 @@ class RouterMetrics(Metrics):
         if self.tenants is not None:
             self.tenants.failed(tenant, reason)
 
+    def answered(self, reason: str, tenant: str, usage: UsageInfo, total_s: float, kv_bytes: int, now: float) -> None:
+        """A request has ended well. `total_s`: from its arrival."""
+        self.success.labels(reason).inc()
+        self.e2e.observe(total_s)
+        self.request_prompt.observe(usage.prompt_tokens)
+        self.request_generation.observe(usage.completion_tokens)
+        self.prompt_tokens.inc(usage.prompt_tokens)
+        self.cached_tokens.inc(usage.cached_tokens)
+        self.kv_bytes.inc(kv_bytes)
+        if self.tenants is not None:
+            self.tenants.finished(tenant, usage)
+        self.live.finished(usage.prompt_tokens, usage.cached_tokens, now)
+
+    def first_token(self, ttft_s: float, tenant: str, now: float) -> None:
+        """`ttft_s`: from the request's arrival."""
+        self.ttft.observe(ttft_s)
+        self.live.first_token(ttft_s, now)
+        self.live.tokens(1, now)
+        if self.tenants is not None:
+            self.tenants.first_token(tenant, ttft_s)
+
+    def pace(self, between_s: float, count: int, now: float) -> None:
+        """`count` tokens came, each so long after the one before it."""
+        observe_many(self.itl, between_s, count)
+        self.live.tokens(count, now, between_s)
+
+    def written(self, count: int, tenant: str) -> None:
+        """Tokens of an answer came."""
+        self.generation_tokens.inc(count)
+        if self.tenants is not None:
+            self.tenants.tokens(tenant, count)
+
     def split(self, story: Story, total_s: float) -> None:
         """Where a request's time went. `total_s`: from its arrival to its last token. Decode's times are on its own clock and
         are only ever added up; no clock is subtracted from another's."""
@@ -193,16 +225,10 @@ class RequestTimer:
             return
         now = self._clock.now()
         metrics = self._metrics
-        metrics.generation_tokens.inc(count)
-        if metrics.tenants is not None:
-            metrics.tenants.tokens(self._request.tenant, count)
+        metrics.written(count, self._request.tenant)
         if self._last is None:
             metrics.waiting.dec()
-            metrics.ttft.observe(now - self._request.arrived)
-            metrics.live.first_token(now - self._request.arrived, now)
-            if metrics.tenants is not None:
-                metrics.tenants.first_token(self._request.tenant, now - self._request.arrived)
-            metrics.live.tokens(1, now)
+            metrics.first_token(now - self._request.arrived, self._request.tenant, now)
             count -= 1  # tokens in the first message beside the first came at the same moment
             self._last = now
         elif self._tokens == 1 and self._request.sampling.num_choices == 1:
@@ -210,23 +236,14 @@ class RequestTimer:
             metrics.live.stage("second_token", now - self._last)
         self._tokens += len(event.token_ids)
         if count:
-            observe_many(metrics.itl, (now - self._last) / count, count)
-            metrics.live.tokens(count, now, (now - self._last) / count)
+            metrics.pace((now - self._last) / count, count, now)
         self._last = now
 
     def finished(self, event: FinishedEvent, kv_bytes: int) -> None:
         if self._close():
-            metrics, usage = self._metrics, event.usage
-            metrics.success.labels(event.reason.value).inc()
-            metrics.e2e.observe(self._clock.now() - self._request.arrived)
-            metrics.request_prompt.observe(usage.prompt_tokens)
-            metrics.request_generation.observe(usage.completion_tokens)
-            metrics.prompt_tokens.inc(usage.prompt_tokens)
-            metrics.cached_tokens.inc(usage.cached_tokens)
-            metrics.kv_bytes.inc(kv_bytes)
-            if metrics.tenants is not None:
-                metrics.tenants.finished(self._request.tenant, usage)
-            metrics.live.finished(usage.prompt_tokens, usage.cached_tokens, self._clock.now())
+            now, request = self._clock.now(), self._request
+            total_s = now - request.arrived
+            self._metrics.answered(event.reason.value, request.tenant, event.usage, total_s, kv_bytes, now)
 
     def failed(self, error: DiptychError) -> None:
         if self._close():

@@ -1,12 +1,14 @@
 """Placements for clients that stream from decode themselves: one call, or many over one long-lived stream.
 
 messages in -> each placement: prepare, grant -> replies, in any order; those that came during a write go into one message
+a client that does not read its replies is not read either; after UNREAD_S its stream ends with OVERLOADED
 a stream that breaks takes the placements that were not answered with it; tickets that are out stay good
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator
 from functools import partial
 
@@ -16,6 +18,7 @@ import structlog
 from diptych.common.errors import DiptychError, InternalError, NoWorkerError, OverloadedError
 from diptych.router.auth import current_caller
 from diptych.router.faces import Door
+from diptych.router.lookaside import MAX_UNHEARD
 from diptych.router.messages import PreparedRequest
 from diptych.router.request_form import parse, spec_from
 from diptych.rpc.errors import errors_to_status, to_failure
@@ -24,6 +27,9 @@ from diptych.rpc.v1 import router_pb2
 log = structlog.get_logger(__name__)
 
 _MAX_IN_FLIGHT = 4096
+MAX_UNREAD_BYTES = 1024 * 1024
+"""Of replies that wait to be written, beyond which nothing more is read. One message of the client's is finished all the same."""
+UNREAD_S = 30.0
 _MAX_REMEMBERED, _MAX_REMEMBERED_BYTES = 256, 512
 
 
@@ -33,10 +39,15 @@ class PlacementDesk:
     def __init__(self, door: Door) -> None:
         self._door = door
         self._tenant = current_caller.get().tenant
-        self._replies: list[router_pb2.PlaceReply] = []
+        self._replies: list[bytes] = []
+        """Encoded as PlacementsResponse each: joined they are one."""
+        self._unread_bytes = 0
         self._ready = asyncio.Event()
+        self._written = asyncio.Event()
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._closed = False
+        self._granted: deque[str] = deque(maxlen=MAX_UNHEARD)
+        """The latest attempts."""
         self._before: dict[bytes, PreparedRequest] = {}
         """By all of a request but its token ids, one that was prepared: of such a stream they mostly repeat."""
 
@@ -50,6 +61,9 @@ class PlacementDesk:
                 for number in message.withdrawn:
                     if task := self._tasks.pop(number, None):
                         task.cancel()
+                while self._unread_bytes > MAX_UNREAD_BYTES:
+                    self._written.clear()
+                    await self._written.wait()
         finally:
             self._closed = True
             self._ready.set()
@@ -58,7 +72,7 @@ class PlacementDesk:
         if request.request.WhichOneof("input") == "token_ids":
             await self._answer(request)  # nothing in it waits
         elif len(self._tasks) >= _MAX_IN_FLIGHT:
-            self._reply(request.id, OverloadedError("too many placements of this stream wait", retry_after_s=1.0))
+            self._refuse(request.id, OverloadedError("too many placements of this stream wait", retry_after_s=1.0))
         else:
             task = self._tasks[request.id] = asyncio.create_task(self._answer(request))
             task.add_done_callback(partial(self._forget, request.id))
@@ -69,12 +83,14 @@ class PlacementDesk:
 
     async def _answer(self, request: router_pb2.PlaceRequest) -> None:
         try:
-            self._reply(request.id, await self._place(request))
+            placed = await self._place(request)
+            self._granted.append(placed.attempt)
+            self._reply(router_pb2.PlaceReply(id=request.id, placed=placed))
         except DiptychError as error:
-            self._reply(request.id, error)
+            self._refuse(request.id, error)
         except Exception as error:  # one placement must not take the stream's others with it
             log.error("a placement failed", error=repr(error), exc_info=True)
-            self._reply(request.id, InternalError("internal error"))
+            self._refuse(request.id, InternalError("internal error"))
 
     async def _place(self, request: router_pb2.PlaceRequest) -> router_pb2.Placed:
         """Raises: DiptychError."""
@@ -97,15 +113,18 @@ class PlacementDesk:
             self._before[rest] = prepared
         return self._door.place(prepared)
 
-    def _reply(self, number: int, outcome: router_pb2.Placed | DiptychError) -> None:
-        if isinstance(outcome, DiptychError):
-            self._replies.append(router_pb2.PlaceReply(id=number, failure=to_failure(outcome)))
-        else:
-            self._replies.append(router_pb2.PlaceReply(id=number, placed=outcome))
+    def _refuse(self, number: int, error: DiptychError) -> None:
+        self._reply(router_pb2.PlaceReply(id=number, failure=to_failure(error)))
+
+    def _reply(self, reply: router_pb2.PlaceReply) -> None:
+        encoded = router_pb2.PlacementsResponse(replies=(reply,)).SerializeToString()
+        self._replies.append(encoded)
+        self._unread_bytes += len(encoded)
         self._ready.set()
 
-    async def next(self) -> router_pb2.PlacementsResponse | None:
-        """All replies that are there; waits for one. None: the client has closed its side, and all is said."""
+    async def next(self) -> bytes | None:
+        """A PlacementsResponse with all replies that are there; waits for one. None: the client has closed its side, and all is
+        said."""
         while not self._replies:
             if self._closed and not self._tasks:
                 return None
@@ -115,11 +134,14 @@ class PlacementDesk:
             else:
                 await self._ready.wait()
         replies, self._replies = self._replies, []
-        return router_pb2.PlacementsResponse(replies=replies)
+        self._unread_bytes = 0
+        self._written.set()
+        return replies[0] if len(replies) == 1 else b"".join(replies)
 
     def close(self) -> None:
         for task in self._tasks.values():
             task.cancel()
+        self._door.tickets_left(self._granted)
 
 
 async def serve_placements(door: Door, bodies: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
@@ -128,12 +150,21 @@ async def serve_placements(door: Door, bodies: AsyncIterator[bytes], context: gr
     try:
         async with errors_to_status(context):
             while (message := await desk.next()) is not None:
-                await context.write(message)
+                await _write(context, message)
             await reader  # what was wrong with the client's messages ends the call as an error
     finally:
         reader.cancel()
         desk.close()
         await asyncio.gather(reader, return_exceptions=True)
+
+
+async def _write(context: grpc.aio.ServicerContext, message: bytes) -> None:
+    """Raises: OverloadedError."""
+    try:
+        async with asyncio.timeout(UNREAD_S):
+            await context.write(message)
+    except TimeoutError:
+        raise OverloadedError(f"the replies of this stream were not read for {UNREAD_S:.0f} s") from None
 
 
 async def place(door: Door, request: router_pb2.PlaceRequest, tenant: str) -> router_pb2.Placed:

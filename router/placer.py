@@ -148,7 +148,7 @@ class Placer:
         """See gate.Room."""
         if not self._pool_speed:
             return math.inf
-        return window_s * self._pool_speed - int(self._reservations.at(self._reserved)[0].sum())
+        return window_s * self._pool_speed - self._reservations.certain_tokens(self._reserved)
 
     def snapshot(self, prompt: Prompt | None = None, exclude: frozenset[Life] = frozenset()) -> ClusterSnapshot:
         """The usable workers with this prompt's hits. `exclude`: lives that must not be chosen as decode."""

@@ -39,6 +39,7 @@ from diptych.router.messages import (
     UsageInfo,
 )
 from diptych.router.metrics import RouterMetrics
+from diptych.router.outcomes import tell_outcome
 from diptych.router.placement import Placement
 from diptych.router.submission import submit_of, wish_of
 from diptych.rpc.convert import finish_reason_from_proto, logprobs_from_proto
@@ -120,19 +121,9 @@ class Relay:
         if self._judged or placement is None:
             return
         self._judged = True
-        for fault in faults:
-            self._cluster.on_outcome(fault.worker_id, fault.reason)
-        if faults and reason == faults[-1].reason:
-            reason = RequestCancelledError.reason  # decode only passes on what happened to prefill
-        self._cluster.on_outcome(placement.decode.worker_id, reason)
         facts = self._story.facts
         prefill = facts.prefill if facts is not None else ""
-        if prefill and prefill != placement.decode.worker_id:
-            self._cluster.on_outcome(prefill, "")
-        chosen = placement.chosen.prefill
-        told = {fault.worker_id for fault in faults} | {prefill}
-        if chosen is not None and chosen.worker_id not in told:
-            self._cluster.on_outcome(chosen.worker_id, RequestCancelledError.reason)
+        tell_outcome(self._cluster, placement, reason=reason, prefill=prefill, faults=faults)
 
     # ---- placing -------------------------------------------------------------------------------------------------
 

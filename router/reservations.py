@@ -1,6 +1,9 @@
 """What routers placed and have not seen the end of, so that a burst does not stampede one worker. Pure.
 
 This router's own placements are kept by attempt; those of the other routers are sums, as they last told (see pending.py).
+
+What is placed may be *doubtful*: a ticket that nobody has handed in yet. It counts where workers are compared, so that a burst is
+spread, and not in what keeps others waiting or is told to other routers.
 """
 
 from __future__ import annotations
@@ -30,21 +33,37 @@ class Reservations:
     def __init__(self) -> None:
         self._open: dict[str, Reservation] = {}
         self._computed: set[str] = set()
+        self._doubtful: set[str] = set()
         self._columns: dict[str, int] = {}
-        self._mine = np.zeros((2, 64), np.int64)  # tokens, requests by column
+        self._mine = np.zeros((3, 64), np.int64)  # tokens, requests, doubtful ones of the tokens by column
         self._others = np.zeros((2, 64), np.int64)
         self._sum_up()
         self.on_less: Callable[[], None] = lambda: None
         """Called when a prompt no longer waits, or a request ended."""
+        self.doubtful_tokens = 0
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def reserve(self, attempt: str, reservation: Reservation) -> None:
+    def reserve(self, attempt: str, reservation: Reservation, *, doubtful: bool = False) -> None:
         self._open[attempt] = reservation
         self._add(reservation.prefill_id, reservation.num_tokens, 1)
         if reservation.decode_id != reservation.prefill_id:
             self._add(reservation.decode_id, 0, 1)
+        if doubtful:
+            self._doubtful.add(attempt)
+            self._doubt(reservation.prefill_id, reservation.num_tokens)
+
+    def settle(self, attempt: str) -> None:
+        """It is doubtful no longer."""
+        if attempt in self._doubtful:
+            self._doubtful.discard(attempt)
+            reservation = self._open[attempt]
+            self._doubt(reservation.prefill_id, -reservation.num_tokens)
+
+    def _doubt(self, worker_id: str, tokens: int) -> None:
+        self.doubtful_tokens += tokens
+        self._numbers[0][2 * self.width + self._column(worker_id)] += tokens
 
     def prompt_computed(self, attempt: str) -> None:
         """The first token was seen: the prompt no longer waits anywhere."""
@@ -52,21 +71,24 @@ class Reservations:
         if reservation is None or attempt in self._computed:
             return
         self._computed.add(attempt)
+        self.settle(attempt)
         remote = reservation.decode_id != reservation.prefill_id
         self._add(reservation.prefill_id, -reservation.num_tokens, -1 if remote else 0)
         self.on_less()
 
-    def release(self, attempt: str) -> None:
+    def release(self, attempt: str) -> Reservation | None:
+        """Returns what was reserved, if it was."""
         self.prompt_computed(attempt)
         self._computed.discard(attempt)
         reservation = self._open.pop(attempt, None)
         if reservation is not None:
             self._add(reservation.decode_id, 0, -1)
+        return reservation
 
     def _sum_up(self) -> None:
         """After either table became another."""
         self._mine = np.ascontiguousarray(self._mine)
-        self._all = np.ascontiguousarray(self._mine + self._others)
+        self._all = np.ascontiguousarray(self._mine[:2] + self._others)
         self.width = self._all.shape[1]
         self.address: int = self._all.ctypes.data
         """Of all routers' sums, [2, width]: tokens, requests by column."""
@@ -100,9 +122,9 @@ class Reservations:
         return int(self._mine[1, self._column(worker_id)])
 
     def mine(self) -> dict[str, tuple[int, int]]:
-        """(tokens, requests) of every worker on which this router has something pending."""
+        """(tokens, requests) of every worker on which this router has something pending; doubtful tokens do not count."""
         return {
-            name: (int(self._mine[0, column]), int(self._mine[1, column]))
+            name: (int(self._mine[0, column] - self._mine[2, column]), int(self._mine[1, column]))
             for name, column in self._columns.items()
             if self._mine[:, column].any()
         }
@@ -127,6 +149,10 @@ class Reservations:
         """(pending tokens, pending requests), all routers together."""
         tokens, requests = self._all.take(columns, axis=1)
         return tokens, requests
+
+    def certain_tokens(self, columns: Ints) -> int:
+        """Pending on all of these together, all routers counted, without what is doubtful."""
+        return int(self._all[0].take(columns).sum() - self._mine[2].take(columns).sum())
 
     def _compact(self, keep: set[str]) -> None:
         """Forget workers that left long ago."""

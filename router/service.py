@@ -58,9 +58,7 @@ class RouterService:
             "Place": grpc.unary_unary_rpc_method_handler(
                 self.place, response_serializer=router_pb2.Placed.SerializeToString
             ),
-            "Placements": grpc.stream_stream_rpc_method_handler(
-                self.placements, response_serializer=router_pb2.PlacementsResponse.SerializeToString
-            ),
+            "Placements": grpc.stream_stream_rpc_method_handler(self.placements),  # bytes in, bytes out
         }
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 

@@ -42,9 +42,9 @@ class Turnstile:
     def passing(self) -> int:
         return self._gate.passing
 
-    def may_pass(self) -> bool:
-        """Whether a request need not wait now."""
-        return self._gate.may_pass()
+    def may_pass(self, beside: float = 0.0) -> bool:
+        """See Gate."""
+        return self._gate.may_pass(beside)
 
     def written(self, tenant: str, tokens: int) -> None:
         """Tokens of an answer of this tenant came; while others wait they count in its turns."""

@@ -158,8 +158,21 @@ function rowsInto(id, rows) {
   }));
 }
 
+const NONE = { workers: [], incompatible: [], placements: [] };
+
+function workerCards(models) {
+  if (models.length === 1) return models[0].cluster.workers.map(workerCard);
+  return models.flatMap((one) => [element("h3", one.model, "model"), ...one.cluster.workers.map(workerCard)]);
+}
+
+function placements(models) {
+  const all = models.flatMap((one) => one.cluster.placements.map((p) => ({ ...p, model: models.length > 1 ? one.model : "" })));
+  return all.sort((a, b) => a.age_s - b.age_s);
+}
+
 function draw(status) {
-  byId("model").textContent = status.model;
+  const models = [status, ...status.more_models].map((one) => ({ model: one.model, cluster: one.cluster || NONE }));
+  byId("model").textContent = models.map((one) => one.model).join(", ");
   byId("version").textContent = `version ${status.version}`;
   const state = byId("state");
   state.textContent = status.ready ? "ready" : "not ready";
@@ -171,15 +184,15 @@ function draw(status) {
   chart("ttft", status.series, ["ttft_p50", "ttft_p95"], seconds);
   chart("itl", status.series, ["itl_p50", "itl_p95"], seconds);
   chart("rate", status.series, ["tokens", "prompt_tokens"], count);
-  const cluster = status.cluster || { workers: [], incompatible: [], placements: [] };
-  byId("workers").replaceChildren(...cluster.workers.map(workerCard));
+  byId("workers").replaceChildren(...workerCards(models));
+  const unfit = models.flatMap((one) => one.cluster.incompatible);
   const pairs = byId("pairs");
-  pairs.hidden = cluster.incompatible.length === 0;
-  pairs.textContent = cluster.incompatible.map((p) => `${p.prefill} and ${p.decode} do not fit: ${p.why.join("; ")}`).join(" · ");
+  pairs.hidden = unfit.length === 0;
+  pairs.textContent = unfit.map((p) => `${p.prefill} and ${p.decode} do not fit: ${p.why.join("; ")}`).join(" · ");
   rowsInto("stages", Object.entries(status.stages).map(([name, s]) =>
     [name.replace("_", " "), seconds(s.p50), seconds(s.p95), s.count]));
-  rowsInto("placements", cluster.placements.map((p) => [
-    p.label || p.request_id.slice(0, 12), seconds(p.age_s), p.local ? "(local)" : p.prefill || "–", p.decode || "–",
+  rowsInto("placements", placements(models).map((p) => [
+    [p.label || p.request_id.slice(0, 12), p.model].filter(Boolean).join(" · "), seconds(p.age_s), p.local ? "(local)" : p.prefill || "–", p.decode || "–",
     p.prompt_tokens, p.cached_tokens, bytes(p.kv_bytes), p.ttft_s ? seconds(p.ttft_s) : "–",
     seconds(p.predicted_ttft_s), p.outcome, element("td", p.notes.join("; "), "notes"),
   ]));

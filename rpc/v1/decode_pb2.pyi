@@ -107,18 +107,24 @@ class StepBatch(_message.Message):
     def __init__(self, events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ..., client_door: _Optional[_Union[ClientDoor, _Mapping]] = ..., ticket_news: _Optional[_Iterable[_Union[TicketNews, _Mapping]]] = ...) -> None: ...
 
 class TicketNews(_message.Message):
-    __slots__ = ("attempt", "first_token", "ended", "completion_tokens", "reason")
+    __slots__ = ("attempt", "first_token", "ended", "completion_tokens", "reason", "taken", "finished", "prefill_faults")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    TAKEN_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FAULTS_FIELD_NUMBER: _ClassVar[int]
     attempt: str
     first_token: bool
     ended: bool
     completion_tokens: int
     reason: str
-    def __init__(self, attempt: _Optional[str] = ..., first_token: _Optional[bool] = ..., ended: _Optional[bool] = ..., completion_tokens: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+    taken: bool
+    finished: _router_pb2.Finished
+    prefill_faults: _containers.RepeatedCompositeFieldContainer[PrefillFault]
+    def __init__(self, attempt: _Optional[str] = ..., first_token: _Optional[bool] = ..., ended: _Optional[bool] = ..., completion_tokens: _Optional[int] = ..., reason: _Optional[str] = ..., taken: _Optional[bool] = ..., finished: _Optional[_Union[_router_pb2.Finished, _Mapping]] = ..., prefill_faults: _Optional[_Iterable[_Union[PrefillFault, _Mapping]]] = ...) -> None: ...
 
 class Event(_message.Message):
     __slots__ = ("attempt", "accepted", "tokens", "end", "choice_finished", "prompt_logprobs")

@@ -125,9 +125,12 @@ async def test_a_ticket_is_as_good_as_a_routers_submit(pd, place):
     assert words(events) == expected.token_ids
     assert events[-1].end.finished.usage.completion_tokens == 8
     await ear.until(lambda: ear.news and ear.news[-1].ended)
-    assert [news.attempt for news in ear.news] == ["a", "a"]
-    assert ear.news[0].first_token
-    assert (ear.news[1].completion_tokens, ear.news[1].reason) == (8, "")
+    assert [news.attempt for news in ear.news] == ["a"] * 3
+    taken, first, ended = ear.news
+    assert (taken.taken, taken.first_token, first.first_token) == (True, False, True)
+    assert (ended.completion_tokens, ended.reason) == (8, "")
+    assert ended.finished == events[-1].end.finished
+    assert ended.finished.explanation.decode
 
 
 async def test_refusals_are_typed_and_leave_the_stream_alone(pd, place):
@@ -163,7 +166,7 @@ async def test_a_client_that_goes_takes_its_requests_along(pd, place):
     cluster, ear, guest, key = place
     submit = cluster.submit_message(attempt="a", prompt=PROMPT, max_tokens=400)
     task = asyncio.create_task(guest.redeem("a", ticket_of(key, submit)))
-    await ear.until(lambda: bool(ear.news))
+    await ear.until(lambda: any(news.first_token for news in ear.news))
     guest.leave()
     await asyncio.gather(task, return_exceptions=True)
     await ear.until(lambda: ear.news[-1].ended)

@@ -48,7 +48,8 @@ async def world(fleet):
 
 
 def relayed(fleet):
-    return fleet.frontend.metrics.placements.labels("remote")._value.get()
+    """What the router sent to decode itself."""
+    return fleet.frontend.metrics.placements.labels("remote")._value.get() - tickets(fleet, "granted")
 
 
 def tickets(fleet, outcome):
@@ -69,10 +70,60 @@ async def test_the_answer_is_the_routers_own_and_the_router_never_sees_it(world)
     assert facts.kv_bytes == 4096
     assert [terms.chosen for terms in facts.placement] == [True]
     assert facts.notes[-1] == "decode's note"
+    assert facts.ttft_s > 0
     await fleet.until(fleet.no_reservations)
     assert tickets(fleet, "finished") == 1
     assert fleet.frontend.explain("mine", "").outcome == "finished"
     assert decode.submits[0].prompt_token_ids == decode.submits[1].prompt_token_ids
+
+
+async def test_the_routers_metrics_and_explanations_cover_it(world):
+    fleet, _, client = world
+    answer = await client.generate(token_ids=PROMPT, max_tokens=5, request_id="mine")
+    await client.generate(token_ids=PROMPT, max_tokens=5, request_id="mine too")  # prepared again
+    await fleet.until(lambda: tickets(fleet, "finished") == 2)
+    metrics = fleet.frontend.metrics
+    value = metrics.registry.get_sample_value
+    assert value("diptych_request_success_total", {"finished_reason": "length"}) == 2
+    for name, count in {
+        "time_to_first_token_seconds": 2,
+        "inter_token_latency_seconds": 8,
+        "e2e_request_latency_seconds": 2,
+        "request_inference_time_seconds": 2,
+        "placement_regret_seconds": 2,
+        "predicted_ttft_error_seconds": 2,
+    }.items():
+        assert value(f"diptych_{name}_count") == count, name
+    for name, total in {
+        "generation_tokens": 10,
+        "prompt_tokens": 80,
+        "prompt_tokens_cached": 32,
+        "predicted_cached_tokens_error": 32,
+        "kv_transfer_bytes": 8192,
+    }.items():
+        assert value(f"diptych_{name}_total") == total, name
+    assert sum(point["finished"] for point in fleet.frontend.status("")["series"]) == 2
+    for name in ("mine", "mine too", answer.request_id):
+        told = fleet.frontend.explain(name, "")
+        assert told.outcome == "finished"
+        assert told.explanation.ttft_s > 0
+        assert told.explanation.cached_tokens == 16
+        assert told.explanation.kv_bytes == 4096
+
+
+async def test_what_fails_there_is_counted_once(world):
+    fleet, decode, client = world
+    value = fleet.frontend.metrics.registry.get_sample_value
+    decode.refuse = WorkerLostError("lost")
+    with pytest.raises(WorkerLostError):
+        await client.generate(token_ids=PROMPT, max_tokens=5)  # the router tried it, too
+    await fleet.until(lambda: tickets(fleet, "failed") == 1)
+    assert value("diptych_request_errors_total", {"reason": "WORKER_LOST"}) == 1
+    decode.refuse = InvalidRequestError("bad", param="x")
+    with pytest.raises(InvalidRequestError):
+        await client.generate(token_ids=PROMPT, max_tokens=5)
+    await fleet.until(lambda: tickets(fleet, "failed") == 2)
+    assert value("diptych_request_errors_total", {"reason": "INVALID_ARGUMENT"}) == 1
 
 
 async def test_no_explanation_unless_it_was_asked_for(world):
@@ -301,7 +352,7 @@ async def test_a_ticket_nobody_uses_lapses(world):
     assert placed.address == decode.client_address
     assert not fleet.no_reservations()
     await fleet.until(fleet.no_reservations)
-    assert tickets(fleet, "lapsed") == 1
+    await fleet.until(lambda: tickets(fleet, "lapsed") == 1)
 
 
 async def test_a_dead_worker_holds_nothing(world):

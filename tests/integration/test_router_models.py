@@ -1,6 +1,9 @@
 """Two models behind one router: each has its tokenizer, its workers and its blocks, and requests name the one they want."""
 
+import asyncio
 import json
+import shutil
+import subprocess
 
 import httpx
 import pytest
@@ -59,12 +62,40 @@ async def test_requests_go_to_the_workers_of_the_model_that_they_name(two, other
     assert two.no_reservations()
 
 
+@pytest.mark.slow
+async def test_the_status_page_draws_every_model(two, other_folder, tmp_path):
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if browser is None:
+        pytest.skip("no Chromium is installed")
+    await start_all(two, other_folder)
+    await two.ask(model="big", request_id="of-big")
+    faces = Faces("127.0.0.1", 0, 0)
+    addresses = await faces.start(two.frontend, two.frontend.metrics)
+    try:
+        command = [
+            browser,
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            f"--user-data-dir={tmp_path / 'profile'}",
+        ]
+        command += ["--virtual-time-budget=3000", "--dump-dom", f"http://{addresses.http}/status"]
+        dump = (await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60)).stdout
+    finally:
+        await faces.stop(1.0)
+    assert '<span id="model">tiny, big</span>' in dump
+    for worker in ("p0", "d0", "p1", "d1"):
+        assert f'data-worker="{worker}"' in dump
+    assert dump.index('class="model">tiny') < dump.index('data-worker="d0"') < dump.index('class="model">big')
+    assert "of-big · big" in dump
+
+
 async def test_a_model_must_be_named_and_known(two, other_folder):
     await start_all(two, other_folder)
     with pytest.raises(InvalidRequestError, match="'tiny', 'big'") as caught:
         await two.ask()
     assert caught.value.param == "model"
-    for model in ("huge", "x" * 300):
+    for model in ("huge", "x" * 300, "tiny:adapter"):
         with pytest.raises(ModelNotFoundError) as unknown:
             await two.ask(model=model)
         assert (unknown.value.http_status, unknown.value.param) == (404, "model")

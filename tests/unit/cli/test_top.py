@@ -52,6 +52,18 @@ def test_the_terminal_view_names_workers_and_reasons() -> None:
         assert words in out.getvalue()
 
 
+def test_every_model_is_shown() -> None:
+    both = {**STATUS, "more_models": [{"model": "other", "cluster": {"workers": [{**WORKER, "id": "decode-9"}]}}]}
+    assert "decode-9=3r/1w/25%kv" in line_of(both, "12:00:00")
+    out = io.StringIO()
+    Console(file=out, width=140).print(view(both))
+    row = next(line for line in out.getvalue().splitlines() if "decode-9" in line)
+    assert row.split()[:2] == ["other", "decode-9"]
+    assert "m, other" in out.getvalue()
+    Console(file=out, width=140).print(view({**both, "more_models": [{"model": "young", "cluster": None}]}))
+    assert "m, young" in out.getvalue()
+
+
 class Router(BaseHTTPRequestHandler):
     status = 200
     body: bytes = b""

@@ -1,0 +1,157 @@
+"""Tickets that nobody hands in, and replies that nobody reads, must cost the others nothing."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+
+from diptych.client import AsyncClient
+from diptych.common.errors import NoWorkerError
+from diptych.common.secret import derive_key
+from diptych.common.ticket import PURPOSE
+from diptych.common.worker_record import WorkerLoad
+from diptych.router import lookaside, placements
+from diptych.router.service import RouterService
+from diptych.rpc.channels import bind, new_server, open_channel
+from diptych.rpc.errors import from_failure
+from diptych.rpc.v1 import router_pb2
+
+PROMPT = [1] * 40
+_PLACEMENTS = "/diptych.rpc.v1.Router/Placements"
+
+
+@pytest.fixture
+async def world(fleet):
+    """(fleet, address of its router). Prefill computes 20 tokens a second: any prompt fills the room for turns."""
+    await fleet.add("p0", "prefill", load=WorkerLoad(prefill_tokens_per_s=20.0))
+    await fleet.add("d0", ticket_key=derive_key(fleet.secret, PURPOSE))
+    await fleet.until_ready()
+    await fleet.until(lambda: fleet.frontend._cluster.client_door(("d0", "i1")) is not None)
+    server = new_server()
+    port = bind(server, "127.0.0.1", 0)
+    server.add_generic_rpc_handlers((RouterService(fleet.frontend).handler(),))
+    await server.start()
+    yield fleet, f"127.0.0.1:{port}"
+    await server.stop(0)
+
+
+@asynccontextmanager
+async def stream(address):
+    async with open_channel(address) as channel:
+        method = channel.stream_stream(
+            _PLACEMENTS,
+            request_serializer=router_pb2.PlacementsRequest.SerializeToString,
+            response_deserializer=router_pb2.PlacementsResponse.FromString,
+        )
+        call = method()
+        yield call
+        call.cancel()
+
+
+def asked(*numbers, prompt=PROMPT):
+    tokens = router_pb2.TokenIdsInput(token_ids=prompt)
+    request = router_pb2.GenerateRequest(token_ids=tokens, local_prefill_max_tokens=0)
+    request.sampling.max_tokens = 2
+    return router_pb2.PlacementsRequest(places=[router_pb2.PlaceRequest(id=n, request=request) for n in numbers])
+
+
+async def test_an_unused_ticket_keeps_nobody_waiting(world):
+    fleet, address = world
+    async with stream(address) as call:
+        await call.write(asked(1, 2))
+        replies = [reply for _ in range(2) for reply in (await call.read()).replies][:2]
+        assert replies[0].HasField("placed")
+        # another ticket would be one too many; who waits for a turn does not count what may never come
+        assert "turn" in from_failure(replies[1].failure).message
+        assert fleet.frontend._cluster.turnstile.may_pass()
+        assert fleet.frontend._cluster.reservations.tokens("p0") == 40
+        async with AsyncClient(address) as other:
+            answer = await asyncio.wait_for(other.generate(token_ids=PROMPT, max_tokens=2), 5)
+        assert answer.token_ids == (0, 1)
+
+
+async def test_what_was_not_used_within_a_round_trip_counts_nowhere(world, monkeypatch):
+    fleet, address = world
+    monkeypatch.setattr(lookaside, "FRESH_S", 0.05)
+    async with stream(address) as call:
+        await call.write(asked(1))
+        assert (await call.read()).replies[0].HasField("placed")
+        await fleet.until(fleet.no_reservations)
+        await call.write(asked(2))
+        assert (await call.read()).replies[0].HasField("placed")
+        assert len(fleet.frontend._models["tiny"].lookaside) == 2  # still good
+
+
+async def test_the_end_of_the_clients_stream_gives_back_what_was_not_used(world, monkeypatch):
+    fleet, address = world
+    monkeypatch.setattr(lookaside, "FRESH_S", 60.0)
+    async with stream(address) as call:
+        await call.write(asked(1))
+        assert (await call.read()).replies[0].HasField("placed")
+        assert not fleet.no_reservations()
+    await fleet.until(fleet.no_reservations)
+
+
+async def test_unused_tickets_of_a_tenant_are_bounded(world, monkeypatch):
+    fleet, address = world
+    monkeypatch.setattr(lookaside, "FRESH_S", 0.0)
+    monkeypatch.setattr(lookaside, "MAX_UNHEARD", 3)
+    tickets = fleet.frontend._models["tiny"].lookaside
+    async with stream(address) as call:
+        for number in range(3):
+            await call.write(asked(number))
+            assert (await call.read()).replies[0].HasField("placed")
+            tickets.sweep()
+        await call.write(asked(4))
+        refused = from_failure((await call.read()).replies[0].failure)
+    assert isinstance(refused, NoWorkerError)
+    assert refused.retry_after_s == 1.0
+    assert "not used yet" in refused.message
+    async with AsyncClient(address, lookaside=True) as client:  # goes through the router
+        assert (await client.generate(token_ids=PROMPT, max_tokens=2)).token_ids == (0, 1)
+
+
+async def test_a_client_that_reads_no_replies_is_not_read_either(world, monkeypatch):
+    fleet, address = world
+    monkeypatch.setattr(placements, "MAX_UNREAD_BYTES", 2000)
+    monkeypatch.setattr(placements, "UNREAD_S", 0.3)
+    monkeypatch.setattr(lookaside, "MAX_UNHEARD", 0)  # refusals are replies, too
+    desks = []
+    init = placements.PlacementDesk.__init__
+
+    def remember(desk, door):
+        init(desk, door)
+        desks.append(desk)
+
+    monkeypatch.setattr(placements.PlacementDesk, "__init__", remember)
+    most = 0
+
+    async def write(call):
+        number = 0
+        while True:
+            number += 16
+            await call.write(asked(*range(number, number + 16)))
+
+    async with stream(address) as call:
+        writing = asyncio.create_task(write(call))
+        async with asyncio.timeout(10):
+            while not call.done():
+                await asyncio.sleep(0.01)
+                most = max(most, desks[0]._unread_bytes if desks else 0)
+        writing.cancel()
+        await asyncio.gather(writing, return_exceptions=True)
+        assert await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert 0 < most < 2000 + 16 * 400
+
+
+async def test_a_slow_reader_gets_every_reply(world, monkeypatch):
+    _, address = world
+    monkeypatch.setattr(placements, "MAX_UNREAD_BYTES", 100)
+    monkeypatch.setattr(lookaside, "MAX_UNHEARD", 0)
+    async with stream(address) as call:
+        for number in range(0, 64, 8):
+            await call.write(asked(*range(number, number + 8)))
+        await call.done_writing()
+        seen = [reply.id async for message in call for reply in message.replies]
+    assert seen == list(range(64))
