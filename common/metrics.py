@@ -5,11 +5,12 @@ A process exposes only what its own registry holds, and registers only what it m
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+
+from diptych.common.series import Counter, Histogram
 
 PREFIX = "diptych_"
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
@@ -33,16 +34,6 @@ E2E_BUCKETS_S = (
 TOKEN_BUCKETS = tuple(float(step * 10**power) for power in range(6) for step in (1, 2, 5))
 
 
-def observe_many(histogram: Histogram, value: float, count: int) -> None:
-    """`count` observations of one value, for the price of one."""
-    if count == 1:
-        histogram.observe(value)
-        return
-    # There is no public way to add more than one; a test holds this against as many single ones.
-    histogram._sum.inc(value * count)
-    histogram._buckets[bisect_left(histogram._upper_bounds, value)].inc(count)
-
-
 class Metrics:
     """A registry of its own, so that tests and several servers in one process stay apart."""
 
@@ -51,13 +42,13 @@ class Metrics:
 
     def counter(self, name: str, text: str, labels: Sequence[str] = ()) -> Counter:
         """`name` without prefix and without `_total` (the exposition appends it)."""
-        return Counter(PREFIX + name, text, labels, registry=self.registry)
+        return Counter(PREFIX + name, text, labels, self.registry)
 
     def gauge(self, name: str, text: str, labels: Sequence[str] = ()) -> Gauge:
         return Gauge(PREFIX + name, text, labels, registry=self.registry)
 
     def histogram(self, name: str, text: str, buckets: Sequence[float], labels: Sequence[str] = ()) -> Histogram:
-        return Histogram(PREFIX + name, text, labels, buckets=buckets, registry=self.registry)
+        return Histogram(PREFIX + name, text, labels, self.registry, buckets)
 
     def value(self, name: str) -> float:
         """Of a series without labels; `name` without prefix."""

@@ -138,6 +138,8 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer, worker_pb2_grpc.WorkerServicer)
         attempt, count = submit.attempt, submit.sampling.max_tokens
         if self.refuse is not None:
             out.put(decode_pb2.Event(attempt=attempt, end=decode_pb2.End(failure=to_failure(self.refuse))))
+            if out.client:
+                self.tell(decode_pb2.TicketNews(attempt=attempt, ended=True, reason=self.refuse.reason))
             return
         await self.accept.wait()
         out.put(decode_pb2.Event(attempt=attempt, accepted=decode_pb2.Accepted()))

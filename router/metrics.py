@@ -13,7 +13,6 @@ from diptych.common.metrics import (
     TOKEN_BUCKETS,
     TTFT_BUCKETS_S,
     Metrics,
-    observe_many,
 )
 from diptych.router.explain import Story
 from diptych.router.live_series import LiveSeries
@@ -154,7 +153,7 @@ class RouterMetrics(Metrics):
 
     def pace(self, between_s: float, count: int, now: float) -> None:
         """`count` tokens came, each so long after the one before it."""
-        observe_many(self.itl, between_s, count)
+        self.itl.observe(between_s, count)
         self.live.tokens(count, now, between_s)
 
     def written(self, count: int, tenant: str) -> None:

@@ -46,6 +46,8 @@ class PlacementDesk:
         self._written = asyncio.Event()
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._closed = False
+        self.closed = False
+        """Nothing is written any more."""
         self._granted: deque[str] = deque(maxlen=MAX_UNHEARD)
         """The latest attempts."""
         self._before: dict[bytes, PreparedRequest] = {}
@@ -139,6 +141,7 @@ class PlacementDesk:
         return replies[0] if len(replies) == 1 else b"".join(replies)
 
     def close(self) -> None:
+        self.closed = True
         for task in self._tasks.values():
             task.cancel()
         self._door.tickets_left(self._granted)
@@ -147,15 +150,15 @@ class PlacementDesk:
 async def serve_placements(door: Door, bodies: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
     desk = PlacementDesk(door)
     reader = asyncio.create_task(desk.read(bodies), name="placements reader")
-    try:
-        async with errors_to_status(context):
+    async with errors_to_status(context):  # outermost: an end waits for what was written before it to be read
+        try:
             while (message := await desk.next()) is not None:
                 await _write(context, message)
             await reader  # what was wrong with the client's messages ends the call as an error
-    finally:
-        reader.cancel()
-        desk.close()
-        await asyncio.gather(reader, return_exceptions=True)
+        finally:
+            reader.cancel()
+            desk.close()
+            await asyncio.gather(reader, return_exceptions=True)
 
 
 async def _write(context: grpc.aio.ServicerContext, message: bytes) -> None:

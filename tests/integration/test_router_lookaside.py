@@ -49,11 +49,11 @@ async def world(fleet):
 
 def relayed(fleet):
     """What the router sent to decode itself."""
-    return fleet.frontend.metrics.placements.labels("remote")._value.get() - tickets(fleet, "granted")
+    return fleet.frontend.metrics.placements.labels("remote").value - tickets(fleet, "granted")
 
 
 def tickets(fleet, outcome):
-    return fleet.frontend.metrics.tickets.labels(outcome)._value.get()
+    return fleet.frontend.metrics.tickets.labels(outcome).value
 
 
 async def test_the_answer_is_the_routers_own_and_the_router_never_sees_it(world):

@@ -70,7 +70,7 @@ async def test_the_status_page_draws_every_model(two, other_folder, tmp_path):
     await start_all(two, other_folder)
     await two.ask(model="big", request_id="of-big")
     faces = Faces("127.0.0.1", 0, 0)
-    addresses = await faces.start(two.frontend, two.frontend.metrics)
+    addresses = await faces.start(two.frontend, two.frontend.metrics, two.frontend.status)
     try:
         command = [
             browser,

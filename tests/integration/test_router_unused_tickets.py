@@ -49,6 +49,19 @@ async def stream(address):
         call.cancel()
 
 
+async def drain(call):
+    while await call.read() is not grpc.aio.EOF:
+        pass
+
+
+async def replies_of(call, count=1):
+    found = []
+    async with asyncio.timeout(5):
+        while len(found) < count:
+            found += (await call.read()).replies
+    return found
+
+
 def asked(*numbers, prompt=PROMPT):
     tokens = router_pb2.TokenIdsInput(token_ids=prompt)
     request = router_pb2.GenerateRequest(token_ids=tokens, local_prefill_max_tokens=0)
@@ -60,7 +73,7 @@ async def test_an_unused_ticket_keeps_nobody_waiting(world):
     fleet, address = world
     async with stream(address) as call:
         await call.write(asked(1, 2))
-        replies = [reply for _ in range(2) for reply in (await call.read()).replies][:2]
+        replies = await replies_of(call, 2)
         assert replies[0].HasField("placed")
         # another ticket would be one too many; who waits for a turn does not count what may never come
         assert "turn" in from_failure(replies[1].failure).message
@@ -76,10 +89,10 @@ async def test_what_was_not_used_within_a_round_trip_counts_nowhere(world, monke
     monkeypatch.setattr(lookaside, "FRESH_S", 0.05)
     async with stream(address) as call:
         await call.write(asked(1))
-        assert (await call.read()).replies[0].HasField("placed")
+        assert (await replies_of(call))[0].HasField("placed")
         await fleet.until(fleet.no_reservations)
         await call.write(asked(2))
-        assert (await call.read()).replies[0].HasField("placed")
+        assert (await replies_of(call))[0].HasField("placed")
         assert len(fleet.frontend._models["tiny"].lookaside) == 2  # still good
 
 
@@ -88,7 +101,7 @@ async def test_the_end_of_the_clients_stream_gives_back_what_was_not_used(world,
     monkeypatch.setattr(lookaside, "FRESH_S", 60.0)
     async with stream(address) as call:
         await call.write(asked(1))
-        assert (await call.read()).replies[0].HasField("placed")
+        assert (await replies_of(call))[0].HasField("placed")
         assert not fleet.no_reservations()
     await fleet.until(fleet.no_reservations)
 
@@ -101,10 +114,10 @@ async def test_unused_tickets_of_a_tenant_are_bounded(world, monkeypatch):
     async with stream(address) as call:
         for number in range(3):
             await call.write(asked(number))
-            assert (await call.read()).replies[0].HasField("placed")
+            assert (await replies_of(call))[0].HasField("placed")
             tickets.sweep()
         await call.write(asked(4))
-        refused = from_failure((await call.read()).replies[0].failure)
+        refused = from_failure((await replies_of(call))[0].failure)
     assert isinstance(refused, NoWorkerError)
     assert refused.retry_after_s == 1.0
     assert "not used yet" in refused.message
@@ -125,24 +138,22 @@ async def test_a_client_that_reads_no_replies_is_not_read_either(world, monkeypa
         desks.append(desk)
 
     monkeypatch.setattr(placements.PlacementDesk, "__init__", remember)
-    most = 0
 
     async def write(call):
-        number = 0
-        while True:
-            number += 16
-            await call.write(asked(*range(number, number + 16)))
+        for number in range(0, 10**6, 64):
+            await call.write(asked(*range(number, number + 64)))
 
     async with stream(address) as call:
         writing = asyncio.create_task(write(call))
-        async with asyncio.timeout(10):
-            while not call.done():
-                await asyncio.sleep(0.01)
-                most = max(most, desks[0]._unread_bytes if desks else 0)
+        await fleet.until(lambda: desks and desks[0].closed)
+        assert 2000 < desks[0]._unread_bytes < 2000 + 64 * 400
         writing.cancel()
         await asyncio.gather(writing, return_exceptions=True)
-        assert await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert 0 < most < 2000 + 16 * 400
+        with pytest.raises(
+            grpc.aio.AioRpcError
+        ) as caught:  # it reads again: what was written, then why there is no more
+            await asyncio.wait_for(drain(call), 5)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 async def test_a_slow_reader_gets_every_reply(world, monkeypatch):

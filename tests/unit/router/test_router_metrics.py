@@ -1,10 +1,13 @@
 from dataclasses import replace
 
+import prometheus_client
 import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.openmetrics.exposition import generate_latest as openmetrics_text
 
 from diptych.common.clock import FakeClock
 from diptych.common.errors import WorkerLostError
-from diptych.common.metrics import ITL_BUCKETS_S, Metrics, observe_many
+from diptych.common.metrics import ITL_BUCKETS_S, TOKEN_BUCKETS, Metrics
 from diptych.common.sampling import FinishReason, SamplingParams
 from diptych.router.explain import Story
 from diptych.router.messages import FinishedEvent, PreparedRequest, TokenEvent, UsageInfo
@@ -181,10 +184,48 @@ def test_many_observations_at_once_are_as_many_single_ones():
         histogram = metrics.histogram("x_seconds", "x", ITL_BUCKETS_S)
         for value, count in ((0.01, 3), (0.0100001, 2), (79.0, 1), (1e6, 4), (0.0, 5), (0.25, 8)):
             if many:
-                observe_many(histogram, value, count)
+                histogram.observe(value, count)
             else:
                 for _ in range(count):
                     histogram.observe(value)
         told.append([line for line in metrics.expose().decode().splitlines() if "bucket" in line or "count" in line])
     assert told[0] == told[1]
     assert told[0][-1].endswith(" 23.0")
+
+
+def test_series_are_told_as_prometheus_clients_own():
+    """All but the times at which theirs were created."""
+    ours, theirs = Metrics(), CollectorRegistry()
+    made = [
+        (
+            ours.counter("things", "Things", ["kind"]),
+            ours.counter("plain", "Plain ones"),
+            ours.histogram("x_seconds", "Times", (0.1, 1.0, 2.5), ["who"]),
+            ours.histogram("y", "Sizes", TOKEN_BUCKETS),
+        ),
+        (
+            prometheus_client.Counter("diptych_things", "Things", ["kind"], registry=theirs),
+            prometheus_client.Counter("diptych_plain", "Plain ones", registry=theirs),
+            prometheus_client.Histogram(
+                "diptych_x_seconds", "Times", ["who"], buckets=(0.1, 1.0, 2.5), registry=theirs
+            ),
+            prometheus_client.Histogram("diptych_y", "Sizes", buckets=TOKEN_BUCKETS, registry=theirs),
+        ),
+    ]
+    for things, plain, times, sizes in made:
+        things.labels("a").inc()
+        things.labels('"b"').inc(2)
+        plain.inc()
+        for value in (0.05, 0.1, 3.0):
+            times.labels("me").observe(value)
+        sizes.observe(1024)
+    for form in (prometheus_client.generate_latest, openmetrics_text):
+        lines = [line for line in form(theirs).decode().splitlines() if "_created" not in line]
+        assert form(ours.registry).decode().splitlines() == lines
+    assert made[0][1].value == 1
+    with pytest.raises(ValueError, match="labels"):
+        made[0][0].labels("a", "b")
+    with pytest.raises(ValueError, match="labels"):
+        made[0][2].observe(1.0)
+    with pytest.raises(ValueError, match="Duplicated"):
+        ours.counter("things", "Others")
