@@ -8,11 +8,11 @@ routers each grants the whole quota.
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from typing import cast
 
-from diptych.common.errors import QuotaExceededError
+from diptych.common.errors import DiptychError, QuotaExceededError
 from diptych.router.faces import Door
 from diptych.router.messages import GenerateEvent, GenerateSpec, ModelFeatures, ModelInfo, PreparedRequest, TokenEvent
 from diptych.rpc.v1 import router_pb2
@@ -107,7 +107,7 @@ class MeteredDoor:
         return prepared
 
     def prepare_again(
-        self, before: PreparedRequest, token_ids: list[int], timeout_s: float | None, *, draws_seed: bool
+        self, before: PreparedRequest, token_ids: tuple[int, ...], timeout_s: float | None, *, draws_seed: bool
     ) -> PreparedRequest:
         """Raises: as prepare."""
         self._check(before.tenant)
@@ -128,12 +128,14 @@ class MeteredDoor:
     def what_if(self, request: PreparedRequest, pool: str) -> router_pb2.WhatIfResponse:
         return self._door.what_if(request, pool)
 
-    def place(self, request: PreparedRequest, spend: Callable[[int], None] = lambda _: None) -> router_pb2.Placed:
-        def spent(num_tokens: int) -> None:
-            self._quotas.spend(request.tenant, num_tokens)
-            spend(num_tokens)
+    def place(
+        self, requests: Sequence[PreparedRequest], spend: Callable[[str, int], None] = lambda _, __: None
+    ) -> list[router_pb2.Placed | DiptychError]:
+        def spent(tenant: str, num_tokens: int) -> None:
+            self._quotas.spend(tenant, num_tokens)
+            spend(tenant, num_tokens)
 
-        return self._door.place(request, spent)
+        return self._door.place(requests, spent)
 
     def tickets_left(self, attempts: Iterable[str]) -> None:
         self._door.tickets_left(attempts)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Protocol, cast
 
-from diptych.common.errors import InternalError
+from diptych.common.errors import DiptychError, InternalError
 from diptych.router.messages import (
     GenerateEvent,
     GenerateSpec,
@@ -36,14 +36,16 @@ class Door(Protocol):
     async def prepare(self, spec: GenerateSpec) -> PreparedRequest: ...
 
     def prepare_again(
-        self, before: PreparedRequest, token_ids: list[int], timeout_s: float | None, *, draws_seed: bool
+        self, before: PreparedRequest, token_ids: tuple[int, ...], timeout_s: float | None, *, draws_seed: bool
     ) -> PreparedRequest: ...
 
     def explain(self, request_id: str, tenant: str) -> router_pb2.ExplainResponse: ...
 
     def what_if(self, request: PreparedRequest, pool: str) -> router_pb2.WhatIfResponse: ...
 
-    def place(self, request: PreparedRequest, spend: Callable[[int], None] = ...) -> router_pb2.Placed: ...
+    def place(
+        self, requests: Sequence[PreparedRequest], spend: Callable[[str, int], None] = ...
+    ) -> list[router_pb2.Placed | DiptychError]: ...
 
     def tickets_left(self, attempts: Iterable[str]) -> None: ...
 

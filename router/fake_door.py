@@ -134,12 +134,12 @@ class FakeDoor:
         )
 
     def prepare_again(
-        self, before: PreparedRequest, token_ids: list[int], timeout_s: float | None, *, draws_seed: bool
+        self, before: PreparedRequest, token_ids: tuple[int, ...], timeout_s: float | None, *, draws_seed: bool
     ) -> PreparedRequest:
         if self.refuse is not None:
             raise self.refuse
         self.prepared += 1
-        return replace(before, prompt_token_ids=tuple(token_ids))
+        return replace(before, prompt_token_ids=token_ids)
 
     def explain(self, request_id: str, tenant: str) -> router_pb2.ExplainResponse:
         """Remembers the one request."""
@@ -152,8 +152,10 @@ class FakeDoor:
             raise InvalidRequestError("pool must look like 4P4D", param="pool")
         return router_pb2.WhatIfResponse(prompt_tokens=len(request.prompt_token_ids))
 
-    def place(self, request: PreparedRequest, spend: Callable[[int], None] = lambda _: None) -> router_pb2.Placed:
-        raise NoWorkerError("there is no worker behind this door")
+    def place(
+        self, requests: Sequence[PreparedRequest], spend: Callable[[str, int], None] = lambda _, __: None
+    ) -> list[router_pb2.Placed | DiptychError]:
+        return [NoWorkerError("there is no worker behind this door") for _ in requests]
 
     def tickets_left(self, attempts: Iterable[str]) -> None:
         pass

@@ -202,8 +202,12 @@ class ClusterSnapshot:
     def incompatible(self) -> Mapping[tuple[str, str], Sequence[str]]:
         return self.fleet.incompatible
 
-    def view(self, index: int) -> WorkerView:
+    def record(self, index: int) -> WorkerRecord:
         """`index`: 0 to P + D - 1."""
+        return self.fleet.records[index]
+
+    def view(self, index: int) -> WorkerView:
+        """`index`: as of `record`."""
         loads = self.loads
         return WorkerView(
             self.fleet.records[index],

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -210,7 +212,7 @@ class Frontend:
             raise
 
     def prepare_again(
-        self, before: PreparedRequest, token_ids: list[int], timeout_s: float | None, *, draws_seed: bool
+        self, before: PreparedRequest, token_ids: tuple[int, ...], timeout_s: float | None, *, draws_seed: bool
     ) -> PreparedRequest:
         """See Intake.prepare_again. Raises: as prepare."""
         began = self._clock.now()
@@ -279,20 +281,23 @@ class Frontend:
         finally:
             relay.close()
 
-    def place(self, request: PreparedRequest, spend: Callable[[int], None] = lambda _: None) -> router_pb2.Placed:
-        """A ticket with which the client takes the request to its decode worker. `spend` gets the answer's tokens.
-
-        Raises: NoWorkerError, also when this router gives out no tickets; RequestDeadlineError.
-        """
-        lookaside = self._of(request.model).lookaside
-        if lookaside is None:
-            raise NoWorkerError("this router gives out no placement tickets")
-        try:
-            return lookaside.grant(request, spend)
-        except DiptychError as err:
-            if err.reason not in ASKS_US_INSTEAD:  # as which it is counted
-                self.metrics.refused(err.reason, request.tenant)
-            raise
+    def place(
+        self, requests: Sequence[PreparedRequest], spend: Callable[[str, int], None] = lambda _, __: None
+    ) -> list[router_pb2.Placed | DiptychError]:
+        """For each a ticket with which the client takes the request to its decode worker, or why there is none (see
+        Lookaside.grant). `spend` gets (tenant, tokens) of the answers."""
+        outcomes: list[router_pb2.Placed | DiptychError] = []
+        for name, group in groupby(requests, key=attrgetter("model")):
+            of_model = list(group)
+            lookaside = self._of(name).lookaside
+            if lookaside is None:
+                outcomes += [NoWorkerError("this router gives out no placement tickets") for _ in of_model]
+            else:
+                outcomes += lookaside.grant(of_model, spend)
+        for request, outcome in zip(requests, outcomes, strict=True):
+            if isinstance(outcome, DiptychError) and outcome.reason not in ASKS_US_INSTEAD:  # as which it is counted
+                self.metrics.refused(outcome.reason, request.tenant)
+        return outcomes
 
     def tickets_left(self, attempts: Iterable[str]) -> None:
         """The client's stream over which these tickets were given out has ended."""

@@ -180,28 +180,30 @@ class Intake:
         )
 
     def prepare_again(
-        self, before: PreparedRequest, token_ids: list[int], timeout_s: float | None, *, draws_seed: bool
+        self, before: PreparedRequest, token_ids: tuple[int, ...], timeout_s: float | None, *, draws_seed: bool
     ) -> PreparedRequest:
         """As `prepare`, for a request of token ids that is like one before in everything else.
 
         Args:
-            token_ids: numbers from 0 on.
+            token_ids: integers from 0 on.
             draws_seed: it brings no seed of its own.
         Raises: as prepare.
         """
         arrived = self._clock.now()
         limits = self._limits
         within_s = min(timeout(timeout_s, limits.request_timeout_s), limits.request_timeout_s)
-        check_ids(token_ids, self._tokenizer.vocab_size, limits.max_model_len())
+        room = self._room(len(token_ids), "token_ids")
         if not token_ids:
             raise InvalidRequestError("token_ids is empty", param="token_ids")
-        check_room(before.sampling.max_tokens, self._room(len(token_ids), "token_ids"))
+        if max(token_ids) >= self._tokenizer.vocab_size:
+            check_ids(token_ids, self._tokenizer.vocab_size, limits.max_model_len())
+        check_room(before.sampling.max_tokens, room)
         repeated = before.repeated or before.sampling
         return PreparedRequest(  # twice as fast as `replace`
             request_id=new_request_id(),
             label=before.label,
             model=before.model,
-            prompt_token_ids=tuple(token_ids),
+            prompt_token_ids=token_ids,
             sampling=with_seed(repeated, self._rng.getrandbits(63)) if draws_seed else repeated,
             cache_salt=before.cache_salt,
             owner=before.owner,

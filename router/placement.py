@@ -88,6 +88,8 @@ class Views(Protocol):
 
     def view(self, index: int) -> WorkerView: ...
 
+    def record(self, index: int) -> WorkerRecord: ...
+
 
 @dataclass(slots=True)
 class Placement:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Sequence
 from functools import partial
 
 import grpc
@@ -58,8 +58,7 @@ class PlacementDesk:
         try:
             async for body in bodies:
                 message = parse(router_pb2.PlacementsRequest, body)
-                for request in message.places:
-                    await self._take(request)
+                await self._take(message.places)
                 for number in message.withdrawn:
                     if task := self._tasks.pop(number, None):
                         task.cancel()
@@ -70,56 +69,85 @@ class PlacementDesk:
             self._closed = True
             self._ready.set()
 
-    async def _take(self, request: router_pb2.PlaceRequest) -> None:
-        if request.request.WhichOneof("input") == "token_ids":
-            await self._answer(request)  # nothing in it waits
-        elif len(self._tasks) >= _MAX_IN_FLIGHT:
-            self._refuse(request.id, OverloadedError("too many placements of this stream wait", retry_after_s=1.0))
-        else:
-            task = self._tasks[request.id] = asyncio.create_task(self._answer(request))
-            task.add_done_callback(partial(self._forget, request.id))
+    async def _take(self, places: Iterable[router_pb2.PlaceRequest]) -> None:
+        """All of one message: those of token ids, in which nothing waits, are placed together."""
+        ready: list[tuple[int, PreparedRequest]] = []
+        for request in places:
+            if request.request.WhichOneof("input") == "token_ids":
+                if (prepared := await self._prepared(request)) is not None:
+                    ready.append((request.id, prepared))
+            elif len(self._tasks) >= _MAX_IN_FLIGHT:
+                self._refuse(request.id, OverloadedError("too many placements of this stream wait", retry_after_s=1.0))
+            else:
+                task = self._tasks[request.id] = asyncio.create_task(self._answer(request))
+                task.add_done_callback(partial(self._forget, request.id))
+        if ready:
+            self._place(ready)
 
     def _forget(self, number: int, task: asyncio.Task[None]) -> None:
         if self._tasks.get(number) is task:
             del self._tasks[number]
 
     async def _answer(self, request: router_pb2.PlaceRequest) -> None:
+        if (prepared := await self._prepared(request)) is not None:
+            self._place([(request.id, prepared)])
+
+    async def _prepared(self, request: router_pb2.PlaceRequest) -> PreparedRequest | None:
+        """None: it was refused."""
         try:
-            placed = await self._place(request)
-            self._granted.append(placed.attempt)
-            self._reply(router_pb2.PlaceReply(id=request.id, placed=placed))
+            return await self._prepare(request)
         except DiptychError as error:
             self._refuse(request.id, error)
         except Exception as error:  # one placement must not take the stream's others with it
-            log.error("a placement failed", error=repr(error), exc_info=True)
-            self._refuse(request.id, InternalError("internal error"))
+            self._fail([request.id], error)
+        return None
 
-    async def _place(self, request: router_pb2.PlaceRequest) -> router_pb2.Placed:
+    async def _prepare(self, request: router_pb2.PlaceRequest) -> PreparedRequest:
         """Raises: DiptychError."""
         asked = request.request
         if not _may_repeat(asked):
-            return await place(self._door, request, self._tenant)
-        token_ids = list(asked.token_ids.token_ids)
+            return await _prepare(self._door, request, self._tenant)
+        token_ids = tuple(asked.token_ids.token_ids)
         asked.ClearField("token_ids")
         rest = asked.SerializeToString()
         before = self._before.get(rest)
         if before is not None:
             draws_seed, remaining_s = not asked.sampling.HasField("seed"), request.remaining_s or None
-            again = self._door.prepare_again(before, token_ids, remaining_s, draws_seed=draws_seed)
-            return self._door.place(again)
+            return self._door.prepare_again(before, token_ids, remaining_s, draws_seed=draws_seed)
         asked.token_ids.token_ids.extend(token_ids)
         prepared = await _prepare(self._door, request, self._tenant)
         if len(rest) <= _MAX_REMEMBERED_BYTES:
             if len(self._before) >= _MAX_REMEMBERED:
                 self._before.clear()
             self._before[rest] = prepared
-        return self._door.place(prepared)
+        return prepared
+
+    def _place(self, ready: Sequence[tuple[int, PreparedRequest]]) -> None:
+        try:
+            outcomes = self._door.place([prepared for _, prepared in ready])
+        except Exception as error:
+            self._fail([number for number, _ in ready], error)
+            return
+        replies = []
+        for (number, _), outcome in zip(ready, outcomes, strict=True):
+            if isinstance(outcome, DiptychError):
+                replies.append(router_pb2.PlaceReply(id=number, failure=to_failure(outcome)))
+            else:
+                self._granted.append(outcome.attempt)
+                replies.append(router_pb2.PlaceReply(id=number, placed=outcome))
+        self._reply(replies)
+
+    def _fail(self, numbers: Iterable[int], error: Exception) -> None:
+        """A bug of ours."""
+        log.error("placements failed", error=repr(error), exc_info=error)
+        for number in numbers:
+            self._refuse(number, InternalError("internal error"))
 
     def _refuse(self, number: int, error: DiptychError) -> None:
-        self._reply(router_pb2.PlaceReply(id=number, failure=to_failure(error)))
+        self._reply([router_pb2.PlaceReply(id=number, failure=to_failure(error))])
 
-    def _reply(self, reply: router_pb2.PlaceReply) -> None:
-        encoded = router_pb2.PlacementsResponse(replies=(reply,)).SerializeToString()
+    def _reply(self, replies: Sequence[router_pb2.PlaceReply]) -> None:
+        encoded = router_pb2.PlacementsResponse(replies=replies).SerializeToString()
         self._replies.append(encoded)
         self._unread_bytes += len(encoded)
         self._ready.set()
@@ -172,7 +200,10 @@ async def _write(context: grpc.aio.ServicerContext, message: bytes) -> None:
 
 async def place(door: Door, request: router_pb2.PlaceRequest, tenant: str) -> router_pb2.Placed:
     """Raises: DiptychError."""
-    return door.place(await _prepare(door, request, tenant))
+    (outcome,) = door.place([await _prepare(door, request, tenant)])
+    if isinstance(outcome, DiptychError):
+        raise outcome
+    return outcome
 
 
 def _may_repeat(asked: router_pb2.GenerateRequest) -> bool:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from diptych.common.worker_record import WorkerRecord
 from diptych.router.messages import PreparedRequest
-from diptych.router.placement import Placement, PlacementRequest, WorkerView
+from diptych.router.placement import Placement, PlacementRequest
 from diptych.rpc.convert import sampling_to_proto
 from diptych.rpc.v1 import decode_pb2, router_pb2, types_pb2
 
@@ -32,14 +33,15 @@ def submit_of(
 ) -> decode_pb2.Submit:
     """`left_s`: until the request's deadline, above 0. Decode gets a little less, so that its typed end arrives before our own
     timer."""
-    return decode_pb2.Submit(
+    record = placement.snapshot.record
+    submit = decode_pb2.Submit(
         attempt=attempt,
         request_id=request.request_id,
         prompt_token_ids=request.prompt_token_ids,
-        sampling=_sampling_of(request),
+        sampling=sampling_to_proto(request.sampling) if request.repeated is None else _repeated(request.repeated),
         placement=decode_pb2.Placement(
-            decode=_ref(placement.decode),
-            prefill=[_ref(view) for view in placement.prefill[:_MAX_SPARES]],
+            decode=_ref(placement.decode.record),
+            prefill=[_ref(record(index)) for index in placement.order[:_MAX_SPARES]],
             local_prefill=placement.local_prefill,
             local_prefill_max_tokens=(
                 len(request.prompt_token_ids) if placement.colocated else request.local_prefill_max_tokens
@@ -52,20 +54,38 @@ def submit_of(
         failure_policy=request.failure_policy,  # type: ignore[arg-type]  # a number of that enum
         traceparent=traceparent,
     )
+    if request.repeated is not None:
+        submit.sampling.seed = request.sampling.seed
+    return submit
 
 
-def _sampling_of(request: PreparedRequest) -> types_pb2.SamplingParams:
-    if request.repeated is None:
-        return sampling_to_proto(request.sampling)
-    sampling = types_pb2.SamplingParams()
-    sampling.CopyFrom(_repeated(request.repeated))
-    sampling.seed = request.sampling.seed
-    return sampling
+def claims_of(submit: decode_pb2.Submit, epoch: int) -> bytes:
+    """A TicketClaims, encoded. (To put the submission into one and encode that would copy it first.)"""
+    body = submit.SerializeToString()
+    return _SUBMIT + _size(len(body)) + body + decode_pb2.TicketClaims(epoch=epoch).SerializeToString()
+
+
+_SUBMIT = bytes([decode_pb2.TicketClaims.SUBMIT_FIELD_NUMBER << 3 | 2])
+
+
+def _size(number: int) -> bytes:
+    """As protobuf writes a length."""
+    out = bytearray()
+    while number > 0x7F:
+        out.append(number & 0x7F | 0x80)
+        number >>= 7
+    out.append(number)
+    return bytes(out)
 
 
 _repeated = lru_cache(256)(sampling_to_proto)
 
 
-def _ref(view: WorkerView) -> types_pb2.WorkerRef:
-    record = view.record
-    return types_pb2.WorkerRef(worker_id=record.worker_id, incarnation=record.incarnation, address=record.address)
+def _ref(record: WorkerRecord) -> types_pb2.WorkerRef:
+    return _made_ref(record.worker_id, record.incarnation, record.address)
+
+
+@lru_cache(4096)
+def _made_ref(worker_id: str, incarnation: str, address: str) -> types_pb2.WorkerRef:
+    """Shared: to be put into another message, which copies it."""
+    return types_pb2.WorkerRef(worker_id=worker_id, incarnation=incarnation, address=address)
