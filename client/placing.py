@@ -39,7 +39,8 @@ class Placer(Pipe):
         """
         self._number += 1
         number = self._number
-        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[router_pb2.Placed] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = answer
         self._places.append(router_pb2.PlaceRequest(id=number, request=request, remaining_s=remaining_s))
         self._send()
         timer = asyncio.get_running_loop().call_later(patience_s, self._give_up, number)

@@ -57,7 +57,7 @@ async def test_shadows_get_copies_that_nobody_sees_and_that_harm_nobody(model_fo
         assert [s.sampling.seed for s in shadow.submits] == [s.sampling.seed for s in real.submits]
         assert not {s.request_id for s in shadow.submits} & {s.request_id for s in real.submits}
         await fleet.until(lambda: fleet.frontend.metrics.totals()["shadow_requests"] == {"finished": 5.0})
-        assert fleet.frontend.metrics.totals()["placements"] == {"remote": 5.0}, "copies are no traffic"
+        assert fleet.frontend.metrics.totals()["placements"]["remote"] == 5.0, "copies are no traffic"
         shadow.refuse = InternalError("the new build is broken")
         assert set(await where(fleet, 3)) == {("p0", "d0")}
         await fleet.until(lambda: fleet.frontend.metrics.totals()["shadow_requests"].get("INTERNAL") == 3.0)

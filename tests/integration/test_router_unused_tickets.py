@@ -147,12 +147,11 @@ async def test_a_client_that_reads_no_replies_is_not_read_either(world, monkeypa
         writing = asyncio.create_task(write(call))
         await fleet.until(lambda: desks and desks[0].closed)
         assert 2000 < desks[0]._unread_bytes < 2000 + 64 * 400
-        writing.cancel()
-        await asyncio.gather(writing, return_exceptions=True)
         with pytest.raises(
             grpc.aio.AioRpcError
         ) as caught:  # it reads again: what was written, then why there is no more
             await asyncio.wait_for(drain(call), 5)
+        await asyncio.gather(writing, return_exceptions=True)
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
