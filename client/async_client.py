@@ -223,9 +223,7 @@ class AsyncStream:
             if self._closed:
                 self._answer.cancel()
         if self._wants_whole and isinstance(self._answer, DirectAnswer):
-            for kind, event in await self._answer.whole():
-                if kind != "failure":
-                    exchange.on_event(kind, event)
+            await self._answer.whole(exchange)
         while True:
             kind, event = await self._answer.next()
             if kind == "failure":

@@ -237,6 +237,21 @@ class Exchange:
             return self._rest(0, pieces)
         raise self._broken(f"{kind or 'an unknown event'} came while the stream was {self._state.value}")
 
+    def on_unseen_tokens(self, tokens: router_pb2.TokenDelta) -> None:
+        """As on_event for tokens of which nobody looks at the Delta. Raises: as on_message."""
+        growing = self._choice(tokens.choice)
+        plain = self._state is State.STREAMING and growing.finished is None and not tokens.logprobs
+        told_once = growing.repeated_ids == len(growing.token_ids) == tokens.offset - self._first_offset
+        if not (plain and told_once):
+            self.on_event("tokens", tokens)
+            return
+        text = tokens.text
+        growing.token_ids += tokens.token_ids
+        growing.repeated_ids = len(growing.token_ids)
+        growing.texts.append(text)
+        growing.text_size += len(text)
+        growing.repeated_text += len(text)
+
     def resume(self) -> None:
         """The answer comes from the start again, from elsewhere: what was given to the caller already is held back, and has
         to be the same. Raises: StreamBrokenError when it has ended."""

@@ -18,6 +18,7 @@ import grpc.aio
 
 from diptych.client import wire
 from diptych.client.doorway import Doorway, Visit
+from diptych.client.exchange import Exchange
 from diptych.client.placing import Placer
 from diptych.common.errors import DiptychError, RequestDeadlineError
 from diptych.rpc.errors import from_failure
@@ -99,9 +100,15 @@ class DirectAnswer:
             return "", None
         return self._told(await self._visit.next())
 
-    async def whole(self) -> list[tuple[str, Any]]:
-        """All that `next` would give until the end or the error, which the next `next` raises."""
-        return [self._told(event) for event in await self._visit.whole()]
+    async def whole(self, exchange: Exchange) -> None:
+        """Wait for all that `next` would give and tell it to the exchange, in one go; an error is raised by the next `next`."""
+        for event in await self._visit.whole():
+            if event.HasField("tokens"):
+                exchange.on_unseen_tokens(event.tokens)
+                continue
+            kind, told = self._told(event)
+            if kind != "failure":
+                exchange.on_event(kind, told)
 
     def _told(self, event: decode_pb2.Event) -> tuple[str, Any]:
         kind = event.WhichOneof("event")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -33,12 +33,19 @@ class IdentityHeader:
     block_size: int
     adapter: str = ""
     salt: bytes = b""
+    _hash: int = field(init=False, repr=False, compare=False)
+    """Headers are looked up several times a request."""
 
     def __post_init__(self) -> None:
         if len(self.key) != 32:
             raise ValueError(f"key has {len(self.key)} bytes, not 32")
         if self.block_size < 1:
             raise ValueError(f"block_size={self.block_size}: must be at least 1")
+        names = (self.model_revision, self.tokenizer_revision, self.kv_dtype, self.adapter)
+        object.__setattr__(self, "_hash", hash((self.key, *names, self.block_size, self.salt)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def with_salt(self, salt: bytes) -> IdentityHeader:
         if salt == self.salt:

@@ -278,6 +278,10 @@ class Cluster:
             mode = mode if other is IndexMode.EXACT else other
         return IndexMode.STALE if self.degraded and mode is IndexMode.EXACT else mode
 
+    def name_blocks(self, prompt: Prompt) -> None:
+        """Ahead of `place`, which would do it."""
+        self._refresh().name_blocks(prompt)
+
     def place(self, request: PlacementRequest, prompt: Prompt, exclude: frozenset[Life] = frozenset()) -> Placement:
         """Raises: NoWorkerError with the reasons."""
         placer, now = self._refresh(), self._clock.now()

@@ -120,7 +120,10 @@ class Lookaside:
             spend: called with the answers' tokens, once they are known.
         """
         now = self._clock.now()
-        chosen = [self._choose(request, now) for request in requests]
+        prompts = [Prompt(request.prompt_token_ids, request.cache_salt) for request in requests]
+        for prompt in prompts:
+            self._cluster.name_blocks(prompt)
+        chosen = [self._choose(*one, now) for one in zip(requests, prompts, strict=True)]
         good = [one for one in chosen if isinstance(one, _Chosen)]
         for one in good:
             self._remember(one, now, spend)
@@ -129,7 +132,7 @@ class Lookaside:
         placed = iter([_placed(one, ticket) for one, ticket in zip(good, tickets, strict=True)])
         return [next(placed) if isinstance(one, _Chosen) else one for one in chosen]
 
-    def _choose(self, request: PreparedRequest, now: float) -> _Chosen | DiptychError:
+    def _choose(self, request: PreparedRequest, prompt: Prompt, now: float) -> _Chosen | DiptychError:
         cluster = self._cluster
         if request.deadline <= now:
             return RequestDeadlineError("the request's deadline passed before it could be placed")
@@ -139,7 +142,7 @@ class Lookaside:
         if not cluster.turnstile.may_pass(cluster.reservations.doubtful_tokens):
             return NoWorkerError("no ticket: requests wait for their turn at the router")
         try:
-            placement = cluster.place(wish_of(request), Prompt(request.prompt_token_ids, request.cache_salt))
+            placement = cluster.place(wish_of(request), prompt)
         except NoWorkerError as error:
             return error
         judgement = cluster.judge(placement, now - request.arrived, request.deadline - request.arrived)

@@ -45,9 +45,10 @@ class Prompt:
 
     def keys(self, header: IdentityHeader) -> Keys:
         """[blocks, 2]"""
-        if header not in self._keys:
-            self._keys[header] = as_keys(block_keys(_salted(header, self.salt), self.token_ids))
-        return self._keys[header]
+        keys = self._keys.get(header)
+        if keys is None:
+            keys = self._keys[header] = as_keys(block_keys(_salted(header, self.salt), self.token_ids))
+        return keys
 
     def know(self, header: IdentityHeader, keys: Keys) -> None:
         """The identities are known already."""
@@ -149,6 +150,11 @@ class Placer:
         if not self._pool_speed:
             return math.inf
         return window_s * self._pool_speed - self._reservations.certain_tokens(self._reserved)
+
+    def name_blocks(self, prompt: Prompt) -> None:
+        """In every way in which a usable worker names them."""
+        for group in self._groups:
+            prompt.keys(group.header)
 
     def snapshot(self, prompt: Prompt | None = None, exclude: frozenset[Life] = frozenset()) -> ClusterSnapshot:
         """The usable workers with this prompt's hits. `exclude`: lives that must not be chosen as decode."""

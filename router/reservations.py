@@ -18,7 +18,7 @@ Ints = npt.NDArray[np.int64]
 _MAX_IDLE_COLUMNS = 1024
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Reservation:
     """Prompt tokens on the worker that computes them (until the first token), one sequence on decode (until the end)."""
 

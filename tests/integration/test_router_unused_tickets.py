@@ -3,7 +3,6 @@
 import asyncio
 from contextlib import asynccontextmanager
 
-import grpc
 import pytest
 
 from diptych.client import AsyncClient
@@ -47,11 +46,6 @@ async def stream(address):
         call = method()
         yield call
         call.cancel()
-
-
-async def drain(call):
-    while await call.read() is not grpc.aio.EOF:
-        pass
 
 
 async def replies_of(call, count=1):
@@ -123,36 +117,6 @@ async def test_unused_tickets_of_a_tenant_are_bounded(world, monkeypatch):
     assert "not used yet" in refused.message
     async with AsyncClient(address, lookaside=True) as client:  # goes through the router
         assert (await client.generate(token_ids=PROMPT, max_tokens=2)).token_ids == (0, 1)
-
-
-async def test_a_client_that_reads_no_replies_is_not_read_either(world, monkeypatch):
-    fleet, address = world
-    monkeypatch.setattr(placements, "MAX_UNREAD_BYTES", 2000)
-    monkeypatch.setattr(placements, "UNREAD_S", 0.3)
-    monkeypatch.setattr(lookaside, "MAX_UNHEARD", 0)  # refusals are replies, too
-    desks = []
-    init = placements.PlacementDesk.__init__
-
-    def remember(desk, door):
-        init(desk, door)
-        desks.append(desk)
-
-    monkeypatch.setattr(placements.PlacementDesk, "__init__", remember)
-
-    async def write(call):
-        for number in range(0, 10**6, 64):
-            await call.write(asked(*range(number, number + 64)))
-
-    async with stream(address) as call:
-        writing = asyncio.create_task(write(call))
-        await fleet.until(lambda: desks and desks[0].closed)
-        assert 2000 < desks[0]._unread_bytes < 2000 + 64 * 400
-        with pytest.raises(
-            grpc.aio.AioRpcError
-        ) as caught:  # it reads again: what was written, then why there is no more
-            await asyncio.wait_for(drain(call), 5)
-        await asyncio.gather(writing, return_exceptions=True)
-        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 async def test_a_slow_reader_gets_every_reply(world, monkeypatch):

@@ -63,6 +63,36 @@ def test_a_whole_answer() -> None:
 
 
 @pytest.mark.parametrize(
+    "deltas",
+    [
+        [(0, [5], "a"), (1, [6, 7], "bc"), (3, [], "d"), (3, [8], "")],
+        [(0, [5], "a"), None, (0, [5, 6], "ab"), (2, [7], "c")],  # told again by a resumed stream
+        [(0, [5], "a"), None, (0, [9], "a")],
+        [(0, [5], "a"), (2, [7], "c")],
+    ],
+)
+def test_tokens_that_nobody_looks_at_make_the_same_answer(deltas: list[tuple[int, list[int], str] | None]) -> None:
+    told: list[object] = []
+    for unseen in (False, True):
+        exchange = Exchange(make_attempts())
+        exchange.on_message(started())
+        try:
+            for delta in deltas:
+                if delta is None:
+                    exchange.resume()
+                    exchange.on_message(started())
+                elif unseen:
+                    exchange.on_unseen_tokens(tokens(*delta).tokens)
+                else:
+                    exchange.on_message(tokens(*delta))
+            exchange.on_message(finished())
+            told.append(exchange.result())
+        except StreamBrokenError as error:
+            told.append(str(error))
+    assert told[0] == told[1]
+
+
+@pytest.mark.parametrize(
     ("messages", "words"),
     [
         ([started(), tokens(0, [1]), tokens(2, [1])], "a gap"),
