@@ -174,11 +174,17 @@ class StepStream:
         self._steps = steps
         self._routers = routers
         self._out: list[bytes] = []
+        self._news: dict[str, decode_pb2.TicketNews] = {}
+        """As a worker's outbox has it: one message for what waits of an attempt."""
         self._ready = asyncio.Event()
         self.running: dict[bytes, list[int]] = {}
 
     def put(self, piece: bytes) -> None:
         self._out.append(piece)
+        self._ready.set()
+
+    def put_news(self, news: decode_pb2.TicketNews) -> None:
+        self._news.setdefault(news.attempt, decode_pb2.TicketNews()).MergeFrom(news)
         self._ready.set()
 
     def begin(self, submit: decode_pb2.Submit) -> None:
@@ -210,13 +216,16 @@ class StepStream:
 
     def _tell(self, news: decode_pb2.TicketNews) -> None:
         for router in self._routers or ():
-            router.put(decode_pb2.StepBatch(ticket_news=[news]).SerializeToString())
+            router.put_news(news)
 
     async def batches(self) -> AsyncIterator[bytes]:
         while True:
             await self._ready.wait()
             self._ready.clear()
             out, self._out = self._out, []
+            if self._news:
+                news, self._news = self._news, {}
+                out.append(decode_pb2.StepBatch(ticket_news=news.values()).SerializeToString())
             yield b"".join(out)
 
 

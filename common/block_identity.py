@@ -47,6 +47,11 @@ class IdentityHeader:
     def __hash__(self) -> int:
         return self._hash
 
+    @property
+    def opening(self) -> bytes:
+        """What is hashed before the tokens."""
+        return _opening(self)
+
     def with_salt(self, salt: bytes) -> IdentityHeader:
         if salt == self.salt:
             return self
@@ -55,11 +60,9 @@ class IdentityHeader:
         )
 
 
-@lru_cache(1024)
-def _begun(header: IdentityHeader) -> Any:
-    """The hash after the header; to be copied."""
-    state = blake3(key=header.key)
-    for part in (
+@lru_cache(8192)
+def _opening(header: IdentityHeader) -> bytes:
+    parts = (
         _DOMAIN,
         header.model_revision.encode(),
         header.tokenizer_revision.encode(),
@@ -67,10 +70,14 @@ def _begun(header: IdentityHeader) -> Any:
         header.block_size.to_bytes(4, "little"),
         header.adapter.encode(),
         header.salt,
-    ):
-        state.update(len(part).to_bytes(4, "little"))
-        state.update(part)
-    return state
+    )
+    return b"".join(len(part).to_bytes(4, "little") + part for part in parts)
+
+
+@lru_cache(1024)
+def _begun(header: IdentityHeader) -> Any:
+    """The hash after the header; to be copied."""
+    return blake3(_opening(header), key=header.key)
 
 
 class BlockHasher:

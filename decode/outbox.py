@@ -51,7 +51,7 @@ class Outbox:
         self._tokens: dict[tuple[str, int], decode_pb2.Event] = {}
         self._bytes = 0
         self._door: decode_pb2.ClientDoor | None = None
-        self._news: list[decode_pb2.TicketNews] = []
+        self._news: dict[str, decode_pb2.TicketNews] = {}
         self._ready = asyncio.Event()
         self._closed = False
         self.overflowed = False
@@ -62,10 +62,11 @@ class Outbox:
         self._ready.set()
 
     def news(self, news: decode_pb2.TicketNews) -> None:
-        """Of an attempt that a client brought."""
-        if not self._closed and not self.overflowed:
-            self._news.append(news)
-            self._grow(_EVENT_BYTES)
+        """Of an attempt that a client brought; one message for what waits of it."""
+        if self._closed or self.overflowed:
+            return
+        self._news.setdefault(news.attempt, decode_pb2.TicketNews()).MergeFrom(news)
+        self._grow(news.ByteSize() + _EVENT_BYTES)
 
     def accepted(self, attempt: str) -> None:
         self._append(decode_pb2.Event(attempt=attempt, accepted=decode_pb2.Accepted()), _EVENT_BYTES)
@@ -120,8 +121,8 @@ class Outbox:
             await self._ready.wait()
         if self.overflowed:
             raise OverloadedError(f"the router reads too slowly: more than {self._max_bytes} bytes wait for it")
-        batch = decode_pb2.StepBatch(events=self._events, client_door=self._door, ticket_news=self._news)
-        self._events, self._news, self._door = [], [], None
+        batch = decode_pb2.StepBatch(events=self._events, client_door=self._door, ticket_news=self._news.values())
+        self._events, self._news, self._door = [], {}, None
         self._tokens = {}
         self._bytes = 0
         return batch
@@ -137,6 +138,6 @@ class Outbox:
         self._ready.set()
         if self._bytes > self._max_bytes and not self.overflowed:
             self.overflowed = True
-            self._events, self._news, self._tokens = [], [], {}
+            self._events, self._news, self._tokens = [], {}, {}
             if self._on_overflow is not None:
                 self._on_overflow()

@@ -43,11 +43,16 @@ class Prompt:
     salt: bytes = b""
     _keys: dict[IdentityHeader, Keys] = field(default_factory=dict)
 
-    def keys(self, header: IdentityHeader) -> Keys:
-        """[blocks, 2]"""
+    def keys(self, header: IdentityHeader, library: Library | None = None) -> Keys:
+        """[blocks, 2]. `library`: hashes in C."""
         keys = self._keys.get(header)
         if keys is None:
-            keys = self._keys[header] = as_keys(block_keys(_salted(header, self.salt), self.token_ids))
+            salted = _salted(header, self.salt)
+            if library is None:
+                keys = as_keys(block_keys(salted, self.token_ids))
+            else:
+                keys = library.block_keys(salted, self.token_ids)
+            self._keys[header] = keys
         return keys
 
     def know(self, header: IdentityHeader, keys: Keys) -> None:
@@ -154,7 +159,7 @@ class Placer:
     def name_blocks(self, prompt: Prompt) -> None:
         """In every way in which a usable worker names them."""
         for group in self._groups:
-            prompt.keys(group.header)
+            prompt.keys(group.header, self._library)
 
     def snapshot(self, prompt: Prompt | None = None, exclude: frozenset[Life] = frozenset()) -> ClusterSnapshot:
         """The usable workers with this prompt's hits. `exclude`: lives that must not be chosen as decode."""
@@ -174,7 +179,7 @@ class Placer:
                 assert group.lookup is not None
                 # The last prompt token is always computed.
                 blocks = max(0, len(prompt.token_ids) - 1) // group.header.block_size
-                keys = prompt.keys(group.header)
+                keys = prompt.keys(group.header, self._library)
                 most = max(most, self._index.hits_into(group.lookup, keys, blocks, native.hits_at, native.host_at))
         return native.loads(most)
 
@@ -185,7 +190,7 @@ class Placer:
         if prompt is None:
             return hit, host
         for group in self._groups:
-            runs = self._index.runs(prompt.keys(group.header))
+            runs = self._index.runs(prompt.keys(group.header, self._library))
             if not runs.any:
                 continue
             block_size = group.header.block_size
@@ -210,7 +215,7 @@ class Placer:
     ) -> Placement | Rejected:
         snapshot = self.snapshot(prompt, exclude)
         if self._wants_affinity and not request.affinity and self._groups:
-            keys = prompt.keys(self._groups[0].header)[:_AFFINITY_BLOCKS]
+            keys = prompt.keys(self._groups[0].header, self._library)[:_AFFINITY_BLOCKS]
             request = replace(request, affinity=keys[-1].tobytes() if len(keys) else b"")
         placement = choose_placement(request, snapshot, now, self._rng, self.policy, self._charge)
         if self._replication is not None and snapshot.loads.hit_tokens is not None and isinstance(placement, Placement):
@@ -237,7 +242,7 @@ class Placer:
             return placement
         group = self._groups[0]
         blocks = min(prefill.hit_tokens, _PREFIX_TOKENS) // group.header.block_size
-        prefix = prompt.keys(group.header)[max(0, blocks - 1)].tobytes()
+        prefix = prompt.keys(group.header, self._library)[max(0, blocks - 1)].tobytes()
         load = replication.on_placed(prefix, placement.chosen.prefill_ms / 1000.0, num_holders, now)
         if not load:
             return placement

@@ -1,4 +1,5 @@
-/* The two loops of a placement decision: how far each worker's blocks reach into a prompt, and what every candidate costs.
+/* The loops of a placement decision: how far each worker's blocks reach into a prompt, and what every candidate costs (and, in
+   keys.h, what the blocks of a prompt are called).
 
    block_table.py and policy.py say the same in numpy, and are what these are tested against: every float operation here is done
    in their order, so that both give the same bits (no contraction, no reassociation: see FLAGS in library.py). */
@@ -11,6 +12,8 @@
 #define WORD 64
 #define MAX_WORDS 16
 #define BATCH 16 /* keys whose memory is asked for together */
+
+#include "keys.h"
 
 typedef struct {
     const uint32_t *tags; /* [buckets, WAYS] */

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, c_double, c_int64, c_void_p
+from array import array
+from collections.abc import Sequence
+from ctypes import POINTER, c_char_p, c_double, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import structlog
 
+from diptych.common.block_identity import IdentityHeader
 from diptych.common.compiled import CSources, NativeError, functions_of
 from diptych.common.errors import ConfigError
 from diptych.common.paths import cache_dir
@@ -18,7 +22,7 @@ log = structlog.get_logger(__name__)
 
 FLAGS = ("-O3", "-march=native", "-shared", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off")
 """Nothing that would let a sum come out otherwise than in numpy."""
-SOURCES = CSources("decision", Path(__file__).parent, ("decision.c",), FLAGS)
+SOURCES = CSources("decision", Path(__file__).parent, ("keys.h", "decision.c"), FLAGS)
 MAX_WORDS = 16
 """Of 64 workers each, in one lookup."""
 MAX_COLUMNS = 64 * MAX_WORDS
@@ -76,6 +80,7 @@ class Library:
         # Keeps the interpreter lock: a call takes microseconds.
         function = functions_of(path, ctypes.PyDLL)
         fleet, loads, request, costs = (POINTER(kind) for kind in (CFleet, CLoads, CRequest, CCosts))
+        self.keys = function("keys", c_char_p, c_char_p, c_int64, c_void_p, c_int64, c_int64, c_void_p)
         self.hits = function(
             "hits", POINTER(CTable), POINTER(CGroup), c_void_p, *[c_int64] * 3, *[c_void_p] * 5, returns=c_int64
         )
@@ -84,10 +89,19 @@ class Library:
         self.pick = function("pick", fleet, loads, request, costs, *[c_double] * 4, c_void_p)
         self.order = function("order", fleet, costs, c_int64, c_int64, c_void_p, returns=c_int64)
 
+    def block_keys(self, header: IdentityHeader, token_ids: Sequence[int]) -> Any:
+        """As common.block_identity.block_keys: [blocks, 2], the two halves of each key."""
+        tokens = array("I", token_ids)
+        blocks = len(tokens) // header.block_size
+        keys = np.empty((blocks, 2), np.uint64)
+        opening = header.opening
+        self.keys(header.key, opening, len(opening), tokens.buffer_info()[0], blocks, header.block_size, address(keys))
+        return keys
 
-def address(array: Any) -> int:
+
+def address(values: Any) -> int:
     """Of a contiguous array's data."""
-    found: int = array.__array_interface__["data"][0]
+    found: int = values.__array_interface__["data"][0]
     return found
 
 

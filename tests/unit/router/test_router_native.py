@@ -9,6 +9,7 @@ from diptych.common.block_identity import IdentityHeader, block_keys
 from diptych.common.compiled import NativeError
 from diptych.common.store import KvEvent
 from diptych.common.worker_record import WorkerLoad, WorkerRecord
+from diptych.router.block_table import to_bytes
 from diptych.router.index import BlockIndex
 from diptych.router.native.library import SOURCES, load
 from diptych.router.placement import Placement, PlacementRequest
@@ -202,3 +203,19 @@ def test_the_library_is_compiled_once(tmp_path):
     except NativeError as error:
         pytest.skip(str(error))
     assert SOURCES.build(tmp_path) == first
+
+
+def test_blocks_are_named_as_everywhere_else(library):
+    chance = random.Random(7)
+    for case in range(60):
+        size = chance.choice([1, 3, 8, 16, 32, 100])
+        header = IdentityHeader(
+            chance.randbytes(32), "m" * chance.randrange(300), "t", "float16", size, salt=chance.randbytes(case % 40)
+        )
+        tokens = [chance.randrange(2**32) for _ in range(chance.choice([0, 1, size, 5 * size + 1, 300, 4500]))]
+        assert to_bytes(library.block_keys(header, tokens)) == block_keys(header, tokens)
+    header = HEADERS[0]
+    for num_bytes in range(0, 5000, 4):  # every way in which blocks and chunks can meet
+        tokens = list(range(num_bytes // 4))
+        header = replace(HEADERS[0], block_size=max(1, len(tokens)))
+        assert to_bytes(library.block_keys(header, tokens)) == block_keys(header, tokens)
