@@ -52,10 +52,10 @@ class Bodies:
 
 
 class Door(FakeDoor):
-    left = 0
+    given_back = 0
 
     def tickets_left(self, attempts):
-        self.left += 1
+        self.given_back += 1
 
 
 def ids(context):
@@ -71,7 +71,7 @@ async def test_nothing_more_is_taken_in_and_the_stream_ends_typed(monkeypatch):
         await serve_placements(door, bodies, context)
     assert context.code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert 2 < bodies.taken < 20
-    assert door.left == 1
+    assert door.given_back == 1
 
 
 async def test_a_client_that_reads_late_gets_everything(monkeypatch):
