@@ -86,6 +86,8 @@ class Breakers:
 
     def on_placed(self, worker_id: str, now: float) -> bool:
         """A request goes there. Returns whether it is a probe (the worker is then left alone until it has ended)."""
+        if worker_id not in self._breakers:
+            return False
         if self.state(worker_id, now) is not BreakerState.HALF_OPEN:
             return False
         self._breakers[worker_id].probe_until = now + self._rules.probe_s

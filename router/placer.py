@@ -108,6 +108,8 @@ class Placer:
         self._pool_speed = 0.0
         self._reserved = np.empty(0, np.int64)
         self._groups: list[_Group] = []
+        self._is_parted = False
+        """One lookup does not tell of everybody."""
         self._lives: dict[Life, int] = {}
 
     def set_fleet(
@@ -135,6 +137,7 @@ class Placer:
             at, columns = np.array(pairs, np.int64).T
             lookup = None if library is None else NativeLookup(library, at, columns, header.block_size)
             self._groups.append(_Group(header, None if len(at) == len(candidates) else at, columns, lookup))
+        self._is_parted = len(self._groups) > 1 or any(group.at is not None for group in self._groups)
         self._native = None
         if library is not None:
             self._native = NativeCharges(library, self._fleet, self._reservations, self._reserved)
@@ -173,7 +176,7 @@ class Placer:
     def _native_loads(self, native: NativeCharges, prompt: Prompt | None) -> Loads:
         most = Found.NOTHING
         if prompt is not None:
-            if len(self._groups) > 1 or any(group.at is not None for group in self._groups):
+            if self._is_parted:
                 native.clear_hits()
             for group in self._groups:
                 assert group.lookup is not None

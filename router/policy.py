@@ -190,7 +190,7 @@ def choose_placement(
         p, d = None, alone
         notes = (f"colocated: cheaper than any prefill worker by more than {request.colocated_margin:.0%}",)
     order = costs.order(d)
-    if p is not None:
+    if p is not None and order[:1] != [p]:
         order = [p, *(i for i in order if i != p)]
     elif not order and not notes:
         notes = ("no usable prefill worker: local prefill",)
