@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 HELP = "Ctrl-C interrupts an answer, Ctrl-D leaves; /clear forgets the conversation, /exit leaves."
 
+DEFAULT_MAX_TOKENS = 1024
+"""Of one answer. Small models end when they please, which may be when the context is full."""
+
 # `/help me` is meant for us, `/usr/bin/env is what?` for the model.
 _COMMAND = re.compile(r"/[\w?-]*")
 
@@ -43,17 +46,27 @@ class Conversation:
 
     def ask(self, client: Client, text: str, write: Callable[[str], None]) -> Completion:
         """One turn; `write` gets the answer's text as it grows. A turn that fails leaves the conversation as it was; one
-        that is interrupted keeps what was said.
+        that is interrupted keeps what was said. Where the context leaves less than max_tokens, that is the bound.
 
         Raises: DiptychError, KeyboardInterrupt.
         """
+        from diptych.common.errors import InvalidRequestError
+
+        try:
+            return self._ask(client, text, write, self.max_tokens)
+        except InvalidRequestError as error:
+            if error.param != "max_tokens" or self.max_tokens is None:
+                raise
+        return self._ask(client, text, write, None)
+
+    def _ask(self, client: Client, text: str, write: Callable[[str], None], max_tokens: int | None) -> Completion:
         turn = [*self.messages, {"role": "user", "content": text}]
         system = [{"role": "system", "content": self.system}] if self.system else []
         said: list[str] = []
         with client.stream(
             messages=system + turn,
             model=self.model,
-            max_tokens=self.max_tokens,
+            max_tokens=max_tokens,
             temperature=self.temperature,
             explain=True,
         ) as stream:
@@ -83,7 +96,8 @@ def run_chat(
     Args:
         model: empty: the cluster's only model.
         system: text of a system message; empty: none of ours.
-        max_tokens, temperature: for every answer; None: the model's own.
+        max_tokens: of an answer; None: as many as the context leaves.
+        temperature: None: the model's own.
         tls: None: the router speaks no TLS.
     Returns: the exit code: 0, or 1 when a turn of a piped conversation failed.
     """

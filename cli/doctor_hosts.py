@@ -29,7 +29,15 @@ def cluster(facts: Facts) -> Iterator[Verdict]:
             "start both with the same model, revision, block size and dtype; such a pair is never placed on",
         )
     for worker in facts.workers:
-        if worker.error:
+        if "refused" in worker.error:
+            yield Verdict(
+                "cluster",
+                Level.BAD,
+                f"{worker.id} is not running: nobody listens at {worker.address}",
+                "it was killed or has crashed: see the end of its log and `dmesg` for the out-of-memory killer; `diptych up` "
+                "starts its own workers again by itself, and its lease goes within seconds",
+            )
+        elif worker.error:
             yield Verdict(
                 "cluster",
                 Level.UNKNOWN,

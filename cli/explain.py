@@ -38,7 +38,7 @@ def register(app: typer.Typer) -> None:
         pool: Annotated[
             str, typer.Option(help='Like "4P4D": as many idle workers; default: those that are there.')
         ] = "",
-        max_tokens: Annotated[int, typer.Option(help="1: no KV is moved.")] = 16,
+        max_tokens: Annotated[int, typer.Option(min=1, max=2**31 - 1, help="1: no KV is moved.")] = 16,
         address: Annotated[str, _ADDRESS] = "",
         tls_ca: TLS_CA = None,
         tls_server_name: TLS_SERVER_NAME = "",

@@ -33,6 +33,7 @@ def add(
     tokens_per_minute: Annotated[
         int, typer.Option(help="The tenant's quota, prompt and output tokens together; 0: none.")
     ] = 0,
+    requests_per_minute: Annotated[int, typer.Option(help="The same, of requests; 0: none.")] = 0,
     note: Annotated[str, typer.Option(help="For your own memory.")] = "",
     weight: Annotated[int, typer.Option(help="The tenant's part of the pool while requests wait, beside others'.")] = 1,
     rank: Annotated[int, typer.Option(help="Tenants of a lower rank go first while requests wait.")] = 0,
@@ -46,6 +47,7 @@ def add(
         tenant,
         now=time.time(),
         tokens_per_minute=tokens_per_minute,
+        requests_per_minute=requests_per_minute,
         note=note,
         weight=weight,
         rank=rank,
@@ -61,7 +63,8 @@ def show(file: _File = None) -> None:
 
     for entry in load_keys(keys_file(file)).entries.values():
         day = time.strftime("%Y-%m-%d", time.gmtime(entry.created))
-        quota = f"{entry.tokens_per_minute} tokens/min" if entry.tokens_per_minute else "no quota"
+        limits = ((entry.tokens_per_minute, "tokens/min"), (entry.requests_per_minute, "requests/min"))
+        quota = ", ".join(f"{limit} {unit}" for limit, unit in limits if limit) or "no quota"
         print(f"{entry.id}  {entry.tenant}  {day}  {quota}  {entry.note}".rstrip())
 
 

@@ -63,6 +63,12 @@ def _told(name: str, callback: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(callback)
     def command(**values: Any) -> Any:
         values.pop("config", None)
+        try:
+            for key, value in values.items():
+                settings.check_number(key, value)
+        except ConfigError as error:
+            print(f"error: {error}", file=sys.stderr)
+            raise typer.Exit(2) from None
         if not getattr(callback, "tells_itself", False):
             print(f"{name}: {settings.describe_values(values)}", file=sys.stderr)
         return callback(**values)
@@ -79,7 +85,7 @@ def _read_layers(ctx: typer.Context, value: str | None) -> str | None:
     try:
         _check_variables(ctx)
         if value is not None:
-            ctx.default_map = {key: _as_typed(given) for key, given in _read_file(ctx, Path(value)).items()}
+            ctx.default_map = {key: _as_typed(key, given) for key, given in _read_file(ctx, Path(value)).items()}
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
@@ -105,8 +111,10 @@ def _read_file(ctx: typer.Context, path: Path) -> dict[str, Any]:
     return file
 
 
-def _as_typed(value: Any) -> Any:
-    """As it would stand on a command line, so that one set of checks does."""
+def _as_typed(key: str, value: Any) -> Any:
+    """As it would stand on a command line, so that one set of checks does. Raises: ConfigError for a table."""
     if isinstance(value, bool) or value is None:
         return value
+    if isinstance(value, dict):
+        raise ConfigError(key, value, "must be a plain value")
     return ",".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from diptych.cli import BENCH_HELP, explain, observe
+from diptych.cli.chat import DEFAULT_MAX_TOKENS
 from diptych.cli.help import run_app
 from diptych.cli.keys import app as keys_app
 from diptych.cli.layers import add_layers
@@ -73,11 +74,15 @@ def _decode(config: WorkerConfig) -> int:
 def _serve(config: ServeConfig) -> int:
     from diptych.cli.cluster_plan import own_name
     from diptych.cli.model_store import DEFAULT_ALIASES, resolve_model
+    from diptych.cli.processes import require_free_port
     from diptych.cli.progress import progress_on
-    from diptych.cli.serve import run_serve
 
+    for name in ("http_port", "grpc_port"):  # before the model is fetched and loaded
+        require_free_port(name, config.host, getattr(config, name))
     with progress_on() as progress:
         folder = resolve_model(config.model or DEFAULT_ALIASES[0], progress)
+    from diptych.cli.serve import run_serve  # takes seconds
+
     return run_serve(config, folder, config.served_model_name or own_name(config.model, folder))
 
 
@@ -179,7 +184,9 @@ def _register_small(app: typer.Typer) -> None:
         ] = "",
         model: Annotated[str, typer.Option(help="Default: the cluster's only model.")] = "",
         system: Annotated[str, typer.Option(help="A system message.")] = "",
-        max_tokens: Annotated[int | None, typer.Option(help="For every answer.")] = None,
+        max_tokens: Annotated[
+            int, typer.Option(min=0, max=2**31 - 1, help="For every answer; 0: as many as the context leaves.")
+        ] = DEFAULT_MAX_TOKENS,
         temperature: Annotated[float | None, typer.Option(help="0 is greedy; default: the model's own.")] = None,
         tls_ca: TLS_CA = None,
         tls_server_name: TLS_SERVER_NAME = "",
@@ -187,7 +194,7 @@ def _register_small(app: typer.Typer) -> None:
         """Talk to the cluster in the terminal; in a pipe, every line is one turn. An API key is taken from DIPTYCH_API_KEY."""
         from diptych.cli.chat import run_chat
 
-        wishes: dict[str, Any] = {"system": system, "max_tokens": max_tokens, "temperature": temperature}
+        wishes: dict[str, Any] = {"system": system, "max_tokens": max_tokens or None, "temperature": temperature}
         access = router_access(address, tls_ca, tls_server_name)
         raise typer.Exit(run_chat(access.address, model, tls=access.tls(), **wishes))
 
@@ -214,7 +221,11 @@ def _register_small(app: typer.Typer) -> None:
 
     @app.command()
     def capacity(
-        model: Annotated[str, typer.Argument(help="A config.json, a model's folder, or what `diptych model` takes.")],
+        model: Annotated[
+            str,
+            typer.Argument(help="A config.json, a model's folder, or what `diptych model` takes.", show_default=False),
+        ] = "",
+        model_name: Annotated[str, typer.Option("--model", help="The same, as the other commands have it.")] = "",
         dtype: Annotated[str, typer.Option(help="Of the cache; default: the config's own (`up` serves float32).")] = "",
         block_size: Annotated[int, typer.Option(help="Tokens of a block.")] = 16,
         memory_gib: Annotated[float, typer.Option(help="Show what this much memory holds.")] = 0.0,
@@ -224,9 +235,11 @@ def _register_small(app: typer.Typer) -> None:
         """Show what a token's KV cache takes, for any Hugging Face config."""
         from diptych.cli.capacity import run_capacity
 
+        if bool(model) == bool(model_name):
+            raise ConfigError("model", model_name, "must be given once, as an argument or with --model")
         raise typer.Exit(
             run_capacity(
-                model,
+                model or model_name,
                 dtype=dtype,
                 block_size=block_size,
                 memory_gib=memory_gib,
@@ -237,12 +250,16 @@ def _register_small(app: typer.Typer) -> None:
 
     @app.command()
     def version() -> None:
-        """Print the version."""
-        from importlib import metadata
-
-        print(metadata.version("diptych"))
+        """Print the version; so does --version."""
+        _print_version()
 
     app.command("bench", help=BENCH_HELP)(_not_built)  # a tree of its own: see main
+
+
+def _print_version() -> None:
+    from importlib import metadata
+
+    print(metadata.version("diptych"))
 
 
 def _run_bench(arguments: Sequence[str]) -> Any:
@@ -259,6 +276,9 @@ def main() -> NoReturn:
     """The console script."""
     try:
         arguments = sys.argv[1:]
+        if arguments[:1] in (["--version"], ["-V"]):
+            _print_version()
+            sys.exit(0)
         is_bench = arguments[:1] == ["bench"]  # its flags are read by itself
         code: Any = _run_bench(arguments[1:]) if is_bench else run_app(build_app(_named(arguments)), arguments)
     except ConfigError as error:

@@ -5,6 +5,7 @@ The API key is never a flag (flags are seen by everybody on the machine): it com
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -90,6 +91,14 @@ def state_here() -> ClusterState | None:
     return RunFolder(run_dir()).read_state()
 
 
+def tell_default(flag: str, address: str) -> None:
+    """Say where a command goes that was not told where to."""
+    from diptych.common.paths import run_dir
+
+    told = f"no cluster runs from {run_dir()}: asking the default address {address} (--{flag} names another)"
+    print(told, file=sys.stderr)
+
+
 def router_access(address: str = "", tls_ca: Path | None = None, server_name: str = "") -> RouterAccess:
     """An address that was given is taken with what was given beside it; none: the cluster here, else the default port."""
     from diptych.client.wire import DEFAULT_ADDRESS
@@ -98,6 +107,7 @@ def router_access(address: str = "", tls_ca: Path | None = None, server_name: st
         return RouterAccess(address, tls_ca, server_name)
     state = state_here()
     if state is None:
+        tell_default("address", DEFAULT_ADDRESS)
         return RouterAccess(DEFAULT_ADDRESS, tls_ca, server_name)
     if tls_ca is None and state.tls_cert:
         tls_ca = Path(state.tls_cert)  # trusted as it is, whoever has signed it

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -57,10 +58,23 @@ class RunFolder:
         self.state_file = root / "cluster.json"
         self.secret = root / "secret"
         self._lock: int | None = None
+        self._made = False
+
+    def make(self) -> None:
+        """Idempotent."""
+        self._made |= not self.root.exists()
+        self.logs.mkdir(parents=True, exist_ok=True)
+
+    def unmake(self) -> None:
+        """Remove a folder that we made and that holds nothing: a start that was refused leaves no trace."""
+        if self._made:
+            with contextlib.suppress(OSError):  # there are logs
+                self.logs.rmdir()
+                self.root.rmdir()
 
     def claim(self) -> None:
         """Make us the owner. Raises: ConfigError when a living cluster has this folder."""
-        self.logs.mkdir(parents=True, exist_ok=True)
+        self.make()
         fd = os.open(self.pid_file, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -78,13 +92,14 @@ class RunFolder:
         os.pwrite(fd, json.dumps({"pid": me.pid, "start_time": me.start_time}).encode(), 0)
 
     def release(self) -> None:
-        """Remove everything but the logs; idempotent."""
+        """Remove everything but the logs, if there are any; idempotent."""
         if self._lock is None:
             return
         self._remove_leftovers()
         self.pid_file.unlink(missing_ok=True)
         os.close(self._lock)
         self._lock = None
+        self.unmake()
 
     def owner(self) -> ProcessIdentity | None:
         """The supervisor that holds this folder now; None when nobody does. Whoever wrote the file and holds its lock is a

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from diptych.common.errors import ConfigError
 from diptych.router.config import RouterConfig
 from diptych.worker.config import WorkerConfig
 
@@ -62,6 +63,8 @@ class ServeConfig:
 
     def __post_init__(self) -> None:
         self.parts(model="", name="", secret_file="")
+        if self.http_port == self.grpc_port != 0:
+            raise ConfigError("grpc_port", self.grpc_port, "must differ from http_port")
 
     def parts(self, *, model: str, name: str, secret_file: str) -> tuple[RouterConfig, WorkerConfig]:
         """Settings of the two halves. Raises: ConfigError naming the field."""

@@ -7,6 +7,8 @@ TOML) it is `http-port` or `http_port`. A key that no command knows is an error,
 from __future__ import annotations
 
 import dataclasses
+import datetime
+import math
 import os
 import tomllib
 import types
@@ -36,6 +38,7 @@ COMMAND_PREFIXES = tuple(
 )
 """Variables of the commands that are no settings of a server's: cli/layers.py reads them, in their own command only."""
 _SECRET_WORDS = ("secret", "password", "token_key", "api_key")
+_MOST = 2**63 - 1
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 Config = TypeVar("Config")
@@ -58,8 +61,8 @@ def read_file(path: Path) -> dict[str, Any]:
         import yaml
 
         try:
-            data = yaml.safe_load(text) or {}
-        except yaml.YAMLError as error:
+            data = yaml.load(text, _yaml_loader()) or {}  # noqa: S506 - derived from the safe one
+        except (yaml.YAMLError, ValueError) as error:  # ValueError: a date such as 2024-13-45
             raise ConfigError("config", str(path), f"is not YAML: {error}") from None
         except RecursionError:
             raise ConfigError("config", str(path), "is nested too deep") from None
@@ -67,7 +70,32 @@ def read_file(path: Path) -> dict[str, Any]:
         raise ConfigError("config", str(path), "must end in .yaml, .yml or .toml")
     if not isinstance(data, dict):
         raise ConfigError("config", str(path), "must be a mapping of setting to value")
-    return {str(key).replace("-", "_"): value for key, value in data.items()}
+    found: dict[str, Any] = {}
+    for key, value in data.items():
+        name = str(key).replace("-", "_")
+        if name in found:
+            raise ConfigError(name, value, f"is given twice in {path} (- and _ are the same)")
+        found[name] = value
+    return found
+
+
+def _yaml_loader() -> type[Any]:
+    """The safe loader, but a key that stands twice is an error: which of the two was meant?"""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            seen: set[str] = set()
+            for key, _ in node.value:
+                if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                    if key.value in seen:
+                        raise yaml.constructor.ConstructorError(
+                            None, None, f"{key.value} is given twice", key.start_mark
+                        )
+                    seen.add(key.value)
+            return super().construct_mapping(node, deep)
+
+    return Loader
 
 
 def merge(
@@ -104,6 +132,9 @@ def merge(
     for key, value in command_line.items():
         if value is not None:
             values[key] = convert(key, value, hints[key])
+    for key, value in values.items():
+        if isinstance(value, float) and math.isinf(value):
+            raise ConfigError(key, value, "must be a finite number")
     return cls(**values)
 
 
@@ -113,24 +144,46 @@ def convert(key: str, value: Any, hint: Any) -> Any:
         if value is None or value == "":
             return None
         hint = next(arm for arm in typing.get_args(hint) if arm is not type(None))
+    if isinstance(value, str) and "\0" in value:
+        raise ConfigError(key, value, "must not hold a NUL character")
     if hint is bool:
         text = str(value).lower()
         if text not in _TRUE + _FALSE:
             raise ConfigError(key, value, "must be true or false")
         return text in _TRUE
     if typing.get_origin(hint) is tuple:
-        items = value.split(",") if isinstance(value, str) else list(value)
+        if not isinstance(value, (str, list, tuple)):
+            raise ConfigError(key, value, "must be a list")
+        items = value.split(",") if isinstance(value, str) else value
         return tuple(convert(key, item, typing.get_args(hint)[0]) for item in items)
     if hint is Path:
-        return Path(str(value))
+        if not isinstance(value, (str, Path)):
+            raise ConfigError(key, value, "must be a path")
+        return Path(value)
+    if hint is str and isinstance(value, datetime.date):  # what YAML makes of a name such as 2024-01-01
+        return str(value)
     if hint in (int, float, str):
-        if isinstance(value, bool) or (hint is int and isinstance(value, float)) or isinstance(value, dict | list):
+        if isinstance(value, bool) or (hint is int and isinstance(value, float)) or not _is_plain(value):
             raise ConfigError(key, value, f"must be {hint.__name__}")
         try:
-            return hint(value)
-        except (TypeError, ValueError):
+            made = hint(value)
+        except (TypeError, ValueError, OverflowError):
             raise ConfigError(key, value, f"must be {hint.__name__}") from None
+        check_number(key, made)
+        return made
     return value
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (str, int, float))
+
+
+def check_number(key: str, value: Any) -> None:
+    """Raises: ConfigError for a number that no machine word holds, or that is none."""
+    if isinstance(value, int) and not -_MOST - 1 <= value <= _MOST:
+        raise ConfigError(key, value, "must be a number of at most 64 bits")
+    if isinstance(value, float) and math.isnan(value):
+        raise ConfigError(key, value, "must be a number")
 
 
 def describe(config: Any) -> str:

@@ -12,6 +12,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from diptych.cli.router_access import tell_default
 from diptych.cli.run_folder import RunFolder
 from diptych.common.errors import AuthenticationError, ConfigError, NoWorkerError
 from diptych.common.paths import run_dir
@@ -67,6 +68,8 @@ class StatusClient:
         own = False
         if not url:
             state = RunFolder(run_dir()).read_state()
+            if state is None:
+                tell_default("url", DEFAULT_URL)
             url = state.http_url if state is not None else DEFAULT_URL
             if state is not None and state.tls_cert and tls_ca is None:
                 tls_ca, own = Path(state.tls_cert), True
@@ -94,6 +97,9 @@ class StatusClient:
                 if error.code == 401:
                     raise AuthenticationError(f"{self.url} asks for a key: set DIPTYCH_API_KEY") from None
                 raise NoWorkerError(f"{self.url}/status.json answers HTTP {error.code}") from None
+        except urllib.error.URLError as error:
+            why = getattr(error.reason, "strerror", None) or error.reason
+            raise NoWorkerError(f"the router at {self.url} cannot be reached: {why}") from None
         except (OSError, ValueError) as error:
             raise NoWorkerError(f"{self.url}/status.json: {error}") from None
         if not isinstance(found, dict) or "cluster" not in found:

@@ -119,7 +119,7 @@ def run_up(config: UpConfig, run_root: Path, resolve_model: Callable[[Stages], t
 def run_detached(command: list[str], run_root: Path, timeout_s: float) -> int:
     """Run `diptych up` in the background and return once it serves. Its output is in `.run/logs/up.log`."""
     folder = RunFolder(run_root)
-    folder.logs.mkdir(parents=True, exist_ok=True)
+    folder.make()
     if folder.owner() is not None:
         raise ConfigError("run_dir", str(run_root), "a cluster runs from this folder already; stop it with `make down`")
     log = folder.logs / "up.log"
@@ -133,6 +133,9 @@ def run_detached(command: list[str], run_root: Path, timeout_s: float) -> int:
         state = folder.read_state()
         if code is not None:
             print(tail(log, 40), file=sys.stderr)
+            if list(folder.logs.iterdir()) == [log]:  # nothing was started, and its words are told
+                log.unlink()
+                folder.unmake()
             return code or 1
         if state is not None and state.pid == process.pid and state.ready:
             print(log.read_text(errors="replace"))

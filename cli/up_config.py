@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
 from diptych.common.errors import ConfigError
 from diptych.common.tls import is_loopback
-from diptych.worker.config import DTYPES
+from diptych.worker.config import DTYPES, MOST
 
+_WORKERS_OWN = ("max_model_len", "num_blocks", "max_num_seqs", "max_num_batched_tokens")
+"""0: the worker decides."""
 TRANSPORTS = ("auto", "ucx", "nixl")
 
 
@@ -77,14 +80,29 @@ class UpConfig:
             raise ConfigError("host", self.host, rule)
         if self.http_port == self.grpc_port:
             raise ConfigError("grpc_port", self.grpc_port, "must differ from http_port")
-        for name in ("local_prefill_max_tokens", "max_model_len", "num_blocks", "threads_per_worker"):
-            if getattr(self, name) < 0:
-                raise ConfigError(name, getattr(self, name), "must not be negative")
+        for name in _WORKERS_OWN:
+            if not 0 <= getattr(self, name) <= MOST[name]:
+                raise ConfigError(name, getattr(self, name), f"must be 0 to {MOST[name]}")
+        if not 1 <= self.block_size <= MOST["block_size"]:
+            raise ConfigError("block_size", self.block_size, f"must be 1 to {MOST['block_size']}")
+        if not 0 <= self.local_prefill_max_tokens < 2**31:
+            raise ConfigError(
+                "local_prefill_max_tokens", self.local_prefill_max_tokens, "must be 0 or more, below 2^31"
+            )
+        if not 0 <= self.threads_per_worker <= MOST["threads"]:
+            raise ConfigError("threads_per_worker", self.threads_per_worker, f"must be 0 to {MOST['threads']}")
+        if self.max_step_time_s < 0:
+            raise ConfigError("max_step_time_s", self.max_step_time_s, "must be 0 or more")
+        for name in ("worker_args", "router_args"):
+            try:
+                shlex.split(getattr(self, name))
+            except ValueError as error:
+                raise ConfigError(name, getattr(self, name), f"cannot be split: {error}") from None
         for name, known in (("dtype", DTYPES), ("transport", TRANSPORTS)):
             if getattr(self, name) not in known:
                 raise ConfigError(name, getattr(self, name), f"must be one of {', '.join(known)}")
-        if self.startup_timeout_s <= 0:
-            raise ConfigError("startup_timeout_s", self.startup_timeout_s, "must be above 0")
+        if not 0 < self.startup_timeout_s < 1e6:
+            raise ConfigError("startup_timeout_s", self.startup_timeout_s, "must be above 0, and at most some days")
 
     @property
     def num_workers(self) -> int:

@@ -52,6 +52,8 @@ class GenerateOptions(TypedDict, total=False):
         prompt_logprobs: the same of the prompt's tokens.
         json_schema, regex, choice, ebnf: what the answer must look like, one of them: a JSON schema, a regular expression, one
             of several texts, a grammar. It is checked before anything is computed.
+        compact_json: with json_schema: no white space but one space behind each comma and colon. Else the model may write up to
+            16 characters of it in one place.
         tools: functions that the model may call, each {"name", "description", "parameters": a JSON schema, "strict"}, or in
             the form of the OpenAI API. Chat only.
         tool_choice: "auto", "none", "required", or a function's name: it is called.
@@ -107,6 +109,7 @@ class GenerateOptions(TypedDict, total=False):
     failure_policy: str
     priority: int
     json_schema: Mapping[str, Any] | str | None
+    compact_json: bool
     regex: str | None
     choice: Sequence[str] | None
     ebnf: str | None

@@ -35,6 +35,7 @@ def set_grammar(sampling: types_pb2.SamplingParams, options: Mapping[str, Any]) 
             elif name == "json_schema" and not isinstance(value, str):
                 value = json.dumps(value, ensure_ascii=False)
             sampling.grammar.kind = _GRAMMARS[name]
+            sampling.grammar.compact = name == "json_schema" and bool(options.get("compact_json"))
             sampling.grammar.source = value
         except (TypeError, ValueError) as error:
             raise InvalidRequestError(f"{name} cannot be sent: {error}", param=name) from None

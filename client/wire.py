@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,5 +110,14 @@ def typed(error: grpc.RpcError, address: str) -> DiptychError:
     if isinstance(found, NoWorkerError):
         trailers = error.trailing_metadata() if hasattr(error, "trailing_metadata") else None
         if not any(key == TRAILER for key, _ in trailers or ()):
-            return UnreachableError(f"the router at {address} cannot be reached: {found.message}")
+            return UnreachableError(f"the router at {address} cannot be reached: {_plain(found.message)}")
     return found
+
+
+_REASON = re.compile(r"(?:^|: )([^:]*?) ?\(\d+\)\W*$")
+
+
+def _plain(details: str) -> str:
+    """gRPC's own words end, behind addresses and file names, with those of the system: "Connection refused (111)"."""
+    found = _REASON.search(details)
+    return found[1] if found and found[1] else details

@@ -126,10 +126,10 @@ class ChatTemplate:
         return "".join(pieces)
 
 
-def check_text(text: str, param: str) -> None:
-    """Raises: InvalidRequestError when `text` holds a lone surrogate, which no UTF-8 and no tokenizer can express."""
+def check_text(text: str, param: str) -> bytes:
+    """As UTF-8. Raises: InvalidRequestError for a lone surrogate, which no UTF-8 and no tokenizer can express."""
     try:
-        text.encode()
+        return text.encode()
     except UnicodeEncodeError:
         raise InvalidRequestError(f"{param} holds a lone surrogate: not valid Unicode text", param=param) from None
 

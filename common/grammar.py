@@ -10,6 +10,7 @@ With `trigger` anything may be written, but whatever begins with the trigger mus
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, dataclass
 from enum import Enum
 
@@ -37,11 +38,13 @@ class Grammar:
     source: by kind: a JSON schema; a regular expression that the whole answer matches; a JSON list of texts; rules in EBNF
         (GBNF's form, from `root` on) or in Lark's form; Tags.
     free_until: the grammar holds from the token after this text on; empty: from the first token on.
+    compact: of a JSON schema: no white space but one space behind each comma and colon.
     """
 
     kind: GrammarKind
     source: str
     free_until: str = ""
+    compact: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,4 +116,22 @@ def choices_of(source: str) -> list[str]:
         raise InvalidRequestError("grammar: a choice must be a list of non-empty texts", param="grammar")
     if len(values) > MAX_CHOICES:
         raise InvalidRequestError(f"grammar: at most {MAX_CHOICES} choices, got {len(values)}", param="grammar")
+    for text in values:
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # JSON can spell one
+            raise InvalidRequestError(
+                "grammar: a choice holds a lone surrogate: not valid Unicode text", param="grammar"
+            ) from None
     return values
+
+
+_SURROGATE = re.compile(r"\\(?:u|U0000|[ux]\{0*(?=[0-9a-fA-F]{4}\}))[dD][89a-fA-F][0-9a-fA-F]{2}")
+
+
+def check_escapes(source: str) -> None:
+    """Of a regex or an EBNF. Raises: InvalidRequestError when it spells a surrogate, which no text can hold."""
+    if "\\" in source and _SURROGATE.search(source.replace("\\\\", "")):
+        raise InvalidRequestError(
+            "grammar spells a surrogate: not valid Unicode text (write the character itself)", param="grammar"
+        )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -23,7 +24,10 @@ from diptych.common.chat_template import (
     load_tool_template,
     special_token_variables,
 )
-from diptych.common.errors import ConfigError, InvalidRequestError
+from diptych.common.errors import ConfigError, InvalidRequestError, PromptTooLongError
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+"""The library's own thread pool is for batches: ours are of one text, and a pool does not survive a fork."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +37,28 @@ class GenerationDefaults:
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TextLimit:
+    """Args:
+    most_bytes: of a text that may become a prompt, in UTF-8.
+    dropped: byte values that do not count, because the tokenizer leaves them out.
+    """
+
+    most_bytes: int
+    dropped: bytes = b""
+
+    def check(self, encoded: bytes, param: str) -> None:
+        """Raises: PromptTooLongError."""
+        size = len(encoded)
+        if size > self.most_bytes and self.dropped:
+            size = len(encoded.translate(None, self.dropped))
+        if size > self.most_bytes:
+            raise PromptTooLongError(
+                f"{param} has {size} bytes of text; more than {self.most_bytes} cannot fit into the context",
+                param=param,
+            )
 
 
 class ModelTokenizer:
@@ -91,16 +117,22 @@ class ModelTokenizer:
         """The library's tokenizer, for common/detokenizer.py."""
         return self._tokenizer
 
-    def encode(self, text: str, add_special_tokens: bool = True, *, param: str = "prompt") -> list[int]:
+    def encode(
+        self, text: str, add_special_tokens: bool = True, *, param: str = "prompt", limit: TextLimit | None = None
+    ) -> list[int]:
         """Token ids of `text`; may be empty. Releases the GIL while it works.
 
         Args:
             add_special_tokens: let tokenizer.json add its own (a BOS, for most models that have one).
             param: field of the request that an error names.
-        Raises: InvalidRequestError for a lone surrogate or a token that the model has no embedding for.
+            limit: of a text that is looked at at all.
+        Raises: InvalidRequestError for a lone surrogate or a token that the model has no embedding for, PromptTooLongError.
         """
-        check_text(text, param)
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        encoded = check_text(text, param)
+        if limit is not None:
+            limit.check(encoded, param)
+        # The fast way keeps no offsets, which nobody here asks for.
+        ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         if ids and max(ids) >= self.vocab_size:
             raise InvalidRequestError(f"{param} holds a token that the model does not know", param=param)
         return ids
@@ -113,17 +145,19 @@ class ModelTokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         extra: Mapping[str, Any] | None = None,
         continue_final_message: bool = False,
+        limit: TextLimit | None = None,
     ) -> list[int]:
         """Token ids of a conversation in the model's own format.
 
         Args:
             continue_final_message: the prompt ends with the last message's content: the answer goes on in it.
+            limit: see encode; of the rendered text.
         Raises: InvalidRequestError naming the field; see ChatTemplate.render.
         """
         text = self.render_chat(messages, add_generation_prompt, tools=tools, extra=extra)
         if continue_final_message:
             text = _cut_behind(text, messages[-1].get("content"))
-        return self.encode(text, add_special_tokens=False, param="messages")
+        return self.encode(text, add_special_tokens=False, param="messages", limit=limit)
 
     def render_chat(
         self,

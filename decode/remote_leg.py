@@ -119,6 +119,8 @@ class RemoteLeg:
         self._choices_due = set() if request.output_token_ids else set(range(num_choices))
         self._window = asyncio.Semaphore(tools.reads_in_flight)
         self._silence = Silence(tools.silence_s)
+        self._called = 0.0
+        self._computed_at = 0.0
         self._given = 0
         """Tokens times layers whose KV the engine was given to unpack."""
         self._held: dict[tuple[int, int], SlabHandle] = {}
@@ -193,7 +195,7 @@ class RemoteLeg:
                 self._tools.reader.renew(peer.kv, handle)
 
     async def _follow(self, peer: Peer, group: asyncio.TaskGroup) -> None:
-        called = self._tools.clock.now()
+        called = self._called = self._tools.clock.now()
         call = peer.prefill.Prefill(self._request, timeout=self._request.remaining_s, metadata=self._span.metadata)
         try:
             async for event in call:
@@ -209,6 +211,7 @@ class RemoteLeg:
                             self._held[handle.slab, handle.generation] = handle
                             group.create_task(self._fetch(peer, handle))
                     case "first_tokens":
+                        self._computed_at = self._tools.clock.now()
                         self._first_token(event.first_tokens)
                     case "prompt_logprobs":
                         self._hooks.on_prompt_logprobs(event.prompt_logprobs)
@@ -234,6 +237,9 @@ class RemoteLeg:
     def _finished(self, compute_s: float) -> None:
         facts = self.facts
         facts.compute_s = compute_s
+        # That it had begun was told with its first step's results: what that step took was no waiting.
+        computed_at = self._computed_at or self._tools.clock.now()
+        facts.queue_s = max(0.0, min(facts.queue_s, computed_at - self._called - compute_s))
         num_tokens = self._num_tokens - facts.cached_tokens
         self._tools.rates.observe(self._ref.worker_id, num_tokens, compute_s=compute_s, queue_s=facts.queue_s)
 

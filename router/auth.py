@@ -64,6 +64,10 @@ class Authenticator:
         """Tokens a minute; 0: no limit."""
         return self.keys.quota(tenant)
 
+    def request_quota(self, tenant: str) -> int:
+        """Requests a minute; 0: no limit."""
+        return self.keys.request_quota(tenant)
+
     def share(self, tenant: str) -> Share:
         """The tenant's part of the pool while requests wait."""
         return self.keys.share(tenant)

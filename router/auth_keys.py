@@ -39,6 +39,7 @@ class KeyEntry:
     hash: hexadecimal.
     created: Unix seconds.
     tokens_per_minute: the tenant's quota, prompt and output tokens together; 0: none. The largest of its keys counts.
+    requests_per_minute: the same, of requests.
     weight: the tenant's part of the pool while requests wait, beside the others'. The largest of its keys counts.
     rank: tenants of a lower rank go before all others then. The lowest of its keys counts.
     """
@@ -51,6 +52,7 @@ class KeyEntry:
     note: str = ""
     weight: int = 1
     rank: int = 0
+    requests_per_minute: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,10 @@ class KeySet:
     def quota(self, tenant: str) -> int:
         """Tokens a minute; 0: no limit."""
         return max((e.tokens_per_minute for e in self.entries.values() if e.tenant == tenant), default=0)
+
+    def request_quota(self, tenant: str) -> int:
+        """Requests a minute; 0: no limit."""
+        return max((e.requests_per_minute for e in self.entries.values() if e.tenant == tenant), default=0)
 
     def share(self, tenant: str) -> Share:
         """Of the pool, while requests wait."""
@@ -115,6 +121,7 @@ def add_key(
     *,
     now: float,
     tokens_per_minute: int = 0,
+    requests_per_minute: int = 0,
     note: str = "",
     weight: int = 1,
     rank: int = 0,
@@ -125,8 +132,9 @@ def add_key(
     """
     if not _NAME.fullmatch(tenant):
         raise ConfigError("tenant", tenant, "must be 1 to 64 letters, digits, '.', '_' or '-'")
-    if not 0 <= tokens_per_minute < 2**53:
-        raise ConfigError("tokens_per_minute", tokens_per_minute, "must be 0 (no limit) or more")
+    for name, limit in (("tokens_per_minute", tokens_per_minute), ("requests_per_minute", requests_per_minute)):
+        if not 0 <= limit < 2**53:
+            raise ConfigError(name, limit, "must be 0 (no limit) or more")
     if not 1 <= weight <= MAX_WEIGHT:
         raise ConfigError("weight", weight, f"must be 1 to {MAX_WEIGHT}")
     if not -MAX_RANK <= rank <= MAX_RANK:
@@ -135,7 +143,9 @@ def add_key(
         keys = load_keys(path) if path.exists() else KeySet(secrets.token_bytes(32))
         key = f"{PREFIX}-{secrets.token_hex(6)}-{secrets.token_urlsafe(32)}"
         digest = hash_of(key, keys.hash_key)
-        entry = KeyEntry(public_id(key), tenant, digest, int(now), tokens_per_minute, note, weight, rank)
+        entry = KeyEntry(
+            public_id(key), tenant, digest, int(now), tokens_per_minute, note, weight, rank, requests_per_minute
+        )
         _write(path, KeySet(keys.hash_key, {**keys.entries, entry.id: entry}))
     return key, entry
 
@@ -153,7 +163,7 @@ def revoke_key(path: Path, key_id: str) -> KeyEntry:
 def _entry(item: dict[str, Any]) -> KeyEntry:
     entry = KeyEntry(**item)
     texts = (entry.id, entry.tenant, entry.hash, entry.note)
-    numbers = (entry.created, entry.tokens_per_minute, entry.weight, entry.rank)
+    numbers = (entry.created, entry.tokens_per_minute, entry.weight, entry.rank, entry.requests_per_minute)
     if not all(isinstance(text, str) for text in texts) or not all(type(number) is int for number in numbers):
         raise ValueError(f"key {entry.id!r} has a value of the wrong type")
     if entry.weight < 1:

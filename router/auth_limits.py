@@ -1,4 +1,4 @@
-"""Tokens a minute per tenant: prompt and output tokens together, in a bucket that refills steadily.
+"""Tokens and requests a minute per tenant, each in a bucket that refills steadily; prompt and output tokens count together.
 
 A request is let in while the bucket is not empty, pays for its prompt at once and for its output as it comes; so the level
 can fall below zero, and the tenant then waits until it is above again. The buckets are this router's own: with several
@@ -23,42 +23,45 @@ MAX_TENANTS = 10_000
 
 class TenantQuotas:
     """Args:
-    per_minute: tokens a minute of a tenant; 0: no limit. Asked at every use, so a changed quota counts at once.
+    per_minute: tokens (or what `unit` says) a minute of a tenant; 0: no limit. Asked at every use, so a changed quota counts
+        at once.
     now: seconds on a monotonic clock.
+    unit: "tokens" or "requests".
     """
 
-    def __init__(self, per_minute: Callable[[str], int], *, now: Callable[[], float]) -> None:
+    def __init__(self, per_minute: Callable[[str], int], *, now: Callable[[], float], unit: str = "tokens") -> None:
+        self.unit = unit
         self._per_minute = per_minute
         self._now = now
         self._levels: dict[str, tuple[float, float]] = {}
-        """Tenant -> (tokens, when that was true). A tenant that is not in here has a full bucket."""
+        """Tenant -> (level, when that was true). A tenant that is not in here has a full bucket."""
 
     def check(self, tenant: str) -> None:
         """Raises: QuotaExceededError, with the time after which there is something again, when nothing is left."""
         limit = self._per_minute(tenant)
         if limit and (level := self._level(tenant, limit)) < 1.0:
             raise QuotaExceededError(
-                f"the quota of {limit} tokens a minute is used up", retry_after_s=(1.0 - level) * PERIOD_S / limit
+                f"the quota of {limit} {self.unit} a minute is used up", retry_after_s=(1.0 - level) * PERIOD_S / limit
             )
 
-    def spend(self, tenant: str, num_tokens: int) -> None:
+    def spend(self, tenant: str, amount: int) -> None:
         limit = self._per_minute(tenant)
         if limit:
-            level = self._level(tenant, limit) - num_tokens
+            level = self._level(tenant, limit) - amount
             if tenant not in self._levels and len(self._levels) >= MAX_TENANTS:
                 self._forget_full()
             self._levels[tenant] = (level, self._now())
 
     def headers(self, tenant: str) -> dict[str, str]:
-        """x-ratelimit-*-tokens as the OpenAI API has them; empty without a limit."""
+        """x-ratelimit-* as the OpenAI API has them; empty without a limit."""
         limit = self._per_minute(tenant)
-        if not limit:
-            return {}
-        level = self._level(tenant, limit)
+        return self._told(limit, self._level(tenant, limit)) if limit else {}
+
+    def _told(self, limit: int, level: float) -> dict[str, str]:
         return {
-            "x-ratelimit-limit-tokens": str(limit),
-            "x-ratelimit-remaining-tokens": str(max(0, math.floor(level))),
-            "x-ratelimit-reset-tokens": f"{(limit - level) * PERIOD_S / limit:.3f}s",
+            f"x-ratelimit-limit-{self.unit}": str(limit),
+            f"x-ratelimit-remaining-{self.unit}": str(max(0, math.floor(level))),
+            f"x-ratelimit-reset-{self.unit}": f"{(limit - level) * PERIOD_S / limit:.3f}s",
         }
 
     def _level(self, tenant: str, limit: int) -> float:
@@ -72,14 +75,30 @@ class TenantQuotas:
 
 
 class MeteredDoor:
-    """A door that takes tenants' quotas into account. `on_refused` is told (reason, tenant) of those that it refuses."""
+    """A door that takes tenants' quotas into account.
+
+    Args:
+        quotas: of tokens. requests: of requests; every one that is let in counts, however it ends.
+        on_refused: is told (reason, tenant) of those that it refuses.
+    """
 
     def __init__(
-        self, door: Door, quotas: TenantQuotas, on_refused: Callable[[str, str], None] = lambda reason, tenant: None
+        self,
+        door: Door,
+        quotas: TenantQuotas,
+        on_refused: Callable[[str, str], None] = lambda reason, tenant: None,
+        *,
+        requests: TenantQuotas | None = None,
     ) -> None:
         self._door = door
         self._on_refused = on_refused
         self._quotas = quotas
+        self._requests = requests
+
+    def headers(self, tenant: str) -> dict[str, str]:
+        """Of the tenant's answers."""
+        told = {} if self._requests is None else self._requests.headers(tenant)
+        return told | self._quotas.headers(tenant)
 
     def models(self) -> list[ModelInfo]:
         return self._door.models()
@@ -117,7 +136,11 @@ class MeteredDoor:
 
     def _check(self, tenant: str) -> None:
         try:
+            if self._requests is not None:
+                self._requests.check(tenant)
             self._quotas.check(tenant)
+            if self._requests is not None:
+                self._requests.spend(tenant, 1)
         except QuotaExceededError as error:
             self._on_refused(error.reason, tenant)
             raise

@@ -1,4 +1,5 @@
-"""A tenant's tokens a minute, shared by all routers: each leases about a second of them from the store and spends them here.
+"""A tenant's tokens (or requests) a minute, shared by all routers: each leases about a second of them from the store and spends
+them here.
 
     store: one bucket a tenant, refilled by its limit --slice, in the background--> lease --check, spend--> requests
 
@@ -11,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -51,8 +51,9 @@ class SharedQuotas(TenantQuotas):
         now: Callable[[], float],
         store: BudgetStore,
         num_routers: Callable[[], int] = lambda: 1,
+        unit: str = "tokens",
     ) -> None:
-        super().__init__(per_minute, now=now)
+        super().__init__(per_minute, now=now, unit=unit)
         self._store = store
         self._num_routers = num_routers
         self._leases: dict[str, _Lease] = {}
@@ -61,24 +62,19 @@ class SharedQuotas(TenantQuotas):
         limit = self._per_minute(tenant)
         if limit and (tokens := self._lease(tenant, limit).tokens) < 1.0:
             retry_s = max(INTERVAL_S, (1.0 - tokens) * PERIOD_S / limit)
-            raise QuotaExceededError(f"the quota of {limit} tokens a minute is used up", retry_after_s=retry_s)
+            raise QuotaExceededError(f"the quota of {limit} {self.unit} a minute is used up", retry_after_s=retry_s)
 
-    def spend(self, tenant: str, num_tokens: int) -> None:
+    def spend(self, tenant: str, amount: int) -> None:
         limit = self._per_minute(tenant)
         if limit:
-            self._lease(tenant, limit).tokens -= num_tokens
+            self._lease(tenant, limit).tokens -= amount
 
     def headers(self, tenant: str) -> dict[str, str]:
         limit = self._per_minute(tenant)
         if not limit:
             return {}
         lease = self._lease(tenant, limit)
-        left = min(float(limit), max(0.0, lease.tokens + lease.level))
-        return {
-            "x-ratelimit-limit-tokens": str(limit),
-            "x-ratelimit-remaining-tokens": str(math.floor(left)),
-            "x-ratelimit-reset-tokens": f"{(limit - left) * PERIOD_S / limit:.3f}s",
-        }
+        return self._told(limit, min(float(limit), max(0.0, lease.tokens + lease.level)))
 
     def _lease(self, tenant: str, limit: int) -> _Lease:
         now, lease = self._now(), self._leases.get(tenant)
@@ -87,6 +83,11 @@ class SharedQuotas(TenantQuotas):
             lease = self._leases[tenant] = _Lease(first, first, float(limit), now, now)
         lease.used_at = now
         return lease
+
+    def _name(self, tenant: str) -> str:
+        """Tenants' names may hold anything; keys of the store may not."""
+        kind = b"" if self.unit == "tokens" else self.unit.encode()
+        return hashlib.blake2b(tenant.encode(), digest_size=16, person=kind).hexdigest()
 
     async def run(self) -> None:
         while True:
@@ -105,7 +106,7 @@ class SharedQuotas(TenantQuotas):
             if not limit or abs(want) < 1.0:
                 continue
             try:
-                granted, lease.level = await self._store.lease_tokens(_name(tenant), per_minute=limit, want=want)
+                granted, lease.level = await self._store.lease_tokens(self._name(tenant), per_minute=limit, want=want)
             except StoreError:
                 share = limit / PERIOD_S * (now - lease.asked_at) / max(1, self._num_routers())
                 granted = max(0.0, min(want, share))
@@ -117,8 +118,3 @@ class SharedQuotas(TenantQuotas):
 
 def _slice(limit: int) -> float:
     return max(1.0, limit / PERIOD_S * SLICE_S)
-
-
-def _name(tenant: str) -> str:
-    """Tenants' names may hold anything; keys of the store may not."""
-    return hashlib.blake2b(tenant.encode(), digest_size=16).hexdigest()

@@ -26,6 +26,7 @@ from diptych.router.event_watch import EventWatch
 from diptych.router.fleet import ClusterSnapshot
 from diptych.router.index import BlockIndex, IndexMode
 from diptych.router.index_follow import IndexFollower
+from diptych.router.listening import Listening
 from diptych.router.members import Members
 from diptych.router.native.library import Library
 from diptych.router.pending import PendingShare
@@ -59,7 +60,7 @@ class Cluster:
     """Args:
     check: what workers must share with this router.
     poll_s: pause between two looks at the leases, and between two probes of a worker.
-    dead_s: silence after which a worker is not placed on.
+    dead_s: silence, while this process listened, after which a worker is not placed on.
     policy: name of the placement policy.
     require_prefill: not ready before a prefill worker was there once.
     turn_window_s: see Turnstile.
@@ -96,6 +97,7 @@ class Cluster:
         self._store = store
         self._check = check
         self._clock = clock
+        self._listening = Listening(clock.now)
         self._rng = rng
         self._poll_s = poll_s
         self._changed = asyncio.Event()
@@ -133,7 +135,7 @@ class Cluster:
     def _open_link(self, record: WorkerRecord) -> WorkerLink:
         return WorkerLink(
             record,
-            clock=self._clock,
+            heard_s=self._listening.heard_s,
             probe_s=self._poll_s,
             dead_s=self._dead_s,
             on_change=self._on_change,
@@ -149,6 +151,7 @@ class Cluster:
 
     async def start(self) -> None:
         self._tasks = [
+            asyncio.create_task(self._listening.run(), name="cluster-listening"),
             asyncio.create_task(self._poll_loop(), name="cluster-poll"),
             asyncio.create_task(self._follower.run(), name="cluster-tail"),
             asyncio.create_task(self._pending.run(), name="cluster-pending"),

@@ -128,10 +128,10 @@ class RouterConfig:
                 raise ConfigError(name, getattr(self, name), "must be 0 or more, and finite")
         if not 0 <= self.local_prefill_max_tokens < 2**31:
             raise ConfigError("local_prefill_max_tokens", self.local_prefill_max_tokens, "must be 0 or more")
-        if self.max_model_len is not None and self.max_model_len < 2:
-            raise ConfigError("max_model_len", self.max_model_len, "must be at least 2")
-        if self.max_prompt_bytes < 1:
-            raise ConfigError("max_prompt_bytes", self.max_prompt_bytes, "must be at least 1")
+        if self.max_model_len is not None and not 2 <= self.max_model_len < 2**31:
+            raise ConfigError("max_model_len", self.max_model_len, "must be at least 2 and below 2^31")
+        if not 1 <= self.max_prompt_bytes <= 1 << 30:
+            raise ConfigError("max_prompt_bytes", self.max_prompt_bytes, "must be at least 1 and at most 1 GiB")
         if (self.tls_cert is None) != (self.tls_key is None):
             name = "tls_cert" if self.tls_cert is None else "tls_key"
             raise ConfigError(name, None, "must be set too: TLS needs a certificate and its key")

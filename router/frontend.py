@@ -319,7 +319,7 @@ class Frontend:
             age_s=self._clock.now() - decision.arrived,
         )
 
-    def budgets(self, per_minute: Callable[[str], int]) -> SharedQuotas:
+    def budgets(self, per_minute: Callable[[str], int], unit: str = "tokens") -> SharedQuotas:
         """Tenants' quotas that all routers of this cluster share; whoever takes them runs them."""
         cluster = self._of(next(iter(self._models), "")).cluster
         assert self._store is not None  # it stands as long as the models
@@ -328,6 +328,7 @@ class Frontend:
             now=self._clock.now,
             store=self._store,
             num_routers=lambda: cluster.num_routers,
+            unit=unit,
         )
 
     def use_shares(self, share: Callable[[str], Share]) -> None:

@@ -1,6 +1,6 @@
 """From an untrusted GenerateSpec to a PreparedRequest: everything is checked and filled in here, once.
 
-model, label, policy, limits -> tokens (tokenizer threads, off the event loop) -> context -> sampling, seed
+model, label, policy, limits -> length -> tokens (off the event loop, see lanes.py) -> context -> sampling, seed
 """
 
 from __future__ import annotations
@@ -8,17 +8,16 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from diptych.common.clock import Clock
-from diptych.common.errors import InvalidRequestError, ModelNotFoundError, OverloadedError, PromptTooLongError
+from diptych.common.errors import InvalidRequestError, ModelNotFoundError, PromptTooLongError, RequestDeadlineError
 from diptych.common.ids import new_request_id
 from diptych.common.sampling import MAX_BAD_WORDS, SamplingParams, check_sampling, with_seed
 from diptych.common.secret import further_salt
-from diptych.common.tokenizer import GenerationDefaults
+from diptych.common.tokenizer import GenerationDefaults, TextLimit
 from diptych.router.beam_options import DRAWS_NOTHING, beam_fields
 from diptych.router.intake_checks import (
     check_ids,
@@ -31,16 +30,17 @@ from diptych.router.intake_checks import (
     text_size,
     timeout,
 )
+from diptych.router.lanes import Lanes
 from diptych.router.messages import GenerateSpec, PreparedRequest
+from diptych.router.text_bound import TextBound
 from diptych.router.tools_reasoning import CLOSE, OPEN
 from diptych.rpc.v1 import router_pb2
 
-_TOKENIZER_THREADS = 2
-_MAX_TOKENIZING = 64
 _MAX_KNOWN = 1024
 _MAX_DETOKENIZED = 1_000_000
 _MAX_BAD_WORD_CHARS = 256
 _THINK_TAIL_TOKENS = 8
+_BYTES_A_TOKEN = 4
 MAX_CHOICES = 16
 """Of one request, also with best_of."""
 
@@ -59,7 +59,6 @@ MORE_SAMPLING = (
     "prompt_logprobs",
     "grammar",
 )
-_T = TypeVar("_T")
 
 FAILURE_POLICIES: Mapping[str, int] = {
     "": router_pb2.FAILURE_POLICY_UNSPECIFIED,
@@ -74,7 +73,9 @@ class TextToIds(Protocol):
 
     vocab_size: int
 
-    def encode(self, text: str, add_special_tokens: bool = True, *, param: str = "prompt") -> list[int]: ...
+    def encode(
+        self, text: str, add_special_tokens: bool = True, *, param: str = "prompt", limit: TextLimit | None = None
+    ) -> list[int]: ...
 
     def encode_chat(
         self,
@@ -84,6 +85,7 @@ class TextToIds(Protocol):
         tools: Any = None,
         extra: Any = None,
         continue_final_message: bool = False,
+        limit: TextLimit | None = None,
     ) -> list[int]: ...
 
     def decode(self, token_ids: Any, *, skip_special_tokens: bool = True) -> str: ...
@@ -94,6 +96,7 @@ class IntakeLimits:
     """Args:
     model: the name clients use.
     max_model_len: asked at every request: prompt plus answer, in tokens.
+    text_bound: how much text a token holds at most; None: not known.
     """
 
     model: str
@@ -101,6 +104,7 @@ class IntakeLimits:
     max_prompt_bytes: int
     local_prefill_max_tokens: int
     request_timeout_s: float
+    text_bound: TextBound | None = None
 
 
 class Intake:
@@ -124,16 +128,16 @@ class Intake:
         self._salt = salt
         self._clock = clock
         self._rng = rng
-        self._threads = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="tokenizer")
-        self._num_tokenizing = 0
+        self._lanes = Lanes("prompts for the tokenizer", "tokenizer")
         self._known: dict[tuple[bytes, int], SamplingParams] = {}
         """Sampling values that were checked, but for a seed that was not given."""
 
     def close(self) -> None:
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        self._lanes.close()
 
     async def prepare(self, spec: GenerateSpec) -> PreparedRequest:
-        """Raises: InvalidRequestError and PromptTooLongError naming the parameter, ModelNotFoundError, OverloadedError."""
+        """Raises: InvalidRequestError and PromptTooLongError naming the parameter, ModelNotFoundError, OverloadedError,
+        RequestDeadlineError."""
         arrived = self._clock.now()
         limits = self._limits
         self._check_model(spec.model)
@@ -148,10 +152,16 @@ class Intake:
         owner, salt = self._salt(spec.tenant), salt_text(spec.cache_salt)
         timeout_s = min(timeout(spec.timeout_s, limits.request_timeout_s), limits.request_timeout_s)
         param = input_name(spec)
-        bad_words = await self._bad_words(spec.bad_words)
-        if param != "token_ids":
-            self._sampling(spec, limits.max_model_len(), bad_words)  # refuse bad numbers before the tokenizer works
-        token_ids = await self._token_ids(spec, param)
+        try:
+            async with asyncio.timeout(timeout_s):
+                bad_words = await self._bad_words(spec.bad_words)
+                if param != "token_ids":
+                    self._sampling(
+                        spec, limits.max_model_len(), bad_words
+                    )  # refuse bad numbers before the tokenizer works
+                token_ids = await self._token_ids(spec, param)
+        except TimeoutError:
+            raise RequestDeadlineError("the deadline passed while the prompt was being tokenized") from None
         room = self._room(len(token_ids), param)
         sampling = self._sampling(spec, room, bad_words)
         check_room(sampling.max_tokens, room)
@@ -249,12 +259,13 @@ class Intake:
         """Text of `token_ids`, special tokens included. Raises: InvalidRequestError, ModelNotFoundError, OverloadedError."""
         self._check_model(model)
         ids = check_ids(token_ids, self._tokenizer.vocab_size, _MAX_DETOKENIZED, param="tokens")
-        return await self._in_thread(partial(self._tokenizer.decode, ids, skip_special_tokens=False))
+        decode = partial(self._tokenizer.decode, ids, skip_special_tokens=False)
+        return await self._lanes.run(decode, _BYTES_A_TOKEN * len(ids))
 
     async def _echo(self, spec: GenerateSpec, token_ids: list[int]) -> str:
         if isinstance(spec.prompt, str):
             return spec.prompt
-        return await self._in_thread(partial(self._tokenizer.decode, token_ids))
+        return await self._lanes.run(partial(self._tokenizer.decode, token_ids), _BYTES_A_TOKEN * len(token_ids))
 
     async def _bad_words(self, words: object) -> object:
         """Texts to token ids: each with and without a space before it, as it stands in and at the beginning of a text."""
@@ -266,7 +277,7 @@ class Intake:
             raise InvalidRequestError(
                 f"bad_words must hold texts of 1 to {_MAX_BAD_WORD_CHARS} characters", param="bad_words"
             )
-        return await self._in_thread(partial(self._encode_words, list(words)))
+        return await self._lanes.run(partial(self._encode_words, list(words)))
 
     def _encode_words(self, words: list[str]) -> list[list[int]]:
         found: list[list[int]] = []
@@ -280,16 +291,19 @@ class Intake:
 
     async def _token_ids(self, spec: GenerateSpec, param: str) -> list[int]:
         most = self._most_tokens(spec)
+        bound = self._limits.text_bound if most is None else None
+        limit: dict[str, Any] = {} if bound is None else {"limit": bound.limit(self._limits.max_model_len())}
         if param == "token_ids":
             allowed = self._limits.max_model_len() if most is None else _MAX_DETOKENIZED
             ids = check_ids(spec.token_ids, self._tokenizer.vocab_size, allowed)
         elif param == "prompt":
             if not isinstance(spec.prompt, str):
                 raise InvalidRequestError("prompt must be text", param="prompt")
-            self._check_size(len(spec.prompt), param)
-            ids = await self._in_thread(partial(self._tokenizer.encode, spec.prompt, spec.add_special_tokens))
+            size = self._check_size(len(spec.prompt), param)
+            encode = partial(self._tokenizer.encode, spec.prompt, spec.add_special_tokens, **limit)
+            ids = await self._lanes.run(encode, size)
         else:
-            self._check_size(text_size(spec.messages), param)
+            size = self._check_size(text_size(spec.messages), param)
             encode = partial(
                 self._tokenizer.encode_chat,
                 spec.messages,
@@ -297,8 +311,9 @@ class Intake:
                 tools=spec.tools,
                 extra=spec.chat_template_kwargs,
                 **({"continue_final_message": True} if spec.continue_final_message else {}),
+                **limit,
             )
-            ids = await self._in_thread(encode)
+            ids = await self._lanes.run(encode, size)
         if not ids:
             raise InvalidRequestError(f"{param} is empty", param=param)
         if most is None or len(ids) <= most:
@@ -320,24 +335,13 @@ class Intake:
         answer = spec.max_tokens if type(spec.max_tokens) is int and spec.max_tokens > 0 else 1
         return most if most > 0 else max(1, context - answer)
 
-    async def _in_thread(self, work: Callable[[], _T]) -> _T:
-        if self._num_tokenizing >= _MAX_TOKENIZING:
-            raise OverloadedError("too many prompts are waiting for the tokenizer", retry_after_s=1.0)
-        self._num_tokenizing += 1
-        future = asyncio.get_running_loop().run_in_executor(self._threads, work)
-        future.add_done_callback(self._tokenized)
-        return await future
-
-    def _tokenized(self, future: asyncio.Future[_T]) -> None:
-        self._num_tokenizing -= 1
-        if not future.cancelled():
-            future.exception()  # seen, also when the client is gone
-
-    def _check_size(self, size: int, param: str) -> None:
+    def _check_size(self, size: int, param: str) -> int:
+        """`size`, in characters."""
         if size > self._limits.max_prompt_bytes:
             raise PromptTooLongError(
                 f"{param} has more than {self._limits.max_prompt_bytes} characters of text", param=param
             )
+        return size
 
     def _room(self, num_prompt_tokens: int, param: str) -> int:
         """How many tokens the answer may have."""

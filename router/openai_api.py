@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -19,14 +20,14 @@ from diptych.common.metrics import CONTENT_TYPE, Metrics
 from diptych.common.tracing import TRACEPARENT
 from diptych.router import http_errors
 from diptych.router.auth import Authenticator, current_caller
-from diptych.router.auth_limits import TenantQuotas
+from diptych.router.auth_limits import MeteredDoor
 from diptych.router.faces import Door
 from diptych.router.http_answer import GenerationResponse
-from diptych.router.http_body import parse_object, read_body
+from diptych.router.http_body import Bodies, read_body
 from diptych.router.http_errors import json_response, retry_headers
 from diptych.router.http_guard import GuardMiddleware
 from diptych.router.http_request_id import RequestIdMiddleware
-from diptych.router.messages import ModelInfo
+from diptych.router.messages import GenerateSpec, ModelInfo
 from diptych.router.openai_fields import UnknownFields
 from diptych.router.openai_requests import (
     Call,
@@ -54,14 +55,20 @@ _BODIES: tuple[type[BaseModel], ...] = (
 
 
 def create_app(
-    door: Door, metrics: Metrics, quotas: TenantQuotas | None = None, status: Status | None = None
+    door: Door,
+    metrics: Metrics,
+    quotas: MeteredDoor | None = None,
+    status: Status | None = None,
+    bodies: Bodies | None = None,
 ) -> FastAPI:
     """The ASGI application. `door` is the router's frontend; `metrics` is what /metrics shows; `quotas`, if there are any,
-    are told in headers; `status`, if given, is what the status page shows."""
+    are told in headers; `status`, if given, is what the status page shows; `bodies`: where large ones are read, closed by
+    whoever brings it."""
     app = FastAPI(title="Diptych", version=package_version(), docs_url=None, redoc_url=None)
     http_errors.install(app)
-    _add_generation(app, door, quotas)
-    _add_tokens(app, door)
+    bodies = bodies or Bodies()
+    _add_generation(app, door, bodies, quotas)
+    _add_tokens(app, door, bodies)
     _add_models(app, door)
     _add_operations(app, door, metrics)
     if status is not None:
@@ -87,19 +94,18 @@ def package_version() -> str:
         return "0"
 
 
-def _add_generation(app: FastAPI, door: Door, quotas: TenantQuotas | None) -> None:
+def _add_generation(app: FastAPI, door: Door, bodies: Bodies, quotas: MeteredDoor | None) -> None:
     unknown = UnknownFields()
 
     def limits(tenant: str) -> dict[str, str]:
         return {} if quotas is None else quotas.headers(tenant)
 
     async def answer(request: Request, build: Callable[..., Call]) -> Response:
-        body = parse_object(await read_body(request))
-        return GenerationResponse(
-            door,
-            _sent_by(request, build(body, features=door.features(body.get("model")), unknown=unknown)),
-            extra_headers=limits,
-        )
+        def made(body: dict[str, Any]) -> Call:
+            return build(body, features=door.features(body.get("model")), unknown=unknown)
+
+        call = await bodies.object_of(await read_body(request), made)
+        return GenerationResponse(door, _sent_by(request, call), extra_headers=limits)
 
     @app.post("/v1/chat/completions", openapi_extra=_body_schema("ChatCompletionRequest"))
     async def chat_completions(request: Request) -> Response:
@@ -114,20 +120,28 @@ def _add_generation(app: FastAPI, door: Door, quotas: TenantQuotas | None) -> No
         return await answer(request, responses_call)
 
 
-def _add_tokens(app: FastAPI, door: Door) -> None:
+def _add_tokens(app: FastAPI, door: Door, bodies: Bodies) -> None:
     @app.post("/tokenize", openapi_extra=_body_schema("TokenizeRequest"))
     async def tokenize(request: Request) -> Response:
-        body = parse_object(await read_body(request))
-        spec, with_texts = tokenize_spec(body, door.features(body.get("model")))
+        def made(body: dict[str, Any]) -> tuple[GenerateSpec, bool]:
+            return tokenize_spec(body, door.features(body.get("model")))
+
+        spec, with_texts = await bodies.object_of(await read_body(request), made)
         tokens, model = await door.tokenize(spec), str(spec.model)
-        texts = [door.token_bytes(token, model).decode("utf-8", "replace") for token in tokens] if with_texts else None
         there = door.models()
         length = next((one.max_model_len for one in there if one.id == model), there[0].max_model_len)
-        return json_response({"count": len(tokens), "max_model_len": length, "tokens": tokens, "token_strs": texts})
+
+        def answer() -> Response:
+            texts = (
+                [door.token_bytes(token, model).decode("utf-8", "replace") for token in tokens] if with_texts else None
+            )
+            return json_response({"count": len(tokens), "max_model_len": length, "tokens": tokens, "token_strs": texts})
+
+        return await bodies.off_loop(answer, 4 * len(tokens))
 
     @app.post("/detokenize", openapi_extra=_body_schema("DetokenizeRequest"))
     async def detokenize(request: Request) -> Response:
-        body = validate(DetokenizeRequest, parse_object(await read_body(request)))
+        body = await bodies.object_of(await read_body(request), partial(validate, DetokenizeRequest))
         return json_response({"prompt": await door.detokenize(body.model, body.tokens)})
 
 

@@ -15,7 +15,7 @@ from diptych.router.batch import MAX_PROMPTS
 from diptych.router.messages import GenerateSpec, ModelFeatures
 from diptych.router.openai_fields import CHAT_NOT_BUILT, COMPLETION_NOT_BUILT, HARMLESS, UnknownFields, refuse_unbuilt
 from diptych.router.openai_form import ChatForm, CompletionForm, Form, Scene, Wishes
-from diptych.router.openai_tools import ChatMessage, Offer, Tool, offer_tools, template_messages
+from diptych.router.openai_tools import MAX_MESSAGES, ChatMessage, Offer, Tool, offer_tools, template_messages
 from diptych.router.structured import wanted_grammar
 
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -130,7 +130,7 @@ class _Common(Sampled):
 class ChatCompletionRequest(_Common):
     """Body of POST /v1/chat/completions."""
 
-    messages: Annotated[Items[ChatMessage], Field(min_length=1)]
+    messages: Annotated[Items[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None

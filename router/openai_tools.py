@@ -18,6 +18,7 @@ from diptych.router.tools import call_form
 from diptych.router.tools_choice import Function, required_calls, strict_calls
 
 MAX_TOOLS = 128
+MAX_MESSAGES = 20_000
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
 
 

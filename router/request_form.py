@@ -8,6 +8,13 @@ from typing import Any, TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from diptych.common.errors import InvalidRequestError
+from diptych.common.sampling import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+)
 from diptych.router.messages import GenerateSpec, ModelFeatures
 from diptych.router.openai_tools import Offer
 from diptych.router.service_tools import chat_of, grammar_of
@@ -34,6 +41,8 @@ _OPTIONAL = (
     "prompt_logprobs",
 )
 _MAX_REMEMBERED_BYTES = 512
+MAX_TOKEN_IDS = 1_000_000
+"""Of one prompt, whatever the model: only its context is checked later."""
 _POLICIES = {
     router_pb2.FAILURE_POLICY_UNSPECIFIED: "",
     router_pb2.FAILURE_POLICY_FAIL: "fail",
@@ -66,12 +75,16 @@ def spec_from(
     spec = GenerateSpec(
         model=request.model,
         prompt=request.prompt if kind == "prompt" else None,
-        token_ids=list(request.token_ids.token_ids) if kind == "token_ids" else None,
+        token_ids=_few(request.token_ids.token_ids, "token_ids", MAX_TOKEN_IDS) if kind == "token_ids" else None,
         messages=messages,
         tools=offer.shown,
         grammar=grammar_of(sampling, offer),
         idempotency_key=request.idempotency_key,
-        resume_after=list(request.resume_after.token_ids) if request.HasField("resume_after") else None,
+        resume_after=(
+            _few(request.resume_after.token_ids, "resume_after", MAX_TOKEN_IDS)
+            if request.HasField("resume_after")
+            else None
+        ),
         request_id=request.request_id,
         explain=request.explain,
         local_prefill_max_tokens=_given(request, "local_prefill_max_tokens"),
@@ -91,11 +104,12 @@ def _sampling_fields(wire: bytes) -> dict[str, Any]:
     return {
         **{name: _given(sampling, name) for name in _OPTIONAL},
         "ignore_eos": sampling.ignore_eos,
-        "stop_token_ids": tuple(sampling.stop_token_ids),
-        "stop": tuple(sampling.stop),
-        "logit_bias": dict(sampling.logit_bias) or None,
-        "allowed_token_ids": tuple(sampling.allowed_token_ids) or None,
-        "bad_words": tuple(sampling.bad_words) or None,
+        "stop_token_ids": tuple(_few(sampling.stop_token_ids, "stop_token_ids", MAX_STOP_TOKEN_IDS)),
+        "stop": tuple(_few(sampling.stop, "stop", MAX_STOP_STRINGS)),
+        "logit_bias": dict(_few(sampling.logit_bias.items(), "logit_bias", MAX_LOGIT_BIAS)) or None,
+        "allowed_token_ids": tuple(_few(sampling.allowed_token_ids, "allowed_token_ids", MAX_ALLOWED_TOKEN_IDS))
+        or None,
+        "bad_words": tuple(_few(sampling.bad_words, "bad_words", MAX_BAD_WORDS)) or None,
         "include_stop_str_in_output": sampling.include_stop_str_in_output,
         "early_stopping": early_stopping_from_proto(sampling.early_stopping) if sampling.early_stopping else None,
     }
@@ -103,6 +117,13 @@ def _sampling_fields(wire: bytes) -> dict[str, Any]:
 
 _short_sampling = lru_cache(1024)(_sampling_fields)
 """Requests repeat their sampling values, and reading them one by one takes longer than comparing them as a whole."""
+
+
+def _few(values: Any, field: str, most: int) -> list[Any]:
+    """Raises: InvalidRequestError before anything looks at each of too many: they would hold up everybody else."""
+    if len(values) > most:
+        raise InvalidRequestError(f"{field} takes at most {most} entries, got {len(values)}", param=field)
+    return list(values)
 
 
 def _given(message: Any, field: str) -> Any:

@@ -37,6 +37,7 @@ from diptych.router.messages import ModelFeatures
 from diptych.router.metrics import RouterMetrics
 from diptych.router.native.library import Library
 from diptych.router.replication import Replication
+from diptych.router.text_bound import TextBound, read_text_bound
 from diptych.router.tools import guess_tool_parser, tool_factory
 from diptych.router.tools_reasoning import CLOSE
 
@@ -51,6 +52,7 @@ class ModelFolder:
         name: what clients call it.
         context: the model's own limit of prompt plus answer; None: it names none.
         defaults: of sampling.
+        text_bound: None: not known.
     """
 
     name: str
@@ -60,6 +62,7 @@ class ModelFolder:
     context: int | None
     features: ModelFeatures
     defaults: GenerationDefaults
+    text_bound: TextBound | None = None
 
 
 @dataclass(slots=True)
@@ -115,7 +118,8 @@ def _load(name: str, path: Path, config: RouterConfig, secret: bytes) -> ModelFo
         log.info("sampling defaults from generation_config.json", model=name, defaults=str(defaults))
     features = _features(tokenizer, config.tool_call_parser, config.reasoning_parser)
     context = min(filter(None, (config.max_model_len, _context(path))), default=None)
-    return ModelFolder(name, tokenizer, TokenBytes(tokenizer), check, context, features, defaults)
+    bound = read_text_bound(path)
+    return ModelFolder(name, tokenizer, TokenBytes(tokenizer), check, context, features, defaults, bound)
 
 
 def _check_apart(one: ModelFolder, other: ModelFolder) -> None:
@@ -188,6 +192,7 @@ def make_model(
         max_prompt_bytes=config.max_prompt_bytes,
         local_prefill_max_tokens=config.local_prefill_max_tokens,
         request_timeout_s=config.request_timeout_s,
+        text_bound=folder.text_bound,
     )
     intake = Intake(
         folder.tokenizer,

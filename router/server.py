@@ -32,6 +32,7 @@ from diptych.router.budgets import SharedQuotas
 from diptych.router.config import RouterConfig
 from diptych.router.faces import Door
 from diptych.router.frontend import Frontend
+from diptych.router.http_body import Bodies
 from diptych.router.http_guard import MAX_HEADER_BYTES
 from diptych.router.http_protocol import HttpProtocol
 from diptych.router.metrics import RouterMetrics
@@ -170,6 +171,7 @@ class Faces:
         except BaseException:
             self._socket.close()
             raise
+        self._bodies = Bodies()
         self._health = Health((SERVICE,))
         self._http: _HttpServer | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -179,23 +181,29 @@ class Faces:
         door: Door,
         metrics: Metrics,
         status: Status | None = None,
-        budgets: Callable[[Callable[[str], int]], SharedQuotas] | None = None,
+        budgets: Callable[[Callable[[str], int], str], SharedQuotas] | None = None,
     ) -> RouterAddresses:
         """Open both doors; health follows `door.ready()`, /metrics shows `metrics`, the status page `status`. `budgets` makes the
         tenants' quotas that routers share; without it they are this router's own."""
-        quotas: TenantQuotas | None = None
-        shared: SharedQuotas | None = None
+        metered: MeteredDoor | None = None
+        shared: list[SharedQuotas] = []
         if self._keys is not None:
-            shared = budgets(self._keys.quota) if budgets is not None else None
-            quotas = shared or TenantQuotas(self._keys.quota, now=time.monotonic)
+            own: list[TenantQuotas] = []
+            for limit, unit in ((self._keys.quota, "tokens"), (self._keys.request_quota, "requests")):
+                if budgets is not None:
+                    shared.append(budgets(limit, unit))
+                else:
+                    own.append(TenantQuotas(limit, now=time.monotonic, unit=unit))
+            tokens, requests = shared or own
             refused = metrics.refused if isinstance(metrics, RouterMetrics) else lambda reason, tenant: None
-            door = MeteredDoor(door, quotas, refused)
-        self._grpc.add_generic_rpc_handlers((RouterService(door).handler(),))
+            door = metered = MeteredDoor(door, tokens, refused, requests=requests)
+        self._grpc.add_generic_rpc_handlers((RouterService(door, self._bodies).handler(),))
         await self._health.install(self._grpc)
         await self._grpc.start()
+        app = create_app(door, metrics, metered, status, self._bodies)
         self._http = _HttpServer(
             uvicorn.Config(
-                guarded(create_app(door, metrics, quotas, status), self._keys, open_metrics=self._open_metrics),
+                guarded(app, self._keys, open_metrics=self._open_metrics),
                 loop="none",
                 http=HttpProtocol,
                 lifespan="off",
@@ -213,8 +221,7 @@ class Faces:
             asyncio.create_task(self._http.serve(sockets=[self._socket])),
             asyncio.create_task(self._follow_readiness(door)),
         ]
-        if shared is not None:
-            self._tasks.append(asyncio.create_task(shared.run(), name="budgets"))
+        self._tasks += [asyncio.create_task(quotas.run(), name=f"budgets of {quotas.unit}") for quotas in shared]
         http_port = self._socket.getsockname()[1]
         return RouterAddresses(http=f"{self._host}:{http_port}", grpc=f"{self._host}:{self._grpc_port}")
 
@@ -239,6 +246,7 @@ class Faces:
             self._http.config.timeout_graceful_shutdown = max(1, int(grace_s))
             self._http.should_exit = True
         await asyncio.gather(self._grpc.stop(grace_s), *http, *readiness, return_exceptions=True)
+        self._bodies.close()
         self._socket.close()
 
     async def _follow_readiness(self, door: Door) -> None:

@@ -14,14 +14,18 @@ import grpc
 from diptych.common.errors import InternalError
 from diptych.router.auth import current_caller
 from diptych.router.faces import Door, accepted
+from diptych.router.http_body import Bodies
 from diptych.router.messages import (
     ChoiceFinishedEvent,
     FinishedEvent,
     GenerateEvent,
+    GenerateSpec,
+    ModelFeatures,
     PromptLogprobsEvent,
     StartedEvent,
     TokenEvent,
 )
+from diptych.router.openai_tools import Offer
 from diptych.router.placements import place, serve_placements
 from diptych.router.request_form import parse, spec_from
 from diptych.router.service_tools import Splitter
@@ -35,10 +39,14 @@ SERVICE = "diptych.rpc.v1.Router"
 
 class RouterService:
     """Parse, prepare, relay; the frontend does the rest. A client that cancels ends the method's task, which leaves the
-    frontend's iterator and so cancels the request on its workers."""
+    frontend's iterator and so cancels the request on its workers.
 
-    def __init__(self, door: Door) -> None:
+    Args: bodies: where large requests are read; closed by whoever brings it.
+    """
+
+    def __init__(self, door: Door, bodies: Bodies | None = None) -> None:
         self._door = door
+        self._bodies = bodies or Bodies()
 
     def handler(self) -> grpc.GenericRpcHandler:
         """To be given to `server.add_generic_rpc_handlers`."""
@@ -64,9 +72,14 @@ class RouterService:
 
     async def generate(self, body: bytes, context: grpc.aio.ServicerContext) -> None:
         async with errors_to_status(context):
-            request = parse(router_pb2.GenerateRequest, body)
-            features = self._door.features(request.model)
-            spec, offer = spec_from(request, context.time_remaining(), features)
+            remaining_s = context.time_remaining()
+
+            def read() -> tuple[router_pb2.GenerateRequest, ModelFeatures, GenerateSpec, Offer]:
+                request = parse(router_pb2.GenerateRequest, body)
+                features = self._door.features(request.model)
+                return request, features, *spec_from(request, remaining_s, features)
+
+            request, features, spec, offer = await self._bodies.off_loop(read, len(body))
             spec = replace(
                 spec,
                 tenant=current_caller.get().tenant,
@@ -105,14 +118,19 @@ class RouterService:
 
     async def what_if(self, body: bytes, context: grpc.aio.ServicerContext) -> router_pb2.WhatIfResponse:
         async with errors_to_status(context):
-            request = parse(router_pb2.WhatIfRequest, body)
-            spec, _ = spec_from(request.request, context.time_remaining(), self._door.features(request.request.model))
+            remaining_s = context.time_remaining()
+
+            def read() -> tuple[router_pb2.WhatIfRequest, GenerateSpec]:
+                request = parse(router_pb2.WhatIfRequest, body)
+                return request, spec_from(request.request, remaining_s, self._door.features(request.request.model))[0]
+
+            request, spec = await self._bodies.off_loop(read, len(body))
             spec = replace(spec, tenant=current_caller.get().tenant)
             return self._door.what_if(await self._door.prepare(spec), request.pool)
 
     async def place(self, body: bytes, context: grpc.aio.ServicerContext) -> router_pb2.Placed:
         async with errors_to_status(context):
-            request = parse(router_pb2.PlaceRequest, body)
+            request = await self._bodies.off_loop(lambda: parse(router_pb2.PlaceRequest, body), len(body))
             if not request.remaining_s:
                 request.remaining_s = context.time_remaining() or 0.0
             return await place(self._door, request, current_caller.get().tenant)

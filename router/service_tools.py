@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
@@ -15,7 +16,15 @@ from diptych.router.messages import FinishedEvent, GenerateEvent, ModelFeatures,
 from diptych.router.openai_choice import Choice
 from diptych.router.openai_form import Scene, Wishes, make_choice
 from diptych.router.openai_requests import Items, validate
-from diptych.router.openai_tools import ChatMessage, Offer, Tool, offer_tools, template_messages
+from diptych.router.openai_tools import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    ChatMessage,
+    Offer,
+    Tool,
+    offer_tools,
+    template_messages,
+)
 from diptych.router.structured import plain_grammar, schema_grammar
 from diptych.router.tools_pieces import CallArguments, CallStart, Content, Piece, Reasoning
 from diptych.rpc.convert import grammar_from_proto
@@ -42,6 +51,9 @@ def chat_of(request: router_pb2.GenerateRequest, features: ModelFeatures) -> tup
         if request.tools or request.tool_name or request.tool_choice == router_pb2.TOOL_CHOICE_REQUIRED:
             raise InvalidRequestError("tools are for chat only", param="tools")
         return None, Offer()
+    for name, given, most in (("messages", request.chat.messages, MAX_MESSAGES), ("tools", request.tools, MAX_TOOLS)):
+        if len(given) > most:
+            raise InvalidRequestError(f"{name} takes at most {most} entries, got {len(given)}", param=name)
     chat = validate(
         _Chat,
         {"messages": [_message(m) for m in request.chat.messages], "tools": [_tool(tool) for tool in request.tools]},
@@ -67,7 +79,7 @@ def grammar_of(sampling: types_pb2.SamplingParams, offer: Offer) -> Grammar | No
     if grammar.kind is GrammarKind.TAGS or grammar.free_until:
         raise InvalidRequestError("grammar: tags and free_until are the router's own", param="grammar")
     if grammar.kind is GrammarKind.JSON_SCHEMA:
-        return schema_grammar(grammar.source, "grammar")
+        return replace(schema_grammar(grammar.source, "grammar"), compact=grammar.compact)
     return plain_grammar(grammar, "grammar")
 
 

@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jsonschema_rs
 
 from diptych.common.errors import InvalidRequestError
-from diptych.common.grammar import MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH, Grammar, GrammarKind, choices_of
+from diptych.common.grammar import MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH, Grammar, GrammarKind, check_escapes, choices_of
 
 _ANY_OBJECT = Grammar(GrammarKind.JSON_SCHEMA, '{"type": "object"}')
 _DRAFTS = ("draft-03", "draft-04", "draft-06", "draft-07", "draft/2019-09", "draft/2020-12")
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 _GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
-_VLLM_OPTIONS = ("disable_fallback", "disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
+_VLLM_OPTIONS = ("disable_fallback", "disable_additional_properties", "whitespace_pattern")
+_COMPACT = "disable_any_whitespace"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +41,12 @@ def wanted_grammar(fields: Mapping[str, Any]) -> Wanted | None:
     Raises: InvalidRequestError naming the field, also when two of them ask.
     """
     found: list[Wanted] = []
+    outputs, compact = _compact(fields.get("structured_outputs"))
     if (form := fields.get("response_format")) is not None:
         found += _of_format(form, "response_format", nested=True)
     if (text := fields.get("text")) is not None and text.get("format") is not None:
         found += _of_format(text["format"], "text", nested=False)
-    if (outputs := fields.get("structured_outputs")) is not None:
+    if outputs is not None:
         found += _of_outputs(outputs)
     for name, kind in _GUIDED.items():
         if fields.get(name) is not None:
@@ -52,7 +54,19 @@ def wanted_grammar(fields: Mapping[str, Any]) -> Wanted | None:
     if len(found) > 1:
         names = " and ".join(one.field for one in found)
         raise InvalidRequestError(f"{found[1].field}: only one of {names} may be given", param=found[1].field)
-    return found[0] if found else None
+    if not found or not compact or found[0].grammar.kind is not GrammarKind.JSON_SCHEMA:
+        return found[0] if found else None
+    return replace(found[0], grammar=replace(found[0].grammar, compact=True))
+
+
+def _compact(outputs: object) -> tuple[object, bool]:
+    """(structured_outputs without that option, whether JSON is to have no free white space): it also goes with a format that
+    stands elsewhere. Raises: InvalidRequestError."""
+    if not isinstance(outputs, Mapping) or outputs.get(_COMPACT) is None:
+        return outputs, False
+    if not isinstance(outputs[_COMPACT], bool):
+        raise InvalidRequestError(f"structured_outputs.{_COMPACT} must be true or false", param="structured_outputs")
+    return {name: value for name, value in outputs.items() if name != _COMPACT}, outputs[_COMPACT]
 
 
 def schema_grammar(schema: object, field: str) -> Grammar:
@@ -75,6 +89,7 @@ def check_schema(schema: object, param: str) -> None:
         for value in level:
             if isinstance(value, dict):
                 _check_references(value, param)
+                _check_patterns(value, param)
         level = [
             child
             for value in level
@@ -107,6 +122,18 @@ def _check_references(schema: Mapping[str, Any], param: str) -> None:
         target = schema.get(name, "#")
         if isinstance(target, str) and not target.startswith("#"):
             raise InvalidRequestError(f"{param}: {name} must stay inside the schema", param=param)
+
+
+def _check_patterns(schema: Mapping[str, Any], param: str) -> None:
+    more = schema.get("patternProperties")
+    for pattern in (schema.get("pattern"), *(more if isinstance(more, Mapping) else ())):
+        if isinstance(pattern, str):
+            try:
+                check_escapes(pattern)
+            except InvalidRequestError as error:
+                raise InvalidRequestError(
+                    error.message.replace("grammar", f"{param}: a pattern", 1), param=param
+                ) from None
 
 
 def _of_format(form: object, field: str, *, nested: bool) -> list[Wanted]:
@@ -159,11 +186,13 @@ def plain_grammar(grammar: Grammar, field: str) -> Grammar:
     """A regex, choice or EBNF. Raises: InvalidRequestError naming `field`."""
     if not grammar.source:
         raise InvalidRequestError(f"{field} is empty", param=field)
-    if grammar.kind is GrammarKind.CHOICE:
-        try:
+    try:
+        if grammar.kind is GrammarKind.CHOICE:
             choices_of(grammar.source)
-        except InvalidRequestError as error:
-            raise InvalidRequestError(error.message.replace("grammar", field, 1), param=field) from None
+        else:
+            check_escapes(grammar.source)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(error.message.replace("grammar", field, 1), param=field) from None
     if len(grammar.source.encode("utf-8", "surrogatepass")) > MAX_SCHEMA_BYTES:
         raise InvalidRequestError(f"{field} has more than {MAX_SCHEMA_BYTES} bytes", param=field)
     return grammar

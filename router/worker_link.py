@@ -12,7 +12,6 @@ import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from diptych.common.block_identity import KEY_BYTES
-from diptych.common.clock import Clock
 from diptych.common.errors import InternalError
 from diptych.common.tls import ClusterTls
 from diptych.common.worker_record import WorkerRecord
@@ -23,7 +22,6 @@ from diptych.rpc.v1 import decode_pb2, worker_pb2, worker_pb2_grpc
 
 log = structlog.get_logger(__name__)
 
-_STALL_S = 0.25
 _DUMP_TIMEOUT_S = 10.0
 _MAX_DUMP_KEYS = 4_000_000
 
@@ -42,6 +40,7 @@ class CacheDump:
 class WorkerLink:
     """Args:
     record: the lease under which the worker was found; address and incarnation never change within a link.
+    heard_s: seconds in which this process could hear anybody, see listening.py.
     probe_s: pause between probes; each may take as long as `dead_s`.
     on_news: what a decode worker tells of clients' own attempts.
     on_change: called when the worker becomes usable or stops being so.
@@ -51,7 +50,7 @@ class WorkerLink:
         self,
         record: WorkerRecord,
         *,
-        clock: Clock,
+        heard_s: Callable[[], float],
         probe_s: float,
         dead_s: float,
         on_change: Callable[[], None],
@@ -60,7 +59,7 @@ class WorkerLink:
     ) -> None:
         self.worker_id = record.worker_id
         self.incarnation = record.incarnation
-        self._clock = clock
+        self._heard_s = heard_s
         self._probe_s = probe_s
         self._dead_s = dead_s
         self._on_change = on_change
@@ -73,7 +72,7 @@ class WorkerLink:
         self._tasks: list[asyncio.Task[None]] = []
         self._serving = False
         self._probed = False
-        self._last_answer = clock.now()
+        self._last_answer = heard_s()
         self._batches_seen = 0
 
     def start(self) -> None:
@@ -92,8 +91,9 @@ class WorkerLink:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the last sign of life: an answer to a probe, whatever it said, or a message of its stream."""
-        now = self._clock.now()
+        """Seconds of listening since the last sign of life: an answer to a probe, whatever it said, or a message of its
+        stream."""
+        now = self._heard_s()
         if self.decode is not None and self.decode.num_batches != self._batches_seen:
             self._batches_seen, self._last_answer = self.decode.num_batches, now
         return now - self._last_answer
@@ -117,21 +117,17 @@ class WorkerLink:
             try:
                 answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=self._dead_s)
                 self._serving = answer.status == health_pb2.HealthCheckResponse.SERVING
-                self._last_answer, self._probed = self._clock.now(), True
+                self._last_answer, self._probed = self._heard_s(), True
             except grpc.aio.AioRpcError as err:
                 if err.code() is grpc.StatusCode.UNIMPLEMENTED:
-                    self._serving, self._last_answer, self._probed = True, self._clock.now(), True
+                    self._serving, self._last_answer, self._probed = True, self._heard_s(), True
                 elif err.code() is grpc.StatusCode.UNAVAILABLE:
                     self._serving = False  # refused or reset: known at once
             except grpc.aio.UsageError:
                 return
             if self.why_not() != before:
                 self._on_change()
-            asleep = self._clock.now()
             await asyncio.sleep(self._probe_s)
-            stalled_s = self._clock.now() - asleep - self._probe_s
-            if stalled_s > _STALL_S:  # it was this process that did not listen: no silence of the worker's
-                self._last_answer += stalled_s
 
     async def dump_blocks(self) -> CacheDump:
         """What the worker's prefix cache holds. Raises: DiptychError."""

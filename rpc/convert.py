@@ -93,7 +93,8 @@ def logprobs_from_proto(
 
 
 def grammar_to_proto(grammar: Grammar) -> types_pb2.Grammar:
-    return types_pb2.Grammar(kind=_GRAMMAR_TO_PROTO[grammar.kind], source=grammar.source, free_until=grammar.free_until)
+    kind = _GRAMMAR_TO_PROTO[grammar.kind]
+    return types_pb2.Grammar(kind=kind, source=grammar.source, free_until=grammar.free_until, compact=grammar.compact)
 
 
 def grammar_from_proto(message: types_pb2.Grammar) -> Grammar:
@@ -101,7 +102,7 @@ def grammar_from_proto(message: types_pb2.Grammar) -> Grammar:
     kind = _GRAMMAR_FROM_PROTO.get(message.kind)
     if kind is None:
         raise InvalidRequestError(f"grammar.kind {message.kind} is unknown", param="grammar")
-    return Grammar(kind, message.source, message.free_until)
+    return Grammar(kind, message.source, message.free_until, message.compact)
 
 
 def sampling_to_proto(sampling: SamplingParams) -> types_pb2.SamplingParams:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,21 @@ from diptych.engine.overlap import MODES as OVERLAP_MODES
 DTYPES = ("float32", "float16", "bfloat16")
 AUTO_BACKEND = "auto"
 BACKENDS = (AUTO_BACKEND, "native", "torch", "triton")
+MOST: Mapping[str, int] = {
+    "block_size": 4096,
+    "num_blocks": 2**31 - 1,
+    "num_host_blocks": 2**31 - 1,
+    "max_model_len": 2**31 - 1,
+    "max_num_seqs": 65_536,
+    "max_num_batched_tokens": 1 << 24,
+    "long_prefill_token_threshold": 2**31 - 1,
+    "threads": 1024,
+    "slab_bytes": 1 << 30,
+    "num_slabs": 65_536,
+    "kv_memory_bytes": 1 << 50,
+    "max_queue": 1 << 20,
+}
+"""Beyond these a number is a slip of the finger: tables and tensors have 32-bit indexes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,9 +173,20 @@ class WorkerConfig:
         if bool(self.client_tls_cert) != bool(self.client_tls_key):
             name = "client_tls_key" if self.client_tls_cert else "client_tls_cert"
             raise ConfigError(name, "", "must be set too: TLS needs a certificate and its key")
-        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "threads", "num_slabs", "max_queue"):
-            if getattr(self, name) < 1:
+        for name in (
+            "block_size",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "threads",
+            "num_slabs",
+            "slab_bytes",
+            "max_queue",
+        ):
+            if not getattr(self, name) >= 1:
                 raise ConfigError(name, getattr(self, name), "must be at least 1")
+        for name, most in MOST.items():
+            if getattr(self, name) > most:
+                raise ConfigError(name, getattr(self, name), f"must be at most {most}")
         for name, known in (
             ("scheduling_policy", POLICIES),
             ("preemption_mode", PREEMPTION_MODES),

@@ -31,6 +31,7 @@ log = structlog.get_logger(__name__)
 
 _KV_SHARE = 0.1
 _KV_MOST_BYTES = 1 << 30
+_GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +48,18 @@ class LoadedModel:
 def choose_num_blocks(config: WorkerConfig, *, bytes_per_block: int, max_model_len: int, available_bytes: int) -> int:
     """KV blocks of the pool: what was asked for, else what the memory holds, but one whole context at least.
 
-    Raises: ConfigError when kv_memory_bytes hold less than one block.
+    Raises: ConfigError when kv_memory_bytes hold less than one block, or the machine has less memory than was asked for.
     """
+    if config.device == "cpu":
+        for name, wanted in (
+            ("num_blocks", config.num_blocks * bytes_per_block),
+            ("num_host_blocks", config.num_host_blocks * bytes_per_block),
+            ("kv_memory_bytes", config.kv_memory_bytes),
+            ("num_slabs", config.num_slabs * config.slab_bytes if config.role == "prefill" else 0),
+        ):
+            if wanted > available_bytes:
+                there = f"takes {wanted / _GIB:,.1f} GiB, and {available_bytes / _GIB:,.1f} GiB are free"
+                raise ConfigError(name, getattr(config, name), there)
     if config.num_blocks:
         return config.num_blocks
     if config.kv_memory_bytes:

@@ -3,7 +3,9 @@
 compile(grammar) -> cached? -> yes: Program
                          |--> being compiled? -> wait for the same result
                          |--> a process -> answer within time_cap_s -> loaded on a thread -> cache
-                                     |--> no answer: killed, the grammar is refused (and remembered as such)
+                                     |--> "no": refused, and remembered as such
+                                     |--> too late: killed, refused, and remembered for a minute: the machine may be busy
+                                     |--> it is gone: once more on a new one; gone again: refused, and not remembered
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import math
 import os
 import struct
 import sys
@@ -35,6 +38,13 @@ _START_S = 120.0
 _RETRY_S = 5.0
 _MAX_FRAME = 1 << 30
 _MAX_REFUSED = 256
+_TOO_SLOW_S = 60.0
+_CLOSED_FIRST = (
+    "import os, sys; os.closerange(3, os.sysconf('SC_OPEN_MAX')); "
+    "from diptych.engine.grammar.process import main; main(*sys.argv[1:3], *map(int, sys.argv[3:]))"
+)
+"""What the worker listens on is not the compiling process's: libraries open sockets that a child would inherit, and a port would
+then stay taken after the worker is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +88,8 @@ class GrammarCompiler:
         self._start, self._load, self._after_text = start, load, after_text
         self._limits = limits or GrammarLimits()
         self._programs: OrderedDict[bytes, Program] = OrderedDict()
-        self._refused: OrderedDict[bytes, str] = OrderedDict()
+        self._refused: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
+        """Why, and until when (on the loop's clock)."""
         self._pending: dict[bytes, asyncio.Task[Program]] = {}
         self._idle: list[Compiling] = []
         self._busy: set[Compiling] = set()
@@ -92,7 +103,9 @@ class GrammarCompiler:
 
     async def compile(self, grammar: Grammar) -> Program:
         """Raises: InvalidRequestError naming `grammar`, OverloadedError; NoWorkerError when no compiling process comes up."""
-        key = hashlib.blake2b(f"{grammar.kind.value}\0{grammar.source}".encode(), digest_size=16).digest()
+        key = hashlib.blake2b(
+            f"{grammar.kind.value}\0{grammar.compact}\0{grammar.source}".encode(), digest_size=16
+        ).digest()
         program = self._programs.get(key)
         if program is None:
             program = await self._wait_for(key, grammar)
@@ -120,8 +133,9 @@ class GrammarCompiler:
             # It may well compile in time, and then be too slow to follow when the answer has begun.
             rule = f"grammar: its counted repetitions multiply to more than {MAX_REPEATS}"
             raise InvalidRequestError(rule, param="grammar")
-        if key in self._refused:
-            raise InvalidRequestError(self._refused[key], param="grammar")
+        why, until = self._refused.get(key, ("", 0.0))
+        if asyncio.get_running_loop().time() < until:
+            raise InvalidRequestError(why, param="grammar")
         task = self._pending.get(key)
         if task is None:
             if self._closed:
@@ -139,38 +153,49 @@ class GrammarCompiler:
             task.exception()  # seen, also when everybody has left
 
     async def _compile(self, key: bytes, grammar: Grammar) -> Program:
-        try:
-            async with self._free:
-                compiled = await self._in_process(grammar)
-        except InvalidRequestError as error:
-            self._refused[key] = error.message
-            if len(self._refused) > _MAX_REFUSED:
-                self._refused.popitem(last=False)
-            raise
+        async with self._free:
+            compiled = await self._in_process(key, grammar)
         program = await asyncio.get_running_loop().run_in_executor(None, self._load, compiled)
         self._programs[key] = program
         while len(self._programs) > 1 and self.cached_bytes > self._limits.cache_bytes:
             self._programs.popitem(last=False)
         return program
 
-    async def _in_process(self, grammar: Grammar) -> bytes:
-        process = self._idle.pop() if self._idle else self._start()
+    def _remember(self, key: bytes, why: str, for_s: float) -> None:
+        self._refused[key] = (why, asyncio.get_running_loop().time() + for_s)
+        self._refused.move_to_end(key)
+        if len(self._refused) > _MAX_REFUSED:
+            self._refused.popitem(last=False)
+
+    async def _in_process(self, key: bytes, grammar: Grammar) -> bytes:
+        try:
+            return await self._on(self._idle.pop() if self._idle else self._start(), key, grammar)
+        except ConnectionError as error:  # it may have been killed, or have died while it was idle: no grammar's fault
+            log.warning("a compiling process is gone", error=repr(error))
+        try:
+            return await self._on(self._start(), key, grammar)
+        except ConnectionError as error:
+            log.warning("a compiling process is gone, too", error=repr(error))
+            raise InvalidRequestError(
+                "grammar: the process that compiles it ended twice; it may take too much memory", param="grammar"
+            ) from error
+
+    async def _on(self, process: Compiling, key: bytes, grammar: Grammar) -> bytes:
+        """Raises: ConnectionError when the process is gone."""
         self._busy.add(process)
         healthy = False
         try:
             compiled = await process.compile(grammar)
             healthy = True
             return compiled
-        except InvalidRequestError:
+        except InvalidRequestError as error:
             healthy = True
+            self._remember(key, error.message, math.inf)
             raise
         except TimeoutError:
-            cap = self._limits.time_cap_s
-            raise InvalidRequestError(f"grammar: compiling it takes more than {cap:g} s", param="grammar") from None
-        except ConnectionError as error:
-            # It was sound when it said READY: what it was given has brought it down.
-            log.warning("a compiling process is gone", error=repr(error))
-            raise InvalidRequestError("grammar: compiling it takes too much memory", param="grammar") from error
+            why = f"grammar: compiling it takes more than {self._limits.time_cap_s:g} s"
+            self._remember(key, why, _TOO_SLOW_S)
+            raise InvalidRequestError(why, param="grammar") from None
         finally:
             self._busy.discard(process)
             if healthy and not self._closed:
@@ -206,7 +231,7 @@ class ChildProcess:
         if process is None or process.returncode is not None:  # one that died while it was idle is no grammar's fault
             process = await self._started()
         assert process.stdin is not None
-        values = {"kind": grammar.kind.value, "source": grammar.source}
+        values = {"kind": grammar.kind.value, "source": grammar.source, "compact": grammar.compact}
         async with asyncio.timeout(self._time_cap_s):
             await _send(process.stdin, json.dumps(values).encode())
             answer = await _receive(process)
@@ -215,7 +240,7 @@ class ChildProcess:
         return answer[1:]
 
     async def _started(self) -> asyncio.subprocess.Process:
-        command: Sequence[str] = (sys.executable, "-m", "diptych.engine.grammar.process", *self._args)
+        command: Sequence[str] = (sys.executable, "-c", _CLOSED_FIRST, *self._args)
         process = await asyncio.create_subprocess_exec(
             *command,
             stdin=asyncio.subprocess.PIPE,

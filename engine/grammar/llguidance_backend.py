@@ -112,7 +112,8 @@ def _compiled_text(grammar: Grammar) -> str:
     source = grammar.source
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
-            return str(llguidance.LLMatcher.grammar_from_json_schema(source, defaults=_JSON_DEFAULTS))
+            defaults = _COMPACT if grammar.compact else _JSON_DEFAULTS
+            return str(llguidance.LLMatcher.grammar_from_json_schema(source, defaults=defaults))
         case GrammarKind.REGEX:
             return str(llguidance.LLMatcher.grammar_from_regex(source))
         case GrammarKind.CHOICE:
@@ -125,6 +126,7 @@ def _compiled_text(grammar: Grammar) -> str:
 
 
 _JSON_DEFAULTS: Any = {"whitespace_pattern": _WHITESPACE}
+_COMPACT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 def _lark(tags: Tags) -> str:

@@ -1,4 +1,4 @@
-"""The compiling process: python -m diptych.engine.grammar.process BACKEND MODEL_FOLDER MEMORY_BYTES CPU_SECONDS
+"""The compiling process, with the arguments BACKEND MODEL_FOLDER MEMORY_BYTES CPU_SECONDS; see compiler.py for its start.
 
 Compiling is the part of structured output that can take for ever or eat all memory; here it can be killed. Frames on stdin
 and stdout are a length (4 bytes, big endian) and so many bytes. First a READY frame goes out; then each frame in, JSON of a
@@ -49,7 +49,8 @@ def main(backend: str, model: str, memory_bytes: int, cpu_s: int) -> None:
 def _answer(compilers: Compilers, frame: bytes) -> bytes:
     values = json.loads(frame)
     try:
-        return b"+" + compilers.compile(Grammar(GrammarKind(values["kind"]), values["source"]))
+        grammar = Grammar(GrammarKind(values["kind"]), values["source"], compact=values["compact"])
+        return b"+" + compilers.compile(grammar)
     except InvalidRequestError as error:
         return b"-" + error.message.encode("utf-8", "replace")
     except MemoryError:
@@ -73,7 +74,3 @@ def _read(source: BinaryIO) -> bytes | None:
 def _write(out: BinaryIO, frame: bytes) -> None:
     out.write(struct.pack(">I", len(frame)) + frame)
     out.flush()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))

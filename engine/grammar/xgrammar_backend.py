@@ -21,6 +21,9 @@ from diptych.engine.grammar.vocabulary import Vocabulary
 MAX_WHITESPACE = 16
 """Characters of white space in one place of a JSON answer: a small model could write nothing else for ever."""
 
+SEPARATORS = (", ", ": ")
+"""Of a compact JSON text: as Python writes it, and as the other servers' backends have it."""
+
 _CONTROL = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
 _JSON, _TEXT = b"j", b"t"
 """Which of the two vocabularies: the first byte of what is compiled."""
@@ -64,6 +67,10 @@ def _compile(compiler: Any, grammar: Grammar) -> Any:
     source = grammar.source
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
+            if grammar.compact:
+                return compiler.compile_json_schema(
+                    source, any_whitespace=False, separators=SEPARATORS, strict_mode=False
+                )
             return compiler.compile_json_schema(
                 source, any_whitespace=True, max_whitespace_cnt=MAX_WHITESPACE, strict_mode=False
             )

@@ -18,9 +18,9 @@ async def test_repeated_prompt_comes_from_decodes_own_cache(client: AsyncClient,
     whole_blocks = BLOCK * ((len(prompt) - 1) // BLOCK)
     options = {"token_ids": prompt, "max_tokens": 8, "temperature": 0.0, "ignore_eos": True, "explain": True}
 
-    first = await client.generate(**options)
+    first = await client.generate(**options, local_prefill_max_tokens=0)  # else a busy decode worker might be cheaper
     assert first.usage.cached_tokens == 0
-    assert not first.explanation.local_prefill, "more than 64 uncached tokens are disaggregated on an idle cluster too"
+    assert not first.explanation.local_prefill
     assert first.explanation.kv_bytes == len(prompt) * KV_BYTES_PER_TOKEN
     assert first.explanation.prefill == "prefill-0"
 

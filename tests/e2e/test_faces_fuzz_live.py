@@ -21,11 +21,16 @@ pytestmark = pytest.mark.multiproc
 WAIT_S = 60.0
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "0"))
 SOME = settings(
-    max_examples=EXAMPLES or 20,
+    max_examples=EXAMPLES or 8,
     deadline=None,
     derandomize=not EXAMPLES,
     suppress_health_check=list(HealthCheck),
     database=None,
+)
+MORE = settings(SOME, max_examples=EXAMPLES or 60)
+"""With -m slow."""
+RUNS = pytest.mark.parametrize(
+    "run", [pytest.param(SOME, id="some"), pytest.param(MORE, id="more", marks=pytest.mark.slow)]
 )
 TEXT = st.text(max_size=6) | st.sampled_from(["<|im_end|>", "\U0001f469\u200d\U0001f680", "\u202e", "\x00", "空"])
 EDGES = st.sampled_from(
@@ -98,11 +103,12 @@ def nothing_dies(cluster):
     assert "Paris" in answer.json()["choices"][0]["text"]
 
 
-def test_bodies(cluster, nothing_dies) -> None:
+@RUNS
+def test_bodies(cluster, nothing_dies, run) -> None:
     statuses: list[int] = []
     with httpx.Client(base_url=cluster.http_url, timeout=WAIT_S) as client:
 
-        @SOME
+        @run
         @given(body=BODIES)
         def check(body: dict[str, Any]) -> None:
             answer = client.post("/v1/completions", json=body)
@@ -114,12 +120,13 @@ def test_bodies(cluster, nothing_dies) -> None:
     assert set(statuses) == {200, 400}
 
 
-def test_messages(cluster, nothing_dies) -> None:
+@RUNS
+def test_messages(cluster, nothing_dies, run) -> None:
     codes: list[grpc.StatusCode] = []
     with grpc.insecure_channel(cluster.grpc_address) as channel:
         stub = router_pb2_grpc.RouterStub(channel)
 
-        @SOME
+        @run
         @given(request_=REQUESTS)
         def check(request_: router_pb2.GenerateRequest) -> None:
             try:

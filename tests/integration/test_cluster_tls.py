@@ -64,6 +64,9 @@ async def test_only_members_speak_with_each_other(tmp_path: Path) -> None:
         assert await ask(ports[0], elsewhere) == "OK"  # a member, whatever its host
         assert await ask(ports[0], None) == "UNAVAILABLE"
         assert await ask(ports[0], stranger) == "UNAVAILABLE"
+        # Who trusts us and shows what another authority has signed, and the other way round: both sides look.
+        assert await ask(ports[0], replace(stranger, ca=member.ca)) == "UNAVAILABLE"
+        assert await ask(ports[1], replace(member, ca=stranger.ca)) == "UNAVAILABLE"
         assert await ask(ports[1], member) == "UNAVAILABLE"  # no server of ours
         assert await ask(ports[2], member) == "UNAVAILABLE"  # of ours, but not of this host
     finally:

@@ -188,6 +188,28 @@ async def test_a_quota_is_429_on_both_faces(file: Path) -> None:
     assert len(door.specs) == 1
 
 
+async def test_requests_a_minute_are_a_quota_of_their_own(file: Path) -> None:
+    """Whatever becomes of them: one that cannot be used counts, too."""
+    key, _ = add_key(file, "acme", now=0.0, requests_per_minute=2)
+    door = FakeDoor(hello_script())
+    async with serving(door, keys=Authenticator(file, now=Clock())) as (address, grpc_address):
+        headers = {"authorization": f"Bearer {key}"}
+        async with httpx.AsyncClient(base_url=f"http://{address}", headers=headers, timeout=WAIT_S) as client:
+            first = await client.post(CHAT, json=BODY)
+            assert (first.status_code, first.headers["x-ratelimit-limit-requests"]) == (200, "2")
+            assert first.headers["x-ratelimit-remaining-requests"] == "1"
+            assert float(first.headers["x-ratelimit-reset-requests"].removesuffix("s")) > 0
+            assert "x-ratelimit-limit-tokens" not in first.headers
+            assert (await client.post(CHAT, json=BODY | {"temperature": 9})).status_code == 400
+            refused = await client.post(CHAT, json=BODY)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (429, "quota_exceeded")
+            assert "2 requests a minute" in refused.json()["error"]["message"]
+            assert refused.headers["x-ratelimit-remaining-requests"] == "0"
+        async with AsyncClient(grpc_address, api_key=key) as sdk:
+            with pytest.raises(QuotaExceededError):
+                await sdk.generate(prompt="a")
+
+
 async def test_headers_over_the_cap_are_431() -> None:
     async with serving(FakeDoor(hello_script())) as (address, _):
         async with httpx.AsyncClient(base_url=f"http://{address}", timeout=WAIT_S) as client:

@@ -127,6 +127,17 @@ def test_promised_calls_are_what_the_parser_reads(backend, name) -> None:
     assert not [piece for piece in pieces if isinstance(piece, Content) and piece.text.strip()]
 
 
+def test_compact_json_has_one_space_where_there_is_one(backend) -> None:
+    compiler, loader = backend
+    grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(PERSON), compact=True)
+    program = loader.load(compiler.compile(grammar))
+    value = {"name": "Joe", "age": 7, "tags": ["a", "日本"]}
+    text = json.dumps(value, ensure_ascii=False)
+    assert fits(program, text)
+    for other in (json.dumps(value, ensure_ascii=False, indent=1), text.replace(": ", ":"), text + " ", " " + text):
+        assert not fits(program, other), other
+
+
 def test_strict_arguments_in_a_free_answer() -> None:
     compiler, loader = xgrammar_backend.XgrammarCompiler(VOCABULARY), xgrammar_backend.XgrammarLoader(VOCABULARY)
     grammar = strict_calls(FORMS["hermes"], [replace(FUNCTIONS[0], strict=True), FUNCTIONS[1]], several=True)

@@ -113,7 +113,7 @@ async def test_host_credit_from_events_and_after_a_hole_from_a_snapshot(pd: Modu
         async with asyncio.timeout(3):  # the lease says so too, from the next heartbeat on
             while (record := (await store.list_workers())[0]).host_event_sequence != last:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-        link = WorkerLink(record, clock=MonotonicClock(), probe_s=1.0, dead_s=1.0, on_change=lambda: None)
+        link = WorkerLink(record, heard_s=MonotonicClock().now, probe_s=1.0, dead_s=1.0, on_change=lambda: None)
         try:
             dump = await link.dump_blocks()
         finally:

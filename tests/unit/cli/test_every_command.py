@@ -3,6 +3,8 @@ refused by name."""
 
 from __future__ import annotations
 
+import inspect
+import typing
 from pathlib import Path
 from typing import Any
 
@@ -143,3 +145,27 @@ def test_servers_that_others_can_reach_want_keys_and_tls(command: str, tmp_path:
     ):  # a worker says what is missing when it reads the rest
         assert run(command, "--host", "0.0.0.0", *needed[:missing], *needed[missing + 1 :]).exit_code == 2
     assert run(command, "--host", "127.0.0.1").exit_code == run(command, "--host", "localhost").exit_code == 0
+
+
+def options_of(command: str) -> list[tuple[str, type]]:
+    """Flags of numbers."""
+    names = command.split()
+    app = bench.build_app(names[-1]) if names[0] == "bench" else main.build_app(names[0])
+    found = []
+    for info in app.registered_commands:
+        if (info.name or info.callback.__name__) == names[-1]:
+            for name, parameter in inspect.signature(info.callback).parameters.items():
+                hint = typing.get_args(parameter.annotation)[0]
+                kind = next((arm for arm in (hint, *typing.get_args(hint)) if arm in (int, float)), None)
+                if kind is not None:
+                    found.append((f"--{name.replace('_', '-')}", kind))
+    return found
+
+
+@pytest.mark.parametrize(("command", "arguments"), [case[:2] for case in OTHERS], ids=[case[0] for case in OTHERS])
+def test_numbers_of_the_other_commands(command: str, arguments: list[str]) -> None:
+    for flag, kind in options_of(command):
+        values = ("nan", "x") if kind is float else (str(2**64), str(-(2**64)), "9" * 5000)
+        for value in values:
+            result = run(command, *arguments, flag, value)
+            assert result.exit_code == 2, (flag, value, result.output, result.exception)

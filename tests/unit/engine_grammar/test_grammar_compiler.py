@@ -17,11 +17,14 @@ class Played:
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
         self.killed = False
+        self.gone = False
 
     async def compile(self, grammar: Grammar) -> bytes:
         self._stage.compiled.append(grammar.source)
         if gate := self._stage.gates.get(grammar.source):
             await gate.wait()
+        if self.gone:
+            raise ConnectionError("it ended with -9")
         outcome = self._stage.outcomes.get(grammar.source)
         if outcome is not None:
             raise outcome
@@ -82,7 +85,6 @@ async def test_the_cache_is_bounded_and_the_least_used_goes_first() -> None:
     [
         (InvalidRequestError("grammar: no", param="grammar"), "grammar: no", True),
         (TimeoutError(), "more than 5 s", False),
-        (ConnectionError("it ended with -6"), "too much memory", False),
     ],
 )
 async def test_what_cannot_be_compiled_is_remembered_and_takes_its_process_with_it(outcome, words, survives) -> None:
@@ -97,6 +99,51 @@ async def test_what_cannot_be_compiled_is_remembered_and_takes_its_process_with_
     await compiler.compile(regex("good"))
     assert stage.processes[0].killed is not survives
     assert len(stage.processes) == (1 if survives else 2)
+    await compiler.close()
+
+
+async def test_a_process_that_died_while_idle_is_no_grammars_fault() -> None:
+    stage = Stage()
+    compiler = stage.compiler(num_processes=1)
+    await compiler.compile(regex("first"))
+    stage.processes[0].gone = True
+    await compiler.compile(regex("next"))
+    assert stage.compiled == ["first", "next", "next"]
+    assert [process.killed for process in stage.processes] == [True, False]
+    await compiler.close()
+
+
+async def test_a_refusal_of_a_dead_process_is_never_remembered() -> None:
+    """The grammar may have brought it down, or somebody else: it gets its two processes again each time."""
+    stage = Stage()
+    stage.outcomes["bad"] = ConnectionError("it ended with -6")
+    compiler = stage.compiler(num_processes=1)
+    for times in (1, 2):
+        with pytest.raises(InvalidRequestError, match="ended twice") as caught:
+            await compiler.compile(regex("bad"))
+        assert caught.value.param == "grammar"
+        assert stage.compiled == ["bad"] * 2 * times
+    assert all(process.killed for process in stage.processes)
+    del stage.outcomes["bad"]
+    await compiler.compile(regex("bad"))
+    await compiler.close()
+
+
+async def test_what_was_too_slow_may_try_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage()
+    stage.outcomes["slow"] = TimeoutError()
+    compiler = stage.compiler()
+    with pytest.raises(InvalidRequestError, match="more than 5 s"):
+        await compiler.compile(regex("slow"))
+    del stage.outcomes["slow"]
+    with pytest.raises(InvalidRequestError, match="more than 5 s"):
+        await compiler.compile(regex("slow"))
+    loop = asyncio.get_running_loop()
+    later = loop.time() + 61
+    monkeypatch.setattr(loop, "time", lambda: later)
+    await compiler.compile(regex("slow"))
+    assert stage.compiled == ["slow", "slow"]
+    monkeypatch.undo()
     await compiler.close()
 
 

@@ -1,0 +1,68 @@
+"""The real compiling process: what it holds of the worker, and its death."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+import uvloop
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from diptych.common.grammar import Grammar, GrammarKind
+from diptych.engine.grammar.compiler import ChildProcess, GrammarCompiler, GrammarLimits
+from diptych.engine.grammar.program import FirstToken
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    alphabet = {token: i for i, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(alphabet, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.add_special_tokens(["<end>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 257, "eos_token_id": 256}))
+    return tmp_path
+
+
+def sockets(pid: int) -> set[str]:
+    found = set()
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        link = os.readlink(fd)
+        found |= {link} if link.startswith("socket:") else set()
+    return found
+
+
+def test_it_holds_none_of_the_workers_sockets_and_its_death_is_nobodys_fault(model: Path) -> None:
+    limits = GrammarLimits(num_processes=1)
+    started: list[ChildProcess] = []
+
+    def start() -> ChildProcess:
+        started.append(ChildProcess("llguidance", str(model), limits))
+        return started[-1]
+
+    async def story() -> None:
+        compiler = GrammarCompiler(start, FirstToken, lambda program, text: program, limits)  # type: ignore[arg-type, return-value]
+        try:
+            await compiler.compile(Grammar(GrammarKind.REGEX, "a"))
+            process = started[0]._process
+            assert process is not None
+            assert f"socket:[{os.fstat(listener.fileno()).st_ino}]" not in sockets(process.pid)
+            os.kill(process.pid, signal.SIGSTOP)  # nobody notices its end before it is written to
+            os.kill(process.pid, signal.SIGKILL)
+            await compiler.compile(Grammar(GrammarKind.REGEX, "b"))
+            assert started[-1]._process is not None
+            assert started[-1]._process.pid != process.pid
+        finally:
+            await compiler.close()
+            await asyncio.gather(*(one._process.wait() for one in started if one._process is not None))
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        os.set_inheritable(listener.fileno(), True)  # as libraries make them
+        uvloop.run(story())
