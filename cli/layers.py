@@ -66,6 +66,8 @@ def _told(name: str, callback: Callable[..., Any]) -> Callable[..., Any]:
         try:
             for key, value in values.items():
                 settings.check_number(key, value)
+                if isinstance(value, str):
+                    settings.check_text(key, value)
         except ConfigError as error:
             print(f"error: {error}", file=sys.stderr)
             raise typer.Exit(2) from None

@@ -144,8 +144,8 @@ def convert(key: str, value: Any, hint: Any) -> Any:
         if value is None or value == "":
             return None
         hint = next(arm for arm in typing.get_args(hint) if arm is not type(None))
-    if isinstance(value, str) and "\0" in value:
-        raise ConfigError(key, value, "must not hold a NUL character")
+    if isinstance(value, str):
+        check_text(key, value)
     if hint is bool:
         text = str(value).lower()
         if text not in _TRUE + _FALSE:
@@ -176,6 +176,17 @@ def convert(key: str, value: Any, hint: Any) -> Any:
 
 def _is_plain(value: Any) -> bool:
     return isinstance(value, (str, int, float))
+
+
+def check_text(key: str, value: str) -> None:
+    """Raises: ConfigError for what no protocol and no file system takes as text: bytes of a command line that are no UTF-8 come
+    as lone surrogates."""
+    if "\0" in value:
+        raise ConfigError(key, value, "must not hold a NUL character")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(key, ascii(value), "must be valid UTF-8") from None
 
 
 def check_number(key: str, value: Any) -> None:

@@ -65,7 +65,10 @@ def set_tools(request: router_pb2.GenerateRequest, options: Mapping[str, Any]) -
     elif choice in _TOOL_CHOICES:
         request.tool_choice = _TOOL_CHOICES[choice]
     else:
-        request.tool_name = choice
+        try:
+            request.tool_name = choice
+        except ValueError as error:
+            raise InvalidRequestError(f"tool_choice cannot be sent: {error}", param="tool_choice") from None
     request.single_tool_call = options.get("parallel_tool_calls", True) is False
 
 

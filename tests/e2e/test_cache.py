@@ -21,6 +21,10 @@ async def test_repeated_prompt_comes_from_decodes_own_cache(client: AsyncClient,
     first = await client.generate(**options, local_prefill_max_tokens=0)  # else a busy decode worker might be cheaper
     assert first.usage.cached_tokens == 0
     assert not first.explanation.local_prefill
+    why = first.explanation
+    assert 0 < why.prefill_queue_s + why.prefill_compute_s <= why.first_token_s - why.reserved_s + 0.01, (
+        "no second counts twice"
+    )
     assert first.explanation.kv_bytes == len(prompt) * KV_BYTES_PER_TOKEN
     assert first.explanation.prefill == "prefill-0"
 

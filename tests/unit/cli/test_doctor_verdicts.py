@@ -95,6 +95,7 @@ HOST_TIER = {**SETTINGS, "num_host_blocks": "100", "preemption_mode": "auto"}
         ("cluster", Level.BAD, "does not answer", facts(reasons=["d0 does not answer"], ready=False)),
         ("cluster", Level.BAD, "do not fit: block_size", facts(cluster={"incompatible": [{"prefill": "p0", "decode": "d0", "why": ["block_size"]}]})),
         ("cluster", Level.UNKNOWN, "cannot be asked", facts(decode=Worker("d0", "decode", "d0:50051", "UNAVAILABLE"))),
+        ("cluster", Level.BAD, "d0 is not running: nobody listens at d0:50051", facts(decode=Worker("d0", "decode", "d0:50051", "UNAVAILABLE: connect: Connection refused (111)"))),
         ("cluster", Level.BAD, "7 of 8 blocks", facts(decode=replace(DECODE, violations=("7 of 8 blocks",)))),
         ("transport", Level.BAD, "ib_uverbs", facts(decode=replace(DECODE, settings=GPU, host=replace(HOST, rdma_missing=("kernel module ib_uverbs is not loaded",))))),
         ("transport", Level.WARN, "20.0 MB/s", facts(decode=replace(DECODE, bytes_per_s=20e6))),

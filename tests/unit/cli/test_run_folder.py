@@ -8,7 +8,8 @@ import pytest
 from diptych.cli.processes import ProcessIdentity, tail
 from diptych.cli.router_access import RouterAccess, router_access
 from diptych.cli.run_folder import ChildState, ClusterState, RunFolder
-from diptych.common.errors import ConfigError
+from diptych.cli.status_client import StatusClient
+from diptych.common.errors import ConfigError, NoWorkerError
 
 
 def make_state(**changes) -> ClusterState:
@@ -30,6 +31,33 @@ def test_one_owner_at_a_time(tmp_path: Path):
     assert second.owner() is None
     second.claim()
     second.release()
+
+
+def test_a_refused_start_leaves_no_folder_that_was_not_there(tmp_path: Path):
+    for there in (False, True):
+        root = tmp_path / "run"
+        if there:
+            root.mkdir()
+        folder = RunFolder(root)
+        folder.claim()
+        folder.release()
+        assert root.exists() is there
+    folder = RunFolder(tmp_path / "other")
+    folder.claim()
+    (folder.logs / "redis.log").write_text("kept")
+    folder.release()
+    assert [file.name for file in folder.logs.iterdir()] == ["redis.log"]
+
+
+def test_a_command_without_a_cluster_says_whom_it_asks(tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.setenv("DIPTYCH_RUN_DIR", str(tmp_path / "none"))
+    assert router_access().address == "127.0.0.1:50050"
+    told = capsys.readouterr().err
+    assert f"no cluster runs from {tmp_path / 'none'}: asking the default address 127.0.0.1:50050 (--address" in told
+    router_access("a:1")
+    assert not capsys.readouterr().err
+    with pytest.raises(NoWorkerError, match=r"the router at http://127.0.0.1:9 cannot be reached: Connection refused"):
+        StatusClient("http://127.0.0.1:9").get()
 
 
 def test_release_leaves_logs_only(tmp_path: Path):

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from diptych.cli.chat import Conversation, _turn, chat_on_terminal, chat_piped, summary
-from diptych.client import Completion, Delta, Explanation, Usage, WorkerLostError
+from diptych.client import Completion, Delta, Explanation, InvalidRequestError, Usage, WorkerLostError
 
 
 def make_completion(*texts: str, **changes: Any) -> Completion:
@@ -65,6 +65,18 @@ def test_piped_lines_are_turns_of_one_conversation() -> None:
         {"role": "assistant", "content": "Hello"},
         {"role": "user", "content": "Ciao"},
     ]
+
+
+def test_where_the_context_leaves_less_that_is_the_bound() -> None:
+    short = InvalidRequestError("max_tokens=5 is more than the 3 tokens that the context leaves", param="max_tokens")
+    client = FakeClient([short], ["Hi"], [InvalidRequestError("no", param="messages")])
+    out = io.StringIO()
+    conversation = Conversation(max_tokens=5)
+    assert chat_piped(client, conversation, ["Hello\n"], out) == 0  # type: ignore[arg-type]
+    assert [asked["max_tokens"] for asked in client.asked] == [5, None]
+    assert [message["content"] for message in conversation.messages] == ["Hello", "Hi"]
+    assert chat_piped(client, conversation, ["Hello\n"], out) == 1  # type: ignore[arg-type]
+    assert len(client.asked) == 3
 
 
 def test_commands_in_a_pipe_are_commands(capsys: pytest.CaptureFixture[str]) -> None:

@@ -80,6 +80,44 @@ def test_values_that_cannot_be_sent_are_named(options: dict[str, Any], param: st
     assert caught.value.param == param
 
 
+HALF = "a\ud800"
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"messages": [{"role": "user", "content": HALF}]}, "messages"),
+        ({"messages": [{"role": HALF, "content": "a"}]}, "messages"),
+        ({"prompt": "a", "stop": HALF}, "stop"),
+        ({"prompt": "a", "bad_words": [HALF]}, "bad_words"),
+        ({"prompt": "a", "model": HALF}, "model"),
+        ({"prompt": "a", "request_id": HALF}, "request_id"),
+        ({"prompt": "a", "idempotency_key": HALF}, "idempotency_key"),
+        ({"prompt": "a", "regex": HALF}, "regex"),
+        ({"prompt": "a", "ebnf": HALF}, "ebnf"),
+        ({"prompt": "a", "choice": [HALF]}, "choice"),
+        ({"prompt": "a", "json_schema": {"enum": [HALF]}}, "json_schema"),
+        ({"prompt": "a", "json_schema": HALF}, "json_schema"),
+        ({"messages": [{"role": "user", "content": "a"}], "tools": [{"name": HALF}]}, "tools"),
+        ({"messages": [{"role": "user", "content": "a"}], "tools": [{"name": "f", "description": HALF}]}, "tools"),
+        (
+            {"messages": [{"role": "user", "content": "a"}], "tools": [{"name": "f"}], "tool_choice": HALF},
+            "tool_choice",
+        ),
+    ],
+)
+def test_half_a_surrogate_pair_is_no_text_anywhere(options: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        build_request(options)  # type: ignore[arg-type]
+    assert caught.value.param == param
+
+
+def test_compact_json_reaches_its_field() -> None:
+    given = {"prompt": "a", "json_schema": {}, "compact_json": True}
+    assert build_request(given).sampling.grammar.compact  # type: ignore[arg-type]
+    assert not build_request({"prompt": "a", "regex": "a", "compact_json": True}).sampling.grammar.compact
+
+
 def test_an_unknown_keyword_is_a_bug_of_the_caller() -> None:
     with pytest.raises(TypeError, match="max_token"):
         build_request({"prompt": "a", "max_token": 3})  # type: ignore[typeddict-unknown-key]

@@ -242,3 +242,10 @@ def test_disaggregating_never_costs_more_than_the_margin_over_colocated():
 def test_whoever_rules_colocated_out_is_never_colocated(changes):
     placement = choose([worker("p0", pending=10**6)], [worker("d0")], n=400, **({"colocated_margin": 1.0} | changes))
     assert pair(placement) == ("p0", "d0")
+
+
+def test_the_rule_of_short_prompts_says_that_it_was_that():
+    local = choose([worker("p0")], [worker("d0", hit=160)], n=200)
+    assert local.notes == ("local prefill: 40 tokens to compute, at most 64 (local_prefill_max_tokens) never move",)
+    assert choose([worker("p0")], [worker("d0")], n=200).notes == ()
+    assert choose([], [worker("d0")], n=10).notes == ("no usable prefill worker: local prefill",)

@@ -48,6 +48,10 @@ def test_pool_size() -> None:
     assert blocks(available=20_000) == 11, "one whole context at least"
     with pytest.raises(ConfigError):
         blocks(kv_memory_bytes=999)
+    gib = 1 << 30
+    for name, value in (("num_blocks", 2**31 - 1), ("num_host_blocks", 2**31 - 1), ("kv_memory_bytes", 9 * gib)):
+        with pytest.raises(ConfigError, match=rf"{name}={value}: takes [0-9,.]+ GiB, and 8.0 GiB are free"):
+            blocks(available=8 * gib, **{name: value})
 
 
 def test_handles_there_and_back() -> None:
