@@ -83,7 +83,7 @@ def _yaml_loader() -> type[Any]:
     """The safe loader, but a key that stands twice is an error: which of the two was meant?"""
     import yaml
 
-    class Loader(yaml.SafeLoader):
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
             seen: set[str] = set()
             for key, _ in node.value:

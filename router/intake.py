@@ -292,7 +292,7 @@ class Intake:
     async def _token_ids(self, spec: GenerateSpec, param: str) -> list[int]:
         most = self._most_tokens(spec)
         bound = self._limits.text_bound if most is None else None
-        limit: dict[str, Any] = {} if bound is None else {"limit": bound.limit(self._limits.max_model_len())}
+        more: dict[str, Any] = {} if bound is None else {"limit": bound.limit(self._limits.max_model_len())}
         if param == "token_ids":
             allowed = self._limits.max_model_len() if most is None else _MAX_DETOKENIZED
             ids = check_ids(spec.token_ids, self._tokenizer.vocab_size, allowed)
@@ -300,18 +300,19 @@ class Intake:
             if not isinstance(spec.prompt, str):
                 raise InvalidRequestError("prompt must be text", param="prompt")
             size = self._check_size(len(spec.prompt), param)
-            encode = partial(self._tokenizer.encode, spec.prompt, spec.add_special_tokens, **limit)
+            encode = partial(self._tokenizer.encode, spec.prompt, spec.add_special_tokens, **more)
             ids = await self._lanes.run(encode, size)
         else:
             size = self._check_size(text_size(spec.messages), param)
+            if spec.continue_final_message:
+                more["continue_final_message"] = True
             encode = partial(
                 self._tokenizer.encode_chat,
                 spec.messages,
                 spec.add_generation_prompt and not spec.continue_final_message,
                 tools=spec.tools,
                 extra=spec.chat_template_kwargs,
-                **({"continue_final_message": True} if spec.continue_final_message else {}),
-                **limit,
+                **more,
             )
             ids = await self._lanes.run(encode, size)
         if not ids:

@@ -46,7 +46,7 @@ def test_it_holds_none_of_the_workers_sockets_and_its_death_is_nobodys_fault(mod
         return started[-1]
 
     async def story() -> None:
-        compiler = GrammarCompiler(start, FirstToken, lambda program, text: program, limits)  # type: ignore[arg-type, return-value]
+        compiler = GrammarCompiler(start, lambda _: FirstToken(bytes(64)), lambda program, text: program, limits)  # type: ignore[arg-type, return-value]
         try:
             await compiler.compile(Grammar(GrammarKind.REGEX, "a"))
             process = started[0]._process
