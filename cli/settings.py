@@ -61,7 +61,8 @@ def read_file(path: Path) -> dict[str, Any]:
         import yaml
 
         try:
-            data = yaml.load(text, _yaml_loader()) or {}  # noqa: S506 - derived from the safe one
+            _check_given_once(yaml.compose(text, yaml.SafeLoader))
+            data = yaml.safe_load(text) or {}
         except (yaml.YAMLError, ValueError) as error:  # ValueError: a date such as 2024-13-45
             raise ConfigError("config", str(path), f"is not YAML: {error}") from None
         except RecursionError:
@@ -79,23 +80,14 @@ def read_file(path: Path) -> dict[str, Any]:
     return found
 
 
-def _yaml_loader() -> type[Any]:
-    """The safe loader, but a key that stands twice is an error: which of the two was meant?"""
-    import yaml
-
-    class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            seen: set[str] = set()
-            for key, _ in node.value:
-                if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
-                    if key.value in seen:
-                        raise yaml.constructor.ConstructorError(
-                            None, None, f"{key.value} is given twice", key.start_mark
-                        )
-                    seen.add(key.value)
-            return super().construct_mapping(node, deep)
-
-    return Loader
+def _check_given_once(tree: Any) -> None:
+    """Raises: ConfigError for a key that stands twice in a YAML mapping: which of the two was meant?"""
+    seen: set[str] = set()
+    for key, _ in tree.value if getattr(tree, "id", "") == "mapping" else ():
+        if isinstance(key.value, str):
+            if key.value in seen:
+                raise ConfigError(key.value, "", "is given twice in the config file")
+            seen.add(key.value)
 
 
 def merge(

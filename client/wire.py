@@ -114,10 +114,9 @@ def typed(error: grpc.RpcError, address: str) -> DiptychError:
     return found
 
 
-_REASON = re.compile(r"(?:^|: )([^:]*?) ?\(\d+\)\W*$")
+_CODE = re.compile(r" ?\(\d+\)$")
 
 
 def _plain(details: str) -> str:
-    """gRPC's own words end, behind addresses and file names, with those of the system: "Connection refused (111)"."""
-    found = _REASON.search(details)
-    return found[1] if found and found[1] else details
+    """gRPC's own words end, behind addresses and layers, with those of the system: "Connection refused (111)"."""
+    return _CODE.sub("", details.rpartition(": ")[2]) if "last error: " in details else details
