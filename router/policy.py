@@ -194,7 +194,7 @@ def choose_placement(
         order = [p, *(i for i in order if i != p)]
     elif not order and not notes:
         notes = ("no usable prefill worker: local prefill",)
-    elif alone is None:
+    elif p is None and alone is None:
         fresh = request.num_prompt_tokens - snapshot.view(snapshot.fleet.num_prefill + d).hit_tokens
         most = request.local_prefill_max_tokens
         notes = (f"local prefill: {fresh} tokens to compute, at most {most} (local_prefill_max_tokens) never move",)
