@@ -1,8 +1,9 @@
-/* Attention straight from the paged pool [blocks][layers][2][block_size][kv_heads][head_dim].
+/* Attention straight from the paged pool [blocks][layers][2][block_size][kv_heads][head_dim], for rows that are alone in their
+ * sequence's step; attention_tile.h has those that come in chunks.
  *
- * A tile is a few neighbouring rows of one sequence; one task serves a tile and one KV head with the query heads that share
- * it, or, where there are many sequences, a single row with all its heads. Every query goes through its tokens in their order: its result depends neither on the rows beside it nor on how a prompt
- * was cut into chunks, bit for bit.
+ * One task serves a row and one KV head with the query heads that share it, or, where there are many rows, a row with all its
+ * heads. Every query goes through its tokens in their order, and every sum over lanes has its one order: a result depends neither
+ * on the rows beside it nor on how a prompt was cut into chunks, bit for bit.
  */
 #ifndef DIPTYCH_ATTENTION_H
 #define DIPTYCH_ATTENTION_H
@@ -12,6 +13,7 @@
 #define MAX_HEAD_DIM 256
 #define MAX_ROW 4096      /* heads * head_dim of a row that goes through the KV with all its heads */
 #define MAX_ROW_HEADS 64
+#define ROW_SCORES (32 << 10) /* of a row with all its heads: 128 KiB, so that they stay in the cache. Longer ones go head by head */
 
 struct attention {
     const float *pool;      /* of this layer: K of block b begins at pool + b * block_step, its V v_offset behind */
@@ -26,13 +28,12 @@ struct attention {
     float scale;
 };
 
-/* Queries of one KV head that go through a tile together, and rows of a tile. */
+/* Queries of one KV head that go through a row's tokens together. */
 INLINE long heads_together(long group) {
     long heads = min_long(group, TILE);
     while (group % heads) heads--;
     return heads;
 }
-INLINE long tile_rows(long group) { return max_long(1, TILE / group); }
 
 /* Rows that are read a little later: asked for, a row at a time, while others are computed. Blocks lie anywhere in memory, and
  * no hardware foresees the next one. */
@@ -141,9 +142,10 @@ INLINE long first_seen(const struct attention *a, long position) {
 }
 INLINE long lane_begin(long first) { return first - first % LANES; }
 
-/* The scores of the query at `position`, of tokens [begin, end), to weights; tokens that it does not see weigh nothing. */
-INLINE float weigh(const struct attention *a, float *own, long position, long begin, long end) {
-    long last = position + 1, first = first_seen(a, position), from = lane_begin(first);
+/* A query's scores of tokens [begin, end) to weights; what is not in [first, last) weighs nothing. Its lanes begin where those of
+ * token 0 do. */
+INLINE float weigh(float *own, long first, long last, long begin, long end) {
+    long from = lane_begin(first);
     for (long t = from; t < first; t++) own[t] = -INFINITY;
     float total = soften(own + from, last - from);
     for (long t = begin; t < first; t++) own[t] = 0.0f;
@@ -151,14 +153,15 @@ INLINE float weigh(const struct attention *a, float *own, long position, long be
     return total;
 }
 
-INLINE void attend_queries(const int queries, const struct attention *a, const int64_t *table, long kv_head, long head,
-                           long heads, long first_row, long position, float *scores) {
+/* One row and `heads` query heads of a KV head, from `head` on. */
+INLINE void attend_heads(const int heads, const struct attention *a, const int64_t *table, long kv_head, long head, long row,
+                         long position, float *scores) {
     float q[TILE][MAX_HEAD_DIM], sums[TILE][MAX_HEAD_DIM], totals[TILE];
-    long dim = a->head_dim, step = a->kv_heads * dim, size = a->block_size, end = position + queries / heads;
-    long begin = lane_begin(first_seen(a, position));
-    struct ahead none = {a->pool, 0}; /* the tiles before and behind this one read the same blocks */
-    for (int j = 0; j < queries; j++) {
-        const float *from = a->q + (first_row + j / heads) * a->q_step + (head + j % heads) * dim;
+    long dim = a->head_dim, step = a->kv_heads * dim, size = a->block_size, end = position + 1;
+    long first = first_seen(a, position), begin = lane_begin(first);
+    struct ahead none = {a->pool, 0};
+    for (int j = 0; j < heads; j++) {
+        const float *from = a->q + row * a->q_step + (head + j) * dim;
         for (long d = 0; d < dim; d += LANES) {
             store(q[j] + d, load(from + d) * spread(a->scale));
             store(sums[j] + d, (vec){0});
@@ -167,19 +170,19 @@ INLINE void attend_queries(const int queries, const struct attention *a, const i
     for (long t = begin; t < end;) {
         long offset = t % size, count = min_long(size - offset, end - t);
         const float *k = a->pool + table[t / size] * a->block_step + kv_head * dim + offset * step;
-        block_scores(queries, q[0], MAX_HEAD_DIM, k, step, dim, count, none, scores + t, a->max_len);
+        block_scores(heads, q[0], MAX_HEAD_DIM, k, step, dim, count, none, scores + t, a->max_len);
         t += count;
     }
-    for (int j = 0; j < queries; j++) totals[j] = weigh(a, scores + j * a->max_len, position + j / heads, begin, end);
+    for (int j = 0; j < heads; j++) totals[j] = weigh(scores + j * a->max_len, first, end, begin, end);
     for (long t = begin; t < end;) {
         long offset = t % size, count = min_long(size - offset, end - t);
         const float *v = a->pool + table[t / size] * a->block_step + a->v_offset + kv_head * dim + offset * step;
         for (long d = 0; d < dim; d += PANEL)
-            block_values(queries, scores + t, a->max_len, v + d, step, count, none, sums[0] + d, MAX_HEAD_DIM);
+            block_values(heads, scores + t, a->max_len, v + d, step, count, none, sums[0] + d, MAX_HEAD_DIM);
         t += count;
     }
-    for (int j = 0; j < queries; j++) {
-        float *to = a->out + (first_row + j / heads) * a->out_step + (head + j % heads) * dim;
+    for (int j = 0; j < heads; j++) {
+        float *to = a->out + row * a->out_step + (head + j) * dim;
         for (long d = 0; d < dim; d += LANES) store(to + d, load(sums[j] + d) / spread(totals[j]));
     }
 }
@@ -190,7 +193,7 @@ INLINE void attend_row(const int together, const struct attention *a, const int6
                        float *scores) {
     float q[MAX_ROW], totals[MAX_ROW_HEADS], *out = a->out + row * a->out_step;
     long dim = a->head_dim, step = a->kv_heads * dim, size = a->block_size, heads = a->kv_heads * a->group;
-    long end = position + 1, begin = lane_begin(first_seen(a, position));
+    long end = position + 1, seen = first_seen(a, position), begin = lane_begin(seen);
     for (long d = 0; d < heads * dim; d += LANES) {
         store(q + d, load(a->q + row * a->q_step + d) * spread(a->scale));
         store(out + d, (vec){0});
@@ -209,7 +212,7 @@ INLINE void attend_row(const int together, const struct attention *a, const int6
         }
         t = next;
     }
-    for (long head = 0; head < heads; head++) totals[head] = weigh(a, scores + head * end, position, begin, end);
+    for (long head = 0; head < heads; head++) totals[head] = weigh(scores + head * end, seen, end, begin, end);
     for (long t = begin; t < end;) {
         long offset = t % size, count = min_long(size - offset, end - t), next = t + count;
         const float *v = a->pool + table[t / size] * a->block_step + a->v_offset + offset * step;
@@ -236,23 +239,20 @@ INLINE void attend_row(const int together, const struct attention *a, const int6
 #define EACH_COUNT(CASE) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5)
 #endif
 
-static void attend_task(const void *context, long task, int thread) {
-    const struct attention *a = context;
-    const int64_t *t = a->tiles + task / a->kv_heads * 4, *table = a->blocks + t[3];
-    long kv_head = task % a->kv_heads, heads = heads_together(a->group), all = a->kv_heads * a->group;
-    float *scores = a->scores + thread * a->scores_step;
-    if (a->whole_rows && t[1] == 1 && all * (t[2] + 1) <= a->scores_step && all <= MAX_ROW_HEADS &&
-        all * a->head_dim <= MAX_ROW) {
-        if (kv_head) return; /* the task of the first one serves them all */
-#define ROW(H) case H: attend_row(H, a, table, t[0], t[2], scores); break;
+/* One row: with all its heads where that is wanted and fits (the task of the first KV head serves them all then). */
+static void attend_single(const struct attention *a, const int64_t *table, long kv_head, long row, long position, float *scores) {
+    long heads = heads_together(a->group), all = a->kv_heads * a->group;
+    if (a->whole_rows && all * (position + 1) <= min_long(ROW_SCORES, a->scores_step) && all <= MAX_ROW_HEADS && all * a->head_dim <= MAX_ROW) {
+        if (kv_head) return;
+#define ROW(H) case H: attend_row(H, a, table, row, position, scores); break;
         switch (heads) { EACH_COUNT(ROW) }
 #undef ROW
         return;
     }
     for (long head = kv_head * a->group; head < (kv_head + 1) * a->group; head += heads) {
-#define TILE_OF(Q) case Q: attend_queries(Q, a, table, kv_head, head, heads, t[0], t[2], scores); break;
-        switch (heads * t[1]) { EACH_COUNT(TILE_OF) }
-#undef TILE_OF
+#define HEADS(H) case H: attend_heads(H, a, table, kv_head, head, row, position, scores); break;
+        switch (heads) { EACH_COUNT(HEADS) }
+#undef HEADS
     }
 }
 

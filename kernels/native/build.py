@@ -11,7 +11,7 @@ __all__ = ["NativeError", "build", "find_compiler", "functions_of", "library_pat
 _SOURCES = CSources(
     "decoder",
     Path(__file__).parent,
-    ("vectors.h", "threads.h", "matmul.h", "attention.h", "decoder.c"),
+    ("vectors.h", "threads.h", "matmul.h", "attention.h", "attention_tile.h", "decoder.c"),
     ("-O3", "-march=native", "-shared", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast", "-pthread"),
 )
 

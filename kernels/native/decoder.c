@@ -3,7 +3,7 @@
  * Compiled where it runs (see kernels/native/build.py) and called through ctypes: the structs below are mirrored in
  * kernels/native/api.py. No function allocates, keeps a pointer or fails.
  */
-#include "attention.h"
+#include "attention_tile.h"
 
 #define EXPORT __attribute__((visibility("default")))
 #define NORM_ROWS 16
@@ -131,15 +131,14 @@ struct feed {
 
 static void feed_task(const void *context, long task, int thread) {
     const struct feed *job = context;
-    long group = group_panels(job->gate.inputs), p = task * group;
-    long end = min_long(num_panels(job->gate.outputs), p + group), outputs = job->gate.outputs;
+    struct share share = share_of(&job->gate, task);
+    long outputs = job->gate.outputs, size = job->gate.inputs * PANEL;
     (void)thread;
-    long size = job->gate.inputs * PANEL;
-    linear_panels(&job->gate, p, end, job->up.weight + p * size);
-    linear_panels(&job->up, p, end, job->gate.weight + end * size);
-    for (long r = 0; r < job->gate.rows; r++) {
+    linear_share(&job->gate, share, job->up.weight + share.p * size);
+    linear_share(&job->up, share, job->gate.weight + share.end * size);
+    for (long r = share.first; r < share.last; r++) {
         float *gate = job->gate.y + r * outputs, *up = job->up.y + r * outputs;
-        for (long i = p * PANEL; i < min_long(outputs, end * PANEL); i += LANES) {
+        for (long i = share.p * PANEL; i < min_long(outputs, share.end * PANEL); i += LANES) {
             vec value = load(gate + i);
             store(gate + i, value / (spread(1.0f) + exp_lanes(-value)) * load(up + i));
         }
@@ -158,7 +157,7 @@ static void feed_part(const struct model *m, long index, const struct step *s) {
         {s->normed, layer->gate_up, bias, s->gate, rows, hidden, ffn, hidden, ffn, 0},
         {s->normed, up, bias ? bias + ffn : 0, s->up, rows, hidden, ffn, hidden, ffn, 0},
     };
-    run_tasks(feed_task, &feed, ceil_div(num_panels(ffn), group_panels(hidden)), threads);
+    run_tasks(feed_task, &feed, num_shares(&feed.gate), threads);
     struct linear down = {s->gate, layer->down, layer->down_bias, s->x, rows, ffn, hidden, ffn, hidden, 1};
     linear_run(&down, threads);
 }

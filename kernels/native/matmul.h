@@ -11,6 +11,8 @@
 
 #define ROWS_BYTES (200 << 10)  /* of x that are kept in the second-level cache */
 #define GROUP_BYTES (160 << 10) /* of packed weights of one task */
+#define PART_ROWS 72            /* of a task at least, where there are as many */
+#define MAX_PARTS 16
 #define AHEAD 128               /* inputs whose weights are asked for early */
 
 /* Memory that is wanted soon, or none: so many bytes of it are asked for beside every input. */
@@ -130,24 +132,47 @@ static void some_rows(const struct linear *job, long first, long last, long p, l
     }
 }
 
+/* What one task computes: rows [first, last) of panels [p, end). The parts of the rows follow each other, so that a task finds its
+ * weights in the cache where the one before it had them; there are enough tasks for threads that the machine holds up for a while. */
+struct share {
+    long first, last, p, end;
+};
+
+INLINE long row_parts(long rows) { return max_long(1, min_long(rows / PART_ROWS, MAX_PARTS)); }
+
+INLINE long num_shares(const struct linear *job) {
+    return ceil_div(num_panels(job->outputs), group_panels(job->inputs)) * row_parts(job->rows);
+}
+
+INLINE struct share share_of(const struct linear *job, long task) {
+    long parts = row_parts(job->rows), part = task % parts, tiles = ceil_div(job->rows, TILE), group = group_panels(job->inputs);
+    long p = task / parts * group;
+    return (struct share){
+        .first = tiles * part / parts * TILE,
+        .last = min_long(job->rows, tiles * (part + 1) / parts * TILE),
+        .p = p,
+        .end = min_long(num_panels(job->outputs), p + group),
+    };
+}
+
 /* then: what is read behind these panels. */
-static void linear_panels(const struct linear *job, long p, long end, const float *then) {
+static void linear_share(const struct linear *job, struct share share, const float *then) {
     long block = max_long(TILE, ROWS_BYTES / (job->inputs * 4) / TILE * TILE);
-    const float *again = job->weight + p * job->inputs * PANEL;
-    for (long first = 0; first < job->rows; first += block)
-        some_rows(job, first, min_long(job->rows, first + block), p, end, first + block < job->rows ? again : then);
+    const float *again = job->weight + share.p * job->inputs * PANEL;
+    if (share.last < job->rows) then = again;
+    for (long first = share.first; first < share.last; first += block)
+        some_rows(job, first, min_long(share.last, first + block), share.p, share.end, first + block < share.last ? again : then);
 }
 
 static void linear_task(const void *context, long task, int thread) {
     (void)thread;
     const struct linear *job = context;
-    long group = group_panels(job->inputs), p = task * group, end = min_long(num_panels(job->outputs), p + group);
-    linear_panels(job, p, end, job->weight + end * job->inputs * PANEL); /* the matrices of a layer lie one behind the other */
+    struct share share = share_of(job, task);
+    linear_share(job, share, job->weight + share.end * job->inputs * PANEL); /* the matrices of a layer lie one behind the other */
 }
 
 static void linear_run(const struct linear *job, int num_threads) {
-    if (job->rows > 0)
-        run_tasks(linear_task, job, ceil_div(num_panels(job->outputs), group_panels(job->inputs)), num_threads);
+    if (job->rows > 0) run_tasks(linear_task, job, num_shares(job), num_threads);
 }
 
 static void pack_panel(const float *weight, long inputs, long outputs, long p, float *out) {

@@ -23,8 +23,8 @@ _ROW_LAYERS = 128
 """Rows x layers of one call in a step of single tokens: some ten milliseconds. Each call gives up the interpreter lock, and
 getting it back from a busy event loop takes longer than the look whether the step is still wanted is worth."""
 
-_ROW_SCORES = 1 << 15
-"""Scores of one row with all its heads: 128 KiB, so that they stay in the cache. Longer sequences go head by head."""
+_SCORES = 96 << 10
+"""Scores of the queries that go through a chunk's tokens together: they stay in the second-level cache."""
 
 
 def _at(tensor: Tensor | None) -> int | None:
@@ -156,7 +156,7 @@ class _Buffers:
             if name not in self._tensors or self._tensors[name].numel() < rows * width:
                 self._tensors[name] = torch.empty((rows + rows // 4) * width)
         max_len = -(-batch.max_len // 64) * 64
-        scores_step = max(_ROW_SCORES, self._tile * max_len)
+        scores_step = max(_SCORES, self._tile * max_len)
         if self._scores.numel() < threads * scores_step:
             self._scores = torch.empty(threads * (scores_step + scores_step // 4))
         return Step(
