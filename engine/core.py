@@ -101,6 +101,7 @@ class EngineCore:
         self._answers: list[EngineEvent] = []
         self._pulls = Pulls()
         self._tells_layers = runner if isinstance(runner, TellsLayers) and runner.tells_layers else None
+        self._before_packing: Callable[[], None] = lambda: None
         self._on_packed_early: Callable[[], None] = lambda: None
         self.events_may_wait = False
         """The last step was a large one of decodes: its events may go out while the next one is on the device."""
@@ -121,9 +122,15 @@ class EngineCore:
         if self._flight is not None:
             self._land(None)
 
-    def on_packed_early(self, callback: Callable[[], None]) -> None:
-        """`callback` is called in the midst of a step that has packed some layers already: `take_events` has their ranges."""
-        self._on_packed_early = callback
+    def on_packing(self, take_grants: Callable[[], None], packed_early: Callable[[], None]) -> None:
+        """`take_grants` hands over (`handle`) slabs that came back, before anything is packed; `packed_early` is called in the
+        midst of a step that has packed something already: `take_events` has its ranges."""
+        self._before_packing, self._on_packed_early = take_grants, packed_early
+
+    @property
+    def computes_here(self) -> bool:
+        """No step is on a device when `step` returns."""
+        return self._device is None
 
     @property
     def pulling(self) -> bool:
@@ -182,6 +189,8 @@ class EngineCore:
 
     def _begin(self, cancelled: Container[str]) -> bool:
         """A step with nothing before it on the device. Returns: whether there was anything to do."""
+        if self._pack(self.scheduler.packing.next_job, partial(handover.pack_failed, self.scheduler)):
+            self._on_packed_early()  # into slabs that came back since the last step: it does not wait for this one
         start = self._clock.now()
         out = self.scheduler.schedule(start)
         copied = self._copy_blocks()
@@ -330,18 +339,22 @@ class EngineCore:
 
     def _pack_layers_of(self, out: SchedulerOutput, runner: TellsLayers) -> None:
         """Have the step pack its last chunks' layers as they come, where that wins."""
-        groups = LayerGroups(self.scheduler, out)
+        groups, packing = LayerGroups(self.scheduler, out), self.scheduler.packing
 
         def on_layers(num_layers: int) -> None:
-            if self._pack(partial(groups.next_job, num_layers), lambda job, error: groups.give_up(job)):
+            packed = self._pack(partial(groups.next_job, num_layers), lambda job, error: groups.give_up(job))
+            # Requests that wait for slabs only: they take no part in the step.
+            packed |= self._pack(packing.late_job, partial(handover.pack_failed, self.scheduler))
+            if packed:
                 self._on_packed_early()
 
-        runner.on_layers = on_layers if groups else _ignore
+        runner.on_layers = on_layers if groups or packing.any_late else lambda num_layers: None
 
     def _pack(
         self, next_job: Callable[[], PackJob | None], on_failure: Callable[[PackJob, DiptychError], None]
     ) -> bool:
         """Returns: whether there was anything to pack."""
+        self._before_packing()
         any_packed = False
         while (job := next_job()) is not None:
             any_packed = True
@@ -381,10 +394,6 @@ class EngineCore:
                     return
                 remote.unpacked(self.scheduler, job, last=command.last)
         self._answers.append(RangeUnpacked(command.attempt, command.job, job is not None))
-
-
-def _ignore(num_layers: int) -> None:
-    """Nothing of the step goes out early."""
 
 
 def _internal(what: str, error: Exception) -> DiptychError:

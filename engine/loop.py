@@ -7,6 +7,7 @@ refused by whoever sends them.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from diptych.engine.messages import (
     EngineEvent,
     EngineStats,
     Failed,
+    GrantSlabs,
     RangeUnpacked,
     UnpackRange,
 )
@@ -44,6 +46,13 @@ class Ask:
 
 class _Stop:
     pass
+
+
+class _Granted:
+    """Slabs lie in `_grants`."""
+
+
+_GRANTED = _Granted()
 
 
 class _Cancelled:
@@ -82,7 +91,9 @@ class StepThread:
         self._clock = clock
         self._deliver = deliver
         self._on_exit = on_exit
-        self._inbox: SimpleQueue[Command | Ask | _Stop] = SimpleQueue()
+        self._inbox: SimpleQueue[Command | Ask | _Stop | _Granted] = SimpleQueue()
+        self._grants: SimpleQueue[GrantSlabs] = SimpleQueue()
+        """Slabs that came back: packing sees them at once, also in the midst of a step."""
         self._cancelled = _Cancelled()
         self._alive = True
         self._stopping = False
@@ -101,7 +112,11 @@ class StepThread:
         """Thread-safe, never blocks. On a dead thread the command is refused at once."""
         if isinstance(item, Cancel):
             self._cancelled.add(item.attempt)
-        self._inbox.put(item)
+        if isinstance(item, GrantSlabs):
+            self._grants.put(item)
+            self._inbox.put(_GRANTED)
+        else:
+            self._inbox.put(item)
         if not self._alive:
             self._refuse_inbox()
 
@@ -139,7 +154,7 @@ class StepThread:
     def _loop(self) -> None:
         core = self._core
         core.on_launched(self._flush)
-        core.on_packed_early(self._flush)
+        core.on_packing(self._take_grants, self._flush)
         worked = False
         while True:
             if not worked and core.pulling:
@@ -151,6 +166,8 @@ class StepThread:
             if self._stopping:
                 core.land()
                 return
+            if core.computes_here and not (worked and core.events_may_wait):
+                self._flush()  # first tokens, and answers to ranges, do not wait for the step; on a device its launch sends them
             self._stats = core.stats(busy_since=self._clock.now())
             worked = core.step(self._cancelled)
             # What the event loop makes of many tokens would hold up the next step's launch: one interpreter serves both.
@@ -185,9 +202,16 @@ class StepThread:
         except Empty:
             return some
 
-    def _take(self, item: Command | Ask | _Stop) -> None:
+    def _take_grants(self) -> None:
+        with contextlib.suppress(Empty):
+            while True:
+                self._core.handle(self._grants.get_nowait())
+
+    def _take(self, item: Command | Ask | _Stop | _Granted) -> None:
         if isinstance(item, _Stop):
             self._stopping = True
+        elif isinstance(item, _Granted):
+            self._take_grants()
         elif isinstance(item, Ask):
             self._flush()  # an answer is never ahead of the events it already contains
             item.reply(item.question(self._core), None)

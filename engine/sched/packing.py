@@ -10,12 +10,13 @@ layers then goes after the step.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from diptych.common.errors import ConfigError
 from diptych.engine.messages import SlabGrant
 from diptych.engine.overlap import Overlap
-from diptych.engine.sched.request import Request
+from diptych.engine.sched.request import Request, State
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +77,21 @@ class Packing:
 
     def next_job(self) -> PackJob | None:
         """The oldest request with a computed range and a peer below its quota; None: nothing can be packed now."""
+        return self._job(self._pending.values())
+
+    @property
+    def any_late(self) -> bool:
+        """A prompt is computed, and not all of it is packed."""
+        return any(request.state is State.PACKING for request in self._pending.values())
+
+    def late_job(self) -> PackJob | None:
+        """As `next_job`, of prompts whose computing is over."""
+        return self._job(request for request in self._pending.values() if request.state is State.PACKING)
+
+    def _job(self, requests: Iterable[Request]) -> PackJob | None:
         if not self._grants:
             return None
-        for request in self._pending.values():
+        for request in requests:
             if request.packed_layers:
                 if request.num_computed >= request.kv_target and self._may_hold_more(request):
                     return self._layers(request, self._num_layers, self._grants.pop())

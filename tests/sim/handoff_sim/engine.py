@@ -15,7 +15,7 @@ from diptych.common.compat import Compat
 from diptych.engine.config import EngineConfig
 from diptych.engine.core import EngineCore
 from diptych.engine.fake_runner import FakeRunner
-from diptych.engine.messages import Cancel, Command, EngineEvent, EngineStats, UnpackRange
+from diptych.engine.messages import Cancel, Command, EngineEvent, EngineStats, GrantSlabs, UnpackRange
 from diptych.kvtransfer.layout import layout_hash
 
 BLOCK = 4
@@ -90,7 +90,7 @@ class SimEngine:
             check_invariants=True,
         )  # fmt: skip
         self.core = EngineCore(make_runner(context.sizes.num_blocks), config, IDENTITY, context.loop)
-        self.core.on_packed_early(self._deliver_early)
+        self.core.on_packing(self._take_grants, self._deliver_early)
         self._inbox: list[Command] = []
         self._scheduled = False
         self._some_early = False
@@ -127,6 +127,8 @@ class SimEngine:
             if isinstance(command, UnpackRange):
                 self._ctx.check_unpack(command)
             self.core.handle(command)
+        if early := self.core.take_events():  # they do not wait for the step
+            self._ctx.loop.call_soon(self._deliver, early)
         coming = {command.attempt for command in self._inbox if isinstance(command, Cancel)}
         self._some_early = False
         worked = self.core.step(CancelledLater(coming, self._ctx.rng.randint(0, 6)) if coming else ())
@@ -151,6 +153,12 @@ class SimEngine:
         if self._unfinished is not None:
             unfinished, self._unfinished = self._unfinished, None
             self._finish(*unfinished)
+
+    def _take_grants(self) -> None:
+        """Slabs that came back while the step was computed."""
+        for command in [command for command in self._inbox if isinstance(command, GrantSlabs)]:
+            self._inbox.remove(command)
+            self.core.handle(command)
 
     def _deliver_early(self) -> None:
         """In the midst of a step: some layers of a prompt's last chunk are packed."""

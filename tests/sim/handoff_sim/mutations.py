@@ -35,9 +35,9 @@ SEEN_BY: dict[str, int] = {
     "prefill_quarantine_has_no_end": 120,
     "a_late_send_frees_nothing": 168,
     "a_released_attempt_frees_nothing": 137,
-    "a_range_packed_too_late_keeps_its_grant": 48,
+    "a_range_packed_too_late_keeps_its_grant": 94,
     "legs_of_a_silent_decode_worker_go_on": 192,
-    "a_slab_is_finished_while_it_is_unpacked": 66,
+    "a_slab_is_finished_while_it_is_unpacked": 94,
 }
 """A seed that notices the guard's absence, where it takes more than a few to find one. Only saves time: see mutate.py."""
 

@@ -15,12 +15,14 @@ from diptych.engine.fake_device import FakeDeviceRunner
 from diptych.engine.fake_runner import FakeRunner
 from diptych.engine.messages import (
     AddRequest,
+    Admitted,
     BlocksStored,
     CacheCleared,
     Cancel,
     EngineRequest,
     Failed,
     Finished,
+    FirstToken,
     GrantSlabs,
     KvMode,
     PrefillComplete,
@@ -254,6 +256,26 @@ async def test_grants_wake_an_engine_that_waits_with_computed_blocks():
         assert isinstance(await bench.end_of(), PrefillComplete)
         packed = await bench.until(lambda e: isinstance(e, RangePacked))
         assert (packed.generation, packed.num_tokens, packed.size_bytes) == (7, 9, 9 * bench.runner.kv_bytes_per_token)
+
+
+async def test_a_first_token_of_prefills_does_not_wait_for_the_next_step():
+    async with Bench() as bench:
+        bench.client.send(AddRequest(make_request("b", max_tokens=40)))
+        bench.client.send(AddRequest(make_request("a", mode=KvMode.REMOTE)))
+        await bench.until(lambda e: isinstance(e, Admitted) and e.attempt == "a")
+        before, behind = Gate(), Gate()
+        bench.runner.before_execute = before
+        await before.wait_inside()
+        bench.client.send(FirstToken("a", 7))
+        bench.runner.before_execute = behind
+        before.go.set()
+        await behind.wait_inside()
+        try:
+            token = await bench.until(lambda e: isinstance(e, TokensOut) and e.attempt == "a")
+        finally:
+            bench.runner.before_execute = None
+            behind.go.set()
+        assert token.token_ids == (7,)
 
 
 async def test_sixteen_streams_at_once_equal_each_alone():

@@ -29,6 +29,10 @@ def runner(**more):
     return FakeRunner(64, 4, num_layers=LAYERS, **more)
 
 
+def _no_grants():
+    pass
+
+
 def ranges_of(events):
     return [(e.first_token, e.num_tokens, e.first_layer, e.num_layers) for e in events if isinstance(e, RangePacked)]
 
@@ -49,7 +53,7 @@ def test_ids_equal_the_local_run(kit, chunk, num_prompt, slabs):
 def test_groups_come_out_in_the_midst_of_the_step_and_the_token_behind_them(kit):
     prefill = kit.make_engine(runner())
     early = []
-    prefill.core.on_packed_early(lambda: early.append(prefill.core.take_events()))
+    prefill.core.on_packing(_no_grants, lambda: early.append(prefill.core.take_events()))
     prefill.send(GrantSlabs(kit.make_grants(4, 4096)))
     prefill.send(AddRequest(kit.make_request(prompt=9, mode=KvMode.PREFILL, layer_groups=True)))
     late = kit.run_until_idle(prefill)
@@ -124,7 +128,7 @@ def test_a_step_that_is_given_up_between_two_groups_frees_all_but_the_slab_that_
         early.extend(prefill.core.take_events())
         cancelled.add("a")
 
-    prefill.core.on_packed_early(packed_early)
+    prefill.core.on_packing(_no_grants, packed_early)
     prefill.send(GrantSlabs(kit.make_grants(4, 4096)))
     prefill.send(AddRequest(kit.make_request(prompt=9, mode=KvMode.PREFILL, layer_groups=True)))
     prefill.core.step(cancelled)
@@ -188,3 +192,69 @@ def test_decode_refuses_to_run_while_a_layer_is_missing(kit):
 def test_layers_outside_the_model_are_not_written(kit, first_layer):
     decode = Decode(kit)
     assert not decode.unpack(decode.parts[-1], first_layer=first_layer)
+
+
+def late_prompt(kit):
+    """Prefill, with a prompt of 9 tokens computed, 4 of them packed, and no slab for the others."""
+    prefill = kit.make_engine(runner())
+    token_bytes = prefill.core.scheduler.limits.kv_bytes_per_token
+    prefill.send(GrantSlabs(kit.make_grants(1, 4 * token_bytes)))
+    prefill.send(AddRequest(kit.make_request("late", prompt=9, mode=KvMode.PREFILL)))
+    assert ranges_of(kit.run_until_idle(prefill)) == [(0, 4, 0, 0)]
+    return prefill
+
+
+def test_a_slab_that_comes_back_in_the_midst_of_a_step_is_packed_between_two_layers(kit):
+    prefill = late_prompt(kit)
+    looks, early = [], []
+
+    def take_grants():
+        looks.append(1)
+        if len(looks) == 4:
+            prefill.core.handle(GrantSlabs(kit.make_grants(1, 4096, first=1)))
+
+    prefill.core.on_packing(take_grants, lambda: early.append(prefill.core.take_events()))
+    prefill.send(AddRequest(kit.make_request("other", prompt=7, mode=KvMode.PREFILL)))
+    prefill.core.step()
+    assert [ranges_of(events) for events in early] == [[(4, 5, 0, 0)]]
+    assert "PrefillComplete" in [type(e).__name__ for e in early[0]]
+    assert not [e for e in early[0] if getattr(e, "attempt", "") == "other" and type(e).__name__ == "TokensOut"]
+    late = prefill.core.take_events()
+    assert [e.attempt for e in late if type(e).__name__ == "TokensOut"] == ["other"]
+
+
+def test_a_slab_that_came_back_between_two_steps_is_packed_before_the_next_one(kit):
+    prefill = late_prompt(kit)
+    early = []
+    prefill.core.on_packing(_no_grants, lambda: early.append(prefill.core.take_events()))
+    prefill.core.handle(GrantSlabs(kit.make_grants(1, 4096, first=1)))
+    computed = []
+    prefill.core._runner.before_execute = lambda seqs: computed.append(len(early))
+    prefill.send(AddRequest(kit.make_request("other", prompt=7, mode=KvMode.PREFILL)))
+    prefill.core.step()
+    assert [ranges_of(events) for events in early] == [[(4, 5, 0, 0)]]
+    assert computed == [1]
+
+
+def test_a_late_prompt_that_cannot_be_packed_fails_alone(kit):
+    class Broken(FakeRunner):
+        broken = False
+
+        def pack(self, block_ids, num_tokens, out, layers=None):
+            if self.broken:
+                raise RuntimeError("no")
+            return super().pack(block_ids, num_tokens, out, layers)
+
+    engine = Broken(64, 4, num_layers=LAYERS)
+    prefill = kit.make_engine(engine)
+    token_bytes = prefill.core.scheduler.limits.kv_bytes_per_token
+    prefill.send(GrantSlabs(kit.make_grants(1, 4 * token_bytes)))
+    prefill.send(AddRequest(kit.make_request("late", prompt=9, mode=KvMode.PREFILL)))
+    kit.run_until_idle(prefill)
+    engine.broken = True
+    engine.before_execute = lambda seqs: prefill.core.handle(GrantSlabs(kit.make_grants(1, 4096, first=1)))
+    prefill.send(AddRequest(kit.make_request("other", prompt=7, mode=KvMode.PREFILL, want_kv=False)))
+    prefill.core.step()
+    events = prefill.core.take_events()
+    assert [type(e) for e in kit.ends_of(events, "late")] == [Failed]
+    assert [e.attempt for e in events if type(e).__name__ == "TokensOut"] == ["other"]
