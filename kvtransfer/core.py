@@ -336,6 +336,12 @@ class TransferCore:
         due = self._reader.next_deadline() if self._reader is not None else None
         return self._next_tick if due is None else min(self._next_tick, due)
 
+    @property
+    def awaited(self) -> bool:
+        """Peers have a reason to say something: slabs of ours are out, or reads of ours are open."""
+        side = self._publisher or self._reader
+        return side is not None and side.awaited
+
     def shut(self) -> None:
         """Fail what waits and close the transport; no turn may follow."""
         side = self._publisher or self._reader

@@ -151,8 +151,9 @@ class FaultyTransport:
     def busy(self) -> bool:
         return self.inner.busy()
 
-    def wait(self, wakeup: Wakeup, timeout_s: float) -> None:
-        self.inner.wait(wakeup, min(timeout_s, 0.001) if self._inbox or self._outbox else timeout_s)
+    def wait(self, wakeup: Wakeup, timeout_s: float, *, awaited: bool) -> None:
+        limit = min(timeout_s, 0.001) if self._inbox or self._outbox else timeout_s
+        self.inner.wait(wakeup, limit, awaited=awaited)
 
     def drop(self, peer: str, why: str) -> None:
         self.inner.drop(peer, why)

@@ -113,7 +113,7 @@ class InprocTransport:
     def busy(self) -> bool:
         return bool(self._mail or self._events)
 
-    def wait(self, wakeup: Wakeup, timeout_s: float) -> None:
+    def wait(self, wakeup: Wakeup, timeout_s: float, *, awaited: bool) -> None:
         self._wakeup = wakeup
         if not self.busy():
             sleep_on([wakeup.fileno()], timeout_s)

@@ -210,7 +210,7 @@ class IpcTransport:
     def busy(self) -> bool:
         return bool(self._events)
 
-    def wait(self, wakeup: Wakeup, timeout_s: float) -> None:
+    def wait(self, wakeup: Wakeup, timeout_s: float, *, awaited: bool) -> None:
         if self._events:
             return
         poll = select.poll()

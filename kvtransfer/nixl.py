@@ -16,7 +16,8 @@ closes the endpoint. Nor does it tell which path UCX chose for a peer: shared me
 hides the memory of the other process. So the first read from each peer is made alone, and the kernel's TCP counters tell.
 
 NIXL's progress thread would spin (its Python layer sets no delay), so there is none: the transfer thread
-drives all progress, sleeping 0.2 ms between two looks while messages come and 5 ms when idle.
+drives all progress, sleeping 0.2 ms between two looks while messages come, 2 ms while slabs are out, and 50 ms when no peer has
+a reason to say anything: a prefill worker hears of a decode worker only after it announced a slab.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ _WHERE = struct.Struct("<QQ")
 _MAX_METADATA_BYTES = 64 << 10
 _ACTIVE_S = 0.05
 """So long after the last sign of life more of it is expected at any moment."""
-_ACTIVE_SLEEP_S, _IDLE_SLEEP_S = 0.0002, 0.005
+_ACTIVE_SLEEP_S, _AWAITED_SLEEP_S, _IDLE_SLEEP_S = 0.0002, 0.002, 0.05
 _CLOSE_S = 1.0
 UNKNOWN_PATH = "nixl:any"
 _BOOT = blake3(Path("/proc/sys/kernel/random/boot_id").read_bytes()).digest(8)
@@ -93,6 +94,7 @@ class NixlTransport:
         self._ops = itertools.count(1)
         self._events: list[TransportEvent] = []
         self._active_at = 0.0
+        self._awaited = False
         self._closed = False
 
     def register(self, ring: Ring) -> None:
@@ -179,15 +181,18 @@ class NixlTransport:
     def busy(self) -> bool:
         return bool(self._events or self._reads or any(a.ops for a in self._answers.values()))
 
-    def wait(self, wakeup: Wakeup, timeout_s: float) -> None:
+    def wait(self, wakeup: Wakeup, timeout_s: float, *, awaited: bool) -> None:
         # NIXL has nothing to sleep on. A read in flight is worth a core.
         if any(read.xfer is not None for read in self._reads.values()):
             return
-        pause = timeout_s
-        if self._reads or time.monotonic() - self._active_at < _ACTIVE_S:
+        now = time.monotonic()
+        if awaited and not self._awaited:
+            self._active_at = now  # the first slab is out: whoever wants it asks soon
+        self._awaited = awaited
+        if self._reads or now - self._active_at < _ACTIVE_S:
             pause = _ACTIVE_SLEEP_S
-        elif self._registered is not None:
-            pause = _IDLE_SLEEP_S  # a first HELLO may come at any time
+        else:
+            pause = _AWAITED_SLEEP_S if awaited else _IDLE_SLEEP_S
         sleep_on([wakeup.fileno()], min(timeout_s, pause))
 
     def drop(self, peer: str, why: str) -> None:

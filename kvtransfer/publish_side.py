@@ -89,6 +89,11 @@ class PublishSide:
     def next_deadline(self) -> float | None:
         return None
 
+    @property
+    def awaited(self) -> bool:
+        """Slabs are out: whoever they are for may ask at any moment."""
+        return self._ledger.any_out
+
     def counts(self) -> SlabCounts:
         return self._ledger.counts()
 

@@ -185,6 +185,11 @@ class PublisherLedger:
     def counts(self) -> SlabCounts:
         return self.table.counts()
 
+    @property
+    def any_out(self) -> bool:
+        """A slab is published and not free again."""
+        return bool(self._lives)
+
     def held_by(self, peer: str) -> int:
         """Slabs that are not free on account of decode worker `peer`."""
         return sum(life.peer == peer for life in self._lives.values())

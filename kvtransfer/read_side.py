@@ -106,6 +106,11 @@ class ReadSide:
     def next_deadline(self) -> float | None:
         return self._ledger.next_deadline()
 
+    @property
+    def awaited(self) -> bool:
+        """Reads are open."""
+        return bool(self._wanted)
+
     def counts(self) -> SlabCounts:
         return self._ledger.counts()
 

@@ -56,7 +56,7 @@ class TransferThread(TransferCore):
                     alive = now
                 elif not (transport.busy() and now - alive < _SPIN_S):
                     limit = _BUSY_WAIT_S if transport.busy() else TICK_S
-                    transport.wait(wakeup, min(max(0.0, self.next_due() - now), limit))
+                    transport.wait(wakeup, min(max(0.0, self.next_due() - now), limit), awaited=self.awaited)
                     wakeup.clear()
         finally:
             self.shut()

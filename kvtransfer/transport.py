@@ -145,8 +145,12 @@ class Transport(Protocol):
         """Requests are pending that progress() can complete."""
         ...
 
-    def wait(self, wakeup: Wakeup, timeout_s: float) -> None:
-        """Sleep until something may have happened, at most `timeout_s`."""
+    def wait(self, wakeup: Wakeup, timeout_s: float, *, awaited: bool) -> None:
+        """Sleep until something may have happened, at most `timeout_s`.
+
+        Args:
+            awaited: a peer may say something at any moment, since slabs are out or reads are open; else nobody has a reason to.
+        """
         ...
 
     def drop(self, peer: str, why: str) -> None:

@@ -225,7 +225,7 @@ class UcxTransport:
     def busy(self) -> bool:
         return bool(self._pending or self._events or self._book.dying or self._active)
 
-    def wait(self, wakeup: Wakeup, timeout_s: float) -> None:
+    def wait(self, wakeup: Wakeup, timeout_s: float, *, awaited: bool) -> None:
         # arm() refuses while there is something to progress: then there is nothing to wait for.
         if not self._active and not self._events and self._worker.arm():
             sleep_on([self._worker.epoll_file_descriptor, wakeup.fileno()], timeout_s)
