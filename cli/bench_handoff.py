@@ -19,9 +19,10 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ import numpy as np
 from diptych.cli import bench_cluster
 from diptych.cli.bench_config import ClusterChoice
 from diptych.cli.bench_run import run_async
-from diptych.loadtest.environment import look_around
+from diptych.loadtest.environment import Environment, look_around
 from diptych.loadtest.svg import Series, chart
 from diptych.loadtest.target import Ask, Chunk, Ended, Event
 from diptych.loadtest.target_openai import OpenAITarget
@@ -98,7 +99,11 @@ async def timeline(target: OpenAITarget, ask: Ask) -> Timeline:
     return Timeline(tuple(came), transport)
 
 
-def cross_over(found: dict[str, dict[int, list[Timeline]]]) -> int | None:
+Found = dict[str, dict[int, list[Timeline]]]
+"""By mode and prompt length."""
+
+
+def cross_over(found: Found) -> int | None:
     """The shortest prompt from which on overlap exposes less than none, by the medians."""
     lengths = [n for n in sorted(found["on"]) if found["on"][n] and found["off"].get(n)]
     wins = [_exposed(found["on"][n]) < _exposed(found["off"][n]) for n in lengths]
@@ -115,18 +120,18 @@ def _summary(values: Sequence[float]) -> dict[str, Any]:
 
 
 async def _exposed_rounds(
-    targets: dict[str, OpenAITarget], lengths: Sequence[int], rounds: int, until: float
-) -> dict[str, dict[int, list[Timeline]]]:
-    """No round begins after `until` (monotonic)."""
+    targets: dict[str, OpenAITarget], lengths: Sequence[int], rounds: int, until: float, report: Callable[[Found], None]
+) -> None:
+    """No length begins after `until` (monotonic). `report` is called with what was found so far after each."""
     prompts = Prompts(5)
-    found: dict[str, dict[int, list[Timeline]]] = {mode: {n: [] for n in lengths} for mode in targets}
+    found: Found = {mode: {n: [] for n in lengths} for mode in targets}
     for target in targets.values():
         await timeline(target, prompts.of(lengths[0]))
     for turn in range(rounds):
         # The shortest prompts first, so that a budget that runs out costs runs of the longest only.
         for length in lengths:
             if time.monotonic() > until:
-                return found
+                return
             for mode in MODES if turn % 2 == 0 else reversed(MODES):
                 run = await timeline(targets[mode], prompts.of(length))
                 found[mode][length].append(run)
@@ -135,7 +140,7 @@ async def _exposed_rounds(
                     f"step {run.step_s * 1e3:.1f} ms, first token {run.first_s:.2f} s",
                     flush=True,
                 )
-    return found
+            report(found)
 
 
 async def _cancelled_rounds(target: OpenAITarget, rounds: int) -> list[dict[str, float]]:
@@ -176,16 +181,21 @@ def run_exposed(lengths: Sequence[int], rounds: int, budget_s: float, transport:
             choice = ClusterChoice(threads_per_worker=1, cluster_args=f"--kv-overlap {mode} --transport {transport}")
             urls[mode] = stack.enter_context(bench_cluster.running(choice, colocated=False)).http_url
 
-        async def main() -> dict[str, dict[int, list[Timeline]]]:
+        async def main() -> None:
             async with contextlib.AsyncExitStack() as opened:
                 targets = {}
                 for mode, url in urls.items():
                     targets[mode] = OpenAITarget(url, extra=REMOTE)
                     await targets[mode].open()
                     opened.push_async_callback(targets[mode].close)
-                return await _exposed_rounds(targets, lengths, rounds, time.monotonic() + budget_s)
+                until = time.monotonic() + budget_s
+                await _exposed_rounds(targets, lengths, rounds, until, partial(_report_exposed, environment, out))
 
-        found = run_async(main())
+        run_async(main())
+    return 0
+
+
+def _report_exposed(environment: Environment, out: Path, found: Found) -> None:
     body = {
         "bench": "exposed transfer: gap between the first and the second token, less one decode step",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -208,8 +218,7 @@ def run_exposed(lengths: Sequence[int], rounds: int, budget_s: float, transport:
     ]
     picture = chart("What of the transfer a client waits for", lines, x="prompt, tokens", y="exposed, ms (median)")
     out.with_suffix(".svg").write_text(picture + "\n")
-    print(f"overlap exposes less from {body['cross_over_tokens']} tokens on; {out.with_suffix('.svg')}")
-    return 0
+    print(f"overlap exposes less from {body['cross_over_tokens']} tokens on; {out.with_suffix('.svg')}", flush=True)
 
 
 def run_cancelled(rounds: int, out: Path) -> int:
