@@ -15,6 +15,7 @@ from typing import cast
 from diptych.common.errors import DiptychError, QuotaExceededError
 from diptych.router.faces import Door
 from diptych.router.messages import GenerateEvent, GenerateSpec, ModelFeatures, ModelInfo, PreparedRequest, TokenEvent
+from diptych.router.packed_ids import PackedIds
 from diptych.rpc.v1 import router_pb2
 
 PERIOD_S = 60.0
@@ -126,12 +127,12 @@ class MeteredDoor:
         return prepared
 
     def prepare_again(
-        self, before: PreparedRequest, token_ids: tuple[int, ...], timeout_s: float | None, *, draws_seed: bool
+        self, before: PreparedRequest, prompt: PackedIds, timeout_s: float | None, *, draws_seed: bool
     ) -> PreparedRequest:
         """Raises: as prepare."""
         self._check(before.tenant)
-        prepared = self._door.prepare_again(before, token_ids, timeout_s, draws_seed=draws_seed)
-        self._quotas.spend(before.tenant, len(token_ids))
+        prepared = self._door.prepare_again(before, prompt, timeout_s, draws_seed=draws_seed)
+        self._quotas.spend(before.tenant, prompt.count)
         return prepared
 
     def _check(self, tenant: str) -> None:

@@ -15,6 +15,7 @@ from diptych.router.messages import (
     PreparedRequest,
     StartedEvent,
 )
+from diptych.router.packed_ids import PackedIds
 from diptych.rpc.v1 import router_pb2
 
 
@@ -36,7 +37,7 @@ class Door(Protocol):
     async def prepare(self, spec: GenerateSpec) -> PreparedRequest: ...
 
     def prepare_again(
-        self, before: PreparedRequest, token_ids: tuple[int, ...], timeout_s: float | None, *, draws_seed: bool
+        self, before: PreparedRequest, prompt: PackedIds, timeout_s: float | None, *, draws_seed: bool
     ) -> PreparedRequest: ...
 
     def explain(self, request_id: str, tenant: str) -> router_pb2.ExplainResponse: ...

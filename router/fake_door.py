@@ -25,6 +25,7 @@ from diptych.router.messages import (
     TokenEvent,
     UsageInfo,
 )
+from diptych.router.packed_ids import PackedIds, unpack
 from diptych.rpc.v1 import router_pb2, types_pb2
 
 Step = GenerateEvent | BaseException | asyncio.Event | None
@@ -134,12 +135,12 @@ class FakeDoor:
         )
 
     def prepare_again(
-        self, before: PreparedRequest, token_ids: tuple[int, ...], timeout_s: float | None, *, draws_seed: bool
+        self, before: PreparedRequest, prompt: PackedIds, timeout_s: float | None, *, draws_seed: bool
     ) -> PreparedRequest:
         if self.refuse is not None:
             raise self.refuse
         self.prepared += 1
-        return replace(before, prompt_token_ids=token_ids)
+        return replace(before, prompt_token_ids=unpack(prompt.packed, prompt.count)[0])
 
     def explain(self, request_id: str, tenant: str) -> router_pb2.ExplainResponse:
         """Remembers the one request."""

@@ -41,6 +41,7 @@ from diptych.router.messages import (
 )
 from diptych.router.metrics import RequestTimer, RouterMetrics
 from diptych.router.native.library import choose_library
+from diptych.router.packed_ids import PackedIds
 from diptych.router.relay import Relay
 from diptych.router.request_span import RequestSpan, traced
 from diptych.router.served_model import ServedModel, Surroundings, belongs_to, load_folders, make_model
@@ -212,13 +213,13 @@ class Frontend:
             raise
 
     def prepare_again(
-        self, before: PreparedRequest, token_ids: tuple[int, ...], timeout_s: float | None, *, draws_seed: bool
+        self, before: PreparedRequest, prompt: PackedIds, timeout_s: float | None, *, draws_seed: bool
     ) -> PreparedRequest:
         """See Intake.prepare_again. Raises: as prepare."""
         began = self._clock.now()
         try:
             intake = self._of(before.model).intake
-            return self._counted(intake.prepare_again(before, token_ids, timeout_s, draws_seed=draws_seed), began)
+            return self._counted(intake.prepare_again(before, prompt, timeout_s, draws_seed=draws_seed), began)
         except DiptychError as err:
             self.metrics.refused(err.reason, before.tenant)
             raise

@@ -32,6 +32,7 @@ from diptych.router.intake_checks import (
 )
 from diptych.router.lanes import Lanes
 from diptych.router.messages import GenerateSpec, PreparedRequest
+from diptych.router.packed_ids import PackedIds, Unpack, unpack
 from diptych.router.text_bound import TextBound
 from diptych.router.tools_reasoning import CLOSE, OPEN
 from diptych.rpc.v1 import router_pb2
@@ -110,6 +111,7 @@ class IntakeLimits:
 class Intake:
     """Args:
     salt: of a tenant's block identities.
+    unpack: see router.packed_ids.
     """
 
     def __init__(
@@ -121,7 +123,9 @@ class Intake:
         salt: Callable[[str], bytes],
         clock: Clock,
         rng: random.Random,
+        unpack: Unpack = unpack,
     ) -> None:
+        self._unpack = unpack
         self._tokenizer = tokenizer
         self._limits = limits
         self._defaults = defaults
@@ -190,23 +194,23 @@ class Intake:
         )
 
     def prepare_again(
-        self, before: PreparedRequest, token_ids: tuple[int, ...], timeout_s: float | None, *, draws_seed: bool
+        self, before: PreparedRequest, prompt: PackedIds, timeout_s: float | None, *, draws_seed: bool
     ) -> PreparedRequest:
         """As `prepare`, for a request of token ids that is like one before in everything else.
 
         Args:
-            token_ids: integers from 0 on.
             draws_seed: it brings no seed of its own.
         Raises: as prepare.
         """
         arrived = self._clock.now()
         limits = self._limits
         within_s = min(timeout(timeout_s, limits.request_timeout_s), limits.request_timeout_s)
-        room = self._room(len(token_ids), "token_ids")
-        if not token_ids:
+        room = self._room(prompt.count, "token_ids")
+        if not prompt.count:
             raise InvalidRequestError("token_ids is empty", param="token_ids")
-        if max(token_ids) >= self._tokenizer.vocab_size:
-            check_ids(token_ids, self._tokenizer.vocab_size, limits.max_model_len())
+        token_ids, largest = self._unpack(prompt.packed, prompt.count)
+        if largest >= self._tokenizer.vocab_size:
+            check_ids(tuple(token_ids), self._tokenizer.vocab_size, limits.max_model_len())
         check_room(before.sampling.max_tokens, room)
         repeated = before.repeated or before.sampling
         return PreparedRequest(  # twice as fast as `replace`
@@ -214,6 +218,7 @@ class Intake:
             label=before.label,
             model=before.model,
             prompt_token_ids=token_ids,
+            packed=prompt,
             sampling=with_seed(repeated, self._rng.getrandbits(63)) if draws_seed else repeated,
             cache_salt=before.cache_salt,
             owner=before.owner,

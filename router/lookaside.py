@@ -33,7 +33,7 @@ from diptych.router.metrics import RouterMetrics
 from diptych.router.outcomes import tell_outcome
 from diptych.router.placement import Placement
 from diptych.router.reservations import Reservation
-from diptych.router.submission import claims_of, submit_of, wish_of
+from diptych.router.submission import claims_of, wish_of
 from diptych.rpc.convert import finish_reason_from_proto
 from diptych.rpc.v1 import decode_pb2, router_pb2
 
@@ -127,7 +127,10 @@ class Lookaside:
         good = [one for one in chosen if isinstance(one, _Chosen)]
         for one in good:
             self._remember(one, now, spend)
-        claims = [self._claims(one, now) for one in good]
+        claims = [
+            claims_of(one.request, one.placement, one.attempt, one.request.deadline - now, one.door.ticket_epoch)
+            for one in good
+        ]
         tickets = [seal(self._key, claim) for claim in claims]
         placed = iter([_placed(one, ticket) for one, ticket in zip(good, tickets, strict=True)])
         return [next(placed) if isinstance(one, _Chosen) else one for one in chosen]
@@ -158,11 +161,6 @@ class Lookaside:
         cluster.hold(placement, attempt, len(request.prompt_token_ids), doubtful=True)
         self._unheard[request.tenant] = unheard + 1
         return _Chosen(request, placement, judgement, life, door, attempt, Story(request.request_id, placement))
-
-    def _claims(self, one: _Chosen, now: float) -> bytes:
-        request = one.request
-        submit = submit_of(request, one.placement, one.attempt, request.deadline - now, request.traceparent)
-        return claims_of(submit, one.door.ticket_epoch)
 
     def _remember(self, one: _Chosen, now: float, spend: Spend) -> None:
         request, placement, story = one.request, one.placement, one.story

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from diptych.common.sampling import FinishReason, SamplingParams
+from diptych.router.packed_ids import PackedIds
 from diptych.rpc.v1 import types_pb2
 
 Explanation = types_pb2.Explanation
@@ -119,13 +121,14 @@ class PreparedRequest:
         owner: salt of the tenant, who may ask about the request later; cache_salt may be parted further.
         echo: text that the answer begins with.
         resume_after: tokens of the answer that the caller has already.
+        packed: the prompt's ids as the client sent them; None: it sent something else.
         repeated: the sampling values of an earlier request, which these are but for the seed; None: nobody knows one.
     """
 
     request_id: str
     label: str
     model: str
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: Sequence[int]
     sampling: SamplingParams
     cache_salt: bytes
     explain: bool
@@ -143,6 +146,7 @@ class PreparedRequest:
     idempotency_key: str = ""
     resume_after: tuple[int, ...] = ()
     repeated: SamplingParams | None = None
+    packed: PackedIds | None = None
     owner: bytes = b""
 
 

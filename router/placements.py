@@ -20,6 +20,7 @@ from diptych.router.auth import current_caller
 from diptych.router.faces import Door
 from diptych.router.lookaside import MAX_UNHEARD
 from diptych.router.messages import PreparedRequest
+from diptych.router.packed_ids import PackedIds
 from diptych.router.request_form import parse, spec_from
 from diptych.rpc.errors import errors_to_status, to_failure
 from diptych.rpc.v1 import router_pb2
@@ -107,14 +108,14 @@ class PlacementDesk:
         asked = request.request
         if not _may_repeat(asked):
             return await _prepare(self._door, request, self._tenant)
-        token_ids = tuple(asked.token_ids.token_ids)
+        prompt = PackedIds.of(asked.token_ids)
         asked.ClearField("token_ids")
         rest = asked.SerializeToString()
         before = self._before.get(rest)
         if before is not None:
             draws_seed, remaining_s = not asked.sampling.HasField("seed"), request.remaining_s or None
-            return self._door.prepare_again(before, token_ids, remaining_s, draws_seed=draws_seed)
-        asked.token_ids.token_ids.extend(token_ids)
+            return self._door.prepare_again(before, prompt, remaining_s, draws_seed=draws_seed)
+        asked.token_ids.MergeFromString(prompt.packed)
         prepared = await _prepare(self._door, request, self._tenant)
         if len(rest) <= _MAX_REMEMBERED_BYTES:
             if len(self._before) >= _MAX_REMEMBERED:

@@ -36,6 +36,7 @@ from diptych.router.lookaside import Lookaside
 from diptych.router.messages import ModelFeatures
 from diptych.router.metrics import RouterMetrics
 from diptych.router.native.library import Library
+from diptych.router.packed_ids import unpack
 from diptych.router.replication import Replication
 from diptych.router.text_bound import TextBound, read_text_bound
 from diptych.router.tools import guess_tool_parser, tool_factory
@@ -201,6 +202,7 @@ def make_model(
         salt=lru_cache(4096)(partial(tenant_salt, around.secret)),
         clock=around.clock,
         rng=around.rng,
+        unpack=unpack if around.library is None else around.library.unpack,
     )
     lookaside = None
     if config.lookaside:

@@ -29,15 +29,23 @@ def wish_of(request: PreparedRequest) -> PlacementRequest:
 
 
 def submit_of(
-    request: PreparedRequest, placement: Placement, attempt: str, left_s: float, traceparent: str = ""
+    request: PreparedRequest,
+    placement: Placement,
+    attempt: str,
+    left_s: float,
+    traceparent: str = "",
+    *,
+    with_prompt: bool = True,
 ) -> decode_pb2.Submit:
-    """`left_s`: until the request's deadline, above 0. Decode gets a little less, so that its typed end arrives before our own
-    timer."""
+    """Args:
+    left_s: until the request's deadline, above 0. Decode gets a little less, so that its typed end arrives before our own timer.
+    with_prompt: False: without its tokens.
+    """
     record = placement.snapshot.record
     submit = decode_pb2.Submit(
         attempt=attempt,
         request_id=request.request_id,
-        prompt_token_ids=request.prompt_token_ids,
+        prompt_token_ids=request.prompt_token_ids if with_prompt else (),
         sampling=sampling_to_proto(request.sampling) if request.repeated is None else _repeated(request.repeated),
         placement=decode_pb2.Placement(
             decode=_ref(placement.decode.record),
@@ -59,9 +67,11 @@ def submit_of(
     return submit
 
 
-def claims_of(submit: decode_pb2.Submit, epoch: int) -> bytes:
-    """A TicketClaims, encoded. (To put the submission into one and encode that would copy it first.)"""
-    body = submit.SerializeToString()
+def claims_of(request: PreparedRequest, placement: Placement, attempt: str, left_s: float, epoch: int) -> bytes:
+    """A TicketClaims, encoded. (To put a submission into one and encode that would copy it first.)"""
+    packed = request.packed
+    submit = submit_of(request, placement, attempt, left_s, request.traceparent, with_prompt=packed is None)
+    body = submit.SerializeToString() + (b"" if packed is None else packed.as_prompt())
     return _SUBMIT + _size(len(body)) + body + decode_pb2.TicketClaims(epoch=epoch).SerializeToString()
 
 

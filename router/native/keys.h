@@ -1,4 +1,4 @@
-/* Keys of a prompt's blocks: BLAKE3 in its keyed mode, asked for its first 16 bytes at the end of every block.
+/* A prompt's tokens, and the keys of its blocks: BLAKE3 in its keyed mode, asked for its first 16 bytes at the end of every block.
 
    common/block_identity.py says what is hashed, and is what this is tested against. Without SIMD: a block of 16 tokens is one
    compression, and what asking costs besides (one more, and one for every level of the tree) is most of it. */
@@ -159,4 +159,29 @@ EXPORT void diptych_keys(
         feed(&h, (const uint8_t *)(tokens + i * block_size), 4 * block_size);
         ask(&h, out + 16 * i);
     }
+}
+
+/* packed: a TokenIdsInput, encoded. out: room for `count` ids.
+   Returns: the largest id, or -1 unless there are exactly `count`, each below 2^32, and nothing else. */
+EXPORT int64_t diptych_unpack(const uint8_t *packed, int64_t size, int64_t count, uint32_t *out) {
+    int64_t at = 0, most = 0, found = -1; /* the first number is their size in bytes */
+    if (!size || packed[at++] != 0x0A) return -1;
+    while (at < size) {
+        uint64_t number = 0;
+        for (int shift = 0;; shift += 7) {
+            if (at == size || shift > 28) return -1;
+            uint8_t part = packed[at++];
+            number |= (uint64_t)(part & 0x7F) << shift;
+            if (!(part & 0x80)) break;
+        }
+        if (found < 0) {
+            if (number != (uint64_t)(size - at)) return -1;
+        } else {
+            if (found == count || number >> 32) return -1;
+            out[found] = (uint32_t)number;
+            if ((int64_t)number > most) most = (int64_t)number;
+        }
+        found++;
+    }
+    return found == count ? most : -1;
 }

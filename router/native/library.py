@@ -81,6 +81,7 @@ class Library:
         function = functions_of(path, ctypes.PyDLL)
         fleet, loads, request, costs = (POINTER(kind) for kind in (CFleet, CLoads, CRequest, CCosts))
         self.keys = function("keys", c_char_p, c_char_p, c_int64, c_void_p, c_int64, c_int64, c_void_p)
+        self._unpack = function("unpack", c_char_p, c_int64, c_int64, c_void_p, returns=c_int64)
         self.hits = function(
             "hits", POINTER(CTable), POINTER(CGroup), c_void_p, *[c_int64] * 3, *[c_void_p] * 5, returns=c_int64
         )
@@ -89,9 +90,17 @@ class Library:
         self.pick = function("pick", fleet, loads, request, costs, *[c_double] * 4, c_void_p)
         self.order = function("order", fleet, costs, c_int64, c_int64, c_void_p, returns=c_int64)
 
+    def unpack(self, packed: bytes, count: int) -> tuple[Sequence[int], int]:
+        """See router.packed_ids.unpack."""
+        ids = array("I", bytes(4 * count))
+        most = self._unpack(packed, len(packed), count, ids.buffer_info()[0])
+        if most < 0:
+            raise ValueError("these are no packed token ids")
+        return ids, most
+
     def block_keys(self, header: IdentityHeader, token_ids: Sequence[int]) -> Any:
         """As common.block_identity.block_keys: [blocks, 2], the two halves of each key."""
-        tokens = array("I", token_ids)
+        tokens = token_ids if isinstance(token_ids, array) and token_ids.typecode == "I" else array("I", token_ids)
         blocks = len(tokens) // header.block_size
         keys = np.empty((blocks, 2), np.uint64)
         opening = header.opening

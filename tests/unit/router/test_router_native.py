@@ -12,11 +12,13 @@ from diptych.common.worker_record import WorkerLoad, WorkerRecord
 from diptych.router.block_table import to_bytes
 from diptych.router.index import BlockIndex
 from diptych.router.native.library import SOURCES, load
+from diptych.router.packed_ids import PackedIds, unpack
 from diptych.router.placement import Placement, PlacementRequest
 from diptych.router.placer import Candidate, Placer, Prompt
 from diptych.router.policies import policy_by_name
 from diptych.router.replication import Replication
 from diptych.router.reservations import Reservation, Reservations
+from diptych.rpc.v1 import router_pb2
 
 HEADERS = [IdentityHeader(bytes(32), "model", "tokenizer", "float16", size) for size in (16, 8)]
 
@@ -219,3 +221,23 @@ def test_blocks_are_named_as_everywhere_else(library):
         tokens = list(range(num_bytes // 4))
         header = replace(HEADERS[0], block_size=max(1, len(tokens)))
         assert to_bytes(library.block_keys(header, tokens)) == block_keys(header, tokens)
+
+
+def test_packed_ids_are_what_protobuf_packed(library):
+    chance = random.Random(3)
+    for bits in (1, 7, 8, 14, 21, 28, 32):
+        ids = [chance.randrange(2**bits) for _ in range(chance.randrange(1, 300))]
+        prompt = PackedIds.of(router_pb2.TokenIdsInput(token_ids=ids))
+        for way in (unpack, library.unpack):
+            found, largest = way(prompt.packed, prompt.count)
+            assert (list(found), largest) == (ids, max(ids))
+        for wrong in (prompt.packed[:-1], prompt.packed + b"\0", b"", b"\x0a", b"\x12" + prompt.packed[1:]):
+            with pytest.raises(ValueError, match="no packed"):
+                library.unpack(wrong, prompt.count)
+        with pytest.raises(ValueError, match="no packed"):
+            library.unpack(prompt.packed, prompt.count + 1)
+        with pytest.raises(ValueError, match="no packed"):
+            library.unpack(prompt.packed, prompt.count - 1)
+    for number in (b"\x80\x80\x80\x80\x10", b"\xff\xff\xff\xff\xff\x01"):  # 2^32, six bytes
+        with pytest.raises(ValueError, match="no packed"):
+            library.unpack(b"\x0a" + bytes([len(number)]) + number, 1)
