@@ -76,12 +76,11 @@ class Visit:
         self._events: deque[decode_pb2.Event] = deque()
         self._error: DiptychError | None = None
         self._ready = asyncio.Event()
-        self._quiet = False
+        self._sink: Callable[[decode_pb2.Event], None] | None = None
         self._over = False
         self.first_token_at: float | None = None
         """On the loop's clock."""
-        late = RequestDeadlineError("no answer within timeout_s", param="timeout_s")
-        self._timer = asyncio.get_running_loop().call_later(remaining_s, self.leave, late)
+        self._timer = asyncio.get_running_loop().call_later(remaining_s, self._late)
 
     async def next(self) -> decode_pb2.Event:
         """Raises: WorkerLostError."""
@@ -92,27 +91,41 @@ class Visit:
             await self._ready.wait()
         return self._events.popleft()
 
-    async def whole(self) -> deque[decode_pb2.Event]:
-        """All events up to the end, woken once. After an error: those before it; `next` then raises."""
-        self._quiet = True
+    async def whole(self, sink: Callable[[decode_pb2.Event], None]) -> None:
+        """Until the end or an error, which `next` then raises; woken once.
+
+        Args:
+            sink: is given every event as it comes; a DiptychError that it raises is the visit's.
+        """
+        events, self._events = self._events, deque()
+        for event in events:
+            sink(event)
+        self._sink = sink
         while not self._over:
             self._ready.clear()
             await self._ready.wait()
-        self._quiet = False
-        events, self._events = self._events, deque()
-        return events
 
     def put(self, event: decode_pb2.Event) -> None:
-        self._events.append(event)
         if self.first_token_at is None and event.HasField("tokens"):
             self.first_token_at = asyncio.get_running_loop().time()
-        if event.HasField("end"):
+        if ended := event.HasField("end"):
             self._doorway.forget(self._attempt)
             self._timer.cancel()
+        if self._sink is None:
+            self._events.append(event)
+        else:
+            try:
+                self._sink(event)
+            except DiptychError as error:
+                self.leave(error)
+        if ended:
             self._over = True
-        elif self._quiet:
+        elif self._sink is not None:
             return
         self._ready.set()
+
+    def _late(self) -> None:
+        self.leave(RequestDeadlineError("no answer within timeout_s", param="timeout_s"))
 
     def fail(self, error: DiptychError) -> None:
         self._timer.cancel()

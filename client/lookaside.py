@@ -101,14 +101,17 @@ class DirectAnswer:
         return self._told(await self._visit.next())
 
     async def whole(self, exchange: Exchange) -> None:
-        """Wait for all that `next` would give and tell it to the exchange, in one go; an error is raised by the next `next`."""
-        for event in await self._visit.whole():
+        """Tell the exchange all that `next` would give; an error is raised by the next `next`."""
+
+        def tell(event: decode_pb2.Event) -> None:
             if event.HasField("tokens"):
                 exchange.on_unseen_tokens(event.tokens)
-                continue
+                return
             kind, told = self._told(event)
             if kind != "failure":
                 exchange.on_event(kind, told)
+
+        await self._visit.whole(tell)
 
     def _told(self, event: decode_pb2.Event) -> tuple[str, Any]:
         kind = event.WhichOneof("event")

@@ -19,7 +19,7 @@ from diptych.router.native.charges import NativeCharges
 from diptych.router.native.library import MAX_COLUMNS, Library
 from diptych.router.native.lookup import Found, NativeLookup
 from diptych.router.placement import Placement, PlacementRequest, Rejected
-from diptych.router.policy import CHEAPEST, Charge, Picker, choose_placement
+from diptych.router.policy import CHEAPEST, Charge, Picker, choose_placement, placed
 from diptych.router.replication import LEAST_TOKENS, AwayFrom, Replication
 from diptych.router.reservations import Reservations
 
@@ -110,6 +110,7 @@ class Placer:
         self._groups: list[_Group] = []
         self._is_parted = False
         """One lookup does not tell of everybody."""
+        self._decides_at_once = False
         self._lives: dict[Life, int] = {}
 
     def set_fleet(
@@ -142,6 +143,7 @@ class Placer:
         if library is not None:
             self._native = NativeCharges(library, self._fleet, self._reservations, self._reserved)
         self._charge = None if self._native is None else self._native.charge
+        self._decides_at_once = self._native is not None and self.policy is CHEAPEST and self._replication is None
         self._lives = {(c.record.worker_id, c.record.incarnation): i for i, c in enumerate(decode)}
 
     @property
@@ -174,6 +176,10 @@ class Placer:
         return ClusterSnapshot(self._fleet, Loads(hit, host, tokens, requests), barred)
 
     def _native_loads(self, native: NativeCharges, prompt: Prompt | None) -> Loads:
+        return native.loads(self._found(native, prompt))
+
+    def _found(self, native: NativeCharges, prompt: Prompt | None) -> Found:
+        """Looks the prompt up, into the charges' arrays."""
         most = Found.NOTHING
         if prompt is not None:
             if self._is_parted:
@@ -184,7 +190,7 @@ class Placer:
                 blocks = max(0, len(prompt.token_ids) - 1) // group.header.block_size
                 keys = prompt.keys(group.header, self._library)
                 most = max(most, self._index.hits_into(group.lookup, keys, blocks, native.hits_at, native.host_at))
-        return native.loads(most)
+        return most
 
     def _hits(self, prompt: Prompt | None) -> tuple[Ints | None, Ints | None]:
         """(hit tokens, those of them in host tiers only), by worker; None: nowhere."""
@@ -216,6 +222,8 @@ class Placer:
     def place(
         self, request: PlacementRequest, prompt: Prompt, now: float, exclude: frozenset[Life] = frozenset()
     ) -> Placement | Rejected:
+        if self._decides_at_once and not (exclude and any(life in self._lives for life in exclude)):
+            return self._decided(request, prompt, now)
         snapshot = self.snapshot(prompt, exclude)
         if self._wants_affinity and not request.affinity and self._groups:
             keys = prompt.keys(self._groups[0].header, self._library)[:_AFFINITY_BLOCKS]
@@ -224,6 +232,16 @@ class Placer:
         if self._replication is not None and snapshot.loads.hit_tokens is not None and isinstance(placement, Placement):
             return self._copied(self._replication, placement, request, prompt, snapshot, now)
         return placement
+
+    def _decided(self, request: PlacementRequest, prompt: Prompt, now: float) -> Placement | Rejected:
+        """As `place`, in one call into C."""
+        native = self._native
+        assert native is not None
+        decided = native.decide(self._found(native, prompt), request, now, self._rng)
+        if decided is None:
+            return choose_placement(request, self.snapshot(prompt), now, self._rng, self.policy, self._charge)
+        costs, choice, order = decided
+        return placed(costs, choice, self.policy.name, order)
 
     def _copied(
         self,

@@ -183,22 +183,28 @@ def choose_placement(
     costs = (charge or candidate_costs)(request, snapshot, now)
     if not costs.any:
         return Rejected(tuple(_why_nobody(snapshot)))
-    p, d = policy.pick(costs, rng)
+    return placed(costs, policy.pick(costs, rng), policy.name)
+
+
+def placed(costs: Costs, choice: Choice, policy: str, order: Sequence[int] | None = None) -> Placement:
+    """The placement that a choice makes. `order`: of the prefill workers for it; None: not known."""
+    (p, d), request = choice, costs.request
     notes: tuple[str, ...] = ()
     alone = colocated(costs) if p is not None else None
     if alone is not None:
-        p, d = None, alone
+        p, d, order = None, alone, None
         notes = (f"colocated: cheaper than any prefill worker by more than {request.colocated_margin:.0%}",)
-    order = costs.order(d)
+    if order is None:
+        order = costs.order(d)
     if p is not None and order[:1] != [p]:
         order = [p, *(i for i in order if i != p)]
     elif not order and not notes:
         notes = ("no usable prefill worker: local prefill",)
     elif p is None and alone is None:
-        fresh = request.num_prompt_tokens - snapshot.view(snapshot.fleet.num_prefill + d).hit_tokens
+        fresh = request.num_prompt_tokens - costs.snapshot.view(costs.snapshot.fleet.num_prefill + d).hit_tokens
         most = request.local_prefill_max_tokens
         notes = (f"local prefill: {fresh} tokens to compute, at most {most} (local_prefill_max_tokens) never move",)
-    return Placement(costs.terms((p, d)), snapshot, tuple(order), costs.best, notes, policy.name, alone is not None)
+    return Placement(costs.terms((p, d)), costs.snapshot, tuple(order), costs.best, notes, policy, alone is not None)
 
 
 def colocated(costs: Costs) -> int | None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from diptych.router.fleet import ClusterSnapshot, Fleet, Loads
-from diptych.router.native.library import CCosts, CFleet, CLoads, CRequest, Library, address
+from diptych.router.native.library import CCosts, CDecision, CFleet, CLoads, CRequest, Library, address
 from diptych.router.native.lookup import Found
 from diptych.router.placement import PlacementRequest, Terms
 from diptych.router.policy import MAX_SPARES, TIE_FRACTION, TIE_MS, Choice, Costs, candidate_costs, colocated
@@ -55,7 +55,15 @@ class NativeCharges:
         self._c_loads.pending_tokens, self._c_loads.pending_requests = self._found_at[2:]
         self._to_fleet, self._to_costs = ctypes.byref(self._c_fleet), ctypes.byref(self.computed)
         self._to_loads, self._to_request = ctypes.byref(self._c_loads), ctypes.byref(self._c_request)
-        self._chosen = (ctypes.c_int64 * max(2, MAX_SPARES))()
+        self._chosen = (ctypes.c_int64 * (2 + MAX_SPARES))()
+        self._fleet, self._table_at = fleet, (0, 0)
+        self._chance: tuple[float, float] | None = None
+        structs = (self._c_fleet, self._c_loads, self._c_request, self.computed)
+        self._decision = CDecision(
+            0, self._reserved_at, 0, num, self._found_at[0], *map(ctypes.addressof, structs), TIE_MS, TIE_FRACTION,
+            MAX_SPARES, ctypes.addressof(self._chosen),
+        )  # fmt: skip
+        self._to_decision = ctypes.byref(self._decision)
         self._barred: Any = None
 
     @property
@@ -82,6 +90,30 @@ class NativeCharges:
         )
         return self._loads
 
+    def decide(
+        self, found: Found, request: PlacementRequest, now: float, rng: random.Random
+    ) -> tuple[Costs, Choice, Sequence[int]] | None:
+        """What is charged, the pair that CheapestPair takes and the order of the prefill workers for it, in one call, where
+        nobody is barred; None: nobody is a candidate."""
+        table = self._reservations
+        if (table.address, table.width) != self._table_at:
+            self._table_at = self._decision.all, self._decision.width = table.address, table.width
+        chance = self._chance or (rng.random(), rng.random())
+        count = self._library.decide(
+            self._to_decision, found, request.num_prompt_tokens, request.local_prefill_max_tokens, request.wants_kv,
+            request.allow_local_fallback, 1000.0 * now, *chance,
+        )  # fmt: skip
+        self._chance = chance if count < 0 else None  # nothing was drawn
+        if count < 0:
+            return None
+        hits, host, tokens, requests = self._found.copy()
+        self._loads = Loads(
+            hits if found else None, host if found is Found.HITS_WITH_HOST_TIER else None, tokens, requests
+        )
+        costs = NativeCosts(self, request, ClusterSnapshot(self._fleet, self._loads), now)
+        p, d, *order = self._chosen[: 2 + count]
+        return costs, (None if p < 0 else p, d), order
+
     def charge(self, request: PlacementRequest, snapshot: ClusterSnapshot, now: float) -> Costs:
         """See policy.candidate_costs. `snapshot`: of what `loads` returned last."""
         assert snapshot.loads is self._loads
@@ -97,10 +129,17 @@ class NativeCharges:
 
     def draw(self, rng: random.Random) -> Choice:
         """See policy.CheapestPair."""
+        chance, self._chance = self._chance or (rng.random(), rng.random()), None
         self._library.pick(
-            self._to_fleet, self._to_loads, self._to_request, self._to_costs, TIE_MS, TIE_FRACTION, rng.random(),
-            rng.random(), self._chosen,
-        )  # fmt: skip
+            self._to_fleet,
+            self._to_loads,
+            self._to_request,
+            self._to_costs,
+            TIE_MS,
+            TIE_FRACTION,
+            *chance,
+            self._chosen,
+        )
         p, d = self._chosen[:2]
         return None if p < 0 else p, d
 

@@ -274,3 +274,37 @@ EXPORT int64_t diptych_order(const Fleet *f, const Costs *c, int64_t d, int64_t 
     }
     return count;
 }
+
+/* What stays the same from one decision of a fleet to the next. found: [4, count], hits and the host tier's tokens as they were
+   looked up, and room for what is pending. chosen: room for p, d and `most` prefill workers. */
+typedef struct {
+    const int64_t *all, *columns;
+    int64_t width, count, *found;
+    const Fleet *fleet;
+    Loads *loads;
+    Request *request;
+    Costs *costs;
+    double tie_ms, tie_fraction;
+    int64_t most, *chosen;
+} Decision;
+
+/* gather, charge, pick and order in one call, where nobody is barred. tiers: 0: no hits; 1: hits; 2: and a host tier.
+   Returns: how many prefill workers were ordered, or -1 when nobody is a candidate. */
+EXPORT int64_t diptych_decide(
+    const Decision *x, int64_t tiers, int64_t num_tokens, int64_t local_max, int64_t wants_kv, int64_t may_fall_back,
+    double now_ms, double chance_1, double chance_2) {
+    diptych_gather(x->all, x->width, x->columns, x->count, x->found + 2 * x->count);
+    x->loads->hits = tiers ? x->found : 0;
+    x->loads->host = tiers == 2 ? x->found + x->count : 0;
+    Request *r = x->request;
+    r->num_barred = 0;
+    r->num_tokens = num_tokens;
+    r->local_max = local_max;
+    r->wants_kv = wants_kv;
+    r->may_fall_back = may_fall_back;
+    r->now_ms = now_ms;
+    diptych_charge(x->fleet, x->loads, r, x->costs);
+    if (x->costs->least_remote == INFINITY && x->costs->least_local == INFINITY) return -1;
+    diptych_pick(x->fleet, x->loads, r, x->costs, x->tie_ms, x->tie_fraction, chance_1, chance_2, x->chosen);
+    return diptych_order(x->fleet, x->costs, x->chosen[1], x->most, x->chosen + 2);
+}

@@ -73,6 +73,20 @@ class CCosts(ctypes.Structure):
     ]
 
 
+class CDecision(ctypes.Structure):
+    _fields_: ClassVar[Any] = [
+        ("all", c_void_p),
+        ("columns", c_void_p),
+        ("width", c_int64),
+        ("count", c_int64),
+        *((name, c_void_p) for name in ("found", "fleet", "loads", "request", "costs")),
+        ("tie_ms", c_double),
+        ("tie_fraction", c_double),
+        ("most", c_int64),
+        ("chosen", c_void_p),
+    ]
+
+
 class Library:
     """Raises: NativeError when the file cannot be loaded."""
 
@@ -89,6 +103,7 @@ class Library:
         self.charge = function("charge", fleet, loads, request, costs)
         self.pick = function("pick", fleet, loads, request, costs, *[c_double] * 4, c_void_p)
         self.order = function("order", fleet, costs, c_int64, c_int64, c_void_p, returns=c_int64)
+        self.decide = function("decide", POINTER(CDecision), *[c_int64] * 5, *[c_double] * 3, returns=c_int64)
 
     def unpack(self, packed: bytes, count: int) -> tuple[Sequence[int], int]:
         """See router.packed_ids.unpack."""
