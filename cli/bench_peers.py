@@ -158,6 +158,7 @@ def _measure(contender: Contender, scene: Scene, mock: psutil.Process) -> dict[s
         "p99_ms": told["p99_ms"],
         "requests_per_core_s": told["requests"] / cpu,
         "tokens_per_core_s": told["tokens"] / cpu,
+        "requests_per_router_core_s": told["requests"] / (share * router) if router else 0.0,
         "client_cpu_us_per_request": 1e6 * told["client_cpu_s"] / told["requests"],
         "router_cpu_us_per_request": 1e6 * share * router / told["requests"],
         "worker_cpu_us_per_request": 1e6 * share * worker / told["requests"],
@@ -203,6 +204,20 @@ def run(venv: Path, runs: int, scale: float, out: Path) -> None:
     _write(found, scenes, contenders, venv, out)
 
 
+def _ratios(by: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    """Of ours to the better peer's, in what is the more the better."""
+    ours = [name for name in by if name.startswith("diptych")]
+    peers = [by[name] for name in by if name not in ours and name != "direct"]
+    return {
+        name: {
+            key: round(by[name][key] / max(peer[key] for peer in peers), 3)
+            for key in by[name]
+            if "_per_" in key and key.endswith("_s")
+        }
+        for name in ours
+    }
+
+
 def _median(runs: Sequence[dict[str, float]]) -> dict[str, float]:
     return {key: round(statistics.median(run[key] for run in runs), 2) for key in runs[0]}
 
@@ -215,14 +230,17 @@ def _write(
     out: Path,
 ) -> None:
     medians = {scene: {name: _median(runs) for name, runs in by.items()} for scene, by in found.items()}
-    head = f"{'req/s':>9}{'tok/s':>10}{'p50 ms':>9}{'p99 ms':>9}{'req/core s':>12}{'tok/core s':>12}{'router us':>11}"
+    head = f"{'req/s':>9}{'tok/s':>10}{'p50 ms':>9}{'p99 ms':>9}{'req/core s':>12}{'tok/core s':>12}{'req/router core s':>19}"
     for scene, by in medians.items():
         print(f"\n{scene}\n{'':<20}{head}")
         for name, row in by.items():
             print(
                 f"{name:<20}{row['requests_per_s']:>9.0f}{row['tokens_per_s']:>10.0f}{row['p50_ms']:>9.1f}{row['p99_ms']:>9.1f}"
-                f"{row['requests_per_core_s']:>12.0f}{row['tokens_per_core_s']:>12.0f}{row['router_cpu_us_per_request']:>11.0f}"
+                f"{row['requests_per_core_s']:>12.0f}{row['tokens_per_core_s']:>12.0f}{row['requests_per_router_core_s']:>19.0f}"
             )
+        for name, ratios in _ratios(by).items():
+            told = ", ".join(f"{key.replace('_per_', '/').removesuffix('_s')} {ratio}" for key, ratio in ratios.items())
+            print(f"{name} to the better peer: {told}")
     packages = sorted(venv.glob("lib/python3*/site-packages"))
     versions = {
         dist.metadata["Name"]: dist.version
@@ -240,6 +258,7 @@ def _write(
         "client": "python -P -m diptych.cli.bench_peers_client (HTTP: raw keep-alive; gRPC: the SDK)",
         "scenes": {scene.name: asdict(scene) for scene in scenes},
         "medians": medians,
+        "to_the_better_peer": {scene: _ratios(by) for scene, by in medians.items()},
         "runs": found,
     }
     out.parent.mkdir(parents=True, exist_ok=True)
