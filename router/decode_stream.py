@@ -4,7 +4,8 @@
     any --close--> CLOSED
 
 A stream that breaks takes its attempts with it: each ends with WorkerLostError (decode cancels them on its side). The
-stream is always drained; what an attempt's reader has not taken yet is merged, up to a cap, and then cancelled.
+stream is always drained; what an attempt's reader has not taken yet is merged, up to a cap, and then cancelled. A message costs
+as much whatever is in it, so tokens after the first are due at most every LEAST_GAP_S; starts, ends and errors at once.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ log = structlog.get_logger(__name__)
 _CONNECT_TIMEOUT_S = 2.0
 _PAUSE_S, _MAX_PAUSE_S = 0.1, 1.0
 MAX_BUFFERED_BYTES = 1024 * 1024
+LEAST_GAP_S = 0.005
+"""Between two looks of a reader at tokens of one answer, but for its first ones: what comes meanwhile is one event, and so one
+message to the client. Of steps that take longer nothing is held back."""
 _TOKEN_BYTES = 8
 _COMMAND_OVERHEAD_BYTES = 64
 
@@ -40,18 +44,24 @@ class Attempt:
         self._buffered_bytes = 0
         self._error: DiptychError | None = None
         self._ready = asyncio.Event()
+        self._due = False
+        """The reader need not wait for more."""
+        self._begun = False
+        self.woken_at = 0.0
+        """When tokens were due last, on the loop's clock."""
         self.over = False
         """No event will be added any more."""
 
     async def next(self) -> decode_pb2.Event:
         """The next event; tokens that came meanwhile are one event. Raises: WorkerLostError, OverloadedError."""
-        while not self._events:
+        while not self.has_event:
             if self._error is not None:
                 raise self._error
             self._ready.clear()
             await self._ready.wait()
         event = self._events.popleft()
         self._buffered_bytes -= _size(event, event.WhichOneof("event"))
+        self._due = bool(self._events)
         return event
 
     def cancel(self) -> None:
@@ -63,7 +73,12 @@ class Attempt:
     @property
     def has_event(self) -> bool:
         """`next` would not wait."""
-        return bool(self._events)
+        return self._due and bool(self._events)
+
+    def wake(self) -> None:
+        """What is there is due."""
+        self._due = True
+        self._ready.set()
 
     def put(self, event: decode_pb2.Event) -> None:
         kind = event.WhichOneof("event")
@@ -76,7 +91,12 @@ class Attempt:
             self._events.clear()
             self.cancel()
             self._error = OverloadedError("the answer was read too slowly and was cancelled")
-        self._ready.set()
+        elif kind == "tokens" and self._begun:
+            if not self._due:
+                self._stream.wake_in_time(self)
+            return
+        self._begun |= kind == "tokens"
+        self.wake()
 
     def _merged(self, more: router_pb2.TokenDelta) -> bool:
         """Whether they went into the event before; a hole or a repeat is for the reader to judge."""
@@ -96,7 +116,7 @@ class Attempt:
         """End the attempt after what is buffered."""
         self.over = True
         self._error = self._error or error
-        self._ready.set()
+        self.wake()
 
 
 def _size(event: decode_pb2.Event, kind: str | None) -> int:
@@ -135,6 +155,8 @@ class DecodeStream:
         self._attempts: dict[str, Attempt] = {}
         self._commands: asyncio.Queue[decode_pb2.Command | None] | None = None
         self._task: asyncio.Task[None] | None = None
+        self._late: set[Attempt] = set()
+        self._late_timer: asyncio.TimerHandle | None = None
         self.num_drops = 0
         self.num_batches = 0
         """Rises with every message: a sign of life."""
@@ -174,6 +196,25 @@ class DecodeStream:
     def forget(self, attempt: str, *, cancel: bool) -> None:
         if self._attempts.pop(attempt, None) is not None and cancel and self._commands is not None:
             self._commands.put_nowait(decode_pb2.Command(cancel=decode_pb2.Cancel(attempt=attempt)))
+
+    def wake_in_time(self, attempt: Attempt) -> None:
+        """Tokens came: they are due LEAST_GAP_S after those before them. One timer for all attempts that wait for that."""
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        if now - attempt.woken_at >= LEAST_GAP_S:
+            attempt.woken_at = now
+            attempt.wake()
+            return
+        self._late.add(attempt)
+        if self._late_timer is None:
+            self._late_timer = loop.call_later(LEAST_GAP_S, self._wake_late)
+
+    def _wake_late(self) -> None:
+        late, self._late, self._late_timer = self._late, set(), None
+        now = asyncio.get_running_loop().time()
+        for attempt in late:
+            attempt.woken_at = now
+            attempt.wake()
 
     def fail_attempts(self, why: str) -> None:
         """The worker is considered dead though the stream still stands: end its attempts, and tell it to stop them."""
@@ -235,6 +276,9 @@ class DecodeStream:
             self._attempts.pop(event.attempt, None)
 
     def _down(self, why: str) -> None:
+        if self._late_timer is not None:
+            self._late_timer.cancel()
+            self._late, self._late_timer = set(), None
         was_up, self._commands, self.client_door = self.up, None, None
         attempts, self._attempts = list(self._attempts.values()), {}
         for attempt in attempts:

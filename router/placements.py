@@ -31,6 +31,7 @@ _MAX_IN_FLIGHT = 4096
 MAX_UNREAD_BYTES = 1024 * 1024
 """Of replies that wait to be written, beyond which nothing more is read. One message of the client's is finished all the same."""
 UNREAD_S = 30.0
+_TOGETHER, _TOKENS_TOGETHER = 32, 32_768
 _MAX_REMEMBERED, _MAX_REMEMBERED_BYTES = 256, 512
 
 
@@ -71,12 +72,19 @@ class PlacementDesk:
             self._ready.set()
 
     async def _take(self, places: Iterable[router_pb2.PlaceRequest]) -> None:
-        """All of one message: those of token ids, in which nothing waits, are placed together."""
+        """All of one message: those of token ids, in which nothing waits, are placed together, a number at a time: what was
+        placed goes out while others are, and nobody else waits for all of them."""
         ready: list[tuple[int, PreparedRequest]] = []
+        num_tokens = 0
         for request in places:
             if request.request.WhichOneof("input") == "token_ids":
                 if (prepared := await self._prepared(request)) is not None:
                     ready.append((request.id, prepared))
+                    num_tokens += len(prepared.prompt_token_ids)
+                if len(ready) >= _TOGETHER or num_tokens >= _TOKENS_TOGETHER:
+                    self._place(ready)
+                    ready, num_tokens = [], 0
+                    await asyncio.sleep(0)
             elif len(self._tasks) >= _MAX_IN_FLIGHT:
                 self._refuse(request.id, OverloadedError("too many placements of this stream wait", retry_after_s=1.0))
             else:

@@ -5,10 +5,11 @@ import asyncio
 import pytest
 
 from diptych.common.errors import OverloadedError, WorkerLostError
-from diptych.router.decode_stream import DecodeStream
+from diptych.router import decode_stream
+from diptych.router.decode_stream import Attempt, DecodeStream
 from diptych.router.fake_decode import FakeDecode
 from diptych.rpc.channels import open_channel
-from diptych.rpc.v1 import decode_pb2, types_pb2
+from diptych.rpc.v1 import decode_pb2, router_pb2, types_pb2
 
 
 def submit(attempt, count=3):
@@ -101,3 +102,33 @@ async def test_close_fails_what_runs(worker, stream):
     await stream.close("the router is stopping")
     with pytest.raises(WorkerLostError, match="the router is stopping"):
         await attempt.next()
+
+
+async def test_tokens_after_the_first_are_due_together_and_ends_at_once(monkeypatch):
+    monkeypatch.setattr(decode_stream, "LEAST_GAP_S", 60.0)
+    stream = DecodeStream(None, "d0")
+    attempt = stream._attempts["a"] = Attempt(stream, "a", 10_000)
+
+    def tell(**event):
+        stream._deliver(decode_pb2.Event(attempt="a", **event))
+
+    def tokens(offset):
+        return router_pb2.TokenDelta(offset=offset, token_ids=[offset], text=f"{offset} ")
+
+    tell(accepted=decode_pb2.Accepted())
+    assert attempt.has_event
+    await attempt.next()
+    tell(tokens=tokens(0))
+    assert (await attempt.next()).tokens.token_ids == [0]
+    attempt.woken_at = asyncio.get_running_loop().time()
+    for offset in (1, 2, 3):
+        tell(tokens=tokens(offset))
+    assert not attempt.has_event
+    stream._wake_late()
+    assert (await attempt.next()).tokens.token_ids == [1, 2, 3]
+    tell(tokens=tokens(4))
+    assert not attempt.has_event
+    tell(end=decode_pb2.End())
+    assert (await attempt.next()).tokens.token_ids == [4]
+    assert (await attempt.next()).HasField("end")
+    stream._down("the test is over")
