@@ -128,3 +128,29 @@ async def test_three_routers_do_not_stampede_the_worker_that_holds_the_prefix(cl
     alone, together = await burst(clock, shared=False), await burst(clock, shared=True)
     assert max(together) < 1.35 * sum(together) / 4
     assert together[0] < alone[0]
+
+
+async def test_what_is_doubtful_counts_where_workers_are_compared_and_nowhere_else(clock):
+    store = MemoryStore(clock)
+    (a, mine), (b, theirs) = (share(store, clock, name) for name in "ab")
+    columns = mine.columns(("p0", "d0"))
+    mine.reserve("sure", Reservation("p0", "d0", 100))
+    mine.reserve("1", Reservation("p0", "d0", 30), doubtful=True)
+    mine.reserve("2", Reservation("d0", "d0", 7), doubtful=True)
+    assert seen(mine, "p0", "d0") == [(130, 2), (7, 3)]
+    assert (mine.certain_tokens(columns), mine.doubtful_tokens) == (100, 37)
+    for one in (a, b):
+        await one.exchange()
+    assert [tokens for tokens, _ in seen(theirs, "p0", "d0")] == [100, 0]
+    mine.settle("1")
+    mine.settle("1")
+    assert (mine.certain_tokens(columns), mine.doubtful_tokens) == (130, 7)
+    assert mine.release("2") == Reservation("d0", "d0", 7)
+    assert mine.release("2") is None
+    assert (mine.certain_tokens(columns), mine.doubtful_tokens) == (130, 0)
+    mine.reserve("3", Reservation("p0", "d0", 5), doubtful=True)
+    mine.prompt_computed("3")
+    assert (mine.certain_tokens(columns), mine.doubtful_tokens) == (130, 0)
+    for number in range(200):  # other columns, and a wider table
+        mine.reserve(f"w{number}", Reservation(f"w{number}", f"w{number}", 1), doubtful=True)
+    assert (mine.certain_tokens(columns), mine.doubtful_tokens) == (130, 200)
