@@ -31,7 +31,8 @@ def split_tokens(data: Tensor, block_ids: Sequence[int], num_tokens: int) -> tup
     return ids, full, tail
 
 
-def _flat(buffer: memoryview, size: int, *, writable: bool) -> np.ndarray:
+def flat_bytes(buffer: memoryview, size: int, *, writable: bool) -> np.ndarray:
+    """The first `size` bytes. Raises: ValueError."""
     if buffer.nbytes < size:
         raise ValueError(f"the payload has {buffer.nbytes} bytes, {size} are needed")
     if writable and buffer.readonly:
@@ -46,7 +47,7 @@ def pack(data: Tensor, block_ids: Sequence[int], num_tokens: int, out: memoryvie
     """
     ids, full, tail = split_tokens(data, block_ids, num_tokens)
     _, rows, block_size, slot = data.shape
-    flat = _flat(out, num_tokens * rows * slot, writable=True)
+    flat = flat_bytes(out, num_tokens * rows * slot, writable=True)
     border = full * rows * block_size * slot
     host = data if data.device.type == "cpu" else data[torch.tensor(ids, device=data.device)].cpu()
     index = ids if host is data else list(range(len(ids)))
@@ -71,7 +72,7 @@ def unpack(data: Tensor, block_ids: Sequence[int], num_tokens: int, src: memoryv
     """
     ids, full, tail = split_tokens(data, block_ids, num_tokens)
     _, rows, block_size, slot = data.shape
-    flat = _flat(src, num_tokens * rows * slot, writable=False)
+    flat = flat_bytes(src, num_tokens * rows * slot, writable=False)
     border = full * rows * block_size * slot
     body = flat[:border].reshape(full, rows, block_size, slot)
     rest = flat[border:].reshape(rows, tail, slot)

@@ -11,6 +11,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from diptych.engine.exec.native.library import choose_moves
 from diptych.engine.messages import BlockCopy, CopyKind, DeviceRange, Payload
 from diptych.engine.runner import Pull
 from diptych.kernels import kv_pack
@@ -68,6 +69,7 @@ class KvPool:
         self.rows = [layer_rows(self.tensor, layer) for layer in range(num_layers)]
         self.slots = [layer_slots(self.tensor, layer) for layer in range(num_layers)]
         self._bytes = kv_pack.pool_bytes(self.tensor)
+        self._moves = choose_moves() if device.type == "cpu" else None
         self.mover: BlockMover | None = None
         """Set by the Triton path, whose attention reads no slot that the sequence does not own."""
 
@@ -96,6 +98,8 @@ class KvPool:
         flat = out.cast("B")
         if self.mover is not None and layers is None:
             size = self.mover.pack(block_ids, num_tokens, flat)
+        elif self._moves is not None:
+            return self._moves.pack(self._rows_of(layers), block_ids, num_tokens, flat)[1]
         else:
             size = kv_pack.pack(self._rows_of(layers), block_ids, num_tokens, flat)
         return xxhash.xxh3_64_intdigest(flat[:size])
@@ -120,7 +124,8 @@ class KvPool:
         if self.mover is not None and layers is None:
             self.mover.unpack(block_ids, num_tokens, src.cast("B"))
             return None
-        kv_pack.unpack(self._rows_of(layers), block_ids, num_tokens, src.cast("B"))
+        move = self._moves or kv_pack
+        move.unpack(self._rows_of(layers), block_ids, num_tokens, src.cast("B"))
         tail = num_tokens % self.block_size
         if tail:
             # Slots past the tail are read (and masked) until they are written: a NaN that a former owner left there would

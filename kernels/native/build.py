@@ -6,7 +6,7 @@ from pathlib import Path
 
 from diptych.common.compiled import CSources, NativeError, find_compiler, functions_of
 
-__all__ = ["NativeError", "build", "find_compiler", "functions_of", "library_path"]
+__all__ = ["CSources", "NativeError", "build", "find_compiler", "functions_of", "library_path"]
 
 _SOURCES = CSources(
     "decoder",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
-import xxhash
 
+from diptych.common.paths import cache_dir
 from diptych.kernels import kv_pack
+from diptych.kernels.native.kv_move import SOURCES, KvMoves
 from diptych.kvtransfer.layout import payload_capacity
 
 BLOCK_BYTES = 64 << 10
@@ -26,6 +27,7 @@ class BlockPool:
         self.pool = torch.zeros(shape, dtype=torch.bfloat16)
         assert self.pool[0].nbytes == BLOCK_BYTES
         self._data = kv_pack.pool_bytes(self.pool)
+        self._moves = KvMoves(SOURCES.build(cache_dir() / "native"))
         if filled:
             generator = torch.Generator().manual_seed(5)
             noise = torch.randint(0, 256, (num_blocks, BLOCK_BYTES), dtype=torch.uint8, generator=generator)
@@ -33,11 +35,10 @@ class BlockPool:
 
     def pack(self, ids: list[int], out: memoryview) -> tuple[int, int]:
         """Returns: bytes and checksum."""
-        size = kv_pack.pack(self._data, ids, len(ids) * BLOCK_SIZE, out)
-        return size, xxhash.xxh3_64_intdigest(out[:size])
+        return self._moves.pack(self._data, ids, len(ids) * BLOCK_SIZE, out)
 
     def unpack(self, ids: list[int], payload: memoryview) -> None:
-        kv_pack.unpack(self._data, ids, len(ids) * BLOCK_SIZE, payload)
+        self._moves.unpack(self._data, ids, len(ids) * BLOCK_SIZE, payload)
 
     def same(self, other: BlockPool, ids: list[int]) -> bool:
         return torch.equal(self._data[ids], other._data[ids])

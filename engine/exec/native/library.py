@@ -14,6 +14,7 @@ from diptych.engine.exec.model_config import ModelConfig
 from diptych.kernels.dispatch import NATIVE
 from diptych.kernels.native.api import Library
 from diptych.kernels.native.build import NativeError, build
+from diptych.kernels.native.kv_move import SOURCES, KvMoves
 
 _log = logging.getLogger(__name__)
 _MAX_HEAD_DIM = 256
@@ -22,6 +23,16 @@ _MAX_HEAD_DIM = 256
 @cache
 def _load() -> Library:
     return Library(build(cache_dir() / "native"))
+
+
+@cache
+def choose_moves() -> KvMoves | None:
+    """What packs and unpacks blocks on the CPU, or None for numpy, which the log says."""
+    try:
+        return KvMoves(SOURCES.build(cache_dir() / "native"))
+    except NativeError as error:
+        _log.warning("KV is packed and unpacked by numpy, which takes about twice as long: %s", error)
+        return None
 
 
 def _misfit(config: ModelConfig, library: Library) -> str | None:
