@@ -7,7 +7,8 @@ raw:  one message of 64 MiB between the same two processes over the same transpo
 The two alternate, so that both see the same neighbours; medians and spreads are reported, and the CPU seconds of both processes
 for each GB, which say more than the clock when other work shares the cores. At the end both are left alone for a while: what a
 transfer that moves nothing costs, as a share of one core.
-blocks (NIXL only): the same 2,000 blocks with one descriptor each, pool to pool, nothing packed or verified.
+blocks (NIXL only): the same 2,000 blocks with one descriptor each, pool to pool, nothing packed or verified; and with one
+for each 16 and 4 KiB of them, as an engine needs whose layers lie in tensors of their own.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ RAW_BYTES = 64 << 20
 NUM_BLOCKS = 2000
 POOL_BLOCKS = 2400
 _DEADLINE_S = 60.0
+_PIECES, _PIECE_ROUNDS = (16 << 10, 4 << 10), 3
 _SETTLE_S, _IDLE_S = 1.0, 8.0
 
 
@@ -158,12 +160,14 @@ class Bench:
     def has_descriptors(self) -> bool:
         return self._agent is not None
 
-    async def descriptors(self, seed: int) -> float:
-        """Bytes per second of NIXL with one descriptor a block."""
+    async def descriptors(self, seed: int, piece_bytes: int = BLOCK_BYTES) -> float:
+        """Bytes per second of NIXL with one descriptor for each `piece_bytes` of a block."""
         ids = np.random.default_rng(seed).permutation(POOL_BLOCKS)[:NUM_BLOCKS].tolist()
         self._tell("descriptors")
         await self._line()  # the peer serves
-        seconds: float = await asyncio.get_running_loop().run_in_executor(self._step_thread, self._agent.read, ids)
+        seconds: float = await asyncio.get_running_loop().run_in_executor(
+            self._step_thread, self._agent.read, ids, piece_bytes
+        )
         if not self._source.same(self._pool, ids):
             raise RuntimeError("the blocks that arrived are not the ones that were sent")
         self._pool.clear()
@@ -242,6 +246,10 @@ async def measure(settings: dict[str, Any], knobs: Knobs, rounds: int) -> dict[s
                 + (f", a descriptor a block {descriptors[-1] / 1e9:.2f} GB/s" if descriptors else ""),
                 flush=True,
             )
+        pieces = {
+            size: summary([await bench.descriptors(i, size) for i in range(_PIECE_ROUNDS)])
+            for size in _PIECES if bench.has_descriptors
+        }  # fmt: skip
         idle = await bench.idle()
     finally:
         await bench.close()
@@ -254,6 +262,7 @@ async def measure(settings: dict[str, Any], knobs: Knobs, rounds: int) -> dict[s
         "share": summary(shares),
         "share_of_medians": statistics.median(kv) / statistics.median(raw),
         **(_beside(kv, descriptors) if descriptors else {}),
+        **({"smaller_descriptors_bytes_per_s": pieces} if pieces else {}),
         "idle_cpu_share": idle,
         "raw_cpu_s_per_gb": raw_cpu / (2 * rounds * RAW_BYTES / 1e9),
         "kv_cpu_s_per_gb": kv_cpu / (rounds * NUM_BLOCKS * BLOCK_BYTES / 1e9),

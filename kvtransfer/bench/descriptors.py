@@ -1,10 +1,13 @@
-"""The rival of packing: NIXL alone, one descriptor for each scattered block, pool to pool, nothing packed or verified."""
+"""The rival of packing: NIXL alone, one descriptor for each scattered block (or for smaller pieces of it), pool to pool, nothing
+packed or verified."""
 
 from __future__ import annotations
 
 import threading
 import time
 from typing import Any
+
+import numpy as np
 
 from diptych.kvtransfer.bench.blocks import BLOCK_BYTES, BlockPool
 from diptych.kvtransfer.nixl_parts import load_nixl
@@ -40,20 +43,26 @@ class BlockAgent:
         self._peer = self._agent.add_remote_agent(bytes.fromhex(hello["metadata"]))
         self._peer_base = hello["base"]
 
-    def read(self, ids: list[int]) -> float:
-        """Blocks `ids` of the peer's pool into the same ones of ours. Returns: seconds. Raises: RuntimeError."""
+    def read(self, ids: list[int], piece_bytes: int = BLOCK_BYTES) -> float:
+        """Blocks `ids` of the peer's pool into the same ones of ours, with a descriptor for each `piece_bytes` of a block.
+        Returns: seconds. Raises: RuntimeError."""
         began = time.perf_counter()
-        local, remote = (
-            self._agent.get_xfer_descs([(base + i * BLOCK_BYTES, BLOCK_BYTES, 0) for i in ids], mem_type="DRAM")
-            for base in (self._base, self._peer_base)
-        )
+        pieces = np.arange(0, BLOCK_BYTES, piece_bytes, dtype=np.uint64)
+        starts = (np.array(ids, np.uint64)[:, None] * np.uint64(BLOCK_BYTES) + pieces).reshape(-1)
+        rows = np.zeros((len(starts), 3), np.uint64)
+        rows[:, 1] = piece_bytes
+        lists = []
+        for base in (self._base, self._peer_base):
+            rows[:, 0] = starts + np.uint64(base)
+            lists.append(self._agent.get_xfer_descs(rows, mem_type="DRAM"))
+        local, remote = lists
         transfer = self._agent.initialize_xfer("READ", local, remote, self._peer, _DONE)
         try:
             state = self._agent.transfer(transfer)
             while state == "PROC" and time.perf_counter() - began < _DEADLINE_S:
                 state = self._agent.check_xfer_state(transfer)
             if state != "DONE":
-                raise RuntimeError(f"{len(ids)} descriptors: {state}")
+                raise RuntimeError(f"{len(rows)} descriptors: {state}")
             return time.perf_counter() - began
         finally:
             self._agent.release_xfer_handle(transfer)
