@@ -73,12 +73,21 @@ static Hash hash_of(const uint8_t *data, int64_t size)
     return (Hash){data, size, 0, (size - 1) / HASH_BLOCK * HASH_BLOCK, {P32_3, P64_1, P64_2, P64_3}, {P64_4, P32_2, P64_5, P32_1}};
 }
 
+/* Each lane's neighbour in its pair. */
+static inline half neighbours(half value)
+{
+#ifdef __AVX2__
+    return (half)_mm256_shuffle_epi32((__m256i)value, 0x4e);
+#else
+    return (half){value[1], value[0], value[3], value[2]};
+#endif
+}
+
 static inline void stripe(half *a, half *b, const uint8_t *data, const uint8_t *key)
 {
-    const half neighbours = {1, 0, 3, 2};
     half left = load(data), right = load(data + 32);
-    *a += __builtin_shuffle(left, neighbours) + products(left ^ load(key));
-    *b += __builtin_shuffle(right, neighbours) + products(right ^ load(key + 32));
+    *a += neighbours(left) + products(left ^ load(key));
+    *b += neighbours(right) + products(right ^ load(key + 32));
 }
 
 /* Sum the whole blocks of the hash that lie before `end`. */
