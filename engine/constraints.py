@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from diptych.common.sampling import SamplingParams
-from diptych.engine.grammar.program import NOT_ALLOWED, SLOW, Mask, Program
+from diptych.engine.grammar.program import NOT_ALLOWED, SLOW, Mask, Program, mask_of, mask_words
 
 Ids = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
@@ -50,6 +50,7 @@ class Constraint:
         self.allowed = (
             np.unique(np.array(sampling.allowed_token_ids, dtype=np.int64)) if sampling.allowed_token_ids else None
         )
+        self._allowed_bits: Mask | None = None
         self.banned = _NO_IDS
         self._counts_prompt = sampling.repetition_penalty != 1.0
         self._counts_outputs = self._counts_prompt or bool(sampling.frequency_penalty or sampling.presence_penalty)
@@ -77,6 +78,19 @@ class Constraint:
     @property
     def counts(self) -> Floats:
         return self._num[: len(self._index)]
+
+    def permitted(self, vocab_size: int) -> Mask | None:
+        """What may be drawn now, one bit a token as in engine.grammar.program; None: everything."""
+        if self.allowed is None and self.mask is None and not len(self.banned):
+            return None
+        words = mask_words(vocab_size)
+        bits = np.full(words, -1, dtype=np.int32) if self.mask is None else self.mask[:words].copy()
+        if self.allowed is not None:
+            if self._allowed_bits is None or len(self._allowed_bits) != words:
+                self._allowed_bits = mask_of(self.allowed, vocab_size)  # type: ignore[arg-type]
+            bits &= self._allowed_bits
+        np.bitwise_and.at(bits, self.banned >> 5, ~(np.int32(1) << (self.banned & 31).astype(np.int32)))
+        return bits
 
     def advance(self, history: Sequence[int], num_prompt: int) -> None:
         """Take in the tokens that came since; `history` is prompt and outputs so far, only ever longer."""

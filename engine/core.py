@@ -209,6 +209,8 @@ class EngineCore:
 
     def _launch_ahead(self, flight: Flight) -> Flight | None:
         assert self._device is not None
+        if flight.step.failed:
+            return None
         out = ahead.plan(self.scheduler, self._clock.now())
         copied = self._copy_blocks()
         if out is None or copied is None:
@@ -227,6 +229,7 @@ class EngineCore:
         now = self._clock.now()
         if before is None:
             self._landed_at = now
+            step.draw()
         self._on_launched()
         return Flight(out, step, now)
 
@@ -241,6 +244,8 @@ class EngineCore:
         if result is not None:
             self._take(flight.out, result, duration_s)
         ahead.landed(self.scheduler, flight.out, None if behind is None else behind.out)
+        if behind is not None:
+            behind.step.draw(ahead.ended(self.scheduler, behind.out))
         self.steps += 1
 
     def take_events(self) -> list[EngineEvent]:

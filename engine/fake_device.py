@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 
 from diptych.engine.fake_runner import FakeRunner
@@ -11,9 +11,10 @@ from diptych.engine.messages import BlockCopy, ScheduledSeq, StepResult
 
 
 class FakeDeviceRunner(FakeRunner):
-    """Implements StepsAhead. A step is computed when its result is asked for, or when something comes that a device does in the
-    same order: another step's result, execute, copies, pack. `unpack` writes at once, as a pull beside the steps does: what a
-    step that is still on the device reads or writes must not be anybody else's by then.
+    """Implements StepsAhead. Draws that depend on history are made of what `draw` found there, and there must be no less: a plan
+    that runs ahead of its tokens fails. A step is computed when its result is asked for, or when something comes that a device
+    does in the same order: another step's result, execute, copies, pack. `unpack` writes at once, as a pull beside the steps
+    does: what a step that is still on the device reads or writes must not be anybody else's by then.
     """
 
     steps_ahead = True
@@ -26,7 +27,7 @@ class FakeDeviceRunner(FakeRunner):
         self._last: _FakeStep | None = None
 
     def launch(self, seqs: Sequence[ScheduledSeq], sources: Sequence[int] = ()) -> _FakeStep:
-        frozen = [replace(s, token_ids=list(s.token_ids), block_table=list(s.block_table)) for s in seqs]
+        frozen = [replace(s, token_ids=list(s.token_ids), block_table=list(s.block_table), memo=None) for s in seqs]
         step = _FakeStep(self, frozen, list(sources), self._last)
         self._queue.append(step)
         self._last = step
@@ -64,11 +65,33 @@ class _FakeStep:
     ) -> None:
         self._runner, self._seqs, self._sources, self._before = runner, seqs, sources, before
         self._result: StepResult | Exception | None = None
+        self._drawn = False
+        self._draw_error: Exception | None = None
+
+    @property
+    def failed(self) -> bool:
+        return self._draw_error is not None
+
+    def fail_with(self, error: Exception) -> None:
+        """As if its draws could not be sent."""
+        self._draw_error = error
+
+    def draw(self, ended: Container[int] = ()) -> None:
+        self._drawn = True
+        for i, seq in enumerate(self._seqs):
+            if seq.history is None:
+                continue
+            if i in ended:
+                seq.history = seq.grammar = None
+                continue
+            seq.history = list(seq.history)
+            assert len(seq.history) == seq.start + 1, "drawn before its last token was known, or after the next one"
 
     def done(self) -> bool:
         return self._result is not None
 
     def compute(self) -> None:
+        assert self._drawn, "computed before its draws were sent"
         drawn: list[int | None] = []
         if any(source >= 0 for source in self._sources):
             assert self._before is not None, "nothing was launched before"
@@ -86,6 +109,8 @@ class _FakeStep:
     def result(self) -> StepResult:
         if self._result is None:
             self._runner.catch_up(self)
+        if self._draw_error is not None:
+            raise self._draw_error
         assert self._result is not None
         if isinstance(self._result, Exception):
             raise self._result

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Protocol, runtime_checkable
 
 from diptych.engine.messages import BlockCopy, Payload, ScheduledSeq, StepResult
@@ -35,6 +35,20 @@ class Pull(Protocol):
 class StepInFlight(Protocol):
     """A step that is on the device."""
 
+    @property
+    def failed(self) -> bool:
+        """Its draws could not be sent: `result` will raise, and nothing may be launched behind it."""
+        ...
+
+    def draw(self, ended: Container[int] = ()) -> None:
+        """Send the draws that wait for their sequences' last tokens: these are in `history` by now. Called once, before
+        anything is launched behind the step; never raises, see `failed`.
+
+        Args:
+            ended: indices of sequences that have ended meanwhile: what is drawn for them does not count.
+        """
+        ...
+
     def done(self) -> bool:
         """Has it landed? Never blocks."""
         ...
@@ -57,7 +71,7 @@ class StepsAhead(Protocol):
         """Begin a step behind the last one that was launched, which may still run.
 
         Args:
-            seqs: one token each, and a plain draw: see engine.sched.ahead.host_reason. They may change once this returns.
+            seqs: one token each, and one draw: see engine.sched.ahead.host_reason. They may change once `draw` was called.
             sources: by sequence, the index in the last launched step of the one whose drawn token is its token; -1: its token
                 is in token_ids. Empty: all are.
         Raises: OutOfDeviceMemory.

@@ -1,22 +1,36 @@
 """Programmatic dependent launch (Hopper and later): a kernel starts while the one before it still runs.
 
-A kernel of a decode step takes 2 to 60 microseconds, of which filling and draining the GPU is some 3. So each of them first
-allows its successor to start (`gdc_launch_dependents`), and then waits until its predecessor has finished and its writes are
-visible (`gdc_wait`). The rules that keep this right:
+A kernel of a decode step takes 2 to 60 microseconds, of which filling and draining the GPU is some 3. So each of them reads what
+no kernel of the step writes (weights, positions, tables), waits until its predecessor has finished and its writes are visible
+(`gdc_wait`), and then allows its successor to start (`gdc_launch_dependents`). Not earlier: successors of successors would take
+the multiprocessors' room before there is work for them. The rules that keep this right:
 
 - every program of every kernel waits, before it reads what another kernel wrote, before it writes anything, and before it
   returns; so a kernel's end still means the end of all before it;
 - a kernel launched the ordinary way waits for all of it.
 """
 
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
 from __future__ import annotations
 
 from functools import cache
 
 import torch
+import triton
+import triton.language as tl
 
 ENABLED = True
 """Tests switch it off, to compare."""
+MAX_ROWS = 128
+"""Kernels of larger steps fill the GPU by themselves, and lose a little by it: measured, see kernels/bench/NOTES.md."""
+
+
+@triton.jit
+def begin(PDL: tl.constexpr):
+    """Before a kernel's first read of what another one wrote."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @cache
@@ -24,5 +38,6 @@ def _supported(index: int | None) -> bool:
     return torch.cuda.get_device_capability(index) >= (9, 0)
 
 
-def use_pdl(device: torch.device) -> bool:
-    return ENABLED and device.type == "cuda" and _supported(device.index)
+def use_pdl(device: torch.device, rows: int) -> bool:
+    """rows: of the step."""
+    return ENABLED and rows <= MAX_ROWS and device.type == "cuda" and _supported(device.index)

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from diptych.kernels.pdl import use_pdl
+from diptych.kernels.pdl import begin, use_pdl
 
 MIN_ROWS = 16
 """Rows of the smallest matrix instruction."""
@@ -59,11 +59,11 @@ def _paged_decode_kernel(
     WINDOW: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     seq, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    # What no kernel of the step writes is read before the wait.
     length = tl.load(lens_ptr + seq)
+    table = tables_ptr + tl.load(rows_ptr + seq).to(tl.int64) * stride_table
+    begin(PDL)
     first = 0
     if WINDOW > 0:
         first = tl.maximum(length - WINDOW, 0)
@@ -77,7 +77,6 @@ def _paged_decode_kernel(
     real = (row[:, None] < GROUP) & (dim[None, :] < HEAD_DIM)
     q_at = q_ptr + seq.to(tl.int64) * stride_q_seq + heads[:, None] * stride_q_head + dim[None, :]
     q = tl.load(q_at, mask=real, other=0.0)
-    table = tables_ptr + tl.load(rows_ptr + seq).to(tl.int64) * stride_table
 
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -125,9 +124,7 @@ def _reduce_splits_kernel(
     SPLITS_PADDED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    begin(PDL)
     seq, head = tl.program_id(0), tl.program_id(1)
     split = tl.arange(0, SPLITS_PADDED)
     dim = tl.arange(0, DIM)
@@ -174,7 +171,7 @@ def paged_decode(
     window: int | None = None,
     splits: int = 1,
     tile: int | None = None,
-    num_warps: int = 4,
+    num_warps: int = 2,
     num_stages: int = 3,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -204,7 +201,7 @@ def paged_decode(
     if splits > 1:
         partial = torch.empty((num_seqs, num_q_heads, splits, head_dim), dtype=torch.float32, device=q.device)
         lse = torch.empty((num_seqs, num_q_heads, splits), dtype=torch.float32, device=q.device)
-    pdl = use_pdl(q.device)
+    pdl = use_pdl(q.device, num_seqs)
     num_kv_heads, dim = kv.shape[3], triton.next_power_of_2(head_dim)
     _paged_decode_kernel[(num_seqs, num_kv_heads, splits)](
         q,

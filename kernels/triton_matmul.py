@@ -1,8 +1,9 @@
 """Linear layers for few rows in Triton: bound by reading the weight once.
 
-One program owns BLOCK_N output columns and streams their weight rows, all of K, through a deep pipeline: no split of K, so no
-second kernel and no atomics, and the result does not depend on timing. With SILU it owns the same columns of gate and of up,
-and writes silu(gate) * up: the activation costs no launch and no traffic.
+One program owns BLOCK_N output columns and streams their weight rows through a deep pipeline. With SILU it owns the same columns
+of gate and of up, and writes silu(gate) * up: the activation costs no launch and no traffic. Where the columns are too few to
+fill the GPU, the inputs are cut into splits; a split writes its sums in fp32, and whoever reads them adds them up in a fixed
+order (`rms_norm`, `rope_write`): no second kernel, no atomics, and the result does not depend on timing.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -15,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from diptych.kernels.pdl import use_pdl
+from diptych.kernels.pdl import begin, use_pdl
 
 MAX_ROWS = 64
 
@@ -33,29 +34,31 @@ def _small_matmul_kernel(
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    SHARE: tl.constexpr,
     EVEN: tl.constexpr,
     SILU: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row = tl.arange(0, ROWS)
+    split = tl.program_id(1)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    low = split * SHARE
+    high = tl.minimum(low + SHARE, size)
     k = tl.arange(0, BLOCK_K)
     real_row = (row < num_rows)[:, None]
     real_column = (column < num_columns)[:, None]
     x_at = x_ptr + row[:, None] * stride_x + k[None, :]
     w_at = weight_ptr + column[:, None].to(tl.int64) * stride_weight + k[None, :]
     up_at = w_at + num_columns.to(tl.int64) * stride_weight
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    begin(PDL)
     acc = tl.zeros([ROWS, BLOCK_N], tl.float32)
     acc_up = tl.zeros([ROWS, BLOCK_N], tl.float32)
-    for start in tl.range(0, size, BLOCK_K):
+    for start in tl.range(low, high, BLOCK_K):
         if EVEN:
             x = tl.load(x_at + start, mask=real_row, other=0.0)
             w = tl.load(w_at + start)
         else:
-            inside = (start + k < size)[None, :]
+            inside = (start + k < high)[None, :]
             x = tl.load(x_at + start, mask=real_row & inside, other=0.0)
             w = tl.load(w_at + start, mask=real_column & inside, other=0.0)
         acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
@@ -69,25 +72,39 @@ def _small_matmul_kernel(
         # Rounded as the unfused projection would be.
         gate = acc.to(out_ptr.dtype.element_ty).to(tl.float32)
         acc = gate / (1.0 + tl.exp(-gate)) * acc_up.to(out_ptr.dtype.element_ty).to(tl.float32)
-    out_at = out_ptr + row[:, None] * num_columns + column[None, :]
+    out_at = out_ptr + split.to(tl.int64) * num_rows * num_columns + row[:, None] * num_columns + column[None, :]
     tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=real_row & (column < num_columns)[None, :])
 
 
 @dataclass(frozen=True, slots=True)
 class MatmulShape:
-    """How one launch is cut; chosen by measurement: see kernels/bench/NOTES.md."""
+    """How one launch is cut; chosen by measurement: see kernels/bench/NOTES.md.
+
+    Args:
+        splits: of the inputs.
+    """
 
     block_n: int
     block_k: int
     num_warps: int
     num_stages: int
+    splits: int = 1
 
 
-def choose_shape(num_rows: int, num_columns: int, *, silu: bool) -> MatmulShape:
-    """Enough programs for every multiprocessor, and some 100 KB in flight on each."""
-    if num_rows > 16 or silu or num_columns > 65_536:
-        return MatmulShape(64, 128, 4, 4)
-    return MatmulShape(32, 128, 4, 6)
+_PLAIN = MatmulShape(32, 128, 4, 6)
+_FEW_ROWS = 16
+_SPLIT_COLUMNS, _SPLIT_BLOCK = 32, 256
+
+
+def choose_shape(num_rows: int, num_columns: int, size: int, *, silu: bool) -> MatmulShape | None:
+    """The cut that was the fastest inside a decode step (see kernels/bench/NOTES.md): enough programs for every multiprocessor,
+    and some 100 KB in flight on each. None: cuBLAS is as fast."""
+    if silu:
+        return MatmulShape(64, 128, 4, 3) if num_rows <= _FEW_ROWS else MatmulShape(64, 64, 8, 4)
+    splits = 4 if size >= 8192 else 2
+    if num_rows > _FEW_ROWS or num_columns % _SPLIT_COLUMNS or size % (splits * _SPLIT_BLOCK):
+        return None
+    return MatmulShape(_SPLIT_COLUMNS, _SPLIT_BLOCK, 4, 3, splits)
 
 
 def small_matmul(x: Tensor, weight: Tensor, *, silu: bool = False, shape: MatmulShape | None = None) -> Tensor:
@@ -95,9 +112,10 @@ def small_matmul(x: Tensor, weight: Tensor, *, silu: bool = False, shape: Matmul
 
     Args:
         x: [rows, size]; weight: [columns, size], or [2 * columns, size] with silu; same dtype, contiguous in the last dim.
-        shape: None: choose_shape.
-    Returns: [rows, columns], x's dtype; accumulated in fp32. With silu: silu(gate) * up.
-    Raises: ValueError on a shape or dtype mismatch.
+        shape: None: one without splits.
+    Returns: [rows, columns], x's dtype; accumulated in fp32. With silu: silu(gate) * up. With a shape of several splits:
+        [splits, rows, columns] fp32, whose sum is the result.
+    Raises: ValueError on a shape or dtype mismatch, and for splits with silu.
     """
     num_rows, size = x.shape
     columns = weight.shape[0] // 2 if silu else weight.shape[0]
@@ -107,9 +125,18 @@ def small_matmul(x: Tensor, weight: Tensor, *, silu: bool = False, shape: Matmul
         raise ValueError(f"x {tuple(x.shape)} {x.dtype} does not fit weight {tuple(weight.shape)} {weight.dtype}")
     if silu and weight.shape[0] % 2:
         raise ValueError(f"{weight.shape[0]} rows of weight are not gate and up")
-    cut, pdl = shape or choose_shape(num_rows, columns, silu=silu), use_pdl(x.device)
-    out = torch.empty((num_rows, columns), dtype=x.dtype, device=x.device)
-    _small_matmul_kernel[(triton.cdiv(columns, cut.block_n),)](
+    cut = shape or (choose_shape(num_rows, columns, size, silu=True) if silu else None) or _PLAIN
+    pdl = use_pdl(x.device, num_rows)
+    if silu and cut.splits > 1:
+        raise ValueError("an activation needs the whole sum: no splits with silu")
+    share = triton.cdiv(triton.cdiv(size, cut.splits), cut.block_k) * cut.block_k
+    if cut.splits > 1:
+        out = torch.empty((cut.splits, num_rows, columns), dtype=torch.float32, device=x.device)
+    else:
+        out = torch.empty((num_rows, columns), dtype=x.dtype, device=x.device)
+    even = size % (cut.splits * cut.block_k) == 0 and columns % cut.block_n == 0
+    grid = (triton.cdiv(columns, cut.block_n), cut.splits)
+    _small_matmul_kernel[grid](
         x,
         weight,
         out,
@@ -121,7 +148,8 @@ def small_matmul(x: Tensor, weight: Tensor, *, silu: bool = False, shape: Matmul
         ROWS=max(16, triton.next_power_of_2(num_rows)),
         BLOCK_N=cut.block_n,
         BLOCK_K=cut.block_k,
-        EVEN=size % cut.block_k == 0 and columns % cut.block_n == 0,
+        SHARE=share,
+        EVEN=even,
         SILU=silu,
         PDL=pdl,
         num_warps=cut.num_warps,

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from diptych.kernels.pdl import use_pdl
+from diptych.kernels.pdl import begin, use_pdl
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
@@ -22,17 +22,21 @@ def _rms_norm_kernel(
     eps,
     size,
     stride_x,
+    stride_split,
     BLOCK: tl.constexpr,
     RESIDUAL: tl.constexpr,
+    SPLITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     mask = at < size
+    weight = tl.load(weight_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    begin(PDL)
     x = tl.load(x_ptr + row * stride_x + at, mask=mask, other=0.0)
+    for split in tl.static_range(1, SPLITS):
+        x += tl.load(x_ptr + split * stride_split + row * stride_x + at, mask=mask, other=0.0)
+    x = x.to(out_ptr.dtype.element_ty)
     if RESIDUAL:
         # Rounded to the model's dtype before the norm, as the unfused sum is.
         x = (x.to(tl.float32) + tl.load(residual_ptr + row * size + at, mask=mask, other=0.0).to(tl.float32)).to(
@@ -41,7 +45,6 @@ def _rms_norm_kernel(
         tl.store(residual_ptr + row * size + at, x, mask=mask)
     x = x.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / size + eps)
-    weight = tl.load(weight_ptr + at, mask=mask, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * size + at, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -49,20 +52,23 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     """y = s / sqrt(mean(s^2) + eps) * weight over the last dim, s = x (+ residual).
 
     Args:
-        x: [rows, size], contiguous in the last dim. weight: [size], x's dtype.
-        residual: [rows, size], contiguous, x's dtype; overwritten with s.
-    Returns: [rows, size], x's dtype; computed in fp32.
+        x: [rows, size], contiguous in the last dim; or [splits, rows, size] fp32, whose sum, rounded to weight's dtype, is x
+            (see triton_matmul). weight: [size], x's dtype.
+        residual: [rows, size], contiguous, weight's dtype; overwritten with s.
+    Returns: [rows, size], weight's dtype; computed in fp32.
     Raises: ValueError on a shape or dtype mismatch.
     """
-    rows, size = x.shape
-    if weight.shape != (size,) or x.stride(1) != 1 or weight.dtype != x.dtype:
+    rows, size = x.shape[-2:]
+    splits = x.shape[0] if x.dim() == 3 else 1
+    wanted = torch.float32 if x.dim() == 3 else weight.dtype
+    if weight.shape != (size,) or x.stride(-1) != 1 or x.dtype != wanted:
         raise ValueError(f"x {tuple(x.shape)} {x.dtype} does not fit weight {tuple(weight.shape)} {weight.dtype}")
     if residual is not None and (
-        residual.shape != x.shape or residual.dtype != x.dtype or not residual.is_contiguous()
+        residual.shape != (rows, size) or residual.dtype != weight.dtype or not residual.is_contiguous()
     ):
         raise ValueError(f"residual {tuple(residual.shape)} {residual.dtype} does not fit x {tuple(x.shape)} {x.dtype}")
-    out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
-    block, pdl = triton.next_power_of_2(size), use_pdl(x.device)
+    out = torch.empty((rows, size), dtype=weight.dtype, device=x.device)
+    block, pdl = triton.next_power_of_2(size), use_pdl(x.device, rows)
     _rms_norm_kernel[(rows,)](
         x,
         x if residual is None else residual,
@@ -70,9 +76,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
         out,
         eps,
         size,
+        x.stride(-2),
         x.stride(0),
         BLOCK=block,
         RESIDUAL=residual is not None,
+        SPLITS=splits,
         PDL=pdl,
         num_warps=max(1, min(16, block // 512)),
         launch_pdl=pdl,
@@ -82,9 +90,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
 
 @triton.jit
 def _gate_mul_kernel(x_ptr, out_ptr, size, stride_x, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < size
@@ -116,7 +122,7 @@ def gate_mul(gate_up: Tensor, activation: str = "silu") -> Tensor:
     if width % 2 or gate_up.stride(1) != 1:
         raise ValueError(f"gate_up {tuple(gate_up.shape)} must hold two contiguous halves")
     out = torch.empty((rows, width // 2), dtype=gate_up.dtype, device=gate_up.device)
-    pdl = use_pdl(gate_up.device)
+    pdl = use_pdl(gate_up.device, rows)
     block = min(1024, triton.next_power_of_2(width // 2))
     _gate_mul_kernel[(rows, triton.cdiv(width // 2, block))](
         gate_up,

@@ -12,12 +12,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from diptych.kernels.pdl import use_pdl
+from diptych.kernels.pdl import begin, use_pdl
+
+
+@triton.jit
+def _load(at, mask, stride_split, SPLITS: tl.constexpr, dtype: tl.constexpr):
+    """The sum over the splits, rounded to the model's dtype, in fp32."""
+    x = tl.load(at, mask=mask, other=0.0)
+    for split in tl.static_range(1, SPLITS):
+        x += tl.load(at + split * stride_split, mask=mask, other=0.0)
+    return x.to(dtype).to(tl.float32)
 
 
 @triton.jit
 def _rope_write_kernel(
     qkv_ptr,
+    q_ptr,
     kv_ptr,
     cos_ptr,
     sin_ptr,
@@ -27,6 +37,8 @@ def _rope_write_kernel(
     k_norm_ptr,
     eps,
     stride_token,
+    stride_split,
+    stride_q,
     stride_block,
     stride_kv,
     stride_slot,
@@ -39,29 +51,30 @@ def _rope_write_kernel(
     HALF_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     NORM: tl.constexpr,
+    SPLITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     token, kv_head = tl.program_id(0), tl.program_id(1)
+    # What no kernel of the step writes is read before the wait.
     slot = tl.load(slots_ptr + token)
-    if slot < 0:
-        return
     position = tl.load(positions_ptr + token).to(tl.int64)
     dim = tl.arange(0, HALF_PADDED)
     in_half = dim < HALF
     cos = tl.load(cos_ptr + position * HALF + dim, mask=in_half, other=0.0).to(tl.float32)[None, :]
     sin = tl.load(sin_ptr + position * HALF + dim, mask=in_half, other=0.0).to(tl.float32)[None, :]
 
+    begin(PDL)
+    if slot < 0:
+        return
     # Rows 0 .. GROUP - 1 are the query heads, row GROUP is the key.
     row = tl.arange(0, HEADS)
     is_key = row == GROUP
     head = tl.where(is_key, num_q_heads + kv_head, kv_head * GROUP + row)
     mask = (row <= GROUP)[:, None] & in_half[None, :]
+    dtype: tl.constexpr = kv_ptr.dtype.element_ty
     at = qkv_ptr + token.to(tl.int64) * stride_token + head[:, None] * (2 * HALF) + dim[None, :]
-    left = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    right = tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32)
+    left = _load(at, mask, stride_split, SPLITS, dtype)
+    right = _load(at + HALF, mask, stride_split, SPLITS, dtype)
     if NORM:
         size = 2 * HALF
         scale = 1.0 / tl.sqrt((tl.sum(left * left, 1) + tl.sum(right * right, 1)) / size + eps)[:, None]
@@ -71,11 +84,12 @@ def _rope_write_kernel(
         k_right = tl.load(k_norm_ptr + HALF + dim, mask=in_half, other=0.0).to(tl.float32)
         left = left * scale * tl.where(is_key[:, None], k_left[None, :], q_left[None, :])
         right = right * scale * tl.where(is_key[:, None], k_right[None, :], q_right[None, :])
-    new_left = (left * cos - right * sin).to(qkv_ptr.dtype.element_ty)
-    new_right = (right * cos + left * sin).to(qkv_ptr.dtype.element_ty)
+    new_left = (left * cos - right * sin).to(dtype)
+    new_right = (right * cos + left * sin).to(dtype)
     is_query = (row < GROUP)[:, None] & in_half[None, :]
-    tl.store(at, new_left, mask=is_query)
-    tl.store(at + HALF, new_right, mask=is_query)
+    q_at = q_ptr + token.to(tl.int64) * stride_q + head[:, None] * (2 * HALF) + dim[None, :]
+    tl.store(q_at, new_left, mask=is_query)
+    tl.store(q_at + HALF, new_right, mask=is_query)
 
     block = (slot // BLOCK_SIZE).to(tl.int64)
     target = kv_ptr + block * stride_block + (slot % BLOCK_SIZE) * stride_slot + kv_head * stride_head + dim
@@ -83,8 +97,10 @@ def _rope_write_kernel(
     tl.store(target[None, :] + tl.zeros([HEADS, 1], tl.int32), new_left, mask=key_mask)
     tl.store(target[None, :] + HALF + tl.zeros([HEADS, 1], tl.int32), new_right, mask=key_mask)
     v_at = qkv_ptr + token.to(tl.int64) * stride_token + (num_q_heads + num_kv_heads + kv_head) * (2 * HALF) + dim
-    tl.store(target + stride_kv, tl.load(v_at, mask=in_half), mask=in_half)
-    tl.store(target + stride_kv + HALF, tl.load(v_at + HALF, mask=in_half), mask=in_half)
+    tl.store(target + stride_kv, _load(v_at, in_half, stride_split, SPLITS, dtype).to(dtype), mask=in_half)
+    tl.store(
+        target + stride_kv + HALF, _load(v_at + HALF, in_half, stride_split, SPLITS, dtype).to(dtype), mask=in_half
+    )
 
 
 def rope_write(
@@ -104,19 +120,21 @@ def rope_write(
 
     Args:
         qkv: [num_tokens, (num_q_heads + 2 * num_kv_heads) * head_dim]: queries, keys, values of each token. Query heads are
-            overwritten; keys and values stay as they are. Rows may be strided.
+            overwritten; keys and values stay as they are. Rows may be strided. Or [splits, num_tokens, ...] fp32, whose sum,
+            rounded to the model's dtype, is qkv (see triton_matmul); it stays as it is.
         kv: [num_blocks, 2, block_size, num_kv_heads, head_dim], one layer's view of the pool.
         cos, sin: [num_positions, head_dim / 2], contiguous; fp32 keeps the angles exact whatever the model's dtype.
         positions: [num_tokens], int32. slots: [num_tokens], int32, block * block_size + offset; < 0: a padded row, skipped.
         q_norm, k_norm: [head_dim] weights of an RMS norm of each head before the rotation, with `eps`; both or none.
-    Returns: the queries, [num_tokens, num_q_heads, head_dim], a view of qkv.
+    Returns: the queries, [num_tokens, num_q_heads, head_dim]: a view of qkv; of splits a new tensor.
     Raises: ValueError on a shape, dtype or device mismatch (checked on the host, without a sync).
     """
     num_kv_heads, head_dim = kv.shape[3], kv.shape[4]
-    num_tokens = qkv.shape[0]
-    if qkv.shape[1] != (num_q_heads + 2 * num_kv_heads) * head_dim or qkv.stride(1) != 1:
+    num_tokens = qkv.shape[-2]
+    if qkv.shape[-1] != (num_q_heads + 2 * num_kv_heads) * head_dim or qkv.stride(-1) != 1:
         raise ValueError(f"qkv {tuple(qkv.shape)} is not {num_q_heads} + 2 x {num_kv_heads} heads of {head_dim}")
-    if qkv.dtype != kv.dtype or qkv.device != kv.device:
+    splits = qkv.shape[0] if qkv.dim() == 3 else 1
+    if qkv.dtype != (torch.float32 if qkv.dim() == 3 else kv.dtype) or qkv.device != kv.device:
         raise ValueError(f"qkv is {qkv.dtype} on {qkv.device}, kv {kv.dtype} on {kv.device}")
     if cos.shape[-1] * 2 != head_dim or cos.shape != sin.shape or not (cos.is_contiguous() and sin.is_contiguous()):
         raise ValueError(f"rope tables {tuple(cos.shape)} do not fit heads of {head_dim}")
@@ -124,9 +142,12 @@ def rope_write(
         raise ValueError(f"{num_tokens} tokens, {tuple(positions.shape)} positions, {tuple(slots.shape)} slots")
     if (q_norm is None) != (k_norm is None):
         raise ValueError("q_norm and k_norm come together")
-    group, pdl = num_q_heads // num_kv_heads, use_pdl(qkv.device)
+    group, pdl = num_q_heads // num_kv_heads, use_pdl(qkv.device, num_tokens)
+    width = num_q_heads * head_dim
+    q = qkv if qkv.dim() == 2 else torch.empty((num_tokens, width), dtype=kv.dtype, device=kv.device)
     _rope_write_kernel[(num_tokens, num_kv_heads)](
         qkv,
+        q,
         kv,
         cos,
         sin,
@@ -135,7 +156,9 @@ def rope_write(
         qkv if q_norm is None else q_norm,
         qkv if k_norm is None else k_norm,
         eps,
+        qkv.stride(-2),
         qkv.stride(0),
+        q.stride(0),
         kv.stride(0),
         kv.stride(1),
         kv.stride(2),
@@ -148,8 +171,9 @@ def rope_write(
         HALF_PADDED=triton.next_power_of_2(head_dim // 2),
         BLOCK_SIZE=kv.shape[2],
         NORM=q_norm is not None,
+        SPLITS=splits,
         PDL=pdl,
         num_warps=1,
         launch_pdl=pdl,
     )
-    return qkv[:, : num_q_heads * head_dim].view(num_tokens, num_q_heads, head_dim)
+    return q[:, :width].view(num_tokens, num_q_heads, head_dim)

@@ -1,4 +1,5 @@
-"""Draw one token a row in Triton: greedy, or Gumbel-max from a counter-based hash; two kernels, no sync, bad rows marked.
+"""Draw one token a row in Triton: greedy, or Gumbel-max from a counter-based hash; two kernels, no sync, bad rows marked, and
+rows that leave nothing to draw.
 
 The vocabulary is cut into chunks, so that a single row fills the GPU too. Each program reads its logits once, makes its own
 noise (the same bits as the sampler on the CPU: 32-bit integer arithmetic only), and keeps its best token.
@@ -13,6 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 CHUNK = 4096
+BAD, NONE_LEFT = -1, -2
+"""In place of a token."""
 
 
 @triton.jit
@@ -34,14 +37,17 @@ def _best_of_chunk_kernel(
     num_chunks,
     CHUNK: tl.constexpr,
     DRAW: tl.constexpr,
+    CONSTRAINED: tl.constexpr,
 ):
     row, chunk = tl.program_id(0), tl.program_id(1)
     token = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = token < vocab_size
     x = tl.load(logits_ptr + row.to(tl.int64) * stride_logits + token, mask=inside, other=0.0).to(tl.float32)
-    finite = tl.abs(x) < float("inf")  # false for NaN too
-    bad = tl.max(tl.where(finite, 0, 1), 0)
-    x = tl.where(finite, x, 0.0)
+    at = row * num_chunks + chunk
+    if not CONSTRAINED:  # else it is known which are bad, and -inf stands for what may not be drawn
+        finite = tl.abs(x) < float("inf")  # false for NaN too
+        tl.store(bad_ptr + at, tl.max(tl.where(finite, 0, 1), 0))
+        x = tl.where(finite, x, 0.0)
     scores = x
     if DRAW:
         # Four words a row: temperature as fp32 bits (0: greedy), and the 64 bits that name the draw.
@@ -60,10 +66,8 @@ def _best_of_chunk_kernel(
             scores = x / temperature - tl.log(-tl.log(uniform))
             scores = tl.where(x >= tl.load(thresholds_ptr + row), scores, float("-inf"))
     scores = tl.where(inside, scores, float("-inf"))
-    at = row * num_chunks + chunk
     tl.store(scores_ptr + at, tl.max(scores, 0))
     tl.store(ids_ptr + at, chunk * CHUNK + tl.argmax(scores, 0))
-    tl.store(bad_ptr + at, bad)
 
 
 @triton.jit
@@ -75,6 +79,7 @@ def _best_of_row_kernel(scores_ptr, ids_ptr, bad_ptr, out_ptr, num_chunks, CHUNK
     scores = tl.load(scores_ptr + at, mask=mask, other=float("-inf"))
     bad = tl.max(tl.load(bad_ptr + at, mask=mask, other=0), 0)
     best = tl.load(ids_ptr + row * num_chunks + tl.argmax(scores, 0))
+    best = tl.where(tl.max(scores, 0) == float("-inf"), -2, best)
     tl.store(out_ptr + row, tl.where(bad > 0, -1, best))
 
 
@@ -105,8 +110,18 @@ def feed_ids(ids: Tensor, sources: Tensor, drawn: Tensor) -> None:
     _feed_kernel[(triton.cdiv(count, block),)](ids, sources, drawn, count, BLOCK=block, num_warps=1)
 
 
+def chunks_of(vocab_size: int) -> tuple[int, int]:
+    """Tokens of one program, and how many programs a row has."""
+    chunk = min(CHUNK, triton.next_power_of_2(vocab_size))
+    return chunk, triton.cdiv(vocab_size, chunk)
+
+
 def sample_rows(
-    logits: Tensor, draws: Tensor | None = None, thresholds: Tensor | None = None, out: Tensor | None = None
+    logits: Tensor,
+    draws: Tensor | None = None,
+    thresholds: Tensor | None = None,
+    out: Tensor | None = None,
+    bad: Tensor | None = None,
 ) -> Tensor:
     """One token id a row.
 
@@ -116,7 +131,8 @@ def sample_rows(
             rows are greedy.
         thresholds: [rows] fp32: the least logit that a draw may take (-inf: all). Comes with draws.
         out: [rows] int32 to write to; None: a new tensor.
-    Returns: [rows] int32; -1 where the row holds NaN or Inf.
+        bad: of rows that triton_constrain.constrained_rows made, what it returned with them.
+    Returns: [rows] int32; BAD where the row holds NaN or Inf, NONE_LEFT where no token may be drawn.
     Raises: ValueError on a shape or dtype mismatch.
     """
     rows, vocab_size = logits.shape
@@ -130,10 +146,12 @@ def sample_rows(
         raise ValueError(f"thresholds {tuple(thresholds.shape)} {thresholds.dtype} do not fit {rows} rows")
     if out is not None and (out.shape != (rows,) or out.dtype != torch.int32 or not out.is_contiguous()):
         raise ValueError(f"out {tuple(out.shape)} {out.dtype} does not fit {rows} rows")
-    chunk = min(CHUNK, triton.next_power_of_2(vocab_size))
-    num_chunks = triton.cdiv(vocab_size, chunk)
+    chunk, num_chunks = chunks_of(vocab_size)
+    if bad is not None and (bad.shape != (rows, num_chunks) or bad.dtype != torch.int32 or not bad.is_contiguous()):
+        raise ValueError(f"bad {tuple(bad.shape)} {bad.dtype} does not fit {rows} rows of {num_chunks} chunks")
     scores = torch.empty((rows, num_chunks), dtype=torch.float32, device=logits.device)
-    ids, bad = (torch.empty((rows, num_chunks), dtype=torch.int32, device=logits.device) for _ in range(2))
+    ids, fresh = (torch.empty((rows, num_chunks), dtype=torch.int32, device=logits.device) for _ in range(2))
+    flags = fresh if bad is None else bad
     out = torch.empty(rows, dtype=torch.int32, device=logits.device) if out is None else out
     _best_of_chunk_kernel[(rows, num_chunks)](
         logits,
@@ -141,15 +159,16 @@ def sample_rows(
         scores if thresholds is None else thresholds,
         scores,
         ids,
-        bad,
+        flags,
         vocab_size,
         logits.stride(0),
         num_chunks,
         CHUNK=chunk,
         DRAW=draws is not None,
+        CONSTRAINED=bad is not None,
         num_warps=8,
     )
     _best_of_row_kernel[(rows,)](
-        scores, ids, bad, out, num_chunks, CHUNKS=max(2, triton.next_power_of_2(num_chunks)), num_warps=1
+        scores, ids, flags, out, num_chunks, CHUNKS=max(2, triton.next_power_of_2(num_chunks)), num_warps=1
     )
     return out

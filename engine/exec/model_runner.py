@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -29,6 +29,7 @@ from diptych.kernels.native.api import Library
 
 if TYPE_CHECKING:
     from diptych.engine.exec.cuda.backend import CudaBackend
+    from diptych.engine.exec.cuda.draw import DeviceStep
 
 _T = TypeVar("_T")
 
@@ -83,6 +84,35 @@ def _with_memory(step: Callable[[], _T]) -> _T:
     # Outside the handler: the error holds the frames, and they the tensors that filled the memory.
     torch.cuda.empty_cache()
     raise OutOfDeviceMemory(reason)
+
+
+class _Launched:
+    """Implements engine.runner.StepInFlight."""
+
+    def __init__(self, step: DeviceStep, on_failure: Callable[[], None]) -> None:
+        """on_failure: the step goes on, on the device, though nobody waits for it any more."""
+        self._step, self._on_failure = step, on_failure
+        self._error: Exception | None = None
+
+    @property
+    def failed(self) -> bool:
+        return self._error is not None
+
+    @torch.inference_mode()
+    def draw(self, ended: Container[int] = ()) -> None:
+        try:
+            _with_memory(lambda: self._step.draw(ended))
+        except Exception as error:
+            self._error = error
+            self._on_failure()
+
+    def done(self) -> bool:
+        return self.failed or self._step.done()
+
+    def result(self) -> StepResult:
+        if self._error is not None:
+            raise self._error
+        return self._step.result()
 
 
 class TorchModelRunner:
@@ -248,7 +278,8 @@ class TorchModelRunner:
         fused = self._fused
         if fused is None:
             raise InternalError(f"the {self.backend} backend takes no steps ahead")
-        return _with_memory(lambda: fused.launch(seqs, fused.build(seqs), sources))
+        step = _with_memory(lambda: fused.launch(seqs, fused.build(seqs), sources, self.eos_token_ids))
+        return _Launched(step, fused.mover.wrote)
 
     def _execute_fused(
         self,

@@ -7,8 +7,11 @@
 Such a plan holds decoding sequences only. One that draws its token in step n takes part with that token's place: the device
 puts the id in. A stop is seen one step late: the sequence is then in step n + 1 for nothing, its token there is dropped, and
 its blocks stay its own until that step has landed (`Scheduler.lingering`). A plan ahead preempts nobody and computes no prompt;
-where something of the kind is due, or a draw needs the host to have seen the last token, there is none: the step is planned
-once the last one has landed, as if there were no device. Why is counted in `Scheduler.not_ahead`.
+where something of the kind is due, there is none: the step is planned once the last one has landed, as if there were no device.
+Why is counted in `Scheduler.not_ahead`.
+
+A draw under a grammar, a penalty or another constraint needs the host to have seen the last token; computing the step does not.
+So the step is launched, and its draws are sent once the last one's tokens are in, while it runs (`StepInFlight.draw`).
 """
 
 from __future__ import annotations
@@ -21,19 +24,13 @@ from diptych.engine.step_messages import UNKNOWN_TOKEN, ScheduledSeq
 if TYPE_CHECKING:
     from diptych.engine.sched.scheduler import Scheduler
 
-__all__ = ["UNKNOWN_TOKEN", "host_reason", "landed", "launched", "may_fly", "plan"]
+__all__ = ["UNKNOWN_TOKEN", "ended", "host_reason", "landed", "launched", "may_fly", "plan"]
 
 
 def host_reason(seq: ScheduledSeq) -> str:
-    """Why the host must have seen a sequence's last token before its next one can be drawn; empty: it need not."""
+    """Why the host must have seen what a sequence draws before its next step can be planned; empty: it need not."""
     if seq.num_candidates:
         return "beam search"
-    if seq.grammar is not None:
-        return "grammar"
-    if seq.history is not None:
-        return "penalty or constraint"
-    if seq.top_logprobs is not None:
-        return "logprobs"
     return "choices" if seq.num_draws != 1 else ""
 
 
@@ -115,6 +112,12 @@ def launched(out: SchedulerOutput, before: SchedulerOutput | None) -> None:
     for row, request in enumerate(out.requests):
         request.flights += 1
         request.flight_row = row
+
+
+def ended(scheduler: Scheduler, out: SchedulerOutput) -> set[int]:
+    """Of a step on the device, the sequences that have ended since it was launched."""
+    live = scheduler.requests
+    return {i for i, request in enumerate(out.requests) if live.get(request.attempt) is not request}
 
 
 def landed(scheduler: Scheduler, out: SchedulerOutput, behind: SchedulerOutput | None) -> None:

@@ -50,8 +50,29 @@ def check_rope(num_tokens, heads, kv_heads, head_dim, *, block_size, dtype, devi
     block, offset = (slots[1:] // block_size).long(), (slots[1:] % block_size).long()
     close(pool[block, 1, 0, offset], rope_ref(parts[1], cos, sin, positions)[1:], dtype)
     assert torch.equal(pool[block, 1, 1, offset], parts[2][1:].to(dtype))
+    written = pool[block, 1].clone()
     pool[block, 1, :, offset] = 7.0
     assert (pool == 7.0).all(), "a slot of another token was written"
+    # The same out of a projection in splits, to the bit where the splits add up to the same numbers.
+    whole = before.float()
+    splits = torch.stack((whole * 0.25, whole * 0.5, whole * 0.25))
+    kept = splits.clone()
+    again = torch.full_like(pool, 7.0)
+    from_splits = rope_write(
+        splits,
+        again[:, 1],
+        cos,
+        sin,
+        positions,
+        slots,
+        num_q_heads=heads,
+        q_norm=weights[0],
+        k_norm=weights[1],
+        eps=1e-6,
+    )
+    assert torch.equal(from_splits[1:], q[1:])
+    assert torch.equal(splits, kept)
+    assert torch.equal(again[block, 1], written)
 
 
 def check_norm(rows, size, *, dtype, device):

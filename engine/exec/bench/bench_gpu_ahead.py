@@ -28,7 +28,7 @@ from diptych.engine.core import EngineCore
 from diptych.engine.exec.bench.bench_gpu_step import BLOCK_SIZE, LLAMA_8B, _seqs, random_weights
 from diptych.engine.exec.model_config import parse_config
 from diptych.engine.exec.model_runner import TorchModelRunner
-from diptych.engine.messages import AddRequest, EngineRequest, ScheduledSeq, StepResult
+from diptych.engine.messages import AddRequest, EngineRequest, ScheduledSeq
 from diptych.kernels.bench.timing import machine
 
 PROMPT, OUTPUT, SKIPPED = 1024, 130, 20
@@ -43,12 +43,13 @@ def device_seconds(runner: TorchModelRunner, seqs: Sequence[ScheduledSeq], repea
         for _ in range(repeats):
             batch = fused.build(seqs)
             end = torch.cuda.Event(enable_timing=True)
-            drawn = fused.launch(seqs, batch, ())
+            drawn = fused.launch(seqs, batch, (), ())
+            drawn.draw()
             end.record()
             marks.append(end)
             if len(marks) > 2:
                 marks[-3].synchronize()
-        drawn.fill(StepResult([None] * len(seqs)))
+        drawn.result()
     torch.cuda.synchronize()
     return float(statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(marks[2:]))) / 1e3
 

@@ -173,16 +173,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, required=True, help="JSON file")
     parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--ours", help="projections that take our kernel up to so many rows: gate_up=64,o=16; none: -")
+    parser.add_argument("--ours", help="projections that may take our kernel: gate_up,o; none: -")
     parser.add_argument("--quick", action="store_true", help="decode at batch 1, 8 and 64 only")
     args = parser.parse_args()
     torch.manual_seed(0)
     if args.ours is not None:
-        named = (entry.split("=") for entry in args.ours.strip("-").split(",") if entry)
-        decoder.SMALL_ROWS = {name: int(count) for name, count in named}
+        decoder.PROJECTIONS = tuple(args.ours.strip("-").split(",")) if args.ours.strip("-") else ()
     bandwidth, peak = read_bandwidth(), matmul_peak()
     facts: dict[str, Any] = {**machine(), "read_tb_s": bandwidth / 1e12, "matmul_tflop_s": peak / 1e12}
-    facts["small_rows"] = decoder.SMALL_ROWS
+    facts["ours"] = decoder.PROJECTIONS
     config = parse_config({**LLAMA_8B, "num_hidden_layers": args.layers})
     weights = random_weights(config)
     begin = time.perf_counter()

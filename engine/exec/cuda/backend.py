@@ -13,7 +13,7 @@ from diptych.engine.exec.cuda.batch import CudaBatch, StepTensors, lay_out
 from diptych.engine.exec.cuda.block_tables import NUM_ROWS, BlockTables
 from diptych.engine.exec.cuda.blocks import BlockMover
 from diptych.engine.exec.cuda.decoder import CudaDecoder
-from diptych.engine.exec.cuda.draw import Drawn, PlainDraw, is_plain
+from diptych.engine.exec.cuda.draw import DeviceDraw, DeviceStep, is_plain, is_single
 from diptych.engine.exec.cuda.graphs import GRAPH_SIZES, DecodeGraphs
 from diptych.engine.exec.cuda.upload import Upload
 from diptych.engine.exec.kv_pool import KvPool
@@ -50,7 +50,7 @@ class CudaBackend:
         self._pool, self._num_kv_heads, self._max_model_len = pool, config.num_kv_heads, max_model_len
         self._tables = BlockTables(-(-max_model_len // pool.block_size), pool.num_blocks, device)
         self._decoder = CudaDecoder(config, weights, pool, self._tables.tensor, max_model_len=max_model_len)
-        self._upload, self._draw = Upload(device), PlainDraw(device, NUM_ROWS)
+        self._upload, self._draw = Upload(device), DeviceDraw(device, NUM_ROWS)
         self.mover = BlockMover(pool_bytes(pool.tensor))
         self._num_programs = 8
         self._graphs: DecodeGraphs | None = None
@@ -72,9 +72,17 @@ class CudaBackend:
 
     def _warm_up(self, vocab_size: int, max_model_len: int) -> None:
         """Compile every kernel that a step may launch, on block 0."""
-        for params in (SamplingParams(max_tokens=1, temperature=0.0), SamplingParams(max_tokens=1, temperature=1.0)):
+        last = vocab_size - 1
+        for params in (
+            SamplingParams(max_tokens=1, temperature=0.0),
+            SamplingParams(max_tokens=1, temperature=1.0),
+            SamplingParams(max_tokens=1, temperature=1.0, frequency_penalty=0.5, logit_bias=((0, 1.0),)),
+            SamplingParams(max_tokens=1, temperature=0.0, bad_words=((0,),)),
+        ):
             count = min(2, max_model_len, self._pool.block_size)
-            seq = ScheduledSeq("warm-up", [vocab_size - 1] * count, 0, [0], True, params, 0)
+            seq = ScheduledSeq("warm-up", [last] * count, 0, [0], True, params, 0, top_logprobs=1)
+            if params.constrained:
+                seq.history, seq.num_prompt = [last] * (count + 1), count
             batch = self.build([seq])
             logits = self.execute([seq], batch, None)
             if logits is not None:
@@ -108,16 +116,21 @@ class CudaBackend:
             self.mover.wrote()  # kernels that were launched already write to blocks that may soon be another's
             raise
 
-    def launch(self, seqs: Sequence[ScheduledSeq], batch: CudaBatch, sources: Sequence[int]) -> Drawn:
-        """See StepsAhead.launch. Raises: InternalError, also for other sequences than those that decode and are is_plain."""
-        if batch.counts or not batch.all_rows_sampled or not all(is_plain(seq) for seq in seqs):
-            raise InternalError("only plain decoding sequences can be launched ahead")
+    def launch(
+        self, seqs: Sequence[ScheduledSeq], batch: CudaBatch, sources: Sequence[int], eos_token_ids: Sequence[int]
+    ) -> DeviceStep:
+        """See StepsAhead.launch. Raises: InternalError, also for other sequences than those that decode and are is_single."""
+        if batch.counts or not batch.all_rows_sampled or not all(is_single(seq) for seq in seqs):
+            raise InternalError("only decoding sequences of one draw can be launched ahead")
         if sources and (len(sources) != len(seqs) or max(sources) >= NUM_ROWS):
             raise InternalError(f"{len(sources)} sources for {len(seqs)} sequences")
         try:
             logits = self._compute(seqs, batch, None, sources)
             assert logits is not None
-            return self._draw.draw(seqs, batch.sample_seqs, logits)
+            step = DeviceStep(self._draw, seqs, batch.sample_seqs, logits, eos_token_ids)
+            if all(is_plain(seq) for seq in seqs):
+                step.draw()
+            return step
         except BaseException:
             self.mover.wrote()
             raise
@@ -190,8 +203,8 @@ class CudaBackend:
         eos_token_ids: Sequence[int],
         result: StepResult,
     ) -> None:
-        """Fill `result`, as draw_step does; plain requests with one sync."""
-        if prompt_rows or not sampled or not all(is_plain(seqs[i]) for i in sampled):
+        """Fill `result`, as draw_step does; single draws with one sync."""
+        if prompt_rows or not sampled or not all(is_single(seqs[i]) for i in sampled):
             draw_step(seqs, sampled, prompt_rows, logits, eos_token_ids, result)
         else:
-            self._draw.draw(seqs, sampled, logits).fill(result)
+            self._draw.draw(seqs, sampled, logits, eos_token_ids).fill(result)

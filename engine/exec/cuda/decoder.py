@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -17,13 +16,13 @@ from diptych.engine.exec.rope import rope_tables
 from diptych.engine.exec.weights import AnyLinear, DecoderWeights
 from diptych.engine.runner import StepAborted
 from diptych.kernels.triton_decode import paged_decode
-from diptych.kernels.triton_matmul import small_matmul
+from diptych.kernels.triton_matmul import MAX_ROWS, MatmulShape, choose_shape, small_matmul
 from diptych.kernels.triton_norm import gate_mul, rms_norm
 from diptych.kernels.triton_prefill import paged_prefill, prefill_rows
 from diptych.kernels.triton_rope import rope_write
 
-SMALL_ROWS = {"gate_up": 64}
-"""Up to how many rows a projection takes our own kernel instead of cuBLAS's: measured, see kernels/bench/NOTES.md."""
+PROJECTIONS: tuple[str, ...] = ("qkv", "o", "gate_up", "down")
+"""Of few rows: those that our own kernel may take instead of cuBLAS's."""
 
 
 class CudaDecoder:
@@ -76,27 +75,36 @@ class CudaDecoder:
             if index == last and step.sample_rows is not None:
                 # Behind the last attention only the rows whose logits are wanted matter, in the order wanted.
                 attended, residual = (t.index_select(0, step.sample_rows) for t in (attended, residual))
-            x = rms_norm(self._linear("o", layer.o, attended), layer.post_norm.weight, eps, residual)
-            x = self._linear("down", layer.down, self._gate_up(layer.gate_up, x))
+            o = self._linear("o", layer.o, attended)
+            x = rms_norm(o, layer.post_norm.weight, eps, residual)
             after = weights.norm if index == last else weights.layers[index + 1].input_norm
-            x = rms_norm(x, after.weight, eps, residual)
+            down = self._linear("down", layer.down, self._gate_up(layer.gate_up, x))
+            x = rms_norm(down, after.weight, eps, residual)
         return self._linear("lm_head", weights.lm_head, x)
 
     def _linear(self, name: str, layer: AnyLinear, x: Tensor) -> Tensor:
-        if self._is_ours(layer, name, x):
-            return small_matmul(x, layer.weight)
+        """Returns: [rows, columns]; of qkv, o and down maybe [splits, rows, columns], see small_matmul."""
+        shape = self._shape(name, layer, x)
+        if shape is not None and isinstance(layer, Linear):
+            return small_matmul(x, layer.weight, shape=shape)
         return layer(x)
 
     def _gate_up(self, layer: AnyLinear, x: Tensor) -> Tensor:
         activation = self._config.activation
-        if activation == "silu" and self._is_ours(layer, "gate_up", x):
-            return small_matmul(x, layer.weight, silu=True)
+        shape = self._shape("gate_up", layer, x) if activation == "silu" else None
+        if shape is not None and isinstance(layer, Linear):
+            return small_matmul(x, layer.weight, silu=True, shape=shape)
         return gate_mul(layer(x), activation)
 
-    def _is_ours(self, layer: AnyLinear, name: str, x: Tensor) -> TypeGuard[Linear]:
+    def _shape(self, name: str, layer: AnyLinear, x: Tensor) -> MatmulShape | None:
+        """How our kernel is cut for this projection; None: cuBLAS takes it."""
         if not isinstance(layer, Linear) or layer.bias is not None or x.dtype == torch.float32:
-            return False
-        return x.shape[0] <= SMALL_ROWS.get(name, 0)
+            return None
+        if name not in PROJECTIONS or x.shape[0] > MAX_ROWS:
+            return None
+        columns, size = layer.weight.shape
+        silu = name == "gate_up"
+        return choose_shape(x.shape[0], columns // 2 if silu else columns, size, silu=silu)
 
     def _attend(self, index: int, q: Tensor, step: StepTensors) -> Tensor:
         kv, window = self._layers[index], self._config.sliding_windows[index]

@@ -1,35 +1,42 @@
 """Draw a step's tokens with one sync: the read of the ids. Same draws as engine.exec.sampler, up to rounding of fp32.
 
-Temperature, min_p, top_k and top_p, seeded, one draw a row: what most requests ask for. Everything else (constraints,
-logprobs, several draws) takes engine.exec.sampling, which syncs more often.
+One draw a row, with temperature, min_p, top_k and top_p, constraints and logprobs. Several draws, beams and prompts' logprobs
+take engine.exec.sampling, which syncs more often.
+
+A draw without constraints follows from the sequence's place alone, so it can be sent off with its step. With them it follows
+from the sequence's tokens: of a step that was launched ahead it is sent once the host has read the last token, while the step
+itself is on the device already.
 """
 
 # mypy: disable-error-code="no-untyped-call"
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import torch
 from torch import Tensor
 
-from diptych.engine.exec.cuda.upload import Upload, float_bits
-from diptych.engine.exec.sampler import MIN_TEMPERATURE, draw_key
+from diptych.engine.constraints import Constraint, constraint_of
+from diptych.engine.exec.constrain import EMPTY_CHOICE
+from diptych.engine.exec.cuda.constrained import draw_constrained, draw_numbers
+from diptych.engine.exec.cuda.logprobs import LogprobsOut
+from diptych.engine.exec.cuda.upload import Upload
 from diptych.engine.messages import ScheduledSeq, StepResult
 from diptych.kernels.triton_nucleus import row_thresholds
-from diptych.kernels.triton_sample import sample_rows
+from diptych.kernels.triton_sample import BAD, NONE_LEFT, sample_rows
 
 BAD_ROW = "logits hold NaN or Inf"
 _TURNS = 3
 
 
+def is_single(seq: ScheduledSeq) -> bool:
+    """Can it be drawn here?"""
+    return seq.num_draws == 1 and not seq.num_candidates
+
+
 def is_plain(seq: ScheduledSeq) -> bool:
-    return seq.history is None and seq.num_draws == 1 and not seq.num_candidates and seq.top_logprobs is None
-
-
-def _words(x: int) -> tuple[int, int]:
-    """The two halves of 64 bits as signed 32-bit numbers."""
-    low, high = x & 0xFFFFFFFF, x >> 32
-    return low - ((low & 0x80000000) << 1), high - ((high & 0x80000000) << 1)
+    """Does its draw not depend on its tokens?"""
+    return seq.history is None and is_single(seq)
 
 
 class Drawn:
@@ -38,6 +45,10 @@ class Drawn:
     def __init__(self, here: Tensor, sampled: Sequence[int], num_seqs: int, *, on_device: bool) -> None:
         """here: [len(sampled)] int32 in host memory, valid once what is on the stream by now has ended."""
         self._here, self._sampled, self._num_seqs = here, sampled, num_seqs
+        self.refusals: dict[int, str] = {}
+        """Row -> why it has no token, should it have none."""
+        self.logprobs: tuple[list[int], LogprobsOut] | None = None
+        """Sequences, and of each the entry."""
         self._copied = torch.cuda.Event() if on_device else None
         if self._copied is not None:
             self._copied.record()
@@ -49,11 +60,17 @@ class Drawn:
         """Wait for them."""
         if self._copied is not None:
             self._copied.synchronize()
-        for token, i in zip(self._here.tolist(), self._sampled, strict=True):
-            if token < 0:
+        for row, (token, i) in enumerate(zip(self._here.tolist(), self._sampled, strict=True)):
+            if token == BAD:
                 result.bad_rows[i] = BAD_ROW
+            elif token == NONE_LEFT:
+                result.refused_rows[i] = self.refusals.get(row, EMPTY_CHOICE)
             else:
                 result.token_ids[i] = token
+        if self.logprobs is not None:
+            for i, entry in zip(self.logprobs[0], self.logprobs[1].take(), strict=True):
+                if result.token_ids[i] is not None:
+                    result.logprobs[i] = entry
 
     def result(self) -> StepResult:
         result = StepResult(token_ids=[None] * self._num_seqs)
@@ -61,7 +78,7 @@ class Drawn:
         return result
 
 
-class PlainDraw:
+class DeviceDraw:
     """Its own uploads: the step's numbers are still being read when the draws are sent. In turns: a buffer is written again
     only when its last copy has been made, and that stands behind the step before.
 
@@ -71,34 +88,85 @@ class PlainDraw:
 
     def __init__(self, device: torch.device, max_rows: int) -> None:
         self._on_device = device.type == "cuda"
-        self._uploads = [Upload(device) for _ in range(_TURNS)]
+        self._uploads = [[Upload(device) for _ in range(3)] for _ in range(_TURNS)]
         self._here = [torch.zeros(max_rows, dtype=torch.int32, pin_memory=self._on_device) for _ in range(_TURNS)]
         self._turn = 0
         self.drawn = torch.zeros(max_rows, dtype=torch.int32, device=device)
         """The last step's draws, in the order of its sampled sequences, at one address for ever: graphs read it."""
 
-    def draw(self, seqs: Sequence[ScheduledSeq], sampled: Sequence[int], logits: Tensor) -> Drawn:
-        """logits: [len(sampled), vocab_size]; every sequence is_plain. No sync; at most `_TURNS` - 1 may be on their way."""
+    def draw(
+        self, seqs: Sequence[ScheduledSeq], sampled: Sequence[int], logits: Tensor, eos_token_ids: Sequence[int] = (),
+        ended: Container[int] = (),
+    ) -> Drawn:  # fmt: skip
+        """No sync; at most `_TURNS` - 1 may be on their way.
+
+        Args:
+            sampled: of seqs, the rows of logits [len(sampled), vocab_size]; each is_single.
+            ended: of seqs, those whose token nobody wants: their constraints are left alone.
+        """
         self._turn = (self._turn + 1) % _TURNS
+        plain, constrained, asked = self._uploads[self._turn]
         some = [seqs[i] for i in sampled]
         drawn, here = self.drawn[: len(some)], self._here[self._turn][: len(some)]
-        if all(seq.sampling.greedy for seq in some):
-            sample_rows(logits, out=drawn)
-        else:
-            self._seeded(some, logits, drawn)
+        rows = [row for row, i in enumerate(sampled) if seqs[i].history is not None and i not in ended]
+        constraints = [_advance(some[row], eos_token_ids) for row in rows]
+        if len(rows) < len(some):
+            self._plain(plain, some, set(rows), logits, drawn)
+        if rows:
+            draw_constrained(constrained, [some[row] for row in rows], rows, constraints, logits, drawn)
         here.copy_(drawn, non_blocking=True)
-        return Drawn(here, list(sampled), len(seqs), on_device=self._on_device)
+        wanted = [row for row, i in enumerate(sampled) if seqs[i].top_logprobs is not None and i not in ended]
+        logprobs = None
+        if wanted:
+            tops = [some[row].top_logprobs or 0 for row in wanted]
+            logprobs = [sampled[row] for row in wanted], LogprobsOut(asked, wanted, tops, logits, drawn)
+        out = Drawn(here, list(sampled), len(seqs), on_device=self._on_device)
+        out.logprobs = logprobs
+        out.refusals = {row: c.trouble or EMPTY_CHOICE for row, c in zip(rows, constraints, strict=True)}
+        return out
 
-    def _seeded(self, seqs: Sequence[ScheduledSeq], logits: Tensor, out: Tensor) -> None:
-        shares: list[float] = []
-        for seq in seqs:
-            p = seq.sampling
-            shares += (p.top_p, p.min_p, 0.0 if p.greedy else max(p.temperature, MIN_TEMPERATURE), 0.0)
-        bits = float_bits(shares)
-        words: list[int] = []
-        for seq, temperature in zip(seqs, bits[2::4].tolist(), strict=True):
-            low, high = _words(draw_key(seq.sampling.seed, seq.choice, seq.output_index))
-            words += (temperature, low, high, 0)
-        draws, top_k, limits = self._uploads[self._turn].send((words, [seq.sampling.top_k for seq in seqs], bits))
-        thresholds = row_thresholds(logits, top_k, limits.view(torch.float32).view(-1, 4))
+    @staticmethod
+    def _plain(
+        upload: Upload, seqs: Sequence[ScheduledSeq], skipped: Container[int], logits: Tensor, out: Tensor
+    ) -> None:
+        """skipped: rows whose token is drawn otherwise; they cost least as greedy ones."""
+        greedy = [seq.sampling.greedy or row in skipped for row, seq in enumerate(seqs)]
+        if all(greedy):
+            sample_rows(logits, out=out)
+            return
+        draws, top_k, shares = upload.send(draw_numbers(seqs, greedy))
+        thresholds = row_thresholds(logits, top_k, shares.view(torch.float32).view(-1, 4))
         sample_rows(logits, draws.view(-1, 4), thresholds, out)
+
+
+def _advance(seq: ScheduledSeq, eos_token_ids: Sequence[int]) -> Constraint:
+    seq.memo = constraint = constraint_of(seq.memo, seq.sampling, eos_token_ids, seq.grammar)
+    assert seq.history is not None
+    constraint.advance(seq.history, seq.num_prompt)
+    return constraint
+
+
+class DeviceStep:
+    """A step of decoding sequences on the device. `draw` at once, or when the tokens of the step before are known."""
+
+    def __init__(
+        self, drawer: DeviceDraw, seqs: Sequence[ScheduledSeq], sampled: Sequence[int], logits: Tensor,
+        eos_token_ids: Sequence[int],
+    ) -> None:  # fmt: skip
+        self._drawer, self._seqs, self._sampled = drawer, list(seqs), sampled
+        self._logits: Tensor | None = logits
+        self._eos = eos_token_ids
+        self._drawn: Drawn | None = None
+
+    def draw(self, ended: Container[int] = ()) -> None:
+        """The first call counts."""
+        if self._logits is not None:
+            logits, self._logits = self._logits, None
+            self._drawn = self._drawer.draw(self._seqs, self._sampled, logits, self._eos, ended)
+
+    def done(self) -> bool:
+        return self._drawn is not None and self._drawn.done()
+
+    def result(self) -> StepResult:
+        assert self._drawn is not None, "nothing was drawn yet"
+        return self._drawn.result()

@@ -51,6 +51,6 @@ class Upload:
         return [self._there[a : a + len(s)] for a, s in zip(starts, sections, strict=True)]
 
 
-def float_bits(values: Sequence[float]) -> np.ndarray:
+def float_bits(values: Sequence[float] | np.ndarray) -> np.ndarray:
     """fp32 bits as int32, for a section that the device reads with .view(torch.float32)."""
     return np.array(values, dtype=np.float32).view(np.int32)

@@ -83,14 +83,19 @@ class Driver:
     def table(self, num_tokens: int) -> list[int]:
         return [self.free.pop() for _ in range(-(-num_tokens // self.runner.block_size))]
 
-    def seq(self, tokens, start, table, *, sample=True, sampling=GREEDY, index=0) -> ScheduledSeq:
-        return ScheduledSeq(f"att-{table[0]}", list(tokens), start, table, sample, sampling, index)
+    def seq(self, tokens, start, table, *, sample=True, sampling=GREEDY, index=0, history=None) -> ScheduledSeq:
+        seq = ScheduledSeq(f"att-{table[0]}", list(tokens), start, table, sample, sampling, index)
+        seq.top_logprobs = sampling.logprobs
+        if sampling.constrained and history is not None:
+            seq.history, seq.num_prompt = history, len(history) - index
+        return seq
 
     def prefill(self, prompt, table, *, chunk: int, sampling=GREEDY) -> int:
         token = None
         for start in range(0, len(prompt), chunk):
             end = min(len(prompt), start + chunk)
-            step = self.seq(prompt[start:end], start, table, sample=end == len(prompt), sampling=sampling)
+            last = end == len(prompt)
+            step = self.seq(prompt[start:end], start, table, sample=last, sampling=sampling, history=list(prompt))
             [token] = self.runner.execute([step]).token_ids
         return token
 
@@ -100,7 +105,7 @@ class Driver:
         outputs = [[self.prefill(p, t, chunk=chunk, sampling=sampling)] for p, t in zip(prompts, tables, strict=True)]
         for index in range(1, count):
             batch = [
-                self.seq([out[-1]], len(p) + index - 1, table, sampling=sampling, index=index)
+                self.seq([out[-1]], len(p) + index - 1, table, sampling=sampling, index=index, history=[*p, *out])
                 for p, out, table in zip(prompts, outputs, tables, strict=True)
             ]
             for out, token in zip(outputs, self.runner.execute(batch).token_ids, strict=True):
@@ -112,33 +117,38 @@ class Driver:
         from step to step, and the first token is given by hand again halfway."""
         tables = [self.table(len(p) + count) for p in prompts]
         outputs = [[self.prefill(p, t, chunk=1000, sampling=sampling)] for p, t in zip(prompts, tables, strict=True)]
+        histories = [[*prompt, *out] for prompt, out in zip(prompts, outputs, strict=True)]
         flying, rows = None, list(range(len(prompts)))
         for index in range(1, count):
             before = rows
             rows = rows[1:] + rows[:1]
             known = flying is None
             if index == count // 2:  # land, and go on with tokens that are known
-                self._land(flying, before, outputs)
+                self._land(flying, before, outputs, histories)
                 flying, known = None, True
             batch, sources = [], []
             for i in rows:
                 token = outputs[i][-1] if known else UNKNOWN_TOKEN
                 start = len(prompts[i]) + index - 1
                 batch.append(self.seq([token], start, tables[i], sampling=sampling, index=index))
+                if sampling.constrained:  # one token short until the step before is read
+                    batch[-1].history, batch[-1].num_prompt = histories[i], len(prompts[i])
                 sources.append(-1 if known else before.index(i))
             step = self.runner.launch(batch, sources)
             if flying is not None:
-                self._land(flying, before, outputs)
+                self._land(flying, before, outputs, histories)
+            step.draw()
             flying = step
-        self._land(flying, rows, outputs)
+        self._land(flying, rows, outputs, histories)
         return outputs
 
     @staticmethod
-    def _land(step, rows, outputs) -> None:
+    def _land(step, rows, outputs, histories) -> None:
         result = step.result()
         assert step.done()
         for i, token in zip(rows, result.token_ids, strict=True):
             outputs[i].append(token)
+            histories[i].append(token)
 
 
 @pytest.fixture(scope="session", params=sorted(VARIANTS))

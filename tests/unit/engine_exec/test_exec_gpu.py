@@ -37,9 +37,13 @@ def test_cuda_draws_what_the_cpu_draws(variant, driver_of, sampling, backend):
     assert driver.generate(prompts, 8, chunk=9, sampling=sampling) == expected
 
 
+@pytest.mark.parametrize("fields", [
+    {"top_p": 0.9, "top_k": 40},
+    {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "bad_words": ((7, 11), (12,)), "logprobs": 3, "top_p": 0.9},
+])  # fmt: skip
 @pytest.mark.parametrize("graph_sizes", [[], [2, 4]])
-def test_steps_ahead_draw_what_the_cpu_draws(tiny_dir, driver_of, graph_sizes):
-    sampling = SamplingParams(max_tokens=9, seed=5, temperature=0.9, top_p=0.9, top_k=40)
+def test_steps_ahead_draw_what_the_cpu_draws(tiny_dir, driver_of, graph_sizes, fields):
+    sampling = SamplingParams(max_tokens=9, seed=5, temperature=0.9, **fields)
     prompts = prompts_of(5, 21, 40)
     expected = driver_of(tiny_dir).generate(prompts, 40, sampling=sampling)
     driver = driver_of(tiny_dir, device="cuda", backend="triton", graph_sizes=graph_sizes)

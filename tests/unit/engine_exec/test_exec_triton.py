@@ -7,6 +7,8 @@ import random
 import pytest
 import torch
 import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -16,7 +18,9 @@ from diptych.common.errors import InternalError
 from diptych.common.sampling import SamplingParams
 from diptych.engine.exec.cuda.batch import lay_out
 from diptych.engine.exec.cuda.block_tables import BlockTables
-from diptych.engine.messages import ScheduledSeq
+from diptych.engine.exec.cuda.draw import DeviceDraw
+from diptych.engine.exec.sampling import draw_step
+from diptych.engine.messages import ScheduledSeq, StepResult
 from diptych.engine.runner import StepAborted
 
 # The interpreter of Triton 3.6 takes loop bounds out of one-element arrays.
@@ -32,6 +36,10 @@ SMALL = {
 GREEDY = SamplingParams(max_tokens=9, temperature=0.0)
 SEEDED = SamplingParams(max_tokens=9, seed=5, temperature=0.8)
 TOP_K = SamplingParams(max_tokens=9, seed=5, temperature=0.8, top_k=40)
+CONSTRAINED = SamplingParams(
+    max_tokens=9, seed=5, temperature=0.9, top_p=0.9, repetition_penalty=1.3, frequency_penalty=0.4, logit_bias=((7, 3.0),),
+    bad_words=((7, 11), (12,)), logprobs=2,
+)  # fmt: skip
 
 
 def prompts_of(*lengths):
@@ -59,7 +67,7 @@ def test_ids_are_the_torch_paths(model_dir_of, driver_of, architecture, override
 
 
 @interpreted
-@pytest.mark.parametrize("sampling", [GREEDY, TOP_K])
+@pytest.mark.parametrize("sampling", [GREEDY, TOP_K, CONSTRAINED])
 def test_tokens_are_fed_on_the_device_from_step_to_step(model_dir_of, driver_of, sampling):
     folder = model_dir_of("LlamaForCausalLM", **SMALL)
     prompts = prompts_of(3, 9, 5)
@@ -67,7 +75,7 @@ def test_tokens_are_fed_on_the_device_from_step_to_step(model_dir_of, driver_of,
     driver = driver_of(folder, backend="triton")
     assert driver.generate_ahead(prompts, 7, sampling=sampling) == expected
     step = driver.seq([1, 2], 0, driver.table(4))
-    with pytest.raises(InternalError, match="plain decoding"):
+    with pytest.raises(InternalError, match="only decoding"):
         driver.runner.launch([step])
     with pytest.raises(InternalError, match="takes no steps ahead"):
         driver_of(folder).runner.launch([step])
@@ -100,7 +108,7 @@ def test_chunks_and_decodes_share_a_step_and_kv_moves(model_dir_of, driver_of):
 
 @interpreted
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-def test_logprobs_and_bad_rows_take_the_general_path(model_dir_of, driver_of):
+def test_logprobs_and_bad_rows(model_dir_of, driver_of):
     driver = driver_of(model_dir_of("LlamaForCausalLM", **SMALL), backend="triton")
     with torch.inference_mode():
         driver.runner._fused._warm_up(320, 256)  # what a GPU does before it is ready
@@ -114,6 +122,63 @@ def test_logprobs_and_bad_rows_take_the_general_path(model_dir_of, driver_of):
     step.top_logprobs, step.start, step.token_ids = None, 5, [1]
     driver.runner.pool.tensor[step.block_table[0], :, 1, 2] = float("nan")
     assert list(driver.runner.execute([step]).bad_rows) == [0]
+
+
+parameters = st.fixed_dictionaries(
+    {},
+    optional={
+        "repetition_penalty": st.floats(0.25, 3, width=32),
+        "frequency_penalty": st.floats(-2, 2, width=32),
+        "presence_penalty": st.floats(-2, 2, width=32),
+        "logit_bias": st.dictionaries(st.integers(0, 299), st.floats(-100, 100, width=32), max_size=5).map(
+            lambda d: tuple(d.items())
+        ),
+        "allowed_token_ids": st.lists(st.integers(0, 299), min_size=1, max_size=20).map(tuple),
+        "bad_words": st.lists(st.lists(st.integers(0, 12), min_size=1, max_size=3).map(tuple), max_size=4).map(tuple),
+        "min_tokens": st.integers(0, 9),
+        "top_k": st.integers(0, 20),
+        "temperature": st.sampled_from([0.0, 0.7]),
+        "logprobs": st.integers(0, 3),
+    },
+)
+
+
+@interpreted
+@settings(max_examples=25, deadline=None)
+@given(rows=st.lists(
+    st.tuples(parameters, st.lists(st.integers(0, 12), min_size=1, max_size=12), st.integers(1, 12)), min_size=1, max_size=4
+))  # fmt: skip
+def test_constrained_draws_and_logprobs_are_the_samplers(rows):
+    """Against draws that sync: tokens, refusals, bad rows and logprobs of batches in which every row asks for something else."""
+    logits = torch.randn(len(rows), 300, generator=torch.Generator().manual_seed(len(rows))) * 3
+    logits[0, 5] = float("nan") if len(rows) == 4 else 0.0
+    results = []
+    for on_device in (False, True):
+        seqs = []
+        for i, (fields, history, num_prompt) in enumerate(rows):
+            sampling = SamplingParams(max_tokens=50, seed=i, **fields)
+            num_prompt = min(num_prompt, len(history))
+            seq = ScheduledSeq(f"r{i}", [history[-1]], len(history) - 1, [0], True, sampling, len(history) - num_prompt)
+            seq.top_logprobs = sampling.logprobs
+            if sampling.constrained:
+                seq.history, seq.num_prompt = history, num_prompt
+            seqs.append(seq)
+        result = StepResult([None] * len(seqs))
+        if on_device:
+            DeviceDraw(torch.device("cpu"), 8).draw(seqs, range(len(seqs)), logits, (2,)).fill(result)
+        else:
+            draw_step(seqs, range(len(seqs)), [], logits, (2,), result)
+        results.append(result)
+    here, there = results
+    assert here.token_ids == there.token_ids
+    assert (here.bad_rows.keys(), here.refused_rows) == (there.bad_rows.keys(), there.refused_rows)
+    assert here.logprobs.keys() == there.logprobs.keys()
+    for i, entry in here.logprobs.items():
+        other = there.logprobs[i]
+        assert (entry.token_id, entry.rank, [t for t, _ in entry.top]) == (
+            other.token_id, other.rank, [t for t, _ in other.top])  # fmt: skip
+        assert entry.logprob == pytest.approx(other.logprob, abs=1e-5)
+    assert torch.isnan(logits[0, 5]) == (len(rows) == 4), "logits are left alone"
 
 
 def seq_of(attempt, table, *, tokens=1, start=0, sample=True):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from diptych.common.sampling import FinishReason, SamplingParams
 from diptych.engine.fake_device import FakeDeviceRunner
 from diptych.engine.fake_runner import FakeRunner
+from diptych.engine.grammar.program import mask_of, mask_words
 from diptych.engine.messages import AddRequest, Cancel, Failed, Finished, TokensOut
 from diptych.engine.runner import OutOfDeviceMemory
 
@@ -96,23 +97,104 @@ def test_blocks_of_who_ended_stay_its_own_until_the_step_has_landed(kit):
     at_rest(engine)
 
 
-REASONS = {
-    "penalty or constraint": {"frequency_penalty": 0.5},
-    "logprobs": {"logprobs": 1},
-    "beam search": {"beam_width": 2, "temperature": 0.0},
-}
-
-
-@pytest.mark.parametrize("reason", sorted(REASONS))
-def test_a_draw_that_needs_the_last_token_on_the_host_is_not_launched_ahead_and_says_why(kit, reason):
+def test_a_step_of_beams_is_not_launched_ahead_and_says_why(kit):
     engine = device(kit)
-    engine.send(AddRequest(kit.make_request("a", 6, sampling=params(6, **REASONS[reason]))))
+    engine.send(AddRequest(kit.make_request("a", 6, sampling=params(6, beam_width=2, temperature=0.0))))
     plain = kit.make_request("b", 7, sampling=params(16, seed=5))
     engine.send(AddRequest(plain))
     events = kit.run_until_idle(engine)
     assert outcome(events, "b")[0] == kit.undisturbed([plain])["b"]
-    assert engine.core.scheduler.not_ahead[reason] >= 4
+    assert engine.core.scheduler.not_ahead["beam search"] >= 4
     assert engine.core.steps_ahead >= 8, "once it has ended, the others go ahead again"
+
+
+class NextTo:
+    """A grammar and its matcher: after a token t only tokens of t's rest by 5 may follow, at first any. Its masks are right only
+    if every token was taken in, once and in order."""
+
+    size_bytes, num_words, slow = 100, mask_words(1000), False
+
+    def __init__(self):
+        self.last = None
+
+    def matcher(self):
+        return NextTo()
+
+    def accept(self, token_id):
+        allowed = self.last is None or token_id % 5 == self.last % 5
+        self.last = token_id
+        return allowed
+
+    def fill(self, mask):
+        mask[:] = mask_of(range(1000) if self.last is None else range(self.last % 5, 1000, 5), 1000)
+
+
+HISTORIES = {
+    "penalty": {"frequency_penalty": 1.5, "repetition_penalty": 1.2},
+    "bad words": {"bad_words": ((3,), (5, 6), *((t, t + 1) for t in range(0, 990, 3)))},
+    "min tokens": {"min_tokens": 5, "stop_token_ids": tuple(range(0, 1000, 3))},
+    "allowed": {"allowed_token_ids": tuple(range(0, 1000, 9)), "logit_bias": ((9, 2.0),)},
+    "grammar": {},
+    "logprobs": {"logprobs": 2},
+}
+
+
+def dependent(kit, name, kind, prompt=6, max_tokens=12, **fields):
+    """A request whose draws depend on the tokens before."""
+    sampling = params(max_tokens, **{**HISTORIES[kind], **fields})
+    return kit.make_request(name, prompt, sampling=sampling, grammar=NextTo() if kind == "grammar" else None)
+
+
+@pytest.mark.parametrize("kind", sorted(HISTORIES))
+def test_a_draw_that_depends_on_the_last_token_is_sent_when_it_is_known_and_its_step_before(kit, kind):
+    request = dependent(kit, "a", kind)
+    plain = kit.make_request("b", 7, sampling=params(16, seed=5))
+    outcomes = []
+    for engine in (kit.make_engine(), device(kit)):
+        for one in (request, plain):
+            engine.send(AddRequest(one))
+        events = kit.run_until_idle(engine)
+        outcomes.append([(outcome(events, name), [e.logprobs for e in events if isinstance(e, TokensOut)])
+                         for name in ("a", "b")])  # fmt: skip
+    assert outcomes[0] == outcomes[1]
+    assert len(outcomes[0][0][0][0]) >= 5
+    assert dict(engine.core.scheduler.not_ahead) == {"prompt": 1}
+    assert engine.core.steps_ahead == engine.core.steps - 2, "all but the prompts' step and the first of decode"
+    at_rest(engine)
+
+
+def test_who_ended_is_not_followed_any_further(kit):
+    """The grammar would not allow what came after a stop; nobody asks it."""
+    stop = outcome(run(kit, kit.make_engine(), dependent(kit, "a", "grammar")), "a")[0][5]
+    engine = device(kit)
+    request = dependent(kit, "a", "grammar", stop_token_ids=(stop,))
+    events = run(kit, engine, request)
+    assert outcome(events, "a")[1] is FinishReason.STOP
+    at_rest(engine)
+
+
+def run(kit, engine, *requests):
+    for request in requests:
+        engine.send(AddRequest(request))
+    return kit.run_until_idle(engine)
+
+
+def test_draws_that_cannot_be_sent_end_their_step_and_nothing_is_launched_behind_it(kit):
+    engine = device(kit)
+    for name in ("a", "b"):
+        engine.send(AddRequest(dependent(kit, name, "penalty")))
+    for _ in range(3):
+        engine.step()
+    flight = engine.core._flight
+    flight.step.fail_with(OutOfDeviceMemory("full"))
+    ahead = engine.core.steps_ahead
+    events = [*engine.core.take_events()]
+    engine.core.step()
+    assert engine.core.steps_ahead == ahead
+    events += kit.run_until_idle(engine)
+    assert [e.attempt for e in events if isinstance(e, Failed)] == ["b"]
+    assert outcome(events, "a")[1] is FinishReason.LENGTH
+    at_rest(engine)
 
 
 def test_who_waits_and_fits_gets_a_step_of_its_own_and_who_does_not_fit_holds_up_nobody(kit):
@@ -194,7 +276,7 @@ scenario = st.lists(
     st.tuples(
         st.integers(1, 24),  # prompt
         st.integers(1, 14),  # max_tokens
-        st.sampled_from(["plain", "greedy", "stop", "penalty", "choices", "same prompt", "cancel"]),
+        st.sampled_from(["plain", "greedy", "stop", "choices", "same prompt", "cancel", *HISTORIES]),
         st.integers(0, 25),  # the step before which it comes
     ),
     min_size=1,
@@ -215,12 +297,20 @@ def test_ahead_or_not_everybody_gets_the_same(kit, requests, num_blocks, host, p
     for i, (prompt, max_tokens, kind, when) in enumerate(requests):
         fields = {
             "stop": {"stop_token_ids": tuple(range(0, 1000, 7))},
-            "penalty": {"frequency_penalty": 0.7},
+            **HISTORIES,
             "choices": {"n": 2},
             "greedy": {"temperature": 0.0},
         }.get(kind, {})
         tokens = list(range(50, 50 + prompt)) if kind == "same prompt" else prompt
-        request = kit.make_request(f"r{i}", tokens, sampling=params(max_tokens, seed=i % 3, **fields), priority=i % 2)
+        if "min_tokens" in fields:
+            fields = {**fields, "min_tokens": min(fields["min_tokens"], max_tokens)}
+        request = kit.make_request(
+            f"r{i}",
+            tokens,
+            sampling=params(max_tokens, seed=i % 3, **fields),
+            priority=i % 2,
+            grammar=NextTo() if kind == "grammar" else None,
+        )
         made.setdefault(when, []).append((request, kind))
     seen = []
     for runner in (FakeRunner, FakeDeviceRunner):
