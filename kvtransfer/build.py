@@ -12,7 +12,7 @@ from diptych.common.errors import ConfigError, TransferError
 from diptych.kvtransfer.api import Transfer
 from diptych.kvtransfer.config import AUTO_ORDER, TransferConfig
 from diptych.kvtransfer.faults import FaultyTransport
-from diptych.kvtransfer.gpu_memory import GpuMemory, SharedMemory
+from diptych.kvtransfer.gpu_memory import DeviceMemory, GpuMemory
 from diptych.kvtransfer.gpu_ring import GpuRing
 from diptych.kvtransfer.inproc import InprocTransport
 from diptych.kvtransfer.ipc import IpcTransport
@@ -20,6 +20,7 @@ from diptych.kvtransfer.layout import RingSpec
 from diptych.kvtransfer.self_test import SelfTest, run_ipc_self_test, run_self_test
 from diptych.kvtransfer.thread import TransferThread
 from diptych.kvtransfer.transport import Transport
+from diptych.kvtransfer.ucx_gpu_probe import run_ucx_gpu_self_test
 
 log = logging.getLogger(__name__)
 ROLES = ("prefill", "decode")
@@ -73,13 +74,13 @@ def build_transfer(
         message_s=found.message_s,
         path=found.path,
         loop=loop,
-        ring=None if memory is None else _gpu_ring(config, role, memory),
+        ring=None if memory is None else _gpu_ring(config, transport.address.transport, role, memory),
     )
 
 
-def _gpu_ring(config: TransferConfig, role: str, memory: SharedMemory) -> GpuRing:
-    """Decode reads into its blocks: it needs no GPU memory for slabs. Raises: ConfigError."""
-    if role == "decode":
+def _gpu_ring(config: TransferConfig, name: str, role: str, memory: DeviceMemory) -> GpuRing:
+    """Over ipc decode reads into its blocks: it needs no GPU memory for slabs. Raises: ConfigError."""
+    if role == "decode" and name == "ipc":
         return GpuRing(config.ring)
     try:
         return GpuRing(config.ring, *memory.allocate(config.ring.total_bytes))
@@ -91,7 +92,7 @@ Factory = Callable[[str, str, str], Transport]
 """(worker_id, incarnation, path that every peer must come on or "") -> a new transport."""
 
 
-def _choose(config: TransferConfig) -> tuple[Factory, SelfTest, SharedMemory | None]:
+def _choose(config: TransferConfig) -> tuple[Factory, SelfTest, DeviceMemory | None]:
     """The transport that was asked for; with "auto" the first that works, the others named in the log.
 
     Raises: ConfigError: none works.
@@ -104,6 +105,10 @@ def _choose(config: TransferConfig) -> tuple[Factory, SelfTest, SharedMemory | N
                 memory = _gpu_memory()
                 make = _ipc_factory(config.host, memory)
                 found = run_ipc_self_test(partial(_any_path, make), memory, RingSpec(1, config.slab_bytes))
+            elif name == "ucx-gpu":
+                memory = _gpu_memory()
+                make = _ucx_gpu_factory(config.host, memory)
+                found = run_ucx_gpu_self_test(partial(_any_path, make), memory, config.host, config.slab_bytes)
             else:
                 make = _factory(name, config.host)
                 found = run_self_test(partial(_any_path, make), config.slab_bytes)
@@ -133,7 +138,15 @@ def _gpu_memory() -> GpuMemory:
     return GpuMemory(torch.cuda.current_device(), read_rate)
 
 
-def _ipc_factory(host: str, memory: SharedMemory) -> Factory:
+def _ucx_gpu_factory(host: str, memory: DeviceMemory) -> Factory:
+    from diptych.kvtransfer.ucx_gpu import UcxGpuTransport
+
+    return lambda worker_id, incarnation, path: UcxGpuTransport(
+        worker_id, incarnation, host=host, memory=memory, require_path=path
+    )
+
+
+def _ipc_factory(host: str, memory: DeviceMemory) -> Factory:
     return lambda worker_id, incarnation, path: IpcTransport(worker_id, incarnation, host=host, memory=memory)
 
 

@@ -8,7 +8,9 @@ from diptych.common.errors import ConfigError
 from diptych.kvtransfer.faults import FaultSpec
 from diptych.kvtransfer.layout import RingSpec
 
-TRANSPORTS = ("auto", "ucx", "nixl", "ipc", "inproc")
+TRANSPORTS = ("auto", "ucx", "nixl", "ipc", "ucx-gpu", "inproc")
+ON_GPU = ("ipc", "ucx-gpu")
+"""Their slabs lie in GPU memory."""
 AUTO_ORDER = ("nixl", "ucx")
 """Best first: NIXL reads one-sided, and over shared memory within a host; both share UCX below."""
 
@@ -20,7 +22,8 @@ class TransferConfig:
     Args:
         transport: "auto" takes the first of AUTO_ORDER that is installed and passes the self-test, and says so; "inproc" is for
             tests. Both workers of a pair must use the same one: install the same extras on both, or name it. "ipc" needs GPUs
-            of one host; where a host has several, "auto" tries it first.
+            of one host; where a host has several, "auto" tries it first. "ucx-gpu" moves KV from GPU memory to GPU memory over
+            UCX, within a host and, with a NIC that can, between hosts; "auto" never takes it.
         device: "cpu" or "cuda": where the pool is.
         host: address of ours that the transport binds to and advertises; no other interface listens.
         slab_bytes: whole slab with header and trailer, a multiple of the page size.
@@ -49,8 +52,8 @@ class TransferConfig:
     def __post_init__(self) -> None:
         if self.transport not in TRANSPORTS:
             raise ConfigError("transport", self.transport, f"must be one of {', '.join(TRANSPORTS)}")
-        if self.transport == "ipc" and self.device != "cuda":
-            raise ConfigError("transport", "ipc", f"needs GPUs: the KV pool is on {self.device}")
+        if self.transport in ON_GPU and self.device != "cuda":
+            raise ConfigError("transport", self.transport, f"needs GPUs: the KV pool is on {self.device}")
         for name in ("lease_s", "read_base_s"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ConfigError(name, getattr(self, name), "must be a positive number of seconds")

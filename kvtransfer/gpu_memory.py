@@ -47,6 +47,31 @@ class SharedMemory(Protocol):
         ...
 
 
+class DeviceMemory(SharedMemory, Protocol):
+    """What both rings of the ucx-gpu transport lie in."""
+
+    def bind(self) -> None:
+        """Whatever the calling thread asks of the device from now on is about this memory's."""
+        ...
+
+    def view(self, address: int, size_bytes: int) -> Any:
+        """What UCXX sends from and receives into."""
+        ...
+
+    def write(self, address: int, data: bytes) -> None: ...
+
+    def fetch(self, address: int, size_bytes: int) -> bytes: ...
+
+
+class _View:
+    """Bytes of GPU memory, by the interface that UCXX and others know."""
+
+    def __init__(self, address: int, size_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "data": (address, False), "shape": (size_bytes,), "typestr": "|u1", "strides": None, "version": 3,
+        }  # fmt: skip
+
+
 class _Handle(ctypes.Structure):
     _fields_ = [("reserved", ctypes.c_char * _HANDLE_BYTES)]
 
@@ -121,6 +146,22 @@ class GpuMemory:
 
     def probe(self, address: int, size_bytes: int) -> float:
         return self._probe(address, size_bytes)
+
+    def bind(self) -> None:
+        self._call("cuCtxSetCurrent", self._context)
+
+    def view(self, address: int, size_bytes: int) -> Any:
+        return _View(address, size_bytes)
+
+    def write(self, address: int, data: bytes) -> None:
+        with self._current():
+            self._call("cuMemcpyHtoD_v2", ctypes.c_uint64(address), data, ctypes.c_size_t(len(data)))
+
+    def fetch(self, address: int, size_bytes: int) -> bytes:
+        here = ctypes.create_string_buffer(size_bytes)
+        with self._current():
+            self._call("cuMemcpyDtoH_v2", here, ctypes.c_uint64(address), ctypes.c_size_t(size_bytes))
+        return here.raw
 
     @contextmanager
     def _current(self) -> Iterator[None]:

@@ -1,7 +1,8 @@
 """A ring whose payloads lie in GPU memory. Its frames stay in host memory, where publish() and check_slab() write and read them.
 
 prefill   payload(slab): GPU memory of ours, to pack into
-decode    received(slab): GPU memory of the peer, mapped here: nothing was copied yet; whoever unpacks it reads the link
+decode    received(slab): over ipc GPU memory of the peer, mapped here: nothing was copied yet, whoever unpacks it reads the link;
+          over ucx-gpu memory of ours, where the payload has arrived
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ class GpuRing(Ring):
     """Frames are pages of anonymous memory that are never touched between header and trailer: they cost what they hold.
 
     Args:
-        address, handle: of num_slabs * slab_bytes in GPU memory (gpu_memory.py); decode's side has none.
+        address, handle: of num_slabs * slab_bytes in GPU memory (gpu_memory.py); decode's side of ipc has none.
     """
 
     verifies_later = True

@@ -123,16 +123,20 @@ _NOBODY = _Endpoint("", None, 0)
 class UcxTransport:
     """One UCX context and worker. See transport.Transport."""
 
+    name = "ucx"
+    default_tls = "tcp,self"
+    """Where UCX_TLS does not say it."""
+
     def __init__(self, worker_id: str, incarnation: str, *, host: str) -> None:
         self._ucx, self._array = load_ucxx()
         self._me = (worker_id, incarnation)
         host = numeric(host)
         config: dict[str, str] = {}
         if "UCX_TLS" not in os.environ:
-            config["TLS"] = "tcp,self"
+            config["TLS"] = self.default_tls
         if "UCX_NET_DEVICES" not in os.environ:
             config["NET_DEVICES"] = interface_of(host)
-        self.path = configured_path(os.environ.get("UCX_TLS", "tcp,self"))
+        self.path = configured_path(os.environ.get("UCX_TLS", self.default_tls))
         try:
             with ucx_settings():
                 self._context = self._ucx.UCXContext(config, (self._ucx.Feature.TAG, self._ucx.Feature.WAKEUP))
@@ -142,8 +146,8 @@ class UcxTransport:
             raise TransferError(f"UCX cannot start on {config}: {error}") from error
         self._token = secrets.token_bytes(TOKEN_BYTES)
         self._worker_address = bytes(self._worker.address.tobytes())
-        self.address = KvAddress("ucx", host, 0, self._token + self._worker_address)
-        self._book: PeerBook[_Endpoint] = PeerBook("ucx", host, self._bury)
+        self.address = KvAddress(self.name, host, 0, self._token + self._worker_address)
+        self._book: PeerBook[_Endpoint] = PeerBook(self.name, host, self._bury)
         self._pending: dict[int, _Pending] = {}
         self._ids = itertools.count(1)
         self._events: list[TransportEvent] = []
@@ -335,7 +339,9 @@ class UcxTransport:
             except self._ucx.UCXError as problem:
                 error = f"{type(problem).__name__}: {problem}"
             if pending.read_id >= 0:
-                self._events.append(self._received(pending, error))
+                event = self._received(pending, error)
+                if event is not None:
+                    self._events.append(event)
             elif pending.op:
                 self._events.append(SendDone(pending.op, not error))
 
@@ -351,7 +357,8 @@ class UcxTransport:
             request = self._worker.tag_recv_with_handle(buffer, found)
             self._pending[next(self._ids)] = _Pending(request, buffer, _NOBODY)
 
-    def _received(self, pending: _Pending, error: str) -> ReceiveDone:
+    def _received(self, pending: _Pending, error: str) -> ReceiveDone | None:
+        """None: more of the answer is on its way."""
         assert pending.dest is not None
         if error and read_refusal(pending.dest[:HEADER_BYTES].data) is not None:
             error = ""  # a refusal is shorter than the slab that was asked for

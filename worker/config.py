@@ -75,7 +75,7 @@ class WorkerConfig:
             letter), xgrammar, llguidance, or none: requests with a grammar are refused.
         grammar_time_cap_s: for compiling one grammar.
         grammar_warm_up: import the grammar libraries after the start instead of at the first grammar.
-        transport: ucx, nixl, ipc (GPUs of one host), auto or inproc (tests).
+        transport: ucx, nixl, ipc (GPUs of one host), ucx-gpu (GPU memory over UCX), auto or inproc (tests).
         require_transport: refuse to start unless the self-test found exactly this path, for example ucx:tcp.
         slab_bytes, num_slabs: the staging ring.
         slab_lease_s: how long a packed slab waits for decode.

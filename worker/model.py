@@ -184,7 +184,7 @@ def make_identity(config: WorkerConfig, model_rev: str, tokenizer_rev: str) -> I
 
 def _ring_on_gpu(config: WorkerConfig) -> int:
     """Bytes of the staging ring that may come to lie in GPU memory, once the transport is known."""
-    on_gpu = config.role == "prefill" and config.transport in ("ipc", "auto")
+    on_gpu = config.transport == "ucx-gpu" or (config.role == "prefill" and config.transport in ("ipc", "auto"))
     return config.num_slabs * config.slab_bytes if on_gpu else 0
 
 

@@ -45,11 +45,11 @@ def make_request(attempt="a", num_prompt=9, max_tokens=6, **fields):
 class Bench:
     """An EngineClient that notes its events, one list a step."""
 
-    def __init__(self, runner=None):
+    def __init__(self, runner=None, **changes):
         self.runner = runner or FakeRunner(64, BLOCK)
         self.steps = []
         self._changed = asyncio.Event()
-        config = EngineConfig(num_blocks=64, block_size=BLOCK, check_invariants=True)
+        config = EngineConfig(num_blocks=64, block_size=BLOCK, check_invariants=True, **changes)
         identity = IdentityHeader(b"k" * 32, "model", "tokenizer", "uint8", BLOCK)
         self.client = EngineClient(self.runner, config, identity, None, self._on_events)
 
@@ -323,7 +323,7 @@ async def test_events_of_a_large_step_go_out_while_the_next_one_is_on_the_device
             self.steps_ahead = True
 
         def launch(self, seqs, sources=()):
-            raise AssertionError("penalties are drawn on the host")
+            raise AssertionError("no steps ahead were asked for")
 
         def execute(self, seqs, should_abort=None):
             result = super().execute(seqs, should_abort)
@@ -331,9 +331,9 @@ async def test_events_of_a_large_step_go_out_while_the_next_one_is_on_the_device
             return result
 
     attempts = [f"r{i}" for i in range(12)]
-    async with Bench(Device()) as bench:
+    async with Bench(Device(), steps_ahead=False) as bench:
         for attempt in attempts:
-            sampling = SamplingParams(max_tokens=5, ignore_eos=True, frequency_penalty=0.5)  # not launched ahead
+            sampling = SamplingParams(max_tokens=5, ignore_eos=True, frequency_penalty=0.5)
             bench.client.send(AddRequest(EngineRequest(attempt, (100, 101), sampling)))
         for attempt in attempts:
             assert isinstance(await bench.end_of(attempt), Finished)
