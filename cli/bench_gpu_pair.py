@@ -225,6 +225,7 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "card": torch.cuda.get_device_name(0),
         "torch": torch.__version__,
+        "transport": args.transport,
         "slab_mib": args.slab_mib,
         "peer_copy_gb_per_s": peer_copy(),
     }
@@ -236,7 +237,7 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
     rng = random.Random(7)
     common: dict[str, Any] = {
         "trace": args.trace, "switch_interval_s": args.switch_ms / 1e3,
-        "transport": "ipc", "slab_bytes": args.slab_mib * MIB, "num_slabs": args.num_slabs, "max_model_len": 20_000,
+        "transport": args.transport, "slab_bytes": args.slab_mib * MIB, "num_slabs": args.num_slabs, "max_model_len": 20_000,
         "num_blocks": 20_000, "max_num_seqs": 256, "max_num_batched_tokens": args.chunk, "steps_ahead": not args.after,
     }  # fmt: skip
     workers = [
@@ -270,6 +271,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--parts", nargs="+", default=["link", "handoff", "load"])
+    parser.add_argument("--transport", choices=("ipc", "ucx-gpu"), default="ipc")
     parser.add_argument("--slab-mib", type=int, default=258)
     parser.add_argument("--num-slabs", type=int, default=16)
     parser.add_argument("--chunk", type=int, default=4096, help="tokens of a prefill step")

@@ -5,17 +5,25 @@ python deploy/requirements.py pyproject.toml cli router worker
 
 from __future__ import annotations
 
+import re
 import sys
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 
 def main(pyproject: str, *extras: str) -> None:
     project = tomllib.loads(Path(pyproject).read_text(encoding="utf-8"))["project"]
-    found = list(project["dependencies"])
-    for extra in extras:
-        found += project["optional-dependencies"][extra]
-    print("\n".join(sorted({line for line in found if not line.startswith("diptych[")})))
+    print("\n".join(sorted({*project["dependencies"], *needs(project["optional-dependencies"], extras)})))
+
+
+def needs(optional: dict[str, list[str]], extras: Sequence[str]) -> set[str]:
+    """Of these extras, and of those that they name in turn."""
+    found: set[str] = set()
+    for line in (line for extra in extras for line in optional[extra]):
+        inner = re.fullmatch(r"diptych\[(.+)\]", line)
+        found |= needs(optional, inner[1].split(",")) if inner else {line}
+    return found
 
 
 if __name__ == "__main__":

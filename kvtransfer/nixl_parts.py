@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,11 +21,13 @@ def load_nixl() -> Any:
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
     os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
     os.environ.setdefault("UCX_LOG_LEVEL", "error")
-    try:
-        from nixl_cu12 import _api
-    except ImportError as error:
-        raise ConfigError("transport", "nixl", f"NIXL cannot be loaded (extra `nixl`): {error}") from error
-    return _api
+    why = []
+    for package in ("nixl_cu12", "nixl_cu13"):  # extras `nixl` and `nixl-cu13`
+        try:
+            return importlib.import_module(f"{package}._api")
+        except ImportError as error:
+            why.append(str(error))
+    raise ConfigError("transport", "nixl", f"NIXL cannot be loaded (extra `nixl`): {why[0]}")
 
 
 @dataclass(slots=True, eq=False)

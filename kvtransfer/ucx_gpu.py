@@ -27,7 +27,7 @@ from diptych.common.errors import TransferError
 from diptych.kvtransfer.gpu_memory import DeviceMemory
 from diptych.kvtransfer.gpu_ring import GpuRing
 from diptych.kvtransfer.layout import HEADER_BYTES, TRAILER_BYTES, Ring, read_refusal
-from diptych.kvtransfer.transport import ReceiveDone, TransportEvent
+from diptych.kvtransfer.transport import ReceiveDone, TransportEvent, Wakeup, sleep_on
 from diptych.kvtransfer.ucx import _TAG_DATA, UcxTransport, _Endpoint, _Pending
 
 log = logging.getLogger(__name__)
@@ -37,6 +37,7 @@ SLOW_BYTES_PER_S = 10e9
 """Slower than this the payload went through host memory."""
 TELLING_BYTES = 4 << 20
 """A smaller payload does not tell its path: it is bound by latency."""
+_POLL_S = 0.00005
 _TAG_PAYLOAD = 0x4452 << 48
 _FRAME_BYTES = HEADER_BYTES + TRAILER_BYTES
 
@@ -112,6 +113,18 @@ class UcxGpuTransport(UcxTransport):
             self._memory.bind()
             self._bound = True
         return super().progress()
+
+    def wait(self, wakeup: Wakeup, timeout_s: float) -> None:
+        # The end of a copy on the GPU wakes nobody: it is looked for.
+        if self._moving():
+            sleep_on([], min(timeout_s, _POLL_S))
+        else:
+            super().wait(wakeup, timeout_s)
+
+    def _moving(self) -> bool:
+        """Payloads are on their way."""
+        readings = self._readings
+        return any(p.op or ((r := readings.get(p.read_id)) and r.began) for p in self._pending.values())
 
     def _payload(self, message: np.ndarray) -> Any:
         """Of a slab of ours."""

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import diptych
 from diptych.common.errors import TransferError
 from diptych.kvtransfer.api import KvAddress, PeerRef
 from diptych.kvtransfer.gpu_memory import DeviceMemory, GpuMemory
@@ -94,7 +95,7 @@ def _device_index() -> int:
 
 
 def _environment() -> dict[str, str]:
-    root = str(Path(__file__).resolve().parents[2])  # the folder that holds the package
+    root = str(Path(diptych.__file__).resolve().parents[1])  # the folder that holds the package
     paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 

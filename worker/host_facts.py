@@ -14,7 +14,11 @@ from pathlib import Path
 UNLIMITED = 2**64 - 1
 RDMA_MODULES = ("ib_core", "ib_uverbs", "rdma_ucm")
 """What a user-space RDMA library needs of the kernel, whatever the card; its own driver shows as a device."""
-UCX_FOLDERS = {"nixl-cu12": "nixl_cu12.libs/ucx", "libucx (of ucxx)": "libucx/lib/ucx"}
+UCX_FOLDERS = {
+    "nixl-cu12": "nixl_cu12.libs/ucx",
+    "nixl-cu13": "nixl_cu13.libs/ucx",
+    "libucx (of ucxx)": "libucx/lib/ucx",
+}
 """Where the packages that bring a UCX keep its loadable parts, below site-packages."""
 INFINIBAND_PART = "libuct_ib.so*"
 

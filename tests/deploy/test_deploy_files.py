@@ -8,6 +8,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import tomllib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -279,6 +280,27 @@ def test_lookaside_opens_a_door_that_is_not_published() -> None:
         assert merge(
             WorkerConfig, {"role": "decode", "host": name, "insecure": "true"}, environ=environment
         ).client_port
+
+
+def test_the_worker_installs_for_cuda_12_and_13() -> None:
+    """By name: two extras that differ in torch and UCXX only, both pinned to the same versions."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    printed = {
+        extra: set(subprocess.check_output([sys.executable, ROOT / "deploy/requirements.py", ROOT / "pyproject.toml", extra],
+                                           text=True).splitlines())
+        for extra in ("worker", "worker-base", "worker-cu12")
+    }  # fmt: skip
+    for cuda, extra, torch in (("13", "worker", "torch>=2.11"), ("12", "worker-cu12", "torch>=2.10,<2.11")):
+        own = printed[extra] - printed["worker-base"]
+        assert own == {torch, f"ucxx-cu{cuda}>=0.52; platform_machine == 'x86_64'"}
+        assert printed["worker-base"] < printed[extra]
+    assert {line.partition(">")[0] for extra in ("nixl", "nixl-cu13") for line in project[extra]} == {
+        "nixl-cu12",
+        "nixl-cu13",
+    }
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split() if "==" in line)
+    for name in ("ucxx", "libucxx", "libucx", "rmm", "librmm", "nixl"):
+        assert pins[f"{name}-cu12"] == pins[f"{name}-cu13"]
 
 
 def test_the_gpu_images_ucx_has_infiniband_and_roce() -> None:

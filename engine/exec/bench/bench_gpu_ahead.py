@@ -98,8 +98,13 @@ def main() -> None:
     )
     rows = []
     for batch in args.batches:
-        for name, fields in (("greedy", {"temperature": 0.0}), ("top_p", {"temperature": 0.8, "top_p": 0.95})):
-            if name == "top_p" and batch != 64:
+        constrained = {"temperature": 0.8, "frequency_penalty": 0.5, "repetition_penalty": 1.1, "logprobs": 2}
+        for name, fields in (
+            ("greedy", {"temperature": 0.0}),
+            ("top_p", {"temperature": 0.8, "top_p": 0.95}),
+            ("penalties and logprobs", constrained),
+        ):
+            if name != "greedy" and batch != 64:
                 continue
             params = SamplingParams(max_tokens=OUTPUT, ignore_eos=True, seed=3, **fields)  # type: ignore[arg-type]
             found: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
