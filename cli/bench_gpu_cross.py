@@ -2,7 +2,8 @@
 
     disaggregated  prefill on one, decode on the other (ipc)
     colocated      both do both, prompts in chunks beside the decodes; requests take turns
-    conditional    as disaggregated, but decode computes prompts of up to --local-tokens itself
+    conditional    as disaggregated, but of prompts of up to --local-tokens decode computes those that cost less there, as a
+                   router decides it
 
 Poisson arrivals of prompts of one length, 128 tokens out, at a rate that keeps one GPU's prefill busy for --share of the time. A
 request is good when its first token came within FIRST_S + FIRST_TOKEN_S a prompt token and 99% of its gaps are within GAP_S.
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 
 from diptych.cli.bench_gpu_pair import MIB, Client, Worker, _percent, _prompt
+from diptych.cli.bench_gpu_rule import CostRule
 from diptych.loadtest.svg import Series, chart
 
 FIRST_S, FIRST_TOKEN_S, GAP_S = 0.2, 0.00006, 0.025
@@ -92,10 +94,11 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
     rows = []
     try:
         prefill, decode, second = [await asyncio.wait_for(worker.ready, 400) for worker in workers]
+        rule = CostRule(most_tokens=args.local_tokens, prefill_per_s=args.prefill_per_s)
         clients = {
             "disaggregated": [Client(prefill, decode)],
             "colocated": [Client(None, decode), Client(None, second)],
-            "conditional": [Client(prefill, decode, local_tokens=args.local_tokens)],
+            "conditional": [Client(prefill, decode, rule=rule)],
         }
         for client in itertools.chain(*clients.values()):
             await client.up()
@@ -106,6 +109,8 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
             for mode in MODES:
                 results, seconds = await offer(clients[mode], rate, max(args.seconds, 12 / rate), length, length)
                 row[mode] = summary(results, length, seconds)
+            (client,) = clients["conditional"]
+            row["conditional"]["computed_on_decode"], client.local = client.local, 0
             rows.append(row)
             print(json.dumps(row), flush=True)
     finally:
@@ -154,7 +159,7 @@ def main() -> None:
     )
     parser.add_argument("--most-per-s", type=float, default=24.0, help="requests, however short")
     parser.add_argument(
-        "--local-tokens", type=int, default=512, help="conditional: prompts that decode computes itself"
+        "--local-tokens", type=int, default=512, help="conditional: of longer prompts decode computes none itself"
     )
     parser.add_argument("--local-chunk", type=int, default=1024, help="prompt tokens beside the decodes in one step")
     parser.add_argument("--seconds", type=float, default=7.0)

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from diptych.cli.bench_gpu_rule import CostRule
 from diptych.common.sampling import SamplingParams
 from diptych.router.decode_stream import DecodeStream
 from diptych.rpc.channels import open_channel
@@ -78,10 +79,12 @@ class Worker:
 
 
 class Client:
-    """prefill: None: decode computes every prompt. local_tokens: beside a prefill worker, it computes those up to so long."""
+    """prefill: None: decode computes every prompt. rule: beside a prefill worker, which of them decode computes; None: none."""
 
-    def __init__(self, prefill: dict[str, str] | None, decode: dict[str, str], *, local_tokens: int = 0) -> None:
-        self._prefill, self._decode, self._local_tokens = prefill, decode, local_tokens
+    def __init__(self, prefill: dict[str, str] | None, decode: dict[str, str], *, rule: CostRule | None = None) -> None:
+        self._prefill, self._decode, self._rule = prefill, decode, rule
+        self.local = 0
+        """Prompts that the rule has left to decode."""
         self._stream = DecodeStream(open_channel(decode["address"]), decode["worker_id"])
         self._stream.start()
         self._number = 0
@@ -95,13 +98,14 @@ class Client:
         """Returns: attempt, when it was submitted, when each token came (monotonic seconds)."""
         self._number += 1
         attempt = f"bench-{self._number}"
-        local = self._prefill is None or len(prompt) <= self._local_tokens
-        placement = decode_pb2.Placement(decode=_ref(self._decode), local_prefill=local)
+        rule = self._rule
+        local = self._prefill is None or (rule is not None and rule.place(attempt, len(prompt)))
+        self.local += local
+        placement = decode_pb2.Placement(
+            decode=_ref(self._decode), local_prefill=local, local_prefill_max_tokens=len(prompt) if local else 0
+        )
         if self._prefill is not None:
             placement.prefill.append(_ref(self._prefill))
-            placement.local_prefill_max_tokens = self._local_tokens
-        else:
-            placement.local_prefill_max_tokens = 1 << 20
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
         begin = time.monotonic()
         call = self._stream.open(
@@ -120,7 +124,11 @@ class Client:
             kind = event.WhichOneof("event")
             if kind == "tokens":
                 times += [time.monotonic()] * len(event.tokens.token_ids)
+                if rule is not None:
+                    rule.first_token(attempt)
             elif kind == "end":
+                if rule is not None:
+                    rule.ended(attempt)
                 if event.end.HasField("failure"):
                     raise RuntimeError(f"{attempt}: {event.end.failure}")
                 return attempt, begin, times
