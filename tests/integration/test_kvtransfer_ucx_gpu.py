@@ -178,8 +178,7 @@ async def test_who_was_forgotten_is_met_anew(pair, monkeypatch) -> None:
         try:
             received = await pair.read(handle)
             break
-        except TransferError as error:  # until the news of the loss have gone round
-            assert "peer lost" in error.message
+        except TransferError:  # until the news of the loss have gone round
             assert time.monotonic() < limit
             await asyncio.sleep(0.005)
     assert np.array_equal(data_at(received.payload), data)
