@@ -63,7 +63,7 @@ def bench_decode(bandwidth: float, *, tune: bool) -> Rows:
         q = _normal(batch, LLAMA_8B.num_q_heads, LLAMA_8B.head_dim)
         size = batch * context * 2 * LLAMA_8B.num_kv_heads * LLAMA_8B.head_dim * 2
         base = choose_splits(batch, LLAMA_8B.num_kv_heads, programs)
-        variants: list[tuple[int | None, int, int, int]] = [(None, 4, 3, base)]
+        variants: list[tuple[int | None, int, int, int]] = [(None, 2, 3, base)]
         if tune:
             splits = sorted({base, max(1, base // 2), min(32, base * 2)})
             variants += [(*shape, split) for shape, split in itertools.product(DECODE_SHAPES, splits)]
