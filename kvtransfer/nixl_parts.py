@@ -24,6 +24,7 @@ def load_nixl() -> Any:
     why = []
     for package in ("nixl_cu12", "nixl_cu13"):  # extras `nixl` and `nixl-cu13`
         try:
+            importlib.import_module(package)
             return importlib.import_module(f"{package}._api")
         except ImportError as error:
             why.append(str(error))
