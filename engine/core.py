@@ -46,9 +46,7 @@ from diptych.engine.sched.step import SchedulerOutput
 _log = logging.getLogger(__name__)
 _FEW_DECODES = 8
 """So few tokens cost the event loop so little that they go out at once."""
-
 _PROBE_BLOCKS = 16
-
 _T = TypeVar("_T")
 
 
@@ -209,9 +207,7 @@ class EngineCore:
 
     def _launch_ahead(self, flight: Flight) -> Flight | None:
         assert self._device is not None
-        if flight.step.failed:
-            return None
-        out = ahead.plan(self.scheduler, self._clock.now())
+        out = None if flight.step.failed else ahead.plan(self.scheduler, self._clock.now())
         copied = self._copy_blocks()
         if out is None or copied is None:
             return None
@@ -250,8 +246,7 @@ class EngineCore:
 
     def take_events(self) -> list[EngineEvent]:
         self._take_pulls()
-        events, self._answers = self._answers, []
-        events.extend(self.scheduler.take_events())
+        events, self._answers = [*self._answers, *self.scheduler.take_events()], []
         return events
 
     def stats(self, busy_since: float | None = None) -> EngineStats:

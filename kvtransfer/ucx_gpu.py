@@ -114,12 +114,12 @@ class UcxGpuTransport(UcxTransport):
             self._bound = True
         return super().progress()
 
-    def wait(self, wakeup: Wakeup, timeout_s: float) -> None:
+    def wait(self, wakeup: Wakeup, timeout_s: float, *, awaited: bool) -> None:
         # The end of a copy on the GPU wakes nobody: it is looked for.
         if self._moving():
             sleep_on([], min(timeout_s, _POLL_S))
         else:
-            super().wait(wakeup, timeout_s)
+            super().wait(wakeup, timeout_s, awaited=awaited)
 
     def _moving(self) -> bool:
         """Payloads are on their way."""
