@@ -55,10 +55,12 @@ class Targets:
 
     @contextlib.contextmanager
     def running(self, config: BenchConfig) -> Iterator[tuple[Place, ...]]:
-        """Raises: ConfigError when a cluster does not come up."""
+        """Raises: ConfigError when a cluster does not come up, or a file to be sent cannot be read: before anything starts."""
         if self.cluster is None:
             yield self.places
             return
+        if config.dataset is not None:
+            config.items()
         from diptych.cli import bench_cluster
 
         with contextlib.ExitStack() as stack:

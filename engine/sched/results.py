@@ -25,12 +25,12 @@ def update(scheduler: Scheduler, out: SchedulerOutput, result: StepResult, durat
     scheduler.pace.observe(duration_s, out.num_prefill_tokens, out.num_decode)
     scheduler.computed += out.num_prefill_tokens
     size = scheduler.config.block_size
-    policy, kv, live = scheduler.policy, scheduler.kv, scheduler.requests
+    policy, kv = scheduler.policy, scheduler.kv
     charges = policy.charges
     trouble = bool(result.bad_rows or result.refused_rows)
     token_ids, logprobs = result.token_ids, result.logprobs
     for i, request in enumerate(out.requests):
-        if live.get(request.attempt) is not request:
+        if request.ended:
             continue  # a sibling's failure has ended it in this very step, or it ended while the step was on the device
         if trouble and _failed(scheduler, request, i, result):
             continue

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from diptych.cli import bench, bench_run, bench_suite
+from diptych.cli import bench, bench_cluster, bench_run, bench_suite
 from diptych.cli.bench_capacity import CapacityPlan
 from diptych.cli.bench_config import ClusterChoice
 from diptych.cli.bench_run import Place, Targets
 from diptych.common.errors import ConfigError
+from diptych.loadtest.config import BenchConfig
 
 
 @pytest.fixture
@@ -80,6 +81,15 @@ def test_replay_names_its_format(called):
 def test_wrong_usage_is_exit_code_2(called, arguments):
     invoke(*arguments, code=2)
     assert not called
+
+
+def test_a_file_that_is_not_there_is_named_before_a_cluster_starts(monkeypatch, tmp_path):
+    started = []
+    monkeypatch.setattr(bench_cluster, "running", lambda *args, **kwargs: started.append(args))
+    config = BenchConfig(workload="mooncake", dataset=tmp_path / "no-such-trace.jsonl", num_requests=0)
+    with pytest.raises(ConfigError, match="no-such-trace"):
+        bench_run.serve(config, Targets.own(ClusterChoice()), 1, kind="replay")
+    assert not started
 
 
 def test_the_baseline_goes_first():

@@ -91,6 +91,31 @@ def test_windows_are_the_same_bits_at_every_chunk_size(driver_of, model_dir_of):
     assert all(torch.equal(other, kv[0]) for other in kv[1:])
 
 
+@pytest.mark.parametrize(
+    ("architecture", "length", "settings"),
+    [
+        ("LlamaForCausalLM", 1500, {"head_dim": 32, "max_position_embeddings": 2048}),
+        ("Qwen3ForCausalLM", 205, {"head_dim": 64, "num_key_value_heads": 1}),
+        ("MistralForCausalLM", 205, {"head_dim": 32, "num_key_value_heads": 6, "sliding_window": 50}),
+    ],
+)
+def test_a_long_chunk_is_the_same_bits_as_its_tokens_one_by_one(
+    driver_of, model_dir_of, architecture, length, settings
+):
+    """Several tiles of queries, several packs of keys, and rows that are alone."""
+    driver = driver_of(model_dir_of(architecture, **settings), num_blocks=200)
+    assert driver.runner.backend == "native"
+    prompt, kv = prompt_of(length), []
+    for chunks in ((length,), (64,) * (length // 64) + (length % 64,), (length - 30, *[1] * 30)):
+        table, start = driver.table(length), 0
+        for chunk in chunks:
+            driver.runner.execute([driver.seq(prompt[start : start + chunk], start, table)])
+            start += chunk
+        kv.append(driver.runner.pool.tensor[table].permute(1, 2, 0, 3, 4, 5).flatten(2, 3)[:, :, :length].clone())
+        driver.free += table
+    assert all(torch.equal(other, kv[0]) for other in kv[1:])
+
+
 def test_threads_change_no_bit(tiny, seen):
     try:
         for threads in (1, 4):
