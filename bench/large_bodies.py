@@ -28,7 +28,7 @@ from diptych.common.store_memory import MemoryStore
 from diptych.loadtest.environment import look_around
 from diptych.router.config import RouterConfig
 from diptych.router.frontend import Frontend
-from diptych.router.server import Faces
+from diptych.router.server import Faces, freeze_what_stays
 
 TICK_S = 0.002
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -86,6 +86,7 @@ async def measure() -> list[dict[str, Any]]:
     frontend, faces = Frontend(config, store=MemoryStore(MonotonicClock())), Faces("127.0.0.1", 0, 0)
     await frontend.start()
     url = "http://" + (await faces.start(frontend, frontend.metrics)).http
+    freeze_what_stays()
     longest = 0.0
 
     async def watch() -> None:

@@ -54,6 +54,7 @@ async def _serve(config: ServeConfig, model: Path, name: str, secret: Path) -> i
     runtime = WorkerRuntime(worker_config, loaded, make_transfer=make_transfer, make_role=DecodeRole, store=store)
 
     def announce(addresses: RouterAddresses) -> None:
+        router.freeze_what_stays()
         scheme = "http" if config.tls_cert is None else "https"
         print(f"serving {name} on {scheme}://{addresses.http}/v1 and gRPC {addresses.grpc}", flush=True)
 
