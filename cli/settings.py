@@ -55,25 +55,31 @@ def read_file(path: Path) -> dict[str, Any]:
     if path.suffix == ".toml":
         try:
             data: Any = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
+        except ValueError as error:  # also a number of thousands of digits
             raise ConfigError("config", str(path), f"is not TOML: {error}") from None
+        except RecursionError:
+            raise ConfigError("config", str(path), "is nested too deep") from None
     elif path.suffix in (".yaml", ".yml"):
         import yaml
 
         try:
             _check_given_once(yaml.compose(text, yaml.SafeLoader))
             data = yaml.safe_load(text) or {}
-        except (yaml.YAMLError, ValueError) as error:  # ValueError: a date such as 2024-13-45
-            raise ConfigError("config", str(path), f"is not YAML: {error}") from None
+        except ConfigError:
+            raise
         except RecursionError:
             raise ConfigError("config", str(path), "is nested too deep") from None
+        except Exception as error:  # the constructors of its tags raise anything: `!!bool "x"` is a KeyError
+            raise ConfigError("config", str(path), f"is not YAML: {error}") from None
     else:
         raise ConfigError("config", str(path), "must end in .yaml, .yml or .toml")
     if not isinstance(data, dict):
         raise ConfigError("config", str(path), "must be a mapping of setting to value")
     found: dict[str, Any] = {}
     for key, value in data.items():
-        name = str(key).replace("-", "_")
+        if not isinstance(key, str):
+            raise ConfigError("config", str(path), f"has a key that is no text but of type {type(key).__name__}")
+        name = key.replace("-", "_")
         if name in found:
             raise ConfigError(name, value, f"is given twice in {path} (- and _ are the same)")
         found[name] = value

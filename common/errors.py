@@ -120,8 +120,20 @@ class ConfigError(Exception):
     """A setting cannot be used. Names the field, the value and the rule it breaks."""
 
     def __init__(self, field: str, value: object, rule: str) -> None:
-        super().__init__(f"{field}={value!r}: {rule}")
+        super().__init__(f"{field}={_shown(value)}: {rule}")
         self.field, self.value, self.rule = field, value, rule
+
+
+_MOST_SHOWN = 200
+
+
+def _shown(value: object) -> str:
+    """For a message: short, and whatever the value is."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # a number of more digits than Python writes, or what is nested without end
+        return f"<{type(value).__name__}>"
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
 _BY_REASON: dict[str, type[DiptychError]] = {

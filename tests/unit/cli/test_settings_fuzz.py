@@ -79,6 +79,36 @@ def test_a_key_given_twice(suffix: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("suffix", "text"),
+    [
+        (".yaml", "http-port: 0x" + "F" * 50_000),
+        (".yaml", "model: 0x" + "F" * 50_000),
+        (".yaml", 'a: !!timestamp "x"'),
+        (".yaml", 'http-port: !!bool "x"'),
+        (".yaml", "1: 2"),
+        (".yaml", "null: 2"),
+        (".yaml", "a: " + "[" * 5000),
+        (".yaml", "a: !!int x"),
+        (".yaml", "a: !!float x"),
+        (".yaml", "a: !!set [1]"),
+        (".yaml", "a: !!omap 3"),
+        (".toml", "http-port = " + "9" * 5000),
+        (".toml", "http-port = " + "9" * 4000),
+        (".toml", "a = " + "[" * 5000),
+        (".toml", "http-port = 2024-01-01"),
+        (".toml", "[http-port]\na = 1"),
+    ],
+    ids=range(16),
+)
+def test_files_that_break_their_readers(suffix: str, text: str, tmp_path: Path) -> None:
+    file = tmp_path / f"settings{suffix}"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        settings.merge(ServeConfig, {}, environ={}, file=settings.read_file(file))
+    assert len(str(caught.value)) < 2000
+
+
+@pytest.mark.parametrize(
     "text", ["a: 2024-13-45", "a: &a [*a]", "? [1]\n: 2", "a: !!binary x", "a: !!python/object:os.system x"]
 )
 def test_yaml_that_makes_no_sense(text: str, tmp_path: Path) -> None:
