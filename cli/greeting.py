@@ -27,7 +27,7 @@ Diptych serves {model}
 # over both pools; without local_prefill_max_tokens a prompt as short as this is computed on decode itself
 {curl_snippet(http_url, model, chat)}
 
-# the OpenAI client
+# the OpenAI client (.venv/bin/pip install openai)
 from openai import OpenAI
 client = OpenAI(base_url="{http_url}/v1", api_key="none")
 {openai_snippet(model, chat)}
