@@ -28,8 +28,8 @@ class UpConfig:
         insecure: let `host` be one that other machines can reach, without keys or without TLS.
         redis_url: "" starts an embedded server.
         secret_file: None makes a new secret for this run.
-        transport: of KV between the workers: ucx, nixl or auto. (ipc and ucx-gpu are for workers on GPUs of their own: start each by `diptych
-            prefill` and `diptych decode`, with its CUDA_VISIBLE_DEVICES.)
+        transport: of KV between the workers: ucx, nixl or auto. (ipc and ucx-gpu are for workers on GPUs of their own: start each
+            by `diptych prefill` and `diptych decode`, with its CUDA_VISIBLE_DEVICES.)
         num_blocks: KV blocks per worker; 0 lets the worker choose from the memory it finds.
         threads_per_worker: torch threads; 0: one while two workers share two cores, more on larger machines.
         worker_args: more flags of `diptych prefill` and `diptych decode`, as one string.
