@@ -24,7 +24,7 @@ Diptych serves {model}
   gRPC (SDK)     {grpc_address}
   logs           {logs}
 
-# over both pools; without local_prefill_max_tokens a prompt as short as this is computed on decode itself
+# over both pools; without local_prefill_max_tokens decode computes a prompt as short as this itself where that costs less
 {curl_snippet(http_url, model, chat)}
 
 # the OpenAI client (.venv/bin/pip install openai)

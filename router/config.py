@@ -19,7 +19,7 @@ class RouterConfig:
     more_models: NAME=FOLDER of further models that this router serves; requests name the one they want. Every model has
         workers of its own, found in the same Redis.
     max_model_len: prompt plus answer in tokens; None: the model's own limit and the workers'.
-    local_prefill_max_tokens: at most this many tokens uncached on decode are computed there; 0: prefill always runs.
+    local_prefill_max_tokens: most uncached tokens that decode computes itself, where that costs less; 0: prefill always runs.
     request_timeout_s: deadline of a request that brings none; also the most that one may ask for.
     max_prompt_bytes: larger texts are refused before they are tokenized.
     keys_file: API keys made by `diptych keys`; when set, every route but /live and /health and every gRPC method needs one.

@@ -203,7 +203,8 @@ def placed(costs: Costs, choice: Choice, policy: str, order: Sequence[int] | Non
     elif p is None and alone is None:
         fresh = request.num_prompt_tokens - costs.snapshot.view(costs.snapshot.fleet.num_prefill + d).hit_tokens
         most = request.local_prefill_max_tokens
-        notes = (f"local prefill: {fresh} tokens to compute, at most {most} (local_prefill_max_tokens) never move",)
+        few = f"{fresh} tokens of at most {most} (local_prefill_max_tokens)"
+        notes = (f"local prefill: {few}, cheaper on decode",)
     return Placement(costs.terms((p, d)), costs.snapshot, tuple(order), costs.best, notes, policy, alone is not None)
 
 

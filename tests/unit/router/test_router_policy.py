@@ -246,6 +246,6 @@ def test_whoever_rules_colocated_out_is_never_colocated(changes):
 
 def test_the_rule_of_short_prompts_says_that_it_was_that():
     local = choose([worker("p0")], [worker("d0", hit=160)], n=200)
-    assert local.notes == ("local prefill: 40 tokens to compute, at most 64 (local_prefill_max_tokens) never move",)
+    assert local.notes == ("local prefill: 40 tokens of at most 64 (local_prefill_max_tokens), cheaper on decode",)
     assert choose([worker("p0")], [worker("d0")], n=200).notes == ()
     assert choose([], [worker("d0")], n=10).notes == ("no usable prefill worker: local prefill",)
