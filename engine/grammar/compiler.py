@@ -27,7 +27,7 @@ import structlog
 
 from diptych.common.errors import DiptychError, InvalidRequestError, NoWorkerError, OverloadedError
 from diptych.common.grammar import Grammar, GrammarKind
-from diptych.engine.grammar.process import READY
+from diptych.engine.grammar.process import BEGAN, READY
 from diptych.engine.grammar.program import AfterText, Program, first_mask
 from diptych.engine.grammar.regex_size import MAX_REPEATS, repeats
 
@@ -39,6 +39,8 @@ _RETRY_S = 5.0
 _MAX_FRAME = 1 << 30
 _MAX_REFUSED = 256
 _TOO_SLOW_S = 60.0
+_LONG_S = 1.0
+"""Most grammars take milliseconds."""
 _CLOSED_FIRST = (
     "import os, sys; os.closerange(3, os.sysconf('SC_OPEN_MAX')); "
     "from diptych.engine.grammar.process import main; main(*sys.argv[1:3], *map(int, sys.argv[3:]))"
@@ -66,7 +68,12 @@ class Compiling(Protocol):
     """One compiling process."""
 
     async def compile(self, grammar: Grammar) -> bytes:
-        """Raises: InvalidRequestError; ConnectionError when the process is gone."""
+        """Raises: InvalidRequestError; ConnectionError when the process is gone or does not begin; TimeoutError when it has
+        begun and does not end."""
+        ...
+
+    async def prepare(self) -> None:
+        """Have it up before there is anything to compile. Raises: NoWorkerError."""
         ...
 
     def kill(self) -> None: ...
@@ -93,6 +100,8 @@ class GrammarCompiler:
         self._pending: dict[bytes, asyncio.Task[Program]] = {}
         self._idle: list[Compiling] = []
         self._busy: set[Compiling] = set()
+        self._spare: asyncio.Task[None] | None = None
+        """Brings up the process after one that may not live long."""
         self._free = asyncio.Semaphore(self._limits.num_processes)
         self._closed = False
         self._warming: asyncio.Task[None] | None = None
@@ -168,6 +177,8 @@ class GrammarCompiler:
             self._refused.popitem(last=False)
 
     async def _in_process(self, key: bytes, grammar: Grammar) -> bytes:
+        if not self._idle and self._spare is not None:
+            await asyncio.shield(self._spare)
         try:
             return await self._on(self._idle.pop() if self._idle else self._start(), key, grammar)
         except ConnectionError as error:  # it may have been killed, or have died while it was idle: no grammar's fault
@@ -180,10 +191,28 @@ class GrammarCompiler:
                 "grammar: the process that compiles it ended twice; it may take too much memory", param="grammar"
             ) from error
 
+    def _expect_the_worst(self) -> None:
+        """What takes so long may be stopped by its time cap: have the next process up by then, it takes seconds."""
+        if not self._closed and not self._idle and self._spare is None:
+            self._spare = asyncio.create_task(self._bring_up(self._start()), name="spare compiling process")
+
+    async def _bring_up(self, process: Compiling) -> None:
+        self._busy.add(process)
+        try:
+            await process.prepare()
+            self._idle.append(process)
+        except DiptychError as error:
+            process.kill()
+            log.warning("no spare compiling process", error=error.message)
+        finally:
+            self._busy.discard(process)
+            self._spare = None
+
     async def _on(self, process: Compiling, key: bytes, grammar: Grammar) -> bytes:
         """Raises: ConnectionError when the process is gone."""
         self._busy.add(process)
         healthy = False
+        long = asyncio.get_running_loop().call_later(_LONG_S, self._expect_the_worst)
         try:
             compiled = await process.compile(grammar)
             healthy = True
@@ -197,6 +226,7 @@ class GrammarCompiler:
             self._remember(key, why, _TOO_SLOW_S)
             raise InvalidRequestError(why, param="grammar") from None
         finally:
+            long.cancel()
             self._busy.discard(process)
             if healthy and not self._closed:
                 self._idle.append(process)
@@ -206,7 +236,7 @@ class GrammarCompiler:
     async def close(self) -> None:
         """Idempotent."""
         self._closed = True
-        tasks: list[asyncio.Task[Any]] = [*self._pending.values(), *([self._warming] if self._warming else [])]
+        tasks: list[asyncio.Task[Any]] = [*self._pending.values(), *filter(None, (self._warming, self._spare))]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -227,17 +257,28 @@ class ChildProcess:
 
     async def compile(self, grammar: Grammar) -> bytes:
         """Raises: also TimeoutError after the time cap, and NoWorkerError when the process does not come up."""
+        await self.prepare()
         process = self._process
-        if process is None or process.returncode is not None:  # one that died while it was idle is no grammar's fault
-            process = await self._started()
+        assert process is not None
         assert process.stdin is not None
         values = {"kind": grammar.kind.value, "source": grammar.source, "compact": grammar.compact}
+        try:
+            async with asyncio.timeout(self._time_cap_s):
+                await _send(process.stdin, json.dumps(values).encode())
+                if await _receive(process) != BEGAN:
+                    raise ConnectionError("it says something unexpected")
+        except TimeoutError:  # stopped, or starved: no grammar's fault
+            raise ConnectionError("it does not begin") from None
         async with asyncio.timeout(self._time_cap_s):
-            await _send(process.stdin, json.dumps(values).encode())
             answer = await _receive(process)
         if answer[:1] != b"+":
             raise InvalidRequestError(answer[1:].decode(), param="grammar")
         return answer[1:]
+
+    async def prepare(self) -> None:
+        """See Compiling."""
+        if self._process is None or self._process.returncode is not None:  # it died while it was idle
+            await self._started()
 
     async def _started(self) -> asyncio.subprocess.Process:
         command: Sequence[str] = (sys.executable, "-c", _CLOSED_FIRST, *self._args)

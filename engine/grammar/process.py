@@ -2,7 +2,7 @@
 
 Compiling is the part of structured output that can take for ever or eat all memory; here it can be killed. Frames on stdin
 and stdout are a length (4 bytes, big endian) and so many bytes. First a READY frame goes out; then each frame in, JSON of a
-grammar, is answered by one that begins with + (what was compiled) or - (why not).
+grammar, is answered by BEGAN and by one that begins with + (what was compiled) or - (why not).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from diptych.common.tokenizer import ModelTokenizer
 from diptych.engine.grammar.backends import Compilers
 from diptych.engine.grammar.vocabulary import vocabulary_of
 
-READY = b"READY"
+READY, BEGAN = b"READY", b"BEGAN"
 _PR_SET_PDEATHSIG = 1
 _NICE = 10
 """The worker's own threads come first."""
@@ -30,7 +30,6 @@ _NICE = 10
 
 def main(backend: str, model: str, memory_bytes: int, cpu_s: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    os.nice(_NICE)
     out = os.fdopen(os.dup(1), "wb")
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)  # libraries print; ours is the only word on stdout
@@ -39,8 +38,10 @@ def main(backend: str, model: str, memory_bytes: int, cpu_s: int) -> None:
     os.dup2(quiet, 2)  # and they print pieces of the grammar, which may be private
     limit = _address_space() + memory_bytes
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    os.nice(_NICE)  # not before: somebody may be waiting for us to come up
     _write(out, READY)
     while (frame := _read(sys.stdin.buffer)) is not None:
+        _write(out, BEGAN)
         signal.alarm(cpu_s)  # the parent kills us earlier; this is for a parent that is gone
         _write(out, _answer(compilers, frame))
         signal.alarm(0)

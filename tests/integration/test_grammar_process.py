@@ -38,7 +38,7 @@ def sockets(pid: int) -> set[str]:
 
 
 def test_it_holds_none_of_the_workers_sockets_and_its_death_is_nobodys_fault(model: Path) -> None:
-    limits = GrammarLimits(num_processes=1)
+    limits = GrammarLimits(num_processes=1, time_cap_s=1.0)
     started: list[ChildProcess] = []
 
     def start() -> ChildProcess:
@@ -55,8 +55,13 @@ def test_it_holds_none_of_the_workers_sockets_and_its_death_is_nobodys_fault(mod
             os.kill(process.pid, signal.SIGSTOP)  # nobody notices its end before it is written to
             os.kill(process.pid, signal.SIGKILL)
             await compiler.compile(Grammar(GrammarKind.REGEX, "b"))
+            other = started[-1]._process
+            assert other is not None
+            assert other.pid != process.pid
+            os.kill(other.pid, signal.SIGSTOP)  # it cannot begin: no grammar's fault either
+            await compiler.compile(Grammar(GrammarKind.REGEX, "c"))
             assert started[-1]._process is not None
-            assert started[-1]._process.pid != process.pid
+            assert started[-1]._process.pid != other.pid
         finally:
             await compiler.close()
             await asyncio.gather(*(one._process.wait() for one in started if one._process is not None))

@@ -30,6 +30,9 @@ class Played:
             raise outcome
         return bytes(self._stage.size)
 
+    async def prepare(self) -> None:
+        self._stage.prepared += 1
+
     def kill(self) -> None:
         self.killed = True
 
@@ -41,6 +44,7 @@ class Stage:
         self.gates: dict[str, asyncio.Event] = {}
         self.outcomes: dict[str, Exception] = {}
         self.size = 400
+        self.prepared = 0
 
     def start(self) -> Played:
         self.processes.append(Played(self))
@@ -127,6 +131,24 @@ async def test_a_refusal_of_a_dead_process_is_never_remembered() -> None:
     del stage.outcomes["bad"]
     await compiler.compile(regex("bad"))
     await compiler.close()
+
+
+async def test_the_next_process_comes_up_while_a_grammar_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler_module, "_LONG_S", 0.0)
+    stage = Stage()
+    compiler = stage.compiler(num_processes=1)
+    stage.gates["slow"] = asyncio.Event()
+    stage.outcomes["slow"] = TimeoutError()
+    slow = asyncio.create_task(compiler.compile(regex("slow")))
+    while not stage.prepared:  # noqa: ASYNC110 - a few turns of the loop
+        await asyncio.sleep(0)
+    stage.gates["slow"].set()
+    with pytest.raises(InvalidRequestError, match="more than 5 s"):
+        await slow
+    await compiler.compile(regex("innocent"))
+    assert [process.killed for process in stage.processes] == [True, False]
+    await compiler.close()
+    assert stage.processes[1].killed
 
 
 async def test_what_was_too_slow_may_try_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
