@@ -197,16 +197,18 @@ class GrammarCompiler:
             self._spare = asyncio.create_task(self._bring_up(self._start()), name="spare compiling process")
 
     async def _bring_up(self, process: Compiling) -> None:
-        self._busy.add(process)
+        is_up = False
         try:
             await process.prepare()
-            self._idle.append(process)
+            is_up = True
         except DiptychError as error:
-            process.kill()
             log.warning("no spare compiling process", error=error.message)
         finally:
-            self._busy.discard(process)
             self._spare = None
+            if is_up and not self._closed:
+                self._idle.append(process)
+            else:
+                process.kill()
 
     async def _on(self, process: Compiling, key: bytes, grammar: Grammar) -> bytes:
         """Raises: ConnectionError when the process is gone."""
