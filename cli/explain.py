@@ -46,6 +46,10 @@ def register(app: typer.Typer) -> None:
         """Show where a request would go. Nothing is run."""
         from diptych.rpc.v1 import router_pb2, types_pb2
 
+        if pool:
+            from diptych.router.what_if import parse_pool
+
+            parse_pool(pool)  # before anybody is asked
         request = router_pb2.GenerateRequest(prompt=prompt, sampling=types_pb2.SamplingParams(max_tokens=max_tokens))
         question = router_pb2.WhatIfRequest(request=request, pool=pool)
         access = router_access(address, tls_ca, tls_server_name)

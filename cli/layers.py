@@ -33,7 +33,7 @@ def add_layers(app: typer.Typer, commands: Collection[str] | None = None, *, gro
         name = info.name or info.callback.__name__.replace("_", "-")  # type: ignore[union-attr]
         if info.callback is None or (commands is not None and name not in commands):
             continue
-        info.callback = _told(f"{group} {name}".strip(), info.callback)
+        info.callback = _told(f"{group} {name}".strip(), info.callback, variable_prefix(name, group))
         info.context_settings = {**(info.context_settings or {}), "auto_envvar_prefix": variable_prefix(name, group)}
 
 
@@ -42,7 +42,7 @@ def variable_prefix(command: str, group: str = "") -> str:
     return settings.ENV_PREFIX + "_".join(filter(None, (group, command))).replace("-", "_").upper()
 
 
-def _told(name: str, callback: Callable[..., Any]) -> Callable[..., Any]:
+def _told(name: str, callback: Callable[..., Any], variables: str) -> Callable[..., Any]:
     hints = typing.get_type_hints(callback, include_extras=True)
     signature = inspect.signature(callback)
     parameters = [
@@ -55,7 +55,7 @@ def _told(name: str, callback: Callable[..., Any]) -> Callable[..., Any]:
         callback=_read_layers,
         is_eager=True,
         expose_value=False,
-        help="YAML or TOML file with values; flags and variables come before it.",
+        help=f"YAML or TOML file with values; flags and variables ({variables}_ and the flag's name) come before it.",
     )
     kind = inspect.Parameter.KEYWORD_ONLY
     config = inspect.Parameter("config", kind, default=None, annotation=Annotated[str | None, option])

@@ -140,7 +140,7 @@ def build_app(only: str | None = None) -> typer.Typer:
     """
     app = typer.Typer(
         name="diptych",
-        help="Serves large language models from two pools of workers, prefill and decode.",
+        help="Serves large language models from two pools of workers, prefill and decode. `diptych --version` tells its version.",
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
@@ -221,11 +221,15 @@ def _register_small(app: typer.Typer) -> None:
 
     @app.command()
     def capacity(
-        model: Annotated[
+        named: Annotated[
             str,
-            typer.Argument(help="A config.json, a model's folder, or what `diptych model` takes.", show_default=False),
+            typer.Argument(
+                metavar="[MODEL]",
+                help="A config.json, a model's folder, or what `diptych model` takes.",
+                show_default=False,
+            ),
         ] = "",
-        model_name: Annotated[str, typer.Option("--model", help="The same, as the other commands have it.")] = "",
+        model: Annotated[str, typer.Option("--model", help="The same, as the other commands have it.")] = "",
         dtype: Annotated[str, typer.Option(help="Of the cache; default: the config's own (`up` serves float32).")] = "",
         block_size: Annotated[int, typer.Option(help="Tokens of a block.")] = 16,
         memory_gib: Annotated[float, typer.Option(help="Show what this much memory holds.")] = 0.0,
@@ -235,11 +239,11 @@ def _register_small(app: typer.Typer) -> None:
         """Show what a token's KV cache takes, for any Hugging Face config."""
         from diptych.cli.capacity import run_capacity
 
-        if bool(model) == bool(model_name):
-            raise ConfigError("model", model_name, "must be given once, as an argument or with --model")
+        if bool(model) == bool(named):
+            raise ConfigError("model", model, "must be given once, as an argument or with --model")
         raise typer.Exit(
             run_capacity(
-                model or model_name,
+                model or named,
                 dtype=dtype,
                 block_size=block_size,
                 memory_gib=memory_gib,
@@ -291,11 +295,12 @@ def main() -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except Exception as error:
-        usage = getattr(error, "show", None)  # click's usage errors know how to show themselves
-        if usage is None:
+        words = getattr(error, "format_message", None)  # only click's usage errors have it
+        if words is None:
             raise
-        usage()
-        sys.exit(getattr(error, "exit_code", 2))
+        if (context := getattr(error, "ctx", None)) is not None:
+            print(f"{context.get_usage()}\nsee {context.command_path} --help\n", file=sys.stderr)
+        _fail(words(), getattr(error, "exit_code", 2))
     sys.exit(code if isinstance(code, int) else 0)
 
 

@@ -25,7 +25,7 @@ def register(app: typer.Typer) -> None:
     def doctor(
         url: Annotated[str, _URL] = "",
         sample_s: Annotated[float, typer.Option(min=0.0, max=600.0, help="Watch the workers for so long.")] = 3.0,
-        json_out: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+        json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
         tls_ca: TLS_CA = None,
         tls_server_name: TLS_SERVER_NAME = "",
         cluster_ca: CLUSTER_CA = "",
@@ -40,7 +40,7 @@ def register(app: typer.Typer) -> None:
 
         tls = cluster_tls(cluster_ca, cluster_cert, cluster_key, cluster_tls_name, here=not url)
         client = StatusClient(url, tls_ca=tls_ca, server_name=tls_server_name)
-        raise typer.Exit(run_doctor(client, sample_s=sample_s, json_out=json_out, cluster_tls=tls))
+        raise typer.Exit(run_doctor(client, sample_s=sample_s, json_out=json, cluster_tls=tls))
 
     @app.command()
     def top(

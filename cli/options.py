@@ -17,7 +17,10 @@ import typer
 from diptych.cli import settings
 from diptych.common.errors import ConfigError
 
-CONFIG_FILE = typer.Option("--config", help="YAML or TOML file with settings; flags and DIPTYCH_* come before it.")
+CONFIG_FILE = typer.Option(
+    "--config",
+    help="YAML or TOML file with settings; flags and variables (--http-port: DIPTYCH_HTTP_PORT) come before it.",
+)
 
 
 def field_help(cls: type) -> dict[str, str]:

@@ -39,6 +39,7 @@ COMMAND_PREFIXES = tuple(
 """Variables of the commands that are no settings of a server's: cli/layers.py reads them, in their own command only."""
 _SECRET_WORDS = ("secret", "password", "token_key", "api_key")
 _MOST = 2**63 - 1
+_KINDS: Mapping[type, str] = {int: "an integer", float: "a number", str: "text"}
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 Config = TypeVar("Config")
@@ -115,25 +116,42 @@ def merge(
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     hints = typing.get_type_hints(cls)
     values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
     for key, value in (file or {}).items():
         if key not in fields:
             raise ConfigError(key, value, f"unknown setting in the config file; known: {', '.join(sorted(fields))}")
-        values[key] = convert(key, value, hints[key])
+        sources[key] = "in the config file"
+        values[key] = _from(sources[key], key, value, hints[key])
     for name, text in sorted(environ.items()):
         if not name.startswith(ENV_PREFIX) or name in ENV_ELSEWHERE or name.startswith(COMMAND_PREFIXES):
             continue
         key = name.removeprefix(ENV_PREFIX).lower()
         if key in fields:
-            values[key] = convert(key, text, hints[key])
+            sources[key] = f"from {name}"
+            values[key] = _from(sources[key], key, text, hints[key])
         elif key not in known_elsewhere:
             raise ConfigError(name, _mask(key, text), "unknown setting in the environment")
     for key, value in command_line.items():
         if value is not None:
-            values[key] = convert(key, value, hints[key])
+            sources[key] = f"from --{key.replace('_', '-')}"
+            values[key] = _from(sources[key], key, value, hints[key])
     for key, value in values.items():
         if isinstance(value, float) and math.isinf(value):
-            raise ConfigError(key, value, "must be a finite number")
-    return cls(**values)
+            raise ConfigError(key, value, f"must be a finite number ({sources[key]})")
+    try:
+        return cls(**values)
+    except ConfigError as error:
+        if error.field not in sources:
+            raise
+        raise ConfigError(error.field, error.value, f"{error.rule} ({sources[error.field]})") from None
+
+
+def _from(source: str, key: str, value: Any, hint: Any) -> Any:
+    """See convert; an error tells where the value came from."""
+    try:
+        return convert(key, value, hint)
+    except ConfigError as error:
+        raise ConfigError(key, value, f"{error.rule} ({source})") from None
 
 
 def convert(key: str, value: Any, hint: Any) -> Any:
@@ -162,11 +180,11 @@ def convert(key: str, value: Any, hint: Any) -> Any:
         return str(value)
     if hint in (int, float, str):
         if isinstance(value, bool) or (hint is int and isinstance(value, float)) or not _is_plain(value):
-            raise ConfigError(key, value, f"must be {hint.__name__}")
+            raise ConfigError(key, value, f"must be {_KINDS[hint]}")
         try:
             made = hint(value)
         except (TypeError, ValueError, OverflowError):
-            raise ConfigError(key, value, f"must be {hint.__name__}") from None
+            raise ConfigError(key, value, f"must be {_KINDS[hint]}") from None
         check_number(key, made)
         return made
     return value

@@ -22,6 +22,18 @@ class UpConfig:
     Args:
         model: a local Hugging Face folder or a hub id; "" is the default model, fetched and converted once.
         served_model_name: the name clients use; "" takes the model's own.
+        host: interface of the router's two servers.
+        http_port: of the OpenAI API, the status page and /metrics.
+        grpc_port: of the SDK.
+        prefill_workers, decode_workers: how many processes of each.
+        local_prefill_max_tokens: prompts with at most so many tokens that decode has not cached are computed there; 0: none.
+        max_model_len: prompt and answer together, in tokens; 0: the model's own.
+        block_size: tokens of a KV block.
+        max_num_seqs: requests that a worker runs at once; 0: its own default.
+        max_num_batched_tokens: of one step of a worker; 0: its own default.
+        max_step_time_s: bound on a step's prefill; 0: only max_num_batched_tokens bounds it.
+        dtype: of weights and KV: float32, float16 or bfloat16.
+        device: cpu or cuda.
         keys_file: API keys made by `diptych keys`; the cluster's own first request takes one of them from DIPTYCH_API_KEY.
         tls_cert, tls_key: PEM files; when set, clients are spoken to over TLS only.
         cluster_ca, cluster_cert, cluster_key: PEM files for mTLS between router and workers; the certificate names 127.0.0.1.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 from importlib import metadata
 from pathlib import Path
@@ -9,8 +10,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from diptych.cli import main, model_store
+from diptych.cli import main, model_store, settings
+from diptych.cli.options import field_help
 from diptych.cli.serve_config import ServeConfig
+from diptych.cli.up_config import UpConfig
 from diptych.common.errors import ConfigError
 
 
@@ -46,3 +49,34 @@ def test_capacity_takes_its_model_as_the_others_do(tmp_path: Path) -> None:
     assert run("--model", str(config)).stdout == run(str(config)).stdout != ""
     for arguments in ((), (str(config), "--model", str(config))):
         assert isinstance(run(*arguments).exception, ConfigError)
+
+
+def test_a_wrong_value_says_where_it_came_from() -> None:
+    for flags, environ, given, source in (
+        ({"http_port": "abc"}, {}, {}, "from --http-port"),
+        ({}, {"DIPTYCH_HTTP_PORT": "abc"}, {}, "from DIPTYCH_HTTP_PORT"),
+        ({}, {}, {"http_port": "abc"}, "in the config file"),
+    ):
+        with pytest.raises(ConfigError, match=f"http_port='abc': must be an integer \\({source}\\)"):
+            settings.merge(ServeConfig, flags, environ=environ, file=given)
+    with pytest.raises(ConfigError, match="block_size=0: must be at least 1 \\(from DIPTYCH_BLOCK_SIZE\\)"):
+        settings.merge(ServeConfig, {}, environ={"DIPTYCH_BLOCK_SIZE": "0"})
+
+
+def test_a_usage_error_reads_as_the_others_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["diptych", "doctor", "--zzz"])
+    with pytest.raises(SystemExit) as ended:
+        main.main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1] == "error: No such option: --zzz"
+
+
+def test_a_pool_that_makes_no_sense_is_refused_before_anybody_is_asked() -> None:
+    result = CliRunner().invoke(main.build_app("what-if"), ["what-if", "--prompt", "a", "--pool", "4X"])
+    assert "pool must be like" in str(result.exception)
+
+
+def test_every_flag_of_up_is_explained() -> None:
+    assert {field.name for field in dataclasses.fields(UpConfig)} - set(field_help(UpConfig)) == set()
