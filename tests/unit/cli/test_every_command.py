@@ -173,3 +173,14 @@ def test_numbers_and_texts_of_the_other_commands(command: str, arguments: list[s
         for value in values:
             result = run(command, *arguments, flag, value)
             assert result.exit_code == 2, (flag, value, result.output, result.exception)
+
+
+@pytest.mark.parametrize("command", [case[0] for case in OTHERS])
+def test_a_variable_has_its_flags_name(command: str) -> None:
+    names = command.split()
+    app = bench.build_app(names[-1]) if names[0] == "bench" else main.build_app(names[0])
+    for info in app.registered_commands:
+        if (info.name or info.callback.__name__) == names[-1]:
+            for name, parameter in inspect.signature(info.callback).parameters.items():
+                for flag in getattr(typing.get_args(parameter.annotation)[1], "param_decls", None) or ():
+                    assert not flag.startswith("--") or flag.split("/")[0][2:].replace("-", "_") == name
