@@ -52,4 +52,4 @@ def test_without_a_cluster_the_reason_is_told(cluster_module, tmp_path) -> None:
         command, env=cluster_module.environment(tmp_path), capture_output=True, text=True, timeout=60
     )
     assert result.returncode == 1
-    assert "http://127.0.0.1:9/status.json" in result.stderr
+    assert "the router at http://127.0.0.1:9 cannot be reached: Connection refused" in result.stderr
