@@ -42,15 +42,18 @@ def end(process):
         process.wait(10)
 
 
-async def answering(port):
+async def answering(port, process=None):
+    """A client of the server at `port`; None: the process has ended, as when somebody took its port before it did."""
     client = aioredis.Redis(port=port, protocol=2)
-    async with asyncio.timeout(10):
-        while True:
+    async with asyncio.timeout(30):
+        while process is None or process.poll() is None:
             try:
                 await client.ping()
                 return client
             except RedisError:
                 await asyncio.sleep(0.02)
+    await client.aclose()
+    return None
 
 
 def server(folder, port, *more):
@@ -59,9 +62,16 @@ def server(folder, port, *more):
 
 @pytest.fixture
 async def primary(tmp_path):
-    port = free_port()
-    process = server(tmp_path, port)
-    client = await answering(port)
+    for _ in range(3):
+        port = free_port()
+        process = server(tmp_path, port)
+        try:
+            if client := await answering(port, process):
+                break
+        except TimeoutError:
+            end(process)
+            raise
+    assert client, "no port was free long enough"
     yield process, client, f"redis://127.0.0.1:{port}/0"
     await client.aclose()
     end(process)
