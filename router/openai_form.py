@@ -34,10 +34,13 @@ class Wishes:
     """What a request says about the form of its answer.
 
     Args:
+        include_usage: a stream ends with the usage.
+        continuous_usage: every chunk of a stream carries the usage so far.
         tool_names: functions that were offered; empty: tool calls are not looked for.
     """
 
     include_usage: bool = False
+    continuous_usage: bool = False
     return_token_ids: bool = False
     tokens_as_ids: bool = False
     tool_names: tuple[str, ...] = ()
@@ -96,6 +99,10 @@ class _Answer:
         self.names = TokenNames(scene.token_bytes, as_ids=wishes.tokens_as_ids)
         self.choices = [make_choice(index, wishes, scene, chat=chat) for index in range(scene.num_choices)]
         self.prompt_logprobs: list[TokenLogprob] = []
+        self._num_prompt_tokens = sum(len(one.prompt_token_ids) for one in (scene.prepared, *scene.more))
+        self._num_tokens = 0
+        """Of all choices, so far."""
+        self._final_usage: dict[str, Any] | None = None
 
     @property
     def id(self) -> str:
@@ -117,6 +124,7 @@ class _Answer:
     def chunks(self, event: GenerateEvent) -> bytes:
         if isinstance(event, TokenEvent):
             choice = self.choice(event.choice)
+            self._num_tokens += len(event.token_ids)
             return self.token_chunks(choice, choice.feed(event), event)
         if isinstance(event, ChoiceFinishedEvent):
             return self._choice_end(self.choice(event.choice), event, {})
@@ -142,6 +150,7 @@ class _Answer:
 
     def _end(self, event: FinishedEvent) -> bytes:
         extra = {}
+        self._final_usage = self.usage(event)
         if event.explanation is not None:
             extra["diptych"] = explanation_object(event.explanation)
         running = [choice for choice in self.choices if choice.finish_reason is None]
@@ -149,7 +158,7 @@ class _Answer:
         if extra and not running and not self.wishes.include_usage:  # every choice has had its last chunk
             out += sse(self.head() | {"choices": []} | extra)
         if self.wishes.include_usage:
-            out += sse(self.head() | {"choices": [], "usage": self.usage(event)} | extra)
+            out += sse(self.head() | {"choices": [], "usage": self._final_usage} | extra)
         return out + DONE
 
     def usage(self, event: FinishedEvent) -> dict[str, Any]:
@@ -170,9 +179,19 @@ class _Answer:
         if ended:
             shown["stop_reason"] = choice.stop_reason
         chunk = self.head() | {"choices": [shown]}
-        if self.wishes.include_usage:
+        if self.wishes.continuous_usage:
+            chunk["usage"] = self._final_usage or self._usage_so_far()
+        elif self.wishes.include_usage:
             chunk["usage"] = None
         return chunk
+
+    def _usage_so_far(self) -> dict[str, Any]:
+        """How much of the prompt came from the cache is known at the end only."""
+        return {
+            "prompt_tokens": self._num_prompt_tokens,
+            "completion_tokens": self._num_tokens,
+            "total_tokens": self._num_prompt_tokens + self._num_tokens,
+        }
 
     def whole(self, finished: FinishedEvent) -> dict[str, Any]:
         for choice in self.choices:

@@ -71,7 +71,7 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
     include_usage: bool | None = None
-    continuous_usage_stats: Literal[False] | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class Sampled(BaseModel):
@@ -287,8 +287,10 @@ def _spec(request: _Common, **more: Any) -> GenerateSpec:
 
 
 def _wishes(request: _Common, **more: Any) -> Wishes:
+    options = request.stream_options or StreamOptions()
     return Wishes(
-        include_usage=bool(request.stream_options and request.stream_options.include_usage),
+        include_usage=bool(options.include_usage),
+        continuous_usage=bool(options.continuous_usage_stats),
         return_token_ids=bool(request.return_token_ids),
         tokens_as_ids=bool(request.return_tokens_as_token_ids),
         **more,
