@@ -33,7 +33,7 @@ class EngineConfig:
         initial_copy_bytes_per_s: the first guess of the rate between pool and host tier.
         slab_quota_per_peer: packed and not yet settled slabs that one decode peer may hold.
         steps_ahead: launch a step before the last one's tokens are read, where the runner has a device for it.
-        check_invariants: walk the whole block pool after every step (tests).
+        check_invariants: walk the whole block pool and every queue after every step (tests).
     """
 
     num_blocks: int

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Iterator
+from itertools import chain
 
 from diptych.engine.messages import KvMode
 from diptych.engine.sched.policies import Key, Policy
@@ -35,6 +37,9 @@ class _Sorted:
         if not waiting:
             del self._groups[group]
 
+    def __iter__(self) -> Iterator[Request]:
+        return (request for waiting in self._groups.values() for _, request in waiting)
+
     def head(self) -> tuple[float, Key, Request] | None:
         best: tuple[float, Key, Request] | None = None
         for group, waiting in self._groups.items():
@@ -53,16 +58,22 @@ class WaitingQueues:
         self._remote = _Sorted(policy)
         self.num_tokens_to_compute = 0
         """Tokens of all requests here that will be computed on this worker, before any cache hit."""
+        self._counted: dict[str, int] = {}
+        """What each request added to it: an admission moves `num_computed` before the request leaves."""
 
     def __len__(self) -> int:
         return len(self._compute) + len(self._remote)
+
+    def __iter__(self) -> Iterator[Request]:
+        return chain(self._compute, self._remote)
 
     def push(self, request: Request) -> None:
         if request.mode is KvMode.REMOTE and request.state is State.WAITING:
             self._remote.push(request)
         else:
             self._compute.push(request)
-            self.num_tokens_to_compute += request.num_tokens - request.num_computed
+            count = self._counted[request.attempt] = request.num_tokens - request.num_computed
+            self.num_tokens_to_compute += count
 
     def push_returned(self, request: Request) -> None:
         """It was preempted, or gave up on remote KV: it waits before others of its class."""
@@ -74,7 +85,7 @@ class WaitingQueues:
             self._remote.remove(request)
             return
         self._compute.remove(request)
-        self.num_tokens_to_compute -= request.num_tokens - request.num_computed
+        self.num_tokens_to_compute -= self._counted.pop(request.attempt)
 
     def head(self, *, may_compute: bool) -> Request | None:
         """Who is next; without `may_compute`, among the REMOTE ones only."""

@@ -397,4 +397,5 @@ class Scheduler:
         return report.audit(self, full)
 
     def check(self) -> list[str]:
-        return self.kv.check(chain(self.requests.values(), self.lingering))
+        """Laws that do not hold: of blocks, and of the load that routers place by."""
+        return self.kv.check(chain(self.requests.values(), self.lingering)) + report.load_violations(self)
