@@ -92,7 +92,9 @@ class ChatTemplate:
         """The prompt's text.
 
         Args:
-            messages: role and content each; content is text or a list of text parts (joined by line breaks).
+            messages: role and content each; content is text or a list of text parts (joined by line breaks). A call's
+                arguments are an object, or text where they are none (an answer was cut in the middle of them): a template
+                that cannot print text is given {"arguments": text}.
             tools: JSON schemas of functions, for templates that know tools.
             extra: further variables (`chat_template_kwargs`).
         Raises: InvalidRequestError naming the field: no messages, a wrong role or content, text that is not valid
@@ -111,19 +113,46 @@ class ChatTemplate:
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
-        pieces: list[str] = []
-        size = 0
         try:
-            for piece in self._template.generate(variables):
-                size += len(piece)
-                if size > MAX_RENDERED_CHARS:
-                    raise InvalidRequestError(f"more than {MAX_RENDERED_CHARS} characters of prompt", param="messages")
-                pieces.append(piece)
+            try:
+                return self._rendered(variables)
+            except InvalidRequestError:
+                raise
+            except Exception:
+                if (wrapped := _with_wrapped_arguments(checked)) is None:
+                    raise
+                return self._rendered(variables | {"messages": wrapped})
         except InvalidRequestError:
             raise
         except Exception as error:  # a template is a program: given odd messages it can fail in any way
             raise InvalidRequestError(f"the model's chat template refused: {error}", param="messages") from error
+
+    def _rendered(self, variables: Mapping[str, Any]) -> str:
+        pieces: list[str] = []
+        size = 0
+        for piece in self._template.generate(variables):
+            size += len(piece)
+            if size > MAX_RENDERED_CHARS:
+                raise InvalidRequestError(f"more than {MAX_RENDERED_CHARS} characters of prompt", param="messages")
+            pieces.append(piece)
         return "".join(pieces)
+
+
+def _with_wrapped_arguments(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
+    """Messages whose calls all have an object of arguments; None: they have that already."""
+    found = False
+    out = [dict(message) for message in messages]
+    for message in out:
+        if not isinstance(calls := message.get("tool_calls"), Sequence):
+            continue
+        message["tool_calls"] = made = []
+        for call in calls:
+            function = call.get("function") if isinstance(call, Mapping) else None
+            if isinstance(function, Mapping) and isinstance(text := function.get("arguments"), str):
+                call = {**call, "function": {**function, "arguments": {"arguments": text}}}
+                found = True
+            made.append(call)
+    return out if found else None
 
 
 def check_text(text: str, param: str) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -23,7 +22,7 @@ from diptych.router.openai_requests import (
     validate,
 )
 from diptych.router.openai_responses_form import ResponsesForm
-from diptych.router.openai_tools import FunctionTool, Tool, offer_tools
+from diptych.router.openai_tools import FunctionTool, Tool, called_arguments, offer_tools
 
 _TEXT_PARTS = ("input_text", "output_text", "text")
 
@@ -152,11 +151,11 @@ def _turns(request: ResponsesRequest) -> list[dict[str, Any]]:
         return [*turns, {"role": "user", "content": request.input}]
     if not request.input:
         raise InvalidRequestError("input is empty", param="input")
-    for i, item in enumerate(request.input):
+    for item in request.input:
         if isinstance(item, FunctionCallOutput):
             turns.append({"role": "tool", "tool_call_id": item.call_id, "content": item.output})
         elif isinstance(item, FunctionCall):
-            function = {"name": item.name, "arguments": _arguments(item, f"input[{i}]")}
+            function = {"name": item.name, "arguments": called_arguments(item.arguments)}
             call = {"id": item.call_id, "type": "function", "function": function}
             if turns and turns[-1]["role"] == "assistant":  # calls of one answer belong together
                 turns[-1].setdefault("tool_calls", []).append(call)
@@ -165,13 +164,3 @@ def _turns(request: ResponsesRequest) -> list[dict[str, Any]]:
         else:
             turns.append({"role": "system" if item.role == "developer" else item.role, "content": item.content})
     return turns
-
-
-def _arguments(item: FunctionCall, at: str) -> dict[str, Any]:
-    try:
-        value = json.loads(item.arguments or "{}")
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        raise InvalidRequestError(f"{at}: the arguments of {item.call_id!r} must be a JSON object", param="input")
-    return value

@@ -97,7 +97,7 @@ def _template_message(message: ChatMessage, at: str) -> dict[str, Any]:
             {
                 "id": call.id,
                 "type": "function",
-                "function": {"name": call.function.name, "arguments": _arguments(call, at)},
+                "function": {"name": call.function.name, "arguments": called_arguments(call.function.arguments)},
             }
             for call in message.tool_calls
         ]
@@ -110,15 +110,19 @@ def _template_message(message: ChatMessage, at: str) -> dict[str, Any]:
     return out
 
 
-def _arguments(call: ToolCallMessage, at: str) -> Any:
-    """Templates print the object themselves."""
+def called_arguments(text: str) -> dict[str, Any] | str:
+    """A call's arguments for a chat template: the object, which templates print themselves.
+
+    Arguments that are no JSON object stay the text that they are: an answer that was cut in the middle of a call has such,
+    and it comes back in the history. So does an object with half a surrogate pair: it cannot be printed.
+    """
     try:
-        value = json.loads(call.function.arguments or "{}")
+        value = json.loads(text or "{}")
+        if "\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        raise InvalidRequestError(f"{at}: the arguments of {call.id!r} must be a JSON object", param="messages")
-    return value
+        return text
+    return value if isinstance(value, dict) else text
 
 
 @dataclass(frozen=True, slots=True)

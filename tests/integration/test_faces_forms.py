@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from diptych_test_http_face import http, openai_client
 
 from diptych.common.errors import WorkerLostError
@@ -88,7 +89,6 @@ async def test_tools_that_cannot_be_had_are_400() -> None:
     def function(**facts: Any) -> dict[str, Any]:
         return {"tools": [{"type": "function", "function": {"name": "a"} | facts}]}
 
-    broken = {"id": "a", "function": {"name": "f", "arguments": "["}}
     bad: list[tuple[ModelFeatures, dict[str, Any], str]] = [
         (ModelFeatures(), {"tools": [TOOL]}, "tools"),
         (ModelFeatures(tool_parser="hermes"), {"tools": [TOOL]}, "tools"),
@@ -104,7 +104,6 @@ async def test_tools_that_cannot_be_had_are_400() -> None:
         (CALLER, function(parameters={"x": "y" * 70_000}), "tools"),
         (CALLER, {"messages": [{"role": "tool", "content": "a"}]}, "messages"),
         (CALLER, {"messages": [{"role": "user", "content": None}]}, "messages"),
-        (CALLER, {"messages": [{"role": "assistant", "tool_calls": [broken]}]}, "messages"),
         (CALLER, {"chat_template_kwargs": {"a": [1]}}, "chat_template_kwargs"),
         (CALLER, {"chat_template_kwargs": {str(i): 1 for i in range(17)}}, "chat_template_kwargs"),
     ]
@@ -150,6 +149,47 @@ async def test_function_calls_in_responses() -> None:
     assert isinstance(spec.messages, list)
     assert spec.messages[1]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1}}
     assert spec.messages[2] == {"role": "tool", "tool_call_id": made.call_id, "content": "1"}
+
+
+CUT = '{"city": "Par'
+
+
+async def test_a_truncated_call_is_taken_back() -> None:
+    """What we hand out at finish_reason length comes back in the history, on every face."""
+    door = FakeDoor(says('<tool_call>{"name": "add", "arguments": ', CUT, reason=FinishReason.LENGTH))
+    door.model_features = CALLER
+    tool: Any = {"type": "function", "name": "add", "parameters": {"type": "object"}}
+    async with openai_client(door) as client:
+        ask: dict[str, Any] = {"model": MODEL, "tools": [TOOL]}
+        choice = (await client.chat.completions.create(**ask, messages=MESSAGES)).choices[0]
+        said: Any = choice.message.model_dump()
+        assert (choice.finish_reason, said["tool_calls"][0]["function"]["arguments"]) == ("length", CUT)
+        turns: list[Any] = [
+            *MESSAGES,
+            said,
+            {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": "?"},
+        ]
+        await client.chat.completions.create(**ask, messages=turns)
+        chat: Any = door.specs[-1].messages
+
+        answer = await client.responses.create(model=MODEL, tools=[tool], input="Hi")
+        assert answer.status == "incomplete"
+        items: Any = [*(item.model_dump() for item in answer.output), {"role": "user", "content": "Go on"}]
+        await client.responses.create(model=MODEL, tools=[tool], input=items)
+        responses: Any = door.specs[-1].messages
+    for messages in (chat[1:], responses):
+        assert messages[0]["tool_calls"][0]["function"] == {"name": "add", "arguments": CUT}
+
+
+@pytest.mark.parametrize("arguments", ["[", "[1]", "null", "3", '"a"', '{"a": "\\ud83d"}', "{" * 9000, "1" * 5000])
+async def test_arguments_that_are_no_object_stay_text(arguments: str) -> None:
+    door = FakeDoor(hello_script())
+    call = {"id": "a", "function": {"name": "f", "arguments": arguments}}
+    async with http(door) as client:
+        answer = await client.post(CHAT, json={"messages": [{"role": "assistant", "tool_calls": [call]}, *MESSAGES]})
+    assert answer.status_code == 200, answer.text
+    messages: Any = door.specs[0].messages
+    assert messages[0]["tool_calls"][0]["function"]["arguments"] == arguments
 
 
 async def test_responses() -> None:

@@ -182,3 +182,25 @@ def test_an_answer_that_goes_on_in_the_last_message_is_asked_for_as_transformers
     with pytest.raises(InvalidRequestError) as error:
         ours.encode_chat([*CONVERSATIONS[0], {"role": "assistant", "content": ""}], False, continue_final_message=True)
     assert error.value.param == "continue_final_message"
+
+
+CALL_TEMPLATES = {
+    # raw where it is text, as in Qwen's and DeepSeek's
+    "{{ a if a is string else a | tojson }}": '{"city": "Par',
+    "{{ 'call: ' + a }}": 'call: {"city": "Par',
+    # always as JSON, as in Llama's and Mistral's
+    "{{ a | tojson }}": r'"{\"city\": \"Par"',
+    # an object or nothing, as in those that write XML
+    "{% for k, v in a | items %}{{ k }}={{ v }}{% endfor %}": 'arguments={"city": "Par',
+    "{% for k, v in a.items() %}{{ k }}={{ v }}{% endfor %}": 'arguments={"city": "Par',
+}
+
+
+@pytest.mark.parametrize("body", CALL_TEMPLATES)
+def test_a_truncated_call_is_rendered_by_every_kind_of_template(body: str) -> None:
+    source = "{% for m in messages %}{% for c in m.tool_calls or [] %}{% set a = c.function.arguments %}"
+    template = ChatTemplate(source + body + "{% endfor %}{% endfor %}", {})
+    call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": '{"city": "Par'}}
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    assert template.render(messages) == CALL_TEMPLATES[body]
+    assert call["function"] == {"name": "f", "arguments": '{"city": "Par'}
