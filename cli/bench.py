@@ -253,7 +253,7 @@ def _register_small(app: typer.Typer) -> None:
         rounds: Annotated[int, typer.Option(help="Rounds of A B A B.", min=1)] = 3,
         requests: Annotated[int, typer.Option(help="Of each run; 0: by the load.", min=0)] = 0,
         vllm_flags: Annotated[str, typer.Option(help="Further flags of `vllm serve`.")] = "--enforce-eager",
-        seed: Annotated[int, typer.Option(help="Of workload and arrivals.")] = 0,
+        seed: Annotated[int, typer.Option(help="Of workload and arrivals; -1 draws one.")] = -1,
         out: Annotated[Path, typer.Option(help="Folder for the reports.")] = Path("bench-out"),
     ) -> None:
         """vLLM on the CPU beside Diptych, in turns: TTFT, TPOT and tokens/s as ratios."""

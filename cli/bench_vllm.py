@@ -89,7 +89,7 @@ def run_vllm_bench(
         places = (Place(f"vLLM={peer.url}", cluster.num_workers), Place(f"Diptych={ours.http_url}", ours.workers))
         for number, load in enumerate(parsed):
             label = f"vllm-{mode}-{load.text.replace(':', '-')}"
-            own = dataclasses.replace(base, label=label, seed=seed + SEEDS_APART * number)
+            own = dataclasses.replace(base, label=label, seed=base.seed + SEEDS_APART * number)
             config = load.config(own, requests)
             report = run_async(_alternate(config, places, rounds, peer))
             report.notes += [f"vLLM: {line}" for line in peer.command_lines]

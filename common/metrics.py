@@ -5,10 +5,11 @@ A process exposes only what its own registry holds, and registers only what it m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.metrics_core import Metric
 
 from diptych.common.series import Counter, Histogram
 
@@ -34,11 +35,44 @@ E2E_BUCKETS_S = (
 TOKEN_BUCKETS = tuple(float(step * 10**power) for power in range(6) for step in (1, 2, 5))
 
 
+class LabelledRegistry:
+    """What /metrics shows: each sample of `registry` with the process's own labels, such as its role, added to it.
+
+    The labels are on the series and not only in the scraper's configuration, so that a plain scrape, a federation and a
+    board of someone else can tell a prefill worker from a decode worker.
+    """
+
+    def __init__(self, registry: CollectorRegistry, names: Iterable[str] | None = None) -> None:
+        self._registry = registry
+        self._names = None if names is None else frozenset(names)
+        self.labels: dict[str, str] = {}
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self._registry.collect():
+            samples = family.samples if self._names is None else [s for s in family.samples if s.name in self._names]
+            if samples or self._names is None:
+                labelled = Metric(family.name, family.documentation, family.type, family.unit)
+                # Labels of the sample win: a series of its own about another process keeps that one's name.
+                labelled.samples = [sample._replace(labels=self.labels | sample.labels) for sample in samples]
+                yield labelled
+
+    def restricted_registry(self, names: Iterable[str]) -> LabelledRegistry:
+        """Only samples of these names (`/metrics?name[]=...`)."""
+        restricted = LabelledRegistry(self._registry, names)
+        restricted.labels = self.labels
+        return restricted
+
+
 class Metrics:
     """A registry of its own, so that tests and several servers in one process stay apart."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry(auto_describe=True)
+        self.exposed = LabelledRegistry(self.registry)
+
+    def identify(self, labels: Mapping[str, str]) -> None:
+        """Labels that every exposed series carries from now on, such as role and worker."""
+        self.exposed.labels = dict(labels)
 
     def counter(self, name: str, text: str, labels: Sequence[str] = ()) -> Counter:
         """`name` without prefix and without `_total` (the exposition appends it)."""
@@ -68,4 +102,4 @@ class Metrics:
 
     def expose(self) -> bytes:
         """The text that /metrics answers, of type CONTENT_TYPE."""
-        return generate_latest(self.registry)
+        return generate_latest(self.exposed)  # type: ignore[arg-type]  # it asks for collect() alone

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import secrets
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -64,7 +65,8 @@ class BenchConfig:
         warmup: requests sent first, one by one, and left out of the figures.
         slo: ttft:200,tpot:50,e2e:5000 in milliseconds: what counts as goodput.
         timeout_s: of one request.
-        seed: of workload, arrivals and cancellations.
+        seed: of workload, arrivals and cancellations; -1 draws one for this run, which the report names. With a fixed seed a
+            second run finds the first one's prompts in the prefix cache.
         workers: how many serve the target, for tokens per worker; 0: not known.
         explain: ask the server for its inner times (x-diptych-explain).
         api_key_env: name of the environment variable that holds the API key.
@@ -107,7 +109,7 @@ class BenchConfig:
     warmup: int = 2
     slo: str = "ttft:2000,tpot:200"
     timeout_s: float = 600.0
-    seed: int = 0
+    seed: int = -1
     workers: int = 0
     explain: bool = True
     api_key_env: str = "OPENAI_API_KEY"
@@ -130,6 +132,10 @@ class BenchConfig:
             )
         if self.warmup < 0 or self.workers < 0 or self.num_requests < 0:
             raise ConfigError("warmup", self.warmup, "warmup, workers and num_requests must not be negative")
+        if self.seed < -1:
+            raise ConfigError("seed", self.seed, "must be 0 or more, or -1 to draw one")
+        if self.seed == -1:
+            object.__setattr__(self, "seed", secrets.randbelow(2**31))
         if not 0 < self.timeout_s < math.inf:
             raise ConfigError("timeout_s", self.timeout_s, "must be above 0")
         self.slo_spec()
@@ -150,6 +156,11 @@ class BenchConfig:
 
     def slo_spec(self) -> Slo:
         return parse_slo(self.slo)
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether the workload itself makes prefix cache hits: prompts of one run begin alike, or may."""
+        return self.workload != "random" or self.prefix_len > 0
 
     def loop_spec(self) -> OpenLoop | ClosedLoop:
         if self.closed_loop:

@@ -193,9 +193,9 @@ def sweep_charts(sweeps: Sequence[Sweep]) -> list[str]:
 def _sweep_part(sweeps: Sequence[Sweep]) -> Iterator[str]:
     yield f"<h2>Sweep</h2><p class=m>SLO {escape(sweeps[0].slo)} (ms), to be kept by {sweeps[0].attain:.0%} of the requests</p>"
     yield "<table><tr>"
-    yield "<th></th><th>highest rate that holds</th><th>best goodput</th></tr>"
+    yield "<th></th><th>result</th><th>best goodput</th></tr>"
     for one in sweeps:
-        yield f"<tr><td>{escape(one.label)}</td><td>{one.best_rate:.2f} req/s</td><td>{one.best_goodput:.2f} req/s</td></tr>"
+        yield f"<tr><td>{escape(one.label)}</td><td>{escape(one.verdict)}</td><td>{one.best_goodput:.2f} req/s</td></tr>"
     yield "</table><div class=charts>" + "".join(sweep_charts(sweeps)) + "</div>"
 
 

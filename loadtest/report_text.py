@@ -79,7 +79,7 @@ def sweep_lines(sweep: Sweep) -> Iterator[str]:
             f"{p.rate:>8.2f}{p.attainment:>8.0%}{p.goodput:>9.2f}{p.output_rate:>9.1f}{p.ttft_p50_s * 1e3:>10.0f}"
             f"{p.ttft_p99_s * 1e3:>9.0f}{p.tpot_p50_s * 1e3:>10.1f}{p.tpot_p99_s * 1e3:>9.1f}{p.failed:>8}"
         )
-    yield f"highest rate that holds: {sweep.best_rate:.2f} req/s; best goodput {sweep.best_goodput:.2f} req/s"
+    yield f"{sweep.verdict}; best goodput {sweep.best_goodput:.2f} req/s"
 
 
 def _row(name: str, value: str) -> str:

@@ -16,6 +16,9 @@ from diptych.loadtest.runner import Runner
 from diptych.loadtest.stats import Summary, summarise
 from diptych.loadtest.target import Target
 
+UNEXPECTED_HIT_RATE = 0.02
+"""Of random prompts: above what chat templates and chance share."""
+
 Watch = Callable[[str, Runner], Any]
 """Called with the target's label before a run begins; returns a context manager that shows the runner's progress."""
 
@@ -70,6 +73,11 @@ async def measure(
         warnings.append("the server says nothing about token counts: one token a chunk was assumed")
     if summary.failed:
         warnings.append(f"{summary.failed} of {summary.requests} requests failed: latencies are those of the others")
+    if (hit_rate := summary.hit_rate) is not None and hit_rate > UNEXPECTED_HIT_RATE and not config.shares_prefixes:
+        warnings.append(
+            f"{hit_rate:.0%} of the prompt tokens came from a prefix cache, though no two prompts of this workload begin "
+            f"alike: the server has seen them before (seed {config.seed}), and the figures are not those of cold prompts"
+        )
     traced = any(item.arrival_s is not None for item in items)
     rate = 0.0 if config.closed_loop or traced else config.request_rate
     return RunRecord(

@@ -33,7 +33,8 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """`best_rate`: the highest rate at which the SLO held; 0: it never did."""
+    """`best_rate`: the highest rate at which the SLO held; 0: it never did. It is the highest that holds only where `broke`: a
+    rate above it was measured at which the SLO did not hold. Otherwise the limit was not found."""
 
     label: str
     slo: str
@@ -41,6 +42,18 @@ class Sweep:
     points: tuple[Point, ...]
     best_rate: float
     best_goodput: float
+    broke: bool
+
+    @property
+    def verdict(self) -> str:
+        """What the sweep found, for reports."""
+        if not self.points:
+            return "no rate was measured"
+        if not self.best_rate:
+            return f"no rate holds; the lowest tried was {self.points[0].rate:.2f} req/s"
+        if not self.broke:
+            return f"every rate held, up to {self.best_rate:.2f} req/s: the limit is above it"
+        return f"highest rate that holds: {self.best_rate:.2f} req/s"
 
 
 def next_rate(spec: SweepSpec, points: Sequence[Point]) -> float | None:
@@ -76,6 +89,20 @@ def point_of(rate: float, summary: Summary, round: int = 0) -> Point:
     )
 
 
+def conclude(label: str, slo: str, attain: float, points: Sequence[Point]) -> Sweep:
+    """What the measured points say."""
+    best_rate = max((point.rate for point in points if point.attainment >= attain), default=0.0)
+    return Sweep(
+        label,
+        slo,
+        attain,
+        tuple(sorted(points, key=lambda point: point.rate)),
+        best_rate,
+        max((point.goodput for point in points), default=0.0),
+        broke=any(point.attainment < attain and point.rate > best_rate for point in points),
+    )
+
+
 async def sweep(
     report: Report, target: Target, model: str, config: BenchConfig, spec: SweepSpec, watch: Watch
 ) -> Sweep:
@@ -94,15 +121,6 @@ async def sweep(
         run = await measure(target, model, at_rate, at_rate.items(), watch, round=len(points))
         report.runs.append(run)
         points.append(point_of(rate, run.summary, len(points)))
-    held = [point for point in points if point.attainment >= spec.attain]
-    best = max(held, key=lambda point: point.rate, default=None)
-    found = Sweep(
-        target.label,
-        config.slo_spec().text,
-        spec.attain,
-        tuple(sorted(points, key=lambda point: point.rate)),
-        best.rate if best else 0.0,
-        max((point.goodput for point in points), default=0.0),
-    )
+    found = conclude(target.label, config.slo_spec().text, spec.attain, points)
     report.sweeps[target.label] = found
     return found

@@ -23,7 +23,9 @@ _MAX_EVENT_BYTES = 16 * 2**20
 
 class _Delta(msgspec.Struct):
     content: str | None = None
+    reasoning: str | None = None
     reasoning_content: str | None = None
+    """Two names of one field: the first is that of newer servers."""
 
 
 class _Choice(msgspec.Struct):
@@ -260,7 +262,7 @@ def _chunk_of(event: _Event) -> Event | None:
     choice = event.choices[0]
     text = choice.text or ""
     if choice.delta is not None:
-        text = choice.delta.content or choice.delta.reasoning_content or ""
+        text = choice.delta.content or choice.delta.reasoning or choice.delta.reasoning_content or ""
     if choice.token_ids:
         return Chunk(text, choice.token_ids, len(choice.token_ids))
     if text:

@@ -126,6 +126,7 @@ class Frontend:
         if self._store is None:
             self._store = RedisStore(config.redis_url, cluster=config.cluster)
         router_id, checks = new_router_id(), [folder.check for folder in folders]
+        self.metrics.identify({"role": "router", "worker": router_id})
         for number, folder in enumerate(folders):
             named = router_id if not number else f"{router_id}.{number}"
             self._models[folder.name] = make_model(

@@ -126,6 +126,7 @@ class WorkerRuntime:
             clock=self.clock,
         )
         self.metrics = WorkerMetrics(config.role, stats=self.engine.stats, clock=self.clock)
+        self.metrics.identify({"role": config.role, "worker": self.worker_id})
         self.metrics.describe_cache(
             block_size=config.block_size,
             num_blocks=runner.num_blocks,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,23 +15,77 @@ from typing import Any
 FOLDER = Path(__file__).resolve().parent
 TARGETS = FOLDER / "dashboards"
 _COLUMNS, _WIDTH, _HEIGHT = 3, 8, 7
-_SOURCE = {"type": "prometheus", "uid": "prometheus"}
+_SOURCE = {"type": "prometheus", "uid": "$datasource"}
+_ALL = {"text": "All", "value": "$__all"}
+# A metric's name with the selector behind it, if it has one.
+_SELECTOR = re.compile(r"\b(diptych_\w+|up)(\{([^}]*)\}|(?![\w(]))")
+_FILTER = 'job=~"$job", role=~"$role", worker=~"$worker"'
+_TARGET_FILTER = 'job=~"$job", role=~"$role"'  # `up` is the scraper's own series and knows no worker
 
 
-def boards() -> dict[str, tuple[str, list[Any]]]:
-    """By file name: title and panels (title, unit, [(query, legend), ...])."""
+def filtered(query: str) -> str:
+    """The query, restricted to what the board's variables select."""
+
+    def add(match: re.Match[str]) -> str:
+        name, own = match.group(1), match.group(3)
+        selected = _TARGET_FILTER if name == "up" else _FILTER
+        return f"{name}{{{own}, {selected}}}" if own else f"{name}{{{selected}}}"
+
+    return _SELECTOR.sub(add, query)
+
+
+def _variable(name: str, label: str, within: str) -> dict[str, Any]:
+    """A drop-down of the values that `label` has in the series `within`; all of them at first."""
+    query = f"label_values({within}, {label})"
+    return {
+        "name": name,
+        "type": "query",
+        "datasource": _SOURCE,
+        "query": {"query": query, "refId": name},
+        "definition": query,
+        "refresh": 2,  # when the time range changes, too: workers come and go
+        "includeAll": True,
+        "multi": True,
+        "allValue": ".*",
+        "current": _ALL,
+        "sort": 1,
+    }
+
+
+def variables() -> list[dict[str, Any]]:
+    return [
+        {
+            "name": "datasource",
+            "type": "datasource",
+            "query": "prometheus",
+            "current": {"text": "prometheus", "value": "prometheus"},
+        },
+        _variable("job", "job", "diptych_num_requests_running"),
+        _variable("role", "role", 'diptych_num_requests_running{job=~"$job"}'),
+        _variable("worker", "worker", 'diptych_num_requests_running{job=~"$job", role=~"$role"}'),
+    ]
+
+
+def _tables() -> Any:
+    """The module panels.py."""
     spec = importlib.util.spec_from_file_location("diptych_deploy_panels", FOLDER / "panels.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    found: dict[str, tuple[str, list[Any]]] = module.BOARDS
+    return module
+
+
+def boards() -> dict[str, tuple[str, list[Any]]]:
+    """By file name: title and panels (title, unit, [(query, legend), ...])."""
+    found: dict[str, tuple[str, list[Any]]] = _tables().BOARDS
     return found
 
 
 def _panel(number: int, title: str, unit: str, series: list[tuple[str, str]]) -> dict[str, Any]:
+    """Raises: KeyError where the panel has no description."""
     targets = [
-        {"refId": chr(ord("A") + i), "expr": query, "legendFormat": legend, "datasource": _SOURCE}
+        {"refId": chr(ord("A") + i), "expr": filtered(query), "legendFormat": legend, "datasource": _SOURCE}
         for i, (query, legend) in enumerate(series)
     ]
     place = {
@@ -43,6 +98,7 @@ def _panel(number: int, title: str, unit: str, series: list[tuple[str, str]]) ->
         "id": number + 1,
         "type": "timeseries",
         "title": title,
+        "description": _tables().DESCRIPTIONS[title],
         "datasource": _SOURCE,
         "gridPos": place,
         "fieldConfig": {"defaults": {"unit": unit, "min": 0}, "overrides": []},
@@ -63,6 +119,7 @@ def board(name: str, title: str, panels: list[Any]) -> dict[str, Any]:
         "refresh": "10s",
         "time": {"from": "now-30m", "to": "now"},
         "links": others,
+        "templating": {"list": variables()},
         "panels": [_panel(number, *panel) for number, panel in enumerate(panels)],
     }
 

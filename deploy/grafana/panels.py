@@ -59,14 +59,14 @@ OVERVIEW: list[Panel] = [
         (f'sum(rate(diptych_prompt_tokens_total{{role="router"}}{WINDOW}))', "prompt"),
         (f'sum(rate(diptych_generation_tokens_total{{role="router"}}{WINDOW}))', "generated"),
     ]),
-    ("Requests running", "short", [(f"diptych_num_requests_running{{{WORKERS}}}", "{{instance}}")]),
-    ("Requests waiting", "short", [(f"diptych_num_requests_waiting{{{WORKERS}}}", "{{instance}}")]),
-    ("KV blocks in use", "percentunit", [(f"diptych_kv_cache_usage_perc{{{WORKERS}}}", "{{instance}}")]),
+    ("Requests running", "short", [(f"diptych_num_requests_running{{{WORKERS}}}", "{{worker}}")]),
+    ("Requests waiting", "short", [(f"diptych_num_requests_waiting{{{WORKERS}}}", "{{worker}}")]),
+    ("KV blocks in use", "percentunit", [(f"diptych_kv_cache_usage_perc{{{WORKERS}}}", "{{worker}}")]),
     ("Prefix cache hit rate", "percentunit", [
         ratio("diptych_prefix_cache_hits_total", "diptych_prefix_cache_queries_total", "role", "{{role}}"),
     ]),
-    ("View of the cluster is old", "bool", [("diptych_degraded", "{{instance}}")]),
-    ("Scrapes that answer", "bool", [('up{job="diptych"}', "{{instance}}")]),
+    ("View of the cluster is old", "bool", [("diptych_degraded", "{{worker}}")]),
+    ("Scrapes that answer", "bool", [('up{job="diptych"}', "{{role}} {{instance}}")]),
 ]  # fmt: skip
 
 PD: list[Panel] = [
@@ -76,33 +76,33 @@ PD: list[Panel] = [
     ]),
     ("From the first token to the second", "s", quantiles("first_to_second_token_seconds")),
     ("KV still on its way after the first token", "s", quantiles("request_transfer_time_seconds")),
-    ("KV moved", "Bps", [(f'rate(diptych_kv_transfer_bytes_total{{role="decode"}}{WINDOW})', "{{instance}}")]),
+    ("KV moved", "Bps", [(f'rate(diptych_kv_transfer_bytes_total{{role="decode"}}{WINDOW})', "{{worker}}")]),
     ("One slab's transfer", "s", quantiles("kv_transfer_seconds")),
     ("Failed transfers by reason", "ops", rate("kv_transfer_failures_total", "reason")),
     ("Slabs by state", "short", [("sum by (role, state) (diptych_kv_slabs)", "{{role}} {{state}}")]),
     ("Where prompt tokens' KV came from", "short", rate("prompt_tokens_by_source_total", "source", WORKERS)),
     ("Waiting, by reason", "short", [("sum by (role, reason) (diptych_num_requests_waiting_by_reason)", "{{role}} {{reason}}")]),
-    ("Prompt tokens that wait", "short", [("diptych_waiting_prompt_tokens", "{{instance}}")]),
-    ("Prefill rate, measured", "short", [("diptych_prefill_tokens_per_second", "{{instance}}")]),
-    ("A step of decode, measured", "s", [("diptych_decode_step_seconds", "{{instance}}")]),
+    ("Prompt tokens that wait", "short", [("diptych_waiting_prompt_tokens", "{{worker}}")]),
+    ("Prefill rate, measured", "short", [("diptych_prefill_tokens_per_second", "{{worker}}")]),
+    ("A step of decode, measured", "s", [("diptych_decode_step_seconds", "{{worker}}")]),
     ("Tokens in a step", "short", quantiles("iteration_tokens_total", "role")),
-    ("Preemptions", "ops", rate("num_preemptions_total", "instance")),
-    ("Engine steps", "ops", rate("engine_steps_total", "instance")),
+    ("Preemptions", "ops", rate("num_preemptions_total", "worker")),
+    ("Engine steps", "ops", rate("engine_steps_total", "worker")),
     ("Prefill busy, of its measured rate", "percentunit", [(
         f'rate(diptych_prompt_tokens_by_source_total{{role="prefill", source="local_compute"}}{WINDOW})'
         ' / ignoring(source) (diptych_prefill_tokens_per_second{role="prefill"} > 0)',
-        "{{instance}}",
+        "{{worker}}",
     )]),
     ("Decode busy, of its steps' time", "percentunit", [(
         f'rate(diptych_engine_steps_total{{role="decode"}}{WINDOW}) * diptych_decode_step_seconds{{role="decode"}}',
-        "{{instance}}",
+        "{{worker}}",
     )]),
     ("Cached blocks: age at eviction", "s", quantiles("kv_block_lifetime_seconds", "role")),
     ("Cached blocks: idle before eviction", "s", quantiles("kv_block_idle_before_evict_seconds", "role")),
     ("Cached blocks: pause before the next hit", "s", quantiles("kv_block_reuse_gap_seconds", "role")),
-    ("Requests whose lent KV expired", "ops", rate("kv_expired_requests_total", "instance")),
+    ("Requests whose lent KV expired", "ops", rate("kv_expired_requests_total", "worker")),
     ("The pool's blocks", "short", [(
-        'diptych_cache_config_info', "{{instance}}: {{num_blocks}} blocks of {{block_size}}",
+        'diptych_cache_config_info', "{{worker}}: {{num_blocks}} blocks of {{block_size}}",
     )]),
 ]  # fmt: skip
 
@@ -115,7 +115,7 @@ ROUTER: list[Panel] = [
     ("Prompts by where they were placed", "reqps", rate("placements_total", "prefill")),
     ("What did not go as placed, by where it went", "reqps", rate("fallbacks_total", "to")),
     ("Prefill workers given up by decode, by reason", "reqps", rate("prefill_faults_total", "reason")),
-    ("Requests placed again", "reqps", rate("replacements_total", "instance")),
+    ("Requests placed again", "reqps", rate("replacements_total", "worker")),
     ("Regret: first token later than expected", "s", quantiles("placement_regret_seconds")),
     ("Expected against seen first token", "s", quantiles("predicted_ttft_error_seconds")),
     ("Cached tokens: error of the expectation", "percentunit", [
@@ -137,11 +137,11 @@ ROUTER: list[Panel] = [
     ]),
     ("Requests as admission judged them", "reqps", rate("admission_total", "verdict")),
     ("Refusals, or would-be ones, that were right", "reqps", rate("admission_refusals_judged_total", "right")),
-    ("Requests that wait for their turn", "short", [("diptych_requests_waiting_turn", "{{instance}}")]),
+    ("Requests that wait for their turn", "short", [("diptych_requests_waiting_turn", "{{worker}}")]),
     ("Placement tickets by what became of them", "reqps", rate("placement_tickets_total", "outcome")),
-    ("Copies of hot prefixes, since the start", "short", [("diptych_hot_prefix_copies", "{{instance}}")]),
+    ("Copies of hot prefixes, since the start", "short", [("diptych_hot_prefix_copies", "{{worker}}")]),
     ("Shadow requests by outcome", "reqps", rate("shadow_requests_total", "outcome")),
-    ("Cache news missing from some worker", "bool", [("diptych_mode_degraded", "{{instance}}")]),
+    ("Cache news missing from some worker", "bool", [("diptych_mode_degraded", "{{worker}}")]),
 ]  # fmt: skip
 
 # Only with `diptych router --tenant-metrics`: a tenant's name is a label then.
@@ -166,4 +166,134 @@ BOARDS: dict[str, tuple[str, list[Panel]]] = {
     "pd": ("Diptych prefill, decode and KV", PD),
     "router": ("Diptych router", ROUTER),
     "tenants": ("Diptych tenants", TENANTS),
+}
+
+# What a panel shows and how to read it: the text behind the "i" of its title. Every panel has one.
+DESCRIPTIONS: dict[str, str] = {
+    "SLO: first token in time": (
+        "Share of requests whose first token came within the objective. Falls before users complain."
+    ),
+    "SLO: tokens in time": "Share of tokens that came within the objective after the one before them.",
+    "SLO: requests that ended well": "Answers among all requests; refused, failed and lost requests count against it.",
+    "Time to first token": "From a request's arrival at the router to its first token, queueing and prefill included.",
+    "Inter-token latency": "Time between two tokens of one answer after the first, each choice by itself.",
+    "End to end": "From a request's arrival at the router to the end of its answer. Grows with the length of answers.",
+    "Answers by reason of their end": (
+        "stop: a stop token or string; length: max_tokens or the context's end; tool_calls: a call."
+    ),
+    "Failed requests by reason": (
+        "The error's reason, as clients get it. OVERLOADED is shed load; INVALID_ARGUMENT is the client's fault."
+    ),
+    "Tokens a second": "Prompt tokens of answered requests, and tokens sent to clients, over all routers.",
+    "Requests running": "Requests in each worker's running batch. Decode's share of max_num_seqs is how full it is.",
+    "Requests waiting": "Requests queued in each worker: for blocks, for their turn, or on decode for KV from prefill.",
+    "KV blocks in use": "Share of each worker's KV blocks in use or reserved. Near 1 decode preempts requests.",
+    "Prefix cache hit rate": "Prompt tokens found in the prefix cache, of those looked up, by role.",
+    "View of the cluster is old": (
+        "1 while a router cannot read or write Redis: it serves from its last view of the workers."
+    ),
+    "Scrapes that answer": "0: the process does not answer on its metrics port.",
+    "Where a request's time goes, p95": (
+        "p95 of each stage by itself; the stages of one request need not add up to these."
+    ),
+    "From the first token to the second": (
+        "The gap in which the KV transfer shows: prefill streams the first token, decode the second."
+    ),
+    "KV still on its way after the first token": (
+        "Time from the first token until all KV of the prompt was verified on decode."
+    ),
+    "KV moved": "Bytes of KV that each decode worker read and verified.",
+    "One slab's transfer": (
+        "From decode's request for a slab to its verified content. A jump says that the link or transport changed."
+    ),
+    "Failed transfers by reason": (
+        "Reads that timed out, were damaged, stale or refused. Each was retried or the prompt recomputed."
+    ),
+    "Slabs by state": (
+        "Quarantined slabs wait for proof that a late read cannot land in them; few free slabs throttle prefill."
+    ),
+    "Where prompt tokens' KV came from": "Computed by the worker, found in its prefix cache, or read from prefill.",
+    "Waiting, by reason": "capacity: for blocks or a turn; deferred: decode waits for KV from prefill.",
+    "Prompt tokens that wait": (
+        "Uncached prompt tokens queued or half computed. Divided by the prefill rate: the queue in seconds."
+    ),
+    "Prefill rate, measured": "Prompt tokens a second that the worker measured of itself; placement uses it.",
+    "A step of decode, measured": (
+        "Mean time of one decode step that the worker measured of itself; the floor of inter-token latency."
+    ),
+    "Tokens in a step": (
+        "Tokens computed or generated in one engine step. Small steps under load say that something else is the limit."
+    ),
+    "Preemptions": (
+        "Requests whose blocks were taken back because the pool was full; they are recomputed or fetched again."
+    ),
+    "Engine steps": "Steps a second. 0 with requests running: the engine is stuck.",
+    "Prefill busy, of its measured rate": (
+        "Computed prompt tokens a second over the measured rate. Near 1: add prefill workers."
+    ),
+    "Decode busy, of its steps' time": (
+        "Steps a second times the time of a step. Near 1 with a long step: add decode workers."
+    ),
+    "Cached blocks: age at eviction": "Short ages say that the prefix cache is too small for the load.",
+    "Cached blocks: idle before eviction": "Time since a request last used the evicted block.",
+    "Cached blocks: pause before the next hit": (
+        "If this comes near the age at eviction, more cache would give more hits."
+    ),
+    "Requests whose lent KV expired": "Prefill took KV back that decode had not read or acknowledged within its lease.",
+    "The pool's blocks": "Number and size of the KV blocks, from each worker's configuration.",
+    "Requests running and waiting for a first token": "Over all routers. Waiting that grows while running does not: the pools are full.",
+    "Checks, template and tokenizer": (
+        "Time before placement: validation, chat template and tokenizer, with the wait for a thread."
+    ),
+    "Prompts by where they were placed": (
+        "remote: on a prefill worker; local: on decode, where that was predicted to be cheaper."
+    ),
+    "What did not go as placed, by where it went": (
+        "A prompt placed on prefill was computed elsewhere. Anything but decode_cache hides a fault."
+    ),
+    "Prefill workers given up by decode, by reason": (
+        "Why decode stopped waiting for a prefill worker and took the next."
+    ),
+    "Requests placed again": (
+        "Requests that lost their decode worker before the first token and were placed on another."
+    ),
+    "Regret: first token later than expected": (
+        "How much later than predicted the first token came; 0 where it was earlier."
+    ),
+    "Expected against seen first token": "Absolute error of the predicted time to first token.",
+    "Cached tokens: error of the expectation": "Share of prompt tokens by which the predicted cache hit was wrong.",
+    "Cached tokens: expected and seen": (
+        "The two should lie on each other; a lasting gap says that cache events are lost."
+    ),
+    "Prompt tokens that nobody had to compute": (
+        "Cached on prefill or decode, of all prompt tokens of answered requests."
+    ),
+    "Prompt tokens of a request": "Length of prompts in tokens; compare it with the load that the cluster was sized for.",
+    "Generated tokens of a request": "Length of answers in tokens, all choices of a request together.",
+    "Time of computing, whole request": "From the start of prefill to the last token, without queues.",
+    "Decoding, whole request": "From the first token to the last; grows with the length of answers.",
+    "KV that answers say they moved": "Sum over answered requests; compare it with decode's own count.",
+    "Requests as admission judged them": "admitted, refused, or (in shadow mode) would have been refused.",
+    "Refusals, or would-be ones, that were right": (
+        "yes: the request would have missed its target. Many no: admission is too strict."
+    ),
+    "Requests that wait for their turn": (
+        "Requests held in the router because the pool's queue is full for their tenant's share."
+    ),
+    "Placement tickets by what became of them": (
+        "Tickets of clients that stream from decode directly: finished, failed, or lapsed (never used)."
+    ),
+    "Copies of hot prefixes, since the start": (
+        "Requests placed away from the best hit on purpose, to copy a hot prefix."
+    ),
+    "Shadow requests by outcome": "Copies sent to workers under trial (--shadow-workers); clients never see them.",
+    "Cache news missing from some worker": (
+        "1 while a worker's cache events do not arrive: placement there goes by load alone."
+    ),
+    "Requests a second": "Requests of each tenant, however they ended.",
+    "Requests by how they ended": "Requests of each tenant: answered, or the reason of the error.",
+    "Generated tokens a second": "Tokens sent to each tenant's clients.",
+    "Prompt tokens a second": "Prompt tokens of each tenant's answered requests, cached ones included.",
+    "Share of prompt tokens cached": "Of each tenant; other tenants' prefixes never count.",
+    "Time to first token, p95": "Of each tenant's requests. One slow tenant alone: its prompts are long or over its share.",
 }

@@ -205,7 +205,7 @@ def test_a_cluster_of_containers_serves_and_survives(stack: Stack) -> None:
         "    print(client.generate(messages=messages, max_tokens=6, temperature=0.0).text, end='')\n"
     )
     assert stack.python("router-1", code) == answers[QUESTIONS[0]]
-    tickets = re.compile(r'^diptych_placement_tickets_total{outcome="(\w+)"} (\S+)', re.M)
+    tickets = re.compile(r'^diptych_placement_tickets_total{outcome="(\w+)",role="router",worker="[^"]+"} (\S+)', re.M)
     used = {"granted": "1.0", "finished": "1.0", "failed": "0.0", "lapsed": "0.0"}
     stack.wait(lambda: dict(tickets.findall(stack.scrape("router-0:8000"))) == used, "the ticket's end is told", 10.0)
 

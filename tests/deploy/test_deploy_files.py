@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import shutil
 import stat
@@ -214,6 +215,20 @@ def test_vllms_boards_fit_after_a_rename() -> None:
 def test_every_series_has_a_panel() -> None:
     asked = {name for _, query in queries() for name in re.findall(r"diptych_\w+", query)}
     assert {family for family, samples in series().items() if not samples & asked} == set()
+
+
+def test_boards_have_variables_and_every_panel_says_how_to_read_it() -> None:
+    for path in (ROOT / "deploy" / "grafana" / "dashboards").glob("*.json"):
+        board = json.loads(path.read_text(encoding="utf-8"))
+        names = [variable["name"] for variable in board["templating"]["list"]]
+        assert names == ["datasource", "job", "role", "worker"]
+        for panel in board["panels"]:
+            assert len(panel["description"]) > 20, panel["title"]
+            for target in panel["targets"]:
+                selectors = re.findall(r"diptych_\w+(\{[^}]*\})?", target["expr"])
+                assert selectors or target["expr"].startswith("up{"), panel["title"]
+                for selector in selectors:
+                    assert 'job=~"$job", role=~"$role", worker=~"$worker"' in selector, (panel["title"], target["expr"])
 
 
 def test_every_alert_has_its_page() -> None:

@@ -79,7 +79,7 @@ def test_it_lints_and_fits_kubernetes(values: tuple[str, ...]) -> None:
     assert done.returncode == 0, done.stdout
     validate = pytest.importorskip("kubernetes_validate")
     for (kind, _), each in render(*values).items():
-        if kind not in ("PodMonitor", "InferencePool"):  # custom resources
+        if kind not in ("PodMonitor", "PrometheusRule", "InferencePool"):  # custom resources
             validate.validate(each, KUBERNETES, strict=True)
 
 
@@ -257,3 +257,26 @@ def test_gpus_rdma_and_models() -> None:
     assert {"name": "models", "mountPath": "/mnt/models", "readOnly": True} in decode["volumeMounts"]
     assert {"name": "OTEL_EXPORTER_OTLP_ENDPOINT", "value": "http://o:4317"} in decode["env"]
     assert objects["PodMonitor", ""]["spec"]["podMetricsEndpoints"][1]["port"] == "metrics"
+
+
+def test_a_misspelt_value_is_refused() -> None:
+    """`prefil.replicas=3` was taken without a word, and the pool kept its default size."""
+    for wrong in ("prefil.replicas=3", "prefill.replica=3", "metrics.podMonitor.enable=true", "worker.port=1"):
+        done = helm("template", "one", str(CHART), "--set", ",".join([*OPEN, wrong]))
+        assert done.returncode != 0, wrong
+        assert "not allowed" in done.stderr, done.stderr
+
+
+def test_the_chart_brings_the_alerts_and_the_boards() -> None:
+    observed = ("metrics.rules.enabled=true", "metrics.dashboards.enabled=true", "metrics.podMonitor.enabled=true")
+    objects = render(*OPEN, *observed)
+    rules = yaml.safe_load((ROOT / "deploy" / "prometheus" / "rules.yml").read_text(encoding="utf-8"))
+    assert objects["PrometheusRule", ""]["spec"] == rules  # templates such as {{ $labels.role }} are Prometheus' own
+    for board in (ROOT / "deploy" / "grafana" / "dashboards").glob("*.json"):
+        found = objects["ConfigMap", f"board-{board.stem}"]
+        assert found["data"] == {board.name: board.read_text(encoding="utf-8")}
+        assert found["metadata"]["labels"]["grafana_dashboard"] == "1"
+    monitor = objects["PodMonitor", ""]["spec"]["podMetricsEndpoints"]
+    assert all(endpoint["honorLabels"] for endpoint in monitor)
+    plain = render(*OPEN)
+    assert not [kind for kind, name in plain if kind == "PrometheusRule" or name.startswith("board-")]

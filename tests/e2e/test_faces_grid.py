@@ -141,7 +141,7 @@ def counters(cluster) -> dict[str, float]:
     for line in httpx.get(f"{cluster.http_url}/metrics", timeout=TIMEOUT_S).text.splitlines():
         name, _, value = line.rpartition(" ")
         if name.startswith(("diptych_kv_transfer_bytes_total", "diptych_prompt_tokens_")):
-            found[name.removeprefix("diptych_")] = float(value)
+            found[name.partition("{")[0].removeprefix("diptych_")] = float(value)
     return found
 
 

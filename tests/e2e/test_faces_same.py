@@ -36,7 +36,7 @@ Answer = tuple[list[int], str, str]
 def tickets_used(cluster) -> float:
     """Requests whose answers went from a decode worker to their client directly."""
     for line in httpx.get(f"{cluster.http_url}/metrics", timeout=60.0).text.splitlines():
-        if line.startswith('diptych_placement_tickets_total{outcome="finished"}'):
+        if line.startswith('diptych_placement_tickets_total{outcome="finished"'):
             return float(line.rpartition(" ")[2])
     return 0.0
 

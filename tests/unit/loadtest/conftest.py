@@ -25,6 +25,8 @@ class ScriptedTarget:
     """ids: chunks carry token ids. usage: only the end tells the count. nothing: not even that."""
     fault: Callable[[int], str] = lambda number: ""
     slots: int = 0
+    cached_tokens: int | None = 0
+    """Of each prompt, as the server says it; None: it says nothing."""
     label: str = "scripted"
     url: str = "http://scripted"
     asks: list[Ask] = field(default_factory=list)
@@ -60,7 +62,7 @@ class ScriptedTarget:
                 yield Chunk("ab" * tokens, ids, tokens if self.says == "ids" else None)
             done = True
             total = None if self.says == "nothing" else sent
-            yield Ended("length", len(ask.token_ids) or None, total, 0)
+            yield Ended("length", len(ask.token_ids) or None, total, self.cached_tokens)
         finally:
             self.running -= 1
             self.left += not done and fault == ""

@@ -17,7 +17,7 @@ from diptych.loadtest.config import BenchConfig, make_target
 from diptych.loadtest.report_html import sweep_charts
 from diptych.loadtest.result import begin_report, measure
 from diptych.loadtest.runner import Progress
-from diptych.loadtest.sweep import sweep
+from diptych.loadtest.sweep import Point, conclude, sweep
 from diptych.loadtest.sweep_spec import SweepSpec
 
 VLLM_KEYS = {
@@ -49,7 +49,10 @@ VLLM_KEYS = {
 
 def config(**more) -> BenchConfig:
     return BenchConfig(
-        **({"num_requests": 12, "request_rate": 10.0, "output_len": "9", "input_len": "8", "label": "x"} | more)
+        **(
+            {"num_requests": 12, "request_rate": 10.0, "output_len": "9", "input_len": "8", "label": "x", "seed": 7}
+            | more
+        )
     )
 
 
@@ -105,7 +108,7 @@ def test_json_has_the_fields_of_vllm_bench_serve(scripted, virtual, tmp_path):
     assert all(len(itl) == 8 for itl in body["itls"])
     ours = body["diptych"]
     assert ours["environment"].keys() >= {"git_hash", "cpu", "versions", "load_1m"}
-    assert ours["seed"] == 0
+    assert ours["seed"] == 7
     assert ours["summary"]["warmup_requests"] == 2
 
 
@@ -151,7 +154,47 @@ def test_sweep_report(scripted, virtual, tmp_path):
     assert len(sweep_charts([found])) == 4
     report_json.write(report, tmp_path / "r.json")
     assert json.loads((tmp_path / "r.json").read_text())["diptych"]["sweeps"]["scripted"]["best_rate"] == 4.0
-    assert "highest rate that holds: 4.00" in "\n".join(report_text.sweep_lines(found))
+    assert "every rate held, up to 4.00 req/s: the limit is above it" in "\n".join(report_text.sweep_lines(found))
+
+
+def test_a_seed_is_drawn_for_each_run_and_one_that_is_given_is_kept():
+    drawn = {BenchConfig().seed for _ in range(5)}
+    assert len(drawn) == 5
+    assert min(drawn) >= 0
+    assert dataclasses.replace(chosen := BenchConfig(), request_rate=2.0).seed == chosen.seed
+    assert BenchConfig(seed=0).seed == 0
+    with pytest.raises(ConfigError, match="seed"):
+        BenchConfig(seed=-2)
+
+
+def test_answers_from_a_warm_cache_are_named(scripted, virtual):
+    def warnings(chosen: BenchConfig, cached_tokens: int | None) -> list[str]:
+        target = scripted(cached_tokens=cached_tokens)
+        run = virtual(measure(target, "m", chosen, chosen.items(), live.silent))
+        return [text for text in run.warnings if "prefix cache" in text]
+
+    assert warnings(config(), 0) == warnings(config(), None) == []
+    (text,) = warnings(config(), 4)
+    assert text.startswith("50% of the prompt tokens came from a prefix cache")
+    assert "seed 7" in text
+    assert warnings(config(workload="shared-prefix", prefix_len=4), 4) == []
+
+
+@pytest.mark.parametrize(
+    ("kept", "said"),
+    [
+        ((1.0, 0.5), "highest rate that holds: 2.00 req/s"),
+        ((1.0, 1.0), "every rate held, up to 4.00 req/s: the limit is above it"),
+        ((0.5, 0.4), "no rate holds; the lowest tried was 2.00 req/s"),
+        ((0.5, 1.0), "every rate held, up to 4.00 req/s: the limit is above it"),  # a lower one failed by accident
+    ],
+)
+def test_a_sweep_names_a_highest_rate_only_where_a_higher_one_broke(kept, said):
+    points = tuple(
+        Point(rate, share, rate * share, 1.0, 0.1, 0.1, 0.1, 0.1, 0)
+        for rate, share in zip((2.0, 4.0), kept, strict=True)
+    )
+    assert conclude("a", "ttft:150", 0.9, points).verdict == said
 
 
 def test_a_pipe_gets_plain_lines():
