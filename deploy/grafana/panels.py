@@ -241,7 +241,7 @@ DESCRIPTIONS: dict[str, str] = {
     ),
     "Requests whose lent KV expired": "Prefill took KV back that decode had not read or acknowledged within its lease.",
     "The pool's blocks": "Number and size of the KV blocks, from each worker's configuration.",
-    "Requests running and waiting for a first token": "Over all routers. Waiting that grows while running does not: the pools are full.",
+    "Requests running and waiting for a first token": "Over all routers. Waiting grows and running does not: the pools are full.",
     "Checks, template and tokenizer": (
         "Time before placement: validation, chat template and tokenizer, with the wait for a thread."
     ),
