@@ -254,7 +254,7 @@ class MetricsServer:
         self._server: WSGIServer
         self._thread: threading.Thread
         try:
-            self._server, self._thread = start_http_server(port, host, metrics.exposed)  # type: ignore[arg-type]
+            self._server, self._thread = start_http_server(port, host, metrics.exposed)
         except OSError as error:
             raise ConfigError("metrics_port", f"{host}:{port}", f"cannot be listened on: {error.strerror}") from None
         self.port = int(self._server.server_port)
