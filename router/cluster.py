@@ -39,6 +39,7 @@ from diptych.router.retry_budget import RetryBudget
 from diptych.router.rollout import CANARY, OTHER_GROUP, STABLE, Groups, Rollout
 from diptych.router.settling import Settling
 from diptych.router.status_view import cluster_status
+from diptych.router.token_pace import TokenPace
 from diptych.router.turnstile import Turnstile
 from diptych.router.usable import usable_sides
 from diptych.router.what_if import pool_snapshot
@@ -100,6 +101,7 @@ class Cluster:
         self._listening = Listening(clock.now)
         self._rng = rng
         self._poll_s = poll_s
+        self._pace = TokenPace()
         self._changed = asyncio.Event()
         self._members: Members[WorkerLink] = Members(open_link or self._open_link, check.why_not, dead_s)
         self._dead_s = dead_s
@@ -138,6 +140,7 @@ class Cluster:
             heard_s=self._listening.heard_s,
             probe_s=self._poll_s,
             dead_s=self._dead_s,
+            pace=self._pace,
             on_change=self._on_change,
             on_news=lambda news: self.on_ticket_news(news),
             tls=self._tls,

@@ -17,7 +17,9 @@ from collections.abc import AsyncIterator, Callable
 import grpc
 import structlog
 
+from diptych.common.clock import Clock, MonotonicClock
 from diptych.common.errors import DiptychError, InvalidRequestError, OverloadedError, WorkerLostError
+from diptych.router.token_pace import TokenPace
 from diptych.rpc.channels import MAX_MESSAGE_BYTES
 from diptych.rpc.v1 import decode_pb2, decode_pb2_grpc, router_pb2
 
@@ -26,9 +28,6 @@ log = structlog.get_logger(__name__)
 _CONNECT_TIMEOUT_S = 2.0
 _PAUSE_S, _MAX_PAUSE_S = 0.1, 1.0
 MAX_BUFFERED_BYTES = 1024 * 1024
-LEAST_GAP_S = 0.005
-"""Between two looks of a reader at tokens of one answer, but for its first ones: what comes meanwhile is one event, and so one
-message to the client. Of steps that take longer nothing is held back."""
 _TOKEN_BYTES = 8
 _COMMAND_OVERHEAD_BYTES = 64
 
@@ -43,26 +42,37 @@ class Attempt:
         self._events: deque[decode_pb2.Event] = deque()
         self._buffered_bytes = 0
         self._error: DiptychError | None = None
-        self._ready = asyncio.Event()
+        self._reader: asyncio.Future[None] | None = None
+        """Of a reader that waits."""
         self._due = False
-        """The reader need not wait for more."""
+        """The reader need not wait for more. Never without something to read: else the next token would tell nobody."""
         self._begun = False
         self.woken_at = 0.0
-        """When tokens were due last, on the loop's clock."""
+        """When something was due last, on the stream's clock."""
         self.over = False
         """No event will be added any more."""
 
     async def next(self) -> decode_pb2.Event:
-        """The next event; tokens that came meanwhile are one event. Raises: WorkerLostError, OverloadedError."""
+        """The next event; tokens that came meanwhile are one event. One reader. Raises: WorkerLostError, OverloadedError."""
         while not self.has_event:
             if self._error is not None:
                 raise self._error
-            self._ready.clear()
-            await self._ready.wait()
+            await self._told()
         event = self._events.popleft()
         self._buffered_bytes -= _size(event, event.WhichOneof("event"))
         self._due = bool(self._events)
         return event
+
+    async def _told(self) -> None:
+        """Until `wake`."""
+        self._reader = asyncio.get_running_loop().create_future()
+        try:
+            await self._reader
+        finally:
+            if self._reader is not None:  # cancelled before it was told
+                self._reader = None
+            else:
+                self._stream.ran()
 
     def cancel(self) -> None:
         """Leave: decode is told unless the attempt is over. Idempotent, never blocks."""
@@ -75,10 +85,17 @@ class Attempt:
         """`next` would not wait."""
         return self._due and bool(self._events)
 
-    def wake(self) -> None:
+    def wake(self, now: float) -> None:
         """What is there is due."""
-        self._due = True
-        self._ready.set()
+        self._due = bool(self._events)
+        if not self._due and self._error is None:
+            return
+        self.woken_at = now
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            self._stream.told(now)
+            if not reader.done():
+                reader.set_result(None)
 
     def put(self, event: decode_pb2.Event) -> None:
         kind = event.WhichOneof("event")
@@ -96,7 +113,7 @@ class Attempt:
                 self._stream.wake_in_time(self)
             return
         self._begun |= kind == "tokens"
-        self.wake()
+        self.wake(self._stream.now())
 
     def _merged(self, more: router_pb2.TokenDelta) -> bool:
         """Whether they went into the event before; a hole or a repeat is for the reader to judge."""
@@ -116,7 +133,7 @@ class Attempt:
         """End the attempt after what is buffered."""
         self.over = True
         self._error = self._error or error
-        self.wake()
+        self.wake(self._stream.now())
 
 
 def _size(event: decode_pb2.Event, kind: str | None) -> int:
@@ -134,6 +151,7 @@ class DecodeStream:
     channel: to the worker; not closed here.
     on_change: called when the stream goes up or down.
     on_news: called with what the worker tells of clients' own attempts.
+    pace: shared by all streams of this event loop.
     """
 
     def __init__(
@@ -141,12 +159,16 @@ class DecodeStream:
         channel: grpc.aio.Channel,
         worker_id: str,
         *,
+        pace: TokenPace | None = None,
+        clock: Clock | None = None,
         on_change: Callable[[], None] | None = None,
         on_news: Callable[[decode_pb2.TicketNews], None] | None = None,
         max_buffered_bytes: int = MAX_BUFFERED_BYTES,
     ) -> None:
         self._channel = channel
         self._worker_id = worker_id
+        self._pace = pace or TokenPace()
+        self.now = (clock or MonotonicClock()).now
         self._on_change = on_change
         self._on_news = on_news
         self.client_door: decode_pb2.ClientDoor | None = None
@@ -197,24 +219,31 @@ class DecodeStream:
         if self._attempts.pop(attempt, None) is not None and cancel and self._commands is not None:
             self._commands.put_nowait(decode_pb2.Command(cancel=decode_pb2.Cancel(attempt=attempt)))
 
+    def told(self, now: float) -> None:
+        """A waiting reader was told."""
+        self._pace.told(now)
+
+    def ran(self) -> None:
+        """A reader that was told runs."""
+        self._pace.ran(self.now())
+
     def wake_in_time(self, attempt: Attempt) -> None:
-        """Tokens came: they are due LEAST_GAP_S after those before them. One timer for all attempts that wait for that."""
-        loop = asyncio.get_running_loop()
-        now = loop.time()
-        if now - attempt.woken_at >= LEAST_GAP_S:
-            attempt.woken_at = now
-            attempt.wake()
+        """Tokens came: they are due at once, or when the pace says. One timer for all attempts that wait for that."""
+        now = self.now()
+        wait_s = self._pace.wait_s(attempt.woken_at, now)
+        if not wait_s:
+            attempt.wake(now)
             return
         self._late.add(attempt)
         if self._late_timer is None:
-            self._late_timer = loop.call_later(LEAST_GAP_S, self._wake_late)
+            self._late_timer = asyncio.get_running_loop().call_later(wait_s, self._wake_late)
 
     def _wake_late(self) -> None:
+        """All of them: who comes a little early for its own gap must not wait for a second timer."""
         late, self._late, self._late_timer = self._late, set(), None
-        now = asyncio.get_running_loop().time()
+        now = self.now()
         for attempt in late:
-            attempt.woken_at = now
-            attempt.wake()
+            attempt.wake(now)
 
     def fail_attempts(self, why: str) -> None:
         """The worker is considered dead though the stream still stands: end its attempts, and tell it to stop them."""

@@ -16,6 +16,7 @@ from diptych.common.errors import InternalError
 from diptych.common.tls import ClusterTls
 from diptych.common.worker_record import WorkerRecord
 from diptych.router.decode_stream import DecodeStream
+from diptych.router.token_pace import TokenPace
 from diptych.rpc.channels import open_channel
 from diptych.rpc.errors import from_rpc_error
 from diptych.rpc.v1 import decode_pb2, worker_pb2, worker_pb2_grpc
@@ -43,6 +44,7 @@ class WorkerLink:
     heard_s: seconds in which this process could hear anybody, see listening.py.
     probe_s: pause between probes; each may take as long as `dead_s`.
     on_news: what a decode worker tells of clients' own attempts.
+    pace: of tokens, see DecodeStream.
     on_change: called when the worker becomes usable or stops being so.
     """
 
@@ -56,6 +58,7 @@ class WorkerLink:
         on_change: Callable[[], None],
         tls: ClusterTls | None = None,
         on_news: Callable[[decode_pb2.TicketNews], None] | None = None,
+        pace: TokenPace | None = None,
     ) -> None:
         self.worker_id = record.worker_id
         self.incarnation = record.incarnation
@@ -65,7 +68,7 @@ class WorkerLink:
         self._on_change = on_change
         self._channel = open_channel(record.address, tls)
         self.decode = (
-            DecodeStream(self._channel, record.worker_id, on_change=on_change, on_news=on_news)
+            DecodeStream(self._channel, record.worker_id, pace=pace, on_change=on_change, on_news=on_news)
             if record.role == "decode"
             else None
         )

@@ -4,10 +4,11 @@ import asyncio
 
 import pytest
 
+from diptych.common.clock import FakeClock
 from diptych.common.errors import OverloadedError, WorkerLostError
-from diptych.router import decode_stream
 from diptych.router.decode_stream import Attempt, DecodeStream
 from diptych.router.fake_decode import FakeDecode
+from diptych.router.token_pace import TokenPace
 from diptych.rpc.channels import open_channel
 from diptych.rpc.v1 import decode_pb2, router_pb2, types_pb2
 
@@ -104,9 +105,14 @@ async def test_close_fails_what_runs(worker, stream):
         await attempt.next()
 
 
-async def test_tokens_after_the_first_are_due_together_and_ends_at_once(monkeypatch):
-    monkeypatch.setattr(decode_stream, "LEAST_GAP_S", 60.0)
-    stream = DecodeStream(None, "d0")
+async def test_tokens_after_the_first_are_due_together_under_load_and_ends_at_once():
+    clock = FakeClock()
+    pace = TokenPace()
+    for _ in range(100):  # every burst takes long: the loop is busy
+        pace.told(clock.now())
+        clock.advance(1.0)
+        pace.ran(clock.now())
+    stream = DecodeStream(None, "d0", pace=pace, clock=clock)
     attempt = stream._attempts["a"] = Attempt(stream, "a", 10_000)
 
     def tell(**event):
@@ -120,7 +126,6 @@ async def test_tokens_after_the_first_are_due_together_and_ends_at_once(monkeypa
     await attempt.next()
     tell(tokens=tokens(0))
     assert (await attempt.next()).tokens.token_ids == [0]
-    attempt.woken_at = asyncio.get_running_loop().time()
     for offset in (1, 2, 3):
         tell(tokens=tokens(offset))
     assert not attempt.has_event
