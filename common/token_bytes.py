@@ -1,25 +1,47 @@
-"""What a single token stands for, as bytes: for logprobs, where a token may be half a character."""
+"""What a single token stands for, as bytes: for logprobs, where a token may be half a character. And where in the text each
+token of an output begins."""
 
 from __future__ import annotations
 
+import codecs
 import re
+from collections.abc import Callable, Collection
+from typing import Protocol
 
-from diptych.common.detokenizer import byte_table
+from diptych.common.detokenizer import IncrementalDetokenizer, byte_table
 from diptych.common.tokenizer import ModelTokenizer
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _WORD_START = "\u2581"
+_REPLACEMENT = "\ufffd"
+
+
+class TextOffsets(Protocol):
+    def push(self, token_id: int) -> int:
+        """Index of the character in which the token's text begins, in the text of all that was pushed. A token that only goes
+        on with a character has that character's index; one without text has the index of what comes next."""
+
+
+class Tokens(Protocol):
+    """All tokens of one tokenizer."""
+
+    def of(self, token_id: int) -> bytes:
+        """Empty for an id that is no token; a special token stands for its own name."""
+
+    def is_text(self, token_id: int) -> bool:
+        """False: the token adds nothing to the text of an output."""
+
+    def offsets(self) -> TextOffsets: ...
 
 
 class TokenBytes:
-    """Bytes of every token of one tokenizer. A special token stands for its own name."""
+    """Tokens of a ModelTokenizer."""
 
     def __init__(self, tokenizer: ModelTokenizer) -> None:
         self._tokenizer = tokenizer
         self._table = byte_table(tokenizer.raw)
 
     def of(self, token_id: int) -> bytes:
-        """Empty for an id that is no token."""
         if self._table is not None and token_id < len(self._table) and self._table[token_id]:
             return self._table[token_id]
         text: str | None = self._tokenizer.raw.id_to_token(token_id)
@@ -30,3 +52,97 @@ class TokenBytes:
                 return bytes([int(match[1], 16)])
             text = text.replace(_WORD_START, " ")
         return text.encode()
+
+    def is_text(self, token_id: int) -> bool:
+        return token_id not in self._tokenizer.special_token_ids and bool(self.of(token_id))
+
+    def offsets(self) -> TextOffsets:
+        if self._table is not None:
+            return _ByteOffsets(self)
+        return _WindowOffsets(self._tokenizer, self)
+
+
+class ByteTokens:
+    """Tokens that are just bytes.
+
+    Args:
+        special: ids that are left out of texts.
+    """
+
+    def __init__(self, of: Callable[[int], bytes], special: Collection[int] = ()) -> None:
+        self.of = of
+        self._special = special
+
+    def is_text(self, token_id: int) -> bool:
+        return token_id not in self._special and bool(self.of(token_id))
+
+    def offsets(self) -> TextOffsets:
+        return _ByteOffsets(self)
+
+
+class _ByteOffsets:
+    """The text is the UTF-8 of the bytes."""
+
+    def __init__(self, tokens: Tokens) -> None:
+        self._tokens = tokens
+        self.text = _CharacterCount()
+
+    def push(self, token_id: int) -> int:
+        return self.text.push(self._tokens.of(token_id) if self._tokens.is_text(token_id) else b"")
+
+
+class _CharacterCount:
+    """Bytes in, characters counted."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.whole = 0
+
+    def push(self, piece: bytes) -> int:
+        """Index of the character to which the piece's first byte belongs."""
+        begins, goes_on = self.whole, self._is_within()
+        text = self._decoder.decode(piece[:1])
+        if goes_on and _REPLACEMENT in text:
+            # The half character before it has become U+FFFD: this byte does not belong to it.
+            begins += len(text) - (0 if self._is_within() else 1)
+        self.whole += len(text) + len(self._decoder.decode(piece[1:]))
+        return begins
+
+    def _is_within(self) -> bool:
+        """A character has begun and is not complete."""
+        return bool(self._decoder.getstate()[0])
+
+
+class _WindowOffsets:
+    """As the text is decoded in common/detokenizer.py: by the library, a run of byte tokens as a whole."""
+
+    def __init__(self, tokenizer: ModelTokenizer, tokens: Tokens) -> None:
+        self._detokenizer = IncrementalDetokenizer(tokenizer)
+        self._name = tokenizer.raw.id_to_token
+        self._tokens = tokens
+        self._whole = 0
+        self._run = b""
+        self._characters = _CharacterCount()
+        """Of the run."""
+
+    def push(self, token_id: int) -> int:
+        text = self._detokenizer.push(token_id)
+        if not self._tokens.is_text(token_id):
+            return self._whole + self._characters.whole
+        piece = self._tokens.of(token_id)
+        if _BYTE.fullmatch(self._name(token_id) or ""):
+            self._run += piece
+            return self._whole + self._characters.push(piece)
+        begins = self._whole + _characters_of_run(self._run)
+        self._whole += len(text)
+        self._run = b""
+        self._characters = _CharacterCount()
+        return begins
+
+
+def _characters_of_run(run: bytes) -> int:
+    """The library makes U+FFFD of each byte of a run that is not UTF-8."""
+    try:
+        return len(run.decode())
+    except UnicodeDecodeError:
+        return len(run)

@@ -137,6 +137,23 @@ class ModelTokenizer:
             raise InvalidRequestError(f"{param} holds a token that the model does not know", param=param)
         return ids
 
+    def spans(self, text: str, add_special_tokens: bool = True) -> list[tuple[int, int]]:
+        """Where the tokens of `encode` stand in `text`: (first character, character behind the last). They leave no gap; a
+        token that is a part of a character has all of it, and one that is not in the text has nothing.
+
+        Raises: as encode.
+        """
+        check_text(text, "prompt")
+        encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        spans, reached = [], 0
+        for (begin, end), added in zip(encoding.offsets, encoding.special_tokens_mask, strict=True):
+            if added:
+                spans.append((reached, reached))
+            else:  # the library's span may begin behind white space that is the token's own
+                spans.append((min(begin, reached), max(end, reached)))
+                reached = max(end, reached)
+        return spans
+
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -13,6 +13,7 @@ from contextlib import aclosing
 from typing import cast
 
 from diptych.common.errors import DiptychError, QuotaExceededError
+from diptych.common.token_bytes import Tokens
 from diptych.router.faces import Door
 from diptych.router.messages import GenerateEvent, GenerateSpec, ModelFeatures, ModelInfo, PreparedRequest, TokenEvent
 from diptych.router.packed_ids import PackedIds
@@ -110,8 +111,8 @@ class MeteredDoor:
     def features(self, model: object = "") -> ModelFeatures:
         return self._door.features(model)
 
-    def token_bytes(self, token_id: int, model: str = "") -> bytes:
-        return self._door.token_bytes(token_id, model)
+    def tokens(self, model: object = "") -> Tokens:
+        return self._door.tokens(model)
 
     async def tokenize(self, spec: GenerateSpec) -> list[int]:
         return await self._door.tokenize(spec)

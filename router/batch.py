@@ -17,6 +17,7 @@ from diptych.router.messages import (
     FinishedEvent,
     GenerateEvent,
     PreparedRequest,
+    PromptLogprobsEvent,
     TokenEvent,
     UsageInfo,
 )
@@ -72,6 +73,8 @@ async def _merged(
         elif isinstance(event, ChoiceFinishedEvent):
             told.add(first + event.choice)
             yield replace(event, choice=first + event.choice)
+        elif isinstance(event, PromptLogprobsEvent):
+            yield replace(event, prompt=number)
         elif isinstance(event, FinishedEvent):
             ends[number] = event
             for choice in range(first, first + requests[number].sampling.n):

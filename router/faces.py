@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Protocol, cast
 
 from diptych.common.errors import DiptychError, InternalError
+from diptych.common.token_bytes import Tokens
 from diptych.router.messages import (
     GenerateEvent,
     GenerateSpec,
@@ -28,7 +29,7 @@ class Door(Protocol):
 
     def features(self, model: object = "") -> ModelFeatures: ...
 
-    def token_bytes(self, token_id: int, model: str = "") -> bytes: ...
+    def tokens(self, model: object = "") -> Tokens: ...
 
     async def tokenize(self, spec: GenerateSpec) -> list[int]: ...
 

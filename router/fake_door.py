@@ -9,6 +9,7 @@ from dataclasses import replace
 from diptych.common.errors import DiptychError, InvalidRequestError, ModelNotFoundError, NoWorkerError
 from diptych.common.metrics import Metrics
 from diptych.common.sampling import FinishReason, check_sampling
+from diptych.common.token_bytes import ByteTokens, Tokens
 from diptych.router.beam_options import beam_fields
 from diptych.router.intake import MORE_SAMPLING
 from diptych.router.messages import (
@@ -34,6 +35,11 @@ Step = GenerateEvent | BaseException | asyncio.Event | None
 MODEL = "fake-model"
 REQUEST_ID = "req-fake"
 VOCAB_SIZE = 1000
+
+
+def _bytes_of(token_id: int) -> bytes:
+    """Ids from 100 on are single bytes, so that a token can be half a character."""
+    return bytes([token_id - 100]) if 100 <= token_id < 356 else f"<{token_id}>".encode()
 
 
 class FakeDoor:
@@ -70,9 +76,8 @@ class FakeDoor:
     def features(self, model: object = "") -> ModelFeatures:
         return self.model_features
 
-    def token_bytes(self, token_id: int, model: str = "") -> bytes:
-        """Ids from 100 on are single bytes, so that a token can be half a character."""
-        return bytes([token_id - 100]) if 100 <= token_id < 356 else f"<{token_id}>".encode()
+    def tokens(self, model: object = "") -> Tokens:
+        return ByteTokens(_bytes_of)
 
     async def tokenize(self, spec: GenerateSpec) -> list[int]:
         self.specs.append(spec)
@@ -86,7 +91,7 @@ class FakeDoor:
         assert isinstance(token_ids, list)
         if not all(0 <= token < VOCAB_SIZE for token in token_ids):
             raise InvalidRequestError("tokens must be below the vocabulary size", param="tokens")
-        return b"".join(self.token_bytes(token) for token in token_ids).decode("utf-8", "replace")
+        return b"".join(map(_bytes_of, token_ids)).decode("utf-8", "replace")
 
     def _check_model(self, model: object) -> None:
         if model not in ("", MODEL):

@@ -21,6 +21,7 @@ from diptych.common.errors import ConfigError, DiptychError, InvalidRequestError
 from diptych.common.redis_store import RedisStore
 from diptych.common.secret import load_secret, tenant_salt
 from diptych.common.store import Store
+from diptych.common.token_bytes import Tokens
 from diptych.router.budgets import SharedQuotas
 from diptych.router.cluster import Cluster, Prompt, new_router_id
 from diptych.router.config import RouterConfig
@@ -189,9 +190,9 @@ class Frontend:
         found = found or next(iter(self._models.values()), None)
         return ModelFeatures() if found is None else found.folder.features
 
-    def token_bytes(self, token_id: int, model: str = "") -> bytes:
-        """What a token stands for; may be half a character."""
-        return self._of(model).folder.token_bytes.of(token_id)
+    def tokens(self, model: object = "") -> Tokens:
+        """What the model's tokens stand for. Raises: ModelNotFoundError."""
+        return self._of(model).folder.token_bytes
 
     async def tokenize(self, spec: GenerateSpec) -> list[int]:
         """Token ids of the spec's prompt or messages. Raises: as `prepare` does for them."""

@@ -90,9 +90,8 @@ class GenerationResponse(Response):
             prepared = await self._door.prepare(call.spec)
             request_id = prepared.request_id
             more = tuple([await self._door.prepare(spec) for spec in call.more])
-            token_bytes = partial(self._door.token_bytes, model=prepared.model)
-            features = self._door.features(prepared.model)
-            scene = Scene(prepared, int(self._now()), features, token_bytes, more)
+            tokens, features = self._door.tokens(prepared.model), self._door.features(prepared.model)
+            scene = Scene(prepared, int(self._now()), features, tokens, more)
             self._form = form = call.make_form(scene)
             async with self._accepted(prepared, more) as events:
                 if call.stream:

@@ -89,7 +89,26 @@ class TextToIds(Protocol):
         limit: TextLimit | None = None,
     ) -> list[int]: ...
 
+    def spans(self, text: str, add_special_tokens: bool = True) -> list[tuple[int, int]]: ...
+
     def decode(self, token_ids: Any, *, skip_special_tokens: bool = True) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """A prompt as text. `offsets`: see PreparedRequest."""
+
+    text: str
+    offsets: tuple[int, ...] = ()
+
+
+def _echo_of(prompt: str, spans: list[tuple[int, int]], kept: int, *, from_left: bool) -> Echo:
+    """Of the first or the last `kept` tokens."""
+    if kept == len(spans):
+        return Echo(prompt, tuple(begin for begin, _ in spans))
+    spans = spans[:kept] if from_left else spans[-kept:]
+    start = spans[0][0]
+    return Echo(prompt[start : spans[-1][1]], tuple(begin - start for begin, _ in spans))
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +191,7 @@ class Intake:
         thinking = param == "messages" and self._ends_thinking(token_ids)
         if thinking and sampling.grammar is not None:  # it is about the answer, not about the thoughts before it
             sampling = replace(sampling, grammar=replace(sampling.grammar, free_until=CLOSE))
+        echo = await self._echo(spec, token_ids) if spec.echo else Echo("")
         return PreparedRequest(
             request_id=new_request_id(),
             label=own_label,
@@ -188,7 +208,8 @@ class Intake:
             tenant=spec.tenant,
             priority=0 if spec.priority is None else integer(spec.priority, "priority", -(2**31), 2**31 - 1),
             thinking=thinking,
-            echo=await self._echo(spec, token_ids) if spec.echo else "",
+            echo=echo.text,
+            echo_offsets=echo.offsets,
             idempotency_key=key,
             resume_after=self._resume_after(spec, sampling),
         )
@@ -267,10 +288,14 @@ class Intake:
         decode = partial(self._tokenizer.decode, ids, skip_special_tokens=False)
         return await self._lanes.run(decode, _BYTES_A_TOKEN * len(ids))
 
-    async def _echo(self, spec: GenerateSpec, token_ids: list[int]) -> str:
-        if isinstance(spec.prompt, str):
-            return spec.prompt
-        return await self._lanes.run(partial(self._tokenizer.decode, token_ids), _BYTES_A_TOKEN * len(token_ids))
+    async def _echo(self, spec: GenerateSpec, token_ids: list[int]) -> Echo:
+        size = _BYTES_A_TOKEN * len(token_ids)
+        if not isinstance(spec.prompt, str):
+            return Echo(await self._lanes.run(partial(self._tokenizer.decode, token_ids), size))
+        if spec.logprobs is None and spec.truncate_prompt_tokens is None:
+            return Echo(spec.prompt)
+        spans = await self._lanes.run(partial(self._tokenizer.spans, spec.prompt, spec.add_special_tokens), size)
+        return _echo_of(spec.prompt, spans, len(token_ids), from_left=spec.truncation_side == "right")
 
     async def _bad_words(self, words: object) -> object:
         """Texts to token ids: each with and without a space before it, as it stands in and at the beginning of a text."""

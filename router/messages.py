@@ -119,7 +119,8 @@ class PreparedRequest:
         group: of workers that answers it, see router/rollout.py.
         thinking: the prompt ends within the model's thoughts.
         owner: salt of the tenant, who may ask about the request later; cache_salt may be parted further.
-        echo: text that the answer begins with.
+        echo: text that the answer begins with. echo_offsets: where each prompt token begins in it; empty: nobody asked, or
+            the echo is the tokens' own text.
         resume_after: tokens of the answer that the caller has already.
         packed: the prompt's ids as the client sent them; None: it sent something else.
         repeated: the sampling values of an earlier request, which these are but for the seed; None: nobody knows one.
@@ -143,6 +144,7 @@ class PreparedRequest:
     group: str = "stable"
     thinking: bool = False
     echo: str = ""
+    echo_offsets: tuple[int, ...] = ()
     idempotency_key: str = ""
     resume_after: tuple[int, ...] = ()
     repeated: SamplingParams | None = None
@@ -205,10 +207,12 @@ class TokenEvent:
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobsEvent:
-    """Of prompt tokens first_token, first_token + 1, ...; the prompt's first token has none."""
+    """Of prompt tokens first_token, first_token + 1, ...; the prompt's first token has none. An attempt that follows another
+    may tell them again. All come before the first token of the answer. `prompt`: which one, of several."""
 
     first_token: int
     logprobs: tuple[TokenLogprob, ...]
+    prompt: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,13 +128,12 @@ def _add_tokens(app: FastAPI, door: Door, bodies: Bodies) -> None:
 
         spec, with_texts = await bodies.object_of(await read_body(request), made)
         tokens, model = await door.tokenize(spec), str(spec.model)
+        bytes_of = door.tokens(model).of
         there = door.models()
         length = next((one.max_model_len for one in there if one.id == model), there[0].max_model_len)
 
         def answer() -> Response:
-            texts = (
-                [door.token_bytes(token, model).decode("utf-8", "replace") for token in tokens] if with_texts else None
-            )
+            texts = [bytes_of(token).decode("utf-8", "replace") for token in tokens] if with_texts else None
             return json_response({"count": len(tokens), "max_model_len": length, "tokens": tokens, "token_strs": texts})
 
         return await bodies.off_loop(answer, 4 * len(tokens))

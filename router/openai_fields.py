@@ -30,6 +30,7 @@ NOT_BUILT: Mapping[str, tuple[object, ...]] = {
     "chat_template": _NO,
     "kv_transfer_params": _EMPTY,
     "stream_interval": _ONE,
+    "logprob_token_ids": _EMPTY,
     "thinking_token_budget": _NO,
     "modalities": (None, ["text"]),
     "audio": _NO,

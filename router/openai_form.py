@@ -6,10 +6,12 @@ chunks of a stream:  role -> content* -> finish_reason -> [usage, if asked for] 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from diptych.common.errors import DiptychError, InternalError
+from diptych.common.sampling import FinishReason
+from diptych.common.token_bytes import Tokens
 from diptych.router.http_errors import error_body
 from diptych.router.messages import (
     ChoiceFinishedEvent,
@@ -19,11 +21,17 @@ from diptych.router.messages import (
     PreparedRequest,
     PromptLogprobsEvent,
     TokenEvent,
-    TokenLogprob,
+    UsageInfo,
 )
 from diptych.router.openai_answers import DONE, explanation_object, sse, usage_object
 from diptych.router.openai_choice import Choice
-from diptych.router.openai_logprobs import CompletionLogprobs, TokenBytesOf, TokenNames, chat_logprobs, prompt_logprobs
+from diptych.router.openai_logprobs import (
+    CompletionLogprobs,
+    PromptEntries,
+    TokenNames,
+    chat_logprobs,
+    prompt_logprobs,
+)
 from diptych.router.tools import id_maker, tool_factory
 from diptych.router.tools_pieces import CallArguments, CallStart, Content, Piece, Reasoning
 from diptych.router.tools_reasoning import ReasoningSplitter
@@ -37,6 +45,8 @@ class Wishes:
         include_usage: a stream ends with the usage.
         continuous_usage: every chunk of a stream carries the usage so far.
         tool_names: functions that were offered; empty: tool calls are not looked for.
+        prompt_logprobs: candidates at each of the prompt's places; None: these are not shown (but an echo may need them).
+        echo: the answer begins with the prompt. prompt_only: the token that was computed is not shown (max_tokens: 0).
     """
 
     include_usage: bool = False
@@ -46,6 +56,9 @@ class Wishes:
     tool_names: tuple[str, ...] = ()
     parallel_tool_calls: bool = True
     include_reasoning: bool = True
+    prompt_logprobs: int | None = None
+    echo: bool = False
+    prompt_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +73,7 @@ class Scene:
     prepared: PreparedRequest
     created: int
     features: ModelFeatures
-    token_bytes: TokenBytesOf
+    tokens: Tokens
     more: tuple[PreparedRequest, ...] = ()
 
     @property
@@ -91,15 +104,17 @@ class _Answer:
     prefix = ""
     kind = ""
     chunk_kind = ""
+    bytes_prefix = ""
 
     def __init__(self, wishes: Wishes, scene: Scene, *, chat: bool) -> None:
         self.wishes = wishes
         self.prepared = scene.prepared
         self.created = scene.created
-        self.names = TokenNames(scene.token_bytes, as_ids=wishes.tokens_as_ids)
+        self.names = TokenNames(scene.tokens, as_ids=wishes.tokens_as_ids, bytes_prefix=self.bytes_prefix)
         self.choices = [make_choice(index, wishes, scene, chat=chat) for index in range(scene.num_choices)]
-        self.prompt_logprobs: list[TokenLogprob] = []
-        self._num_prompt_tokens = sum(len(one.prompt_token_ids) for one in (scene.prepared, *scene.more))
+        self.prompts = (scene.prepared, *scene.more)
+        self.prompt_entries = [PromptEntries(len(prompt.prompt_token_ids)) for prompt in self.prompts]
+        self._num_prompt_tokens = sum(len(prompt.prompt_token_ids) for prompt in self.prompts)
         self._num_tokens = 0
         """Of all choices, so far."""
         self._final_usage: dict[str, Any] | None = None
@@ -115,28 +130,43 @@ class _Answer:
 
     def absorb(self, event: GenerateEvent) -> None:
         if isinstance(event, TokenEvent):
-            self.choice(event.choice).feed(event)
+            if not self.wishes.prompt_only:
+                self.choice(event.choice).feed(event)
         elif isinstance(event, ChoiceFinishedEvent):
-            self.choice(event.choice).end(event)
+            self.choice(event.choice).end(self._ending(event))
         elif isinstance(event, PromptLogprobsEvent):
-            self.prompt_logprobs.extend(event.logprobs)
+            self.prompt_entries[event.prompt].take(event)
 
     def chunks(self, event: GenerateEvent) -> bytes:
         if isinstance(event, TokenEvent):
+            if self.wishes.prompt_only:
+                return b""
             choice = self.choice(event.choice)
             self._num_tokens += len(event.token_ids)
             return self.token_chunks(choice, choice.feed(event), event)
         if isinstance(event, ChoiceFinishedEvent):
             return self._choice_end(self.choice(event.choice), event, {})
         if isinstance(event, PromptLogprobsEvent):
-            self.prompt_logprobs.extend(event.logprobs)
-            return b""
+            entries = self.prompt_entries[event.prompt]
+            was_complete = entries.complete
+            entries.take(event)
+            return self.prompt_told(event.prompt) if entries.complete and not was_complete else b""
         if isinstance(event, FinishedEvent):
             return self._end(event)
         return b""
 
+    def _ending(self, event: FinishedEvent | ChoiceFinishedEvent) -> FinishedEvent | ChoiceFinishedEvent:
+        """How a choice has ended, as the caller sees it."""
+        if not self.wishes.prompt_only:
+            return event
+        return replace(event, reason=FinishReason.LENGTH, stop_string="", stop_token_id=None)
+
     def failure(self, error: DiptychError) -> bytes:
         return sse(error_body(error))
+
+    def prompt_told(self, prompt: int) -> bytes:
+        """What a stream says when all logprobs of a prompt have come."""
+        return b""
 
     def token_chunks(self, choice: Choice, pieces: list[Piece], event: TokenEvent | None) -> bytes:
         raise NotImplementedError
@@ -145,7 +175,7 @@ class _Answer:
         raise NotImplementedError
 
     def _choice_end(self, choice: Choice, event: FinishedEvent | ChoiceFinishedEvent, extra: dict[str, Any]) -> bytes:
-        out = self.token_chunks(choice, choice.end(event), None)
+        out = self.token_chunks(choice, choice.end(self._ending(event)), None)
         return out + sse(self.chunk(choice, self.empty_choice(), ended=True) | extra)
 
     def _end(self, event: FinishedEvent) -> bytes:
@@ -162,7 +192,10 @@ class _Answer:
         return out + DONE
 
     def usage(self, event: FinishedEvent) -> dict[str, Any]:
-        return usage_object(event.usage, sum(choice.reasoning_tokens for choice in self.choices))
+        usage = event.usage
+        if self.wishes.prompt_only:
+            usage = UsageInfo(usage.prompt_tokens, 0, usage.cached_tokens)
+        return usage_object(usage, sum(choice.reasoning_tokens for choice in self.choices))
 
     def head(self, kind: str | None = None) -> dict[str, Any]:
         return {
@@ -196,7 +229,7 @@ class _Answer:
     def whole(self, finished: FinishedEvent) -> dict[str, Any]:
         for choice in self.choices:
             if choice.finish_reason is None:
-                choice.end(finished)
+                choice.end(self._ending(finished))
         body = self.head(self.kind) | {
             "choices": [self.whole_choice(choice) for choice in self.choices],
             "usage": self.usage(finished),
@@ -245,8 +278,9 @@ class ChatForm(_Answer):
         body = super().whole(finished)
         if self.wishes.return_token_ids:
             body["prompt_token_ids"] = list(self.prepared.prompt_token_ids)
-        if self.prepared.sampling.prompt_logprobs is not None:
-            body["prompt_logprobs"] = prompt_logprobs(self.prompt_logprobs, self.names)
+        if self.wishes.prompt_logprobs is not None:
+            entries = self.prompt_entries[0].entries
+            body["prompt_logprobs"] = prompt_logprobs(entries, self.names, self.wishes.prompt_logprobs)
         return body
 
     def whole_choice(self, choice: Choice) -> dict[str, Any]:
@@ -281,24 +315,46 @@ class ChatForm(_Answer):
 
 class CompletionForm(_Answer):
     prefix, kind, chunk_kind = "cmpl-", "text_completion", "text_completion"
+    bytes_prefix = "bytes:"
 
     def __init__(self, wishes: Wishes, scene: Scene) -> None:
         super().__init__(wishes, scene, chat=False)
-        self._wants_logprobs = scene.prepared.sampling.logprobs is not None
-        self._logprobs = [CompletionLogprobs(self.names) for _ in self.choices]
-        self._prompts = (scene.prepared, *scene.more)
+        most = scene.prepared.sampling.logprobs
+        self._wants_logprobs = most is not None
+        self._logprobs = [
+            CompletionLogprobs(self.names, most or 0, len(self._prompt_of(choice).echo)) for choice in self.choices
+        ]
+
+    def _prompt_number(self, choice: Choice) -> int:
+        return choice.index // self.prepared.sampling.n
 
     def _prompt_of(self, choice: Choice) -> PreparedRequest:
-        return self._prompts[choice.index // self.prepared.sampling.n]
+        return self.prompts[self._prompt_number(choice)]
+
+    def _echo_logprobs(self, choice: Choice) -> dict[str, Any]:
+        prompt, entries = self._prompt_of(choice), self.prompt_entries[self._prompt_number(choice)].entries
+        return self._logprobs[choice.index].echoed(prompt.prompt_token_ids, entries, prompt.echo_offsets)
 
     def begin(self) -> bytes:
-        out = b""
+        """An echo with logprobs waits for these."""
+        echoes = self.wishes.echo and self._wants_logprobs
+        tell = self.prompt_told if echoes else self._prompt_chunks
+        return b"".join(tell(i) for i, entries in enumerate(self.prompt_entries) if entries.complete or not echoes)
+
+    def prompt_told(self, prompt: int) -> bytes:
+        return self._prompt_chunks(prompt, with_logprobs=True)
+
+    def _prompt_chunks(self, number: int, *, with_logprobs: bool = False) -> bytes:
+        out, prompt = b"", self.prompts[number]
         for choice in self.choices:
-            prompt = self._prompt_of(choice)
+            if self._prompt_number(choice) != number:
+                continue
             body: dict[str, Any] = {"text": prompt.echo}
             if self.wishes.return_token_ids:
                 body["prompt_token_ids"] = list(prompt.prompt_token_ids)
-            if prompt.echo or self.wishes.return_token_ids:
+            if with_logprobs:
+                body["logprobs"] = self._echo_logprobs(choice)
+            if prompt.echo or len(body) > 1:
                 out += sse(self.chunk(choice, body))
         return out
 
@@ -315,22 +371,24 @@ class CompletionForm(_Answer):
         return sse(self.chunk(choice, body)) if text or len(body) > 1 else b""
 
     def whole_choice(self, choice: Choice) -> dict[str, Any]:
-        entries: list[TokenLogprob | int] = list(choice.logprobs)
-        if self.prepared.echo and self.prepared.sampling.prompt_logprobs is not None:
-            entries = [self.prepared.prompt_token_ids[0], *self.prompt_logprobs, *entries]
+        logprobs = self._logprobs[choice.index].part(choice.logprobs) if self._wants_logprobs else None
+        if self.wishes.echo and logprobs is not None:
+            echoed = self._echo_logprobs(choice)
+            logprobs = {name: echoed[name] + values for name, values in logprobs.items()}
         prompt = self._prompt_of(choice)
         shown = {
             "index": choice.index,
             "text": prompt.echo + "".join(choice.content),
-            "logprobs": self._logprobs[choice.index].part(entries) if self._wants_logprobs else None,
+            "logprobs": logprobs,
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }
         if self.wishes.return_token_ids:
             shown["token_ids"] = choice.token_ids
             shown["prompt_token_ids"] = list(prompt.prompt_token_ids)
-        if self.prepared.sampling.prompt_logprobs is not None and not self.prepared.echo:
-            shown["prompt_logprobs"] = prompt_logprobs(self.prompt_logprobs, self.names)
+        if self.wishes.prompt_logprobs is not None:
+            entries = self.prompt_entries[self._prompt_number(choice)].entries
+            shown["prompt_logprobs"] = prompt_logprobs(entries, self.names, self.wishes.prompt_logprobs)
         return shown
 
 

@@ -210,20 +210,18 @@ def completion_call(body: dict[str, Any], *, features: ModelFeatures, unknown: U
     request = validate(CompletionRequest, body)
     note_unknown(CompletionRequest, body, COMPLETION_NOT_BUILT, unknown)
     prompts = _prompts(request.prompt)
-    if len(prompts) > 1 and request.prompt_logprobs is not None:
-        raise InvalidRequestError("prompt_logprobs is for one prompt only", param="prompt_logprobs")
     sources = [{"prompt": prompt} if isinstance(prompt, str) else {"token_ids": prompt} for prompt in prompts]
     more: dict[str, object] = {}
-    if request.echo and request.logprobs is not None:
-        if request.stream:
-            raise InvalidRequestError("echo with logprobs is for stream=false only", param="echo")
-        if len(prompts) > 1:
-            raise InvalidRequestError("echo with logprobs is for one prompt only", param="echo")
+    most = request.prompt_logprobs
+    if request.echo and request.logprobs is not None and (most is None or 0 <= most < request.logprobs):
         more["prompt_logprobs"] = request.logprobs
+    prompt_only = request.max_tokens == 0
+    if prompt_only and request.min_tokens:
+        raise InvalidRequestError("min_tokens must be between 0 and max_tokens=0", param="min_tokens")
     grammar, renamed = grammar_of(request)
     spec = _spec(
         request,
-        max_tokens=request.max_tokens,
+        max_tokens=1 if prompt_only else request.max_tokens,  # a step without a token would be one of its own kind
         grammar=grammar,
         logprobs=request.logprobs,
         echo=bool(request.echo),
@@ -234,7 +232,8 @@ def completion_call(body: dict[str, Any], *, features: ModelFeatures, unknown: U
     if "token_ids" in sources[0]:
         renamed |= {"token_ids": "prompt"}
     further = tuple(replace(spec, **source) for source in sources[1:])
-    return Call(spec, bool(request.stream), partial(CompletionForm, _wishes(request)), renamed, further)
+    wishes = _wishes(request, echo=bool(request.echo), prompt_only=prompt_only)
+    return Call(spec, bool(request.stream), partial(CompletionForm, wishes), renamed, further)
 
 
 def _prompts(given: str | list[Any]) -> list[str | list[int]]:
@@ -293,6 +292,7 @@ def _wishes(request: _Common, **more: Any) -> Wishes:
         continuous_usage=bool(options.continuous_usage_stats),
         return_token_ids=bool(request.return_token_ids),
         tokens_as_ids=bool(request.return_tokens_as_token_ids),
+        prompt_logprobs=request.prompt_logprobs,
         **more,
     )
 

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict
 
 from diptych.common.errors import InvalidRequestError
 from diptych.common.grammar import Grammar, GrammarKind
+from diptych.common.token_bytes import ByteTokens
 from diptych.router.messages import ChoiceFinishedEvent as ChoiceEnd
 from diptych.router.messages import FinishedEvent, GenerateEvent, ModelFeatures, PreparedRequest, TokenEvent
 from diptych.router.openai_choice import Choice
@@ -99,7 +100,7 @@ class Splitter:
         if prepared.resume_after:
             raise InvalidRequestError("resume_after: an answer is taken apart from its beginning", param="resume_after")
         wishes = Wishes(tool_names=offer.names, parallel_tool_calls=not request.single_tool_call)
-        scene = Scene(prepared, 0, features, lambda _: b"")
+        scene = Scene(prepared, 0, features, ByteTokens(lambda _: b""))
         return cls([make_choice(index, wishes, scene, chat=True) for index in range(prepared.sampling.n)])
 
     def fill(self, response: router_pb2.GenerateResponse, event: GenerateEvent) -> None:

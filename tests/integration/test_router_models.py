@@ -54,7 +54,7 @@ async def test_requests_go_to_the_workers_of_the_model_that_they_name(two, other
     for name in ("tiny", "big"):  # each with its own vocabulary
         spec = GenerateSpec(model=name, prompt="w50")
         assert await two.frontend.tokenize(spec) == [50 if name == "tiny" else 47]
-        assert two.frontend.token_bytes(1, name) == b"w1"
+        assert two.frontend.tokens(name).of(1) == b"w1"
     with pytest.raises(InvalidRequestError, match="47"):
         await two.frontend.prepare(GenerateSpec(model="big", token_ids=[50]))
     told = two.frontend.status("")

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, normalizers, processors
 
 from diptych.common.errors import ConfigError, InvalidRequestError
 from diptych.common.tokenizer import GenerationDefaults, ModelTokenizer, generation_defaults
@@ -88,3 +90,27 @@ def test_neither_torch_nor_transformers_is_imported() -> None:
         "sys.exit(bool({'torch', 'transformers', 'numpy'} & sys.modules.keys()))"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_spans_of_a_text_that_is_normalized_and_gets_tokens_before_it(make_model) -> None:
+    """Issue 15, 4.9: an echo's offsets are those of the text that the caller wrote."""
+    folder = make_model()
+    raw = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    raw.normalizer = normalizers.NFC()
+    raw.post_processor = processors.TemplateProcessing(
+        single="<|im_start|> $A <|im_end|>", special_tokens=[("<|im_start|>", 1), ("<|im_end|>", 2)]
+    )
+    raw.save(str(folder / "tokenizer.json"))
+    tokenizer = ModelTokenizer(folder)
+    text = "e\u0301 \U0001f30d<|endoftext|>  b"
+    ids, spans = tokenizer.encode(text), tokenizer.spans(text)
+    assert len(ids) == len(spans)
+    assert (spans[0], spans[-1]) == ((0, 0), (len(text), len(text)))
+    for (_, end), (begin, _) in itertools.pairwise(spans):
+        assert begin <= end
+    special = ids.index(tokenizer.raw.token_to_id("<|endoftext|>"))
+    assert text[slice(*spans[special])] == "<|endoftext|>"
+    within = [span for token, span in zip(ids, spans, strict=True) if span[0] <= text.index("\U0001f30d") < span[1]]
+    assert len(within) >= 1
+    assert spans[1][0] == 0
+    assert spans[special + 1][0] == spans[special][1]

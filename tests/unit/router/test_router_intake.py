@@ -1,4 +1,5 @@
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -22,6 +23,11 @@ class Words:
 
     def encode_chat(self, messages, add_generation_prompt=True, *, tools=None, extra=None):
         return self.encode(" ".join(message["content"] for message in messages))
+
+    def spans(self, text, add_special_tokens=True):
+        """A word, with the space before it."""
+        ends = [at for at, character in enumerate(text) if character == " "] + [len(text)]
+        return list(zip([0, *ends], ends, strict=False))
 
     def decode(self, token_ids, *, skip_special_tokens=True):
         return " ".join("x" * token_id for token_id in token_ids)
@@ -277,3 +283,18 @@ async def test_a_salt_of_the_callers_parts_within_its_tenant(intake):
     assert len(set(salts)) == len(salts)
     assert await salt("a", "b") == salts[1]
     assert await salt("a", "") == salts[0]
+
+
+async def test_an_echo_is_of_the_tokens_that_are_kept(intake):
+    """Issue 15, 4.9."""
+    whole = GenerateSpec(prompt="a bb ccc dddd", echo=True, logprobs=1)
+    request = await intake.prepare(whole)
+    assert (request.echo, request.echo_offsets) == ("a bb ccc dddd", (0, 1, 4, 8))
+    request = await intake.prepare(replace(whole, logprobs=None))
+    assert (request.echo, request.echo_offsets) == ("a bb ccc dddd", ())
+    request = await intake.prepare(replace(whole, truncate_prompt_tokens=2))
+    assert (request.echo, request.echo_offsets) == (" ccc dddd", (0, 4))
+    request = await intake.prepare(replace(whole, truncate_prompt_tokens=2, truncation_side="right", logprobs=None))
+    assert (request.echo, request.echo_offsets) == ("a bb", (0, 1))
+    request = await intake.prepare(replace(whole, prompt=None, token_ids=[1, 2]))
+    assert (request.echo, request.echo_offsets) == ("x xx", ())

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from diptych.common.sampling import FinishReason, SamplingParams
+from diptych.common.token_bytes import ByteTokens
 from diptych.router.messages import (
     ChoiceFinishedEvent,
     FinishedEvent,
@@ -50,7 +51,7 @@ def make_form(
     prepared: PreparedRequest = PREPARED,
     **wishes: Any,
 ) -> Any:
-    scene = Scene(prepared, 1700000000, features or ModelFeatures(), token_bytes)
+    scene = Scene(prepared, 1700000000, features or ModelFeatures(), ByteTokens(token_bytes, {9}))
     return (ChatForm if chat else CompletionForm)(Wishes(**wishes), scene)
 
 
@@ -247,7 +248,7 @@ def test_chat_logprobs() -> None:
 
 def test_completion_logprobs_run_on_over_chunks_and_begin_with_the_echo() -> None:
     prepared = prepared_with(echo="<1><2>", logprobs=1, prompt_logprobs=1)
-    form = make_form(chat=False, prepared=prepared)
+    form = make_form(chat=False, prepared=prepared, echo=True)
     form.absorb(PromptLogprobsEvent(1, (TokenLogprob(2, -1.0, 1, ((2, -1.0),)),)))
     form.absorb(TokenEvent(0, (5,), "<5>", logprobs=(TokenLogprob(5, -3.0, 2, ((6, -0.1),)),)))
     choice = form.whole(FINISHED)["choices"][0]
@@ -267,7 +268,7 @@ def test_completion_logprobs_run_on_over_chunks_and_begin_with_the_echo() -> Non
 
 
 def test_prompt_logprobs() -> None:
-    form = make_form(prepared=prepared_with(prompt_logprobs=1))
+    form = make_form(prepared=prepared_with(prompt_logprobs=1), prompt_logprobs=1)
     form.absorb(PromptLogprobsEvent(1, (TokenLogprob(2, -3.0, 7, ((5, -0.1),)),)))
     first, second = form.whole(FINISHED)["prompt_logprobs"]
     assert first is None
