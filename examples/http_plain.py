@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
 
@@ -17,6 +18,17 @@ def main(base_url: str = "http://127.0.0.1:8000/v1") -> int:
     if key := os.environ.get("DIPTYCH_API_KEY"):
         headers["authorization"] = f"Bearer {key}"
     request = Request(f"{base_url}/completions", json.dumps(body).encode(), headers)  # noqa: S310 - the caller's own URL
+    try:
+        return show(request)
+    except HTTPError as error:  # refused: the body says why
+        print(json.loads(error.read())["error"]["message"], file=sys.stderr)
+    except (URLError, OSError) as error:
+        print(f"no answer from {base_url}: {error}; `make up` starts a cluster", file=sys.stderr)
+    return 1
+
+
+def show(request: Request) -> int:
+    """Print the answer as it grows. Returns: 0, or 1 where it is not whole."""
     with urlopen(request, timeout=60) as answer:  # noqa: S310
         for line in answer:
             data = line.decode().strip().removeprefix("data: ")

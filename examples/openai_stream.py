@@ -8,10 +8,21 @@ from __future__ import annotations
 import os
 import sys
 
-from openai import OpenAI
+from openai import APIConnectionError, OpenAI, OpenAIError
 
 
 def main(base_url: str = "http://127.0.0.1:8000/v1") -> int:
+    try:
+        return show(base_url)
+    except APIConnectionError:
+        print(f"no answer from {base_url}; `make up` starts a cluster", file=sys.stderr)
+    except OpenAIError as error:
+        print(error, file=sys.stderr)
+    return 1
+
+
+def show(base_url: str) -> int:
+    """Print an answer as it grows."""
     with OpenAI(base_url=base_url, api_key=os.environ.get("OPENAI_API_KEY", "none")) as client:
         model = client.models.list().data[0].id
         stream = client.chat.completions.create(

@@ -19,17 +19,22 @@ async def ask(client: AsyncClient, word: str) -> str:
             return (await client.generate(prompt=f"A line about the {word}:", max_tokens=16, timeout_s=60.0)).text
         except OverloadedError as error:  # shed before any work: the server says when to come back
             await asyncio.sleep(error.retry_after_s or 1.0)
-        except DiptychError as error:
-            return f"({type(error).__name__}: {error.message})"
-    return "(given up: the cluster is full)"
+    raise OverloadedError("given up: the cluster is full")
 
 
 async def main(address: str = "127.0.0.1:50050") -> int:
     async with AsyncClient(address) as client:
-        answers = await asyncio.gather(*(ask(client, word) for word in WORDS))
+        answers = await asyncio.gather(*(ask(client, word) for word in WORDS), return_exceptions=True)
+    failed = 0
     for word, answer in zip(WORDS, answers, strict=True):
-        print(f"{word}: {answer.strip()}")
-    return 0
+        if isinstance(answer, str):
+            print(f"{word}: {answer.strip()}")
+        elif isinstance(answer, DiptychError):
+            failed += 1
+            print(f"{word}: {type(answer).__name__}: {answer.message}", file=sys.stderr)
+        else:
+            raise answer
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import sys
 import time
 from pathlib import Path
@@ -34,6 +35,24 @@ def test_every_example_is_run_here_and_told_of_in_the_readme() -> None:
     assert {path.name for path in EXAMPLES.glob("*.py")} == set(SAYS)
     readme = (EXAMPLES / "README.md").read_text()
     assert all(f"`{name}`" in readme for name in SAYS)
+
+
+@pytest.mark.parametrize("name", sorted(SAYS))
+async def test_without_a_router_it_ends_with_a_code_and_words(name: str) -> None:
+    with socket.socket() as taken:  # bound and never listening: connections are refused for as long as it is ours
+        taken.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        target = address if name.startswith("sdk_") else f"http://{address}/v1"
+        child = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", str(EXAMPLES / name), target),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        _, err = await asyncio.wait_for(child.communicate(), WAIT_S)
+    said = err.decode()
+    assert child.returncode == 1, said
+    assert "Traceback" not in said
+    assert address in said
 
 
 @pytest.mark.parametrize("name", sorted(SAYS))
