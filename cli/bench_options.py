@@ -48,23 +48,22 @@ def add_bench_command(
                 continue
             parameters.append(_flag(field, hints[field.name], texts.get(field.name, ""), defaults))
 
-    def command(**values: Any) -> None:
+    def command(*, verbose: bool = False, **values: Any) -> None:
         given = {key: values.pop(key) for key in arguments}
         try:
             chosen = defaults | dict(fixed(given) if fixed else {})
             built = {key: _build(cls, values, chosen) for key, cls in classes.items()}
             told = settings.describe_values({key: value for key, value in given.items() if value not in (None, "")})
-            print(
-                f"bench {name}: {', '.join(filter(None, (told, *map(settings.describe, built.values()))))}",
-                file=sys.stderr,
-            )
+            if verbose:
+                described = ", ".join(filter(None, (told, *map(settings.describe, built.values()))))
+                print(f"bench {name}: {described}", file=sys.stderr)
             code = run(**built, **given)
         except ConfigError as error:
             print(f"error: {error}", file=sys.stderr)
             raise typer.Exit(2) from None
         raise typer.Exit(code)
 
-    command.tells_itself = True  # type: ignore[attr-defined]
+    command.prints_settings = True  # type: ignore[attr-defined]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     app.command(name, help=help)(command)

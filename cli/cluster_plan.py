@@ -164,7 +164,7 @@ class ClusterPlan:
             "secret-file": self.secret_file,
             **_files(self.config, "cluster_ca", "cluster_cert", "cluster_key"),
         }
-        return _flags(flags)
+        return ["--verbose", *_flags(flags)]  # their logs begin with the settings
 
     def _log(self, name: str) -> Path:
         return self.folder.logs / f"{name}.log"

@@ -1,5 +1,5 @@
 """The commands whose flags are parameters of a function: the same four places as for settings (command line > environment >
-file > default), and the merged values on stderr before the command runs.
+file > default); -v prints the merged values on stderr before the command runs.
 
 Flag `--max-tokens` of `diptych chat` is DIPTYCH_CHAT_MAX_TOKENS in the environment and `max-tokens` in the file that --config
 (or DIPTYCH_CHAT_CONFIG) names. A key that the command does not know is an error in either.
@@ -19,6 +19,7 @@ from typing import Annotated, Any
 import typer
 
 from diptych.cli import settings
+from diptych.cli.options import VERBOSE
 from diptych.common.errors import ConfigError
 
 
@@ -58,11 +59,14 @@ def _told(name: str, callback: Callable[..., Any], variables: str) -> Callable[.
         help=f"YAML or TOML file with values; flags and variables ({variables}_ and the flag's name) come before it.",
     )
     kind = inspect.Parameter.KEYWORD_ONLY
+    wants_verbose = getattr(callback, "prints_settings", False)
     config = inspect.Parameter("config", kind, default=None, annotation=Annotated[str | None, option])
+    verbose_flag = inspect.Parameter("verbose", kind, default=False, annotation=Annotated[bool, VERBOSE])
 
     @functools.wraps(callback)
     def command(**values: Any) -> Any:
         values.pop("config", None)
+        verbose = values.pop("verbose", False)
         try:
             for key, value in values.items():
                 settings.check_number(key, value)
@@ -71,14 +75,18 @@ def _told(name: str, callback: Callable[..., Any], variables: str) -> Callable[.
         except ConfigError as error:
             print(f"error: {error}", file=sys.stderr)
             raise typer.Exit(2) from None
-        if not getattr(callback, "tells_itself", False):
+        if wants_verbose:
+            return callback(**values, verbose=verbose)
+        if verbose:
             print(f"{name}: {settings.describe_values(values)}", file=sys.stderr)
         return callback(**values)
 
     command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [parameter.replace(kind=kind) for parameter in parameters] + [config]
+        [parameter.replace(kind=kind) for parameter in parameters] + [config, verbose_flag]
     )
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in [*parameters, config]}
+    command.__annotations__ = {
+        parameter.name: parameter.annotation for parameter in [*parameters, config, verbose_flag]
+    }
     return command
 
 
@@ -95,7 +103,7 @@ def _read_layers(ctx: typer.Context, value: str | None) -> str | None:
 
 
 def _known(ctx: typer.Context) -> set[str]:
-    return {parameter.name for parameter in ctx.command.params if parameter.name} - {"config", "help"}
+    return {parameter.name for parameter in ctx.command.params if parameter.name} - {"config", "help", "verbose"}
 
 
 def _check_variables(ctx: typer.Context) -> None:

@@ -22,6 +22,8 @@ CONFIG_FILE = typer.Option(
     help="YAML or TOML file with settings; flags and variables (--http-port: DIPTYCH_HTTP_PORT) come before it.",
 )
 
+VERBOSE = typer.Option("--verbose", "-v", help="Print the merged settings, passwords masked, on stderr first.")
+
 
 def field_help(cls: type) -> dict[str, str]:
     """The texts of the class docstring's Args section by field name."""
@@ -51,7 +53,7 @@ def add_settings_command(
     flags: Mapping[str, Any] | None = None,
     fixed: Mapping[str, Any] | None = None,
 ) -> None:
-    """Add command `name`: merge settings for `cls`, print them, call run(config, **flags), exit with what it returns.
+    """Add command `name`: merge settings for `cls` (-v prints them), call run(config, **flags), exit with what it returns.
 
     Args:
         known: gives all settings classes; a DIPTYCH_* variable that is a field of none of them is an error.
@@ -64,6 +66,7 @@ def add_settings_command(
 
     def command(**values: Any) -> None:
         config_path = values.pop("config", None) or os.environ.get("DIPTYCH_CONFIG")
+        verbose = values.pop("verbose", False)
         more = {key: values.pop(key) for key in extra}
         elsewhere = frozenset(field.name for other in known() for field in dataclasses.fields(other))
         try:
@@ -72,7 +75,9 @@ def add_settings_command(
         except ConfigError as error:
             print(f"error: {error}", file=sys.stderr)
             raise typer.Exit(2) from None
-        if not more.get("detach"):  # then the process in the background says it, and its words are shown
+        if verbose and not more.get(
+            "detach"
+        ):  # then the process in the background prints them, and its output is shown
             print(f"{name}: {settings.describe(config)}", file=sys.stderr)
         raise typer.Exit(run(config, **more))
 
@@ -80,6 +85,7 @@ def add_settings_command(
     hints = typing.get_type_hints(cls)
     parameters = [_parameter(field, hints[field.name], texts.get(field.name, "")) for field in fields]
     parameters.append(_keyword("config", Annotated[Path | None, CONFIG_FILE], None))
+    parameters.append(_keyword("verbose", Annotated[bool, VERBOSE], False))
     parameters += [_keyword(key, annotation, False) for key, annotation in extra.items()]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}

@@ -1,5 +1,5 @@
-"""Every command that has settings: command line > environment > file > default, the merged result on stderr, unknown keys
-refused by name."""
+"""Every command that has settings: command line > environment > file > default, the merged result on stderr with -v, unknown
+keys refused by name."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def run(command: str, *arguments: str) -> Result:
 
 
 def said(result: Result, key: str) -> str:
-    """The key's value in the line that a command begins with."""
+    """The key's value in the line that a command with -v begins with."""
     line = result.stderr.splitlines()[0]
     return dict(part.split("=", 1) for part in line.partition(": ")[2].split(", ") if "=" in part)[key]
 
@@ -85,17 +85,17 @@ def test_four_places_in_their_order(
     prefix = "DIPTYCH_" if own else f"DIPTYCH_{command.replace(' ', '_').replace('-', '_').upper()}_"
     file = tmp_path / "settings.toml"
     file.write_text(f'{key.replace("_", "-")} = "{in_file}"\n')
-    default = said(run(command, *needed), key)
+    default = said(run(command, "-v", *needed), key)
     assert default not in values
     monkeypatch.setenv(f"{prefix}CONFIG", str(file))
-    assert said(run(command, *needed), key) == in_file
+    assert said(run(command, "-v", *needed), key) == in_file
     monkeypatch.delenv(f"{prefix}CONFIG")
     with_file = [*needed, "--config", str(file)]
-    assert said(run(command, *with_file), key) == in_file
+    assert said(run(command, "-v", *with_file), key) == in_file
     monkeypatch.setenv(prefix + key.upper(), in_environment)
-    assert said(run(command, *with_file), key) == in_environment
+    assert said(run(command, "-v", *with_file), key) == in_environment
     flag = f"--{key.replace('_', '-')}"
-    assert said(run(command, *with_file, flag, in_flag), key) == in_flag
+    assert said(run(command, "-v", *with_file, flag, in_flag), key) == in_flag
 
 
 @pytest.mark.parametrize(("command", "needed"), [case[:2] for case in ALL], ids=[case[0] for case in ALL])
@@ -116,12 +116,22 @@ def test_unknown_keys_are_refused_by_name(
     assert f"DIPTYCH_{prefix}MAX_TOKESN" in refused.stderr
 
 
+@pytest.mark.parametrize(("command", "needed"), [case[:2] for case in ALL], ids=[case[0] for case in ALL])
+def test_settings_are_printed_with_v_only(command: str, needed: list[str]) -> None:
+    """They stood before every answer of `explain`."""
+    assert "=" not in run(command, *needed).stderr
+    for flag in ("-v", "--verbose"):
+        first = run(command, *needed, flag).stderr.splitlines()[0]
+        assert first.startswith(f"{command}: ")
+        assert "=" in first
+
+
 @pytest.mark.parametrize("command", SERVERS)
 def test_secrets_are_not_told(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if command == "serve":
         return  # it has no Redis
     monkeypatch.setenv("DIPTYCH_REDIS_URL", "redis://me:hush@127.0.0.1:1/0")
-    result = run(command)
+    result = run(command, "-v")
     assert result.exit_code == 0, result.stderr
     assert "redis://me:***@" in result.stderr
     assert "hush" not in result.stderr
