@@ -25,6 +25,8 @@ class RouterConfig:
     keys_file: API keys made by `diptych keys`; when set, every route but /live and /health and every gRPC method needs one.
     open_metrics: /metrics and /ready need no key: for scrapers, probes and gateways that have none. They hold numbers only (and
         with tenant_metrics the tenants' names).
+    grpc_reflection: "on" lets clients such as grpcurl list the methods and messages; "auto" does so on a loopback address;
+        "off". With keys it needs one.
     tls_cert, tls_key: PEM files; when set, both servers speak TLS only.
     cluster_ca, cluster_cert, cluster_key: PEM files: routers and workers show each other a certificate of this authority.
     cluster_tls_name: that a worker's certificate must hold; empty: the host of its address.
@@ -69,6 +71,7 @@ class RouterConfig:
     generation_config: str = "auto"
     keys_file: Path | None = None
     open_metrics: bool = False
+    grpc_reflection: str = "auto"
     tls_cert: Path | None = None
     tls_key: Path | None = None
     cluster_ca: str = ""
@@ -95,6 +98,10 @@ class RouterConfig:
     worker_poll_s: float = 0.25
     worker_dead_s: float = 2.0
     worker_settle_s: float = 5.0
+
+    @property
+    def serves_reflection(self) -> bool:
+        return self.grpc_reflection == "on" or (self.grpc_reflection == "auto" and is_loopback(self.host))
 
     @property
     def rollout(self) -> Rollout:
@@ -132,6 +139,8 @@ class RouterConfig:
             raise ConfigError("max_model_len", self.max_model_len, "must be at least 2 and below 2^31")
         if not 1 <= self.max_prompt_bytes <= 1 << 30:
             raise ConfigError("max_prompt_bytes", self.max_prompt_bytes, "must be at least 1 and at most 1 GiB")
+        if self.grpc_reflection not in ("auto", "on", "off"):
+            raise ConfigError("grpc_reflection", self.grpc_reflection, "must be auto, on or off")
         if (self.tls_cert is None) != (self.tls_key is None):
             name = "tls_cert" if self.tls_cert is None else "tls_key"
             raise ConfigError(name, None, "must be set too: TLS needs a certificate and its key")

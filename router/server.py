@@ -19,6 +19,7 @@ import grpc
 import structlog
 import uvicorn
 import uvloop
+from grpc_reflection.v1alpha import reflection as grpc_reflection
 
 from diptych.common.errors import ConfigError
 from diptych.common.logging import setup_logging
@@ -122,8 +123,15 @@ async def serve(
         tls = load_server_tls(config.tls_cert, config.tls_key)
     if not is_loopback(config.host) and (keys is None or tls is None):
         log.warning("other machines can reach this router", keys=keys is not None, tls=tls is not None)
-    open_metrics = config.open_metrics
-    faces = Faces(config.host, config.http_port, config.grpc_port, keys=keys, tls=tls, open_metrics=open_metrics)
+    faces = Faces(
+        config.host,
+        config.http_port,
+        config.grpc_port,
+        keys=keys,
+        tls=tls,
+        open_metrics=config.open_metrics,
+        reflection=config.serves_reflection,
+    )
     frontend = Frontend(config, store=store)
     try:
         await frontend.start()
@@ -155,6 +163,7 @@ class Faces:
         keys: None: nobody needs one.
         tls: None: both servers speak plain text.
         open_metrics: /metrics and /ready need no key.
+        reflection: the gRPC server describes its methods and messages.
     Raises: ConfigError naming the port that cannot be had.
     """
 
@@ -167,7 +176,9 @@ class Faces:
         keys: Authenticator | None = None,
         tls: ServerTls | None = None,
         open_metrics: bool = False,
+        reflection: bool = False,
     ) -> None:
+        self._reflection = reflection
         self._host = host
         self._keys = keys
         self._open_metrics = open_metrics
@@ -208,6 +219,9 @@ class Faces:
             door = metered = MeteredDoor(door, tokens, refused, requests=requests)
         self._grpc.add_generic_rpc_handlers((RouterService(door, self._bodies).handler(),))
         await self._health.install(self._grpc)
+        if self._reflection:
+            names = (SERVICE, "grpc.health.v1.Health", grpc_reflection.SERVICE_NAME)
+            grpc_reflection.enable_server_reflection(names, self._grpc)
         await self._grpc.start()
         app = create_app(door, metrics, metered, status, self._bodies)
         self._http = _HttpServer(

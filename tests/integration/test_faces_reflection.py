@@ -1,0 +1,72 @@
+"""gRPC reflection: grpcurl and the like see the methods, where that is wanted."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+from google.protobuf.descriptor_pool import DescriptorPool
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+
+from diptych.common.errors import ConfigError
+from diptych.router.auth import Authenticator
+from diptych.router.auth_keys import add_key
+from diptych.router.config import RouterConfig
+from diptych.router.fake_door import FakeDoor, hello_script
+from diptych.router.server import Faces
+
+grpc.aio.init_grpc_aio()
+
+
+def described(address: str) -> dict[str, set[str]]:
+    """Methods by service, as a client without our stubs learns them."""
+    with grpc.insecure_channel(address) as channel:
+        database = ProtoReflectionDescriptorDatabase(channel)
+        pool = DescriptorPool(database)
+        found = {}
+        for name in database.get_services():
+            found[name] = {method.name for method in pool.FindServiceByName(name).methods}
+        return found
+
+
+async def ask(faces: Faces) -> dict[str, set[str]]:
+    door = FakeDoor(hello_script())
+    try:
+        addresses = await faces.start(door, door.metrics)
+        return await asyncio.to_thread(described, addresses.grpc)
+    finally:
+        await faces.stop(1.0)
+
+
+async def test_it_lists_services_and_messages() -> None:
+    services = await ask(Faces("127.0.0.1", 0, 0, reflection=True))
+    assert {"Generate", "ListModels"} <= services["diptych.rpc.v1.Router"]
+    assert "Check" in services["grpc.health.v1.Health"]
+
+
+async def test_off_it_is_an_unknown_method() -> None:
+    with pytest.raises(grpc.RpcError) as refused:
+        await ask(Faces("127.0.0.1", 0, 0))
+    assert refused.value.code() == grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_with_keys_it_needs_one(tmp_path: Path) -> None:
+    add_key(tmp_path / "keys.json", "acme", now=0.0)
+    keys = Authenticator(tmp_path / "keys.json", now=time.monotonic)
+    with pytest.raises(grpc.RpcError) as refused:
+        await ask(Faces("127.0.0.1", 0, 0, keys=keys, reflection=True))
+    assert refused.value.code() == grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_auto_is_on_where_only_this_machine_can_reach_the_router() -> None:
+    assert RouterConfig().serves_reflection
+    assert RouterConfig(host="::1").serves_reflection
+    assert not RouterConfig(host="0.0.0.0", insecure=True).serves_reflection
+    assert RouterConfig(host="0.0.0.0", insecure=True, grpc_reflection="on").serves_reflection
+    assert not RouterConfig(grpc_reflection="off").serves_reflection
+    with pytest.raises(ConfigError, match="grpc_reflection"):
+        RouterConfig(grpc_reflection="yes")
