@@ -1,4 +1,4 @@
-"""Time as an argument: production takes the monotonic clock, tests and the simulator move their own."""
+"""Time as an argument: production takes the monotonic clock, tests and simulations move their own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The production scheduler driven step by step, without threads: for benches, identity tests and the simulator."""
+"""The production scheduler driven step by step, without threads: for benches, identity tests and simulations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transport between Transfers of one process: a copy of bytes. For tests, the simulator and the self-test's floor."""
+"""Transport between Transfers of one process: a copy of bytes. For tests, simulations and the self-test's floor."""
 
 from __future__ import annotations
 

@@ -1,20 +1,31 @@
 """The ledger of staging slabs: who owns each one. Pure: events and the time go in, actions come out.
 
+Each line is a move: state, event, state. Events are classes of publishing.py and reading.py.
+
 Prefill's ring (PublisherLedger, publishing.py):
 
-    FREE --Publish--> PACKED --ReadAsked--> IN_FLIGHT --SendDone--> SETTLED --Acked--> FREE
-     ^                  |                      |                       |
-     |<-- Released, lease over ---------       | Released, lease over  |<-- Released, lease over, peer gone
-     |                                         v
-     |<-- SendDone, endpoint closed ----- QUARANTINED
+    FREE        --Published-->   PACKED         the step thread packed a granted slab
+    PACKED      --ReadAsked-->   IN_FLIGHT      the handle is valid: the send begins
+    IN_FLIGHT   --SendDone-->    SETTLED        sent; with an error, or acknowledged meanwhile: FREE
+    SETTLED     --Acked-->       FREE           decode has verified it
+    PACKED      --Acked-->       FREE           decode gave it up unread
+    PACKED      --Released-->    FREE           also by Tick, when the lease is over
+    SETTLED     --Released-->    FREE           also by Tick, when the lease is over
+    IN_FLIGHT   --Released-->    QUARANTINED    also by Tick: the network may still read the slab
+    IN_FLIGHT   --PeerGone-->    FREE           the endpoint is closed, its requests completed
+    QUARANTINED --SendDone-->    FREE
+    QUARANTINED --PeerGone-->    FREE
 
 Decode's ring (ReaderLedger, reading.py):
 
-    FREE --ReadAsked--> IN_FLIGHT --Received, intact--> SETTLED --Finished--> FREE
-     ^                   |    |
-     |<-- damaged -------     | deadline, cancel
-     |                        v
-     |<-- Received late, endpoint closed -- QUARANTINED
+    FREE        --ReadWanted-->  IN_FLIGHT      a slab is free, else the read waits for one; the receive is posted
+    IN_FLIGHT   --Received-->    SETTLED        intact; damaged or refused: FREE
+    SETTLED     --Finished-->    FREE           unpacked
+    IN_FLIGHT   --Finished-->    QUARANTINED    cancelled: the network may still write into the slab
+    IN_FLIGHT   --Tick-->        QUARANTINED    the deadline has passed
+    IN_FLIGHT   --PeerGone-->    FREE
+    QUARANTINED --Received-->    FREE           late; its content is dropped
+    QUARANTINED --PeerGone-->    FREE
 
 A slab that is lent to the step thread (granted) counts as FREE. QUARANTINED: the network may still touch the slab; only
 proof of death frees it: the request completed, or the endpoint is closed with all its requests completed.

@@ -76,3 +76,23 @@ def test_the_sdk_imports_grpc_and_protobuf_only():
 def test_no_shared_constraint_on_torch():
     names = {line.split("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines()}
     assert not names & {"torch", "triton"}
+
+
+def test_the_table_of_rooms_says_who_imports_whom() -> None:
+    """docs/architecture.md said that prefill and decode import `worker` alone."""
+    table = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    allowed = {
+        name: cell for name, cell in re.findall(r"^\| `(\w+)/` \|.*\| ([^|]*)\|$", table, re.MULTILINE) if name in ROOMS
+    }
+    assert sorted(allowed) == ROOMS
+    for room, cell in allowed.items():
+        sources = (path for path in (ROOT / room).rglob("*.py") if "bench" not in path.parts)
+        found = {
+            name
+            for path in sources
+            for name in re.findall(
+                r"^\s*(?:from|import) diptych\.(\w+)", path.read_text(encoding="utf-8"), re.MULTILINE
+            )
+        }
+        declared = set(ROOMS) if cell.strip() == "all" else set(re.findall(r"\w+", cell))
+        assert found - {room} <= declared, f"{room} imports {sorted(found - {room} - declared)}"
