@@ -30,7 +30,7 @@ PIP := $(BIN)/python -m pip --quiet
 STEP := .ci/with_progress.sh
 PROTO_SOURCES := $(wildcard proto/diptych/rpc/v1/*.proto)
 
-.PHONY: help check test test-full up down proto model golden sim bench bench-router bench-engine bench-kv bench-vllm test-gpu bench-gpu bench-gpu-pair wheels wheels-gpu secrets images charts test-containers clean
+.PHONY: help check sdk-reference test test-full up down proto model golden sim bench bench-router bench-engine bench-kv bench-vllm test-gpu bench-gpu bench-gpu-pair wheels wheels-gpu secrets images charts test-containers clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -55,12 +55,16 @@ check: $(VENV)/.dev ## format, lint, types, import contracts, wire contract, ban
 	@$(BIN)/buf lint
 	@$(BIN)/python .ci/check_proto.py
 	@$(BIN)/python .ci/check_bans.py
+	@$(BIN)/python docs/make_sdk_reference.py --check
 
 proto: $(VENV)/.dev ## generate rpc/v1 from proto/
 	@$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=src --pyi_out=src --grpc_python_out=src $(PROTO_SOURCES)
 
 model: $(VENV)/.serve ## fetch and convert the default model, once
 	@$(BIN)/diptych model
+
+sdk-reference: $(VENV)/.dev ## write docs/sdk.md from the SDK's docstrings
+	@$(BIN)/python docs/make_sdk_reference.py
 
 golden: $(VENV)/.dev model ## compute the reference token ids again, with transformers
 	@$(BIN)/python tests/golden/generate.py

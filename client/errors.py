@@ -28,8 +28,12 @@ from diptych.common.errors import DiptychError
 
 
 class UnreachableError(DiptychError):
+    """No router answers at the address."""
+
     grpc_code, http_status, reason, retryable = 14, 503, "UNREACHABLE", True
 
 
 class StreamBrokenError(DiptychError):
+    """A stream ended without its proper end: what came of the answer is not whole."""
+
     grpc_code, http_status, reason = 13, 500, "STREAM_BROKEN"

@@ -49,71 +49,104 @@ class DiptychError(Exception):
 
 
 class InvalidRequestError(DiptychError):
+    """A value is out of range or of the wrong type; `param` names it."""
+
     grpc_code, http_status, reason = 3, 400, "INVALID_ARGUMENT"
 
 
 class PromptTooLongError(InvalidRequestError):
+    """Prompt and answer do not fit into the model's context."""
+
     reason = "PROMPT_TOO_LONG"
 
 
 class ModelNotFoundError(DiptychError):
+    """The cluster serves no model of this name."""
+
     grpc_code, http_status, reason = 5, 404, "MODEL_NOT_FOUND"
 
 
 class DuplicateRequestError(DiptychError):
+    """A request with this idempotency key runs, or has ended well."""
+
     grpc_code, http_status, reason = 6, 409, "DUPLICATE_REQUEST"
 
 
 class AuthenticationError(DiptychError):
+    """No API key, or one that is not valid."""
+
     grpc_code, http_status, reason = 16, 401, "UNAUTHENTICATED"
 
 
 class PermissionDeniedError(DiptychError):
+    """The key is valid, but not for this."""
+
     grpc_code, http_status, reason = 7, 403, "PERMISSION_DENIED"
 
 
 class QuotaExceededError(DiptychError):
+    """The tenant's quota is used up for now; `retry_after_s` says when to come back."""
+
     grpc_code, http_status, reason, retryable = 8, 429, "QUOTA_EXCEEDED", True
 
 
 class OverloadedError(DiptychError):
+    """Refused before any work, because too much waits; `retry_after_s` says when to come back."""
+
     grpc_code, http_status, reason, retryable = 8, 529, "OVERLOADED", True
 
 
 class NoWorkerError(DiptychError):
+    """No worker could serve the request; it had produced no token."""
+
     grpc_code, http_status, reason, retryable = 14, 503, "NO_WORKER", True
 
 
 class WorkerLostError(DiptychError):
+    """A worker was lost and the retries that the failure policy allows are spent."""
+
     grpc_code, http_status, reason, retryable = 10, 503, "WORKER_LOST", True
 
 
 class RequestDeadlineError(DiptychError):
+    """The deadline passed."""
+
     grpc_code, http_status, reason = 4, 504, "DEADLINE_EXCEEDED"
 
 
 class RequestCancelledError(DiptychError):
+    """The request was cancelled."""
+
     grpc_code, http_status, reason = 1, 499, "CANCELLED"
 
 
 class TicketRefusedError(DiptychError):
+    """A placement ticket is forged, expired or used: place the request again."""
+
     grpc_code, http_status, reason, retryable = 7, 403, "TICKET_REFUSED", True
 
 
 class StaleReferenceError(DiptychError):
+    """A handle or placement names an earlier life of a worker."""
+
     grpc_code, http_status, reason, retryable = 9, 500, "STALE_REFERENCE", True
 
 
 class TransferError(DiptychError):
+    """KV did not arrive intact in time."""
+
     grpc_code, http_status, reason, retryable = 14, 503, "TRANSFER_FAILED", True
 
 
 class IncompatibleWorkersError(DiptychError):
+    """Two workers, or a worker and the router, differ in something that must be equal; the message says in what."""
+
     grpc_code, http_status, reason = 9, 503, "INCOMPATIBLE_WORKERS"
 
 
 class InternalError(DiptychError):
-    pass
+    """A fault of the server."""
+
 
 
 class ConfigError(Exception):
