@@ -148,7 +148,6 @@ class InternalError(DiptychError):
     """A fault of the server."""
 
 
-
 class ConfigError(Exception):
     """A setting cannot be used. Names the field, the value and the rule it breaks."""
 
