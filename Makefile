@@ -179,7 +179,7 @@ $(VENV)/.torch: $(VENV)/.python
 	@touch $@
 
 $(VENV)/.serve: pyproject.toml constraints.txt $(VENV)/.torch
-	@$(STEP) "set-up 3/3: what serving needs" $(PIP) install -c constraints.txt -e ".[cli,loadtest,router,worker]"
+	@$(STEP) "set-up 3/3: what serving needs" $(PIP) install -c constraints.txt -e ".[cli,loadtest,otel,router,worker]"
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt constraints-triton.txt $(VENV)/.serve

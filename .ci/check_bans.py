@@ -1,4 +1,5 @@
-"""Calls and imports that have no place here, found in the syntax tree: what runs code that it reads, or trusts a file."""
+"""Calls and imports that have no place here, found in the syntax tree: what runs code that it reads, or trusts a file; and what
+forks, since a copy of a process that holds UCX, gRPC or CUDA runs their handlers (common/child.py starts children)."""
 
 from __future__ import annotations
 
@@ -9,6 +10,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BANNED_MODULES = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
+FORKING_MODULES = {"multiprocessing", "pty"}
+FORKING_CALLS = {"os.fork", "os.forkpty"}
+LOOP_FORKS = {
+    "create_subprocess_exec",
+    "create_subprocess_shell",
+    "subprocess_exec",
+    "subprocess_shell",
+    "ProcessPoolExecutor",
+}
+"""uvloop's are a fork with Python's at-fork hooks in the copy. Allowed where nothing is served: benches and tests."""
 BANNED_CALLS = {"eval", "exec", "os.system", "os.popen", "yaml.load", "yaml.unsafe_load", "tempfile.mktemp"}
 
 
@@ -32,6 +43,7 @@ def _keyword(call: ast.Call, name: str) -> object:
 def findings(source: str, filename: str) -> list[str]:
     """Lines "file:line: what" of everything banned in one file."""
     found: list[str] = []
+    serves = not filename.startswith("tests/") and "bench" not in filename
 
     def report(node: ast.AST, what: str) -> None:
         found.append(f"{filename}:{getattr(node, 'lineno', 0)}: {what}")
@@ -45,10 +57,16 @@ def findings(source: str, filename: str) -> list[str]:
         for name in names:
             if name.split(".")[0] in BANNED_MODULES:
                 report(node, f"import of {name}: it runs what it reads")
+            if name.split(".")[0] in FORKING_MODULES:
+                report(node, f"import of {name}: it forks; see common/child.py")
         if isinstance(node, ast.Call):
             call = _dotted(node.func)
             if call in BANNED_CALLS:
                 report(node, f"{call}()")
+            if call in FORKING_CALLS or (serves and call.split(".")[-1] in LOOP_FORKS):
+                report(node, f"{call}() forks; see common/child.py")
+            if any(keyword.arg == "preexec_fn" for keyword in node.keywords):
+                report(node, "preexec_fn: a fork with code of ours in the copy; see common/child.py")
             if call == "torch.load" and _keyword(node, "weights_only") is not True:
                 report(node, "torch.load without weights_only=True")
             if _keyword(node, "allow_pickle") is True:

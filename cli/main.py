@@ -21,6 +21,7 @@ from diptych.cli.layers import add_layers
 from diptych.cli.options import add_settings_command
 from diptych.cli.router_access import TLS_CA, TLS_SERVER_NAME, router_access
 from diptych.common.errors import ConfigError, DiptychError
+from diptych.common.extras import install_command
 from diptych.common.paths import run_dir
 
 if TYPE_CHECKING:
@@ -272,7 +273,7 @@ def _run_bench(arguments: Sequence[str]) -> Any:
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("diptych"):
             raise
-        _fail(f"`diptych bench` needs {error.name}: pip install 'diptych[loadtest]'", 1)
+        _fail(f"`diptych bench` needs {error.name}: {install_command('loadtest')}", 1)
     return run_app(build_bench(_named(arguments)), arguments, "diptych bench")
 
 

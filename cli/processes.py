@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import socket
@@ -13,10 +12,8 @@ from pathlib import Path
 
 import psutil
 
+from diptych.common import child
 from diptych.common.errors import ConfigError
-
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,24 +48,8 @@ class ProcessIdentity:
 def spawn(command: Sequence[str], *, log: Path, env: Mapping[str, str], cwd: Path) -> subprocess.Popen[bytes]:
     """Start a child in a session of its own (a Ctrl-C reaches us alone, and we decide the order), writing to `log`, killed by
     the kernel when the thread that called this ends. Call it on the main thread only."""
-    parent = os.getpid()
-
-    def tie_to_parent() -> None:
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # the parent died before the tie was made
-            os._exit(1)
-
     with log.open("ab", buffering=0) as output:
-        return subprocess.Popen(
-            list(command),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=dict(env),
-            cwd=cwd,
-            start_new_session=True,
-            preexec_fn=tie_to_parent,
-        )
+        return child.start(command, env=env, cwd=cwd, stdout=output, stderr=subprocess.STDOUT, new_session=True)
 
 
 def free_port(host: str) -> int:

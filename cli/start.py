@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import NoReturn
 
+from diptych.common.extras import install_command
+
 
 def main() -> NoReturn:
     try:
@@ -13,8 +15,7 @@ def main() -> NoReturn:
         if (error.name or "").startswith("diptych"):
             raise
         print(
-            f"error: the command line needs {error.name}: install the extras, `diptych[cli,router,worker]`",
-            file=sys.stderr,
+            f"error: the command line needs {error.name}: {install_command('cli', 'router', 'worker')}", file=sys.stderr
         )
         sys.exit(1)
     run()

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from diptych.common import child
+
 COMPILE_TIMEOUT_S = 300.0
 
 
@@ -93,7 +95,7 @@ class CSources:
             raise NativeError(f"cannot write to {target_folder}: {error.strerror}") from None
         try:
             done = subprocess.run(
-                [compiler, *self.flags, str(self.folder / self.files[-1]), "-o", name, "-lm"],
+                child.tied([compiler, *self.flags, str(self.folder / self.files[-1]), "-o", name, "-lm"]),
                 capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False,
             )  # fmt: skip
             if done.returncode != 0:

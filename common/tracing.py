@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from diptych.common.errors import ConfigError
+from diptych.common.extras import install_command
 
 TRACEPARENT = "traceparent"
 PROVIDER = "diptych"
@@ -134,9 +135,8 @@ class Tracing:
             else:
                 processor = SimpleSpanProcessor(exporter)
         except ModuleNotFoundError as error:
-            raise ConfigError(
-                named, environ.get(named, ""), f"needs {error.name}: pip install 'diptych[otel]'"
-            ) from None
+            rule = f"needs {error.name}: {install_command('otel')}"
+            raise ConfigError(named, environ.get(named, ""), rule) from None
         resource = {"service.name": environ.get("OTEL_SERVICE_NAME") or f"diptych-{role}", "diptych.role": role}
         if instance:
             resource["service.instance.id"] = instance

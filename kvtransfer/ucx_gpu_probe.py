@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import diptych
+from diptych.common import child as children
 from diptych.common.errors import TransferError
 from diptych.kvtransfer.api import KvAddress, PeerRef
 from diptych.kvtransfer.gpu_memory import DeviceMemory, GpuMemory
@@ -59,7 +60,7 @@ def run_ucx_gpu_self_test(
     words = list(command or (sys.executable, "-P", "-m", __name__, host, str(slab_bytes), str(_device_index())))
     spec = RingSpec(1, slab_bytes)
     address, handle = memory.allocate(spec.total_bytes)
-    child = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=_environment())
+    child = children.start(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=_environment())
     try:
         sink = make("self-test-d", "0")
         try:

@@ -115,8 +115,7 @@ def up_command(*flags: str) -> tuple[list[str], int, int]:
 
 def environment(run_root: Path) -> dict[str, str]:
     env = {name: value for name, value in os.environ.items() if not name.startswith("DIPTYCH_")}
-    # Seconds of CPU per decode worker, which most clusters under test never use.
-    return env | {"DIPTYCH_RUN_DIR": str(run_root), "PYTHONSAFEPATH": "1", "DIPTYCH_GRAMMAR_WARM_UP": "0"}
+    return env | {"DIPTYCH_RUN_DIR": str(run_root), "PYTHONSAFEPATH": "1"}
 
 
 @contextlib.contextmanager

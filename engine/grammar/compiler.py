@@ -11,20 +11,22 @@ compile(grammar) -> cached? -> yes: Program
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import json
 import math
 import os
+import socket
 import struct
+import subprocess
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import structlog
 
+from diptych.common import child
 from diptych.common.errors import DiptychError, InvalidRequestError, NoWorkerError, OverloadedError
 from diptych.common.grammar import Grammar, GrammarKind
 from diptych.engine.grammar.process import BEGAN, READY
@@ -41,12 +43,6 @@ _MAX_REFUSED = 256
 _TOO_SLOW_S = 60.0
 _LONG_S = 1.0
 """Most grammars take milliseconds."""
-_CLOSED_FIRST = (
-    "import os, sys; os.closerange(3, os.sysconf('SC_OPEN_MAX')); "
-    "from diptych.engine.grammar.process import main; main(*sys.argv[1:3], *map(int, sys.argv[3:]))"
-)
-"""What the worker listens on is not the compiling process's: libraries open sockets that a child would inherit, and a port would
-then stay taken after the worker is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,78 +244,86 @@ class GrammarCompiler:
 
 
 class ChildProcess:
-    """See Compiling. The process starts with the first grammar."""
+    """See Compiling. The process starts with the first grammar, and ends with the event loop's thread."""
 
     def __init__(self, backend: str, model: str, limits: GrammarLimits) -> None:
         self._args = (
             backend, model, str(limits.memory_bytes), str(int(limits.time_cap_s) + 2),
         )  # fmt: skip
         self._time_cap_s = limits.time_cap_s
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._reader: asyncio.StreamReader | None = None
+        self._writer: asyncio.StreamWriter | None = None
 
     async def compile(self, grammar: Grammar) -> bytes:
         """Raises: also TimeoutError after the time cap, and NoWorkerError when the process does not come up."""
         await self.prepare()
-        process = self._process
-        assert process is not None
-        assert process.stdin is not None
         values = {"kind": grammar.kind.value, "source": grammar.source, "compact": grammar.compact}
         try:
             async with asyncio.timeout(self._time_cap_s):
-                await _send(process.stdin, json.dumps(values).encode())
-                if await _receive(process) != BEGAN:
+                await self._send(json.dumps(values).encode())
+                if await self._receive() != BEGAN:
                     raise ConnectionError("it says something unexpected")
         except TimeoutError:  # stopped, or starved: no grammar's fault
             raise ConnectionError("it does not begin") from None
         async with asyncio.timeout(self._time_cap_s):
-            answer = await _receive(process)
+            answer = await self._receive()
         if answer[:1] != b"+":
             raise InvalidRequestError(answer[1:].decode(), param="grammar")
         return answer[1:]
 
     async def prepare(self) -> None:
         """See Compiling."""
-        if self._process is None or self._process.returncode is not None:  # it died while it was idle
+        if self._process is None or self._process.poll() is not None:  # it died while it was idle
             await self._started()
 
-    async def _started(self) -> asyncio.subprocess.Process:
-        command: Sequence[str] = (sys.executable, "-c", _CLOSED_FIRST, *self._args)
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        )
-        self._process = process
+    async def _started(self) -> None:
+        self._hang_up()
+        ours, theirs = socket.socketpair()
+        self._reader, self._writer = await asyncio.open_connection(sock=ours)
         try:
+            with theirs:
+                # Not the event loop's own subprocesses: uvloop forks, and this process holds UCX and gRPC (common/child.py).
+                self._process = child.start(
+                    (sys.executable, "-P", "-m", "diptych.engine.grammar.process", *self._args),
+                    stdin=theirs.fileno(),
+                    stdout=theirs.fileno(),
+                    env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+                )
             async with asyncio.timeout(_START_S):
-                word = await _receive(process)
-        except (ConnectionError, TimeoutError) as error:
+                word = await self._receive()
+        except (OSError, TimeoutError) as error:
             # Another worker may have one that is up already; so may we, a little later.
             raise NoWorkerError(
                 "the process that compiles grammars does not come up", retry_after_s=_RETRY_S
             ) from error
         if word != READY:
             raise NoWorkerError("the process that compiles grammars says something unexpected")
-        return process
 
     def kill(self) -> None:
-        if self._process is not None and self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
+        self._hang_up()
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+            asyncio.get_running_loop().run_in_executor(
+                None, self._process.wait
+            )  # whoever is not waited for stays a zombie
 
+    def _hang_up(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
 
-async def _send(stdin: asyncio.StreamWriter, frame: bytes) -> None:
-    stdin.write(struct.pack(">I", len(frame)) + frame)
-    await stdin.drain()
+    async def _send(self, frame: bytes) -> None:
+        assert self._writer is not None
+        self._writer.write(struct.pack(">I", len(frame)) + frame)
+        await self._writer.drain()
 
-
-async def _receive(process: asyncio.subprocess.Process) -> bytes:
-    assert process.stdout is not None
-    try:
-        (size,) = struct.unpack(">I", await process.stdout.readexactly(4))
-        if size > _MAX_FRAME:
-            raise ConnectionError("a frame of an impossible size")
-        return await process.stdout.readexactly(size)
-    except asyncio.IncompleteReadError:
-        raise ConnectionError(f"it ended with {process.returncode}") from None
+    async def _receive(self) -> bytes:
+        assert self._reader is not None
+        assert self._process is not None
+        try:
+            (size,) = struct.unpack(">I", await self._reader.readexactly(4))
+            if size > _MAX_FRAME:
+                raise ConnectionError("a frame of an impossible size")
+            return await self._reader.readexactly(size)
+        except asyncio.IncompleteReadError:
+            raise ConnectionError(f"it ended with {self._process.poll()}") from None

@@ -1,4 +1,6 @@
-"""The compiling process, with the arguments BACKEND MODEL_FOLDER MEMORY_BYTES CPU_SECONDS; see compiler.py for its start.
+"""The compiling process; compiler.py starts it.
+
+    python -m diptych.engine.grammar.process BACKEND MODEL_FOLDER MEMORY_BYTES CPU_SECONDS
 
 Compiling is the part of structured output that can take for ever or eat all memory; here it can be killed. Frames on stdin
 and stdout are a length (4 bytes, big endian) and so many bytes. First a READY frame goes out; then each frame in, JSON of a
@@ -7,7 +9,6 @@ grammar, is answered by BEGAN and by one that begins with + (what was compiled) 
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import resource
@@ -23,13 +24,11 @@ from diptych.engine.grammar.backends import Compilers
 from diptych.engine.grammar.vocabulary import vocabulary_of
 
 READY, BEGAN = b"READY", b"BEGAN"
-_PR_SET_PDEATHSIG = 1
 _NICE = 10
 """The worker's own threads come first."""
 
 
 def main(backend: str, model: str, memory_bytes: int, cpu_s: int) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     out = os.fdopen(os.dup(1), "wb")
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)  # libraries print; ours is the only word on stdout
@@ -75,3 +74,7 @@ def _read(source: BinaryIO) -> bytes | None:
 def _write(out: BinaryIO, frame: bytes) -> None:
     out.write(struct.pack(">I", len(frame)) + frame)
     out.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))

@@ -1,4 +1,5 @@
-"""A real cluster with a collector: one HTTP request is one trace over the router, decode and prefill processes."""
+"""A real cluster with a collector, as shipped: it starts, compiles grammars, and one HTTP request is one trace over the router,
+decode and prefill processes."""
 
 from __future__ import annotations
 
@@ -43,13 +44,26 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
     server.stop(1.0).wait()
 
 
-def test_one_request_is_one_connected_trace(cluster_module, collector: Collector, tmp_path) -> None:
+def post(url: str, body: object, headers: dict[str, str] | None = None) -> dict:
+    headers = {"content-type": "application/json", **(headers or {})}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        return json.load(answer)
+
+
+def test_2_4_a_cluster_that_exports_traces_starts_and_one_request_is_one_trace(
+    cluster_module, collector: Collector, tmp_path
+) -> None:
     with cluster_module.running_cluster(tmp_path) as running:
+        asked = {
+            "messages": [{"role": "user", "content": "Is the sky blue?"}],
+            "max_tokens": 8,
+            "structured_outputs": {"choice": ["yes", "no"]},
+        }
+        told = post(running.http_url + "/v1/chat/completions", asked)["choices"][0]["message"]["content"]
+        assert told in ("yes", "no")
         body = {"prompt": list(range(1000, 1120)), "max_tokens": 4, "temperature": 0, "ignore_eos": True}
-        headers = {"content-type": "application/json", "traceparent": f"00-{TRACE}-{PARENT}-01"}
-        request = urllib.request.Request(running.http_url + "/v1/completions", json.dumps(body).encode(), headers)
-        with urllib.request.urlopen(request, timeout=120) as answer:
-            assert answer.status == 200
+        post(running.http_url + "/v1/completions", body, {"traceparent": f"00-{TRACE}-{PARENT}-01"})
 
         def ours() -> list[tuple[str, object]]:
             return [(service, span) for service, span in collector.spans if span.trace_id.hex() == TRACE]

@@ -1,11 +1,8 @@
 """What several integration tests share: a router's fleet of workers without an engine, and a real Valkey."""
 
-import ctypes
 import importlib.util
 import os
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -14,6 +11,8 @@ from pathlib import Path
 
 import pytest
 from redis import asyncio as aioredis
+
+from diptych.common import child
 
 
 def _load(name, file):
@@ -39,10 +38,6 @@ async def fleet(model_folder, tmp_path):
         yield fleet
 
 
-def _die_with_parent():
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-
-
 @pytest.fixture(scope="module")
 def valkey_url():
     """A real server on a unix socket of its own."""
@@ -51,7 +46,7 @@ def valkey_url():
     folder = tempfile.mkdtemp(prefix="vk", dir="/tmp")
     socket = f"{folder}/s"
     command = [str(binary), "--port", "0", "--unixsocket", socket, "--save", "", "--dir", folder, "--daemonize", "no"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, preexec_fn=_die_with_parent)
+    process = child.start(command, stdout=child.DEVNULL)
     deadline = time.monotonic() + 10
     while not os.path.exists(socket):
         assert time.monotonic() < deadline

@@ -64,7 +64,9 @@ def test_it_holds_none_of_the_workers_sockets_and_its_death_is_nobodys_fault(mod
             assert started[-1]._process.pid != other.pid
         finally:
             await compiler.close()
-            await asyncio.gather(*(one._process.wait() for one in started if one._process is not None))
+            for one in started:
+                assert one._process is not None
+                await asyncio.to_thread(one._process.wait, 30)
 
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from diptych.common.clock import FakeClock
-from diptych.common.errors import ConfigError, WorkerLostError
+from diptych.common.errors import WorkerLostError
 from diptych.common.sampling import FinishReason, SamplingParams
 from diptych.common.tracing import tracing
 from diptych.router.messages import FinishedEvent, GenerateSpec, PreparedRequest, UsageInfo
@@ -131,9 +131,3 @@ def test_how_a_request_ended_badly_is_told(exported: InMemorySpanExporter) -> No
     RequestSpan(prepared(clock), clock).failed(WorkerLostError("x"))
     RequestSpan(prepared(clock), clock).left()
     assert [s.attributes["error.type"] for s in exported.get_finished_spans()] == ["WORKER_LOST", "CLIENT_LEFT"]
-
-
-def test_an_endpoint_without_the_package_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
-    with pytest.raises(ConfigError, match=r"diptych\[otel\]"):
-        tracing.configure("test", environ={"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"})

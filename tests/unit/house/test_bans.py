@@ -29,6 +29,11 @@ def bans() -> ModuleType:
         "AutoModel.from_pretrained('x', trust_remote_code=True)",
         "subprocess.run('ls', shell=True)",
         "yaml.load(text)",
+        "import multiprocessing",
+        "from multiprocessing import Process",
+        "os.fork()",
+        "subprocess.Popen(['ls'], preexec_fn=f)",
+        "await asyncio.create_subprocess_exec('ls')",
     ],
 )
 def test_banned(bans, source):
@@ -42,6 +47,7 @@ def test_banned(bans, source):
         "yaml.safe_load(text)",
         "subprocess.run(['ls'])",
         "model.eval()",
+        "subprocess.Popen(['ls'], start_new_session=True)",
     ],
 )
 def test_allowed(bans, source):
