@@ -49,7 +49,8 @@ class DecodeServicer:
     """
 
     def Attach(self, request_iterator, context):
-        """Missing associated documentation comment in .proto file."""
+        """Commands of one router in, the events of its attempts out, one message for each engine step.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -127,7 +128,8 @@ class LookasideServicer:
     """
 
     def Attach(self, request_iterator, context):
-        """Missing associated documentation comment in .proto file."""
+        """Tickets of one client in, the events of its attempts out.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')

@@ -62,7 +62,8 @@ class WorkerServicer:
     """
 
     def GetInfo(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Who it is, what it serves and where its KV transport listens.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
