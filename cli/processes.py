@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import subprocess
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +48,9 @@ class ProcessIdentity:
 
 def spawn(command: Sequence[str], *, log: Path, env: Mapping[str, str], cwd: Path) -> subprocess.Popen[bytes]:
     """Start a child in a session of its own (a Ctrl-C reaches us alone, and we decide the order), writing to `log`, killed by
-    the kernel when the thread that called this ends. Call it on the main thread only."""
+    the kernel when the thread that called this ends: call it on the main thread. Raises: RuntimeError on another one."""
+    if threading.current_thread() is not threading.main_thread():
+        raise RuntimeError("a child started here would end with this thread")
     with log.open("ab", buffering=0) as output:
         return child.start(command, env=env, cwd=cwd, stdout=output, stderr=subprocess.STDOUT, new_session=True)
 

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from diptych.cli.processes import ProcessIdentity, spawn
 
 STEADY_AFTER_S = 60.0
 """A child that ran this long starts again without delay when it dies."""
+KILL_S = 10.0
+"""For the kernel to end a killed process."""
 
 
 def restart_delay_s(failures: int) -> float:
@@ -102,7 +105,8 @@ class Supervisor:
         return notices
 
     def stop(self, *, grace_s: float, hurry: Callable[[], bool] = lambda: False) -> list[str]:
-        """SIGTERM group by group, SIGKILL what is left after `grace_s` of a group or once hurry() is true.
+        """SIGTERM group by group, SIGKILL what is left after `grace_s` of a group or once hurry() is true: what is stopped, or
+        hangs where it does not look at signals.
 
         Returns: names of the children that had to be killed.
         """
@@ -120,7 +124,8 @@ class Supervisor:
                     child.process.kill()
                     killed.append(child.spec.name)
             for child in members:
-                child.process.wait(timeout=10)
+                with suppress(subprocess.TimeoutExpired):  # it ends as soon as the kernel lets go of it
+                    child.process.wait(timeout=KILL_S)
         self.children.clear()
         return killed
 

@@ -41,13 +41,18 @@ class StartFailed(Exception):
 
 
 class _Signals:
-    """Signals become a number to look at; a second one means hurry."""
+    """Signals become a number to look at; a second one means hurry. While the cluster starts, the first one ends the start there
+    and then, whatever it waits for: a download, a first answer that never comes."""
 
     def __init__(self) -> None:
         self.received: list[int] = []
+        self.starting = False
 
     def handle(self, signum: int, _frame: FrameType | None) -> None:
         self.received.append(signum)
+        if self.starting:
+            self.starting = False
+            raise StartFailed("interrupted")
 
     def hurry(self) -> bool:
         return len(self.received) > 1
@@ -88,6 +93,7 @@ def run_up(config: UpConfig, run_root: Path, resolve_model: Callable[[Stages], t
         try:
             require_free_port("http_port", config.host, config.http_port)
             require_free_port("grpc_port", config.host, config.grpc_port)
+            signals.starting = True
             stages.stage("model")
             model_folder, model_name = resolve_model(stages)
             stages.done(f"model {model_name} in {model_folder}")
@@ -96,6 +102,7 @@ def run_up(config: UpConfig, run_root: Path, resolve_model: Callable[[Stages], t
             supervisor = Supervisor(env, cwd=folder.root)
             plan = ClusterPlan(config, folder, model_folder, model_name, threads)
             _start(plan, supervisor, signals, stages)
+            signals.starting = False
             if not signals.received:
                 print(_greeting(plan, folder), flush=True)
                 _supervise(plan, supervisor, signals, stages)
@@ -106,6 +113,7 @@ def run_up(config: UpConfig, run_root: Path, resolve_model: Callable[[Stages], t
                 print(f"error: {error}", file=sys.stderr, flush=True)
                 return 1
         finally:
+            signals.starting = False
             stages.end()
             if supervisor is not None:
                 killed = supervisor.stop(grace_s=STOP_GRACE_S, hurry=signals.hurry)
@@ -128,21 +136,30 @@ def run_detached(command: list[str], run_root: Path, timeout_s: float) -> int:
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
     until = time.monotonic() + timeout_s
-    while time.monotonic() < until:
-        code = process.poll()
-        state = folder.read_state()
-        if code is not None:
-            print(tail(log, 40), file=sys.stderr)
-            if list(folder.logs.iterdir()) == [log]:  # nothing was started, and its words are told
-                log.unlink()
-                folder.unmake()
-            return code or 1
-        if state is not None and state.pid == process.pid and state.ready:
-            print(log.read_text(errors="replace"))
-            return 0
-        time.sleep(0.1)
-    process.terminate()
-    process.wait(timeout=DOWN_DEADLINE_S)
+    serves = False
+    try:
+        while time.monotonic() < until:
+            code = process.poll()
+            state = folder.read_state()
+            if code is not None:
+                print(tail(log, 40), file=sys.stderr)
+                if list(folder.logs.iterdir()) == [log]:  # nothing was started, and its words are told
+                    log.unlink()
+                    folder.unmake()
+                return code or 1
+            if state is not None and state.pid == process.pid and state.ready:
+                print(log.read_text(errors="replace"))
+                serves = True
+                return 0
+            time.sleep(0.1)
+    finally:
+        if not serves and process.poll() is None:  # too late, or somebody interrupted us
+            process.terminate()
+            try:
+                process.wait(timeout=DOWN_DEADLINE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()  # the kernel kills its children with it
+                process.wait()
     print(f"error: not ready after {timeout_s:.0f} s\n{tail(log, 40)}", file=sys.stderr)
     return 1
 

@@ -24,7 +24,7 @@ _TIE = (
     "import ctypes, os, sys\n"
     "if ctypes.CDLL(None).prctl(1, 9, 0, 0, 0): sys.exit('prctl(PR_SET_PDEATHSIG) failed')\n"
     "if os.getppid() != int(sys.argv[1]): os._exit(1)\n"
-    "os.execv(sys.argv[2], sys.argv[2:])\n"
+    "os.execvp(sys.argv[2], sys.argv[2:])\n"
 )
 
 DEVNULL = subprocess.DEVNULL
@@ -32,7 +32,7 @@ Stream = int | IO[bytes] | None
 
 
 def tied(command: Sequence[str]) -> list[str]:
-    """The command line that ties itself to this process, then becomes `command`, whose program is a path."""
+    """The command line that ties itself to this process, then becomes `command`."""
     return [sys.executable, "-I", "-S", "-c", _TIE, str(os.getpid()), *command]
 
 
@@ -49,7 +49,7 @@ def start(
     """Start a child that has none of our descriptors but those named, and is killed when the calling thread ends.
 
     Args:
-        command: its program by path.
+        command: its program is a path, or found by PATH.
         env: the child's whole environment; None: ours.
         new_session: a Ctrl-C on the terminal reaches us alone.
     """

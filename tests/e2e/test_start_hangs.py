@@ -1,0 +1,155 @@
+"""A start that hangs or is killed leaves no process behind: `diptych up` with its own Redis, and children that are held right
+where Python begins, before anything of ours is imported."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.multiproc
+DEADLINE_S = 60.0
+
+GATE = """
+import os, pathlib, signal, sys, threading, time
+role = next((word for word in sys.orig_argv if word in ("prefill", "decode", "router")), "")
+if role:
+    flags = dict(zip(sys.orig_argv, sys.orig_argv[1:]))
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    folder, state = pathlib.Path(os.environ["GATE"]), os.environ["GATE_STATE"]
+    if state == "ready" and role == "router":
+        from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+        class Ready(BaseHTTPRequestHandler):
+            def do_GET(self):
+                self.send_response(200)
+                self.send_header("content-length", "0")
+                self.end_headers()
+
+            def do_POST(self):
+                (folder / "asked").touch()
+                threading.Event().wait()
+
+        ThreadingHTTPServer(("127.0.0.1", int(flags["--http-port"])), Ready).serve_forever()
+    (folder / f"{role}.pid").write_text(str(os.getpid()))
+    if state == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    while True:
+        time.sleep(600)
+"""
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "model.safetensors").touch()
+    return folder
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Path:
+    folder = tmp_path / "gate"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(GATE)
+    return folder
+
+
+def wait_until(condition, what: str) -> None:
+    until = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < until, what
+        time.sleep(0.02)
+
+
+def below(folder: Path) -> list[psutil.Process]:
+    """Every living process whose environment names the folder, whoever its parent is."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if (
+                process.pid != os.getpid()
+                and process.status() != psutil.STATUS_ZOMBIE
+                and process.environ().get("GATE") == str(folder)
+            ):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+@contextmanager
+def starting(cluster_module, model: Path, gate: Path, state: str, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
+    """`up` whose children are all held; after it nothing may be left, and everything is killed."""
+    command, _, _ = cluster_module.up_command("--model", str(model), *flags)
+    env = cluster_module.environment(gate.parent / "run")
+    env |= {
+        "GATE": str(gate),
+        "GATE_STATE": state,
+        "PYTHONPATH": os.pathsep.join([str(gate), env.get("PYTHONPATH", "")]),
+    }
+    with (gate.parent / "up.log").open("wb") as log:
+        process = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
+    try:
+        held = [gate / f"{role}.pid" for role in ("prefill", "decode")]
+        wait_until(lambda: all(path.exists() and path.read_text() for path in held), "children are held")
+        yield process
+        process.wait(timeout=DEADLINE_S)
+        wait_until(lambda: not below(gate), f"left behind: {below(gate)}")
+    finally:
+        for left in (process, *below(gate)):
+            left.kill()
+        process.wait(timeout=DEADLINE_S)
+
+
+def only_logs(gate: Path) -> bool:
+    return [path.name for path in (gate.parent / "run").iterdir()] == ["logs"]
+
+
+@pytest.mark.parametrize("state", ["deaf", "stopped"])
+def test_2_8_a_start_that_is_told_to_stop_leaves_nothing(cluster_module, model: Path, gate: Path, state: str) -> None:
+    with starting(cluster_module, model, gate, state) as up:
+        up.send_signal(signal.SIGTERM)
+        assert up.wait(timeout=DEADLINE_S) == 143
+    assert only_logs(gate)
+
+
+@pytest.mark.parametrize("state", ["deaf", "stopped"])
+def test_2_8_a_start_that_is_killed_leaves_nothing(cluster_module, model: Path, gate: Path, state: str) -> None:
+    with starting(cluster_module, model, gate, state) as up:
+        up.kill()
+
+
+@pytest.mark.parametrize("state", ["deaf", "stopped"])
+def test_2_8_a_start_that_is_too_late_leaves_nothing(cluster_module, model: Path, gate: Path, state: str) -> None:
+    with starting(cluster_module, model, gate, state, "--startup-timeout-s", "1") as up:
+        assert up.wait(timeout=DEADLINE_S) == 1
+    assert "not ready after 1 s" in (gate.parent / "up.log").read_text()
+    assert only_logs(gate)
+
+
+def test_2_8_a_first_answer_that_never_comes_does_not_make_up_deaf(cluster_module, model: Path, gate: Path) -> None:
+    with starting(cluster_module, model, gate, "ready") as up:
+        wait_until((gate / "asked").exists, "the first answer is asked for")
+        up.send_signal(signal.SIGTERM)
+        assert up.wait(timeout=DEADLINE_S) == 143
+    assert only_logs(gate)
+
+
+def test_2_8_a_detached_start_that_hangs_is_ended(cluster_module, model: Path, gate: Path) -> None:
+    """`up --detach` gives up; the `up` below it is stopped, and so never ends by itself."""
+    with starting(cluster_module, model, gate, "deaf", "--detach", "--startup-timeout-s", "600") as front:
+        below_it = int(json.loads((gate.parent / "run" / "up.pid").read_text())["pid"])
+        os.kill(below_it, signal.SIGSTOP)
+        front.send_signal(signal.SIGINT)
+        front.wait(timeout=DEADLINE_S)
