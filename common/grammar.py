@@ -4,7 +4,8 @@ TAGS is what promises tool calls: JSON values between fixed texts.
 
     head  tag separator tag separator ...  tail          tag: one of  begin + JSON of its schema + end
 
-With `trigger` anything may be written, but whatever begins with the trigger must be such a tag.
+With `trigger` anything may be written, but whatever begins with the trigger must be such a tag. With `instead` the answer may
+also be JSON of that schema, and no tag.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Grammar:
     source: by kind: a JSON schema; a regular expression that the whole answer matches; a JSON list of texts; rules in EBNF
         (GBNF's form, from `root` on) or in Lark's form; Tags.
     free_until: the grammar holds from the token after this text on; empty: from the first token on.
-    compact: of a JSON schema: no white space but one space behind each comma and colon.
+    compact: of a JSON schema, also that in `instead` of tags: no white space but one space behind each comma and colon.
     """
 
     kind: GrammarKind
@@ -58,7 +59,10 @@ class Tag:
 
 @dataclass(frozen=True, slots=True)
 class Tags:
-    """Args: several: more than one tag may come."""
+    """Args:
+    several: more than one tag may come.
+    instead: JSON schema, as text; not together with `trigger`. Empty: tags must come.
+    """
 
     tags: tuple[Tag, ...]
     head: str = ""
@@ -66,9 +70,13 @@ class Tags:
     separator: str = ""
     several: bool = True
     trigger: str = ""
+    instead: str = ""
 
     def dump(self) -> str:
-        return json.dumps(asdict(self), ensure_ascii=False)
+        values = asdict(self)
+        if not self.instead:  # workers of an earlier version do not know it
+            del values["instead"]
+        return json.dumps(values, ensure_ascii=False)
 
     @classmethod
     def load(cls, source: str) -> Tags:
@@ -78,10 +86,10 @@ class Tags:
             tags = tuple(Tag(**tag) for tag in values.pop("tags"))
             texts = [*(getattr(tag, name) for tag in tags for name in ("begin", "schema", "end"))]
             made = cls(tags, **values)
-            texts += [made.head, made.tail, made.separator, made.trigger]
+            texts += [made.head, made.tail, made.separator, made.trigger, made.instead]
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             texts, tags = [None], ()
-        if not tags or not all(isinstance(text, str) for text in texts):
+        if not tags or not all(isinstance(text, str) for text in texts) or (made.trigger and made.instead):
             raise InvalidRequestError("grammar: tags of an unknown form", param="grammar")
         return made
 

@@ -248,17 +248,11 @@ def _prompts(given: str | list[Any]) -> list[str | list[int]]:
 def grammar_of(request: Sampled, offer: Offer | None = None) -> tuple[Grammar | None, dict[str, str]]:
     """The answer's grammar, and the name under which an error of it is told.
 
-    Raises: InvalidRequestError naming the field, also when tools and a format are both asked for: an answer is the one or
-        the other.
+    Raises: InvalidRequestError naming the field.
     """
     wanted = wanted_grammar({name: _plain(getattr(request, name, None)) for name in FORMAT_FIELDS})
-    if wanted is not None:
-        if offer is not None and offer.names:
-            raise InvalidRequestError(f"{wanted.field} does not go together with tools", param=wanted.field)
-        return wanted.grammar, {"grammar": wanted.field}
-    if offer is not None and offer.grammar is not None:
-        return offer.grammar, {"grammar": offer.field}
-    return None, {}
+    found = wanted if offer is None else offer.grammar_with(wanted)
+    return (None, {}) if found is None else (found.grammar, {"grammar": found.field})
 
 
 def _plain(value: Any) -> Any:

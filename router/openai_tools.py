@@ -11,11 +11,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from diptych.common.errors import InvalidRequestError
-from diptych.common.grammar import Grammar
+from diptych.common.grammar import Grammar, GrammarKind
 from diptych.router.messages import ModelFeatures
-from diptych.router.structured import check_schema
+from diptych.router.structured import Wanted, check_schema
 from diptych.router.tools import call_form
-from diptych.router.tools_choice import Function, required_calls, strict_calls
+from diptych.router.tools_choice import CallForm, Function, calls_or_json, required_calls, strict_calls
 
 MAX_TOOLS = 128
 MAX_MESSAGES = 20_000
@@ -130,13 +130,40 @@ class Offer:
     """Args:
     shown: for the chat template; None: the model is shown no tools.
     names: of the functions that may be called.
-    grammar: what is promised about calls; None: nothing. `field`: what asked for it.
+    required: the grammar of calls that must come; None: none must.
+    form: how the model writes calls; None: nobody has said.
+    several: more than one call may come.
     """
 
     shown: list[dict[str, Any]] | None = None
     names: tuple[str, ...] = ()
-    grammar: Grammar | None = None
-    field: str = "tool_choice"
+    required: Grammar | None = None
+    functions: tuple[Function, ...] = ()
+    form: CallForm | None = None
+    several: bool = True
+
+    def grammar_with(self, wanted: Wanted | None) -> Wanted | None:
+        """What the answer must look like when `wanted` is asked for, too: a call's arguments fit the function's schema, and an
+        answer without a call fits the format.
+
+        Raises: InvalidRequestError naming the field, for strict functions or a format that do not go together with this
+            model's form of calls, and for a format that is no JSON.
+        """
+        if self.required is not None:
+            return Wanted(self.required, "tool_choice")
+        if not self.names:
+            return wanted
+        if wanted is None:
+            strict = strict_calls(self.form, self.functions, several=self.several)
+            return None if strict is None else Wanted(strict, "tools")
+        if wanted.grammar.kind is not GrammarKind.JSON_SCHEMA:
+            rule = "goes together with tools only where tool_choice is none; JSON formats always do"
+            raise InvalidRequestError(f"{wanted.field} {rule}", param=wanted.field)
+        if self.form is None:
+            rule = "does not go together with tools in this model's format of calls"
+            raise InvalidRequestError(f"{wanted.field} {rule}", param=wanted.field)
+        both = calls_or_json(self.form, self.functions, wanted.grammar, several=self.several)
+        return Wanted(both, wanted.field)
 
 
 def offer_tools(
@@ -170,13 +197,13 @@ def offer_tools(
     if named and named not in names:
         raise InvalidRequestError(f"tool_choice: there is no function {named!r} among the tools", param="tool_choice")
     form = call_form(features.tool_parser)
-    functions = [Function(f.name, f.parameters, bool(f.strict)) for f in (tool.function for tool in tools)]
+    functions = tuple(Function(f.name, f.parameters, bool(f.strict)) for f in (tool.function for tool in tools))
     if named:
         wanted = [function for function in functions if function.name == named]
         return Offer(shown, (named,), required_calls(form, wanted, several=False))
     if choice == "required":
         return Offer(shown, names, required_calls(form, functions, several=parallel))
-    return Offer(shown, names, strict_calls(form, functions, several=parallel), "tools")
+    return Offer(shown, names, None, functions, form, several=parallel)
 
 
 def _named(choice: object) -> str:

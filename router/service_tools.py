@@ -26,7 +26,7 @@ from diptych.router.openai_tools import (
     offer_tools,
     template_messages,
 )
-from diptych.router.structured import plain_grammar, schema_grammar
+from diptych.router.structured import Wanted, plain_grammar, schema_grammar
 from diptych.router.tools_pieces import CallArguments, CallStart, Content, Piece, Reasoning
 from diptych.rpc.convert import grammar_from_proto
 from diptych.rpc.v1 import router_pb2, types_pb2
@@ -71,12 +71,14 @@ def chat_of(request: router_pb2.GenerateRequest, features: ModelFeatures) -> tup
 
 
 def grammar_of(sampling: types_pb2.SamplingParams, offer: Offer) -> Grammar | None:
-    """Raises: InvalidRequestError naming `grammar`, also when tools ask for one, too."""
-    if not sampling.HasField("grammar"):
-        return offer.grammar
+    """Raises: InvalidRequestError naming `grammar`."""
+    wanted = Wanted(_own_grammar(sampling), "grammar") if sampling.HasField("grammar") else None
+    found = offer.grammar_with(wanted)
+    return None if found is None else found.grammar
+
+
+def _own_grammar(sampling: types_pb2.SamplingParams) -> Grammar:
     grammar = grammar_from_proto(sampling.grammar)
-    if offer.names:
-        raise InvalidRequestError("grammar does not go together with tools", param="grammar")
     if grammar.kind is GrammarKind.TAGS or grammar.free_until:
         raise InvalidRequestError("grammar: tags and free_until are the router's own", param="grammar")
     if grammar.kind is GrammarKind.JSON_SCHEMA:

@@ -62,6 +62,17 @@ def required_calls(form: CallForm | None, functions: Sequence[Function], *, seve
     return Grammar(GrammarKind.TAGS, wanted.dump())
 
 
+def calls_or_json(form: CallForm, functions: Sequence[Function], wanted: Grammar, *, several: bool) -> Grammar:
+    """The answer is calls that fit, and nothing else, or it is what `wanted` asks for.
+
+    Args:
+        wanted: a JSON schema.
+    """
+    tags = tuple(_tag(form, function, _schema(function)) for function in functions)
+    both = Tags(tags, form.head, form.tail, form.separator, several, instead=wanted.source)
+    return Grammar(GrammarKind.TAGS, both.dump(), compact=wanted.compact)
+
+
 def strict_calls(form: CallForm | None, functions: Sequence[Function], *, several: bool) -> Grammar | None:
     """Text and calls as the model likes, but arguments of strict functions fit their schemas. None: no function is strict.
 

@@ -95,7 +95,9 @@ def choose(backend: str, grammar: Grammar) -> str:
         if grammar.kind is GrammarKind.JSON_SCHEMA:
             exact = follows(json.loads(grammar.source))
         elif grammar.kind is GrammarKind.TAGS:
-            exact = all(follows(json.loads(tag.schema)) for tag in Tags.load(grammar.source).tags)
+            tags = Tags.load(grammar.source)
+            schemas = [*(tag.schema for tag in tags.tags), *([tags.instead] if tags.instead else [])]
+            exact = all(follows(json.loads(schema)) for schema in schemas)
         else:
             exact = True
     except (ValueError, RecursionError) as error:

@@ -122,14 +122,14 @@ def _compiled_text(grammar: Grammar) -> str:
         case GrammarKind.EBNF:
             return str(llguidance.grammar_from("ebnf" if "::=" in source else "lark", source))
         case GrammarKind.TAGS:
-            return str(llguidance.LLMatcher.grammar_from_lark(_lark(Tags.load(source))))
+            return str(llguidance.LLMatcher.grammar_from_lark(_lark(Tags.load(source), compact=grammar.compact)))
 
 
 _JSON_DEFAULTS: Any = {"whitespace_pattern": _WHITESPACE}
 _COMPACT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
-def _lark(tags: Tags) -> str:
+def _lark(tags: Tags, *, compact: bool) -> str:
     rules = []
     for i, tag in enumerate(tags.tags):
         rules.append(f"tag_{i}: {json.dumps(tag.begin)} json_{i} {json.dumps(tag.end)}")
@@ -141,7 +141,15 @@ def _lark(tags: Tags) -> str:
     more = f" ( {json.dumps(tags.separator)} {one} )*" if tags.separator else f" {one}*"
     body = one + (more if tags.several else "")
     head, tail = (f"{json.dumps(text)} " if text else "" for text in (tags.head, tags.tail))
-    return f"start: {head}{body} {tail}\n" + "\n".join(rules)
+    start = f"{head}{body} {tail}"
+    if tags.instead:
+        if not tags.head and any(tag.begin.startswith("{") for tag in tags.tags):
+            # its lexer takes the longest text that it knows: every object would have to begin as a call does
+            raise ValueError("tools and a format together need the xgrammar backend where calls are bare JSON objects")
+        defaults = _COMPACT if compact else _JSON_DEFAULTS
+        rules.append("instead: %json " + json.dumps({"x-guidance": defaults, **json.loads(tags.instead)}))
+        start = f"instead | {start}"
+    return f"start: {start}\n" + "\n".join(rules)
 
 
 def _first_line(text: str) -> str:

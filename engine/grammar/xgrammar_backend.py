@@ -67,13 +67,7 @@ def _compile(compiler: Any, grammar: Grammar) -> Any:
     source = grammar.source
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
-            if grammar.compact:
-                return compiler.compile_json_schema(
-                    source, any_whitespace=False, separators=SEPARATORS, strict_mode=False
-                )
-            return compiler.compile_json_schema(
-                source, any_whitespace=True, max_whitespace_cnt=MAX_WHITESPACE, strict_mode=False
-            )
+            return compiler.compile_json_schema(source, **_json_options(grammar))
         case GrammarKind.REGEX:
             return compiler.compile_regex(source)
         case GrammarKind.CHOICE:
@@ -84,7 +78,18 @@ def _compile(compiler: Any, grammar: Grammar) -> Any:
                 return compiler.compile_grammar(source)
             return compiler.compile_lark(source)
         case GrammarKind.TAGS:
-            return compiler.compile_structural_tag(json.dumps(_structural_tag(Tags.load(source))))
+            tags = Tags.load(source)
+            shown = json.dumps(_structural_tag(tags))
+            if not tags.instead:
+                return compiler.compile_structural_tag(shown)
+            plain = xgrammar.Grammar.from_json_schema(tags.instead, **_json_options(grammar))
+            return compiler.compile_grammar(xgrammar.Grammar.union(plain, xgrammar.Grammar.from_structural_tag(shown)))
+
+
+def _json_options(grammar: Grammar) -> dict[str, Any]:
+    if grammar.compact:
+        return {"any_whitespace": False, "separators": SEPARATORS, "strict_mode": False}
+    return {"any_whitespace": True, "max_whitespace_cnt": MAX_WHITESPACE, "strict_mode": False}
 
 
 class XgrammarProgram:

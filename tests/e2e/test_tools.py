@@ -209,6 +209,15 @@ async def test_promised_calls(cluster, tmp_path, monkeypatch, name, thorough) ->
         if thorough:
             assert await whole(here, tool_choice="required", local=4000, **ask) == required
             check_calls(await whole(here, tool_choice="required", **ask | {"temperature": 1.0}), most=1)
+        # With a format an answer is calls that fit or JSON that fits, whoever computed the prompt.
+        form: Any = {"type": "json_schema", "json_schema": {"name": "sum", "schema": ADD}}
+        either = await whole(here, response_format=form, **ask)
+        if either[1]:
+            check_calls(either, most=1)
+        else:
+            assert jsonschema_rs.is_valid(ADD, json.loads(either[0])), either
+        assert await streamed(here, response_format=form, **ask) == either
+        assert await whole(here, response_format=form, local=4000, **ask) == either
         # The same over gRPC and in /v1/responses.
         answer = await here.sdk.generate(
             messages=ASK, tools=tools(), tool_choice="add", seed=5, temperature=0, max_tokens=96

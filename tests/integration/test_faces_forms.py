@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 from diptych_test_http_face import http, openai_client
 
 from diptych.common.errors import WorkerLostError
-from diptych.common.grammar import Grammar, Tags
+from diptych.common.grammar import Grammar, GrammarKind, Tags
 from diptych.common.sampling import FinishReason
 from diptych.router.fake_door import MODEL, FakeDoor, Step, hello_script
 from diptych.router.messages import FinishedEvent, ModelFeatures, TokenEvent, UsageInfo
@@ -81,6 +82,54 @@ async def test_promised_calls_are_grammars() -> None:
         assert await grammar(tools=[TOOL]) is None
 
 
+PLACE = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+
+
+async def test_tools_with_response_format() -> None:
+    """auto: calls that fit, or an answer that fits; required and by name: calls alone; none: the format alone."""
+    said = '{"city": "Paris"}'
+    form = {"type": "json_schema", "json_schema": {"name": "place", "schema": PLACE}}
+    strict = {"type": "function", "function": TOOL["function"] | {"strict": True}}
+    flat = {"type": "function", "name": "add", "parameters": {"type": "object"}}
+    door = FakeDoor(says(said))
+
+    def grammar() -> Grammar:
+        found = door.specs[-1].grammar
+        assert isinstance(found, Grammar)
+        return found
+
+    async with http(door) as client:
+        for features, tool in ((CALLER, TOOL), (CALLER, strict), (LLAMA, strict)):
+            door.model_features = features
+            ask: dict[str, Any] = {"messages": MESSAGES, "tools": [tool], "response_format": form}
+            answer = (await client.post(CHAT, json=ask)).json()
+            assert (answer["choices"][0]["message"]["content"], answer["choices"][0]["finish_reason"]) == (said, "stop")
+            tags = Tags.load(grammar().source)
+            assert (json.loads(tags.instead), tags.trigger, len(tags.tags)) == (PLACE, "", 1)
+            assert (json.loads(tags.tags[0].schema), tags.several) == ({"type": "object"}, True)
+            one = await client.post(
+                CHAT, json=ask | {"parallel_tool_calls": False, "response_format": {"type": "json_object"}}
+            )
+            assert one.status_code == 200
+            tags = Tags.load(grammar().source)
+            assert (json.loads(tags.instead), tags.several) == ({"type": "object"}, False)
+            for choice in ("required", {"type": "function", "function": {"name": "add"}}):
+                assert (await client.post(CHAT, json=ask | {"tool_choice": choice})).status_code == 200
+                assert Tags.load(grammar().source).instead == ""
+            assert (await client.post(CHAT, json=ask | {"tool_choice": "none"})).status_code == 200
+            assert (grammar().kind, json.loads(grammar().source)) == (GrammarKind.JSON_SCHEMA, PLACE)
+            assert (await client.post(CHAT, json=ask | {"response_format": {"type": "text"}})).status_code == (
+                400 if features is LLAMA else 200
+            )
+        compact = {"structured_outputs": {"disable_any_whitespace": True}}
+        assert (await client.post(CHAT, json=ask | compact)).status_code == 200
+        assert grammar().compact
+        text = {"format": {"type": "json_schema", "name": "place", "schema": PLACE}}
+        answer = await client.post("/v1/responses", json={"input": "Hi", "tools": [flat], "text": text})
+        assert answer.status_code == 200, answer.text
+        assert json.loads(Tags.load(grammar().source).instead) == PLACE
+
+
 async def test_tools_that_cannot_be_had_are_400() -> None:
     deep: dict[str, Any] = {}
     for _ in range(40):
@@ -94,7 +143,7 @@ async def test_tools_that_cannot_be_had_are_400() -> None:
         (ModelFeatures(tool_parser="hermes"), {"tools": [TOOL]}, "tools"),
         (CALLER, {"tool_choice": "required"}, "tool_choice"),
         (CALLER, {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "nobody"}}}, "tool_choice"),
-        (CALLER, {"tools": [TOOL], "response_format": {"type": "json_object"}}, "response_format"),
+        (CALLER, {"tools": [TOOL], "guided_regex": "a"}, "guided_regex"),
         (CALLER, {"tools": [TOOL], "tool_choice": 1}, "tool_choice"),
         (CALLER, {"tools": [TOOL] * 129}, "tools"),
         (CALLER, {"tools": [TOOL, TOOL]}, "tools"),

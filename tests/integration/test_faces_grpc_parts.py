@@ -118,6 +118,8 @@ async def test_grammars_and_promised_calls_on_the_wire() -> None:
         named = Tags.load((await grammar(tools=[TOOL], tool_choice="add")).source)
         assert (len(named.tags), named.several) == (1, False)
         assert Tags.load((await grammar(tools=[TOOL], tool_choice="required")).source).several
+        both = await grammar(tools=[TOOL], json_schema={"type": "object"}, compact_json=True)
+        assert (json.loads(Tags.load(both.source).instead), both.compact) == ({"type": "object"}, True)
 
 
 @pytest.mark.parametrize(

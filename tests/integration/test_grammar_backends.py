@@ -14,7 +14,7 @@ from diptych.engine.grammar import llguidance_backend, xgrammar_backend
 from diptych.engine.grammar.program import Program, allowed_ids, mask_words
 from diptych.engine.grammar.vocabulary import Vocabulary
 from diptych.router.tools import FORMS, tool_factory
-from diptych.router.tools_choice import Function, required_calls, strict_calls
+from diptych.router.tools_choice import Function, calls_or_json, required_calls, strict_calls
 from diptych.router.tools_pieces import CallArguments, CallStart, Content
 
 EOS = 256
@@ -126,6 +126,52 @@ def test_promised_calls_are_what_the_parser_reads(backend, name) -> None:
     ]
     assert list(zip(names, arguments, strict=True)) == CALLS
     assert not [piece for piece in pieces if isinstance(piece, Content) and piece.text.strip()]
+
+
+@pytest.mark.parametrize("name", list(FORMS))
+@pytest.mark.parametrize("compact", [False, True])
+def test_tools_with_a_format(backend, name, compact) -> None:
+    """Calls that fit their schemas, or JSON that fits the format, and nothing else; also when its matcher is rebuilt from the
+    tokens so far, as after a hand-off or a preemption."""
+    compiler, loader = backend
+    form = FORMS[name]
+    place = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    wanted = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(place), compact=compact)
+    both = calls_or_json(form, FUNCTIONS, wanted, several=True)
+    if name == "llama3-json" and isinstance(compiler, llguidance_backend.LlguidanceCompiler):
+        with pytest.raises(InvalidRequestError, match="need the xgrammar backend"):
+            compiler.compile(both)
+        return
+    program = loader.load(compiler.compile(both))
+
+    def written(*calls: tuple[str, str]) -> str:
+        shown = form.separator.join(form.begin.replace("NAME", n) + arguments + form.end for n, arguments in calls)
+        return form.head + shown + form.tail
+
+    good = ['{"city": "Paris"}', written(CALLS[1]), written(*CALLS)]
+    for text in good:
+        assert fits(program, text), text
+    for text in (
+        '{"town": 1}',
+        "Hello",
+        "",
+        written(("f", "{}")),
+        written(("h", "{}")),
+        good[0] + good[1],
+        good[1] + good[0],
+    ):
+        assert not fits(program, text), text
+    assert fits(program, '{ "city" : "Paris"}', forced=False) is not compact
+    for text in good:
+        ids, live = encode(text), program.matcher()
+        for count, token in enumerate(ids):
+            rebuilt = program.matcher()
+            assert all(rebuilt.accept(one) for one in ids[:count])
+            masks = [np.zeros(mask_words(VOCABULARY.size), dtype=np.int32) for _ in range(2)]
+            live.fill(masks[0])
+            rebuilt.fill(masks[1])
+            assert (masks[0] == masks[1]).all()
+            assert live.accept(token)
 
 
 def test_compact_json_has_one_space_where_there_is_one(backend) -> None:

@@ -42,8 +42,20 @@ def test_the_choice_of_backend() -> None:
     assert choose("auto", odd) == "llguidance"
     assert choose("xgrammar", odd) == "xgrammar"
     assert choose("auto", Grammar(GrammarKind.TAGS, Tags((Tag("a", '{"not": {}}', "b"),)).dump())) == "llguidance"
+    for instead, name in (('{"not": {}}', "llguidance"), ('{"type": "null"}', "xgrammar")):
+        tags = Tags((Tag("a", '{"type": "null"}', "b"),), instead=instead)
+        assert choose("auto", Grammar(GrammarKind.TAGS, tags.dump())) == name
     with pytest.raises(InvalidRequestError, match="no JSON|not JSON"):
         choose("auto", Grammar(GrammarKind.JSON_SCHEMA, "{"))
+
+
+def test_tags_are_what_earlier_workers_read_unless_they_have_an_instead() -> None:
+    tag = Tag("a", "{}", "b")
+    assert "instead" not in Tags((tag,)).dump()
+    for tags in (Tags((tag,)), Tags((tag,), instead="{}")):
+        assert Tags.load(tags.dump()) == tags
+    with pytest.raises(InvalidRequestError):
+        Tags.load(Tags((tag,), instead="{}", trigger="a").dump())
 
 
 @pytest.mark.parametrize("source", ["", "[]", "{}", '{"tags": []}', '{"tags": [{"begin": 1}]}', "[" * 5000])
