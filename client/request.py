@@ -31,7 +31,8 @@ class GenerateOptions(TypedDict, total=False):
         temperature: 0 (greedy) to 2. Defaults of temperature, top_p and top_k are the model's own.
         top_p: above 0, at most 1 (off).
         top_k: 0 or -1: off.
-        seed: 0 .. 2**64 - 1; the same seed draws the same tokens. Drawn by the router when absent.
+        seed: -2**63 .. 2**64 - 1; the same seed draws the same tokens, and a negative one those of seed + 2**64. Drawn by the
+            router when absent.
         stop: a string or several; text is cut before the first that appears.
         stop_token_ids: token ids that end the answer.
         ignore_eos: go on after the model's end-of-text token.
@@ -163,6 +164,8 @@ def build_request(options: GenerateOptions) -> router_pb2.GenerateRequest:
     sampling.SetInParent()
     values: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     for name, value in values.items():  # by what is given, not by all that could be
+        if name == "seed" and isinstance(value, int) and -(2**63) <= value < 0:
+            value += 2**64
         if name in _SAMPLING_SCALARS:
             _assign(sampling, name, value, name)
         elif name in _SAMPLING_LISTS:

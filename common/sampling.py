@@ -304,8 +304,9 @@ def check_sampling(
     if not -1 <= k < 2**31:
         raise InvalidRequestError(f"top_k must be -1 or 0 (off) or a positive 32-bit number, got {k}", param="top_k")
     s = _integer(seed, "seed")
-    if not 0 <= s <= MAX_SEED:
-        raise InvalidRequestError("seed must be between 0 and 2**64 - 1", param="seed")
+    if not -(2**63) <= s <= MAX_SEED:
+        raise InvalidRequestError("seed must be between -2**63 and 2**64 - 1", param="seed")
+    s &= MAX_SEED  # in two's complement: -1 is 2**64 - 1
     m = _integer(max_tokens, "max_tokens")
     if not 1 <= m < 2**31:
         raise InvalidRequestError(f"max_tokens must be a positive 32-bit number, got {m}", param="max_tokens")

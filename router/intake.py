@@ -363,7 +363,8 @@ class Intake:
             raise InvalidRequestError(
                 "truncate_prompt_tokens must be at least 1, or -1", param="truncate_prompt_tokens"
             )
-        answer = spec.max_tokens if type(spec.max_tokens) is int and spec.max_tokens > 0 else 1
+        wanted = given(spec.max_tokens, spec.default_max_tokens)
+        answer = wanted if type(wanted) is int and wanted > 0 else 1
         return most if most > 0 else max(1, context - answer)
 
     def _check_size(self, size: int, param: str) -> int:
@@ -385,7 +386,7 @@ class Intake:
         return context - num_prompt_tokens
 
     def _sampling(self, spec: GenerateSpec, room: int, bad_words: object) -> SamplingParams:
-        """`room`: the default of max_tokens."""
+        """`room`: the most of a default for max_tokens."""
         if not spec.sampling_key or spec.grammar is not None or spec.bad_words is not None:
             return self._check_sampling(spec, room, bad_words)
         key = (spec.sampling_key, room if spec.max_tokens is None else 0)
@@ -413,7 +414,9 @@ class Intake:
             top_p=given(spec.top_p, defaults["top_p"], 1.0),
             top_k=given(spec.top_k, defaults["top_k"], 0),
             seed=given(spec.seed, self._rng.getrandbits(63)),
-            max_tokens=given(spec.max_tokens, room),
+            max_tokens=given(
+                spec.max_tokens, room if spec.default_max_tokens is None else min(room, spec.default_max_tokens)
+            ),
             ignore_eos=given(spec.ignore_eos, False),
             stop_token_ids=given(spec.stop_token_ids, ()),
             stop=given(spec.stop, ()),

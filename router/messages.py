@@ -37,6 +37,7 @@ class GenerateSpec:
         timeout_s: seconds the caller will wait; capped by the router's setting.
         bad_words: texts.
         grammar: a common.grammar.Grammar.
+        default_max_tokens: of a request without max_tokens; None: what the context leaves. Never more than that.
         use_beam_search: with a beam_width it goes without saying; see router.beam_options.
         tools: JSON schemas of functions, for the chat template.
         add_special_tokens: let the tokenizer add its own to `prompt`.
@@ -62,6 +63,7 @@ class GenerateSpec:
     top_k: object = None
     seed: object = None
     max_tokens: object = None
+    default_max_tokens: int | None = None
     ignore_eos: object = None
     stop_token_ids: object = None
     stop: object = None

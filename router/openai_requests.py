@@ -63,6 +63,8 @@ _SAMPLING = (
 FORMAT_FIELDS = (
     "response_format", "text", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
 )  # fmt: skip
+_COMPLETION_TOKENS = 16
+"""The API's default of max_tokens for completions; chat answers run to their end."""
 _MAX_TEMPLATE_KWARGS = 16
 _MAX_TEMPLATE_VALUE_CHARS = 256
 
@@ -222,6 +224,7 @@ def completion_call(body: dict[str, Any], *, features: ModelFeatures, unknown: U
     spec = _spec(
         request,
         max_tokens=1 if prompt_only else request.max_tokens,  # a step without a token would be one of its own kind
+        default_max_tokens=_COMPLETION_TOKENS,
         grammar=grammar,
         logprobs=request.logprobs,
         echo=bool(request.echo),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
 from diptych_test_http_face import events, http, openai_client
 
 from diptych.common.errors import NoWorkerError, WorkerLostError
@@ -121,6 +122,20 @@ async def test_one_of_several_prompts_fails() -> None:
     assert answer.status_code == 200
     assert "error" in json.loads(events(answer.text)[-1])
     assert refusing.running == breaking.running == 0
+
+
+@pytest.mark.parametrize("seed", [-1, -(2**63), 2**63 - 1, 2**64 - 1])
+async def test_the_seed_takes_signed_64_bits(seed: int) -> None:
+    door = FakeDoor(hello_script())
+    async with http(door) as client:
+        for path, body in (
+            (CHAT, {"messages": MESSAGES}),
+            ("/v1/completions", {"prompt": "a"}),
+            ("/v1/responses", {"input": "a"}),
+        ):
+            answer = await client.post(path, json=body | {"seed": seed})
+            assert answer.status_code == 200, answer.text
+    assert [spec.seed for spec in door.specs] == [seed] * 3
 
 
 async def test_stream_on_the_wire() -> None:

@@ -50,6 +50,7 @@ BAD_BODIES: list[tuple[str, bytes | dict[str, Any], str | None]] = [
     (CHAT, {"messages": MESSAGES, "top_p": 0}, "top_p"),
     (CHAT, {"messages": MESSAGES, "top_k": 1.5}, "top_k"),
     (CHAT, {"messages": MESSAGES, "seed": 2**64}, "seed"),
+    (CHAT, {"messages": MESSAGES, "seed": -(2**63) - 1}, "seed"),
     (CHAT, {"messages": MESSAGES, "max_tokens": -1}, "max_tokens"),
     (CHAT, {"messages": MESSAGES, "max_tokens": 2**63}, "max_tokens"),
     (CHAT, {"messages": MESSAGES, "max_tokens": True}, "max_tokens"),

@@ -67,7 +67,7 @@ def test_an_empty_list_is_still_an_input() -> None:
         ({"messages": ["hi"]}, "messages"),
         ({"prompt": "a", "max_tokens": 2**70}, "max_tokens"),
         ({"prompt": "a", "temperature": "hot"}, "temperature"),
-        ({"prompt": "a", "seed": -1}, "seed"),
+        ({"prompt": "a", "seed": -(2**63) - 1}, "seed"),
         ({"prompt": "a", "stop": [1]}, "stop"),
         ({"prompt": "a", "stop_token_ids": 3}, "stop_token_ids"),
         ({"prompt": "a", "failure_policy": "maybe"}, "failure_policy"),
@@ -121,3 +121,14 @@ def test_compact_json_reaches_its_field() -> None:
 def test_an_unknown_keyword_is_a_bug_of_the_caller() -> None:
     with pytest.raises(TypeError, match="max_token"):
         build_request({"prompt": "a", "max_token": 3})  # type: ignore[typeddict-unknown-key]
+
+
+@pytest.mark.parametrize(("seed", "sent"), [(-1, 2**64 - 1), (-(2**63), 2**63), (0, 0), (2**64 - 1, 2**64 - 1)])
+def test_the_seed_takes_signed_and_unsigned_64_bits(seed: int, sent: int) -> None:
+    assert build_request({"prompt": "a", "seed": seed}).sampling.seed == sent
+
+
+@pytest.mark.parametrize("seed", [-(2**63) - 1, 2**64])
+def test_a_seed_beyond_64_bits_is_refused(seed: int) -> None:
+    with pytest.raises(InvalidRequestError, match="seed"):
+        build_request({"prompt": "a", "seed": seed})

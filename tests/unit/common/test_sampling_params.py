@@ -58,7 +58,7 @@ NAN, INF = math.nan, math.inf
         ("presence_penalty", [-2.1, 2.1, NAN, INF]),
         ("frequency_penalty", [-2.1, 2.1, NAN, False]),
         ("repetition_penalty", [0.0, -1.0, 10.5, NAN, INF]),
-        ("seed", [-1, 2**64, 1.0]),
+        ("seed", [-(2**63) - 1, 2**64, 1.0]),
         ("max_tokens", [0, -1, 2**63]),
         ("min_tokens", [-1, 11, 1.0, 2**63]),
         ("n", [0, -1, 65, 10**9, 1.0, True]),

@@ -7,7 +7,9 @@ from diptych.common.clock import FakeClock
 from diptych.common.errors import InvalidRequestError, ModelNotFoundError, PromptTooLongError
 from diptych.common.tokenizer import GenerationDefaults
 from diptych.router.intake import Intake, IntakeLimits
-from diptych.router.messages import GenerateSpec
+from diptych.router.messages import GenerateSpec, ModelFeatures
+from diptych.router.openai_fields import UnknownFields
+from diptych.router.openai_requests import chat_call, completion_call
 from diptych.rpc.v1 import router_pb2
 
 
@@ -70,6 +72,22 @@ async def test_defaults_are_filled_in(intake):
     assert request.request_id.startswith("req-")
     again = await intake.prepare(GenerateSpec(prompt="a"))
     assert again.sampling.seed != sampling.seed
+
+
+async def test_completions_have_16_tokens_by_default(intake):
+    call = completion_call({"prompt": "a bb"}, features=ModelFeatures(), unknown=UnknownFields())
+    assert (await intake.prepare(call.spec)).sampling.max_tokens == 16
+    null = completion_call({"prompt": "a bb", "max_tokens": None}, features=ModelFeatures(), unknown=UnknownFields())
+    assert (await intake.prepare(null.spec)).sampling.max_tokens == 16
+    little_room = replace(call.spec, prompt="x " * 15)
+    assert (await intake.prepare(little_room)).sampling.max_tokens == 5
+    given = completion_call({"prompt": "a bb", "max_tokens": 17}, features=ModelFeatures(), unknown=UnknownFields())
+    assert (await intake.prepare(given.spec)).sampling.max_tokens == 17
+    cut = replace(call.spec, prompt="x " * 19, truncate_prompt_tokens=-1)
+    assert len((await intake.prepare(cut)).prompt_token_ids) == 4
+    messages = [{"role": "user", "content": "a bb"}]
+    chat = chat_call({"messages": messages}, features=ModelFeatures(), unknown=UnknownFields())
+    assert (await intake.prepare(chat.spec)).sampling.max_tokens == 18
 
 
 async def test_what_is_given_wins(intake):
