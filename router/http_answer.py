@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from diptych.common.errors import DiptychError, InternalError
 from diptych.router.batch import all_accepted
 from diptych.router.faces import Door, accepted
-from diptych.router.http_errors import error_response, json_response
+from diptych.router.http_errors import error_response, json_response, warning_headers
 from diptych.router.messages import FinishedEvent, GenerateEvent, PreparedRequest
 from diptych.router.openai_answers import PING
 from diptych.router.openai_form import Form, Scene
@@ -59,7 +59,8 @@ class GenerationResponse(Response):
         self._door = door
         self._call = call
         self._now = now
-        self._extra_headers = partial(extra_headers, call.spec.tenant)
+        self._limit_headers = partial(extra_headers, call.spec.tenant)
+        self._warning = warning_headers(call.warnings)
         self._ping_s = ping_s
         self._send_timeout_s = send_timeout_s
         self._form: Form | None = None
@@ -151,6 +152,9 @@ class GenerationResponse(Response):
             await self._write(self._form.failure(error), send, last=True)
         else:
             await error_response(error, request_id, self._extra_headers())(scope, receive, send)
+
+    def _extra_headers(self) -> dict[str, str]:
+        return self._limit_headers() | self._warning
 
     async def _collect(self, form: Form, request_id: str, events: AsyncIterator[GenerateEvent]) -> Response:
         async for event in events:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -16,6 +16,8 @@ from starlette.responses import Response
 from diptych.common.errors import DiptychError
 
 DEFAULT_RETRY_AFTER_S = 1.0
+WARNING_HEADER = "x-diptych-warning"
+MAX_WARNING_CHARS = 1024
 RETRY_STATUSES = frozenset({429, 503, 529})
 
 _TYPES = {
@@ -52,6 +54,21 @@ def retry_headers(status: int, retry_after_s: float | None) -> dict[str, str]:
         return {}
     wait_s = DEFAULT_RETRY_AFTER_S if retry_after_s is None else max(0.0, retry_after_s)
     return {"retry-after": str(max(1, math.ceil(wait_s))), "retry-after-ms": str(math.ceil(wait_s * 1000))}
+
+
+def warning_headers(warnings: Sequence[str]) -> dict[str, str]:
+    """What was ignored, for a person who reads headers: printable ASCII, MAX_WARNING_CHARS at most."""
+    if not warnings:
+        return {}
+    text = ""
+    for number, warning in enumerate(warnings):
+        plain = "".join(char if char.isprintable() and char.isascii() else "?" for char in warning)
+        rest = f"; and {len(warnings) - number} more"
+        if len(text) + len(plain) + len(rest) + 2 > MAX_WARNING_CHARS:
+            text += rest
+            break
+        text += f"; {plain}" if text else plain
+    return {WARNING_HEADER: text}
 
 
 def error_response(error: DiptychError, request_id: str = "", extra: Mapping[str, str] | None = None) -> Response:

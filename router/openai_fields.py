@@ -1,18 +1,24 @@
 """Fields of the OpenAI and vLLM APIs that are known but not built yet, and fields that nobody knows.
 
 A known field is refused by name when it asks for something; its neutral values are let through. An unknown field is
-ignored, with one warning for each name.
+ignored, with a warning to the client and one in the log for each name; or it is refused.
 """
 
 from __future__ import annotations
 
+import difflib
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from diptych.common.errors import InvalidRequestError
 
 _log = logging.getLogger(__name__)
+
+MAX_NAME_CHARS = 64
+MAX_TOLD = 8
+"""Unknown names that one answer tells of."""
+_ALIKE = 0.8
 
 _NO: tuple[object, ...] = (None,)
 _OFF: tuple[object, ...] = (None, False)
@@ -39,8 +45,13 @@ NOT_BUILT: Mapping[str, tuple[object, ...]] = {
 }
 """Name -> values that ask for nothing."""
 
-HARMLESS = frozenset({"parallel_tool_calls", "include_reasoning", "tool_choice"})
-"""Where there are no tools and no reasoning these change nothing, whatever they say."""
+HARMLESS = frozenset({
+    "parallel_tool_calls", "include_reasoning", "tool_choice",
+    "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "service_tier",
+    "client_metadata", "store", "metadata", "verbosity", "max_tool_calls",
+})  # fmt: skip
+"""These change no answer, whatever they say: there are no tools and no reasoning; the server has no tools of its own, no storage
+and no tiers; and no model knows the hint."""
 
 CHAT_NOT_BUILT: Mapping[str, tuple[object, ...]] = {**NOT_BUILT, "add_special_tokens": _OFF, "echo": _OFF}
 _OF_CHAT: Mapping[str, tuple[object, ...]] = {
@@ -66,15 +77,11 @@ RESPONSES_NOT_BUILT: Mapping[str, tuple[object, ...]] = {
     "top_logprobs": _ZERO,
     "prompt_logprobs": _NO,
     "echo": _OFF,
-    "stream_options": _NO,
     "response_format": _NO,
-    "reasoning": (None, {}),
     "previous_response_id": _NO,
     "conversation": _NO,
     "background": _OFF,
-    "include": _EMPTY,
     "prompt": _NO,
-    "max_tool_calls": _NO,
     "truncation": (None, "disabled"),
 }
 
@@ -92,15 +99,34 @@ def _same(value: object, neutral: object) -> bool:
 
 
 class UnknownFields:
-    """Warns once for each unknown name. Remembers at most `limit` names; past that, new names are ignored in silence."""
+    """What becomes of fields that nobody knows.
 
-    def __init__(self, limit: int = 256) -> None:
+    Args:
+        refuse: they are an error; else they are ignored, with one line in the log for each name.
+        limit: of names that are remembered; past that, new names are not logged.
+    """
+
+    def __init__(self, *, refuse: bool = False, limit: int = 256) -> None:
+        self._refuse = refuse
         self._limit = limit
         self._seen: set[str] = set()
 
-    def note(self, names: Iterable[str]) -> None:
+    def note(self, names: Iterable[str], known: Collection[str]) -> tuple[str, ...]:
+        """What the client is to be told. Raises: InvalidRequestError naming the first one, where they are refused.
+
+        Args:
+            known: what the caller may have meant.
+        """
+        told: list[str] = []
         for name in names:
-            short = name[:64]
+            short = name[:MAX_NAME_CHARS]
+            close = difflib.get_close_matches(short, known, 1, _ALIKE) if len(told) < MAX_TOLD else []
+            meant = f" (did you mean {close[0]}?)" if close else ""
+            if self._refuse:
+                raise InvalidRequestError(f"there is no field {short!r}{meant}", param=short)
+            if len(told) < MAX_TOLD:
+                told.append(f"unknown field {short!r} is ignored{meant}")
             if short not in self._seen and len(self._seen) < self._limit:
                 self._seen.add(short)
                 _log.warning("unknown field %r is ignored", short)
+        return tuple(told)

@@ -26,7 +26,7 @@ Items: TypeAlias = Annotated[list[_Item], Field(fail_fast=True)]
 _UNION_FORMS = {
     "prompt": "a string or a list of token ids",
     "stop": "a string or a list of strings",
-    "input": "a string or a list of messages",
+    "input": "a string or a list of items",
     "guided_json": "an object or its text",
 }
 _SAMPLING = (
@@ -159,7 +159,8 @@ class CompletionRequest(_Common):
 class Call:
     """A checked request: what to generate, and the form in which to answer.
 
-    `renamed` maps a parameter of the spec to the name under which the caller gave it. `more`: the further prompts.
+    `renamed` maps a parameter of the spec to the name under which the caller gave it. `more`: the further prompts. `warnings`:
+    what was ignored, for the caller.
     """
 
     spec: GenerateSpec
@@ -167,6 +168,7 @@ class Call:
     make_form: Callable[[Scene], Form]
     renamed: Mapping[str, str]
     more: tuple[GenerateSpec, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 def chat_call(body: dict[str, Any], *, features: ModelFeatures, unknown: UnknownFields) -> Call:
@@ -177,7 +179,7 @@ def chat_call(body: dict[str, Any], *, features: ModelFeatures, unknown: Unknown
         for name in ("function_call", "audio"):
             if message.get(name):
                 raise InvalidRequestError(f"messages: {name} is not supported", param="messages")
-    note_unknown(ChatCompletionRequest, body, CHAT_NOT_BUILT, unknown)
+    warnings = note_unknown(ChatCompletionRequest, body, CHAT_NOT_BUILT, unknown)
     parallel = request.parallel_tool_calls is not False
     offer = offer_tools(request.tools, request.tool_choice, features, parallel=parallel)
     grammar, renamed = grammar_of(request, offer)
@@ -194,7 +196,7 @@ def chat_call(body: dict[str, Any], *, features: ModelFeatures, unknown: Unknown
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         tools=offer.shown,
         grammar=grammar,
-        chat_template_kwargs=_template_kwargs(request.chat_template_kwargs, request.reasoning_effort, features),
+        chat_template_kwargs=template_kwargs(request.chat_template_kwargs, request.reasoning_effort, features),
         **ending(request.add_generation_prompt, request.continue_final_message),
     )
     wishes = _wishes(
@@ -203,14 +205,14 @@ def chat_call(body: dict[str, Any], *, features: ModelFeatures, unknown: Unknown
         parallel_tool_calls=parallel,
         include_reasoning=request.include_reasoning is not False,
     )
-    return Call(spec, bool(request.stream), partial(ChatForm, wishes), renamed)
+    return Call(spec, bool(request.stream), partial(ChatForm, wishes), renamed, (), warnings)
 
 
 def completion_call(body: dict[str, Any], *, features: ModelFeatures, unknown: UnknownFields) -> Call:
     """Raises: InvalidRequestError naming the field."""
     refuse_unbuilt(body, COMPLETION_NOT_BUILT)
     request = validate(CompletionRequest, body)
-    note_unknown(CompletionRequest, body, COMPLETION_NOT_BUILT, unknown)
+    warnings = note_unknown(CompletionRequest, body, COMPLETION_NOT_BUILT, unknown)
     prompts = _prompts(request.prompt)
     sources = [{"prompt": prompt} if isinstance(prompt, str) else {"token_ids": prompt} for prompt in prompts]
     more: dict[str, object] = {}
@@ -236,7 +238,7 @@ def completion_call(body: dict[str, Any], *, features: ModelFeatures, unknown: U
         renamed |= {"token_ids": "prompt"}
     further = tuple(replace(spec, **source) for source in sources[1:])
     wishes = _wishes(request, echo=bool(request.echo), prompt_only=prompt_only)
-    return Call(spec, bool(request.stream), partial(CompletionForm, wishes), renamed, further)
+    return Call(spec, bool(request.stream), partial(CompletionForm, wishes), renamed, further, warnings)
 
 
 def _prompts(given: str | list[Any]) -> list[str | list[int]]:
@@ -305,7 +307,7 @@ def ending(add_generation_prompt: bool | None, continue_final_message: bool | No
     }
 
 
-def _template_kwargs(
+def template_kwargs(
     values: dict[str, Any] | None, effort: str | None, features: ModelFeatures
 ) -> dict[str, Any] | None:
     """Switches of the model's own template, such as enable_thinking: plain values only, so that nothing can be looped over."""
@@ -325,22 +327,25 @@ def _template_kwargs(
     return values
 
 
-def validate(model: type[_Model], body: dict[str, Any]) -> _Model:
-    """Raises: InvalidRequestError naming the first field that does not fit."""
+def validate(model: type[_Model], body: dict[str, Any], *, at: str = "", param: str = "") -> _Model:
+    """Args:
+        at, param: where the body stands, and the top-level field of that; empty: it is the whole.
+    Raises: InvalidRequestError naming the first field that does not fit.
+    """
     try:
         return model.model_validate(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        param = str(first["loc"][0]) if first["loc"] else "body"
+        param = param or (str(first["loc"][0]) if first["loc"] else "body")
         if param in _UNION_FORMS and param in body:
             raise InvalidRequestError(f"{param} must be {_UNION_FORMS[param]}", param=param) from None
-        path = ".".join(str(part) for part in first["loc"])
+        path = ".".join(str(part) for part in ([at, *first["loc"]] if at else first["loc"]))
         raise InvalidRequestError(f"{path}: {first['msg'].removeprefix('Value error, ')}", param=param) from None
 
 
 def note_unknown(
     model: type[BaseModel], body: dict[str, Any], not_built: Mapping[str, object], unknown: UnknownFields
-) -> None:
-    unknown.note(
-        name for name in body if name not in model.model_fields and name not in not_built and name not in HARMLESS
-    )
+) -> tuple[str, ...]:
+    """What the caller is to be told of fields that nobody knows. Raises: InvalidRequestError where they are refused."""
+    known = {*model.model_fields, *not_built, *HARMLESS}
+    return unknown.note((name for name in body if name not in known), model.model_fields)
