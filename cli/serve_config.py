@@ -23,6 +23,7 @@ class ServeConfig:
         model: a local Hugging Face folder or a hub id; "" is the default model, fetched and converted once.
         served_model_name: the name clients use; "" takes the model's own.
         keys_file: API keys made by `diptych keys`.
+        cors_origins, unknown_fields: as of `diptych router`.
         tls_cert, tls_key: PEM files; when set, clients are spoken to over TLS only.
         insecure: let `host` be one that other machines can reach, without keys or without TLS.
         num_blocks: KV blocks; 0: as many as a share of the free memory holds.
@@ -41,6 +42,8 @@ class ServeConfig:
     http_port: int = 8000
     grpc_port: int = 50050
     keys_file: Path | None = None
+    cors_origins: tuple[str, ...] = ()
+    unknown_fields: str = "ignore"
     tls_cert: Path | None = None
     tls_key: Path | None = None
     insecure: bool = False

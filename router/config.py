@@ -7,6 +7,7 @@ from pathlib import Path
 
 from diptych.common.errors import ConfigError
 from diptych.common.tls import is_loopback
+from diptych.router.http_options import HttpOptions
 from diptych.router.rollout import Rollout
 
 
@@ -27,6 +28,10 @@ class RouterConfig:
         with tenant_metrics the tenants' names).
     grpc_reflection: "on" lets clients such as grpcurl list the methods and messages; "auto" does so on a loopback address;
         "off". With keys it needs one.
+    cors_origins: web pages from there (scheme://host[:port], or "*" for all) may call the API from a browser.
+    unknown_fields: of a body: "ignore" names them in the answer's header x-diptych-warning, "refuse" makes them a 400.
+    http_head_timeout_s: from a connection, or a request's first byte, to the end of the request's head; else it is closed.
+    http_idle_timeout_s: how long a connection is kept between two requests.
     tls_cert, tls_key: PEM files; when set, both servers speak TLS only.
     cluster_ca, cluster_cert, cluster_key: PEM files: routers and workers show each other a certificate of this authority.
     cluster_tls_name: that a worker's certificate must hold; empty: the host of its address.
@@ -72,6 +77,10 @@ class RouterConfig:
     keys_file: Path | None = None
     open_metrics: bool = False
     grpc_reflection: str = "auto"
+    cors_origins: tuple[str, ...] = ()
+    unknown_fields: str = "ignore"
+    http_head_timeout_s: float = 30.0
+    http_idle_timeout_s: float = 5.0
     tls_cert: Path | None = None
     tls_key: Path | None = None
     cluster_ca: str = ""
@@ -104,6 +113,11 @@ class RouterConfig:
         return self.grpc_reflection == "on" or (self.grpc_reflection == "auto" and is_loopback(self.host))
 
     @property
+    def http(self) -> HttpOptions:
+        """Raises: ConfigError."""
+        return HttpOptions(self.cors_origins, self.unknown_fields, self.http_head_timeout_s, self.http_idle_timeout_s)
+
+    @property
     def rollout(self) -> Rollout:
         return Rollout(self.canary_workers, self.canary_share, self.shadow_workers, self.shadow_share)
 
@@ -122,7 +136,8 @@ class RouterConfig:
 
     def __post_init__(self) -> None:
         _ = self.model_folders
-        _ = self.rollout  # it checks its own
+        _ = self.rollout  # they check their own
+        _ = self.http
         for name in ("http_port", "grpc_port"):
             port = getattr(self, name)
             if not 0 <= port <= 65535:

@@ -37,12 +37,20 @@ class BodyTooLargeError(DiptychError):
     grpc_code, http_status, reason = 8, 413, "BODY_TOO_LARGE"
 
 
+class BodyEncodingError(DiptychError):
+    grpc_code, http_status, reason = 3, 415, "BODY_ENCODING"
+
+
 class BodyTimeoutError(DiptychError):
     grpc_code, http_status, reason, retryable = 4, 408, "BODY_TIMEOUT", True
 
 
 async def read_body(request: Request, *, limit: int = MAX_BODY_BYTES, timeout_s: float = BODY_TIMEOUT_S) -> bytes:
-    """The whole body. Raises: BodyTooLargeError (as soon as it is known), BodyTimeoutError, ClientDisconnect."""
+    """The whole body. Raises: BodyTooLargeError (as soon as it is known), BodyEncodingError, BodyTimeoutError,
+    ClientDisconnect."""
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.strip().lower() not in ("identity", ""):
+        raise BodyEncodingError(f"content-encoding {encoding[:32]!r} is not taken: send the body as it is")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and len(declared) < 20 and int(declared) > limit:
         raise BodyTooLargeError(f"the body has {declared} bytes; at most {limit} are taken")
@@ -162,6 +170,7 @@ def _bounded_int(digits: str) -> int:
 
 __all__ = [
     "Bodies",
+    "BodyEncodingError",
     "BodyTimeoutError",
     "BodyTooLargeError",
     "ClientDisconnect",

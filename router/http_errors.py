@@ -12,8 +12,10 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
+from starlette.routing import Route
 
 from diptych.common.errors import DiptychError
+from diptych.router.http_not_had import not_allowed, not_had
 
 DEFAULT_RETRY_AFTER_S = 1.0
 WARNING_HEADER = "x-diptych-warning"
@@ -29,10 +31,12 @@ _TYPES = {
     408: "timeout_error",
     409: "conflict_error",
     413: "invalid_request_error",
+    415: "invalid_request_error",
     431: "invalid_request_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",
     504: "timeout_error",
+    505: "invalid_request_error",
     529: "overloaded_error",
 }
 _CODES = {"INVALID_ARGUMENT": "invalid_value", "PROMPT_TOO_LONG": "context_length_exceeded"}
@@ -93,9 +97,15 @@ def install(app: FastAPI) -> None:
 
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        return json_response(
-            error_object(error.status_code, str(error.detail)), error.status_code, dict(error.headers or {})
-        )
+        headers = dict(error.headers or {})
+        message, code = str(error.detail), None
+        if error.status_code == 404:
+            known = {route.path for route in app.routes if isinstance(route, Route)}
+            message, code = not_had(request.method, request.url.path, known), "unknown_url"
+        elif error.status_code == 405:
+            allowed = headers.get("Allow", "").split(", ")
+            message, code = not_allowed(request.method, request.url.path, allowed), "method_not_supported"
+        return json_response(error_object(error.status_code, message, code=code), error.status_code, headers)
 
     async def on_validation(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)

@@ -1,5 +1,5 @@
-"""What stands before the routes: the size of the headers and the caller's key. It looks at no route table: health and
-the status page's static files, spelled exactly so, are open, and everything else, known or not, needs a key."""
+"""What stands before the routes: the size and the framing of the request, and the caller's key. It looks at no route table:
+health and the status page's static files, spelled exactly so, are open, and everything else, known or not, needs a key."""
 
 from __future__ import annotations
 
@@ -18,6 +18,10 @@ PROBE_PATHS = frozenset({"/metrics", "/ready"})
 
 class HeadersTooLargeError(DiptychError):
     grpc_code, http_status, reason = 8, 431, "HEADERS_TOO_LARGE"
+
+
+class FramingError(DiptychError):
+    grpc_code, http_status, reason = 3, 400, "AMBIGUOUS_FRAMING"
 
 
 class GuardMiddleware:
@@ -39,12 +43,19 @@ class GuardMiddleware:
             size = sum(len(name) + len(value) + 4 for name, value in scope["headers"])
             if size > MAX_HEADER_BYTES:
                 raise HeadersTooLargeError(f"the headers have {size} bytes; at most {MAX_HEADER_BYTES} are taken")
+            names = {name for name, _ in scope["headers"]}
+            if b"content-length" in names and b"transfer-encoding" in names:
+                # A proxy before us may have gone by the other one: what follows could be somebody else's request.
+                raise FramingError("content-length and transfer-encoding do not go together")
             current_caller.set(ANYBODY)
             if self._keys is not None and scope["path"] not in self._open:
                 current_caller.set(self._keys.identify(_authorization(scope)))
         except DiptychError as error:
-            await error_response(error)(scope, receive, send)
+            extra = {"connection": "close"} if isinstance(error, FramingError) else None
+            await error_response(error, extra=extra)(scope, receive, send)
             return
+        if scope["method"] == "HEAD":  # as GET; the server sends no body
+            scope = {**scope, "method": "GET"}
         await self._app(scope, receive, send)
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -12,6 +11,7 @@ from fastapi import FastAPI, Request
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
@@ -24,9 +24,10 @@ from diptych.router.auth_limits import MeteredDoor
 from diptych.router.faces import Door
 from diptych.router.http_answer import GenerationResponse
 from diptych.router.http_body import Bodies, read_body
-from diptych.router.http_errors import json_response, retry_headers
+from diptych.router.http_errors import WARNING_HEADER, json_response, retry_headers, warning_headers
 from diptych.router.http_guard import GuardMiddleware
 from diptych.router.http_request_id import RequestIdMiddleware
+from diptych.router.http_routes import add_index
 from diptych.router.messages import GenerateSpec, ModelInfo
 from diptych.router.openai_fields import UnknownFields
 from diptych.router.openai_requests import (
@@ -35,6 +36,7 @@ from diptych.router.openai_requests import (
     CompletionRequest,
     chat_call,
     completion_call,
+    note_unknown,
     validate,
 )
 from diptych.router.openai_responses import ResponsesRequest, responses_call
@@ -45,6 +47,11 @@ EXPLAIN_HEADER = "x-diptych-explain"
 LABEL_HEADER = "x-request-id"
 IDEMPOTENCY_HEADER = "idempotency-key"
 MAX_LABEL_BYTES = 128
+EXPOSED_HEADERS = [
+    LABEL_HEADER, WARNING_HEADER, "retry-after", "retry-after-ms",
+    *(f"x-ratelimit-{what}-{unit}" for what in ("limit", "remaining", "reset") for unit in ("tokens", "requests")),
+]  # fmt: skip
+"""To scripts of other origins."""
 _BODIES: tuple[type[BaseModel], ...] = (
     ChatCompletionRequest,
     CompletionRequest,
@@ -60,31 +67,47 @@ def create_app(
     quotas: MeteredDoor | None = None,
     status: Status | None = None,
     bodies: Bodies | None = None,
+    *,
+    refuse_unknown_fields: bool = False,
 ) -> FastAPI:
     """The ASGI application. `door` is the router's frontend; `metrics` is what /metrics shows; `quotas`, if there are any,
     are told in headers; `status`, if given, is what the status page shows; `bodies`: where large ones are read, closed by
-    whoever brings it."""
+    whoever brings it; `refuse_unknown_fields`: else they are named in a header of the answer."""
     app = FastAPI(title="Diptych", version=package_version(), docs_url=None, redoc_url=None)
     http_errors.install(app)
     bodies = bodies or Bodies()
-    _add_generation(app, door, bodies, quotas)
-    _add_tokens(app, door, bodies)
+    unknown = UnknownFields(refuse=refuse_unknown_fields)
+    _add_generation(app, door, bodies, quotas, unknown)
+    _add_tokens(app, door, bodies, unknown)
     _add_models(app, door)
     _add_operations(app, door, metrics)
     if status is not None:
         add_status(app, status, package_version())
+    add_index(app, package_version())
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app
 
 
-def guarded(app: ASGIApp, keys: Authenticator | None, *, open_metrics: bool = False) -> ASGIApp:
+def guarded(
+    app: ASGIApp, keys: Authenticator | None, *, open_metrics: bool = False, cors_origins: Sequence[str] = ()
+) -> ASGIApp:
     """The application behind the checks that come before any routing.
 
     Args:
         keys: None: nobody needs one.
         open_metrics: /metrics and /ready do not.
+        cors_origins: web pages from there may use the API; their browsers ask before, and without a key.
     """
-    return RequestIdMiddleware(GuardMiddleware(app, keys, open_metrics=open_metrics))
+    app = GuardMiddleware(app, keys, open_metrics=open_metrics)
+    if cors_origins:
+        app = CORSMiddleware(
+            app,
+            allow_origins=cors_origins,
+            allow_methods=["GET", "HEAD", "POST"],
+            allow_headers=["*"],
+            expose_headers=EXPOSED_HEADERS,
+        )
+    return RequestIdMiddleware(app)
 
 
 def package_version() -> str:
@@ -94,9 +117,9 @@ def package_version() -> str:
         return "0"
 
 
-def _add_generation(app: FastAPI, door: Door, bodies: Bodies, quotas: MeteredDoor | None) -> None:
-    unknown = UnknownFields()
-
+def _add_generation(
+    app: FastAPI, door: Door, bodies: Bodies, quotas: MeteredDoor | None, unknown: UnknownFields
+) -> None:
     def limits(tenant: str) -> dict[str, str]:
         return {} if quotas is None else quotas.headers(tenant)
 
@@ -120,13 +143,14 @@ def _add_generation(app: FastAPI, door: Door, bodies: Bodies, quotas: MeteredDoo
         return await answer(request, responses_call)
 
 
-def _add_tokens(app: FastAPI, door: Door, bodies: Bodies) -> None:
+def _add_tokens(app: FastAPI, door: Door, bodies: Bodies, unknown: UnknownFields) -> None:
     @app.post("/tokenize", openapi_extra=_body_schema("TokenizeRequest"))
     async def tokenize(request: Request) -> Response:
-        def made(body: dict[str, Any]) -> tuple[GenerateSpec, bool]:
-            return tokenize_spec(body, door.features(body.get("model")))
+        def made(body: dict[str, Any]) -> tuple[GenerateSpec, bool, dict[str, str]]:
+            warning = warning_headers(note_unknown(TokenizeRequest, body, {}, unknown))
+            return *tokenize_spec(body, door.features(body.get("model"))), warning
 
-        spec, with_texts = await bodies.object_of(await read_body(request), made)
+        spec, with_texts, warning = await bodies.object_of(await read_body(request), made)
         tokens, model = await door.tokenize(spec), str(spec.model)
         bytes_of = door.tokens(model).of
         there = door.models()
@@ -134,14 +158,19 @@ def _add_tokens(app: FastAPI, door: Door, bodies: Bodies) -> None:
 
         def answer() -> Response:
             texts = [bytes_of(token).decode("utf-8", "replace") for token in tokens] if with_texts else None
-            return json_response({"count": len(tokens), "max_model_len": length, "tokens": tokens, "token_strs": texts})
+            content = {"count": len(tokens), "max_model_len": length, "tokens": tokens, "token_strs": texts}
+            return json_response(content, headers=warning)
 
         return await bodies.off_loop(answer, 4 * len(tokens))
 
     @app.post("/detokenize", openapi_extra=_body_schema("DetokenizeRequest"))
     async def detokenize(request: Request) -> Response:
-        body = await bodies.object_of(await read_body(request), partial(validate, DetokenizeRequest))
-        return json_response({"prompt": await door.detokenize(body.model, body.tokens)})
+        def made(body: dict[str, Any]) -> tuple[DetokenizeRequest, dict[str, str]]:
+            warning = warning_headers(note_unknown(DetokenizeRequest, body, {}, unknown))
+            return validate(DetokenizeRequest, body), warning
+
+        body, warning = await bodies.object_of(await read_body(request), made)
+        return json_response({"prompt": await door.detokenize(body.model, body.tokens)}, headers=warning)
 
 
 def _add_models(app: FastAPI, door: Door) -> None:

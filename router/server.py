@@ -14,6 +14,8 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
 
 import grpc
 import structlog
@@ -36,6 +38,7 @@ from diptych.router.faces import Door
 from diptych.router.frontend import Frontend
 from diptych.router.http_body import Bodies
 from diptych.router.http_guard import MAX_HEADER_BYTES
+from diptych.router.http_options import HttpOptions
 from diptych.router.http_protocol import HttpProtocol
 from diptych.router.metrics import RouterMetrics
 from diptych.router.openai_api import create_app, guarded
@@ -131,6 +134,7 @@ async def serve(
         tls=tls,
         open_metrics=config.open_metrics,
         reflection=config.serves_reflection,
+        options=config.http,
     )
     frontend = Frontend(config, store=store)
     try:
@@ -164,6 +168,7 @@ class Faces:
         tls: None: both servers speak plain text.
         open_metrics: /metrics and /ready need no key.
         reflection: the gRPC server describes its methods and messages.
+        options: how HTTP is spoken.
     Raises: ConfigError naming the port that cannot be had.
     """
 
@@ -177,9 +182,11 @@ class Faces:
         tls: ServerTls | None = None,
         open_metrics: bool = False,
         reflection: bool = False,
+        options: HttpOptions | None = None,
     ) -> None:
         self._reflection = reflection
         self._host = host
+        self._options = options or HttpOptions()
         self._keys = keys
         self._open_metrics = open_metrics
         self._tls = tls
@@ -223,12 +230,15 @@ class Faces:
             names = (SERVICE, "grpc.health.v1.Health", grpc_reflection.SERVICE_NAME)
             grpc_reflection.enable_server_reflection(names, self._grpc)
         await self._grpc.start()
-        app = create_app(door, metrics, metered, status, self._bodies)
+        options = self._options
+        refuse = options.unknown_fields == "refuse"
+        app = create_app(door, metrics, metered, status, self._bodies, refuse_unknown_fields=refuse)
         self._http = _HttpServer(
             uvicorn.Config(
-                guarded(app, self._keys, open_metrics=self._open_metrics),
+                guarded(app, self._keys, open_metrics=self._open_metrics, cors_origins=options.cors_origins),
                 loop="none",
-                http=HttpProtocol,
+                http=cast(Any, partial(HttpProtocol, head_timeout_s=options.head_timeout_s)),
+                timeout_keep_alive=cast(int, options.idle_timeout_s),  # it takes any number
                 lifespan="off",
                 ws="none",
                 log_config=None,

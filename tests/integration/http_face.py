@@ -10,6 +10,7 @@ import httpx
 import openai
 
 from diptych.router.fake_door import FakeDoor
+from diptych.router.http_options import HttpOptions
 from diptych.router.server import Faces
 
 WAIT_S = 5.0
@@ -18,9 +19,9 @@ grpc.aio.init_grpc_aio()  # its poller thread lives as long as the process; it m
 
 
 @asynccontextmanager
-async def serving(door: FakeDoor) -> AsyncIterator[str]:
+async def serving(door: FakeDoor, options: HttpOptions | None = None) -> AsyncIterator[str]:
     """The base URL of a router whose frontend is `door`."""
-    faces = Faces("127.0.0.1", 0, 0)
+    faces = Faces("127.0.0.1", 0, 0, options=options)
     try:
         yield "http://" + (await faces.start(door, door.metrics)).http
     finally:
@@ -28,8 +29,8 @@ async def serving(door: FakeDoor) -> AsyncIterator[str]:
 
 
 @asynccontextmanager
-async def http(door: FakeDoor) -> AsyncIterator[httpx.AsyncClient]:
-    async with serving(door) as url, httpx.AsyncClient(base_url=url, timeout=WAIT_S) as client:
+async def http(door: FakeDoor, options: HttpOptions | None = None) -> AsyncIterator[httpx.AsyncClient]:
+    async with serving(door, options) as url, httpx.AsyncClient(base_url=url, timeout=WAIT_S) as client:
         yield client
 
 

@@ -1,0 +1,36 @@
+"""Settings of how HTTP is spoken."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from diptych.common.errors import ConfigError
+
+UNKNOWN_FIELDS = ("ignore", "refuse")
+
+
+@dataclass(frozen=True, slots=True)
+class HttpOptions:
+    """Args:
+    cors_origins: web pages from there may call the API from a browser: scheme://host[:port], or "*" for all.
+    unknown_fields: of a body: "ignore" names them in a header of the answer, "refuse" makes them a 400.
+    head_timeout_s: from the connection, or from a request's first byte, to the end of the request's head.
+    idle_timeout_s: how long a connection is kept between two requests.
+    Raises: ConfigError naming the field.
+    """
+
+    cors_origins: tuple[str, ...] = ()
+    unknown_fields: str = "ignore"
+    head_timeout_s: float = 30.0
+    idle_timeout_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        if self.unknown_fields not in UNKNOWN_FIELDS:
+            raise ConfigError("unknown_fields", self.unknown_fields, 'must be "ignore" or "refuse"')
+        for origin in self.cors_origins:
+            scheme, _, rest = origin.partition("://")
+            if origin != "*" and (scheme not in ("http", "https") or not rest or "/" in rest or "*" in rest):
+                raise ConfigError("cors_origins", origin, "must be http://host[:port], https://host[:port] or *")
+        for name in ("head_timeout_s", "idle_timeout_s"):
+            if not 0 < getattr(self, name) < 1e6:
+                raise ConfigError(f"http_{name}", getattr(self, name), "must be above 0 and finite")

@@ -1,0 +1,78 @@
+"""What comes over a connection that is not a plain request, at a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from diptych_test_http_face import WAIT_S, http, serving
+
+from diptych.router.fake_door import FakeDoor, hello_script
+from diptych.router.http_options import HttpOptions
+
+CHAT = "/v1/chat/completions"
+ASK = json.dumps({"messages": [{"role": "user", "content": "Hi"}]}).encode()
+
+
+async def said_to(url: str, data: bytes) -> bytes:
+    """All that the server says until it closes."""
+    async with asyncio.timeout(WAIT_S):
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rsplit(":", 1)[1]))
+        writer.write(data)
+        answer = await reader.read()
+        writer.close()
+        await writer.wait_closed()
+    return answer
+
+
+@pytest.mark.parametrize("data", [b"", b"P", b"POST /v1/chat/comp"])
+async def test_connections_that_send_nothing_or_half_a_head_are_closed(data: bytes) -> None:
+    async with serving(FakeDoor([]), HttpOptions(head_timeout_s=0.1)) as url:
+        answer = await said_to(url, data)
+    assert answer == b"" or answer.startswith(b"HTTP/1.1 408")
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+async def test_content_length_with_transfer_encoding_is_refused_and_closed(order: tuple[int, int]) -> None:
+    door = FakeDoor(hello_script())
+    both = (b"Content-Length: 6\r\n", b"Transfer-Encoding: chunked\r\n")
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\n" + both[order[0]] + both[order[1]] + b"\r\n"
+    smuggled = b"GET /live HTTP/1.1\r\nHost: a\r\n\r\n"
+    async with serving(door) as url:
+        answer = await said_to(url, head + b"0\r\n\r\n" + smuggled)
+    assert answer.startswith(b"HTTP/1.1 400")
+    assert answer.count(b"HTTP/1.1") == 1
+    assert b"connection: close" in answer.lower()
+    assert json.loads(answer.split(b"\r\n\r\n", 1)[1])["error"]["code"] == "ambiguous_framing"
+    assert door.prepared == 0
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "zstd", "identity, gzip", "GZIP"])
+async def test_a_compressed_body_is_415(encoding: str) -> None:
+    door = FakeDoor(hello_script())
+    async with http(door) as client:
+        for path in (CHAT, "/v1/completions", "/v1/responses", "/tokenize", "/detokenize"):
+            answer = await client.post(path, content=gzip.compress(ASK), headers={"content-encoding": encoding})
+            error: dict[str, Any] = answer.json()["error"]
+            assert (answer.status_code, error["type"], error["code"]) == (415, "invalid_request_error", "body_encoding")
+            assert encoding in error["message"]
+        plain = await client.post(CHAT, content=ASK, headers={"content-encoding": "identity"})
+        assert plain.status_code == 200
+
+
+async def test_a_grpc_client_at_the_http_port_is_told_so() -> None:
+    async with serving(FakeDoor([])) as url, grpc.aio.insecure_channel(url.removeprefix("http://")) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await channel.unary_unary("/diptych.rpc.v1.RouterService/ListModels")(b"", timeout=WAIT_S)
+    assert "http1.x server" in str(caught.value.details())
+
+
+async def test_an_offer_of_http2_is_answered_in_http1() -> None:
+    offer = {"connection": "Upgrade, HTTP2-Settings", "upgrade": "h2c", "http2-settings": "AAMAAABkAAQAAP__"}
+    async with http(FakeDoor(hello_script())) as client:
+        assert (await client.post(CHAT, content=ASK, headers=offer)).status_code == 200
