@@ -19,6 +19,8 @@ from diptych.common.errors import InvalidRequestError
 
 MAX_SCHEMA_BYTES = 64 * 1024
 MAX_SCHEMA_DEPTH = 32
+MAX_PROPERTIES = 1024
+"""Names of properties in one schema: what any backend can follow without holding up other requests."""
 MAX_SOURCE_BYTES = 512 * 1024
 """Of a whole grammar: the schemas of several tools may be in it."""
 MAX_FREE_UNTIL_BYTES = 64
@@ -92,6 +94,26 @@ class Tags:
         if not tags or not all(isinstance(text, str) for text in texts) or (made.trigger and made.instead):
             raise InvalidRequestError("grammar: tags of an unknown form", param="grammar")
         return made
+
+
+def count_properties(schema: object) -> int:
+    """How many properties a JSON schema names, in all its objects: what compiling and following it costs grows with them, with
+    their square where they are optional. One pass; what only looks like a schema counts, too.
+
+    Args:
+        schema: parsed JSON.
+    """
+    count, left = 0, [schema]
+    while left:
+        value = left.pop()
+        if isinstance(value, dict):
+            for name in ("properties", "patternProperties"):
+                named = value.get(name)
+                count += len(named) if isinstance(named, dict) else 0
+            left += value.values()
+        elif isinstance(value, list):
+            left += value
+    return count
 
 
 def check_grammar(value: object) -> Grammar | None:

@@ -15,7 +15,16 @@ from typing import Any
 import jsonschema_rs
 
 from diptych.common.errors import InvalidRequestError
-from diptych.common.grammar import MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH, Grammar, GrammarKind, check_escapes, choices_of
+from diptych.common.grammar import (
+    MAX_PROPERTIES,
+    MAX_SCHEMA_BYTES,
+    MAX_SCHEMA_DEPTH,
+    Grammar,
+    GrammarKind,
+    check_escapes,
+    choices_of,
+    count_properties,
+)
 
 _ANY_OBJECT = Grammar(GrammarKind.JSON_SCHEMA, '{"type": "object"}')
 _DRAFTS = ("draft-03", "draft-04", "draft-06", "draft-07", "draft/2019-09", "draft/2020-12")
@@ -106,6 +115,8 @@ def check_schema(schema: object, param: str) -> None:
         raise InvalidRequestError(f"{param}: a schema holds what is no JSON", param=param) from None
     if size > MAX_SCHEMA_BYTES:
         raise InvalidRequestError(f"{param}: a schema has more than {MAX_SCHEMA_BYTES} bytes", param=param)
+    if (count := count_properties(schema)) > MAX_PROPERTIES:
+        raise InvalidRequestError(f"{param}: a schema names {count} properties; at most {MAX_PROPERTIES}", param=param)
     # An unknown draft would be looked for on the network.
     draft = schema.get("$schema", "")
     if draft and not (isinstance(draft, str) and any(f"json-schema.org/{known}/schema" in draft for known in _DRAFTS)):

@@ -15,6 +15,7 @@ from llguidance.numpy import fill_next_token_bitmask
 from diptych.common.errors import InvalidRequestError
 from diptych.common.grammar import Grammar, GrammarKind, Tags, choices_of
 from diptych.engine.grammar.program import SLOW_S, Mask, Matcher, Program, mask_words
+from diptych.engine.grammar.schema_support import only_xgrammar
 from diptych.engine.grammar.vocabulary import Vocabulary
 
 _WHITESPACE = "[ \\n\\t\\r]{0,16}"
@@ -136,16 +137,14 @@ def _lark(tags: Tags, *, compact: bool) -> str:
         schema = json.loads(tag.schema)
         rules.append(f"json_{i}: %json " + json.dumps({"x-guidance": _JSON_DEFAULTS, **schema}))
     one = "( " + " | ".join(f"tag_{i}" for i in range(len(tags.tags))) + " )"
-    if tags.trigger:
-        raise ValueError("a trigger needs the xgrammar backend")
+    if only_xgrammar(tags):
+        what = "strict tools" if tags.trigger else "tools and a format together, where calls are bare JSON objects,"
+        raise ValueError(f"{what} need the xgrammar backend")
     more = f" ( {json.dumps(tags.separator)} {one} )*" if tags.separator else f" {one}*"
     body = one + (more if tags.several else "")
     head, tail = (f"{json.dumps(text)} " if text else "" for text in (tags.head, tags.tail))
     start = f"{head}{body} {tail}"
     if tags.instead:
-        if not tags.head and any(tag.begin.startswith("{") for tag in tags.tags):
-            # its lexer takes the longest text that it knows: every object would have to begin as a call does
-            raise ValueError("tools and a format together need the xgrammar backend where calls are bare JSON objects")
         defaults = _COMPACT if compact else _JSON_DEFAULTS
         rules.append("instead: %json " + json.dumps({"x-guidance": defaults, **json.loads(tags.instead)}))
         start = f"instead | {start}"

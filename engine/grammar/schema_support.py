@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from diptych.common.grammar import Tags
+
 _ANNOTATIONS = frozenset(
     ("$anchor", "$comment", "$defs", "$id", "$schema", "default", "definitions", "deprecated", "description", "examples",
      "readOnly", "title", "writeOnly")
@@ -59,3 +61,10 @@ def _parts(schema: dict[str, Any]) -> list[Any]:
     for name in _MAPS:
         parts += schema.get(name, {}).values()
     return parts
+
+
+def only_xgrammar(tags: Tags) -> bool:
+    """llguidance's lexer takes the longest text that it knows: it can neither wait for a trigger in free text nor tell bare JSON
+    calls from other objects."""
+    bare = not tags.head and any(tag.begin.startswith("{") for tag in tags.tags)
+    return bool(tags.trigger) or bool(tags.instead and bare)

@@ -179,7 +179,9 @@ async def streamed(face: Face, **body: Any) -> Said:
                 assert delta.index == len(calls) - 1
                 calls[-1][1] += delta.function.arguments or ""
                 parts += bool(delta.function.arguments)
-    assert parts > 2 * sum(len(arguments) > 8 for _, arguments in calls)  # they come while they are written
+    assert not calls or parts > 2 * sum(
+        len(arguments) > 8 for _, arguments in calls
+    )  # they come while they are written
     return content, [(name, arguments) for name, arguments in calls], finish
 
 

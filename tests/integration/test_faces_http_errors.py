@@ -84,6 +84,7 @@ BAD_BODIES: list[tuple[str, bytes | dict[str, Any], str | None]] = [
     (CHAT, {"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools"),
     (CHAT, {"messages": MESSAGES, "response_format": {"type": "xml"}}, "response_format"),
     (CHAT, {"messages": MESSAGES, "response_format": {"type": "json_schema"}}, "response_format"),
+    (CHAT, {"messages": MESSAGES, "guided_json": {"properties": {f"p{i}": {} for i in range(1025)}}}, "guided_json"),
     (CHAT, {"messages": MESSAGES, "guided_regex": 3}, "guided_regex"),
     (CHAT, {"messages": MESSAGES, "guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
     ("/v1/completions", {"prompt": "a", "structured_outputs": {"structural_tag": "x"}}, "structured_outputs"),

@@ -11,6 +11,7 @@ import pytest
 from diptych.common.errors import InvalidRequestError
 from diptych.common.grammar import Grammar, GrammarKind, Tags
 from diptych.engine.grammar import llguidance_backend, xgrammar_backend
+from diptych.engine.grammar.backends import Compilers, Loaders
 from diptych.engine.grammar.program import Program, allowed_ids, mask_words
 from diptych.engine.grammar.vocabulary import Vocabulary
 from diptych.router.tools import FORMS, tool_factory
@@ -126,6 +127,20 @@ def test_promised_calls_are_what_the_parser_reads(backend, name) -> None:
     ]
     assert list(zip(names, arguments, strict=True)) == CALLS
     assert not [piece for piece in pieces if isinstance(piece, Content) and piece.text.strip()]
+
+
+def test_300_optional_properties_compile_at_once() -> None:
+    schema = {
+        "type": "object",
+        "properties": {f"p{i}": {"type": "integer"} for i in range(300)},
+        "additionalProperties": False,
+    }
+    grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))
+    compiled = Compilers("auto", VOCABULARY).compile(grammar)
+    assert len(compiled) < 64 * 1024  # not multiplied: xgrammar makes 50 MB of it
+    program = Loaders(lambda: VOCABULARY).load(compiled)
+    assert fits(program, '{"p3": 1, "p299": 2}')
+    assert not fits(program, '{"p300": 1}', forced=False)
 
 
 @pytest.mark.parametrize("name", list(FORMS))
