@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
+"""2: first tokens name what they were computed from, and are refused without."""
 
 
 @dataclass(frozen=True, slots=True)

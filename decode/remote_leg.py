@@ -2,8 +2,8 @@
 
     connect (handshake) -> Prefill call -> PrefillStarted
         Computed(handles)  -> read each slab (a few at once) -> verified -> UnpackRange -> RangeUnpacked -> acknowledged
-        FirstTokens        -> FirstToken to the engine at once
-    every token of [decode_cached, num_tokens) in, first token known  => complete: KvComplete
+        FirstTokens        -> computed from what was asked for? -> FirstToken to the engine at once
+    every token of [decode_cached, num_tokens) in and vouched for, first token known  => complete: KvComplete
         the call is read on until prefill closes it; what happens to it then no longer matters
 
 A call that is silent for `silence_s` is over: a stopped worker breaks no connection.
@@ -30,6 +30,7 @@ from diptych.common.errors import (
     TransferError,
     WorkerLostError,
 )
+from diptych.common.prompt_digest import prompt_digest
 from diptych.decode.coverage import Coverage
 from diptych.decode.link_rate import LinkRates
 from diptych.decode.remote_leg_facts import LegFacts
@@ -116,6 +117,10 @@ class RemoteLeg:
         self._arrived = Coverage(first, num_tokens, tools.num_layers)
         self._beam_search = request.sampling.beam_width > 0
         num_choices = 1 if self._beam_search else request.sampling.best_of or request.sampling.n or 1
+        self._vouched = False
+        """Prefill computed what it was asked for. Until then nothing of the leg goes out, and nothing decodes on its KV."""
+        self._prompt_logprobs: list[types_pb2.PromptLogprobs] = []
+        """Until it is vouched for."""
         self._choices_due = set() if request.output_token_ids else set(range(num_choices))
         self._window = asyncio.Semaphore(tools.reads_in_flight)
         self._silence = Silence(tools.silence_s)
@@ -214,7 +219,7 @@ class RemoteLeg:
                         self._computed_at = self._tools.clock.now()
                         self._first_token(event.first_tokens)
                     case "prompt_logprobs":
-                        self._hooks.on_prompt_logprobs(event.prompt_logprobs)
+                        self._prompt_logprobs.append(event.prompt_logprobs)
                     case "finished":
                         self.facts.kv_ranges_overlapped = event.finished.num_ranges_overlapped
                         self._finished(event.finished.compute_s)
@@ -276,7 +281,25 @@ class RemoteLeg:
             raise TransferError("the handles do not cover the announced range")
         return handles
 
+    def _check_computed(self, message: prefill_pb2.FirstTokens) -> None:
+        """Raises: TransferError when prefill computed something else, or does not say what."""
+        name, known = self._ref.worker_id, message.computed_from
+        if not message.HasField("computed_from") or not known.block_size:
+            raise TransferError(f"prefill worker {name} does not say what it computed")
+        if known.num_tokens != self._num_tokens:
+            raise TransferError(
+                f"prefill worker {name} computed {known.num_tokens} tokens, {self._num_tokens} were asked for"
+            )
+        asked = [*self._request.prompt_token_ids, *self._request.output_token_ids][: self._num_tokens]
+        if known.digest != prompt_digest(asked, known.block_size):
+            raise TransferError(f"prefill worker {name} computed {known.num_tokens} tokens, not those asked for")
+
     def _first_token(self, message: prefill_pb2.FirstTokens) -> None:
+        self._check_computed(message)
+        self._vouched = True
+        for entries in self._prompt_logprobs:
+            self._hooks.on_prompt_logprobs(entries)
+        self._prompt_logprobs.clear()
         if self._beam_search:
             if message.tokens or not self._choices_due:
                 raise InternalError(
@@ -307,7 +330,7 @@ class RemoteLeg:
                 return
             # Announced ranges do not overlap: so much in the engine's hands is all that was announced.
             self._given += handle.num_tokens * handle.num_layers
-            last = self._announced.complete and self._given == self._announced.size
+            last = self._vouched and self._announced.complete and self._given == self._announced.size
             unpacked = await self._tools.desk.unpack(self._attempt, slab, last=last)
             if isinstance(slab.payload, DeviceRange):  # nothing had moved before it was unpacked
                 self._tools.links.observe(self._ref.worker_id, handle.size_bytes, self._tools.clock.now() - began)
@@ -351,7 +374,7 @@ class RemoteLeg:
         return slab
 
     def _maybe_complete(self) -> None:
-        if not self._choices_due and self._arrived.complete and not self.complete:
+        if self._vouched and not self._choices_due and self._arrived.complete and not self.complete:
             self.complete = True
             self._span.complete(self.facts)
             self._hooks.on_complete()

@@ -14,6 +14,7 @@ from diptych.engine.core import EngineCore
 from diptych.engine.loop import Ask, StepThread
 from diptych.engine.messages import (
     AddRequest,
+    AttemptEvent,
     CacheDump,
     Cancel,
     Command,
@@ -161,9 +162,9 @@ class EngineClient:
             self._on_events(events)
 
     def _keep(self, event: EngineEvent) -> bool:
-        attempt = getattr(event, "attempt", None)
-        if attempt is None or attempt not in self._own:
+        if not isinstance(event, AttemptEvent) or event.attempt not in self._own:
             return False
+        attempt = event.attempt
         queue = self._own[attempt]
         if queue is not None:
             queue.put_nowait(event)

@@ -16,6 +16,7 @@ import xxhash
 from diptych.common.sampling import SamplingParams
 from diptych.engine import constraints
 from diptych.engine.messages import BlockCopy, Candidate, CopyKind, ScheduledSeq, StepResult, TokenLogprobs
+from diptych.engine.provenance import Provenance, note_step
 from diptych.engine.runner import StepAborted
 
 
@@ -54,6 +55,7 @@ class FakeRunner:
         self.pool = np.zeros((num_blocks, num_layers, 2, block_size, 1, head_dim), dtype=np.uint8)
         self.num_host_blocks = num_host_blocks
         self.host = np.zeros((num_host_blocks, *self.pool.shape[1:]), dtype=np.uint8)
+        self._provenance: Provenance | None = None
         self.copied_blocks = 0
         self.computed_tokens = 0
         self.executed_steps = 0
@@ -66,6 +68,7 @@ class FakeRunner:
         self._write(seqs, should_abort)
         self.executed_steps += 1
         result = StepResult([None] * len(seqs))
+        self._note(seqs, result)
         for i, seq in enumerate(seqs):
             if seq.attempt in self.bad_attempts:
                 result.bad_rows[i] = "NaN"
@@ -83,6 +86,8 @@ class FakeRunner:
             source = self.host if copy.kind is CopyKind.FROM_HOST else self.pool
             target = self.host if copy.kind is CopyKind.TO_HOST else self.pool
             target[copy.dst] = source[copy.src]
+        if self._provenance is not None:
+            self._provenance.copied(copies)
         self.copied_blocks += len(copies)
 
     def pack(self, block_ids: Sequence[int], num_tokens: int, out: memoryview, layers: range | None = None) -> int:
@@ -101,6 +106,8 @@ class FakeRunner:
         shape = pool.shape[1:]
         size = int(np.prod(shape))
         data = np.frombuffer(src, dtype=np.uint8)
+        if self._provenance is not None:
+            self._provenance.forget(block_ids)
         for i in range(full):
             pool[block_ids[i]] = data[i * size : (i + 1) * size].reshape(shape)
         if tail:
@@ -128,6 +135,15 @@ class FakeRunner:
             for slot, kv in slots:
                 slot[layer] = kv[layer]
         self.computed_tokens += sum(len(seq.token_ids) for seq in seqs)
+
+    def _note(self, seqs: Sequence[ScheduledSeq], result: StepResult) -> None:
+        if self._provenance is None:
+            if not any(seq.vouch for seq in seqs):
+                return
+            self._provenance = Provenance(self.block_size)
+        token_ids = [token for seq in seqs for token in seq.token_ids]
+        positions = [seq.start + row for seq in seqs for row in range(len(seq.token_ids))]
+        note_step(self._provenance, seqs, range(len(seqs)), token_ids, positions, result)
 
     def _kv(self, seq: ScheduledSeq) -> list[npt.NDArray[np.uint8]]:
         """Of each of its tokens: a hash of the token and of the KV before it."""

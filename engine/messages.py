@@ -5,7 +5,7 @@
 A request's life by mode:
 
     LOCAL    AddRequest -> Admitted -> TokensOut* -> Finished
-    PREFILL  AddRequest -> Admitted -> (RangePacked | TokensOut[first token])* -> PrefillComplete
+    PREFILL  AddRequest -> Admitted -> (RangePacked | PromptComputed TokensOut[first token])* -> PrefillComplete
              slabs come in advance by GrantSlabs; no free slab: computed blocks wait with the request, the step goes on
     REMOTE   AddRequest -> Admitted (block count reserved, own prefix pinned)
              -> UnpackRange/RangeUnpacked* and FirstToken (any order) -> KvComplete -> TokensOut* -> Finished
@@ -31,6 +31,7 @@ from diptych.engine.grammar.program import Program
 from diptych.engine.overlap import Overlap
 from diptych.engine.step_messages import BlockCopy as BlockCopy
 from diptych.engine.step_messages import Candidate as Candidate
+from diptych.engine.step_messages import ComputedFrom as ComputedFrom
 from diptych.engine.step_messages import CopyKind as CopyKind
 from diptych.engine.step_messages import ScheduledSeq as ScheduledSeq
 from diptych.engine.step_messages import StepResult as StepResult
@@ -102,6 +103,13 @@ class DeviceRange:
 Payload = memoryview | DeviceRange
 
 
+class AttemptEvent:
+    """What is told of one attempt; the other events are the engine's."""
+
+    __slots__ = ()
+    attempt: str
+
+
 # ---- commands: event loop -> step thread -------------------------------------------------------------------------
 
 
@@ -162,7 +170,7 @@ class FirstToken:
 
 
 @dataclass(frozen=True, slots=True)
-class FirstCandidates:
+class FirstCandidates(AttemptEvent):
     """Beam search: what may follow the prompt, the likeliest first. An event of a PREFILL request, in place of its first
     tokens, and a command to the REMOTE one."""
 
@@ -201,7 +209,7 @@ Command = (
 
 
 @dataclass(frozen=True, slots=True)
-class Admitted:
+class Admitted(AttemptEvent):
     """Blocks are reserved. `num_cached_tokens`: leading prompt tokens found in this worker's own prefix cache (whole blocks,
     pinned for the attempt)."""
 
@@ -210,7 +218,7 @@ class Admitted:
 
 
 @dataclass(slots=True)
-class TokensOut:
+class TokensOut(AttemptEvent):
     """Tokens with indices offset, offset+1, ... among the outputs. `text` is what became certain with them. `logprobs`: one
     a token, if they were asked for.
 
@@ -227,7 +235,7 @@ class TokensOut:
 
 
 @dataclass(frozen=True, slots=True)
-class PromptLogprobs:
+class PromptLogprobs(AttemptEvent):
     """Of prompt tokens first_token, first_token + 1, ...; the prompt's first token has none. Chunk by chunk, in order, once
     each; a REMOTE request's come from its prefill worker."""
 
@@ -237,7 +245,7 @@ class PromptLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
-class RangePacked:
+class RangePacked(AttemptEvent):
     """KV of tokens [first_token, first_token + num_tokens) lies in the payload of `slab`. One range fills one slab. Of layers
     [first_layer, first_layer + num_layers); num_layers 0: of all."""
 
@@ -253,7 +261,16 @@ class RangePacked:
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillComplete:
+class PromptComputed(AttemptEvent):
+    """PREFILL: nothing is left to compute; before the first tokens, which are drawn from the same rows. `computed_from`: what
+    the runner computed."""
+
+    attempt: str
+    computed_from: ComputedFrom
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillComplete(AttemptEvent):
     """All ranges are packed; the attempt's blocks went back to the pool or into the prefix cache."""
 
     attempt: str
@@ -261,7 +278,7 @@ class PrefillComplete:
 
 
 @dataclass(frozen=True, slots=True)
-class Preempted:
+class Preempted(AttemptEvent):
     """A decoding request gave its blocks back and waits for new ones; FetchAgain may follow.
 
     Args:
@@ -275,7 +292,7 @@ class Preempted:
 
 
 @dataclass(frozen=True, slots=True)
-class RangeUnpacked:
+class RangeUnpacked(AttemptEvent):
     """`error`: what was wrong with the bytes; empty with unpacked=False: the attempt does not wait for them any more."""
 
     attempt: str
@@ -285,7 +302,7 @@ class RangeUnpacked:
 
 
 @dataclass(frozen=True, slots=True)
-class ChoiceFinished:
+class ChoiceFinished(AttemptEvent):
     """One of several choices has ended."""
 
     attempt: str
@@ -297,7 +314,7 @@ class ChoiceFinished:
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(AttemptEvent):
     """The end of the attempt. With several choices: the reason of the last one that ended, the output tokens of all."""
 
     attempt: str
@@ -309,7 +326,7 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class Failed(AttemptEvent):
     attempt: str
     error: DiptychError
 
@@ -356,6 +373,7 @@ EngineEvent = (
     Admitted
     | TokensOut
     | FirstCandidates
+    | PromptComputed
     | PromptLogprobs
     | RangePacked
     | PrefillComplete

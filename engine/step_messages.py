@@ -37,6 +37,20 @@ class Candidate:
     logprobs: TokenLogprobs | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class ComputedFrom:
+    """What a sequence's KV, and so what was drawn behind it, was computed from.
+
+    Args:
+        num_tokens: from the sequence's first token on.
+        digest: common.prompt_digest of them, by blocks of `block_size`.
+    """
+
+    num_tokens: int
+    digest: bytes
+    block_size: int
+
+
 class CopyKind(Enum):
     FORK = "fork"
     """Block to block of the pool."""
@@ -70,6 +84,7 @@ class ScheduledSeq:
         history: prompt and outputs so far, only if the draw depends on them; the first num_prompt are the prompt.
         prompt_targets: row i's logits are asked for the logprob of prompt_targets[i], a prompt token.
         grammar: what may be drawn, by `history`; None: anything.
+        vouch: the result says what all its tokens so far were computed from.
         memo: the sampler's own, kept between steps; None: rebuild it from `history`.
     """
 
@@ -88,6 +103,7 @@ class ScheduledSeq:
     num_prompt: int = 0
     prompt_targets: Sequence[int] = ()
     grammar: Program | None = None
+    vouch: bool = False
     memo: object | None = None
 
 
@@ -106,3 +122,5 @@ class StepResult:
     candidates: dict[int, list[Candidate]] = field(default_factory=dict)
     """Index of a sequence with num_candidates -> the likeliest tokens that nothing forbids, best first; maybe none."""
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    computed_from: dict[int, ComputedFrom] = field(default_factory=dict)
+    """Index of a sequence with `vouch` -> the tokens of the rows that its KV was computed in; missing: not known."""

@@ -5,7 +5,8 @@
     QUEUED      AddRequest(PREFILL) is out
        | Admitted -> PrefillStarted
     COMPUTING   RangePacked -> publish -> Computed(handle)      (any number of times, while later chunks are computed)
-       |        TokensOut -> FirstTokens, as soon as the token is known
+       |        PromptComputed, TokensOut -> FirstTokens, as soon as the token is known; they name the tokens whose rows
+       |        were computed for it, by the runner's word, not by the call's
        | PrefillComplete -> PrefillFinished
     SETTLING    until decode acknowledged every slab, or its lease ran out
        |
@@ -42,11 +43,13 @@ from diptych.common.errors import (
 from diptych.engine.messages import (
     AddRequest,
     Admitted,
+    AttemptEvent,
     Cancel,
     EngineEvent,
     Failed,
     FirstCandidates,
     PrefillComplete,
+    PromptComputed,
     PromptLogprobs,
     RangePacked,
     TokensOut,
@@ -60,6 +63,11 @@ from diptych.worker import wire
 from diptych.worker.ports import Engine
 
 log = structlog.get_logger(__name__)
+
+
+def _computed_from(event: PromptComputed) -> prefill_pb2.ComputedFrom:
+    known = event.computed_from
+    return prefill_pb2.ComputedFrom(num_tokens=known.num_tokens, digest=known.digest, block_size=known.block_size)
 
 
 def _first_tokens(event: TokensOut) -> prefill_pb2.FirstTokens:
@@ -99,6 +107,7 @@ class Leg:
         self._num_ranges = 0
         self._num_settled = 0
         self._num_overlapped: int | None = None
+        self._computed_from: prefill_pb2.ComputedFrom | None = None
 
     async def next_event(self, within_s: float) -> prefill_pb2.PrefillEvent | None:
         """None: everything is settled. Raises: the error that ended the leg; TimeoutError: nothing to say for so long."""
@@ -116,12 +125,15 @@ class Leg:
                 self._put(prefill_pb2.PrefillEvent(started=started))
             case RangePacked():
                 self._publish(event)
+            case PromptComputed():
+                self._last_chunk_computed()
+                self._computed_from = _computed_from(event)
+                if self.request.engine_request.output_token_ids:
+                    self._say_first(prefill_pb2.FirstTokens())  # none is drawn, and the KV is vouched for all the same
             case TokensOut():
-                self._last_chunk_computed()
-                self._put(prefill_pb2.PrefillEvent(first_tokens=_first_tokens(event)))
+                self._say_first(_first_tokens(event))
             case FirstCandidates():
-                self._last_chunk_computed()
-                self._put(prefill_pb2.PrefillEvent(first_tokens=_first_candidates(event)))
+                self._say_first(_first_candidates(event))
             case PromptLogprobs(first_token=first, logprobs=entries):
                 known = types_pb2.PromptLogprobs(first_token=first, logprobs=map(logprobs_to_proto, entries))
                 self._put(prefill_pb2.PrefillEvent(prompt_logprobs=known))
@@ -151,6 +163,11 @@ class Leg:
             first_token=packed.first_token, num_tokens=packed.num_tokens, handles=[wire.handle_to_proto(handle)]
         )
         self._put(prefill_pb2.PrefillEvent(computed=computed))
+
+    def _say_first(self, first: prefill_pb2.FirstTokens) -> None:
+        if self._computed_from is not None:
+            first.computed_from.CopyFrom(self._computed_from)
+        self._put(prefill_pb2.PrefillEvent(first_tokens=first))
 
     def _last_chunk_computed(self) -> None:
         if self._num_overlapped is None:
@@ -262,9 +279,9 @@ class Handoffs:
 
     def on_step(self, events: Sequence[EngineEvent]) -> None:
         for event in events:
-            attempt = getattr(event, "attempt", None)
-            if attempt is None:
+            if not isinstance(event, AttemptEvent):
                 continue
+            attempt = event.attempt
             leg = self._legs.get(attempt)
             if leg is None:
                 if isinstance(event, RangePacked):

@@ -23,12 +23,14 @@ from diptych.engine.exec.native.weights import Packer
 from diptych.engine.exec.sampling import draw_step, want_prompt_rows
 from diptych.engine.exec.weights import DecoderWeights, load_weights
 from diptych.engine.messages import BlockCopy, Payload, ScheduledSeq, StepResult
+from diptych.engine.provenance import Provenance, note_step
 from diptych.engine.runner import OutOfDeviceMemory, Pull, StepInFlight
 from diptych.kernels.dispatch import NATIVE, TORCH, TRITON, choose_backend
 from diptych.kernels.native.api import Library
 
 if TYPE_CHECKING:
     from diptych.engine.exec.cuda.backend import CudaBackend
+    from diptych.engine.exec.cuda.batch import CudaBatch
     from diptych.engine.exec.cuda.draw import DeviceStep
 
 _T = TypeVar("_T")
@@ -154,6 +156,7 @@ class TorchModelRunner:
         self.eos_token_ids = eos_token_ids
         self.backend = _backend(like.device.type, backend)
         self.num_layers = config.num_layers
+        self._provenance: Provenance | None = None
         self.on_launched: Callable[[], None] = lambda: None
         self.steps_ahead = like.device.type == "cuda" and self.backend == TRITON
         self.on_layers: Callable[[int], None] = lambda num_layers: None
@@ -267,6 +270,7 @@ class TorchModelRunner:
             if fresh is not None:
                 self.pool.clear(fresh)
             logits = self._decoder.forward(batch, should_abort, self.on_layers)
+        self._note(seqs, batch, result)
         if logits is None:
             return result
         draw_step(seqs, batch.sample_seqs, prompt_rows, logits, self.eos_token_ids, result)
@@ -278,6 +282,8 @@ class TorchModelRunner:
         fused = self._fused
         if fused is None:
             raise InternalError(f"the {self.backend} backend takes no steps ahead")
+        if self._provenance is not None:
+            self._provenance.forget([seq.block_table[seq.start // self.block_size] for seq in seqs])
         step = _with_memory(lambda: fused.launch(seqs, fused.build(seqs), sources, self.eos_token_ids))
         return _Launched(step, fused.mover.wrote)
 
@@ -293,16 +299,32 @@ class TorchModelRunner:
             prompt_rows = want_prompt_rows(seqs, batch)
             logits = fused.execute(seqs, batch, should_abort)
             self.on_launched()
+            self._note(seqs, batch, result)
             if logits is not None:
                 fused.draw(seqs, batch.sample_seqs, prompt_rows, logits, self.eos_token_ids, result)
             return result
 
         return _with_memory(step)
 
+    def _note(
+        self, seqs: Sequence[ScheduledSeq], batch: NativeBatch | StepBatch | CudaBatch, result: StepResult
+    ) -> None:
+        """See engine.provenance."""
+        if self._provenance is None:
+            if not any(seq.vouch for seq in seqs):
+                return
+            self._provenance = Provenance(self.block_size)
+        token_ids, positions = batch.token_ids, batch.positions
+        rows = token_ids if isinstance(token_ids, list) else token_ids.tolist()
+        at = positions if isinstance(positions, list) else positions.tolist()
+        note_step(self._provenance, seqs, batch.order, rows, at, result)
+
     @torch.inference_mode()
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """See ModelRunner.copy_blocks."""
         self.pool.copy_blocks(copies)
+        if self._provenance is not None:
+            self._provenance.copied(copies)
 
     @torch.inference_mode()
     def pack(self, block_ids: Sequence[int], num_tokens: int, out: Payload, layers: range | None = None) -> int:
@@ -317,6 +339,8 @@ class TorchModelRunner:
         self, block_ids: Sequence[int], num_tokens: int, src: Payload, layers: range | None = None
     ) -> Pull | None:
         """See ModelRunner.unpack. Raises: InternalError when blocks or bytes do not fit the tokens."""
+        if self._provenance is not None:
+            self._provenance.forget(block_ids)
         try:
             return self.pool.unpack(block_ids, num_tokens, src, layers)
         except ValueError as error:

@@ -182,6 +182,7 @@ class Request(_EveryStep):
             history=self.token_ids if self.sampling.constrained or request.grammar is not None else None,
             num_prompt=self.num_prompt,
             grammar=request.grammar,
+            vouch=request.mode is KvMode.PREFILL,
         )
 
     def _top_logprobs(self) -> int | None:

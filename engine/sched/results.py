@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from diptych.common.errors import InternalError, InvalidRequestError
-from diptych.engine.messages import FirstCandidates, KvMode, PromptLogprobs, StepResult, TokenLogprobs, TokensOut
+from diptych.engine.messages import (
+    FirstCandidates,
+    KvMode,
+    PromptComputed,
+    PromptLogprobs,
+    StepResult,
+    TokenLogprobs,
+    TokensOut,
+)
 from diptych.engine.sched import beams, handover
 from diptych.engine.sched.request import Request
 from diptych.engine.sched.step import SchedulerOutput
@@ -150,6 +158,11 @@ def _advance_prefill(scheduler: Scheduler, request: Request, i: int, result: Ste
         scheduler.packing.offer(request)
     if request.num_computed < len(request.token_ids):
         return
+    computed_from = result.computed_from.get(i)
+    if computed_from is None:
+        scheduler.fail(request, InternalError(f"nothing tells what attempt {request.public} was computed from"))
+        return
+    scheduler.events.append(PromptComputed(request.public, computed_from))
     if request.samples and request.beams is not None:
         candidates = result.candidates.get(i)
         if candidates is None:

@@ -103,13 +103,25 @@ class FirstToken(_message.Message):
     score: float
     def __init__(self, choice: _Optional[int] = ..., token_id: _Optional[int] = ..., logprobs: _Optional[_Union[_types_pb2.TokenLogprobs, _Mapping]] = ..., score: _Optional[float] = ...) -> None: ...
 
+class ComputedFrom(_message.Message):
+    __slots__ = ("num_tokens", "digest", "block_size")
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    num_tokens: int
+    digest: bytes
+    block_size: int
+    def __init__(self, num_tokens: _Optional[int] = ..., digest: _Optional[bytes] = ..., block_size: _Optional[int] = ...) -> None: ...
+
 class FirstTokens(_message.Message):
-    __slots__ = ("tokens", "candidates")
+    __slots__ = ("tokens", "computed_from", "candidates")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_FROM_FIELD_NUMBER: _ClassVar[int]
     CANDIDATES_FIELD_NUMBER: _ClassVar[int]
     tokens: _containers.RepeatedCompositeFieldContainer[FirstToken]
+    computed_from: ComputedFrom
     candidates: _containers.RepeatedCompositeFieldContainer[FirstToken]
-    def __init__(self, tokens: _Optional[_Iterable[_Union[FirstToken, _Mapping]]] = ..., candidates: _Optional[_Iterable[_Union[FirstToken, _Mapping]]] = ...) -> None: ...
+    def __init__(self, tokens: _Optional[_Iterable[_Union[FirstToken, _Mapping]]] = ..., computed_from: _Optional[_Union[ComputedFrom, _Mapping]] = ..., candidates: _Optional[_Iterable[_Union[FirstToken, _Mapping]]] = ...) -> None: ...
 
 class PrefillFinished(_message.Message):
     __slots__ = ("num_ranges", "num_ranges_overlapped", "compute_s")

@@ -47,7 +47,7 @@ class PrefillServicer:
     """
 
     def Prefill(self, request, context):
-        """Events: one PrefillStarted, any number of Computed, FirstTokens (before or after the last Computed), one
+        """Events: one PrefillStarted, any number of Computed, FirstTokens (before the last Computed), one
         PrefillFinished. The stream stays open until every announced slab was acknowledged or given up. A PrefillAlive comes
         whenever nothing else came for a while, in any phase, as long as the engine makes progress: silence means a lost worker.
         """

@@ -126,7 +126,7 @@ def test_the_first_token_comes_before_the_last_range(kit):
     prefill.send(GrantSlabs(kit.make_grants(1, 4096)))
     prefill.send(AddRequest(kit.make_request(prompt=9, mode=KvMode.PREFILL)))
     kinds = [type(e).__name__ for e in kit.run_until_idle(prefill)]
-    assert kinds[:4] == ["Admitted", "TokensOut", "RangePacked", "PrefillComplete"]
+    assert kinds[:5] == ["Admitted", "PromptComputed", "TokensOut", "RangePacked", "PrefillComplete"]
 
 
 def test_without_a_slab_the_blocks_wait_and_others_go_on(kit):

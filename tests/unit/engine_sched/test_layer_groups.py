@@ -60,7 +60,8 @@ def test_groups_come_out_in_the_midst_of_the_step_and_the_token_behind_them(kit)
     assert [ranges_of(events) for events in early] == [[(0, 9, 0, 1)], [(0, 9, 1, 2)], [(0, 9, 3, 1)]]
     assert isinstance(early[0][0], Admitted)
     assert ranges_of(late) == [(0, 9, 4, 2)]
-    assert [type(e).__name__ for e in late][:3] == ["TokensOut", "RangePacked", "PrefillComplete"]
+    kinds = [type(e).__name__ for e in late]
+    assert kinds[:4] == ["PromptComputed", "TokensOut", "RangePacked", "PrefillComplete"]
     sizes = [e.size_bytes for events in (*early, late) for e in events if isinstance(e, RangePacked)]
     assert sum(sizes) == 9 * prefill.core.scheduler.limits.kv_bytes_per_token
 

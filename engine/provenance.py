@@ -1,0 +1,91 @@
+"""Which tokens the KV in each block was computed from, noted from the rows of the steps that computed it.
+
+A prefill worker vouches with it for what it sends: a token that was dropped, changed or put elsewhere on the way from the call
+to the model's rows, or a cached block of another prompt, gives another digest than decode's own. Nothing here comes from a
+request: only the tokens, positions and blocks of computed rows count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from diptych.common.prompt_digest import block_digest
+from diptych.engine.step_messages import BlockCopy, ComputedFrom, CopyKind, ScheduledSeq, StepResult
+
+
+class Provenance:
+    """Of a pool's blocks and of the host tier's slots; what it was not told of is unknown. One thread only.
+
+    A runner begins it with the first sequence that must be vouched for: an engine without any keeps no notes.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._blocks: dict[int, tuple[bytes, list[int]]] = {}
+        """By block: the digest of the block before it, and the tokens computed into its leading slots."""
+        self._host: dict[int, tuple[bytes, list[int]]] = {}
+
+    def computed(self, block_table: Sequence[int], start: int, token_ids: Sequence[int]) -> None:
+        """Rows of one sequence were computed, at positions start, start + 1, ..."""
+        size, done = self._block_size, 0
+        while done < len(token_ids):
+            index, offset = divmod(start + done, size)
+            some = token_ids[done : done + size - offset]
+            done += len(some)
+            block = block_table[index]
+            before, kept = self._blocks.get(block, (None, [])) if offset else (self._before(block_table, index), [])
+            if before is None or len(kept) < offset:
+                self._blocks.pop(block, None)
+            else:
+                self._blocks[block] = (before, [*kept[:offset], *some])
+
+    def copied(self, copies: Sequence[BlockCopy]) -> None:
+        for copy in copies:
+            source = self._host if copy.kind is CopyKind.FROM_HOST else self._blocks
+            target = self._host if copy.kind is CopyKind.TO_HOST else self._blocks
+            known = source.get(copy.src)
+            if known is None:
+                target.pop(copy.dst, None)
+            else:
+                target[copy.dst] = known
+
+    def forget(self, blocks: Sequence[int]) -> None:
+        """They were written otherwise."""
+        for block in blocks:
+            self._blocks.pop(block, None)
+
+    def of(self, block_table: Sequence[int], num_tokens: int) -> ComputedFrom | None:
+        """What the KV of a sequence's first `num_tokens` tokens was computed from, by its last block; None: not known."""
+        index = (num_tokens - 1) // self._block_size
+        known = self._blocks.get(block_table[index])
+        if known is None or len(known[1]) != num_tokens - index * self._block_size:
+            return None
+        return ComputedFrom(num_tokens, block_digest(*known), self._block_size)
+
+    def _before(self, block_table: Sequence[int], index: int) -> bytes | None:
+        if index == 0:
+            return b""
+        known = self._blocks.get(block_table[index - 1])
+        return None if known is None or len(known[1]) < self._block_size else block_digest(*known)
+
+
+def note_step(
+    provenance: Provenance,
+    seqs: Sequence[ScheduledSeq],
+    order: Sequence[int],
+    token_ids: Sequence[int],
+    positions: Sequence[int],
+    result: StepResult,
+) -> None:
+    """A step was computed; fills result.computed_from. order: sequence index of each group of rows, in row order; token_ids,
+    positions: [num_rows], what the model was given."""
+    first = 0
+    for i in order:
+        seq = seqs[i]
+        end = first + len(seq.token_ids)
+        provenance.computed(seq.block_table, positions[first], token_ids[first:end])
+        if seq.vouch:
+            known = provenance.of(seq.block_table, positions[end - 1] + 1)
+            if known is not None:
+                result.computed_from[i] = known
+        first = end
