@@ -14,14 +14,23 @@ one more than the last, whichever is larger, so that the order survives a FLUSHA
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import (
+    AskError,
+    ClusterDownError,
+    MaxConnectionsError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+    TryAgainError,
+)
 
 from diptych.common.errors import ConfigError
 from diptych.common.lookup import NameLookup, is_name
-from diptych.common.redis_url import connect
+from diptych.common.redis_url import Connected, connect
 from diptych.common.store import KvEvent, Pending, StoreError
 from diptych.common.store_codec import (
     BadRowError,
@@ -41,6 +50,11 @@ MAX_WORKERS = 1024
 MAX_ROUTERS = 64
 _START_TTL_S = 7 * 24 * 3600
 _READ_COUNT = 256
+_NOT_THE_ONE = (ReadOnlyError, ClusterDownError, AskError, TryAgainError)
+"""Errors that speak of the server, not of the command: another one may stand behind the address by now. (LOADING and a wrong
+password are errors of the connection for redis-py; MASTERDOWN and MOVED are subclasses.)"""
+_NOT_THE_ONE_CODES = ("READONLY", "LOADING", "MASTERDOWN", "NOREPLICAS", "CLUSTERDOWN", "MISCONF", "BUSY", "UNKILLABLE")
+"""The same where redis-py has no class for it."""
 
 # KEYS: row, start, workers.
 # ARGV: id, incarnation, start (0: draw one), ttl_ms, start ttl_s, role, state, address, record.
@@ -152,8 +166,11 @@ class RedisStore:
         self._max_events = max_events
         self._starts: dict[tuple[str, str], str] = {}
         self.bad_rows = 0
+        self._url = url
         self._connected = connect(url, timeout_s=timeout_s)
-        self._redis: Any = self._connected.client
+        self._calls: dict[Connected, int] = {}
+        """How many calls run on a client; one that was left is closed after its last."""
+        self._closing: set[asyncio.Task[None]] = set()
         host, port = self._connected.first
         self._lookup = NameLookup(host, port) if is_name(host) else None
         self._failed = False
@@ -167,6 +184,8 @@ class RedisStore:
             if asyncio.iscoroutine(work):
                 work.close()
             raise StoreError(why)
+        used = self._connected
+        self._calls[used] = self._calls.get(used, 0) + 1
         try:
             async with asyncio.timeout(self._timeout_s + extra_s):
                 answer = await work
@@ -176,8 +195,43 @@ class RedisStore:
             self._failed = True
             raise StoreError(f"redis did not answer in {self._timeout_s + extra_s:g} s") from None
         except (RedisError, OSError) as err:
-            self._failed = not isinstance(err, ResponseError)
+            self._failed = self._leave(used, err)
             raise StoreError(f"redis: {type(err).__name__}: {err}") from err
+        finally:
+            self._calls[used] -= 1
+            self._close_what_was_left()
+
+    async def _rows(self, pipe: Any) -> list[Any]:
+        """A pipeline's answers; one that concerns its row alone is there as an exception. Raises: StoreError for any other."""
+        used = self._connected
+        rows: list[Any] = await self._call(pipe.execute(raise_on_error=False))
+        for row in rows:
+            if isinstance(row, RedisError) and _is_of_the_server(row):
+                self._failed = self._leave(used, row)
+                self._close_what_was_left()
+                raise StoreError(f"redis: {type(row).__name__}: {row}") from row
+        return rows
+
+    @property
+    def _redis(self) -> Any:
+        return self._connected.client
+
+    def _leave(self, used: Connected, error: Exception) -> bool:
+        """After an error of the connection, or one by which a server says that it is not the one: the next call connects anew,
+        through the address or the Sentinels. All connections are left, since those that are not cut lead to the same server, and
+        would stay there for as long as it lives. Returns: whether it was such an error."""
+        if not _is_of_the_server(error):
+            return False
+        if used is self._connected:
+            self._connected = connect(self._url, timeout_s=self._timeout_s)
+        return True
+
+    def _close_what_was_left(self) -> None:
+        for client in [one for one, calls in self._calls.items() if not calls and one is not self._connected]:
+            del self._calls[client]
+            task = asyncio.get_running_loop().create_task(_close(client))
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
 
     async def _eval(self, script: str, keys: list[str], args: list[Any]) -> Any:
         return await self._call(self._redis.eval(script, len(keys), *keys, *args))
@@ -214,14 +268,17 @@ class RedisStore:
         await self._eval(_REMOVE, [self._key("worker", name), self._key("workers")], [name, incarnation])
 
     async def _names(self, kind: str) -> list[str]:
-        """The ids in a set of ids, sorted."""
-        try:
-            members = await self._call(self._redis.execute_command("SMEMBERS", self._key(kind)))
-        except StoreError as err:
-            if isinstance(err.__cause__, ResponseError):  # a key of a wrong type: whoever writes it replaces it
-                self.bad_rows += 1
-                return []
-            raise
+        """The ids in a set of ids, sorted. Raises: StoreError also when the server answers reads and takes no writes: it is a
+        replica, or its disk is full, and what it shows gets old while leases end."""
+        pipe = self._redis.pipeline(transaction=False)
+        pipe.execute_command("SMEMBERS", self._key(kind))
+        pipe.execute_command("SREM", self._key(kind), "")  # changes nothing, and is refused like every write
+        members, written = await self._rows(pipe)
+        if isinstance(members, ResponseError):  # a key of a wrong type: whoever writes it replaces it
+            self.bad_rows += 1
+            return []
+        if isinstance(written, RedisError):
+            raise StoreError(f"redis takes no writes: {type(written).__name__}: {written}") from written
         names = []
         for raw in members:
             try:
@@ -237,7 +294,7 @@ class RedisStore:
         pipe = self._redis.pipeline(transaction=False)
         for name in names:
             pipe.hget(self._key("worker", name), "record")
-        rows = await self._call(pipe.execute(raise_on_error=False))
+        rows = await self._rows(pipe)
         records, gone = [], []
         for name, raw in zip(names, rows, strict=True):
             if raw is None:
@@ -319,7 +376,7 @@ class RedisStore:
         pipe = self._redis.pipeline(transaction=False)
         for name in names:
             pipe.hgetall(self._key("pending", name))
-        rows = await self._call(pipe.execute(raise_on_error=False))
+        rows = await self._rows(pipe)
         found: dict[str, Pending] = {}
         gone = [name for name, row in zip(names, rows, strict=True) if not row]
         for name, row in zip(names, rows, strict=True):
@@ -340,4 +397,20 @@ class RedisStore:
         return float(granted), float(level)
 
     async def close(self) -> None:
-        await self._connected.close()
+        await asyncio.gather(*self._closing, return_exceptions=True)
+        for client in {*self._calls, self._connected}:
+            await client.close()
+
+
+def _is_of_the_server(error: Exception) -> bool:
+    if not isinstance(error, ResponseError):
+        return not isinstance(error, MaxConnectionsError)
+    words = str(error).split()
+    # Servers before 7.0 wrap what a script's command answered: "ERR Error running script ...: -READONLY You can't ...".
+    codes = [*words[:1], *(word[1:] for word in words if word.startswith("-"))]
+    return isinstance(error, _NOT_THE_ONE) or any(code in _NOT_THE_ONE_CODES for code in codes)
+
+
+async def _close(client: Connected) -> None:
+    with contextlib.suppress(RedisError, OSError):
+        await client.close()

@@ -67,7 +67,7 @@ def _address(text: str, shown: str) -> tuple[str, int]:
     return parts.hostname, _SENTINEL_PORT if port is None else port
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Connected:
     """A client, what else has to be closed with it, and the (host, port) that has to be found first ("": none)."""
 

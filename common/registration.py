@@ -172,7 +172,7 @@ class WorkerRegistration:
             if connected:
                 log.info("registered in the store")
             else:
-                log.warning("store is away; serving goes on", error=error)
+                log.warning("the lease cannot be written; tried again until it is", error=error)
 
     async def _heartbeats(self) -> None:
         backoff_s = 0.05

@@ -1,5 +1,5 @@
 """The router's live view of the cluster: leases are polled, event streams tailed, workers probed, all in the background.
-A request asks only this view. While the store is away the last view is kept, and `degraded` says so."""
+A request asks only this view. While the store is away, or takes no writes, the last view is kept, and `degraded` says so."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class Cluster:
         )
         self.mute: dict[str, str] = {}
         """Workers whose cache the index cannot follow, and why."""
-        self.degraded = ""
+        self._old_view = ""
         """Why the view may be old, or ""."""
         self._pair_seen = not require_prefill
         self.on_ticket_news: Callable[[decode_pb2.TicketNews], None] = lambda _: None
@@ -174,10 +174,10 @@ class Cluster:
         while True:
             try:
                 records = await self._store.list_workers()
-                self._set_degraded("")
+                self._set_old_view("")
                 self._fold_records(records)
             except StoreError as err:
-                self._set_degraded(f"the store is away, the view of the cluster may be old ({err})")
+                self._set_old_view(f"the store is away, the view of the cluster may be old ({err})")
             for member in self._members.given_up():
                 if member.link.decode is not None and member.link.decode.num_attempts:
                     member.link.decode.fail_attempts(member.link.why_not() or "its lease ended")
@@ -187,10 +187,17 @@ class Cluster:
             self._follower.fetch_snapshots()
             await asyncio.sleep(self._poll_s)
 
-    def _set_degraded(self, why: str) -> None:
-        if bool(why) != bool(self.degraded):
+    @property
+    def degraded(self) -> str:
+        """What is wrong with the store, or "": the view may be old, or this router's own rows cannot be written."""
+        return self._old_view or (
+            self._pending.failing and f"the store takes no rows of ours ({self._pending.failing})"
+        )
+
+    def _set_old_view(self, why: str) -> None:
+        if bool(why) != bool(self._old_view):
             log.warning("store is away", why=why) if why else log.info("store is back")
-        self.degraded = why
+        self._old_view = why
 
     def _fold_records(self, everybody: Sequence[WorkerRecord]) -> None:
         records = [record for record in everybody if self._is_mine(record)]
@@ -282,7 +289,7 @@ class Cluster:
         if chosen.prefill is not None and mode is not IndexMode.GUESS:
             other = self._index.mode(chosen.prefill.worker_id)
             mode = mode if other is IndexMode.EXACT else other
-        return IndexMode.STALE if self.degraded and mode is IndexMode.EXACT else mode
+        return IndexMode.STALE if self._old_view and mode is IndexMode.EXACT else mode
 
     def name_blocks(self, prompt: Prompt) -> None:
         """Ahead of `place`, which would do it."""

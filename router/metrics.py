@@ -22,7 +22,7 @@ from diptych.router.tenant_metrics import TenantMetrics
 
 class RouterMetrics(Metrics):
     """Args:
-    degraded: read at every scrape: whether the view of the cluster may be old.
+    degraded: read at every scrape: whether the store is away or takes no writes.
     mode_degraded: the same: whether some worker's cache cannot be followed.
     kv_usage: the same: mean share of KV blocks in use on the decode workers that this router sees.
     waiting_turn: the same: requests that wait for their turn.
@@ -120,9 +120,9 @@ class RouterMetrics(Metrics):
         self.gauge(
             "kv_cache_usage_perc", "Mean share of KV blocks in use on the decode workers that this router sees"
         ).set_function(kv_usage)
-        self.gauge("degraded", "1 while the store is away and the view of the cluster may be old").set_function(
-            lambda: float(degraded())
-        )
+        self.gauge(
+            "degraded", "1 while the store is away or takes no writes: the view of the cluster may be old"
+        ).set_function(lambda: float(degraded()))
 
     def refused(self, reason: str, tenant: str) -> None:
         """A request failed, or was never let in."""

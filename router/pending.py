@@ -47,6 +47,8 @@ class PendingShare:
         self._written_at = -ttl_s
         self._read_at = clock.now()
         self.num_others = 0
+        self.failing = ""
+        """Why the last exchange failed, or ""."""
 
     async def run(self) -> None:
         while True:
@@ -62,10 +64,12 @@ class PendingShare:
                 await self._store.put_pending(self._router_id, mine, ttl_s=self._ttl_s)
                 self._written, self._written_at = mine, now
             rows = await self._store.list_pending()
-        except StoreError:
+        except StoreError as err:
+            self.failing = str(err)
             if self._clock.now() - self._read_at > self._ttl_s:
                 self._reservations.set_others({})
             return
+        self.failing = ""
         rows.pop(self._router_id, None)
         others: dict[str, tuple[int, int]] = {}
         for row in rows.values():

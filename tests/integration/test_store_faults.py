@@ -15,9 +15,10 @@ from redis import asyncio as aioredis
 from redis.exceptions import RedisError
 
 from diptych.common.clock import MonotonicClock
-from diptych.common.redis_store import RedisStore
+from diptych.common.redis_store import RedisStore, _is_of_the_server
 from diptych.common.registration import WorkerRegistration
 from diptych.router.messages import FinishedEvent
+from diptych.router.reservations import Reservation
 
 router_fleet = sys.modules["diptych_test_router_fleet"]
 TTL_S, HEARTBEAT_S, REGISTERED_AGAIN_S = 1.5, 0.2, 3.0
@@ -78,7 +79,7 @@ async def primary(tmp_path):
 
 
 @asynccontextmanager
-async def serving(url, folder, tmp_path):
+async def serving(url, folder, tmp_path, ttl_s=TTL_S):
     """A fleet whose router and workers share the store at `url`."""
     fleet = router_fleet.Fleet(folder, tmp_path)
     router_store, worker_store = (RedisStore(url, cluster="t", timeout_s=0.3) for _ in range(2))
@@ -92,7 +93,7 @@ async def serving(url, folder, tmp_path):
                 WorkerRegistration(
                     worker_store,
                     lambda worker=worker, role=role: fleet.record(worker, role),
-                    ttl_s=TTL_S,
+                    ttl_s=ttl_s,
                     heartbeat_s=HEARTBEAT_S,
                     clock=MonotonicClock(),
                 )
@@ -214,3 +215,183 @@ async def test_the_primary_fails_over(fault, sentinel, model_folder, tmp_path):
         await fleet.until(lambda: not fleet.frontend._cluster.degraded)
         _, port = await watcher.execute_command("SENTINEL", "GET-MASTER-ADDR-BY-NAME", "main")
         assert int(port) == replica.connection_pool.connection_kwargs["port"]
+
+
+class StableAddress:
+    """A TCP proxy: where new connections lead may change, those that stand stay where they are."""
+
+    def __init__(self, target):
+        self.target = target
+        self._tasks = set()
+
+    async def __aenter__(self):
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.url = f"redis://127.0.0.1:{self._server.sockets[0].getsockname()[1]}/0"
+        return self
+
+    async def __aexit__(self, *_):
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _serve(self, reader, writer):
+        self._tasks.add(task := asyncio.current_task())
+        task.add_done_callback(self._tasks.discard)
+        there = await asyncio.open_connection("127.0.0.1", self.target)
+        copies = [asyncio.create_task(self._copy(*pair)) for pair in ((reader, there[1]), (there[0], writer))]
+        try:
+            await asyncio.wait(copies, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for copy in copies:
+                copy.cancel()
+            await asyncio.gather(*copies, return_exceptions=True)
+            for one in (writer, there[1]):
+                one.close()
+
+    async def _copy(self, reader, writer):
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+            await writer.drain()
+
+
+def port_of(client):
+    return client.connection_pool.connection_kwargs["port"]
+
+
+@pytest.fixture
+async def pair(tmp_path):
+    """Clients of a primary and of its replica."""
+    processes, clients = [], []
+    for name in ("one", "two"):
+        folder = tmp_path / name
+        folder.mkdir()
+        more = ["--replicaof", "127.0.0.1", str(port_of(clients[0]))] if clients else []
+        for _ in range(3):
+            port = free_port()
+            processes.append(server(folder, port, "--repl-diskless-sync-delay", "0", *more))
+            if client := await answering(port, processes[-1]):
+                break
+        assert client, "no port was free long enough"
+        clients.append(client)
+    await follows(clients[1])
+    yield clients
+    for client in clients:
+        await client.aclose()
+    for process in processes:
+        end(process)
+
+
+async def follows(replica):
+    async with asyncio.timeout(30):
+        while (await replica.info("replication")).get("master_link_status") != "up":  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
+async def swap_roles(old, new):
+    await new.execute_command("REPLICAOF", "NO", "ONE")
+    await old.execute_command("REPLICAOF", "127.0.0.1", str(port_of(new)))
+    await follows(old)
+
+
+def gauge(fleet):
+    (line,) = (
+        one for one in fleet.frontend.metrics.expose().decode().splitlines() if one.startswith("diptych_degraded")
+    )
+    return float(line.split()[-1])
+
+
+LEASES = ("{t}:worker:p0", "{t}:worker:d0")
+
+
+async def test_2_3_a_failover_behind_a_stable_address_leaves_no_lease_behind(pair, model_folder, tmp_path):
+    """The connections that stand lead to the old primary, which is a replica now; until the address leads to the new one, the
+    store takes no writes, and the gauge says so. The leases are long: all that is looked at is that they are renewed."""
+    old, new = pair
+    async with StableAddress(port_of(old)) as address, serving(address.url, model_folder, tmp_path, ttl_s=600) as fleet:
+        await registered(old)
+        await fleet.until(lambda: gauge(fleet) == 0)
+        await swap_roles(old, new)
+        await fleet.until(lambda: gauge(fleet) == 1)
+        assert "READONLY" in fleet.frontend._cluster.degraded or "read only" in fleet.frontend._cluster.degraded
+        assert fleet.frontend.ready()[0]
+        await ask_until(fleet, asyncio.create_task(asyncio.sleep(0.1)))
+        for lease in LEASES:
+            assert await new.pexpire(lease, 300_000)
+        address.target = port_of(new)
+        async with asyncio.timeout(30):
+            while min([await new.pttl(lease) for lease in LEASES]) < 400_000:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        await fleet.until(lambda: gauge(fleet) == 0)
+        await ask_until(fleet, asyncio.create_task(asyncio.sleep(0.1)))
+
+
+async def test_2_3_leases_that_end_because_nothing_can_be_written_take_no_worker_away(pair, model_folder, tmp_path):
+    """As long as the address leads to the old primary: for as long as that takes."""
+    old, new = pair
+    async with StableAddress(port_of(old)) as address, serving(address.url, model_folder, tmp_path) as fleet:
+        await registered(old)
+        await swap_roles(old, new)
+
+        async def leases_end():
+            while await new.exists(*LEASES):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+            await asyncio.sleep(3 * fleet.frontend._cluster._dead_s)
+
+        await ask_until(fleet, asyncio.create_task(leases_end()))
+        assert gauge(fleet) == 1
+        assert fleet.frontend.ready()[0]
+        address.target = port_of(new)
+        await asyncio.gather(registered(new), ask_until(fleet, asyncio.create_task(asyncio.sleep(0.5))))
+        await fleet.until(lambda: gauge(fleet) == 0)
+
+
+@pytest.mark.parametrize("refusal", ["NOREPLICAS", "MISCONF", "OOM"])
+async def test_2_3_degraded_is_said_when_writes_fail_for_whatever_reason(refusal, primary, model_folder, tmp_path):
+    _, client, url = primary
+    async with serving(url, model_folder, tmp_path) as fleet:
+        await registered(client)
+        await fleet.until(lambda: gauge(fleet) == 0)
+        if refusal == "NOREPLICAS":
+            await client.config_set("min-replicas-to-write", "1")
+        elif refusal == "MISCONF":
+            (tmp_path / "dump.rdb" / "in the way").mkdir(parents=True)
+            await client.config_set("save", "3600 1")
+            await client.bgsave()  # and it fails
+        else:
+            await client.config_set("maxmemory-policy", "noeviction")
+            await client.config_set("maxmemory", "1")
+            fleet.frontend._cluster.reservations.reserve("a", Reservation("p0", "d0", 100))  # its row is to be written
+
+        async def said():
+            await fleet.until(lambda: gauge(fleet) == 1)
+
+        await ask_until(fleet, asyncio.create_task(said()))
+        assert fleet.frontend.ready()[0]
+        await client.config_set("min-replicas-to-write", "0")
+        await client.config_set("save", "")
+        await client.config_set("maxmemory", "0")
+        await fleet.until(lambda: gauge(fleet) == 0)
+        await registered(client)
+        fleet.frontend._cluster.reservations.release("a")
+
+
+def test_2_3_which_errors_speak_of_the_server():
+    from redis._parsers.base import BaseParser
+
+    told = {
+        "READONLY You can't write against a read only replica. script: ab, on @user_script:9.": True,
+        "ERR Error running script (call to f_1): @user_script:9: -READONLY You can't write against a replica": True,
+        "LOADING Redis is loading the dataset in memory": True,
+        "MASTERDOWN Link with MASTER is down": True,
+        "NOREPLICAS Not enough good replicas to write.": True,
+        "CLUSTERDOWN The cluster is down": True,
+        "MISCONF Errors writing to the AOF file: No space left on device": True,
+        "MOVED 3999 127.0.0.1:6381": True,
+        "BUSY Redis is busy running a script": True,
+        "WRONGTYPE Operation against a key holding the wrong kind of value": False,
+        "OOM command not allowed when used memory > 'maxmemory'.": False,
+        "NOPERM User router has no permissions to run the 'set' command": False,
+        "ERR unknown command 'x-READONLY'": False,
+    }
+    assert {text: _is_of_the_server(BaseParser.parse_error(text)) for text in told} == told
