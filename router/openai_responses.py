@@ -124,8 +124,8 @@ def responses_call(body: dict[str, Any], *, features: ModelFeatures, unknown: Un
         "max_output_tokens": request.max_output_tokens,
         "metadata": request.metadata or {},
         "parallel_tool_calls": parallel,
-        "text": {"format": (request.text and request.text.format) or {"type": "text"}},
-        "tool_choice": request.tool_choice or "auto",
+        "text": {"format": _told_format(request.text)},
+        "tool_choice": _told_choice(request.tool_choice),
         "tools": [_told(tool.function) for tool in tools],
         "user": request.user,
     }
@@ -157,6 +157,18 @@ def _told(function: FunctionTool) -> dict[str, Any]:
         "parameters": function.parameters,
         "strict": bool(function.strict),
     }
+
+
+def _told_format(text: TextOptions | None) -> dict[str, Any]:
+    form = (text and text.format) or {"type": "text"}
+    return {"name": "answer"} | form if form.get("type") == "json_schema" else form
+
+
+def _told_choice(choice: Any) -> Any:
+    """Chat's form of it is taken, too."""
+    if isinstance(choice, Mapping) and isinstance(choice.get("function"), Mapping):
+        return {"type": "function", "name": choice["function"].get("name")}
+    return choice or "auto"
 
 
 def _tool_choice(choice: Any) -> Any:

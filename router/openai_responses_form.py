@@ -143,7 +143,8 @@ class ResponsesForm:
             _status(finished),
             {
                 "input_tokens": usage.prompt_tokens,
-                "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+                # what is written to a cache costs nobody anything here
+                "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
                 "output_tokens": usage.completion_tokens,
                 "output_tokens_details": {"reasoning_tokens": self._choice.reasoning_tokens},
                 "total_tokens": usage.prompt_tokens + usage.completion_tokens,

@@ -25,6 +25,7 @@ def _load(name, file):
 
 router_fleet = _load("diptych_test_router_fleet", "router_fleet.py")
 _load("diptych_test_http_face", "http_face.py")
+_load("diptych_test_openai_contract", "openai_contract.py")
 
 
 @pytest.fixture(scope="session")
