@@ -9,7 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from diptych.common.errors import DiptychError, InvalidRequestError, NoWorkerError, RequestCancelledError
+from diptych.common.errors import (
+    DiptychError,
+    InvalidRequestError,
+    NoWorkerError,
+    PromptTooLongError,
+    RequestCancelledError,
+)
 from diptych.worker.refs import WorkerRef
 
 
@@ -76,9 +82,13 @@ def next_after_failure(
 ) -> Local | Remote | GiveUp:
     """Decide what follows a failed leg. `rest`: candidates that were not tried yet.
 
-    A request that prefill finds faulty is faulty everywhere: it is not tried again.
+    A request that prefill finds faulty is faulty everywhere: it is not tried again. But a prompt that is too long for a prefill
+    worker's pool is computed here: this worker has taken it.
     """
-    if policy is FailurePolicy.FAIL or isinstance(error, (InvalidRequestError, RequestCancelledError)):
+    faulty = isinstance(error, (InvalidRequestError, RequestCancelledError)) and not isinstance(
+        error, PromptTooLongError
+    )
+    if policy is FailurePolicy.FAIL or faulty:
         return GiveUp(error)
     what = f"prefill {failed.worker_id} failed ({error.reason}: {error.message})"
     if policy is FailurePolicy.RETRY and rest:

@@ -240,7 +240,9 @@ class Cluster:
                 if (differences := self._pair(p.record, d.record))
             }
             self.placer.set_fleet(sides["prefill"], sides["decode"], incompatible, unusable)
-            self._least_context = min((r.max_model_len for r in self.placer.fleet.records), default=None)
+            fleet = self.placer.fleet
+            self._least_context = min((r.max_model_len for r in fleet.records), default=None)
+            self._decode_pools = {(r.num_blocks, r.block_size) for r in fleet.records[fleet.num_prefill :]}
             self.settling.saw(len(sides["decode"]))
             self._groups.refresh((c.record.worker_id, c.record.incarnation) for c in sides["decode"])
             self._fleet_is_old = False
@@ -281,6 +283,12 @@ class Cluster:
         """The smallest context of the usable workers; None: nobody is there."""
         self._refresh()
         return self._least_context
+
+    def pool_tokens(self, num_beams: int) -> int | None:
+        """Of how many tokens the smallest pool of the usable decode workers holds the KV, for each of so many beams that share no
+        block; None: nobody is there."""
+        self._refresh()
+        return min((blocks // num_beams * size for blocks, size in self._decode_pools), default=None)
 
     def index_mode(self, placement: Placement) -> IndexMode:
         """The least trusted of what the placement rests on."""

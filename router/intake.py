@@ -117,6 +117,7 @@ class IntakeLimits:
     model: the name clients use.
     max_model_len: asked at every request: prompt plus answer, in tokens.
     text_bound: how much text a token holds at most; None: not known.
+    pool_tokens: of how many tokens the smallest decode pool holds the KV, for each of so many beams; None: not known.
     """
 
     model: str
@@ -125,6 +126,7 @@ class IntakeLimits:
     local_prefill_max_tokens: int
     request_timeout_s: float
     text_bound: TextBound | None = None
+    pool_tokens: Callable[[int], int | None] = lambda num_beams: None
 
 
 class Intake:
@@ -186,7 +188,7 @@ class Intake:
         except TimeoutError:
             raise RequestDeadlineError("the deadline passed while the prompt was being tokenized") from None
         room = self._room(len(token_ids), param)
-        sampling = self._sampling(spec, room, bad_words)
+        sampling = self._sampling(spec, self._what_fits(spec, len(token_ids), room), bad_words)
         check_room(sampling.max_tokens, room)
         thinking = param == "messages" and self._ends_thinking(token_ids)
         if thinking and sampling.grammar is not None:  # it is about the answer, not about the thoughts before it
@@ -363,9 +365,12 @@ class Intake:
             raise InvalidRequestError(
                 "truncate_prompt_tokens must be at least 1, or -1", param="truncate_prompt_tokens"
             )
+        if most > 0:
+            return most
         wanted = given(spec.max_tokens, spec.default_max_tokens)
         answer = wanted if type(wanted) is int and wanted > 0 else 1
-        return most if most > 0 else max(1, context - answer)
+        pool = self._limits.pool_tokens(1)
+        return max(1, (context if pool is None else min(context, pool + 1)) - answer)
 
     def _check_size(self, size: int, param: str) -> int:
         """`size`, in characters."""
@@ -384,6 +389,15 @@ class Intake:
                 param=param,
             )
         return context - num_prompt_tokens
+
+    def _what_fits(self, spec: GenerateSpec, num_prompt_tokens: int, room: int) -> int:
+        """The most of a default for max_tokens: what the context leaves, and any decode worker has KV blocks for. The KV of the
+        last token is never computed."""
+        if spec.max_tokens is not None:
+            return room
+        width = beam_fields(spec).get("beam_width")
+        pool = self._limits.pool_tokens(width if type(width) is int and width > 0 else 1)
+        return room if pool is None else max(1, min(room, pool + 1 - num_prompt_tokens))
 
     def _sampling(self, spec: GenerateSpec, room: int, bad_words: object) -> SamplingParams:
         """`room`: the most of a default for max_tokens."""

@@ -194,6 +194,7 @@ def make_model(
         local_prefill_max_tokens=config.local_prefill_max_tokens,
         request_timeout_s=config.request_timeout_s,
         text_bound=folder.text_bound,
+        pool_tokens=cluster.pool_tokens,
     )
     intake = Intake(
         folder.tokenizer,

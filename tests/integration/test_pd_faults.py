@@ -96,6 +96,15 @@ async def test_eos_first_takes_no_decode_step(pd: ModuleType) -> None:
         await cluster.nothing_left()
 
 
+async def test_a_prompt_beyond_the_prefill_pool_is_computed_by_decode(pd: ModuleType) -> None:
+    model = lambda: pd.fake_model(num_blocks=4)  # noqa: E731
+    async with pd.cluster(prefill=model) as cluster, pd.FakeRouter(cluster.decode.address) as router:
+        answer = await router.run(cluster.submit_message(attempt="a", prompt=PROMPT))
+        assert answer.token_ids == await expected_tokens(pd)
+        assert "this worker's KV pool holds 64" in " ".join(answer.explanation.notes)
+        await cluster.nothing_left()
+
+
 @pytest.mark.parametrize("after", [0, 2])
 async def test_cancel_while_prefill_computes(pd: ModuleType, after: int) -> None:
     gate = Gate(after)

@@ -108,6 +108,18 @@ async def test_prompt_text_and_chat_are_tokenized(fleet):
     assert chat.prompt_token_ids == (4, 5)
 
 
+async def test_a_default_for_max_tokens_fits_the_smallest_decode_pool(fleet):
+    await fleet.add("p0", "prefill", num_blocks=2)
+    await fleet.add("d0", num_blocks=9)
+    await fleet.add("d1", num_blocks=7)
+    await fleet.until(lambda: fleet.frontend._cluster.pool_tokens(1) == 7 * 16)
+    assert fleet.frontend._cluster.pool_tokens(2) == 3 * 16
+    prepared = await fleet.frontend.prepare(GenerateSpec(prompt="w1 w2 w3"))
+    assert prepared.sampling.max_tokens == 7 * 16 + 1 - 3
+    explicit = await fleet.frontend.prepare(GenerateSpec(prompt="w1 w2 w3", max_tokens=200))
+    assert explicit.sampling.max_tokens == 200
+
+
 async def test_nobody_is_a_typed_error_with_reasons(fleet):
     with capture_logs() as lines, pytest.raises(NoWorkerError, match="no usable decode worker"):
         await fleet.ask()

@@ -6,7 +6,13 @@ import itertools
 
 import pytest
 
-from diptych.common.errors import InvalidRequestError, NoWorkerError, TransferError, WorkerLostError
+from diptych.common.errors import (
+    InvalidRequestError,
+    NoWorkerError,
+    PromptTooLongError,
+    TransferError,
+    WorkerLostError,
+)
 from diptych.decode.admission import (
     FailurePolicy,
     GiveUp,
@@ -74,6 +80,16 @@ def test_recompute_and_fail() -> None:
     damaged = TransferError("damaged")
     assert isinstance(next_after_failure(FailurePolicy.RECOMPUTE, P0, damaged, (P1,)), Local)
     assert next_after_failure(FailurePolicy.FAIL, P0, damaged, (P1,)) == GiveUp(damaged)
+
+
+def test_a_prompt_beyond_a_prefill_pool_is_computed_here() -> None:
+    too_long = PromptTooLongError("this worker's KV pool holds 64", param="prompt")
+    assert next_after_failure(FailurePolicy.RETRY, P0, too_long, (P1,)) == Remote(
+        (P1,), "prefill p0 failed (PROMPT_TOO_LONG: this worker's KV pool holds 64): trying p1"
+    )
+    assert isinstance(next_after_failure(FailurePolicy.RETRY, P1, too_long, ()), Local)
+    assert isinstance(next_after_failure(FailurePolicy.RECOMPUTE, P0, too_long, (P1,)), Local)
+    assert next_after_failure(FailurePolicy.FAIL, P0, too_long, (P1,)) == GiveUp(too_long)
 
 
 def test_a_faulty_request_is_not_tried_again() -> None:

@@ -245,6 +245,18 @@ def test_eos_stop_ids_and_the_context_end(kit):
     assert result.finished.reason is FinishReason.LENGTH
 
 
+@pytest.mark.parametrize("num_prompt", [1, 3, 4, 5, 27])
+def test_what_fills_the_pool_to_its_last_block_runs_and_one_token_more_is_refused_with_numbers(kit, num_prompt):
+    """pool_tokens + 1 - num_prompt outputs: what routers take for max_tokens where nothing was said."""
+    engine = kit.make_engine(num_blocks=7)
+    [full] = engine.generate([kit.make_request("full", num_prompt, 28 + 1 - num_prompt)])
+    assert len(full.token_ids) == 29 - num_prompt
+    engine = kit.make_engine(num_blocks=7)
+    [more] = engine.generate([kit.make_request("more", num_prompt, 28 + 2 - num_prompt)])
+    assert isinstance(more.error, InvalidRequestError)
+    assert (more.error.param, "29 tokens; this worker's pool holds 28" in more.error.message) == ("max_tokens", True)
+
+
 # ---- trouble ----
 
 

@@ -90,6 +90,27 @@ async def test_completions_have_16_tokens_by_default(intake):
     assert (await intake.prepare(chat.spec)).sampling.max_tokens == 18
 
 
+def with_pool(intake, blocks, size=4):
+    intake._limits = replace(intake._limits, pool_tokens=lambda num_beams: blocks // num_beams * size)
+
+
+async def test_a_default_for_max_tokens_fits_the_pools(intake):
+    """A pool below the context: what is not said is what fits; what is said and does not fit is decode's to refuse."""
+    with_pool(intake, 3)
+    for spec in (GenerateSpec(prompt="a bb ccc"), GenerateSpec(prompt="a bb ccc", default_max_tokens=16)):
+        assert (await intake.prepare(spec)).sampling.max_tokens == 12 + 1 - 3
+    assert (await intake.prepare(GenerateSpec(prompt="a bb", default_max_tokens=5))).sampling.max_tokens == 5
+    assert (await intake.prepare(GenerateSpec(prompt="a bb ccc", max_tokens=17))).sampling.max_tokens == 17
+    beams = GenerateSpec(prompt="a bb ccc", beam_width=3, use_beam_search=True)
+    assert (await intake.prepare(beams)).sampling.max_tokens == 4 + 1 - 3
+    assert (await intake.prepare(GenerateSpec(prompt="x " * 15))).sampling.max_tokens == 1  # decode says what is wrong
+    cut = GenerateSpec(prompt="x " * 19, truncate_prompt_tokens=-1, max_tokens=4)
+    prepared = await intake.prepare(cut)
+    assert (len(prepared.prompt_token_ids), prepared.sampling.max_tokens) == (9, 4)
+    with_pool(intake, 100)
+    assert (await intake.prepare(GenerateSpec(prompt="a bb ccc"))).sampling.max_tokens == 17
+
+
 async def test_what_is_given_wins(intake):
     spec = GenerateSpec(
         model="tiny",
