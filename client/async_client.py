@@ -239,6 +239,8 @@ class AsyncStream:
     def _another_way(self, exchange: Exchange, error: DiptychError) -> float:
         """Seconds to pause before it is tried again, elsewhere or for another time. Raises: `error` when it is final."""
         answer, self._answer = self._answer, None
+        if answer is not None:
+            answer.cancel()  # an answer that breaks its promises still runs; of no effect on one that has ended
         if isinstance(answer, DirectAnswer) and goes_another_way(error, self._request, placing=False):
             self._directly = False
             self._request.sampling.seed = answer.seed  # the same tokens again

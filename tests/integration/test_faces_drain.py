@@ -9,14 +9,15 @@ import grpc.aio
 import httpx
 import pytest
 
-from diptych.client import AsyncClient, NoWorkerError, UnreachableError, WorkerLostError
+from diptych.client import AsyncClient, NoWorkerError, RetryPolicy, UnreachableError, WorkerLostError
 from diptych.common.errors import ConfigError
+from diptych.router import server
 from diptych.router.fake_door import FakeDoor, hello_script
 from diptych.router.messages import TokenEvent
 from diptych.router.server import Faces, drain
 
 BODY = {"messages": [{"role": "user", "content": "Hi"}], "stream": True}
-WAIT_S = 5.0
+WAIT_S = 60.0
 
 grpc.aio.init_grpc_aio()  # its poller thread lives as long as the process; it must not look like a leak of the first test
 
@@ -28,7 +29,8 @@ async def started(faces: Faces, door: FakeDoor, count: int) -> None:
 
 
 @pytest.mark.parametrize("ends", [True, False])
-async def test_draining(ends: bool) -> None:
+async def test_draining(ends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "CLOSE_S", WAIT_S)
     gate = asyncio.Event()
     after = hello_script()[1:] if ends else [WorkerLostError("the router stops")]
     door = FakeDoor([TokenEvent(0, (10,), "Hello"), gate, *after])
@@ -36,19 +38,28 @@ async def test_draining(ends: bool) -> None:
     addresses = await faces.start(door, door.metrics)
     async with (
         httpx.AsyncClient(base_url=f"http://{addresses.http}", timeout=WAIT_S) as http,
-        AsyncClient(addresses.grpc, timeout_s=WAIT_S) as client,
+        AsyncClient(addresses.grpc, timeout_s=WAIT_S, retry=RetryPolicy(max_tries=1)) as client,
     ):
         posted = asyncio.create_task(http.post("/v1/chat/completions", json=BODY))
         called = asyncio.ensure_future(client.generate(prompt="Hi"))
         await started(faces, door, 2)
 
+        running_at_close = -1
+
         async def close() -> None:
+            nonlocal running_at_close
+            running_at_close = door.running
             gate.set()
 
-        if ends:
-            asyncio.get_running_loop().call_later(0.2, gate.set)
-        await drain(faces, close, asyncio.Event(), drain_s=3.0 if ends else 0.3)
+        async def end_once_draining() -> None:
+            await refused(addresses.http)
+            gate.set()
+
+        ending = asyncio.create_task(end_once_draining() if ends else asyncio.sleep(0))
+        await drain(faces, close, asyncio.Event(), drain_s=WAIT_S if ends else 0.05)
+        await ending
         answer = await posted
+        assert running_at_close == (0 if ends else 2)
         if ends:
             assert answer.text.endswith("data: [DONE]\n\n")
             assert (await called).text == "Hello there"
@@ -58,7 +69,20 @@ async def test_draining(ends: bool) -> None:
             with pytest.raises(WorkerLostError):
                 await called
         with pytest.raises((UnreachableError, NoWorkerError)):
-            await client.generate(prompt="Hi", timeout_s=0.5)
+            await client.generate(prompt="Hi")
+
+
+async def refused(address: str) -> None:
+    """Until nobody listens there any more."""
+    host, _, port = address.rpartition(":")
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            try:
+                _, writer = await asyncio.open_connection(host, int(port))
+            except OSError:
+                return
+            writer.close()
+            await asyncio.sleep(0.005)
 
 
 async def test_a_taken_port_is_named() -> None:
