@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,17 +19,14 @@ from diptych.cli.processes import ProcessIdentity, free_port, spawn
 from diptych.cli.run_folder import ChildState, ClusterState, RunFolder
 from diptych.rpc.v1 import worker_pb2, worker_pb2_grpc
 
+wait_until = sys.modules["diptych_test_waiting"].wait_until
 START_DEADLINE_S = 240.0
+RPC_S = 60.0
+"""For an answer that takes milliseconds, on a machine of any speed."""
+HELD_S = 240.0
 KV_BYTES_PER_TOKEN = 46_080
-
-
-def wait_until(condition: Callable[[], object], *, deadline_s: float, what: str, every_s: float = 0.05) -> float:
-    """Seconds until condition() was true. Fails with `what` when the deadline passes."""
-    began = time.monotonic()
-    while not condition():
-        assert time.monotonic() - began < deadline_s, f"not within {deadline_s} s: {what}"
-        time.sleep(every_s)
-    return time.monotonic() - began
+SET_BY_TESTS: set[str] = set()
+"""Variables that tests/conftest.py has put into this process: a cluster under test does not get them."""
 
 
 @dataclass
@@ -69,13 +66,19 @@ class Cluster:
     def audit(self, name: str, *, full: bool = True) -> worker_pb2.AuditResponse:
         """Worker.Audit of one worker; asserts that every law holds."""
         with grpc.insecure_channel(self.child(name).address) as channel:
-            answer = worker_pb2_grpc.WorkerStub(channel).Audit(worker_pb2.AuditRequest(full=full), timeout=10)
+            answer = worker_pb2_grpc.WorkerStub(channel).Audit(worker_pb2.AuditRequest(full=full), timeout=RPC_S)
         assert not answer.violations, f"{name}: {list(answer.violations)}"
         return answer
 
     def info(self, name: str) -> worker_pb2.GetInfoResponse:
         with grpc.insecure_channel(self.child(name).address) as channel:
-            return worker_pb2_grpc.WorkerStub(channel).GetInfo(worker_pb2.GetInfoRequest(), timeout=10)
+            return worker_pb2_grpc.WorkerStub(channel).GetInfo(worker_pb2.GetInfoRequest(), timeout=RPC_S)
+
+    def stats(self, name: str) -> dict[str, float]:
+        """Worker.GetStats of one worker, its engine's numbers: answered in the midst of a step, too."""
+        with grpc.insecure_channel(self.child(name).address) as channel:
+            answer = worker_pb2_grpc.WorkerStub(channel).GetStats(worker_pb2.GetStatsRequest(), timeout=RPC_S)
+        return dict(answer.engine)
 
     def idle(self, name: str) -> bool:
         """No attempt, no block held but by the prefix cache, every slab free."""
@@ -91,6 +94,17 @@ class Cluster:
 
     def workers(self) -> list[str]:
         return [child.name for child in self.state.children if child.role in ("prefill", "decode")]
+
+    def wait_idle_of(self, name: str, *, deadline_s: float) -> float:
+        """As wait_idle, also while a step is held: no audit is answered before that one is given up."""
+
+        def idle() -> bool:
+            try:
+                return self.idle(name)
+            except grpc.RpcError:
+                return False
+
+        return wait_until(idle, deadline_s=deadline_s, what=f"{name} is idle again")
 
     def wait_idle(self, *, deadline_s: float) -> float:
         return wait_until(
@@ -114,8 +128,44 @@ def up_command(*flags: str) -> tuple[list[str], int, int]:
 
 
 def environment(run_root: Path) -> dict[str, str]:
-    env = {name: value for name, value in os.environ.items() if not name.startswith("DIPTYCH_")}
-    return env | {"DIPTYCH_RUN_DIR": str(run_root), "PYTHONSAFEPATH": "1"}
+    """What a user's shell gives to `diptych up`, and a run folder of its own. See docs/testing.md."""
+    mine = {name for name in os.environ if name.startswith(("DIPTYCH_", "PYTEST_"))} | SET_BY_TESTS
+    env = {name: value for name, value in os.environ.items() if name not in mine}
+    return env | {"DIPTYCH_RUN_DIR": str(run_root)}
+
+
+@dataclass(frozen=True)
+class StepGates:
+    """Holds steps of the workers of one cluster, which is started with `flags`: see worker.step_gate."""
+
+    folder: Path
+
+    @property
+    def flags(self) -> tuple[str, str]:
+        # A step that a test holds is not one that got stuck.
+        return "--worker-args", f"--fault-step-gates {self.folder} --stall-bound-s 3600"
+
+    def hold(self, cluster: Cluster, name: str, *, after_steps: int) -> None:
+        """Let an idle worker take so many steps more; the next one waits."""
+        steps = int(cluster.stats(name)["steps"]) + after_steps
+        new = self.folder / f"{name}.new"
+        new.write_text(str(steps), encoding="ascii")
+        new.replace(self.folder / name)
+
+    def held(self, name: str) -> bool:
+        return (self.folder / f"{name}.held").exists()
+
+    async def wait_held(self, name: str, request: asyncio.Future[object] | None = None) -> None:
+        """Until a step waits; fails when the request that it serves ends before."""
+        async with asyncio.timeout(HELD_S):
+            while not self.held(name):  # noqa: ASYNC110 - another process says so
+                assert request is None or not request.done(), request
+                await asyncio.sleep(0.01)
+
+    def open(self, name: str) -> None:
+        """Let it go on. Of no effect where nothing is held."""
+        (self.folder / name).unlink(missing_ok=True)
+        (self.folder / f"{name}.held").unlink(missing_ok=True)  # left by a process that was killed
 
 
 @contextlib.contextmanager
@@ -142,7 +192,7 @@ def running_cluster(root: Path, *flags: str, extra_env: Mapping[str, str] | None
             return
         state = running.state
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=30) == 143
+        assert process.wait(timeout=RPC_S) == 143
         left = [child for child in state.children if ProcessIdentity(child.pid, child.start_time).alive()]
         assert not left, f"processes left behind: {left}"
         assert [path.name for path in folder.root.iterdir()] == ["logs"]
@@ -180,7 +230,7 @@ def running_serve(root: Path, *flags: str, extra_env: Mapping[str, str] | None =
     """One colocated process, until it is ready; ended by its pid if the test has not done so."""
     http, rpc = free_port("127.0.0.1"), free_port("127.0.0.1")
     command = [sys.executable, "-P", "-m", "diptych.cli", "serve", "--http-port", str(http), "--grpc-port", str(rpc)]
-    env = environment(root / "run") | {"OMP_NUM_THREADS": "1"} | dict(extra_env or {})
+    env = environment(root / "run") | dict(extra_env or {})
     process = spawn([*command, *flags], log=root / "serve.log", env=env, cwd=root)
     serving = Serving(process, f"http://127.0.0.1:{http}", f"127.0.0.1:{rpc}", root / "serve.log")
 

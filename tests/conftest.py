@@ -31,13 +31,14 @@ LIBRARY_THREADS = (
 )
 _SETTLE_S = 2.0
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Of this process, where many tests share few cores; a cluster under test is started without them. Before anything imports
+# Triton: without a GPU its kernels are interpreted (make test-gpu sets 0).
+_OURS = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "TRITON_INTERPRET": "1"}
+_SET_HERE = {name for name in _OURS if name not in os.environ}
+os.environ.update({name: _OURS[name] for name in _SET_HERE})
 # An example that takes longer than hypothesis' 200 ms says that the machine is busy, not that anything is wrong.
 settings.register_profile("diptych", deadline=None)
 settings.load_profile("diptych")
-# Before anything imports Triton: without a GPU its kernels are interpreted (make test-gpu sets 0).
-os.environ.setdefault("TRITON_INTERPRET", "1")
 # Else the first who asks for the main thread's loop (pytest-asyncio does) has the policy make one that nobody closes.
 _main_loop = asyncio.new_event_loop()
 asyncio.set_event_loop(_main_loop)
@@ -49,18 +50,21 @@ def pytest_unconfigure() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With several processes (make test): a file stays in one of them, and all that share the one cluster do. Those come
+    """With several processes (make test): a file stays in one of them, and so do all that share a cluster. Those come
     first: they take longest."""
     if not config.pluginmanager.hasplugin("xdist"):
         return
-    items.sort(key=lambda item: not _shares_cluster(item))  # stable
+    items.sort(key=lambda item: not _shared(item))  # stable
     for item in items:
-        group = "cluster" if _shares_cluster(item) else item.nodeid.partition("::")[0]
-        item.add_marker(pytest.mark.xdist_group(group))
+        item.add_marker(pytest.mark.xdist_group(_shared(item) or item.nodeid.partition("::")[0]))
 
 
-def _shares_cluster(item: pytest.Item) -> bool:
-    return not {"cluster", "colocated"}.isdisjoint(getattr(item, "fixturenames", ()))
+def _shared(item: pytest.Item) -> str:
+    """The group of tests that share a cluster with this one; empty: it shares none."""
+    fixtures = set(getattr(item, "fixturenames", ()))
+    if "gated_cluster" in fixtures:
+        return "gated"
+    return "cluster" if fixtures & {"cluster", "colocated"} else ""
 
 
 def _load(name: str, path: Path) -> ModuleType:
@@ -74,6 +78,9 @@ def _load(name: str, path: Path) -> ModuleType:
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
+
+
+_load("diptych_test_waiting", ROOT / "tests" / "waiting.py")
 
 
 @pytest.fixture(autouse=True)
@@ -124,14 +131,31 @@ def tree(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def cluster_module() -> ModuleType:
-    return _load("diptych_test_cluster", ROOT / "tests" / "cluster.py")
+    module = _load("diptych_test_cluster", ROOT / "tests" / "cluster.py")
+    module.SET_BY_TESTS = _SET_HERE
+    return module
 
 
 @pytest.fixture(scope="session")
 def cluster(cluster_module: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
-    """One real cluster for the whole run: `diptych up` with free ports and the real model. Tests that kill parts of it use
-    `own_cluster`."""
+    """One real cluster for the whole run, exactly as shipped: `diptych up` with free ports. Nobody kills parts of it."""
     with cluster_module.running_cluster(tmp_path_factory.mktemp("cluster")) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def gates(cluster_module: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> object:
+    """Where steps of the gated cluster's workers are held."""
+    return cluster_module.StepGates(tmp_path_factory.mktemp("gates"))
+
+
+@pytest.fixture(scope="session")
+def gated_cluster(
+    cluster_module: ModuleType, gates: object, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[object]:
+    """A second cluster for the whole run: its steps can be held, and its parts may be killed by a test that waits until they are
+    back."""
+    with cluster_module.running_cluster(tmp_path_factory.mktemp("gated"), *gates.flags) as running:
         yield running
 
 

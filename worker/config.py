@@ -93,6 +93,7 @@ class WorkerConfig:
             it; such answers say so. Another dtype gives up that tokens equal those of a single worker.
         verify_checksum: False only in tests.
         fault_corrupt_every: tests: flip a byte of every n-th received slab.
+        fault_step_gates: tests: a folder where a file with this worker's name holds its steps, see worker.step_gate; empty: none.
         check_invariants: tests: walk the whole block pool after every step.
     """
 
@@ -158,6 +159,7 @@ class WorkerConfig:
     allow_kv_conversion: bool = False
     verify_checksum: bool = True
     fault_corrupt_every: int = 0
+    fault_step_gates: str = ""
     check_invariants: bool = False
 
     def __post_init__(self) -> None:

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable
+from pathlib import Path
 from typing import Any, NoReturn
 
 import structlog
@@ -27,6 +28,7 @@ from diptych.kvtransfer.layout import layout_hash
 from diptych.worker.config import WorkerConfig
 from diptych.worker.model import load_model
 from diptych.worker.runtime import RoleFactory, WorkerRuntime
+from diptych.worker.step_gate import hold_steps
 
 log = structlog.get_logger(__name__)
 
@@ -84,9 +86,10 @@ async def serve(config: WorkerConfig, make_role: RoleFactory) -> int:
     if not loading.done():
         # The loading thread cannot be stopped, and nothing of it is worth waiting for.
         os._exit(_exit_code(signals))
-    runtime = WorkerRuntime(
-        config, loading.result(), make_transfer=make_transfer, make_role=make_role, store=_store(config)
-    )
+    model = loading.result()
+    if config.fault_step_gates:
+        hold_steps(model.runner, Path(config.fault_step_gates) / config.effective_worker_id)
+    runtime = WorkerRuntime(config, model, make_transfer=make_transfer, make_role=make_role, store=_store(config))
     starting = asyncio.create_task(runtime.start())
     await _first(starting, signals.once.wait())
     if not starting.done():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator
 
 import pytest
@@ -18,13 +19,16 @@ from diptych.kvtransfer.faults import FaultSpec
 from diptych.kvtransfer.handle import SlabHandle
 from diptych.worker.metrics import WorkerMetrics
 
+waiting = sys.modules["diptych_test_waiting"]
+DEADLINE_S = waiting.DEADLINE_S
+
 
 class Desk:
     """A prefill and a decode Transfer, and the step thread's grants."""
 
     def __init__(self, faults: FaultSpec | None = None, verify_checksum: bool = True, **options: object) -> None:
         loop = asyncio.get_running_loop()
-        base = {"transport": "inproc", "slab_bytes": 8192, "num_slabs": 3, "lease_s": 5.0, **options}
+        base = {"transport": "inproc", "slab_bytes": 8192, "num_slabs": 3, "lease_s": 10 * DEADLINE_S, **options}
 
         def build(worker_id: str, role: str, **more: object) -> Transfer:
             config = TransferConfig(**base, **more)  # type: ignore[arg-type]
@@ -41,19 +45,26 @@ class Desk:
         )
 
     async def publish(self, fill: int = 1, size: int = 5000, attempt: str = "att") -> SlabHandle:
-        grant = await asyncio.wait_for(self.grants.get(), 3)
+        grant = await asyncio.wait_for(self.grants.get(), DEADLINE_S)
         grant.payload[:size] = bytes([fill]) * size
         digest = xxhash.xxh3_64_intdigest(grant.payload[:size])
         return self.p.publish("d0", RangePacked(attempt, grant.slab, grant.generation, 0, 16, size, digest))
 
     async def all_free(self) -> None:
-        async with asyncio.timeout(3):
-            while True:
-                audits = [await side.audit(full=True) for side in (self.p, self.d)]
-                assert not any(audit.violations for audit in audits)
-                if all(audit.slabs.free == audit.slabs.total for audit in audits):
-                    return
-                await asyncio.sleep(0.005)
+        async def free() -> bool:
+            audits = [await side.audit(full=True) for side in (self.p, self.d)]
+            assert not any(audit.violations for audit in audits)
+            return all(audit.slabs.free == audit.slabs.total for audit in audits)
+
+        await waiting.until(free, "slabs come back")
+
+    async def in_flight(self) -> None:
+        """Until a read has been sent."""
+
+        async def sent() -> bool:
+            return (await self.d.audit()).slabs.in_flight == 1
+
+        await waiting.until(sent, "a read is in flight")
 
 
 @pytest.fixture
@@ -67,7 +78,7 @@ async def desk() -> AsyncIterator[Desk]:
 
 async def test_many_slabs_at_once_wait_for_their_turn(desk):
     async def one(fill: int) -> None:
-        received = await desk.d.read(desk.ref, await desk.publish(fill), deadline_s=5)
+        received = await desk.d.read(desk.ref, await desk.publish(fill), deadline_s=DEADLINE_S)
         assert bytes(received.payload) == bytes([fill]) * 5000
         desk.d.finish(received)
 
@@ -84,7 +95,7 @@ async def test_a_request_whose_lease_ends_is_counted_in_the_metrics():
     try:
         assert await asyncio.to_thread(metrics.registry.get_sample_value, name) == 0
         await desk.publish(1)
-        await desk.publish(2)
+        await desk.publish(2)  # of the same request, whether or not the first lease has ended by now
         await desk.all_free()  # nobody reads them
         assert await asyncio.to_thread(metrics.registry.get_sample_value, name) == 1
     finally:
@@ -93,9 +104,9 @@ async def test_a_request_whose_lease_ends_is_counted_in_the_metrics():
 
 
 async def test_finish_twice_is_once(desk):
-    received = await desk.d.read(desk.ref, await desk.publish(), deadline_s=5)
+    received = await desk.d.read(desk.ref, await desk.publish(), deadline_s=DEADLINE_S)
     desk.d.finish(received)
-    again = await desk.d.read(desk.ref, await desk.publish(2), deadline_s=5)
+    again = await desk.d.read(desk.ref, await desk.publish(2), deadline_s=DEADLINE_S)
     desk.d.finish(received)
     assert bytes(again.payload) == b"\2" * 5000
     assert (await desk.d.audit()).slabs.settled == 1
@@ -104,8 +115,8 @@ async def test_finish_twice_is_once(desk):
 
 async def test_a_cancelled_read_leaves_nothing(desk):
     desk.d._transport.hold("receive")
-    task = asyncio.create_task(desk.d.read(desk.ref, await desk.publish(), deadline_s=5))
-    await asyncio.sleep(0.05)
+    task = asyncio.create_task(desk.d.read(desk.ref, await desk.publish(), deadline_s=DEADLINE_S))
+    await desk.in_flight()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -132,7 +143,7 @@ async def test_publish_of_what_is_not_granted(desk):
     desk.p.release("att")
     desk.p.release("att")
     with pytest.raises(StaleReferenceError):
-        await desk.d.read(desk.ref, handle, deadline_s=5)
+        await desk.d.read(desk.ref, handle, deadline_s=DEADLINE_S)
 
 
 async def test_each_role_has_its_door(desk):
@@ -145,14 +156,14 @@ async def test_each_role_has_its_door(desk):
 async def test_close_fails_what_waits_and_is_idempotent():
     desk = Desk()
     desk.d._transport.hold("receive")
-    task = asyncio.create_task(desk.d.read(desk.ref, await desk.publish(), deadline_s=5))
-    await asyncio.sleep(0.05)
+    task = asyncio.create_task(desk.d.read(desk.ref, await desk.publish(), deadline_s=DEADLINE_S))
+    await desk.in_flight()
     await desk.d.close()
     await desk.d.close()
     with pytest.raises(TransferError, match="clos"):
         await task
     with pytest.raises(TransferError, match="closed"):
-        await desk.d.read(desk.ref, await desk.publish(), deadline_s=5)
+        await desk.d.read(desk.ref, await desk.publish(), deadline_s=DEADLINE_S)
     await desk.p.close()
 
 
@@ -162,9 +173,9 @@ async def test_corruption_from_start_up_is_caught_unless_the_check_is_off(verify
     handle = await desk.publish()
     if verify:
         with pytest.raises(TransferError, match="checksum"):
-            await desk.d.read(desk.ref, handle, deadline_s=5)
+            await desk.d.read(desk.ref, handle, deadline_s=DEADLINE_S)
     else:
-        received = await desk.d.read(desk.ref, handle, deadline_s=5)
+        received = await desk.d.read(desk.ref, handle, deadline_s=DEADLINE_S)
         assert sum(byte != 1 for byte in received.payload) == 1
         desk.d.finish(received)
     await desk.all_free()
@@ -176,7 +187,7 @@ async def test_a_bug_on_the_thread_shows_in_the_audit_and_does_not_end_it():
     desk = Desk()
     desk.d._post(lambda now: 1 // 0)
     assert "ZeroDivisionError" in str((await desk.d.audit()).violations)
-    received = await desk.d.read(desk.ref, await desk.publish(), deadline_s=5)
+    received = await desk.d.read(desk.ref, await desk.publish(), deadline_s=DEADLINE_S)
     desk.d.finish(received)
     await desk.d.close()
     await desk.p.close()
