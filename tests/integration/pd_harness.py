@@ -6,6 +6,7 @@ Loaded by path (see the fixture `pd` of the tests that use it).
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -13,11 +14,13 @@ from dataclasses import dataclass, field
 import grpc
 
 from diptych.common.block_identity import IdentityHeader, golden_key
+from diptych.common.clock import Clock, MonotonicClock
 from diptych.common.compat import Compat
 from diptych.common.errors import DiptychError
 from diptych.common.sampling import SamplingParams
 from diptych.decode.server import DecodeRole
 from diptych.engine.fake_runner import FakeRunner
+from diptych.engine.messages import ScheduledSeq
 from diptych.prefill.server import PrefillRole
 from diptych.rpc.channels import open_channel
 from diptych.rpc.convert import sampling_to_proto
@@ -32,6 +35,10 @@ from diptych.worker.runtime import WorkerRuntime
 
 BLOCK = 16
 VOCAB = 1000
+DEADLINE_S = 60.0
+"""For what takes milliseconds on an idle machine."""
+NEVER_S = 3600.0
+"""A bound that no test reaches: what should be noticed otherwise is not noticed by it."""
 
 
 def fake_model(**runner: object) -> LoadedModel:
@@ -64,14 +71,52 @@ def worker_config(role: str, worker_id: str, **changes: object) -> WorkerConfig:
         "max_step_time_s": 0.0,
         "slab_bytes": 4096,
         "num_slabs": 4,
-        "read_base_s": 3.0,
-        "slab_lease_s": 5.0,
-        "drain_s": 5.0,
+        "read_base_s": NEVER_S,
+        "slab_lease_s": NEVER_S,
+        "drain_s": NEVER_S,
+        "stall_bound_s": NEVER_S,
         "kv_overlap": "on",  # the fake model's KV is too small to be worth a message
         "check_invariants": True,
         "insecure": True,
     }
     return WorkerConfig(**{**settings, **changes})  # type: ignore[arg-type]
+
+
+class Gate:
+    """Holds a fake model before a step of a request's attempt, from its `after`-th such step on."""
+
+    def __init__(self, after: int = 0) -> None:
+        self._open = threading.Event()
+        self._left = after
+        self.reached = threading.Event()
+
+    def __call__(self, seqs: Sequence[ScheduledSeq]) -> None:
+        if all(seq.attempt == "warm-up" for seq in seqs):
+            return
+        if self._left:
+            self._left -= 1
+            return
+        self.reached.set()
+        assert self._open.wait(DEADLINE_S)
+
+    def open(self) -> None:
+        self._open.set()
+
+    async def wait(self) -> None:
+        assert await asyncio.to_thread(self.reached.wait, DEADLINE_S)
+
+
+class SkippingClock:
+    """Real time, and what a model skips of it: its steps take as long as they say, on a machine of any speed."""
+
+    def __init__(self) -> None:
+        self._real, self._skipped_s = MonotonicClock(), 0.0
+
+    def now(self) -> float:
+        return self._real.now() + self._skipped_s
+
+    def skip(self, seconds: float) -> None:
+        self._skipped_s += seconds
 
 
 @dataclass
@@ -131,11 +176,11 @@ class FakeRouter:
         return answer
 
     async def ended(self, attempt: str) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(DEADLINE_S):
             await self._answers[attempt][2].wait()
 
     async def first_token(self, attempt: str) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(DEADLINE_S):
             await self._answers[attempt][1].wait()
 
     async def _outgoing(self) -> AsyncIterator[decode_pb2.Command]:
@@ -176,7 +221,7 @@ def submit_message(
     max_tokens: int = 8,
     local: bool = False,
     local_max: int = 0,
-    remaining_s: float = 30.0,
+    remaining_s: float = NEVER_S,
     policy: int = router_pb2.FAILURE_POLICY_UNSPECIFIED,
     ignore_eos: bool = True,
     seed: int = 7,
@@ -210,14 +255,15 @@ class Cluster:
     def submit_message(self, **arguments: object) -> decode_pb2.Submit:
         return submit_message(self.decode, arguments.pop("prefill", self.prefill), **arguments)  # type: ignore[arg-type]
 
-    async def nothing_left(self, *, within_s: float = 1.0) -> None:
-        """Both sides give everything back, without new work: no attempt, no block held, no slab out."""
+    async def nothing_left(self) -> None:
+        """Both sides give everything back, without new work and long before a lease ends: no attempt, no block held, no slab
+        out."""
         for worker in self.workers:
-            await self.settle(worker, within_s)
+            await self.settle(worker)
 
     @staticmethod
-    async def settle(worker: WorkerRuntime, within_s: float) -> None:
-        until = asyncio.get_running_loop().time() + within_s
+    async def settle(worker: WorkerRuntime) -> None:
+        until = asyncio.get_running_loop().time() + DEADLINE_S
         while True:
             audit = await worker.audit(full=True)
             slabs = audit.slabs
@@ -242,16 +288,20 @@ async def cluster(
     prefill: Callable[[], LoadedModel] = fake_model,
     decode_config: dict[str, object] | None = None,
     prefill_config: dict[str, object] | None = None,
+    decode_clock: Clock | None = None,
+    prefill_clock: Clock | None = None,
 ) -> AsyncIterator[Cluster]:
     started: list[WorkerRuntime] = []
     try:
         for i in range(num_prefill):
             config = worker_config("prefill", f"prefill-{i}", **(prefill_config or {}))
-            worker = WorkerRuntime(config, prefill(), make_transfer=make_transfer, make_role=PrefillRole)
+            worker = WorkerRuntime(
+                config, prefill(), make_transfer=make_transfer, make_role=PrefillRole, clock=prefill_clock
+            )
             await worker.start()
             started.append(worker)
         config = worker_config("decode", "decode-0", **(decode_config or {}))
-        worker = WorkerRuntime(config, decode(), make_transfer=make_transfer, make_role=DecodeRole)
+        worker = WorkerRuntime(config, decode(), make_transfer=make_transfer, make_role=DecodeRole, clock=decode_clock)
         await worker.start()
         started.append(worker)
         yield Cluster(worker, started[:-1])
@@ -262,7 +312,7 @@ async def cluster(
 
 async def get_info(worker: WorkerRuntime) -> worker_pb2.GetInfoResponse:
     async with open_channel(worker.address) as channel:
-        return await WorkerStub(channel).GetInfo(worker_pb2.GetInfoRequest(), timeout=5)
+        return await WorkerStub(channel).GetInfo(worker_pb2.GetInfoRequest(), timeout=DEADLINE_S)
 
 
 async def _start_grpc() -> None:

@@ -2,6 +2,7 @@
 
 hold N    the engine stops before the N-th step from now (0: the next); answered at once, and by "held" when it does
 go        it goes on
+idle      answered once nothing is left of any request
 quit
 """
 
@@ -75,6 +76,9 @@ async def main(pd: ModuleType, options: dict[str, object]) -> None:
                 say({})
             case ["go"]:
                 brake.go()
+                say({})
+            case ["idle"]:
+                await pd.Cluster.settle(worker)
                 say({})
             case _:
                 break

@@ -5,15 +5,20 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-import time
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from diptych.common.sampling import SamplingParams
+from diptych.engine.messages import ScheduledSeq
 from diptych.rpc.convert import sampling_to_proto
 from diptych.rpc.v1 import types_pb2
+from diptych.worker.runtime import WorkerRuntime
+
+waiting = sys.modules["diptych_test_waiting"]
 
 PROMPT = [(7 * i + 3) % 1000 for i in range(150)]
 
@@ -102,11 +107,28 @@ async def test_sixteen_at_once_equal_local(pd: ModuleType) -> None:
         await cluster.nothing_left()
 
 
+async def received(worker: WorkerRuntime) -> int:
+    return (await worker.transfer.audit()).bytes_received
+
+
 async def test_reads_overlap_with_compute(pd: ModuleType) -> None:
-    slow = lambda: pd.fake_model(before_execute=lambda seqs: time.sleep(0.02))  # noqa: E731 - a model takes its time
-    async with pd.cluster(prefill=slow) as cluster, pd.FakeRouter(cluster.decode.address) as router:
+    """The last chunks are not computed before the first ones' KV has been read."""
+    arrived, steps = threading.Event(), []
+
+    def hold(seqs: Sequence[ScheduledSeq]) -> None:
+        steps.extend(seq.attempt for seq in seqs if seq.attempt != "warm-up")
+        if len(steps) > 10:
+            assert arrived.wait(60)
+
+    held = lambda: pd.fake_model(before_execute=hold)  # noqa: E731
+    async with pd.cluster(prefill=held) as cluster, pd.FakeRouter(cluster.decode.address) as router:
         prompt = [(3 * i) % 1000 for i in range(640)]
-        answer = await router.run(cluster.submit_message(attempt="a", prompt=prompt))
+        answer = router.submit(cluster.submit_message(attempt="a", prompt=prompt))
+        try:
+            await waiting.until(lambda: received(cluster.decode), "KV arrives")
+        finally:
+            arrived.set()
+        await router.ended("a")
         assert answer.explanation.kv_ranges_overlapped > 0
         assert answer.explanation.kv_ranges > answer.explanation.kv_ranges_overlapped
 
@@ -149,7 +171,7 @@ async def test_a_damaged_slab_is_noticed_and_made_good(pd: ModuleType) -> None:
         answer = await router.run(cluster.submit_message(attempt="a", prompt=PROMPT))
         assert answer.token_ids == expected
         assert any("TRANSFER_FAILED" in note for note in answer.explanation.notes)
-        await cluster.nothing_left(within_s=2.0)
+        await cluster.nothing_left()
 
 
 async def test_local_prefill_over_the_limit_is_overruled(pd: ModuleType) -> None:

@@ -12,7 +12,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -39,7 +38,10 @@ pytestmark = [
 HERE = Path(__file__).parent
 PROMPT = [(7 * i + 3) % 1000 for i in range(150)]
 FAIL = router_pb2.FAILURE_POLICY_FAIL
-SILENCE_S = 1.0
+SILENCE_S, SLAB_LEASE_S = 2.0, 5.0
+HEALED_S = 120.0
+"""Deadline of what takes seconds on an idle machine."""
+waiting = sys.modules["diptych_test_waiting"]
 
 
 def load(name: str, file: str) -> ModuleType:
@@ -111,6 +113,7 @@ async def pair(pd: ModuleType, table: ModuleType, host: OtherHost, **prefill: ob
         "worker_id": "prefill-0",
         "transport": "ucx",
         "leg_silence_s": SILENCE_S,
+        "slab_lease_s": SLAB_LEASE_S,
         "host": host.there,
         "insecure": True,
         **prefill,
@@ -127,7 +130,13 @@ async def pair(pd: ModuleType, table: ModuleType, host: OtherHost, **prefill: ob
         child = table.Prefill(process, json.loads(hello))
         stack.push_async_callback(child.stop)
         config = pd.worker_config(
-            "decode", "decode-0", transport="ucx", leg_silence_s=SILENCE_S, host=host.here, insecure=True
+            "decode",
+            "decode-0",
+            transport="ucx",
+            leg_silence_s=SILENCE_S,
+            slab_lease_s=SLAB_LEASE_S,
+            host=host.here,
+            insecure=True,
         )
         decode = WorkerRuntime(config, pd.fake_model(), make_transfer=make_transfer, make_role=DecodeRole)
         await decode.start()
@@ -149,10 +158,8 @@ async def test_a_partition_costs_the_leg_and_heals_by_itself(
         await child.hold(2)
         answer = router.submit(cluster.submit_message(attempt="b", prompt=PROMPT[::-1], prefill=[child]))
         await child.held()
-        began = time.monotonic()
         host.cut()
         await router.ended("b")
-        assert time.monotonic() - began < SILENCE_S + 2.0
         assert answer.error is None
         assert answer.explanation.local_prefill
         assert "said nothing" in answer.explanation.notes[0]
@@ -164,15 +171,14 @@ async def test_a_partition_costs_the_leg_and_heals_by_itself(
         host.heal()
         await child.ask("go")
         again = None
-        until = time.monotonic() + 8.0
         number = 0
-        while again is None or again.explanation.local_prefill:
-            assert time.monotonic() < until, "the pair does not come back"
-            number += 1
-            await cluster.decode.engine.reset_cache()
-            again = await router.run(cluster.submit_message(attempt=f"d{number}", prompt=PROMPT, prefill=[child]))
-            assert again.token_ids == tokens, "something of before the partition landed where it must not"
-        await cluster.nothing_left(within_s=6.0)
+        async with asyncio.timeout(HEALED_S):
+            while again is None or again.explanation.local_prefill:
+                number += 1
+                await cluster.decode.engine.reset_cache()
+                again = await router.run(cluster.submit_message(attempt=f"d{number}", prompt=PROMPT, prefill=[child]))
+                assert again.token_ids == tokens, "something of before the partition landed where it must not"
+        await cluster.nothing_left()
 
 
 @pytest.fixture(scope="session")
@@ -190,38 +196,42 @@ async def test_what_lands_when_a_partition_heals_lands_in_nothing_that_is_used(
     """A read that fails in a partition leaves its slab in quarantine. All others are then filled from a worker of this host and
     held; the partition heals, the answer lands, and the others' bytes are what they were."""
     size = 3 << 20
-    config = TransferConfig(transport="ucx", num_slabs=4, peer_quota=3, host=host.here, lease_s=60.0)
+    config = TransferConfig(transport="ucx", num_slabs=4, peer_quota=3, host=host.here, lease_s=600.0)
     reader = build_transfer(
         config, worker_id="d0", incarnation="x", role="decode", layout_hash=7, loop=asyncio.get_running_loop()
     )
     inside = ("ip", "netns", "exec", host.name)
-    there = await slabs.Publisher.start("life1", "p-there", inside=inside, host=host.there, lease_s=60.0)
+    there = await slabs.Publisher.start("life1", "p-there", inside=inside, host=host.there, lease_s=600.0)
     near = await slabs.Publisher.start("life1", "p-here", host=host.here)
     try:
-        reader.finish(await reader.read(there.ref, await there.publish("a", 0), deadline_s=10))
-        reader.finish(await reader.read(near.ref, await near.publish("b", 0), deadline_s=10))
+        reader.finish(await reader.read(there.ref, await there.publish("a", 0), deadline_s=HEALED_S))
+        reader.finish(await reader.read(near.ref, await near.publish("b", 0), deadline_s=HEALED_S))
         handle = await there.publish("a", 1, size)
         host.cut()
         with pytest.raises(TransferError, match="deadline"):
             await reader.read(there.ref, handle, deadline_s=0.5)
-        held = [await reader.read(near.ref, await near.publish("b", seed, size), deadline_s=10) for seed in (2, 3, 4)]
+        held = [
+            await reader.read(near.ref, await near.publish("b", seed, size), deadline_s=HEALED_S) for seed in (2, 3, 4)
+        ]
         counts = (await reader.audit(full=True)).slabs
         assert (counts.quarantined, counts.settled, counts.free) == (1, 3, 0)
         before = reader.bytes_per_s
         host.heal()
-        until = time.monotonic() + 20.0
-        while (audit := await reader.audit(full=True)).slabs.quarantined:
+
+        async def landed() -> bool:
+            audit = await reader.audit(full=True)
             assert not audit.violations
-            assert time.monotonic() < until, "the answer of before the partition never landed"
-            await asyncio.sleep(0.02)
+            return not audit.slabs.quarantined
+
+        await waiting.until(landed, "the answer of before the partition lands", deadline_s=HEALED_S)
         assert reader.bytes_per_s == before, "what landed late counts for nothing"
         for seed, slab in zip((2, 3, 4), held, strict=True):
             assert np.array_equal(np.frombuffer(slab.payload, np.uint8), bytes_of(seed, size))
             reader.finish(slab)
-        again = await reader.read(there.ref, await there.publish("a", 5, size), deadline_s=10)
+        again = await reader.read(there.ref, await there.publish("a", 5, size), deadline_s=HEALED_S)
         assert np.array_equal(np.frombuffer(again.payload, np.uint8), bytes_of(5, size))
         reader.finish(again)
-        await slabs.until_free(reader, 2)
+        await slabs.until_free(reader)
     finally:
         await there.stop()
         await near.stop()
@@ -244,4 +254,4 @@ async def test_a_loopback_address_is_refused_by_a_reader_on_another_host(
         answer = await router.run(cluster.submit_message(attempt="a", prompt=PROMPT, prefill=[child], policy=FAIL))
         assert isinstance(answer.error, DiptychError)
         assert "loopback address 127.0.0.1" in answer.error.message
-        await cluster.nothing_left(within_s=3.0)
+        await cluster.nothing_left()

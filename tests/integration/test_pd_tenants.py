@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import sys
-import time
+import threading
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+waiting = sys.modules["diptych_test_waiting"]
 
 
 @pytest.fixture(scope="session")
@@ -26,13 +28,15 @@ def pd() -> ModuleType:
 
 async def test_the_more_important_prompt_is_computed_first(pd: ModuleType) -> None:
     order: list[str] = []
+    all_there = threading.Event()
 
     def watch(seqs: object) -> None:
-        time.sleep(0.01)
         for seq in seqs:  # type: ignore[attr-defined]
             name = seq.attempt.split("/")[0]
             if name not in order:
                 order.append(name)
+        if "first" in order:
+            assert all_there.wait(60)
 
     config = {"scheduling_policy": "priority", "max_num_seqs": 1}
     async with (
@@ -45,6 +49,10 @@ async def test_the_more_important_prompt_is_computed_first(pd: ModuleType) -> No
             message = cluster.submit_message(attempt=name, prompt=prompt, max_tokens=2)
             message.priority = priority
             router.submit(message)
+        try:
+            await waiting.until(lambda: sum(cluster.prefill[0].role.states().values()) == 4, "all four are there")
+        finally:
+            all_there.set()
         await asyncio.gather(*(router.ended(name) for name in ("first", "late", "soon", "mid")))
     assert [name for name in order if name != "first"] == ["soon", "mid", "late"]
 

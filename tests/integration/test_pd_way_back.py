@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -31,17 +31,24 @@ def pd() -> ModuleType:
     return sys.modules[name]
 
 
-def takes(step_s: float, token_s: float) -> Callable[[Sequence[ScheduledSeq]], None]:
-    """A model whose steps last so long, and longer for every prompt token."""
+def takes(clock: Any, step_s: float, token_s: float) -> Callable[[Sequence[ScheduledSeq]], None]:
+    """A model whose steps last so long on the worker's clock, and longer for every prompt token."""
+
+    loop = asyncio.get_running_loop()
+
+    async def heard() -> None:
+        """The event loop has handled what the step before told it."""
 
     def compute(seqs: Sequence[ScheduledSeq]) -> None:
-        time.sleep(step_s + token_s * sum(len(seq.token_ids) for seq in seqs if len(seq.token_ids) > 1))
+        # A step of a real model is longer than the loop's answer to the one before.
+        asyncio.run_coroutine_threadsafe(heard(), loop).result(60)
+        clock.skip(step_s + token_s * sum(len(seq.token_ids) for seq in seqs if len(seq.token_ids) > 1))
 
     return compute
 
 
-FAST, SLOW, VERY_SLOW = takes(0.005, 0.0), takes(0.002, 0.002), takes(0.002, 0.01)
-"""The difference is far above what a busy machine adds to a hand-off."""
+FAST, SLOW = (0.005, 0.0), (0.005, 10.0)
+"""Seconds of a step, and more for each of its tokens: far above what a busy machine adds to a hand-off."""
 
 
 async def undisturbed(pd: ModuleType) -> list[list[int]]:
@@ -57,12 +64,15 @@ async def undisturbed(pd: ModuleType) -> list[list[int]]:
 async def test_a_preempted_request_goes_where_it_is_sooner_back(pd: ModuleType, case: str) -> None:
     want = await undisturbed(pd)
     decode_slow = case != "decode is faster"
+    clocks = {"decode_clock": pd.SkippingClock(), "prefill_clock": pd.SkippingClock()}
+    on_decode = takes(clocks["decode_clock"], *(SLOW if decode_slow else FAST))
+    on_prefill = takes(clocks["prefill_clock"], *(FAST if decode_slow else SLOW))
     models = {
-        "decode": lambda: pd.fake_model(num_blocks=11, before_execute=VERY_SLOW if decode_slow else FAST),
-        "prefill": lambda: pd.fake_model(before_execute=FAST if decode_slow else SLOW),
+        "decode": lambda: pd.fake_model(num_blocks=11, before_execute=on_decode),
+        "prefill": lambda: pd.fake_model(before_execute=on_prefill),
     }
     async with (
-        pd.cluster(**models, decode_config={"enable_prefix_caching": False}) as cluster,
+        pd.cluster(**models, **clocks, decode_config={"enable_prefix_caching": False}) as cluster,
         pd.FakeRouter(cluster.decode.address) as router,
     ):
         first = await router.run(cluster.submit_message(attempt="first", prompt=PROMPTS[0], max_tokens=MAX_TOKENS))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import sys
-import time
+import threading
 import urllib.request
 from pathlib import Path
 from types import ModuleType
@@ -58,8 +58,27 @@ class Watch:
         return still - NEED_NOT_MOVE
 
 
+class Looks:
+    """Steps that wait until both workers' series were read since the step before: what a step shows for a moment is seen."""
+
+    def __init__(self) -> None:
+        self.awaited = False
+        self._done, self._more = 0, threading.Condition()
+
+    def add(self) -> None:
+        with self._more:
+            self._done += 1
+            self._more.notify_all()
+
+    def wait(self, seqs: object) -> None:
+        with self._more:
+            due = self._done + 2  # the one that runs now may have begun before
+            assert self._more.wait_for(lambda: self._done >= due or not self.awaited, 60)
+
+
 async def test_every_series_of_both_roles_moves(pd: ModuleType) -> None:
-    model = lambda: pd.fake_model(num_blocks=24, before_execute=lambda seqs: time.sleep(0.004))  # noqa: E731
+    looks = Looks()
+    model = lambda: pd.fake_model(num_blocks=24, before_execute=looks.wait)  # noqa: E731
     async with (
         pd.cluster(
             num_prefill=1,
@@ -76,7 +95,7 @@ async def test_every_series_of_both_roles_moves(pd: ModuleType) -> None:
             while not ended.is_set():
                 for watch in watches:
                     await asyncio.to_thread(watch.look)
-                await asyncio.sleep(0.01)
+                looks.add()
 
         for watch in watches:
             await asyncio.to_thread(watch.look)
@@ -88,6 +107,7 @@ async def test_every_series_of_both_roles_moves(pd: ModuleType) -> None:
         )
         ended = asyncio.Event()
         looking = asyncio.create_task(look(ended))
+        looks.awaited = True
         try:
             for turn in range(2):  # the second time both sides have seen the prompts
                 for number in range(6):
@@ -106,6 +126,7 @@ async def test_every_series_of_both_roles_moves(pd: ModuleType) -> None:
                 answer = await router.run(again)
                 assert answer.finished is not None, answer.error
         finally:
+            looks.awaited = False
             ended.set()
             await looking
         for watch in watches:
