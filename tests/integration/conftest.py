@@ -5,7 +5,6 @@ import os
 import shutil
 import sys
 import tempfile
-import time
 from importlib.resources import files
 from pathlib import Path
 
@@ -48,10 +47,7 @@ def valkey_url():
     socket = f"{folder}/s"
     command = [str(binary), "--port", "0", "--unixsocket", socket, "--save", "", "--dir", folder, "--daemonize", "no"]
     process = child.start(command, stdout=child.DEVNULL)
-    deadline = time.monotonic() + 10
-    while not os.path.exists(socket):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    sys.modules["diptych_test_waiting"].wait_until(lambda: os.path.exists(socket), what="Valkey listens")
     yield f"unix://{socket}"
     process.terminate()
     process.wait(10)

@@ -13,7 +13,7 @@ from diptych.router.fake_door import FakeDoor
 from diptych.router.http_options import HttpOptions
 from diptych.router.server import Faces
 
-WAIT_S = 5.0
+WAIT_S = 60.0
 
 grpc.aio.init_grpc_aio()  # its poller thread lives as long as the process; it must not look like a leak of the first test
 

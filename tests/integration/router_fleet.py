@@ -1,8 +1,8 @@
 """A router's frontend between decode workers without an engine and a store in memory."""
 
-import asyncio
 import json
 import random
+import sys
 from contextlib import asynccontextmanager
 
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -17,6 +17,7 @@ from diptych.router.config import RouterConfig
 from diptych.router.fake_decode import FakeDecode
 from diptych.router.frontend import Frontend, GenerateSpec
 
+waiting = sys.modules["diptych_test_waiting"]
 BLOCK_SIZE = 16
 VOCAB = 64
 
@@ -36,7 +37,7 @@ def make_model_folder(path, vocab=VOCAB):
 class Fleet:
     """Workers, their leases, and a router that watches them."""
 
-    def __init__(self, folder, tmp_path, settle_s=0.2, **settings):
+    def __init__(self, folder, tmp_path, settle_s=0.2, dead_s=3.0, **settings):
         self.clock = FakeClock()
         self.store = MemoryStore(self.clock)
         self.secret = create_secret(tmp_path / "secret")
@@ -46,7 +47,7 @@ class Fleet:
             model=str(folder),
             secret_file=str(tmp_path / "secret"),
             worker_poll_s=0.02,
-            worker_dead_s=0.5,
+            worker_dead_s=dead_s,
             worker_settle_s=settle_s,
             local_prefill_max_tokens=0,
             **settings,
@@ -96,9 +97,11 @@ class Fleet:
         return worker
 
     async def until(self, condition):
-        async with asyncio.timeout(5):
-            while not condition():  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await waiting.until(condition)
+
+    async def cancelled(self, decode):
+        """Until every attempt that reached the worker was cancelled there."""
+        await self.until(lambda: len(decode.cancels) == len(decode.submits))
 
     async def until_ready(self, decode=1, prefill=1):
         cluster = self.frontend._cluster

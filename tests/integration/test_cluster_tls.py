@@ -16,7 +16,7 @@ from diptych.rpc.channels import bind, cluster_server_credentials, new_server, o
 from diptych.rpc.health import Health
 from diptych.worker.config import WorkerConfig
 
-WAIT_S = 5.0
+WAIT_S = 60.0
 
 grpc.aio.init_grpc_aio()
 

@@ -31,7 +31,7 @@ from diptych.rpc.channels import open_channel
 
 CHAT = "/v1/chat/completions"
 BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
-WAIT_S = 5.0
+WAIT_S = 60.0
 
 grpc.aio.init_grpc_aio()
 

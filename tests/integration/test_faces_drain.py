@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import sys
 
 import grpc.aio
 import httpx
@@ -18,14 +19,9 @@ from diptych.router.server import Faces, drain
 
 BODY = {"messages": [{"role": "user", "content": "Hi"}], "stream": True}
 WAIT_S = 60.0
+waiting = sys.modules["diptych_test_waiting"]
 
 grpc.aio.init_grpc_aio()  # its poller thread lives as long as the process; it must not look like a leak of the first test
-
-
-async def started(faces: Faces, door: FakeDoor, count: int) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while door.running < count:  # noqa: ASYNC110 - the fake has no event for it
-            await asyncio.sleep(0.005)
 
 
 @pytest.mark.parametrize("ends", [True, False])
@@ -42,7 +38,7 @@ async def test_draining(ends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         posted = asyncio.create_task(http.post("/v1/chat/completions", json=BODY))
         called = asyncio.ensure_future(client.generate(prompt="Hi"))
-        await started(faces, door, 2)
+        await waiting.until(lambda: door.running == 2)
 
         running_at_close = -1
 
@@ -75,14 +71,16 @@ async def test_draining(ends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 async def refused(address: str) -> None:
     """Until nobody listens there any more."""
     host, _, port = address.rpartition(":")
-    async with asyncio.timeout(WAIT_S):
-        while True:
-            try:
-                _, writer = await asyncio.open_connection(host, int(port))
-            except OSError:
-                return
-            writer.close()
-            await asyncio.sleep(0.005)
+
+    async def nobody() -> bool:
+        try:
+            _, writer = await asyncio.open_connection(host, int(port))
+        except OSError:
+            return True
+        writer.close()
+        return False
+
+    await waiting.until(nobody)
 
 
 async def test_a_taken_port_is_named() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -44,6 +45,7 @@ from diptych.rpc.errors import from_rpc_error
 from diptych.rpc.v1 import router_pb2
 
 WAIT_S = 60.0
+until = sys.modules["diptych_test_waiting"].until
 ONCE = RetryPolicy(max_tries=1)
 
 grpc.aio.init_grpc_aio()  # its poller thread lives as long as the process; it must not look like a leak of the first test
@@ -346,16 +348,11 @@ async def test_health_follows_readiness() -> None:
             return (await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=WAIT_S)).status
 
         async def reaches(wanted: int) -> None:
-            async with asyncio.timeout(WAIT_S):
-                while [await status(""), await status(SERVICE)] != [wanted, wanted]:
-                    await asyncio.sleep(0.02)
+            async def reached() -> bool:
+                return [await status(""), await status(SERVICE)] == [wanted, wanted]
+
+            await until(reached)
 
         await reaches(health_pb2.HealthCheckResponse.SERVING)
         door.reasons = ["no prefill worker"]
         await reaches(health_pb2.HealthCheckResponse.NOT_SERVING)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not condition():
-            await asyncio.sleep(0.005)

@@ -18,7 +18,7 @@ from diptych.router.fake_door import FakeDoor, Step, hello_script
 from diptych.router.messages import ChoiceFinishedEvent, FinishedEvent, ModelFeatures, TokenEvent, UsageInfo
 from diptych.router.server import Faces
 
-WAIT_S = 5.0
+WAIT_S = 60.0
 CALLER = ModelFeatures(tool_parser="hermes", reasoning=True, takes_tools=True)
 TOOL = {"name": "add", "description": "adds", "parameters": {"type": "object"}}
 ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+import sys
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -18,10 +19,7 @@ CHAT = "/v1/chat/completions"
 MESSAGES: list[Any] = [{"role": "user", "content": "Hi"}]
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not condition():  # noqa: ASYNC110 - the fake has no event for it
-            await asyncio.sleep(0.005)
+until = sys.modules["diptych_test_waiting"].until
 
 
 BAD_BODIES: list[tuple[str, bytes | dict[str, Any], str | None]] = [

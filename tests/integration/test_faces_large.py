@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import sys
 import threading
 from functools import partial
 
@@ -25,6 +26,8 @@ from diptych.router.messages import GenerateSpec
 from diptych.router.openai_tools import MAX_MESSAGES
 from diptych.router.server import Faces
 from diptych.router.text_bound import TextBound
+
+waiting = sys.modules["diptych_test_waiting"]
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
@@ -153,8 +156,7 @@ async def test_short_prompts_do_not_wait_behind_long_ones(intake, words):
     long = [
         asyncio.create_task(intake.prepare(GenerateSpec(prompt="wait" + "a" * 100_000, max_tokens=1))) for _ in "abc"
     ]
-    while not words.seen:  # noqa: ASYNC110 - a thread has no event of ours
-        await asyncio.sleep(0.001)
+    await waiting.until(lambda: words.seen, "a long prompt is being cut")
     assert (await intake.prepare(GenerateSpec(prompt="a b", max_tokens=1))).prompt_token_ids == (1, 1)
     assert not any(task.done() for task in long)
     words.go.set()
@@ -169,7 +171,7 @@ async def test_nobody_waits_for_the_tokenizer_longer_than_he_wants(intake):
 
 async def test_what_waits_is_bounded_by_its_bytes():
     lanes, go = Lanes("texts", "lane"), threading.Event()
-    work = [asyncio.create_task(lanes.run(partial(go.wait, 10), MAX_WAITING_BYTES // 4)) for _ in range(4)]
+    work = [asyncio.create_task(lanes.run(partial(go.wait, 60), MAX_WAITING_BYTES // 4)) for _ in range(4)]
     await asyncio.sleep(0)
     with pytest.raises(OverloadedError, match="too many texts are waiting"):
         await lanes.run(lambda: None, 1)

