@@ -1,5 +1,7 @@
-"""Calls and imports that have no place here, found in the syntax tree: what runs code that it reads, or trusts a file; and what
-forks, since a copy of a process that holds UCX, gRPC or CUDA runs their handlers (common/child.py starts children)."""
+"""Calls and imports that have no place here, found in the syntax tree: what runs code that it reads, or trusts a file; what
+forks, since a copy of a process that holds UCX, gRPC or CUDA runs their handlers (common/child.py starts children); and, in
+tests, what waits for a time: its outcome is that of the machine's speed. Polling is tests/waiting.py's; where a pause decides
+nothing, the line says why: `# sleep: REASON`."""
 
 from __future__ import annotations
 
@@ -20,6 +22,9 @@ LOOP_FORKS = {
     "ProcessPoolExecutor",
 }
 """uvloop's are a fork with Python's at-fork hooks in the copy. Allowed where nothing is served: benches and tests."""
+SLEEPS = {"time.sleep", "asyncio.sleep"}
+MAY_SLEEP = ("tests/waiting.py", "tests/conftest.py", "tests/sim/")
+"""Polling itself; what no test can use yet; time that is virtual."""
 BANNED_CALLS = {"eval", "exec", "os.system", "os.popen", "yaml.load", "yaml.unsafe_load", "tempfile.mktemp"}
 
 
@@ -40,10 +45,20 @@ def _keyword(call: ast.Call, name: str) -> object:
     return None
 
 
+def _waits(call: ast.Call, lines: list[str]) -> bool:
+    """It sleeps, for longer than a turn of the event loop, and does not say why."""
+    if not call.args or (isinstance(call.args[0], ast.Constant) and call.args[0].value == 0):
+        return False
+    said = "\n".join(lines[call.lineno - 1 : call.end_lineno]).rpartition("# sleep:")
+    return not (said[1] and len(said[2].strip()) >= 10)
+
+
 def findings(source: str, filename: str) -> list[str]:
     """Lines "file:line: what" of everything banned in one file."""
     found: list[str] = []
     serves = not filename.startswith("tests/") and "bench" not in filename
+    is_test = filename.startswith("tests/") and not filename.startswith(MAY_SLEEP)
+    lines = source.splitlines()
 
     def report(node: ast.AST, what: str) -> None:
         found.append(f"{filename}:{getattr(node, 'lineno', 0)}: {what}")
@@ -61,6 +76,8 @@ def findings(source: str, filename: str) -> list[str]:
                 report(node, f"import of {name}: it forks; see common/child.py")
         if isinstance(node, ast.Call):
             call = _dotted(node.func)
+            if is_test and call in SLEEPS and _waits(node, lines):
+                report(node, f"{call}(): wait for a condition (tests/waiting.py), or say `# sleep: REASON`")
             if call in BANNED_CALLS:
                 report(node, f"{call}()")
             if call in FORKING_CALLS or (serves and call.split(".")[-1] in LOOP_FORKS):

@@ -19,11 +19,13 @@ from diptych.cli.processes import ProcessIdentity, free_port, spawn
 from diptych.cli.run_folder import ChildState, ClusterState, RunFolder
 from diptych.rpc.v1 import worker_pb2, worker_pb2_grpc
 
-wait_until = sys.modules["diptych_test_waiting"].wait_until
+waiting = sys.modules["diptych_test_waiting"]
+wait_until = waiting.wait_until
 START_DEADLINE_S = 240.0
 RPC_S = 60.0
 """For an answer that takes milliseconds, on a machine of any speed."""
-HELD_S = 240.0
+HELD_S, FREE_S = 240.0, 60.0
+"""Until a held step is reached; until nothing is held any more, which takes a second on an idle machine."""
 KV_BYTES_PER_TOKEN = 46_080
 SET_BY_TESTS: set[str] = set()
 """Variables that tests/conftest.py has put into this process: a cluster under test does not get them."""
@@ -95,7 +97,7 @@ class Cluster:
     def workers(self) -> list[str]:
         return [child.name for child in self.state.children if child.role in ("prefill", "decode")]
 
-    def wait_idle_of(self, name: str, *, deadline_s: float) -> float:
+    def wait_idle_of(self, name: str, *, deadline_s: float = FREE_S) -> float:
         """As wait_idle, also while a step is held: no audit is answered before that one is given up."""
 
         def idle() -> bool:
@@ -106,7 +108,7 @@ class Cluster:
 
         return wait_until(idle, deadline_s=deadline_s, what=f"{name} is idle again")
 
-    def wait_idle(self, *, deadline_s: float) -> float:
+    def wait_idle(self, *, deadline_s: float = FREE_S) -> float:
         return wait_until(
             lambda: all(self.idle(name) for name in self.workers()),
             deadline_s=deadline_s,
@@ -143,7 +145,8 @@ class StepGates:
     @property
     def flags(self) -> tuple[str, str]:
         # A step that a test holds is not one that got stuck.
-        return "--worker-args", f"--fault-step-gates {self.folder} --stall-bound-s 3600"
+        # Ranges are sent while a prompt is computed, whatever this machine's link and speed say of their worth.
+        return "--worker-args", f"--fault-step-gates {self.folder} --stall-bound-s 3600 --kv-overlap on"
 
     def hold(self, cluster: Cluster, name: str, *, after_steps: int) -> None:
         """Let an idle worker take so many steps more; the next one waits."""
@@ -157,10 +160,12 @@ class StepGates:
 
     async def wait_held(self, name: str, request: asyncio.Future[object] | None = None) -> None:
         """Until a step waits; fails when the request that it serves ends before."""
-        async with asyncio.timeout(HELD_S):
-            while not self.held(name):  # noqa: ASYNC110 - another process says so
-                assert request is None or not request.done(), request
-                await asyncio.sleep(0.01)
+
+        def held() -> bool:
+            assert request is None or not request.done(), request
+            return self.held(name)
+
+        await waiting.until(held, f"a step of {name} waits", deadline_s=HELD_S, every_s=0.01)
 
     def open(self, name: str) -> None:
         """Let it go on. Of no effect where nothing is held."""

@@ -33,7 +33,7 @@ async def test_with_the_checksum_the_answer_is_right_and_says_what_happened(clus
         answer = await generate(running)
         assert list(answer.token_ids) == LONG["output_ids"]
         assert answer.explanation.notes, "the damaged slab is not mentioned"
-        running.wait_idle(deadline_s=15.0)
+        running.wait_idle()
 
 
 async def test_without_it_the_answer_is_wrong(cluster_module, tmp_path: Path):

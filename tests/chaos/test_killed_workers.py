@@ -20,7 +20,7 @@ pytestmark = pytest.mark.multiproc
 
 LONG_PROMPT = 900
 """Tokens: more than one step may compute (512), on a machine of any speed."""
-ANSWER_S, AGAIN_S, FREE_S = 300.0, 240.0, 60.0
+ANSWER_S, AGAIN_S = 300.0, 240.0
 """Deadlines of what takes seconds on an idle machine."""
 
 
@@ -66,7 +66,7 @@ async def serves_again(cluster, name: str, old_pid: int) -> None:
                     return
             except (DiptychError, StopIteration):
                 pass
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(0.3)  # sleep: asks again, not all the time
 
 
 async def test_prefill_killed_in_mid_request(gated_cluster, gates):
@@ -83,7 +83,7 @@ async def test_prefill_killed_in_mid_request(gated_cluster, gates):
         await serves_again(gated_cluster, "prefill-0", killed.pid)
         again = await client.generate(**options, local_prefill_max_tokens=0)
         assert again.token_ids == answer.token_ids
-    gated_cluster.wait_idle(deadline_s=FREE_S)
+    gated_cluster.wait_idle()
 
 
 @pytest.mark.slow
@@ -98,7 +98,7 @@ async def test_prefill_killed_and_policy_fail(gated_cluster, gates):
         with pytest.raises(DiptychError):
             await task
     await serves_again(gated_cluster, "prefill-0", killed.pid)
-    gated_cluster.wait_idle(deadline_s=FREE_S)
+    gated_cluster.wait_idle()
 
 
 async def test_decode_killed_in_mid_stream(gated_cluster, gates):
@@ -138,10 +138,10 @@ async def test_decode_killed_before_the_first_token_over_grpc(gated_cluster, gat
             await task
         assert failure.value.reason in ("WORKER_LOST", "NO_WORKER")
         # Nobody wants the prompt any more: the step is given up, though the gate is shut still.
-        await asyncio.to_thread(gated_cluster.wait_idle_of, "prefill-0", deadline_s=FREE_S)
+        await asyncio.to_thread(gated_cluster.wait_idle_of, "prefill-0")
         gates.open("prefill-0")
     await serves_again(gated_cluster, "decode-0", killed.pid)
-    gated_cluster.wait_idle(deadline_s=FREE_S)
+    gated_cluster.wait_idle()
 
 
 async def test_redis_killed_serving_goes_on(gated_cluster):

@@ -13,7 +13,7 @@ import resource
 import shutil
 import socket
 import subprocess
-import time
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+waiting = sys.modules["diptych_test_waiting"]
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = "diptych-test"
@@ -104,16 +106,21 @@ class Stack:
         return "\n".join(f"--- {s}\n{t.stdout}{t.stderr}" for s, t in zip(services, tails, strict=True))
 
     def wait(self, condition: Any, what: str, deadline_s: float = START_S) -> None:
-        until = time.monotonic() + deadline_s
-        while not condition():
-            assert time.monotonic() < until, f"not within {deadline_s:.0f} s: {what}\n{self.logs()}"
-            time.sleep(1.0)
+        try:
+            waiting.wait_until(condition, what=what, deadline_s=deadline_s, every_s=1.0)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.logs()}") from None
 
     def ready(self, router: str) -> bool:
         try:
             return bool(json.loads(read(router + "/ready"))["ready"])
         except (OSError, ValueError):
             return False
+
+    def noticed(self, router: str, victim: str) -> bool:
+        """Whether a router places nothing on a worker."""
+        workers = json.loads(read(router + "/status.json"))["cluster"]["workers"]
+        return not any(worker["id"] == victim and not worker["why_not"] for worker in workers)
 
     def ask(self, router: str, question: str) -> tuple[str, dict[str, Any]]:
         # Prefill, whatever was measured of the two roles: where a question is computed is no matter of this test.
@@ -207,7 +214,9 @@ def test_a_cluster_of_containers_serves_and_survives(stack: Stack) -> None:
     assert stack.python("router-1", code) == answers[QUESTIONS[0]]
     tickets = re.compile(r'^diptych_placement_tickets_total{outcome="(\w+)",role="router",worker="[^"]+"} (\S+)', re.M)
     used = {"granted": "1.0", "finished": "1.0", "failed": "0.0", "lapsed": "0.0"}
-    stack.wait(lambda: dict(tickets.findall(stack.scrape("router-0:8000"))) == used, "the ticket's end is told", 10.0)
+    stack.wait(
+        lambda: dict(tickets.findall(stack.scrape("router-0:8000"))) == used, "the ticket's end is told", REQUEST_S
+    )
 
     # The load generator of the profile `load`, from the routers' network alone.
     report = stack.compose("--profile", "load", "run", "--rm", "--no-deps", "load")
@@ -216,9 +225,8 @@ def test_a_cluster_of_containers_serves_and_survives(stack: Stack) -> None:
     # One container of each kind dies; what is asked then is answered by the others, with the same text.
     for victim, router in (("prefill-0", 0), ("decode-0", 0), ("router-0", 1)):
         stack.podman("kill", "--signal", "KILL", stack.name(victim))
-        time.sleep(
-            3.0
-        )  # longer than the routers need to notice; what runs at the time of a death is another test's matter
+        # What runs at the time of a death is another test's matter.
+        stack.wait(lambda v=victim, r=router: stack.noticed(stack.routers[r], v), f"the death of {victim} is noticed")
         for question in QUESTIONS[:2]:
             text, why = stack.ask(stack.routers[router], question)
             assert text == answers[question], (victim, why)

@@ -59,11 +59,11 @@ RAW: list[tuple[str, bytes, str | None]] = [
 
 @pytest.fixture(autouse=True)
 def nothing_reaches_the_engines(cluster) -> Iterator[None]:
-    cluster.wait_idle(deadline_s=5.0)
+    cluster.wait_idle()
     before = cluster.steps()
     yield
     assert cluster.steps() == before
-    cluster.wait_idle(deadline_s=1.0)
+    cluster.wait_idle()
 
 
 def check_error(response: httpx.Response, status: int, param: str | None) -> None:
@@ -79,18 +79,20 @@ def check_error(response: httpx.Response, status: int, param: str | None) -> Non
 
 @pytest.mark.parametrize(("body", "status", "param"), [pytest.param(*case[1:], id=case[0]) for case in CHAT])
 def test_chat(cluster, body, status, param):
-    check_error(httpx.post(f"{cluster.http_url}/v1/chat/completions", json=body), status, param)
+    check_error(httpx.post(f"{cluster.http_url}/v1/chat/completions", json=body, timeout=60.0), status, param)
 
 
 @pytest.mark.parametrize(("body", "status", "param"), [pytest.param(*case[1:], id=case[0]) for case in COMPLETIONS])
 def test_completions(cluster, body, status, param):
-    check_error(httpx.post(f"{cluster.http_url}/v1/completions", json=body), status, param)
+    check_error(httpx.post(f"{cluster.http_url}/v1/completions", json=body, timeout=60.0), status, param)
 
 
 @pytest.mark.parametrize(("content", "param"), [pytest.param(*case[1:], id=case[0]) for case in RAW])
 def test_raw_bodies(cluster, content, param):
     headers = {"content-type": "application/json"}
-    check_error(httpx.post(f"{cluster.http_url}/v1/completions", content=content, headers=headers), 400, param)
+    check_error(
+        httpx.post(f"{cluster.http_url}/v1/completions", content=content, headers=headers, timeout=60.0), 400, param
+    )
 
 
 def rpc(**sampling: object) -> router_pb2.GenerateRequest:

@@ -17,8 +17,7 @@ pytestmark = pytest.mark.multiproc
 LONG_PROMPT = 1500
 """Tokens: three steps at least, on a machine of any speed."""
 MANY = 1500
-FREE_S, ANSWER_S = 60.0, 300.0
-"""Deadlines of what takes a second on an idle machine."""
+ANSWER_S = 300.0
 
 
 @pytest.fixture
@@ -43,7 +42,7 @@ def held(gated_cluster, gates):
 
 async def all_idle(cluster) -> None:
     for name in cluster.workers():
-        await asyncio.to_thread(cluster.wait_idle_of, name, deadline_s=FREE_S)
+        await asyncio.to_thread(cluster.wait_idle_of, name)
 
 
 async def test_client_leaves_while_decoding(client: AsyncClient, gated_cluster, gates, held, fresh_prompt):
@@ -98,7 +97,7 @@ async def test_deadline_ends_a_request(client: AsyncClient, gated_cluster, held,
 async def test_many_clients_leave_at_random_moments(client: AsyncClient, gated_cluster, fresh_prompt):
     async def leave_after(delay_s: float) -> None:
         task = asyncio.create_task(client.generate(token_ids=fresh_prompt(200), max_tokens=200, ignore_eos=True))
-        await asyncio.sleep(delay_s)
+        await asyncio.sleep(delay_s)  # sleep: in any phase, whichever it is
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 

@@ -87,8 +87,8 @@ def test_unknown_field_is_ignored(cluster):
 
 def test_health_ready_metrics(cluster):
     for path in ("/health", "/ready"):
-        assert httpx.get(cluster.http_url + path).status_code == 200
-    text = httpx.get(cluster.http_url + "/metrics").text
+        assert httpx.get(cluster.http_url + path, timeout=60.0).status_code == 200
+    text = httpx.get(cluster.http_url + "/metrics", timeout=60.0).text
     assert "diptych" in text
 
 

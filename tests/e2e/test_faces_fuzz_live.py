@@ -97,7 +97,7 @@ def nothing_dies(cluster):
     pids = {child.name: child.pid for child in cluster.state.children}
     yield
     assert {child.name: child.pid for child in cluster.state.children} == pids
-    cluster.wait_idle(deadline_s=10.0)
+    cluster.wait_idle()
     body = {"prompt": "The capital of France is", "max_tokens": 4, "temperature": 0}
     answer = httpx.post(f"{cluster.http_url}/v1/completions", json=body, timeout=WAIT_S)
     assert "Paris" in answer.json()["choices"][0]["text"]

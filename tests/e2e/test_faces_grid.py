@@ -165,7 +165,7 @@ def test_the_grid(http, alone, cluster, grid) -> None:
                 assert jsonschema_rs.is_valid(SCHEMA, value) or fields["response_format"] is not FORMAT
         if fields.get("min_tokens") and "response_format" not in fields:  # the end of a grammar comes first
             assert all(len(choice["ids"]) >= 5 for choice in apart)
-    cluster.wait_idle(deadline_s=5.0)
+    cluster.wait_idle()
     gained = {name: value - before[name] for name, value in counters(cluster).items()}
     assert gained["sent"] == gained["received"] == gained["kv_transfer_bytes_total"] == moved
     uncached = gained["prompt_tokens_total"] - gained["prompt_tokens_cached_total"]

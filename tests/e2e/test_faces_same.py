@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from typing import Any
 
 import httpx
@@ -13,6 +14,8 @@ import pytest
 from diptych.client import AsyncClient, Client, DuplicateRequestError, InvalidRequestError
 from diptych.rpc.channels import open_channel
 from diptych.rpc.v1 import router_pb2, router_pb2_grpc, types_pb2
+
+waiting = sys.modules["diptych_test_waiting"]
 
 pytestmark = pytest.mark.multiproc
 
@@ -35,7 +38,7 @@ Answer = tuple[list[int], str, str]
 
 def tickets_used(cluster) -> float:
     """Requests whose answers went from a decode worker to their client directly."""
-    for line in httpx.get(f"{cluster.http_url}/metrics", timeout=60.0).text.splitlines():
+    for line in httpx.get(f"{cluster.http_url}/metrics", timeout=300.0).text.splitlines():
         if line.startswith('diptych_placement_tickets_total{outcome="finished"'):
             return float(line.rpartition(" ")[2])
     return 0.0
@@ -43,7 +46,7 @@ def tickets_used(cluster) -> float:
 
 async def over_http(url: str, body: dict[str, Any]) -> Answer:
     """Asserts that a whole answer and a stream are the same."""
-    async with httpx.AsyncClient(base_url=url, timeout=60.0) as http:
+    async with httpx.AsyncClient(base_url=url, timeout=300.0) as http:
         answered = await http.post("/v1/completions", json=body | {"return_token_ids": True})
         assert answered.status_code == 200, answered.text
         whole = answered.json()["choices"][0]
@@ -66,7 +69,7 @@ async def over_http(url: str, body: dict[str, Any]) -> Answer:
 async def over_grpc(address: str, request: router_pb2.GenerateRequest) -> Answer:
     ids, texts, finish = [], [], ""
     async with open_channel(address) as channel:
-        async for message in router_pb2_grpc.RouterStub(channel).Generate(request, timeout=60.0):
+        async for message in router_pb2_grpc.RouterStub(channel).Generate(request, timeout=300.0):
             ids += message.tokens.token_ids
             texts.append(message.tokens.text)
             if message.HasField("finished"):
@@ -109,14 +112,14 @@ async def test_the_same_through_every_face(cluster, text, options) -> None:
         request.sampling.grammar.kind = types_pb2.GRAMMAR_KIND_CHOICE
         request.sampling.grammar.source = json.dumps(options["choice"])
     assert await over_grpc(cluster.grpc_address, request) == expected
-    async with AsyncClient(cluster.grpc_address, timeout_s=60.0) as client:
+    async with AsyncClient(cluster.grpc_address, timeout_s=300.0) as client:
         assert await over_sdk(client, ask | options) == expected
     before = await asyncio.to_thread(tickets_used, cluster)
-    async with AsyncClient(cluster.grpc_address, timeout_s=60.0, lookaside=True) as client:
+    async with AsyncClient(cluster.grpc_address, timeout_s=300.0, lookaside=True) as client:
         assert await over_sdk(client, ask | options) == expected
 
     def synchronous(lookaside: bool) -> Answer:
-        with Client(cluster.grpc_address, timeout_s=60.0, lookaside=lookaside) as client:
+        with Client(cluster.grpc_address, timeout_s=300.0, lookaside=lookaside) as client:
             stream = client.stream(**ask, **options)
             deltas = list(stream)
             ids = [token for delta in deltas for token in delta.token_ids]
@@ -124,9 +127,11 @@ async def test_the_same_through_every_face(cluster, text, options) -> None:
 
     for lookaside in (False, True):
         assert await asyncio.to_thread(synchronous, lookaside) == expected
-    async with asyncio.timeout(10.0):  # decode tells the router of them now and then
-        while await asyncio.to_thread(tickets_used, cluster) - before < 3:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+
+    async def told() -> bool:
+        return await asyncio.to_thread(tickets_used, cluster) - before >= 3
+
+    await waiting.until(told, "decode tells the router of them now and then", every_s=0.05)
 
 
 @pytest.mark.parametrize("local", [0, 4000])
@@ -136,7 +141,7 @@ async def test_a_cut_stream_goes_on_byte_for_byte(cluster, local) -> None:
         {"prompt": TEXTS[0], "temperature": 0, "stop": ["the sky is"], "max_tokens": 10},
         {"prompt": TEXTS[1], "temperature": 1.0, "regex": "[a-c]{2}空\U0001f30d!", "max_tokens": 12},
     ]
-    async with AsyncClient(cluster.grpc_address, timeout_s=60.0) as client:
+    async with AsyncClient(cluster.grpc_address, timeout_s=300.0) as client:
         for case in cases:
             stream = client.stream(**case, local_prefill_max_tokens=local)
             deltas = [delta async for delta in stream]
@@ -152,33 +157,42 @@ async def test_a_cut_stream_goes_on_byte_for_byte(cluster, local) -> None:
                 assert sent + rest.text == text, (cut, sent, rest.text)
                 assert rest.finish_reason == stream.result.finish_reason
                 assert rest.usage == stream.result.usage or rest.usage.completion_tokens == len(ids)
-    await asyncio.to_thread(cluster.wait_idle, deadline_s=5.0)
+    await asyncio.to_thread(cluster.wait_idle)
 
 
 @pytest.mark.parametrize(("given", "options"), [([2, 2, 2, 2], {}), ([65, 65, 65], {"stop": ["a"]})])
 async def test_an_end_within_the_tokens_that_are_there_is_the_callers_error(cluster, given, options) -> None:
-    async with AsyncClient(cluster.grpc_address, timeout_s=60.0) as client:
+    async with AsyncClient(cluster.grpc_address, timeout_s=300.0) as client:
         if "stop" in options:
             given = (await client.generate(prompt="b", max_tokens=4, choice=["a a a"])).token_ids[:3]
         with pytest.raises(InvalidRequestError, match="ends before the last") as caught:
             await client.generate(prompt="a b c", max_tokens=12, seed=5, resume_after=list(given), **options)
     assert caught.value.param == "resume_after"
-    await asyncio.to_thread(cluster.wait_idle, deadline_s=5.0)
+    await asyncio.to_thread(cluster.wait_idle)
+
+
+async def test_a_request_that_was_left_gives_its_idempotency_key_back(gated_cluster, gates) -> None:
+    ask: dict[str, Any] = {"prompt": "Once", "max_tokens": 400, "ignore_eos": True, "idempotency_key": "left"}
+    async with AsyncClient(gated_cluster.grpc_address, timeout_s=300.0) as client:
+        gates.hold(gated_cluster, "decode-0", after_steps=5)
+        try:
+            stream = client.stream(**ask)
+            async for _ in stream:
+                break
+            del stream
+            await asyncio.to_thread(gated_cluster.wait_idle_of, "decode-0")
+        finally:
+            gates.open("decode-0")
+        await client.generate(**ask | {"max_tokens": 4})
 
 
 async def test_an_idempotency_key_runs_once(cluster) -> None:
     ask: dict[str, Any] = {"prompt": "Once", "max_tokens": 4, "idempotency_key": f"key-{cluster.grpc_address}"}
-    async with AsyncClient(cluster.grpc_address, timeout_s=60.0) as client:
+    async with AsyncClient(cluster.grpc_address, timeout_s=300.0) as client:
         await client.generate(**ask)
         with pytest.raises(DuplicateRequestError):
             await client.generate(**ask)
-        long = client.stream(**ask | {"max_tokens": 400, "ignore_eos": True, "idempotency_key": "left"})
-        async for _ in long:
-            break
-        del long
-        await asyncio.to_thread(cluster.wait_idle, deadline_s=5.0)
-        await client.generate(**ask | {"idempotency_key": "left"})
-    async with httpx.AsyncClient(base_url=cluster.http_url, timeout=60.0) as http:
+    async with httpx.AsyncClient(base_url=cluster.http_url, timeout=300.0) as http:
         body = {"prompt": "Once", "max_tokens": 4}
         headers = {"idempotency-key": "over http"}
         codes = [(await http.post("/v1/completions", json=body, headers=headers)).status_code for _ in range(2)]

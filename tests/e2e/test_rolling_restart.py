@@ -90,7 +90,7 @@ class Load:
                 self.problems.append(repr(error))
 
     def _try(self, prompt: list[int], turn: int) -> str:
-        until = time.monotonic() + 20
+        until = time.monotonic() + RESTART_S
         while True:
             for url in (self.urls[turn % 2], self.urls[(turn + 1) % 2]):
                 try:
@@ -98,7 +98,7 @@ class Load:
                 except Unreachable:
                     continue
             assert time.monotonic() < until, "no router listens"
-            time.sleep(0.1)
+            time.sleep(0.1)  # sleep: asks again, not all the time
 
     def __enter__(self) -> Load:
         for thread in self._threads:

@@ -115,4 +115,4 @@ def test_what_cannot_be_compiled_is_a_400_that_names_the_field_and_harms_nobody(
                 assert answer.json()["error"]["param"] == param, answer.text
         assert all(one.result()["choices"][0]["token_ids"] == alone for one in neighbours)
         assert re.fullmatch("[a-c]+", fitting.result()["choices"][0]["message"]["content"])
-    cluster.wait_idle(deadline_s=5.0)
+    cluster.wait_idle()

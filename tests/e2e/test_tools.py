@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from diptych.router import served_model
 from diptych.router.config import RouterConfig
 from diptych.router.frontend import Frontend
 from diptych.router.server import Faces
+
+waiting = sys.modules["diptych_test_waiting"]
 
 pytestmark = pytest.mark.multiproc
 
@@ -126,9 +129,7 @@ async def face(cluster: Any, name: str, tmp_path: Path, monkeypatch: pytest.Monk
     try:
         await door.start()
         addresses = await faces.start(door, door.metrics)
-        async with asyncio.timeout(WAIT_S):
-            while not door.ready()[0]:  # noqa: ASYNC110 - it polls the store itself
-                await asyncio.sleep(0.05)
+        await waiting.until(lambda: door.ready()[0], "the router is ready")
         async with (
             openai.AsyncOpenAI(
                 base_url=f"http://{addresses.http}/v1", api_key="none", max_retries=0, timeout=WAIT_S
@@ -239,7 +240,7 @@ async def test_promised_calls(cluster, tmp_path, monkeypatch, name, thorough) ->
         with pytest.raises(openai.BadRequestError) as failure:
             await whole(here, tools=tools(), tool_choice={"type": "function", "function": {"name": "rm"}})
         assert failure.value.param == "tool_choice"
-    await asyncio.to_thread(cluster.wait_idle, deadline_s=5.0)
+    await asyncio.to_thread(cluster.wait_idle)
 
 
 def history() -> list[dict[str, Any]]:
@@ -279,4 +280,4 @@ async def test_calls_that_the_model_may_make(cluster, tmp_path, monkeypatch, nam
             assert await streamed(here, **strict) == promised
             for wanted, arguments in promised[1]:
                 assert jsonschema_rs.is_valid(SCHEMAS[wanted], json.loads(arguments))
-    await asyncio.to_thread(cluster.wait_idle, deadline_s=5.0)
+    await asyncio.to_thread(cluster.wait_idle)

@@ -6,6 +6,7 @@ Loaded by path (see the fixture `pd` of the tests that use it).
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -32,6 +33,8 @@ from diptych.worker.config import WorkerConfig
 from diptych.worker.model import LoadedModel
 from diptych.worker.process import make_transfer
 from diptych.worker.runtime import WorkerRuntime
+
+waiting = sys.modules["diptych_test_waiting"]
 
 BLOCK = 16
 VOCAB = 1000
@@ -263,8 +266,7 @@ class Cluster:
 
     @staticmethod
     async def settle(worker: WorkerRuntime) -> None:
-        until = asyncio.get_running_loop().time() + DEADLINE_S
-        while True:
+        async def settled() -> bool:
             audit = await worker.audit(full=True)
             slabs = audit.slabs
             busy = (
@@ -274,10 +276,12 @@ class Cluster:
                 slabs.packed + slabs.in_flight + slabs.settled + slabs.quarantined,
             )
             assert not list(audit.violations), audit
-            if not any(busy):
-                return
-            assert asyncio.get_running_loop().time() < until, f"{worker.worker_id}: {audit}"
-            await asyncio.sleep(0.01)
+            return not any(busy)
+
+        try:
+            await waiting.until(settled, deadline_s=DEADLINE_S)
+        except TimeoutError:
+            raise AssertionError(f"{worker.worker_id}: {await worker.audit(full=True)}") from None
 
 
 @asynccontextmanager

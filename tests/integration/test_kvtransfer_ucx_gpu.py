@@ -8,11 +8,11 @@ is the self-test's other process."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import importlib.util
 import logging
 import sys
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +31,8 @@ from diptych.kvtransfer.layout import RingSpec
 from diptych.kvtransfer.thread import TransferThread
 from diptych.kvtransfer.ucx_gpu import DIRECT, STAGED, UcxGpuTransport
 from diptych.kvtransfer.ucx_gpu_probe import run_ucx_gpu_self_test, serve
+
+waiting = sys.modules["diptych_test_waiting"]
 
 # Not imported here: UCXX's UCX would keep NIXL's out of the process that collects the tests of both.
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ucxx") is None, reason="UCXX is not installed")
@@ -112,17 +114,15 @@ class Pair:
         return self.publisher.publish("d0", packed)
 
     async def read(self, handle: Any) -> Any:
-        return await self.reader.read(self.ref, handle, deadline_s=5)
+        return await self.reader.read(self.ref, handle, deadline_s=60)
 
     async def all_free(self) -> None:
-        limit = time.monotonic() + 5
-        while True:
+        async def free() -> bool:
             audits = [await side.audit(full=True) for side in (self.publisher, self.reader)]
             assert not any(audit.violations for audit in audits)
-            if all(audit.slabs.free == NUM_SLABS for audit in audits):
-                return
-            assert time.monotonic() < limit
-            await asyncio.sleep(0.005)
+            return all(audit.slabs.free == NUM_SLABS for audit in audits)
+
+        await waiting.until(free)
 
     async def close(self) -> None:
         await self.reader.close()
@@ -173,14 +173,15 @@ async def test_who_was_forgotten_is_met_anew(pair, monkeypatch) -> None:
     assert pair.reads.path_to("p0@life")
     await pair.reader.forget(pair.ref)
     data = noise(3)
-    handle, limit = await pair.publish("a", data), time.monotonic() + 5
-    while True:
-        try:
-            received = await pair.read(handle)
-            break
-        except TransferError:  # until the news of the loss have gone round
-            assert time.monotonic() < limit
-            await asyncio.sleep(0.005)
+    handle, found = await pair.publish("a", data), []
+
+    async def read() -> bool:
+        with contextlib.suppress(TransferError):  # until the news of the loss have gone round
+            found.append(await pair.read(handle))
+        return bool(found)
+
+    await waiting.until(read)
+    (received,) = found
     assert np.array_equal(data_at(received.payload), data)
     assert not pair.reads.path_to("p0@life")
     pair.reader.finish(received)

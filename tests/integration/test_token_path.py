@@ -87,7 +87,7 @@ class Gate:
         assert self._may.acquire(timeout=WAIT_S), "the test forgot the runner"
         self.sampled.update(seq.attempt for seq in seqs if seq.sample)
         if self.step_s:
-            time.sleep(self.step_s)
+            time.sleep(self.step_s)  # sleep: how long a step is; what is seen of it the gate decides
 
 
 class Served:
@@ -245,7 +245,4 @@ async def test_15_3_1_all_that_was_computed_is_delivered_while_the_answers_run(s
     assert seen == [count] * answers
 
 
-async def until(condition) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
+until = sys.modules["diptych_test_waiting"].until

@@ -1,4 +1,5 @@
 import asyncio
+import sys
 
 import msgspec
 import pytest
@@ -24,6 +25,8 @@ RECORD = WorkerRecord(
     max_num_seqs=1,
     event_epoch=3,
 )
+
+waiting = sys.modules["diptych_test_waiting"]
 
 
 def event(sequence, num_keys=1, kind="stored", epoch=3):
@@ -87,9 +90,11 @@ async def test_a_store_that_is_away_is_tried_again(store, clock):
     await settle()
     assert not registration.connected
     store.available = True
-    async with asyncio.timeout(5):
-        while not registration.connected or await sequences(store) != [1]:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+
+    async def caught_up():
+        return registration.connected and await sequences(store) == [1]
+
+    await waiting.until(caught_up)
     await registration.close()
 
 

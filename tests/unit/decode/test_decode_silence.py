@@ -4,27 +4,47 @@ from __future__ import annotations
 
 import asyncio
 import time
+from types import SimpleNamespace
 
+import pytest
+
+from diptych.decode import silence as silence_module
 from diptych.decode.silence import Silence
 
 
-async def test_silence_ends_the_wait_and_a_word_starts_it_anew() -> None:
-    silence = Silence(0.06)
+async def test_silence_ends_the_wait_and_a_word_starts_it_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks, pause = asyncio.Semaphore(0), asyncio.sleep
+
+    async def tick(seconds: float) -> None:
+        assert seconds == 1.0
+        await ticks.acquire()
+
+    async def tell(count: int) -> None:
+        for _ in range(count):
+            ticks.release()
+            for _ in range(5):
+                await pause(0)
+
+    monkeypatch.setattr(silence_module, "asyncio", SimpleNamespace(sleep=tick))
+    silence = Silence(6.0)
     task = asyncio.create_task(silence.lasts())
     for _ in range(10):
-        await asyncio.sleep(0.012)
+        await tell(5)
         silence.heard()
     assert not task.done()
-    await asyncio.wait_for(task, 1)
+    await tell(5)
+    assert not task.done()
+    await tell(1)
+    assert task.done()
 
 
 async def test_a_stop_of_this_process_counts_as_one_tick() -> None:
     silence = Silence(0.06)
     task = asyncio.create_task(silence.lasts())
     await asyncio.sleep(0)
-    time.sleep(0.15)  # noqa: ASYNC251 - the loop stands still, as under SIGSTOP
+    time.sleep(0.15)  # noqa: ASYNC251  # sleep: the loop stands still, as under SIGSTOP
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert not task.done()
     silence.heard()
-    await asyncio.wait_for(task, 1)
+    await asyncio.wait_for(task, 60)

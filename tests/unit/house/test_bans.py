@@ -52,3 +52,19 @@ def test_banned(bans, source):
 )
 def test_allowed(bans, source):
     assert bans.findings(source, "x.py") == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["time.sleep(0.2)", "await asyncio.sleep(2 * TTL_S)", "time.sleep(0.2)  # sleep:", "time.sleep(1)  # sleep: well"],
+)
+def test_no_test_waits_for_a_time(bans, source):
+    assert bans.findings(f"async def f():\n    {source}\n", "tests/unit/x.py")
+    assert not bans.findings(f"async def f():\n    {source}\n", "engine/x.py")
+
+
+@pytest.mark.parametrize(
+    "source", ["await asyncio.sleep(0)", "await asyncio.sleep(d)  # sleep: cancels at any moment", "clock.sleep(5)"]
+)
+def test_a_pause_that_decides_nothing_says_so(bans, source):
+    assert bans.findings(f"async def f():\n    {source}\n", "tests/unit/x.py") == []

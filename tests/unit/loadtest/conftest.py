@@ -50,11 +50,11 @@ class ScriptedTarget:
             if fault == "refuse":
                 raise TargetError(Outcome.REFUSED, "HTTP 529: shed", status=529)
             yield Accepted()
-            await asyncio.sleep(self.first_s)
+            await asyncio.sleep(self.first_s)  # sleep: virtual time
             sent = 0
             for tokens in self._chunks(ask.max_tokens):
                 if sent:
-                    await asyncio.sleep(self.token_s * tokens)
+                    await asyncio.sleep(self.token_s * tokens)  # sleep: virtual time
                 if fault == "cut" and sent:
                     raise TargetError(Outcome.CUT, "the stream ended without [DONE]")
                 sent += tokens

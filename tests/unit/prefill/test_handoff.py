@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 
@@ -36,6 +37,8 @@ from diptych.prefill.handoff import Handoffs
 from diptych.prefill.request import Limits
 from diptych.rpc.convert import sampling_to_proto
 from diptych.rpc.v1 import prefill_pb2, types_pb2
+
+waiting = sys.modules["diptych_test_waiting"]
 
 
 class ScriptedEngine:
@@ -231,16 +234,23 @@ async def test_the_queue_is_bounded_and_a_draining_worker_takes_nothing(parts) -
 
 async def test_a_leg_with_nothing_to_say_says_that_it_lives_but_not_for_a_stuck_engine(parts) -> None:
     _, engine, publisher = parts
-    why = ""
+    why, asked = "", 0
+
+    def why_stuck() -> str:
+        nonlocal asked
+        asked += 1
+        return why
+
     limits = Limits("p0", "life", vocab_size=100, max_model_len=256, block_size=16)
-    handoffs = Handoffs(engine, publisher, limits, max_legs=2, alive_every_s=0.01, why_stuck=lambda: why)
+    handoffs = Handoffs(engine, publisher, limits, max_legs=2, alive_every_s=0.01, why_stuck=why_stuck)
     async with aclosing(handoffs.serve(request())) as events:
         assert await kind(events) == "alive"
         handoffs.on_step([Admitted("a/1", 0), packed(1, 0, 16)])
         assert [await kind(events), await kind(events), await kind(events)] == ["started", "computed", "alive"]
         why = "a step has been running for 11.0 s"
         silent = asyncio.ensure_future(events.__anext__())
-        await asyncio.sleep(0.05)
+        until = asked + 5
+        await waiting.until(lambda: asked >= until, "it looks five times whether the engine is stuck")
         assert not silent.done()
         why = ""
         assert (await silent).WhichOneof("event") == "alive"
