@@ -49,7 +49,7 @@ class Watch:
             for sample in family.samples:
                 if sample.name.endswith(("_created", "_bucket")):
                     continue
-                label = next(iter(sample.labels.values()), "")
+                label = next((v for k, v in sample.labels.items() if k not in ("role", "worker")), "")
                 # A labelled child that appears has moved: it was at nothing before.
                 self.seen.setdefault((sample.name, label), set() if not self.seen else {0.0}).add(sample.value)
 
