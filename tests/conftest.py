@@ -33,9 +33,9 @@ _SETTLE_S = 2.0
 
 # Of this process, where many tests share few cores; a cluster under test is started without them. Before anything imports
 # Triton: without a GPU its kernels are interpreted (make test-gpu sets 0).
-_OURS = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "TRITON_INTERPRET": "1"}
-_SET_HERE = {name for name in _OURS if name not in os.environ}
-os.environ.update({name: _OURS[name] for name in _SET_HERE})
+_OUR_ENV = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "TRITON_INTERPRET": "1"}
+_SET_HERE = {name for name in _OUR_ENV if name not in os.environ}
+os.environ.update({name: _OUR_ENV[name] for name in _SET_HERE})
 # An example that takes longer than hypothesis' 200 ms says that the machine is busy, not that anything is wrong.
 settings.register_profile("diptych", deadline=None)
 settings.load_profile("diptych")

@@ -55,11 +55,11 @@ class Stack:
 
     def __init__(self, secrets: Path) -> None:
         self.routers = [f"http://127.0.0.1:{free_port()}" for _ in range(2)]
-        ports = {"HTTP_PORT": self.routers[0], "HTTP_PORT_1": self.routers[1]}
         memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
         self.env = {
             **os.environ,
-            **{name: url.rpartition(":")[2] for name, url in ports.items()},
+            "HTTP_PORT": self.routers[0].rpartition(":")[2],
+            "HTTP_PORT_1": self.routers[1].rpartition(":")[2],
             "GRPC_PORT": str(free_port()),
             "GRPC_PORT_1": str(free_port()),
             "SECRETS_DIR": str(secrets),
