@@ -82,8 +82,8 @@ async def test_http_client_leaves_a_stream(gated_cluster, gates, held, fresh_pro
         assert response.status_code == 200
         async for line in response.aiter_lines():
             if line.startswith("data: "):
+                await gates.wait_held("decode-0")
                 break
-        await gates.wait_held("decode-0")
     await all_idle(gated_cluster)
 
 

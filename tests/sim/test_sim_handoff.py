@@ -49,12 +49,12 @@ def explore(num_seeds: int, within_s: float) -> None:
 
 
 def test_no_schedule_breaks_a_law() -> None:
-    explore(CI_SEEDS, 400)
+    explore(CI_SEEDS, 3000)
 
 
 def test_what_a_vanished_decode_worker_holds_is_free_after_two_leases() -> None:
     script = str(HERE / "explore.py")
-    run_parts([[script, "--first", str(seed), "--seeds", "1"] for seed in VANISHED_BEHIND_A_QUOTA], 60)
+    run_parts([[script, "--first", str(seed), "--seeds", "1"] for seed in VANISHED_BEHIND_A_QUOTA], 600)
 
 
 @pytest.mark.slow
@@ -64,6 +64,6 @@ def test_no_schedule_of_a_hundred_thousand_breaks_a_law() -> None:
 
 def test_every_missing_guard_is_noticed() -> None:
     script = str(HERE / "mutate.py")
-    names = run_parts([[script, "--list"]], 60)[0].split()
+    names = run_parts([[script, "--list"]], 600)[0].split()
     assert len(names) >= 20
-    run_parts([[script, "--seeds", str(MUTATION_SEEDS), *names[i::PARTS]] for i in range(PARTS)], 400)
+    run_parts([[script, "--seeds", str(MUTATION_SEEDS), *names[i::PARTS]] for i in range(PARTS)], 3000)

@@ -92,7 +92,7 @@ def test_threads_of_a_session_are_put_on_its_cores():
         assert os.sched_getaffinity(process.pid) == {max(os.sched_getaffinity(0))}
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(60)
 
 
 def test_a_held_server_stops_and_goes_on(environment, monkeypatch):
