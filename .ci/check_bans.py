@@ -1,7 +1,7 @@
 """Calls and imports that have no place here, found in the syntax tree: what runs code that it reads, or trusts a file; what
 forks, since a copy of a process that holds UCX, gRPC or CUDA runs their handlers (common/child.py starts children); and, in
-tests, what waits for a time: its outcome is that of the machine's speed. Polling is tests/waiting.py's; where a pause decides
-nothing, the line says why: `# sleep: REASON`."""
+tests, what waits for a time: its outcome is that of the machine's speed. A loop that looks for something may pause (better:
+tests/waiting.py); where another pause decides nothing, the line says why: `# sleep: REASON`."""
 
 from __future__ import annotations
 
@@ -45,6 +45,12 @@ def _keyword(call: ast.Call, name: str) -> object:
     return None
 
 
+def _polls(tree: ast.Module) -> set[ast.AST]:
+    """All that stands in the body of a `while` with a condition."""
+    loops = (node for node in ast.walk(tree) if isinstance(node, ast.While) and not isinstance(node.test, ast.Constant))
+    return {inner for loop in loops for statement in loop.body for inner in ast.walk(statement)}
+
+
 def _waits(call: ast.Call, lines: list[str]) -> bool:
     """It sleeps, for longer than a turn of the event loop, and does not say why."""
     if not call.args or (isinstance(call.args[0], ast.Constant) and call.args[0].value == 0):
@@ -63,7 +69,9 @@ def findings(source: str, filename: str) -> list[str]:
     def report(node: ast.AST, what: str) -> None:
         found.append(f"{filename}:{getattr(node, 'lineno', 0)}: {what}")
 
-    for node in ast.walk(ast.parse(source, filename)):
+    tree = ast.parse(source, filename)
+    polling = _polls(tree) if is_test else set()
+    for node in ast.walk(tree):
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -76,7 +84,7 @@ def findings(source: str, filename: str) -> list[str]:
                 report(node, f"import of {name}: it forks; see common/child.py")
         if isinstance(node, ast.Call):
             call = _dotted(node.func)
-            if is_test and call in SLEEPS and _waits(node, lines):
+            if is_test and call in SLEEPS and node not in polling and _waits(node, lines):
                 report(node, f"{call}(): wait for a condition (tests/waiting.py), or say `# sleep: REASON`")
             if call in BANNED_CALLS:
                 report(node, f"{call}()")

@@ -56,7 +56,13 @@ def test_allowed(bans, source):
 
 @pytest.mark.parametrize(
     "source",
-    ["time.sleep(0.2)", "await asyncio.sleep(2 * TTL_S)", "time.sleep(0.2)  # sleep:", "time.sleep(1)  # sleep: well"],
+    [
+        "time.sleep(0.2)",
+        "await asyncio.sleep(2 * TTL_S)",
+        "time.sleep(0.2)  # sleep:",
+        "time.sleep(1)  # sleep: well",
+        "while True: time.sleep(1)",
+    ],
 )
 def test_no_test_waits_for_a_time(bans, source):
     assert bans.findings(f"async def f():\n    {source}\n", "tests/unit/x.py")
@@ -64,7 +70,13 @@ def test_no_test_waits_for_a_time(bans, source):
 
 
 @pytest.mark.parametrize(
-    "source", ["await asyncio.sleep(0)", "await asyncio.sleep(d)  # sleep: cancels at any moment", "clock.sleep(5)"]
+    "source",
+    [
+        "await asyncio.sleep(0)",
+        "await asyncio.sleep(d)  # sleep: cancels at any moment",
+        "clock.sleep(5)",
+        "while not done(): time.sleep(0.1)",
+    ],
 )
 def test_a_pause_that_decides_nothing_says_so(bans, source):
     assert bans.findings(f"async def f():\n    {source}\n", "tests/unit/x.py") == []
