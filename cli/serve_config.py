@@ -29,7 +29,7 @@ class ServeConfig:
         num_blocks: KV blocks; 0: as many as a share of the free memory holds.
         max_model_len: 0: the model's own.
         threads: torch threads.
-        scheduling_policy: fcfs, priority, sjf or fair.
+        scheduling_policy: sojourn (nobody later than in equal shares), fcfs, priority, sjf or fair.
         tool_call_parser, reasoning_parser, generation_config: as of `diptych router`.
         grammar_backend: auto, xgrammar, llguidance or none.
         grammar_warm_up: import the grammar libraries after the start instead of at the first grammar.
@@ -56,7 +56,7 @@ class ServeConfig:
     max_num_batched_tokens: int = 512
     enable_prefix_caching: bool = True
     threads: int = 1
-    scheduling_policy: str = "fcfs"
+    scheduling_policy: str = "sojourn"
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     generation_config: str = "auto"

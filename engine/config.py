@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from diptych.common.errors import ConfigError
 
-POLICIES = ("fcfs", "priority", "sjf", "fair")
+POLICIES = ("sojourn", "fcfs", "priority", "sjf", "fair")
 PREEMPTION_MODES = ("auto", "recompute", "swap")
 GRAMMAR_BACKENDS = ("auto", "xgrammar", "llguidance", "none")
 """Of structured output. auto: xgrammar, and llguidance for JSON schemas that xgrammar would not follow to the letter. none:
@@ -25,7 +25,7 @@ class EngineConfig:
         max_step_time_s: caps a step's prefill chunk from the measured rate; None: only the token budget counts.
         initial_prefill_tokens_per_s: the first guess of that rate.
         long_prefill_token_threshold: prompt tokens of one request in one step; 0: no such cap.
-        scheduling_policy: fcfs, priority, sjf or fair; see engine.sched.policies.
+        scheduling_policy: sojourn, fcfs, priority, sjf or fair; see engine.sched.policies.
         sjf_aging_tokens_per_s: under sjf, the work that a second of waiting outweighs.
         tenant_cache_share: part of the pool that one tenant's cached blocks may take.
         num_host_blocks: slots of the host tier; at most what the runner has.
@@ -44,7 +44,7 @@ class EngineConfig:
     initial_prefill_tokens_per_s: float = 150.0
     enable_prefix_caching: bool = True
     long_prefill_token_threshold: int = 0
-    scheduling_policy: str = "fcfs"
+    scheduling_policy: str = "sojourn"
     sjf_aging_tokens_per_s: float = 50.0
     tenant_cache_share: float = 1.0
     num_host_blocks: int = 0

@@ -31,9 +31,7 @@ from diptych.router.members import Members
 from diptych.router.native.library import Library
 from diptych.router.pending import PendingShare
 from diptych.router.placer import Life, Placer, Prompt
-from diptych.router.policies import policy_by_name
 from diptych.router.policy import CHEAPEST, Placement, PlacementRequest, Rejected, choose_placement
-from diptych.router.replication import Replication
 from diptych.router.reservations import Reservation, Reservations
 from diptych.router.retry_budget import RetryBudget
 from diptych.router.rollout import CANARY, OTHER_GROUP, STABLE, Groups, Rollout
@@ -65,7 +63,7 @@ class Cluster:
     policy: name of the placement policy.
     require_prefill: not ready before a prefill worker was there once.
     turn_window_s: see Turnstile.
-    replication, library: see Placer.
+    hot_prefix_copies, library: see Placer.
     rollout: canary and shadow workers.
     settle_s: see Settling.
     router_id: see PendingShare; "": a new one.
@@ -91,7 +89,7 @@ class Cluster:
         open_link: Callable[[WorkerRecord], WorkerLink] | None = None,
         tls: ClusterTls | None = None,
         turn_window_s: float = 0.0,
-        replication: Replication | None = None,
+        hot_prefix_copies: bool = False,
         library: Library | None = None,
     ) -> None:
         self._tls = tls
@@ -110,10 +108,12 @@ class Cluster:
         self._pairs: dict[tuple[Life, Life], list[str]] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._closing: set[asyncio.Task[None]] = set()
-        self.reservations = Reservations()
-        self.turnstile = Turnstile(lambda window_s: self._refresh().room(window_s), window_s=turn_window_s)
+        self.reservations = Reservations(clock.now)
+        self.turnstile = Turnstile(self._has_room, window_s=turn_window_s)
         self.reservations.on_less = self.turnstile.let_in
-        self.placer = Placer(self._index, self.reservations, rng, policy_by_name(policy), replication, library)
+        self.placer = Placer.of(
+            self._index, self.reservations, rng, policy=policy, hot_prefix_copies=hot_prefix_copies, library=library
+        )
         self._least_context: int | None = None
         self._groups = Groups(rollout)
         self._fleet_is_old = True
@@ -248,9 +248,18 @@ class Cluster:
             self._fleet_is_old = False
         return self.placer
 
+    def _has_room(
+        self, window_s: float, tenant: str, tokens: int, beside: float = 0.0, *, doubtful: bool = False
+    ) -> bool:
+        return self._refresh().has_room(window_s, tenant, tokens, beside, doubtful=doubtful)
+
     def snapshot(self, prompt: Prompt | None = None, exclude: frozenset[Life] = frozenset()) -> ClusterSnapshot:
         """Usable workers with this prompt's hits. `exclude`: lives that must not be chosen as decode."""
         return self._refresh().snapshot(prompt, exclude)
+
+    def uncached_tokens(self, prompt: Prompt) -> int:
+        """See Placer."""
+        return self._refresh().uncached_tokens(prompt)
 
     def _pair(self, prefill: WorkerRecord, decode: WorkerRecord) -> list[str]:
         if self._groups.apart(prefill.worker_id, decode.worker_id):
@@ -333,22 +342,24 @@ class Cluster:
         tpot_s = placement.decode.record.load.decode_step_s
         return self.admission.judge(ttft_s, tpot_s, allowed_s, self._rng)
 
-    def open(self, placement: Placement, submit: decode_pb2.Submit) -> Attempt:
+    def open(self, placement: Placement, submit: decode_pb2.Submit, tenant: str) -> Attempt:
         """Send the attempt to decode and count it as pending until `reservations.release`. Raises: WorkerLostError."""
         record = placement.decode.record
         member = self._members.get(record.worker_id)
         if member is None or member.link.incarnation != record.incarnation or member.link.decode is None:
             raise WorkerLostError(f"decode worker {record.worker_id} is gone")
         attempt = member.link.decode.open(submit)
-        self.hold(placement, attempt.id, len(submit.prompt_token_ids))
+        self.hold(placement, attempt.id, tenant, len(submit.prompt_token_ids))
         return attempt
 
-    def hold(self, placement: Placement, attempt: str, num_prompt_tokens: int, *, doubtful: bool = False) -> None:
+    def hold(
+        self, placement: Placement, attempt: str, tenant: str, num_prompt_tokens: int, *, doubtful: bool = False
+    ) -> None:
         """Count the attempt as pending on its workers until `reservations.release`. `doubtful`: see Reservations."""
         record = placement.decode.record
         computes = placement.chosen.prefill or placement.decode
         num_tokens = num_prompt_tokens - computes.hit_tokens
-        reservation = Reservation(computes.worker_id, record.worker_id, num_tokens)
+        reservation = Reservation(computes.worker_id, record.worker_id, num_tokens, tenant)
         self.reservations.reserve(attempt, reservation, doubtful=doubtful)
         now = self._clock.now()
         for worker_id in {computes.worker_id, record.worker_id}:

@@ -42,8 +42,8 @@ class RouterConfig:
         there to be compared with it.
     canary_workers, canary_share: patterns of worker ids, and the share of requests that goes to them alone.
     shadow_workers, shadow_share: the same for workers that get copies of requests, whose answers nobody sees.
-    placement_backend: "native" decides in C, compiled at the first start, "numpy" in about three times the time, with the same
-        outcome; "auto" takes native where there is a C compiler, and says so where there is none.
+    placement_backend: "native" looks prompts up in C, compiled at the first start, "numpy" in two to four times the time, with
+        the same outcome; "auto" takes native where there is a C compiler, and says so where there is none.
     tenant_metrics: /metrics has series with tenants' names, for the board of tenants.
     hot_prefix_copies: copy a prefix on purpose when requests with it take most of its holders' time. Off: it raised the tail in
         simulation; prefixes are then copied where queues are long.

@@ -37,6 +37,7 @@ class Fleet:
         token_ms: to compute a prompt token (not measured yet: the mean of the role, else a default).
         host_token_ms: to copy a token's KV back from the host tier.
         idle_at_ms: when what was reported as queued will have been computed.
+        requests: reported as running or waiting, at least 1 where prompt tokens are reported.
         sequences, step_ms, block_size: [D]; reported as running or waiting; one decode step.
         fits: [P, D], whether KV may cross. all_fit, alone: whether that is so for all, and [D] for nobody.
         move_ms: [P, D], to move one token's KV.
@@ -50,6 +51,7 @@ class Fleet:
     token_ms: Floats
     host_token_ms: Floats
     idle_at_ms: Floats
+    requests: Floats
     sequences: Floats
     step_ms: Floats
     block_size: Ints
@@ -66,12 +68,14 @@ class Fleet:
     def num_decode(self) -> int:
         return len(self.records) - self.num_prefill
 
-    def prompt_tokens_per_s(self) -> float:
-        """How many prompt tokens the prefill workers (without any: the decode workers) compute a second; 0.0: not known."""
+    def prompt_tokens_per_s(self) -> dict[str, float]:
+        """How many prompt tokens each prefill worker (without any: each decode worker) computes a second, by id; empty: it is
+        known of none."""
         side = slice(0, self.num_prefill) if self.num_prefill else slice(0, None)
-        if not any(record.load.prefill_tokens_per_s for record in self.records[side]):
-            return 0.0
-        return float((1000.0 / self.token_ms[side]).sum())
+        records = self.records[side]
+        if not any(record.load.prefill_tokens_per_s for record in records):
+            return {}
+        return {r.worker_id: 1000.0 / float(ms) for r, ms in zip(records, self.token_ms[side], strict=True)}
 
     @staticmethod
     def of(
@@ -88,6 +92,9 @@ class Fleet:
         waiting = np.array([record.load.waiting_prompt_tokens for record in records], np.float64)
         fits = _fits(prefill, decode, incompatible)
         alone: Bools = ~np.logical_or.reduce(fits, axis=0)
+        requests = np.array([record.load.num_running + record.load.num_waiting for record in records], np.float64)
+        sequences = requests[len(prefill) :].copy()
+        np.maximum(requests, waiting > 0, out=requests)
         on_decode = [record for record, _ in decode]
         return Fleet(
             num_prefill=len(prefill),
@@ -98,7 +105,8 @@ class Fleet:
             * np.array([record.kv_bytes_per_token for record in records], np.float64)
             / _measured([record.load.host_bytes_per_s for record in records], DEFAULT_HOST_BYTES_PER_S),
             idle_at_ms=1000.0 * reported_at + waiting * token_ms,
-            sequences=np.array([r.load.num_running + r.load.num_waiting for r in on_decode], np.float64),
+            requests=requests,
+            sequences=sequences,
             step_ms=1000.0 * _measured([r.load.decode_step_s for r in on_decode], DEFAULT_DECODE_STEP_S),
             block_size=np.array([r.block_size for r in on_decode], np.int64),
             fits=fits,

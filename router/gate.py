@@ -3,8 +3,12 @@
     room, nobody waits -> in at once
     else wait -> let_in, when prompts get computed or requests end: turns.py says whose turn it is -> passing -> placed
 
-Room is measured in prompt tokens that are placed (by all routers) and not computed yet, against what the pool computes in
-`window_s`. Beyond that a worker's own queue would only take the order out of our hands.
+Room is counted for each worker and each tenant alone, and for a request's size: of the tenant's prompts that are placed there and
+not computed yet, what the worker computes before the request, against what it computes in `window_s` (backlog.py). Workers
+compute tenants in equal shares and short prompts before long ones: so a short request finds little before it, and what other
+tenants sent takes no more than their shares. Beyond the window a worker's own queue would only take the order out of our hands.
+When there is no room for whose turn it is, others for which there is go first, at the price that turns.py names: so it is the
+turns, with their weights, that say how much each tenant gets.
 """
 
 from __future__ import annotations
@@ -18,9 +22,11 @@ T = TypeVar("T")
 
 
 class Room(Protocol):
-    def __call__(self, window_s: float) -> float:
-        """Prompt tokens that the workers may be given now, infinite while their speed is unknown; whoever comes while it is
-        above 0 is let in, however large. Never infinite only because they have nothing: all that waits would get in at once."""
+    def __call__(
+        self, window_s: float, tenant: str, tokens: int, beside: float = 0.0, *, doubtful: bool = False
+    ) -> bool:
+        """Whether some worker has less than `window_s` of the tenant's own to compute before a request of so many tokens, with
+        `beside` tokens more; also while their speed is unknown. `doubtful`: count tickets that nobody has handed in yet."""
         ...
 
 
@@ -45,19 +51,25 @@ class Gate(Generic[T]):
         self.window_s = window_s
         self.share = share
         self._turns: Turns[T] = Turns()
-        self.passing = 0
-        """Tokens of those that were let in and have not come to be placed yet."""
+        self._passing: set[Entry[T]] = set()
+        """Those that were let in and have not come to be placed yet."""
 
     def __len__(self) -> int:
         """Those that wait."""
         return len(self._turns)
 
-    def _has_room(self, beside: float = 0.0) -> bool:
-        return not self.window_s or self._room(self.window_s) > self.passing + beside
+    @property
+    def passing(self) -> int:
+        """Tokens that were let in and are not placed yet."""
+        return sum(entry.tokens for entry in self._passing)
 
-    def may_pass(self, beside: float = 0.0) -> bool:
-        """Whether a request need not wait now. `beside`: tokens that take room before it, for it alone."""
-        return not len(self._turns) and self._has_room(beside)
+    def _has_room(self, tenant: str, tokens: int, beside: int = 0, *, doubtful: bool = False) -> bool:
+        before = beside + sum(min(tokens, entry.tokens) for entry in self._passing if entry.tenant == tenant)
+        return not self.window_s or self._room(self.window_s, tenant, tokens, before, doubtful=doubtful)
+
+    def may_pass(self, tenant: str, tokens: int, *, doubtful: bool = False) -> bool:
+        """Whether a request need not wait now. `doubtful`: count tickets that nobody has handed in yet."""
+        return not len(self._turns) and self._has_room(tenant, tokens, doubtful=doubtful)
 
     def wait(self, tenant: str, tokens: int, item: T, *, priority: int) -> Entry[T]:
         return self._turns.add(tenant, tokens, item, share=self.share(tenant), priority=priority)
@@ -68,7 +80,7 @@ class Gate(Generic[T]):
 
     def arrived(self, entry: Entry[T]) -> None:
         """It was let in, and what it takes is reserved or not wanted any more."""
-        self.passing -= entry.tokens
+        self._passing.discard(entry)
 
     def written(self, tenant: str, tokens: int) -> None:
         """Tokens of an answer of this tenant came."""
@@ -76,10 +88,19 @@ class Gate(Generic[T]):
             self._turns.charge(tenant, tokens, share=self.share(tenant))
 
     def let_in(self) -> None:
-        """There may be more room than before."""
-        while len(self._turns) and self._has_room():
-            entry = self._turns.take()
+        """There may be more room than before, or somebody new."""
+        while (turn := self._turns.next()) is not None:
+            entry = turn if self._has_room(turn.tenant, turn.tokens) else self._passer(turn)
             if entry is None:
                 break
+            self._turns.take(entry, before=turn)
             if self._admit(entry):
-                self.passing += entry.tokens
+                self._passing.add(entry)
+
+    def _passer(self, turn: Entry[T]) -> Entry[T] | None:
+        """Who may go before the one whose turn it is, and for whom there is no room."""
+        for entry in self._turns.may_pass(turn):
+            # Of the same tenant, the one that it passes would have been before it.
+            if self._has_room(entry.tenant, entry.tokens, entry.tokens if entry.tenant == turn.tenant else 0):
+                return entry
+        return None

@@ -142,7 +142,7 @@ class Lookaside:
         unheard = self._unheard.get(request.tenant, 0)
         if unheard >= MAX_UNHEARD:
             return NoWorkerError(f"no ticket: {unheard} of yours are not used yet", retry_after_s=1.0)
-        if not cluster.turnstile.may_pass(cluster.reservations.doubtful_tokens):
+        if not cluster.turnstile.may_pass(request.tenant, len(request.prompt_token_ids), doubtful=True):
             return NoWorkerError("no ticket: requests wait for their turn at the router")
         try:
             placement = cluster.place(wish_of(request), prompt)
@@ -158,7 +158,7 @@ class Lookaside:
         if door is None:
             return NoWorkerError(f"{record.worker_id} takes requests from routers only")
         attempt = new_attempt_id()
-        cluster.hold(placement, attempt, len(request.prompt_token_ids), doubtful=True)
+        cluster.hold(placement, attempt, request.tenant, len(request.prompt_token_ids), doubtful=True)
         self._unheard[request.tenant] = unheard + 1
         return _Chosen(request, placement, judgement, life, door, attempt, Story(request.request_id, placement))
 

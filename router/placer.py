@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,11 +14,11 @@ from diptych.common.worker_record import WorkerRecord
 from diptych.router.block_table import Keys, as_keys
 from diptych.router.fleet import ClusterSnapshot, Fleet, Ints, Loads
 from diptych.router.index import BlockIndex
-from diptych.router.native.charges import NativeCharges
-from diptych.router.native.library import MAX_COLUMNS, Library
+from diptych.router.native.library import MAX_COLUMNS, Library, address
 from diptych.router.native.lookup import Found, NativeLookup
 from diptych.router.placement import Placement, PlacementRequest, Rejected
-from diptych.router.policy import CHEAPEST, Charge, Picker, choose_placement, placed
+from diptych.router.policies import policy_by_name
+from diptych.router.policy import CHEAPEST, Picker, choose_placement
 from diptych.router.replication import LEAST_TOKENS, AwayFrom, Replication
 from diptych.router.reservations import Reservations
 
@@ -83,7 +82,7 @@ class Placer:
     """Args:
     policy: who is taken among the candidates.
     replication: copies hot prefixes on purpose, under the policy "cost"; None: they are only copied where queues are long.
-    library: charges candidates in C; None: in numpy.
+    library: looks prompts up in C; None: in numpy.
     """
 
     def __init__(
@@ -97,21 +96,34 @@ class Placer:
     ) -> None:
         self._replication = replication if policy.name == CHEAPEST.name else None
         self._library = library
-        self._native: NativeCharges | None = None
-        self._charge: Charge | None = None
+        self._found: Ints | None = None
+        """[2, workers]: where a lookup in C writes hits and those of the host tier; None: lookups are in numpy."""
         self._index = index
         self._reservations = reservations
         self._rng = rng
         self.policy = policy
         self._wants_affinity = policy.name == "session-affinity"
         self._fleet = Fleet.of((), ())
-        self._pool_speed = 0.0
+        self._speeds: dict[str, float] = {}
         self._reserved = np.empty(0, np.int64)
         self._groups: list[_Group] = []
         self._is_parted = False
         """One lookup does not tell of everybody."""
-        self._decides_at_once = False
         self._lives: dict[Life, int] = {}
+
+    @staticmethod
+    def of(
+        index: BlockIndex,
+        reservations: Reservations,
+        rng: random.Random,
+        *,
+        policy: str = CHEAPEST.name,
+        hot_prefix_copies: bool = False,
+        library: Library | None = None,
+    ) -> Placer:
+        """As the router's settings ask for it; benchmarks make theirs in the same way. Raises: ConfigError."""
+        replication = Replication() if hot_prefix_copies else None
+        return Placer(index, reservations, rng, policy_by_name(policy), replication, library)
 
     def set_fleet(
         self,
@@ -124,7 +136,8 @@ class Placer:
         changed."""
         one, other = ([(candidate.record, candidate.read_at) for candidate in side] for side in (prefill, decode))
         self._fleet = Fleet.of(one, other, incompatible, unusable)
-        self._pool_speed = self._fleet.prompt_tokens_per_s()
+        self._speeds = self._fleet.prompt_tokens_per_s()
+        self._reservations.backlog.set_rates(self._speeds)
         candidates = [*prefill, *decode]
         self._reserved = self._reservations.columns([candidate.record.worker_id for candidate in candidates])
         members: dict[IdentityHeader, list[tuple[int, int]]] = {}
@@ -139,11 +152,7 @@ class Placer:
             lookup = None if library is None else NativeLookup(library, at, columns, header.block_size)
             self._groups.append(_Group(header, None if len(at) == len(candidates) else at, columns, lookup))
         self._is_parted = len(self._groups) > 1 or any(group.at is not None for group in self._groups)
-        self._native = None
-        if library is not None:
-            self._native = NativeCharges(library, self._fleet, self._reservations, self._reserved)
-        self._charge = None if self._native is None else self._native.charge
-        self._decides_at_once = self._native is not None and self.policy is CHEAPEST and self._replication is None
+        self._found = None if library is None else np.zeros((2, len(candidates)), np.int64)
         self._lives = {(c.record.worker_id, c.record.incarnation): i for i, c in enumerate(decode)}
 
     @property
@@ -155,42 +164,32 @@ class Placer:
     def fleet(self) -> Fleet:
         return self._fleet
 
-    def room(self, window_s: float) -> float:
-        """See gate.Room."""
-        if not self._pool_speed:
-            return math.inf
-        return window_s * self._pool_speed - self._reservations.certain_tokens(self._reserved)
+    def has_room(
+        self, window_s: float, tenant: str, tokens: int, beside: float = 0.0, *, doubtful: bool = False
+    ) -> bool:
+        """See gate.Room. `doubtful`: count what is doubtful (see Reservations)."""
+        before = self._reservations.backlog.before
+        return not self._speeds or any(
+            before(worker_id, tenant, tokens, doubtful=doubtful) + beside < window_s * speed
+            for worker_id, speed in self._speeds.items()
+        )
 
     def name_blocks(self, prompt: Prompt) -> None:
         """In every way in which a usable worker names them."""
         for group in self._groups:
             prompt.keys(group.header, self._library)
 
+    def uncached_tokens(self, prompt: Prompt) -> int:
+        """Of the prompt, as many as have to be computed where most of it is cached."""
+        hits = self.snapshot(prompt).loads.hit_tokens
+        return max(1, len(prompt.token_ids) - (0 if hits is None else int(hits.max(initial=0))))
+
     def snapshot(self, prompt: Prompt | None = None, exclude: frozenset[Life] = frozenset()) -> ClusterSnapshot:
         """The usable workers with this prompt's hits. `exclude`: lives that must not be chosen as decode."""
         barred = tuple(self._lives[life] for life in exclude if life in self._lives) if exclude else ()
-        if self._native is not None:
-            return ClusterSnapshot(self._fleet, self._native_loads(self._native, prompt), barred)
         tokens, requests = self._reservations.at(self._reserved)
         hit, host = self._hits(prompt)
         return ClusterSnapshot(self._fleet, Loads(hit, host, tokens, requests), barred)
-
-    def _native_loads(self, native: NativeCharges, prompt: Prompt | None) -> Loads:
-        return native.loads(self._found(native, prompt))
-
-    def _found(self, native: NativeCharges, prompt: Prompt | None) -> Found:
-        """Looks the prompt up, into the charges' arrays."""
-        most = Found.NOTHING
-        if prompt is not None:
-            if self._is_parted:
-                native.clear_hits()
-            for group in self._groups:
-                assert group.lookup is not None
-                # The last prompt token is always computed.
-                blocks = max(0, len(prompt.token_ids) - 1) // group.header.block_size
-                keys = prompt.keys(group.header, self._library)
-                most = max(most, self._index.hits_into(group.lookup, keys, blocks, native.hits_at, native.host_at))
-        return most
 
     def _hits(self, prompt: Prompt | None) -> tuple[Ints | None, Ints | None]:
         """(hit tokens, those of them in host tiers only), by worker; None: nowhere."""
@@ -198,6 +197,8 @@ class Placer:
         host: Ints | None = None
         if prompt is None:
             return hit, host
+        if self._found is not None:
+            return self._native_hits(self._found, prompt)
         for group in self._groups:
             runs = self._index.runs(prompt.keys(group.header, self._library))
             if not runs.any:
@@ -219,29 +220,34 @@ class Placer:
                 hit[group.at] = usable
         return hit, host
 
+    def _native_hits(self, into: Ints, prompt: Prompt) -> tuple[Ints | None, Ints | None]:
+        """`_hits` in C."""
+        most = Found.NOTHING
+        if self._is_parted:
+            into[:] = 0
+        at = address(into)
+        for group in self._groups:
+            assert group.lookup is not None
+            # The last prompt token is always computed.
+            blocks = max(0, len(prompt.token_ids) - 1) // group.header.block_size
+            keys = prompt.keys(group.header, self._library)
+            most = max(most, self._index.hits_into(group.lookup, keys, blocks, at, at + into.strides[0]))
+        if most is Found.NOTHING:
+            return None, None
+        hit, host = into.copy()  # the next lookup writes there, too
+        return hit, host if most is Found.HITS_WITH_HOST_TIER else None
+
     def place(
         self, request: PlacementRequest, prompt: Prompt, now: float, exclude: frozenset[Life] = frozenset()
     ) -> Placement | Rejected:
-        if self._decides_at_once and not (exclude and any(life in self._lives for life in exclude)):
-            return self._decided(request, prompt, now)
         snapshot = self.snapshot(prompt, exclude)
         if self._wants_affinity and not request.affinity and self._groups:
             keys = prompt.keys(self._groups[0].header, self._library)[:_AFFINITY_BLOCKS]
             request = replace(request, affinity=keys[-1].tobytes() if len(keys) else b"")
-        placement = choose_placement(request, snapshot, now, self._rng, self.policy, self._charge)
+        placement = choose_placement(request, snapshot, now, self._rng, self.policy)
         if self._replication is not None and snapshot.loads.hit_tokens is not None and isinstance(placement, Placement):
             return self._copied(self._replication, placement, request, prompt, snapshot, now)
         return placement
-
-    def _decided(self, request: PlacementRequest, prompt: Prompt, now: float) -> Placement | Rejected:
-        """As `place`, in one call into C."""
-        native = self._native
-        assert native is not None
-        decided = native.decide(self._found(native, prompt), request, now, self._rng)
-        if decided is None:
-            return choose_placement(request, self.snapshot(prompt), now, self._rng, self.policy, self._charge)
-        costs, choice, order = decided
-        return placed(costs, choice, self.policy.name, order)
 
     def _copied(
         self,
@@ -267,7 +273,7 @@ class Placer:
         load = replication.on_placed(prefix, placement.chosen.prefill_ms / 1000.0, num_holders, now)
         if not load:
             return placement
-        copy = choose_placement(request, snapshot, now, self._rng, AwayFrom(holders), self._charge)
+        copy = choose_placement(request, snapshot, now, self._rng, AwayFrom(holders))
         if isinstance(copy, Placement) and copy.chosen.prefill is not None:
             note = f"hot prefix: a copy on {copy.chosen.prefill.worker_id}, its {num_holders} holders are at {load:.0%}"
             copy.notes = (*copy.notes, note)

@@ -3,14 +3,16 @@
     cost(P, D) = queue(P) + uncached tokens on P / prefill rate(P) + bytes to move / link(P, D) + decode load(D)
     cost(D)    = queue(D) + uncached tokens on D / prefill rate(D) + stall of D's sequences     + decode load(D)
 
-P's hit saves compute, D's hit saves bytes; a hit in a host tier is charged the copy back. Local prefill on D is a candidate
-only when few tokens are uncached there, or when no prefill worker is usable: an idle cluster still disaggregates.
+Before a prompt the worker computes at most as much of every other one that is there (common/equal_shares.py): so the queue of a
+short prompt is short. P's hit saves compute, D's hit saves bytes; a hit in a host tier is charged the copy back. Local prefill
+on D is a candidate only when few tokens are uncached there, or when no prefill worker is usable: an idle cluster still
+disaggregates.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -141,9 +143,6 @@ class Costs:
         return [self.terms(choice) for choice in choices]
 
 
-Charge = Callable[[PlacementRequest, ClusterSnapshot, float], Costs]
-
-
 class Picker(Protocol):
     """A policy: which of the candidates is taken. At least one cost is finite."""
 
@@ -177,25 +176,18 @@ def choose_placement(
     now: float,
     rng: random.Random,
     policy: Picker = CHEAPEST,
-    charge: Charge | None = None,
 ) -> Placement | Rejected:
-    """Charge every candidate and let the policy take one. `charge`: candidate_costs, or what says the same faster."""
-    costs = (charge or candidate_costs)(request, snapshot, now)
+    """Charge every candidate and let the policy take one."""
+    costs = candidate_costs(request, snapshot, now)
     if not costs.any:
         return Rejected(tuple(_why_nobody(snapshot)))
-    return placed(costs, policy.pick(costs, rng), policy.name)
-
-
-def placed(costs: Costs, choice: Choice, policy: str, order: Sequence[int] | None = None) -> Placement:
-    """The placement that a choice makes. `order`: of the prefill workers for it; None: not known."""
-    (p, d), request = choice, costs.request
+    p, d = policy.pick(costs, rng)
     notes: tuple[str, ...] = ()
     alone = colocated(costs) if p is not None else None
     if alone is not None:
-        p, d, order = None, alone, None
+        p, d = None, alone
         notes = (f"colocated: cheaper than any prefill worker by more than {request.colocated_margin:.0%}",)
-    if order is None:
-        order = costs.order(d)
+    order = costs.order(d)
     if p is not None and order[:1] != [p]:
         order = [p, *(i for i in order if i != p)]
     elif not order and not notes:
@@ -205,7 +197,9 @@ def placed(costs: Costs, choice: Choice, policy: str, order: Sequence[int] | Non
         most = request.local_prefill_max_tokens
         few = f"{fresh} tokens of at most {most} (local_prefill_max_tokens)"
         notes = (f"local prefill: {few}, cheaper on decode",)
-    return Placement(costs.terms((p, d)), costs.snapshot, tuple(order), costs.best, notes, policy, alone is not None)
+    return Placement(
+        costs.terms((p, d)), costs.snapshot, tuple(order), costs.best, notes, policy.name, alone is not None
+    )
 
 
 def colocated(costs: Costs) -> int | None:
@@ -240,6 +234,8 @@ def candidate_costs(request: PlacementRequest, snapshot: ClusterSnapshot, now: f
     hits = loads.hit_tokens
     uncached: Ints | int = request.num_prompt_tokens if hits is None else request.num_prompt_tokens - hits
     compute = uncached * fleet.token_ms
+    # Of every other prompt a worker computes no more before this one than it has itself (common/equal_shares.py).
+    np.minimum(queue, np.maximum(loads.pending_requests, fleet.requests) * compute, out=queue)
     row: Floats = np.maximum(fleet.sequences, loads.pending_requests[first_decode:])
     sequences = row
     decode_load = fleet.step_ms * sequences

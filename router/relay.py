@@ -130,10 +130,11 @@ class Relay:
     async def _wait_for_turn(self) -> None:
         """Only the first time: what is placed again has had its turn. Raises: OverloadedError, RequestDeadlineError."""
         if not self._life.num_replacements:
-            request = self._request
-            await self._cluster.turnstile.enter(
-                request.tenant, len(request.prompt_token_ids), priority=request.priority, left_s=self._left_s()
-            )
+            request, turnstile = self._request, self._cluster.turnstile
+            tokens = len(request.prompt_token_ids)
+            if not turnstile.may_pass(request.tenant, tokens):
+                tokens = self._cluster.uncached_tokens(self._prompt)
+            await turnstile.enter(request.tenant, tokens, priority=request.priority, left_s=self._left_s())
 
     def _submit(self) -> None:
         request = self._request
@@ -148,7 +149,7 @@ class Relay:
             self._admit(placement)
         submit = submit_of(request, placement, new_attempt_id(), self._left_s(), self.traceparent)
         self._life.on(Move.SUBMIT)
-        self._attempt = self._cluster.open(placement, submit)
+        self._attempt = self._cluster.open(placement, submit, request.tenant)
         self._judged = False
         self._metrics.placements.labels("local" if placement.local_prefill else "remote").inc()
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from diptych.router.backlog import Backlog
+
 Ints = npt.NDArray[np.int64]
 _MAX_IDLE_COLUMNS = 1024
 
@@ -25,12 +27,18 @@ class Reservation:
     prefill_id: str
     decode_id: str
     num_tokens: int
+    tenant: str = ""
 
 
 class Reservations:
-    """By attempt. Releasing twice, or what was never reserved, does nothing."""
+    """By attempt. Releasing twice, or what was never reserved, does nothing.
 
-    def __init__(self) -> None:
+    Args:
+    now: see Backlog.
+    """
+
+    def __init__(self, now: Callable[[], float] = lambda: 0.0) -> None:
+        self.backlog = Backlog(now)
         self._open: dict[str, Reservation] = {}
         self._computed: set[str] = set()
         self._doubtful: set[str] = set()
@@ -40,7 +48,6 @@ class Reservations:
         self._sum_up()
         self.on_less: Callable[[], None] = lambda: None
         """Called when a prompt no longer waits, or a request ended."""
-        self.doubtful_tokens = 0
 
     def __len__(self) -> int:
         return len(self._open)
@@ -50,6 +57,7 @@ class Reservations:
         self._add(reservation.prefill_id, reservation.num_tokens, 1)
         if reservation.decode_id != reservation.prefill_id:
             self._add(reservation.decode_id, 0, 1)
+        self.backlog.add(attempt, reservation.prefill_id, reservation.num_tokens, reservation.tenant, doubtful=doubtful)
         if doubtful:
             self._doubtful.add(attempt)
             self._doubt(reservation.prefill_id, reservation.num_tokens)
@@ -60,9 +68,9 @@ class Reservations:
             self._doubtful.discard(attempt)
             reservation = self._open[attempt]
             self._doubt(reservation.prefill_id, -reservation.num_tokens)
+            self.backlog.add(attempt, reservation.prefill_id, reservation.num_tokens, reservation.tenant)
 
     def _doubt(self, worker_id: str, tokens: int) -> None:
-        self.doubtful_tokens += tokens
         self._numbers[0][2 * self.width + self._column(worker_id)] += tokens
 
     def prompt_computed(self, attempt: str) -> None:
@@ -72,6 +80,7 @@ class Reservations:
             return
         self._computed.add(attempt)
         self.settle(attempt)
+        self.backlog.remove(attempt, reservation.prefill_id)
         remote = reservation.decode_id != reservation.prefill_id
         self._add(reservation.prefill_id, -reservation.num_tokens, -1 if remote else 0)
         self.on_less()
@@ -131,6 +140,7 @@ class Reservations:
 
     def set_others(self, pending: Mapping[str, tuple[int, int]]) -> None:
         """The sums of the other routers, in place of what they told before."""
+        self.backlog.set_others(pending)
         columns = {self._column(name): value for name, value in pending.items()}
         self._others[:] = 0
         for column, value in columns.items():
@@ -149,10 +159,6 @@ class Reservations:
         """(pending tokens, pending requests), all routers together."""
         tokens, requests = self._all.take(columns, axis=1)
         return tokens, requests
-
-    def certain_tokens(self, columns: Ints) -> int:
-        """Pending on all of these together, all routers counted, without what is doubtful."""
-        return int(self._all[0].take(columns).sum() - self._mine[2].take(columns).sum())
 
     def _compact(self, keep: set[str]) -> None:
         """Forget workers that left long ago."""

@@ -37,7 +37,6 @@ from diptych.router.messages import ModelFeatures
 from diptych.router.metrics import RouterMetrics
 from diptych.router.native.library import Library
 from diptych.router.packed_ids import unpack
-from diptych.router.replication import Replication
 from diptych.router.text_bound import TextBound, read_text_bound
 from diptych.router.tools import guess_tool_parser, tool_factory
 from diptych.router.tools_reasoning import CLOSE
@@ -174,7 +173,7 @@ def make_model(
         policy=config.placement_policy,
         require_prefill=config.require_prefill,
         turn_window_s=config.turn_window_s,
-        replication=Replication() if config.hot_prefix_copies else None,
+        hot_prefix_copies=config.hot_prefix_copies,
         library=around.library,
         admission=Admission(config.admission, config.max_ttft_s, config.max_tpot_s),
         tls=load_cluster_tls(config.cluster_ca, config.cluster_cert, config.cluster_key, config.cluster_tls_name),

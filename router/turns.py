@@ -11,6 +11,10 @@ what they were served, in tokens over weight, differs by less than
 over any stretch of time and however many requests each of them sends; M: prompt tokens of its largest request that waited, A:
 what its answers wrote between two of its turns (at most what those that run still may write). A tenant whose queue runs empty
 keeps no credit; it keeps its debt until nobody waits.
+
+Whose turn it is may be too large for now, and shorter ones may pass it (gate.py): they pay at once, and get into debt by at most
+quantum x weight and what the passed one gets, in proportion to the weights. So the difference may grow by another quantum and M
+over weight, and no further: by then the passed one has its turn first.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
@@ -35,13 +40,15 @@ class Share(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Entry(Generic[T]):
-    """One waiting request. `tokens`: what it will cost."""
+    """One waiting request. `tokens`: what it will cost; `passed`: what shorter ones of its own tenant cost that went before it
+    in its turn."""
 
     tenant: str
     tokens: int
     item: T
     rank: int
     gone: bool = False
+    passed: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -53,12 +60,19 @@ class _Flow(Generic[T]):
     deficit: float = 0.0
     visited: bool = False
     heap: list[tuple[int, int, Entry[T]]] = field(default_factory=list)
+    by_size: list[tuple[int, int, int, Entry[T]]] = field(default_factory=list)
 
     def head(self) -> Entry[T] | None:
         """The next that is still wanted."""
-        while self.heap and self.heap[0][2].gone:
+        while self.heap and self.heap[0][-1].gone:
             heapq.heappop(self.heap)
-        return self.heap[0][2] if self.heap else None
+        return self.heap[0][-1] if self.heap else None
+
+    def shortest(self) -> Entry[T] | None:
+        """Of the first priority that is still wanted."""
+        while self.by_size and self.by_size[0][-1].gone:
+            heapq.heappop(self.by_size)
+        return self.by_size[0][-1] if self.by_size else None
 
 
 class Turns(Generic[T]):
@@ -89,6 +103,7 @@ class Turns(Generic[T]):
         entry = Entry(tenant, max(1, tokens), item, share.rank)
         self._counter += 1
         heapq.heappush(flow.heap, (priority, self._counter, entry))
+        heapq.heappush(flow.by_size, (priority, entry.tokens, self._counter, entry))
         self._count += 1
         return entry
 
@@ -112,18 +127,41 @@ class Turns(Generic[T]):
                 self._flows.clear()
                 self._rings.clear()
 
-    def take(self) -> Entry[T] | None:
-        """The next one, which waits no longer; None: nobody waits."""
+    def next(self) -> Entry[T] | None:
+        """Whose turn it is; it still waits. None: nobody waits."""
         for rank in sorted(self._rings):
             ring = self._rings[rank]
             while ring:
                 if (entry := self._round(rank, ring)) is not None:
-                    heapq.heappop(self._flows[rank, entry.tenant].heap)
-                    self.remove(entry)
                     return entry
                 self._skip_rounds(ring)
             self._rings.pop(rank, None)
         return None
+
+    def take(self, entry: Entry[T] | None = None, *, before: Entry[T] | None = None) -> Entry[T] | None:
+        """This one (else the next one) waits no longer, and pays. `before`: whose turn it is, if that is another one. None:
+        nobody waits."""
+        entry = entry or self.next()
+        if entry is not None:
+            self._flows[entry.rank, entry.tenant].deficit -= entry.tokens
+            self.remove(entry)
+            if before is not None and before is not entry and before.tenant == entry.tenant:
+                before.passed += entry.tokens
+        return entry
+
+    def may_pass(self, turn: Entry[T]) -> Iterator[Entry[T]]:
+        """Who may go before the one whose turn it is: of each other tenant that is not too far in debt the next and the
+        shortest, of its own a shorter one, until they cost as much as it does, and a quantum."""
+        flow = self._flows[turn.rank, turn.tenant]
+        shortest = flow.shortest()
+        if shortest is not None and shortest.tokens < turn.tokens and turn.passed <= turn.tokens + self._quantum:
+            yield shortest
+        credit = self._quantum + turn.tokens / flow.weight
+        for other in self._rings[turn.rank]:
+            if other is not flow and other.deficit >= -credit * other.weight:
+                for entry in (other.head(), other.shortest()):
+                    if entry is not None:
+                        yield entry
 
     def _round(self, rank: int, ring: deque[_Flow[T]]) -> Entry[T] | None:
         """Visit each once, the one whose visit was not over first. None: nobody's deficit was enough."""
@@ -140,7 +178,6 @@ class Turns(Generic[T]):
                 flow.deficit += self._quantum * flow.weight
                 flow.visited = True
             if head.tokens <= flow.deficit:
-                flow.deficit -= head.tokens
                 return head
             flow.visited = False
             ring.rotate(-1)

@@ -26,7 +26,12 @@ class Turnstile:
     """
 
     def __init__(
-        self, room: Room, *, window_s: float, share: Callable[[str], Share] = lambda _: Share(), most: int = MAX_WAITING
+        self,
+        room: Room,
+        *,
+        window_s: float,
+        share: Callable[[str], Share] = lambda _: Share(),
+        most: int = MAX_WAITING,
     ) -> None:
         self._gate: Gate[_Turn] = Gate(room, _admit, window_s=window_s, share=share)
         self._most = most
@@ -42,9 +47,9 @@ class Turnstile:
     def passing(self) -> int:
         return self._gate.passing
 
-    def may_pass(self, beside: float = 0.0) -> bool:
+    def may_pass(self, tenant: str, tokens: int, *, doubtful: bool = False) -> bool:
         """See Gate."""
-        return self._gate.may_pass(beside)
+        return self._gate.may_pass(tenant, tokens, doubtful=doubtful)
 
     def written(self, tenant: str, tokens: int) -> None:
         """Tokens of an answer of this tenant came; while others wait they count in its turns."""
@@ -59,12 +64,13 @@ class Turnstile:
 
         Raises: OverloadedError when too many wait; RequestDeadlineError after `left_s`.
         """
-        if self.may_pass():
+        if self.may_pass(tenant, tokens):
             return
         if len(self._gate) >= self._most:
             raise OverloadedError(f"{len(self._gate)} requests wait for their turn", retry_after_s=self._gate.window_s)
         turn = asyncio.get_running_loop().create_future()
         entry = self._gate.wait(tenant, tokens, turn, priority=priority)
+        self._gate.let_in()
         self._look_later()
         try:
             async with asyncio.timeout(left_s):

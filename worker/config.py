@@ -65,7 +65,8 @@ class WorkerConfig:
         max_model_len: 0: the model's own.
         max_step_time_s: bound on a step's prefill; 0: only max_num_batched_tokens bounds it.
         threads: torch threads.
-        scheduling_policy: fcfs, priority, sjf (shortest job first, with aging) or fair (tokens by tenant).
+        scheduling_policy: sojourn (no prompt later than if all were computed in equal shares), fcfs, priority, sjf (shortest job
+            first, with aging) or fair (tokens by tenant).
         long_prefill_token_threshold: prompt tokens of one request in one step; 0: no such cap.
         tenant_cache_share: part of the pool that one tenant's cached blocks may take.
         steps_ahead: on a GPU, launch a decode step before the last one's tokens are read.
@@ -134,7 +135,7 @@ class WorkerConfig:
     threads: int = 1
     enable_prefix_caching: bool = True
     steps_ahead: bool = True
-    scheduling_policy: str = "fcfs"
+    scheduling_policy: str = "sojourn"
     long_prefill_token_threshold: int = 0
     tenant_cache_share: float = 1.0
     num_host_blocks: int = 0

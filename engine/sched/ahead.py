@@ -68,8 +68,7 @@ def _obstacle(scheduler: Scheduler, out: SchedulerOutput) -> str:
         return "token budget"
     if len(scheduler.waiting):
         scheduler.admit(out, 0)  # remote ones: they compute nothing
-        head = scheduler.waiting.head(may_compute=True)
-        if head is not None and (scheduler.policy.preempts or scheduler.fits(head)):
+        if scheduler.policy.preempts or scheduler.passing.any_fits(scheduler):
             return "admission"
     return ""
 

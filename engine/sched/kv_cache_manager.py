@@ -45,6 +45,10 @@ class KvCacheManager:
             return need
         return max(need, min(need + count - 1, self.pool.num_blocks))
 
+    def cached_tokens(self, request: Request) -> int:
+        """Of the request's first tokens, so many would not be computed if it were admitted now."""
+        return len(self._hits(request)) * self.block_size
+
     def fits(self, request: Request, spare: int = 0) -> bool:
         """Could it be admitted now, leaving `spare` blocks over?"""
         hits = self._hits(request)
@@ -68,14 +72,15 @@ class KvCacheManager:
         need = self.blocks_at_admission(request) - len(hits)
         # What is copied in needs block ids at once, even where the rest is only counted.
         blocks = self.pool.allocate(len(slots) if reserve else need) if need <= self.pool.available else None
-        self.host.protect(())
         if blocks is None:
+            self.host.protect(())
             self.pool.release(reversed(hits))
             return False
         if reserve:
             request.num_reserved = need - len(slots)
-            reserved = self.pool.reserve(request.num_reserved)
+            reserved = self.pool.reserve(request.num_reserved)  # evicts, too: the slots are still to be read
             assert reserved, "counted before"
+        self.host.protect(())
         for slot, block, key in zip(slots, blocks, keys, strict=False):
             self.pool.copies.append(BlockCopy(CopyKind.FROM_HOST, slot, block))
             self.pool.publish(block, key, request.tenant)

@@ -1,5 +1,6 @@
 """Whose turn it is: the order of the waiting, and who gives way when blocks run out. Pure; one small class a policy.
 
+    sojourn   the prompt first that would be through first if all were computed at once, in equal shares
     fcfs      first come, first served
     priority  the lowest number first; may take blocks and places from running requests with a higher number
     sjf       the least work first, less what waiting has earned: nothing starves
@@ -12,6 +13,7 @@ so the first one always goes on and everybody is the first one day.
 
 from __future__ import annotations
 
+from diptych.common.equal_shares import EqualShares
 from diptych.engine.sched.request import Request
 
 Key = tuple[float, ...]
@@ -29,12 +31,19 @@ class Policy:
     charges = False
     """`charge` is to be called."""
 
+    passes = False
+    """A prompt that waits may go before one that has begun (see `due`), and one that fits before one that does not."""
+
     def group(self, request: Request) -> str:
         """Requests of one group are ordered among themselves, groups by `share`."""
         return ""
 
-    def share(self, group: str) -> float:
-        """The group with the least goes first."""
+    def share(self, group: str, first: Request) -> float:
+        """The group with the least goes first. `first`: of the group."""
+        return 0.0
+
+    def due(self, request: Request) -> float:
+        """Orders prompts that have begun and those that wait; only asked when `passes`."""
         return 0.0
 
     def order(self, request: Request) -> Key:
@@ -50,10 +59,62 @@ class Policy:
     def entered(self, request: Request) -> None:
         """The request came to the engine."""
 
+    def waits(self, request: Request, num_tokens: int) -> None:
+        """It is about to wait, for the first time or again. `num_tokens`: what is then to be computed for it."""
+
     def left(self, request: Request) -> None: ...
+
+    def admitted(self, request: Request, num_saved: int) -> None:
+        """It waits no longer. `num_saved`: less to be computed than it was to be."""
+
+    def idle(self) -> None:
+        """No prompt is there to be computed."""
+
+    def computed(self, num_prompt: int) -> None:
+        """Tokens of prompts that were computed, whosever they are."""
 
     def charge(self, request: Request, num_prompt: int, num_outputs: int) -> None:
         """Tokens that were computed for it."""
+
+
+class FairSojourn(Policy):
+    """Nobody is served later than if all prompts were computed at once, in equal shares by tenant and then by request; so a
+    short prompt does not wait for a long one, and a long one does not starve."""
+
+    passes = True
+
+    def __init__(self) -> None:
+        self._shares = EqualShares()
+
+    def group(self, request: Request) -> str:
+        return request.tenant
+
+    def share(self, group: str, first: Request) -> float:
+        return self._shares.due(first.attempt)
+
+    def order(self, request: Request) -> Key:
+        return (self._shares.end(request.attempt), request.arrival, request.choice)
+
+    def due(self, request: Request) -> float:
+        return self._shares.due(request.attempt)
+
+    def waits(self, request: Request, num_tokens: int) -> None:
+        self._shares.add(request.attempt, request.tenant, num_tokens)
+
+    def left(self, request: Request) -> None:
+        if request.num_computed + 1 >= request.num_tokens:
+            self._shares.forget(request.attempt)
+        else:
+            self._shares.remove(request.attempt)
+
+    def admitted(self, request: Request, num_saved: int) -> None:
+        self._shares.less(request.attempt, num_saved)
+
+    def computed(self, num_prompt: int) -> None:
+        self._shares.computed(num_prompt)
+
+    def idle(self) -> None:
+        self._shares.clear()
 
 
 class Priority(Policy):
@@ -96,7 +157,7 @@ class FairShare(Policy):
     def group(self, request: Request) -> str:
         return request.tenant
 
-    def share(self, group: str) -> float:
+    def share(self, group: str, first: Request) -> float:
         return self._served.get(group, 0.0)
 
     def entered(self, request: Request) -> None:
@@ -119,6 +180,8 @@ class FairShare(Policy):
 
 def make_policy(name: str, *, sjf_aging_tokens_per_s: float) -> Policy:
     match name:
+        case "sojourn":
+            return FairSojourn()
         case "fcfs":
             return Policy()
         case "priority":

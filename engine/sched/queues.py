@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from itertools import chain
 
 from diptych.engine.messages import KvMode
@@ -40,24 +40,35 @@ class _Sorted:
     def __iter__(self) -> Iterator[Request]:
         return (request for waiting in self._groups.values() for _, request in waiting)
 
-    def head(self) -> tuple[float, Key, Request] | None:
+    def head(self, passed: Collection[str] = ()) -> tuple[float, Key, Request] | None:
         best: tuple[float, Key, Request] | None = None
         for group, waiting in self._groups.items():
-            key, request = waiting[0]
-            share = self._policy.share(group)
+            entry = waiting[0] if not passed else next((e for e in waiting if e[1].attempt not in passed), None)
+            if entry is None:
+                continue
+            key, request = entry
+            share = self._policy.share(group, request)
             if best is None or (share, key) < best[:2]:
                 best = (share, key, request)
         return best
 
 
 class WaitingQueues:
-    """REMOTE requests compute nothing when they are admitted, so they can be walked apart."""
+    """REMOTE requests compute nothing when they are admitted, so they can be walked apart.
 
-    def __init__(self, policy: Policy) -> None:
+    Args:
+    cached: how many of a request's tokens lie in a cache now.
+    """
+
+    def __init__(self, policy: Policy, cached: Callable[[Request], int] = lambda _: 0) -> None:
+        self._policy = policy
+        self._cached = cached
         self._compute = _Sorted(policy)
         self._remote = _Sorted(policy)
         self.num_tokens_to_compute = 0
         """Tokens of all requests here that will be computed on this worker, before any cache hit."""
+        self._expected: dict[str, int] = {}
+        """What the policy was told that each would compute."""
         self._counted: dict[str, int] = {}
         """What each request added to it: an admission moves `num_computed` before the request leaves."""
 
@@ -68,6 +79,9 @@ class WaitingQueues:
         return chain(self._compute, self._remote)
 
     def push(self, request: Request) -> None:
+        if self._policy.passes:
+            self._expected[request.attempt] = to_compute = self._to_compute(request)
+            self._policy.waits(request, to_compute)
         if request.mode is KvMode.REMOTE and request.state is State.WAITING:
             self._remote.push(request)
         else:
@@ -75,22 +89,34 @@ class WaitingQueues:
             count = self._counted[request.attempt] = request.num_tokens - request.num_computed
             self.num_tokens_to_compute += count
 
+    def _to_compute(self, request: Request) -> int:
+        return request.num_tokens - max(request.num_computed, self._cached(request))
+
+    def admitted(self, request: Request) -> None:
+        """As `remove`, of one that has its blocks: `num_computed` stands where its computing begins."""
+        expected = self._expected.get(request.attempt, 0)
+        self.remove(request)
+        if self._policy.passes:
+            left = request.num_tokens - request.num_computed
+            self._policy.admitted(request, expected - left)
+
     def push_returned(self, request: Request) -> None:
         """It was preempted, or gave up on remote KV: it waits before others of its class."""
         request.returned = True
         self.push(request)
 
     def remove(self, request: Request) -> None:
+        self._expected.pop(request.attempt, None)
         if request in self._remote:
             self._remote.remove(request)
             return
         self._compute.remove(request)
         self.num_tokens_to_compute -= self._counted.pop(request.attempt)
 
-    def head(self, *, may_compute: bool) -> Request | None:
-        """Who is next; without `may_compute`, among the REMOTE ones only."""
-        compute = self._compute.head() if may_compute else None
-        remote = self._remote.head()
+    def head(self, *, may_compute: bool, passed: Collection[str] = ()) -> Request | None:
+        """Who is next; without `may_compute`, among the REMOTE ones only. `passed`: attempts that are not looked at."""
+        compute = self._compute.head(passed) if may_compute else None
+        remote = self._remote.head(passed)
         if compute is None or (remote is not None and remote[:2] < compute[:2]):
             return remote[2] if remote is not None else None
         return compute[2]

@@ -32,6 +32,8 @@ def update(scheduler: Scheduler, out: SchedulerOutput, result: StepResult, durat
     """
     scheduler.pace.observe(duration_s, out.num_prefill_tokens, out.num_decode)
     scheduler.computed += out.num_prefill_tokens
+    if out.num_prefill_tokens:
+        scheduler.policy.computed(out.num_prefill_tokens)
     size = scheduler.config.block_size
     policy, kv = scheduler.policy, scheduler.kv
     charges = policy.charges

@@ -6,12 +6,17 @@ Each step, under a token budget, a sequence budget and a time budget:
     2. what is left of the budgets goes to sequences with more than one token to compute, in the order of their admission;
     3. then waiting requests are admitted in the policy's order, as long as their blocks can be had.
 
+Under a policy that `passes` (the default), 2 and 3 are one: prompts that have begun and those that wait, in the order in which
+they are due. A step that ends a prompt takes little of one that it does not end, so that the first token is soon out; and who
+lacks blocks is passed by those that fit, as long as they are not what it lacks.
+
 `schedule` changes no `num_computed`: a step that is given up has simply not happened. `engine.sched.results` makes it count.
 Events of the step collect in order and leave by `take_events`.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from itertools import chain, islice
 
@@ -37,12 +42,15 @@ from diptych.engine.sched.kv_cache_manager import KvCacheManager
 from diptych.engine.sched.output import DetokenizerFactory
 from diptych.engine.sched.pace import MIN_MEASURED_TOKENS, Pace
 from diptych.engine.sched.packing import Packing
+from diptych.engine.sched.passing import Passing
 from diptych.engine.sched.policies import make_policy
 from diptych.engine.sched.queues import WaitingQueues
 from diptych.engine.sched.request import Request, State
 from diptych.engine.sched.step import SchedulerOutput
 from diptych.engine.sched.swap_cost import Rates, restore_is_cheaper
 
+_FILL_S = 0.05
+"""What a step that ends a prompt may take beyond that, under a policy that passes. On a GPU that is no limit."""
 PROMPT_LOGPROBS_CHUNK = 256
 """Tokens of a chunk whose every row needs logits: they take 4 bytes a vocabulary entry each."""
 
@@ -83,7 +91,8 @@ class Scheduler:
         self.events: list[EngineEvent] = []
         self._identity = identity
         self.detokenizer_factory = detokenizer_factory
-        self.waiting = WaitingQueues(self.policy)
+        self.waiting = WaitingQueues(self.policy, self.kv.cached_tokens)
+        self.passing = Passing()
         self.remote: dict[str, Request] = {}
         self.prefilling: dict[str, Request] = {}
         self.decoding: dict[str, Request] = {}
@@ -210,17 +219,35 @@ class Scheduler:
             preemption.park_surplus(self)
         if self.policy.preempts:
             preemption.make_way(self)
+        self.passing.begin_step(self)
         self._schedule_decode(out)
         budget = self.config.max_num_batched_tokens - out.num_decode
         cap = self.pace.prefill_cap(out.num_decode)
         if cap is not None:
             budget = min(budget, cap)
-        for request in self.prefilling.values():
-            if budget <= 0:
-                break
-            budget -= self._add_chunk(out, request, budget)
+        if not self.policy.passes:
+            for request in self.prefilling.values():
+                if budget <= 0:
+                    break
+                budget -= self._add_chunk(out, request, budget)
+            self.admit(out, budget)
+            return out
+        due = self.policy.due
+        begun = sorted(self.prefilling.values(), key=due)
+        if not begun and not len(self.waiting):
+            self.policy.idle()
+        for request in begun:
+            budget = self.admit(out, budget, before=due(request))
+            if (allowed := self._allowed(out, request, budget)) > 0:
+                budget -= self._add_chunk(out, request, allowed)
         self.admit(out, budget)
         return out
+
+    def _allowed(self, out: SchedulerOutput, request: Request, budget: int) -> int:
+        """How much of the budget the request's next chunk may take."""
+        if not self.policy.passes or not out.ends_prompt or len(request.token_ids) - request.num_computed <= budget:
+            return budget
+        return min(budget, int(_FILL_S * self.pace.rate) - out.num_filled)
 
     def _schedule_decode(self, out: SchedulerOutput) -> None:
         decoding = self.decoding
@@ -271,6 +298,10 @@ class Scheduler:
         out.seqs.append(seq)
         out.requests.append(request)
         out.num_prefill_tokens += end - start
+        if end == total:
+            out.ends_prompt = True
+        elif out.ends_prompt:
+            out.num_filled += end - start
         return end - start
 
     def running(self) -> chain[Request]:
@@ -291,48 +322,55 @@ class Scheduler:
         """At admission, with all the beams that come along; without what a cache may save."""
         return sum(self.kv.blocks_at_admission(one) for one in preemption.waiting_beams(request) or (request,))
 
-    def admit(self, out: SchedulerOutput, budget: int) -> None:
-        """Strictly in the policy's order by blocks: whoever cannot have its blocks holds up all behind it. A request that only
-        lacks this step's token budget lets REMOTE ones pass (they compute nothing), but keeps its claim on blocks."""
+    def admit(self, out: SchedulerOutput, budget: int, before: float = math.inf) -> int:
+        """In the policy's order by blocks: whoever cannot have its blocks holds up all behind it, unless the policy lets those
+        pass (see `Passing`). A request that only lacks this step's token budget lets REMOTE ones pass (they compute nothing),
+        but keeps its claim on blocks.
+
+        Args: before: of those that are due before. Returns: what is left of the budget."""
         slots = self.free_slots()
         claimed = 0
         may_compute = True
         while slots > 0:
-            request = self.waiting.head(may_compute=may_compute)
-            if request is None:
-                return
+            request = self.waiting.head(may_compute=may_compute, passed=self.passing.passed)
+            if request is None or (before < math.inf and self.policy.due(request) >= before):
+                break
             remote = request.mode is KvMode.REMOTE and request.state is State.WAITING
-            if not remote and budget <= 0:
+            if not remote and (allowed := self._allowed(out, request, budget)) <= 0:
                 claimed = self.blocks_wanted(request)
                 may_compute = False
                 continue
             if claimed and not self.kv.fits(request, claimed):
-                return
-            if beams := preemption.waiting_beams(request):
-                if not self.fits(request):
-                    return
-                for beam in beams:
-                    budget -= self._come_back(out, beam, budget)
-                slots -= len(beams)
+                break
+            beams = preemption.waiting_beams(request)
+            if not (self.fits(request) if beams else self.kv.admit(request, reserve=remote)):
+                if claimed or not self.passing.lacks_blocks(self, request):
+                    break
                 continue
-            if not self.kv.admit(request, reserve=remote):
-                return
-            slots -= 1
-            self.waiting.remove(request)
+            slots -= len(beams) or 1
+            for beam in beams:
+                budget -= self._come_back(out, beam, budget)
+            if beams:
+                continue
+            self.waiting.admitted(request)
+            self.passing.admitted(request)
             self._note_admission(request)
             if remote:
                 request.move(State.WAITING_FOR_REMOTE_KV)
                 self.remote[request.attempt] = request
+                self.policy.computed(request.num_tokens - request.num_computed)
             else:
                 request.move(State.RUNNING)
                 self.prefilling[request.attempt] = request
-                budget -= self._add_chunk(out, request, budget)
+                budget -= self._add_chunk(out, request, allowed)
+        return budget
 
     def _come_back(self, out: SchedulerOutput, beam: Request, budget: int) -> int:
         """A preempted beam whose blocks are there for certain. Returns: the tokens that it computes in this step."""
         admitted = self.kv.admit(beam, reserve=False)
         assert admitted, f"attempt {beam.attempt} does not fit, though all beams together did"
-        self.waiting.remove(beam)
+        self.waiting.admitted(beam)
+        self.passing.admitted(beam)
         beam.move(State.RUNNING)
         self.prefilling[beam.attempt] = beam
         return self._add_chunk(out, beam, budget) if budget > 0 else 0

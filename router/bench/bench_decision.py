@@ -1,6 +1,6 @@
 """One decision alone: 64 workers, a million indexed blocks, prompts of 2,048 tokens; no sockets.
 
-    python -m diptych.router.bench.bench_decision [--seconds 3] [--rounds 3] [--backend native] [--out FILE]
+    python -m diptych.router.bench.bench_decision [--seconds 3] [--rounds 3] [--backend auto] [--out FILE]
 
 A decision is what a request costs the router between its tokens and its placement: block identities (with hashing), hits of
 all workers, the charges of all pairs, the choice, the spares, and the reservation. Rates are per second of CPU time of one
@@ -65,8 +65,8 @@ class Scene:
         chance = random.Random(seed)
         self.rng = chance
         self.index = BlockIndex(max_blocks=4 * num_blocks)
-        self.reservations = Reservations()
-        self.placer = Placer(self.index, self.reservations, random.Random(seed + 1), library=library)
+        self.reservations = Reservations(time.monotonic)
+        self.placer = Placer.of(self.index, self.reservations, random.Random(seed + 1), library=library)
         half = num_workers // 2
         records = [make_record(f"p{i}", "prefill", chance) for i in range(half)]
         records += [make_record(f"d{i}", "decode", chance) for i in range(num_workers - half)]
@@ -147,7 +147,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=3.0, help="length of each of the two measurements")
     parser.add_argument("--rounds", type=int, default=3, help="the best round is told, and the rate of each")
-    parser.add_argument("--backend", default="native", help="auto, native or numpy")
+    parser.add_argument("--backend", default="auto", help="auto, native or numpy")
     parser.add_argument("--workers", type=int, default=64)
     parser.add_argument("--blocks", type=int, default=1_000_000)
     parser.add_argument("--out", default="", help="result file; default: the committed one")

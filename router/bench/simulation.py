@@ -3,20 +3,22 @@ tenants' turns are the router's own.
 
     trace --gate--> placer.place --> queue --compute--> first token --KV--> decode --answer--> caches, events --> index
 
-A worker computes one prompt after the other at a fixed rate, a decode worker those that are its own; its step grows with its
-sequences. Both keep a prefix cache (least lately used out first) and publish its events; leases are read every `lease_s`.
+A worker computes prompts at a fixed rate, in steps and in the engine's order (common/equal_shares.py), a decode worker those
+that are its own; its step grows with its sequences. Both keep a prefix cache (least lately used out first) and publish its
+events; leases are read every `lease_s`.
 """
 
 from __future__ import annotations
 
 import heapq
 import random
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
+from diptych.common.equal_shares import EqualShares
 from diptych.common.store import KvEvent
 from diptych.common.worker_record import WorkerLoad, WorkerRecord
 from diptych.router.bench.trace import BLOCK_SIZE, HEADER, TraceRequest
@@ -38,6 +40,9 @@ class SimConfig:
     cache_blocks: int = 8192
     prefill_tokens_per_s: float = 8000.0
     prefill_fixed_s: float = 0.005
+    step_tokens: int = 2048
+    max_step_s: float = 0.5
+    fill_s: float = 0.05
     step_s: float = 0.010
     step_per_sequence_s: float = 0.0002
     kv_bytes_per_token: int = 131_072
@@ -66,6 +71,8 @@ class _Job:
     attempt: str
     outcome: Outcome
     arrived: float
+    left: int = -1
+    """Tokens to compute; -1: not begun."""
 
 
 @dataclass(slots=True)
@@ -74,7 +81,8 @@ class _Worker:
     role: str
     capacity: int
     cache: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
-    queue: deque[_Job] = field(default_factory=deque)
+    queue: dict[str, _Job] = field(default_factory=dict)
+    shares: EqualShares = field(default_factory=EqualShares)
     busy: bool = False
     running: int = 0
     sequence: int = 0
@@ -111,10 +119,10 @@ class Simulation:
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._counter = 0
         self._index = BlockIndex()
-        self._reservations = Reservations()
+        self._reservations = Reservations(lambda: self.now)
         self.replication = Replication() if config.replication else None
         self._placer = Placer(self._index, self._reservations, random.Random(seed), policy, self.replication)
-        self.gate: Gate[TraceRequest] = Gate(self._placer.room, self._let_in, window_s=config.turn_window_s)
+        self.gate: Gate[TraceRequest] = Gate(self._placer.has_room, self._let_in, window_s=config.turn_window_s)
         self._reservations.on_less = self.gate.let_in
         names = [f"p{i}" for i in range(config.num_prefill)] + [f"d{i}" for i in range(config.num_decode)]
         self._workers = {
@@ -168,7 +176,8 @@ class Simulation:
                 num_running=worker.running,
                 num_waiting=len(worker.queue),
                 waiting_prompt_tokens=sum(
-                    job.request.num_tokens - job.outcome.predicted_cached for job in worker.queue
+                    job.request.num_tokens - job.outcome.predicted_cached if job.left < 0 else job.left
+                    for job in worker.queue.values()
                 ),
                 prefill_tokens_per_s=config.prefill_tokens_per_s,
                 decode_step_s=self._step_s(worker),
@@ -190,10 +199,12 @@ class Simulation:
     # ---- a request's life ----------------------------------------------------------------------------------------
 
     def _arrive(self, request: TraceRequest) -> None:
-        if self.gate.may_pass():
+        if self.gate.may_pass(request.tenant, request.num_tokens):
             self._place(request)
         else:
-            self.gate.wait(request.tenant, request.num_tokens, request, priority=0)
+            tokens = self._placer.uncached_tokens(self._prompt(request))
+            self.gate.wait(request.tenant, tokens, request, priority=0)
+            self.gate.let_in()
 
     def _let_in(self, entry: Entry[TraceRequest]) -> bool:
         def place() -> None:
@@ -203,9 +214,14 @@ class Simulation:
         self._at(self.now, place)
         return True
 
-    def _place(self, request: TraceRequest) -> None:
+    @staticmethod
+    def _prompt(request: TraceRequest) -> Prompt:
         prompt = Prompt(range(request.num_tokens))
         prompt.know(HEADER, request.array)
+        return prompt
+
+    def _place(self, request: TraceRequest) -> None:
+        prompt = self._prompt(request)
         name = request.session if self._by_session else request.number
         wish = PlacementRequest(
             request.num_tokens,
@@ -221,9 +237,12 @@ class Simulation:
         self.outcomes.append(outcome)
         job = _Job(request, placement, str(request.number), outcome, request.at)
         uncached = request.num_tokens - (chosen.prefill or chosen.decode).hit_tokens
-        self._reservations.reserve(job.attempt, Reservation(computes, chosen.decode.worker_id, uncached))
+        self._reservations.reserve(
+            job.attempt, Reservation(computes, chosen.decode.worker_id, uncached, request.tenant)
+        )
         worker = self._workers[computes]
-        worker.queue.append(job)
+        worker.queue[job.attempt] = job
+        worker.shares.add(job.attempt, request.tenant, self._uncached(worker, request))
         self._start(worker)
 
     def _uncached(self, worker: _Worker, request: TraceRequest) -> int:
@@ -234,23 +253,54 @@ class Simulation:
         if worker.busy or not worker.queue:
             return
         worker.busy = True
-        job = worker.queue.popleft()
+        config = self._config
+        budget, ended, computed = (
+            min(config.step_tokens, int(config.max_step_s * config.prefill_tokens_per_s)),
+            False,
+            0,
+        )
+        chunks: list[tuple[_Job, int]] = []
+        for name in sorted(worker.queue, key=worker.shares.due):
+            job = worker.queue[name]
+            if job.left < 0:
+                self._begin(worker, job)
+            if ended and job.left > budget:
+                budget = min(budget, int(config.fill_s * config.prefill_tokens_per_s))
+            chunk = min(job.left, budget)
+            if chunk <= 0:
+                break
+            chunks.append((job, chunk))
+            budget, computed = budget - chunk, computed + chunk
+            ended |= chunk == job.left
+        fixed_s = config.prefill_fixed_s if worker.role == "prefill" else self._step_s(worker)
+        took = fixed_s + computed / config.prefill_tokens_per_s
+        self._at(self.now + took, lambda: self._stepped(worker, chunks))
+
+    def _begin(self, worker: _Worker, job: _Job) -> None:
         job.outcome.queued_s = self.now - job.arrived
-        uncached = self._uncached(worker, job.request)
+        job.left = self._uncached(worker, job.request)
         decode = self._workers[job.placement.decode.worker_id]
-        job.outcome.cached = job.request.num_tokens - min(uncached, self._uncached(decode, job.request))
-        fixed_s = self._config.prefill_fixed_s if decode is not worker else self._step_s(worker)
-        took = fixed_s + uncached / self._config.prefill_tokens_per_s
-        self._at(self.now + took, lambda: self._computed(worker, job))
+        job.outcome.cached = job.request.num_tokens - min(job.left, self._uncached(decode, job.request))
+
+    def _stepped(self, worker: _Worker, chunks: Sequence[tuple[_Job, int]]) -> None:
+        worker.busy = False
+        worker.shares.computed(sum(chunk for _, chunk in chunks))
+        for job, chunk in chunks:
+            job.left -= chunk
+            if not job.left:
+                self._computed(worker, job)
+        if not worker.queue:
+            worker.shares.clear()
+        self._start(worker)
 
     def _computed(self, worker: _Worker, job: _Job) -> None:
-        worker.busy = False
+        del worker.queue[job.attempt]
+        worker.shares.forget(job.attempt)
         self._publish(worker, job.request.keys)
         self._first_token(job)
         decode = self._workers[job.placement.decode.worker_id]
         moved = 0 if decode is worker else self._uncached(decode, job.request) * self._config.kv_bytes_per_token
         self._at(self.now + moved / self._config.link_bytes_per_s, lambda: self._decode(decode, job))
-        self._start(worker)
 
     def _first_token(self, job: _Job) -> None:
         job.outcome.ttft_s = self.now - job.arrived

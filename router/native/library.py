@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Sequence
-from ctypes import POINTER, c_char_p, c_double, c_int64, c_void_p
+from ctypes import POINTER, c_char_p, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,9 +20,8 @@ from diptych.common.paths import cache_dir
 
 log = structlog.get_logger(__name__)
 
-FLAGS = ("-O3", "-march=native", "-shared", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off")
-"""Nothing that would let a sum come out otherwise than in numpy."""
-SOURCES = CSources("decision", Path(__file__).parent, ("keys.h", "decision.c"), FLAGS)
+FLAGS = ("-O3", "-march=native", "-shared", "-fPIC", "-fvisibility=hidden")
+SOURCES = CSources("lookup", Path(__file__).parent, ("keys.h", "lookup.c"), FLAGS)
 MAX_WORDS = 16
 """Of 64 workers each, in one lookup."""
 MAX_COLUMNS = 64 * MAX_WORDS
@@ -39,71 +38,17 @@ class CGroup(ctypes.Structure):
     _fields_: ClassVar[Any] = [("at", c_void_p), ("columns", c_void_p), ("count", c_int64), ("block_size", c_int64)]
 
 
-class CFleet(ctypes.Structure):
-    _fields_: ClassVar[Any] = [
-        *((name, c_int64) for name in ("num_prefill", "num_decode", "any_alone")),
-        *(
-            (name, c_void_p)
-            for name in (
-                "block_size", "token_ms", "host_token_ms", "idle_at_ms", "sequences", "step_ms", "move_ms", "handoff_ms",
-                "alone",
-            )
-        ),
-    ]  # fmt: skip
-
-
-class CLoads(ctypes.Structure):
-    _fields_: ClassVar[Any] = [(name, c_void_p) for name in ("hits", "host", "pending_tokens", "pending_requests")]
-
-
-class CRequest(ctypes.Structure):
-    _fields_: ClassVar[Any] = [
-        ("barred", c_void_p),
-        *((name, c_int64) for name in ("num_barred", "num_tokens", "local_max", "wants_kv", "may_fall_back")),
-        ("now_ms", c_double),
-    ]
-
-
-class CCosts(ctypes.Structure):
-    _fields_: ClassVar[Any] = [
-        *((name, c_void_p) for name in ("queue", "compute", "sequences", "decode_load", "remote", "local", "ties")),
-        ("least_remote", c_double),
-        ("least_local", c_double),
-        ("has_local", c_int64),
-    ]
-
-
-class CDecision(ctypes.Structure):
-    _fields_: ClassVar[Any] = [
-        ("all", c_void_p),
-        ("columns", c_void_p),
-        ("width", c_int64),
-        ("count", c_int64),
-        *((name, c_void_p) for name in ("found", "fleet", "loads", "request", "costs")),
-        ("tie_ms", c_double),
-        ("tie_fraction", c_double),
-        ("most", c_int64),
-        ("chosen", c_void_p),
-    ]
-
-
 class Library:
     """Raises: NativeError when the file cannot be loaded."""
 
     def __init__(self, path: Path) -> None:
         # Keeps the interpreter lock: a call takes microseconds.
         function = functions_of(path, ctypes.PyDLL)
-        fleet, loads, request, costs = (POINTER(kind) for kind in (CFleet, CLoads, CRequest, CCosts))
         self.keys = function("keys", c_char_p, c_char_p, c_int64, c_void_p, c_int64, c_int64, c_void_p)
         self._unpack = function("unpack", c_char_p, c_int64, c_int64, c_void_p, returns=c_int64)
         self.hits = function(
             "hits", POINTER(CTable), POINTER(CGroup), c_void_p, *[c_int64] * 3, *[c_void_p] * 5, returns=c_int64
         )
-        self.gather = function("gather", c_void_p, c_int64, c_void_p, c_int64, c_void_p)
-        self.charge = function("charge", fleet, loads, request, costs)
-        self.pick = function("pick", fleet, loads, request, costs, *[c_double] * 4, c_void_p)
-        self.order = function("order", fleet, costs, c_int64, c_int64, c_void_p, returns=c_int64)
-        self.decide = function("decide", POINTER(CDecision), *[c_int64] * 5, *[c_double] * 3, returns=c_int64)
 
     def unpack(self, packed: bytes, count: int) -> tuple[Sequence[int], int]:
         """See router.packed_ids.unpack."""
@@ -136,7 +81,7 @@ def load(folder: Path | None = None) -> Library:
 
 
 def choose_library(wanted: str) -> Library | None:
-    """The library, or None for numpy. Where the log says that it cannot be had, a decision takes about three times as long.
+    """The library, or None for numpy. Where the log says that it cannot be had, a decision takes about twice as long.
 
     Args:
         wanted: "native", "numpy", or "auto": native where it can be had.
@@ -149,5 +94,5 @@ def choose_library(wanted: str) -> Library | None:
     except NativeError as error:
         if wanted == "native":
             raise ConfigError("placement_backend", wanted, f"cannot be had: {error}") from None
-        log.warning("placements are decided in numpy, which takes about three times as long", why=str(error))
+        log.warning("prompts are looked up in numpy, which takes about twice as long", why=str(error))
         return None

@@ -74,7 +74,7 @@ def test_the_audit_tells_a_load_that_is_not_the_requests_own(kit, figure):
         engine.step()
 
 
-def make_machine(kit):
+def make_machine(kit, policy):
     class Machine(RuleBasedStateMachine):
         """One engine that is asked for everything; what its peers would send comes at random."""
 
@@ -83,7 +83,7 @@ def make_machine(kit):
             runner = FakeRunner(14, kit.BLOCK, num_host_blocks=6)
             self.engine = kit.make_engine(
                 runner, num_blocks=14, num_host_blocks=6, max_num_batched_tokens=9, max_num_seqs=5,
-                scheduling_policy="priority", initial_copy_bytes_per_s=1e4,
+                scheduling_policy=policy, initial_copy_bytes_per_s=1e4,
             )  # fmt: skip
             self.size = self.engine.core.scheduler.limits.kv_bytes_per_token
             grants = kit.make_grants(2, 8 * self.size)
@@ -192,11 +192,12 @@ def make_machine(kit):
     return Machine
 
 
-def test_load_is_the_requests_own_after_every_step(kit):
+@pytest.mark.parametrize("policy", ["priority", "sojourn"])
+def test_load_is_the_requests_own_after_every_step(kit, policy):
     run_state_machine_as_test(
-        make_machine(kit),
+        make_machine(kit, policy),
         settings=settings(
-            max_examples=80,
+            max_examples=60,
             stateful_step_count=40,
             deadline=None,
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],

@@ -94,7 +94,7 @@ def test_pace_always_grants_a_little_and_does_not_learn_from_tiny_chunks():
 
 
 def test_a_remote_request_passes_one_that_only_lacks_token_budget(kit):
-    engine = kit.make_engine(max_num_batched_tokens=4)
+    engine = kit.make_engine(max_num_batched_tokens=4, scheduling_policy="fcfs")
     engine.send(AddRequest(kit.make_request("first", 12, 2)))
     engine.send(AddRequest(kit.make_request("second", 12, 2)))
     engine.send(AddRequest(kit.make_request("remote", 5, 2, mode=KvMode.REMOTE)))
@@ -103,7 +103,7 @@ def test_a_remote_request_passes_one_that_only_lacks_token_budget(kit):
 
 
 def test_a_remote_request_does_not_take_the_blocks_of_one_before_it(kit):
-    engine = kit.make_engine(num_blocks=8, max_num_batched_tokens=4)
+    engine = kit.make_engine(num_blocks=8, max_num_batched_tokens=4, scheduling_policy="fcfs")
     engine.send(AddRequest(kit.make_request("first", 12, 2)))
     engine.send(AddRequest(kit.make_request("second", 12, 2)))
     engine.send(AddRequest(kit.make_request("remote", 5, 2, mode=KvMode.REMOTE)))

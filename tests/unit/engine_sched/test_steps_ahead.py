@@ -289,7 +289,7 @@ scenario = st.lists(
     requests=scenario,
     num_blocks=st.integers(10, 40),
     host=st.sampled_from([0, 12]),
-    policy=st.sampled_from(["fcfs", "priority"]),
+    policy=st.sampled_from(["sojourn", "fcfs", "priority"]),
 )
 def test_ahead_or_not_everybody_gets_the_same(kit, requests, num_blocks, host, policy):
     """Against the same engine without a device: tokens, texts' ends and reasons of every request that was not cancelled."""

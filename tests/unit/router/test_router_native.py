@@ -158,7 +158,7 @@ def test_copies_of_hot_prefixes_go_to_the_same_worker(library):
 def test_a_worker_that_computes_alone_for_the_margins_sake_is_the_same(library):
     scene = Scene(2, library, headers=HEADERS[:1])
     told = []
-    for i in range(100, 400):
+    for i in range(100, 3000):
         scene.reservations.reserve(str(i), Reservation(f"p{i % 6}", "d0", 50_000))
     for _ in range(40):
         told.append(scene.ask(colocated_margin=0.1, local_prefill_max_tokens=8, allow_local_fallback=True))

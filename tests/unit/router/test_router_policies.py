@@ -11,6 +11,9 @@ from diptych.router.policy import ClusterSnapshot, choose_placement
 
 
 def worker(worker_id, requests=0, pending=0, hit=0, **load):
+    if worker_id.startswith("p"):  # many short prompts: of a long one little comes before a short one
+        requests = requests or pending // 20
+        load.setdefault("num_waiting", load.get("waiting_prompt_tokens", 0) // 20)
     record = WorkerRecord(
         worker_id=worker_id,
         incarnation="i",

@@ -18,6 +18,9 @@ NOW = 100.0
 
 
 def worker(worker_id, hit=0, pending=0, requests=0, **load):
+    if worker_id.startswith("p"):  # many short prompts: of a long one little comes before a short one
+        requests = requests or pending // 20
+        load.setdefault("num_waiting", load.get("waiting_prompt_tokens", 0) // 20)
     record = WorkerRecord(
         worker_id=worker_id,
         incarnation=f"i-{worker_id}",
@@ -249,3 +252,12 @@ def test_the_rule_of_short_prompts_says_that_it_was_that():
     assert local.notes == ("local prefill: 40 tokens of at most 64 (local_prefill_max_tokens), cheaper on decode",)
     assert choose([worker("p0")], [worker("d0")], n=200).notes == ()
     assert choose([], [worker("d0")], n=10).notes == ("no usable prefill worker: local prefill",)
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one():
+    """Item 2.2: a long prompt, placed or reported, is before a short one for no longer than the short one takes."""
+    for busy in (worker("p0", pending=6000, requests=1), worker("p0", waiting_prompt_tokens=6000, num_waiting=1)):
+        placement = choose([busy], [worker("d0", num_running=8)], n=200)
+        assert pair(placement) == ("p0", "d0")
+        assert placement.chosen.queue_ms == placement.chosen.prefill_ms == 2000.0
+        assert choose([busy], [worker("d0", num_running=8)], n=9000).chosen.queue_ms == 60_000.0

@@ -1,0 +1,151 @@
+"""When each prompt would be computed if all were computed at once: in equal shares by tenant, and by request within it. Pure.
+
+Whoever computes them one after the other, in the order of `due`, is done with each of them no later than that, but for a piece
+that cannot be interrupted (fair sojourn protocol, Friedman and Henderson 2003). So a short prompt waits for about as many
+tokens of every other as it has itself, and a long one is never starved.
+
+Time is counted in tokens that every tenant with something left was given.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class _Tenant:
+    """Args:
+    level: tokens that each of its requests was given; begins at the time at which it came, so that it only grows.
+    ends: (level at which a request is through, its name), sorted.
+    total: of these levels.
+    """
+
+    level: float
+    ends: list[tuple[float, str]] = field(default_factory=list)
+    total: float = 0.0
+
+    @property
+    def left(self) -> float:
+        return self.total - self.level * len(self.ends)
+
+
+class EqualShares:
+    """Names are unique; what is not known is ignored."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        self._tenants: dict[str, _Tenant] = {}
+        self._ends: dict[str, tuple[str, float]] = {}
+        """(tenant, level at which it is through) of those that are not."""
+        self._through: dict[str, float] = {}
+        """When they were through, of those that may still have to be computed."""
+        self._computed: set[str] = set()
+        """Those that are computed, and would not be yet."""
+
+    def __len__(self) -> int:
+        return len(self._ends) + len(self._through)
+
+    def add(self, name: str, tenant: str, tokens: int) -> None:
+        """`tokens` are to be computed, whatever it had before."""
+        self.remove(name)
+        flow = self._tenants.setdefault(tenant, _Tenant(self._now))
+        end = flow.level + max(1, tokens)
+        insort(flow.ends, (end, name))
+        flow.total += end
+        self._ends[name] = (tenant, end)
+
+    def remove(self, name: str) -> None:
+        """What it has left need not be computed."""
+        self._through.pop(name, None)
+        self._computed.discard(name)
+        known = self._ends.pop(name, None)
+        if known is None:
+            return
+        tenant, end = known
+        flow = self._tenants[tenant]
+        del flow.ends[bisect_left(flow.ends, (end, name))]
+        flow.total -= end
+        if not flow.ends:
+            del self._tenants[tenant]
+
+    def forget(self, name: str) -> None:
+        """All of it was computed; its share goes on until it would have been."""
+        self._through.pop(name, None)
+        if name in self._ends:
+            self._computed.add(name)
+
+    def less(self, name: str, tokens: int) -> None:
+        """So many of its tokens need not be computed after all."""
+        known = self._ends.get(name)
+        if known is None or tokens <= 0:
+            return
+        tenant, end = known
+        flow = self._tenants[tenant]
+        del flow.ends[bisect_left(flow.ends, (end, name))]
+        flow.total -= end
+        end = max(flow.level, end - tokens)
+        insort(flow.ends, (end, name))
+        flow.total += end
+        self._ends[name] = (tenant, end)
+
+    def clear(self) -> None:
+        """Nothing is to be computed: whatever is left is of wrong guesses."""
+        self._tenants.clear()
+        self._ends.clear()
+        self._computed.clear()
+
+    def end(self, name: str) -> float:
+        """Orders the requests of one tenant: it does not change while a request waits."""
+        return self._ends[name][1] if name in self._ends else 0.0
+
+    def due(self, name: str) -> float:
+        """When it is through; if nobody comes, it will be. Orders all requests."""
+        known = self._ends.get(name)
+        if known is None:
+            return self._through.get(name, self._now)
+        tenant, end = known
+        flow = self._tenants[tenant]
+        before = bisect_left(flow.ends, (end, name))
+        level = flow.level
+        own = sum(other for other, _ in flow.ends[:before]) - before * level
+        return self._now + own + (len(flow.ends) - before) * (end - level)
+
+    def left(self, name: str) -> float:
+        """Tokens that are still to be computed of it."""
+        known = self._ends.get(name)
+        return 0.0 if known is None else known[1] - self._tenants[known[0]].level
+
+    def before(self, tenant: str, size: float) -> float:
+        """Tokens of the tenant's own that are computed before one of `size` that is added now."""
+        flow = self._tenants.get(tenant)
+        return 0.0 if flow is None else sum(min(end - flow.level, size) for end, _ in flow.ends)
+
+    def computed(self, tokens: float) -> None:
+        """So many tokens were computed, whosever they were."""
+        while tokens > 1e-9 and self._tenants:
+            share = min(tokens / len(self._tenants), min(flow.left for flow in self._tenants.values()))
+            tokens -= share * len(self._tenants)
+            for tenant, flow in list(self._tenants.items()):
+                self._give(flow, share)
+                if not flow.ends:
+                    del self._tenants[tenant]
+            self._now += share
+
+    def _give(self, flow: _Tenant, share: float) -> None:
+        given = 0.0
+        while flow.ends:
+            end, name = flow.ends[0]
+            need = (end - flow.level) * len(flow.ends)
+            if need > share - given + 1e-6:
+                flow.level += max(0.0, share - given) / len(flow.ends)
+                return
+            given += need
+            flow.level = end
+            flow.total -= end
+            del flow.ends[0]
+            del self._ends[name]
+            if name in self._computed:
+                self._computed.discard(name)
+            else:
+                self._through[name] = self._now + given

@@ -1,0 +1,94 @@
+"""Prompts that were placed on each worker and are not computed yet; how much of a tenant's own a request finds before it. Pure.
+
+Workers compute prompts in the order in which they would end if all were computed at once, in equal shares by tenant and then by
+request (common/equal_shares.py). So of every other prompt a request finds at most as many tokens before it as it has itself, and
+other tenants' take at most an equal share. How far they are meanwhile is told by the worker's measured rate, until the first
+tokens tell it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from diptych.common.equal_shares import EqualShares
+
+_OTHERS = "\0others"
+"""Attempt and tenant of all that the other routers placed on a worker, as one."""
+
+
+@dataclass(slots=True)
+class _Worker:
+    """Args:
+    rate: prompt tokens a second; at: until when `shares` was brought forward.
+    doubtful: (tenant, size) by attempt of those that may never come.
+    others: tokens that the other routers placed there, as they last told.
+    """
+
+    shares: EqualShares = field(default_factory=EqualShares)
+    rate: float = 0.0
+    at: float = 0.0
+    doubtful: dict[str, tuple[str, int]] = field(default_factory=dict)
+    others: int = 0
+
+
+class Backlog:
+    """Args:
+    now: seconds on a monotonic clock. The default tells no time: then nothing counts as computed before its first token.
+    """
+
+    def __init__(self, now: Callable[[], float] = lambda: 0.0) -> None:
+        self._now = now
+        self._workers: dict[str, _Worker] = {}
+
+    def _worker(self, worker_id: str) -> _Worker:
+        now = self._now()
+        worker = self._workers.get(worker_id)
+        if worker is None:
+            worker = self._workers[worker_id] = _Worker(at=now)
+        worker.shares.computed((now - worker.at) * worker.rate)
+        worker.at = now
+        return worker
+
+    def add(self, attempt: str, worker_id: str, tokens: int, tenant: str = "", *, doubtful: bool = False) -> None:
+        """One that was doubtful may be added again, for certain."""
+        worker = self._worker(worker_id)
+        if doubtful:
+            worker.doubtful[attempt] = (tenant, tokens)
+            return
+        worker.doubtful.pop(attempt, None)
+        worker.shares.add(attempt, tenant, tokens)
+
+    def remove(self, attempt: str, worker_id: str) -> None:
+        """It is computed, or not wanted any more. What was never added is ignored."""
+        worker = self._worker(worker_id)
+        worker.doubtful.pop(attempt, None)
+        worker.shares.remove(attempt)
+
+    def set_others(self, pending: Mapping[str, tuple[int, int]]) -> None:
+        """(tokens, requests) by worker, in place of what the other routers told before."""
+        for worker_id in {*pending, *(name for name, worker in self._workers.items() if worker.others)}:
+            worker = self._worker(worker_id)
+            tokens = pending.get(worker_id, (0, 0))[0]
+            left = worker.shares.left(_OTHERS) + tokens - worker.others
+            worker.others = tokens
+            worker.shares.remove(_OTHERS)
+            if left >= 1:
+                worker.shares.add(_OTHERS, _OTHERS, int(left))
+
+    def set_rates(self, rates: Mapping[str, float]) -> None:
+        """Prompt tokens a second by worker. Forgets workers that are not named and have nothing."""
+        for worker_id, rate in rates.items():
+            self._worker(worker_id).rate = rate
+        self._workers = {
+            n: w for n, w in self._workers.items() if n in rates or len(w.shares) or w.doubtful or w.others
+        }
+
+    def before(self, worker_id: str, tenant: str, size: int, *, doubtful: bool = False) -> float:
+        """Tokens of the tenant's own prompts that the worker computes before a request of `size` that comes now. `doubtful`:
+        count those, too."""
+        worker = self._worker(worker_id)
+        unsure = (
+            sum(min(size, tokens) for whose, tokens in worker.doubtful.values() if whose == tenant) if doubtful else 0
+        )
+        return unsure + worker.shares.before(tenant, size)
