@@ -116,11 +116,6 @@ class EqualShares:
         known = self._ends.get(name)
         return 0.0 if known is None else known[1] - self._tenants[known[0]].level
 
-    def before(self, tenant: str, size: float) -> float:
-        """Tokens of the tenant's own that are computed before one of `size` that is added now."""
-        flow = self._tenants.get(tenant)
-        return 0.0 if flow is None else sum(min(end - flow.level, size) for end, _ in flow.ends)
-
     def computed(self, tokens: float) -> None:
         """So many tokens were computed, whosever they were."""
         while tokens > 1e-9 and self._tenants:

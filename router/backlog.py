@@ -3,7 +3,7 @@
 Workers compute prompts in the order in which they would end if all were computed at once, in equal shares by tenant and then by
 request (common/equal_shares.py). So of every other prompt a request finds at most as many tokens before it as it has itself, and
 other tenants' take at most an equal share. How far they are meanwhile is told by the worker's measured rate, until the first
-tokens tell it.
+tokens tell it; a part of each counts until then, so that a worker that stands still is not given more and more.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 
 from diptych.common.equal_shares import EqualShares
 
+_UNSURE = 1 / 16
+"""Of a prompt: what counts until its first token has come."""
 _OTHERS = "\0others"
 """Attempt and tenant of all that the other routers placed on a worker, as one."""
 
@@ -21,13 +23,14 @@ _OTHERS = "\0others"
 class _Worker:
     """Args:
     rate: prompt tokens a second; at: until when `shares` was brought forward.
-    doubtful: (tenant, size) by attempt of those that may never come.
+    certain, doubtful: (tenant, size) by attempt of those that are there, and of those that may never come.
     others: tokens that the other routers placed there, as they last told.
     """
 
     shares: EqualShares = field(default_factory=EqualShares)
     rate: float = 0.0
     at: float = 0.0
+    certain: dict[str, tuple[str, int]] = field(default_factory=dict)
     doubtful: dict[str, tuple[str, int]] = field(default_factory=dict)
     others: int = 0
 
@@ -57,12 +60,14 @@ class Backlog:
             worker.doubtful[attempt] = (tenant, tokens)
             return
         worker.doubtful.pop(attempt, None)
+        worker.certain[attempt] = (tenant, tokens)
         worker.shares.add(attempt, tenant, tokens)
 
     def remove(self, attempt: str, worker_id: str) -> None:
         """It is computed, or not wanted any more. What was never added is ignored."""
         worker = self._worker(worker_id)
         worker.doubtful.pop(attempt, None)
+        worker.certain.pop(attempt, None)
         worker.shares.remove(attempt)
 
     def set_others(self, pending: Mapping[str, tuple[int, int]]) -> None:
@@ -80,15 +85,18 @@ class Backlog:
         """Prompt tokens a second by worker. Forgets workers that are not named and have nothing."""
         for worker_id, rate in rates.items():
             self._worker(worker_id).rate = rate
-        self._workers = {
-            n: w for n, w in self._workers.items() if n in rates or len(w.shares) or w.doubtful or w.others
-        }
+        self._workers = {n: w for n, w in self._workers.items() if n in rates or w.certain or w.doubtful or w.others}
 
     def before(self, worker_id: str, tenant: str, size: int, *, doubtful: bool = False) -> float:
         """Tokens of the tenant's own prompts that the worker computes before a request of `size` that comes now. `doubtful`:
         count those, too."""
         worker = self._worker(worker_id)
-        unsure = (
-            sum(min(size, tokens) for whose, tokens in worker.doubtful.values() if whose == tenant) if doubtful else 0
+        left = worker.shares.left
+        own = sum(
+            min(size, max(left(attempt), tokens * _UNSURE))
+            for attempt, (whose, tokens) in worker.certain.items()
+            if whose == tenant
         )
-        return unsure + worker.shares.before(tenant, size)
+        if doubtful:
+            own += sum(min(size, tokens) for whose, tokens in worker.doubtful.values() if whose == tenant)
+        return own

@@ -352,6 +352,11 @@ def test_short_ones_without_end_do_not_keep_a_long_one_out():
     while not any(entry.item == "long" for entry in let_in):
         now[0] += 0.1
         assert now[0] < 120.0
+        reservations.backlog.before("p0", "a", 1)
+        computed = reservations.backlog._workers["p0"].shares  # the worker does as is expected of it
+        for name in [f"s{i}" for i in range(count + 1)] + ["first"]:
+            if not computed.left(name):
+                reservations.release(name)
         for _ in range(3):  # 1,500 tokens a second for a worker of 250
             count += 1
             gate.wait("a", 50, f"s{count}", priority=0)
@@ -365,3 +370,21 @@ def test_short_ones_without_end_do_not_keep_a_long_one_out():
     assert shorts > 50
     # They pass it until they got what it gets, a quantum, and one of them: with the first one that is what is computed.
     assert now[0] * 250.0 <= 6000 + 6000 + QUANTUM + 50 + 2 * 500
+
+
+def test_a_worker_that_stands_still_is_not_given_more_and_more():
+    now = [0.0]
+    reservations = Reservations(lambda: now[0])
+    placer = Placer(BlockIndex(), reservations, random.Random(0))
+    record = msgspec.structs.replace(
+        make_record("p0", "prefill", random.Random(0)), load=WorkerLoad(prefill_tokens_per_s=100.0)
+    )
+    placer.set_fleet([Candidate(record, 0.0, None)], [], {}, {})
+    for number in range(1000):
+        now[0] += 10.0
+        if placer.has_room(2.0, "t", 40):
+            reservations.reserve(str(number), Reservation("p0", "d0", 40, "t"))
+    assert len(reservations) == 80  # 16 windows
+    for number in range(80):
+        reservations.release(str(number))
+    assert reservations.backlog.before("p0", "t", 40) == 0.0
