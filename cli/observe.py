@@ -1,4 +1,4 @@
-"""The commands `diptych doctor` and `diptych top`. Heavy imports happen inside."""
+"""The commands `diptych doctor`, `diptych top` and `diptych restart`. Heavy imports happen inside."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _URL = typer.Option(metavar="URL", help="Of a router's HTTP server; default: the
 
 
 def register(app: typer.Typer) -> None:
-    """Add both commands."""
+    """Add the commands."""
 
     @app.command()
     def doctor(
@@ -56,3 +56,21 @@ def register(app: typer.Typer) -> None:
 
         client = StatusClient(url, tls_ca=tls_ca, server_name=tls_server_name)
         raise typer.Exit(run_top(client, every_s=every_s, count=count))
+
+    @app.command()
+    def restart(
+        worker: Annotated[str, typer.Argument(help="Its id, as /status shows it.")],
+        command: Annotated[list[str], typer.Argument(help="What restarts it, after `--`.")],
+        url: Annotated[str, _URL] = "",
+        timeout_s: Annotated[
+            float, typer.Option(min=1.0, help="For the new life, after the command has ended.")
+        ] = 600.0,
+        tls_ca: TLS_CA = None,
+        tls_server_name: TLS_SERVER_NAME = "",
+    ) -> None:
+        """Run a command that restarts a worker, and wait until the router uses its new life: a roll-out's step."""
+        from diptych.cli.restart import run_restart
+        from diptych.cli.status_client import StatusClient
+
+        client = StatusClient(url, tls_ca=tls_ca, server_name=tls_server_name)
+        raise typer.Exit(run_restart(client, worker, command, timeout_s=timeout_s))

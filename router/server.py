@@ -24,6 +24,7 @@ import uvloop
 from grpc_reflection.v1alpha import reflection as grpc_reflection
 
 from diptych.common.errors import ConfigError
+from diptych.common.limits import raise_open_files
 from diptych.common.logging import setup_logging
 from diptych.common.metrics import Metrics
 from diptych.common.store import Store
@@ -68,6 +69,7 @@ def run_router(config: RouterConfig) -> int:
     Raises: ConfigError when a port is taken or the model cannot be read.
     """
     setup_logging(role="router")
+    raise_open_files()
     if tracing.configure("router"):
         log.info("traces are exported")
     try:

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import structlog
 import uvloop
 
+from diptych.common.limits import raise_open_files
 from diptych.common.logging import setup_logging
 from diptych.common.redis_store import RedisStore
 from diptych.common.store import Store
@@ -60,6 +61,7 @@ def run_process(config: WorkerConfig, make_role: RoleFactory) -> NoReturn:
     Raises: ConfigError when a setting cannot be used.
     """
     setup_logging(worker=config.effective_worker_id, role=config.role)
+    raise_open_files()
     if tracing.configure(config.role, config.effective_worker_id):
         log.info("traces are exported")
     uvloop.run(_serve_and_exit(config, make_role))

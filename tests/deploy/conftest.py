@@ -25,6 +25,7 @@ def parsed() -> Callable[[Sequence[str], Mapping[str, str]], Any]:
         command = typer.main.get_command(build_app()).commands[role]  # type: ignore[attr-defined]
         given = dict(command.make_context(role, list(rest)).params)
         assert given.pop("config") is None
+        given.pop("verbose")
         fixed = {} if role == "router" else {"role": role}
         return merge(CLASSES[role], given | fixed, environ=environ, known_elsewhere=KNOWN)
 

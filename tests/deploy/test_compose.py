@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import resource
 import shutil
 import socket
 import subprocess
@@ -55,7 +54,6 @@ class Stack:
 
     def __init__(self, secrets: Path) -> None:
         self.routers = [f"http://127.0.0.1:{free_port()}" for _ in range(2)]
-        memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
         self.env = {
             **os.environ,
             "HTTP_PORT": self.routers[0].rpartition(":")[2],
@@ -63,7 +61,6 @@ class Stack:
             "GRPC_PORT": str(free_port()),
             "GRPC_PORT_1": str(free_port()),
             "SECRETS_DIR": str(secrets),
-            "MEMLOCK": str(memlock),
             # What a laptop bears: about 1 GB and one thread a worker.
             "DIPTYCH_MAX_MODEL_LEN": "1024",
             "DIPTYCH_NUM_BLOCKS": "256",

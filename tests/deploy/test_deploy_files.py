@@ -23,6 +23,7 @@ from diptych.cli.settings import merge, read_file
 from diptych.common.clock import MonotonicClock
 from diptych.common.metrics import Metrics
 from diptych.common.secret import load_secret
+from diptych.common.tracing import ENDPOINT_VARIABLES
 from diptych.engine.messages import EngineStats
 from diptych.router.config import RouterConfig
 from diptych.router.messages import GenerateEvent, PreparedRequest
@@ -88,7 +89,9 @@ def test_the_private_network_leads_nowhere() -> None:
 @pytest.mark.parametrize("name", WORKERS)
 def test_workers_get_settings_that_exist(name: str, parsed: Parsed) -> None:
     service = WORKERS[name]
-    environment = {key: default(value) for key, value in service["environment"].items() if key != "DIPTYCH_CONFIG"}
+    environment = {
+        key: default(value) for key, value in service["environment"].items() if value and key != "DIPTYCH_CONFIG"
+    }
     _, *flags = service["command"]
     assert dict(zip(flags[::2], flags[1::2], strict=True)) == {"--worker-id": name, "--host": name}
     assert service["hostname"] == name
@@ -97,12 +100,28 @@ def test_workers_get_settings_that_exist(name: str, parsed: Parsed) -> None:
     assert config.metrics_port == 9100
     assert service["healthcheck"]["test"][-1] == f"{name}:{config.port}"
     assert float(service["stop_grace_period"].rstrip("s")) >= config.drain_s + 10, "stopping must not cut the drain"
-    assert service["ulimits"]["memlock"] == "${MEMLOCK:--1}"
+
+
+def test_5_1_no_container_asks_for_a_limit_that_an_engine_without_rights_cannot_give() -> None:
+    assert [name for name, service in COMPOSE["services"].items() if "ulimits" in service] == []
+    rdma = yaml.safe_load((ROOT / "deploy" / "compose.rdma.yaml").read_text())["services"]
+    assert {name: service["ulimits"] for name, service in rdma.items()} == dict.fromkeys(GPU_WORKERS, {"memlock": -1})
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in COMPOSE["services"] if name.startswith(("prefill", "decode", "router"))]
+)
+def test_5_1_what_is_set_for_traces_and_logs_is_passed_on(name: str) -> None:
+    """A variable without a value is passed on if it is set; one with an empty value would be there, and empty."""
+    passed = {key for key, value in COMPOSE["services"][name]["environment"].items() if value is None}
+    assert {*ENDPOINT_VARIABLES, "OTEL_TRACES_SAMPLER", "OTEL_RESOURCE_ATTRIBUTES", "DIPTYCH_LOG_LEVEL"} <= passed
 
 
 def test_routers_get_settings_that_exist(parsed: Parsed) -> None:
     service = CLUSTER["router-0"]
-    environment = {key: default(value) for key, value in service["environment"].items() if key != "DIPTYCH_CONFIG"}
+    environment = {
+        key: default(value) for key, value in service["environment"].items() if value and key != "DIPTYCH_CONFIG"
+    }
     config = parsed(service["command"], environment)
     assert (config.http_port, config.grpc_port) == (8000, 50050)
 
@@ -272,12 +291,13 @@ def test_gpu_workers_can_take_the_fast_path(name: str, parsed: Parsed) -> None:
     assert device["driver"] == "nvidia"
     assert device["capabilities"] == ["gpu"]
     assert len(device["device_ids"]) == 2, "each must see the other's GPU"
-    assert service["ulimits"]["memlock"] == -1
     assert service["networks"] == ["kv"]
     assert "ports" not in service
     assert service["build"]["target"] == "serve-gpu"
     assert "FROM python-gpu AS serve-gpu" in (ROOT / "deploy" / "Dockerfile").read_text()
-    environment = {key: default(value) for key, value in service["environment"].items() if key != "DIPTYCH_CONFIG"}
+    environment = {
+        key: default(value) for key, value in service["environment"].items() if value and key != "DIPTYCH_CONFIG"
+    }
     assert sorted(environment.pop("CUDA_VISIBLE_DEVICES").split(",")) == ["0", "1"]
     config = parsed([default(word) for word in service["command"]], environment)
     assert config.device == "cuda"
