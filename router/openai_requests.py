@@ -24,7 +24,7 @@ Items: TypeAlias = Annotated[list[_Item], Field(fail_fast=True)]
 """A list that is given up at its first bad element: a body of millions of them must not cost as many errors."""
 
 _UNION_FORMS = {
-    "prompt": "a string or a list of token ids",
+    "prompt": "a string, a list of token ids, or a list of those",
     "stop": "a string or a list of strings",
     "input": "a string or a list of items",
     "guided_json": "an object or its text",

@@ -99,6 +99,17 @@ async def test_several_choices_come_apart_each() -> None:
     assert (second.finish_reason, second.content) == ("stop", "No.")
 
 
+async def test_a_truncated_call_is_taken_back() -> None:
+    door = FakeDoor(hello_script())
+    door.model_features = CALLER
+    call = {"id": "c", "name": "add", "arguments": '{"city": "Par'}
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": [call]}]
+    async with sdk(door) as client:
+        await client.generate(messages=turns, tools=[TOOL])
+    messages: Any = door.specs[0].messages
+    assert messages[1]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"city": "Par'}
+
+
 async def test_grammars_and_promised_calls_on_the_wire() -> None:
     door = FakeDoor(hello_script())
     door.model_features = CALLER
