@@ -219,11 +219,15 @@ class Attempt:
         if event.offset != len(outputs):
             self.end_with(InternalError(f"the engine sent token {event.offset}, expected {len(outputs)}"))
             return
+        cached_tokens = 0
         if not self._facts.first_token_s:
             self._facts.first_token_s = self._elapsed()
+            cached_tokens = self._facts.cached_tokens
         outputs.extend(event.token_ids)
         logprobs = [logprobs_to_proto(entry) for entry in event.logprobs]
-        self._outbox.tokens(self._sub.attempt, event.offset, event.token_ids, event.text, event.choice, logprobs)
+        self._outbox.tokens(
+            self._sub.attempt, event.offset, event.token_ids, event.text, event.choice, logprobs, cached_tokens
+        )
 
     def on_choice_finished(self, event: ChoiceFinished) -> None:
         if not self._life.ended:

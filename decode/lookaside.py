@@ -37,7 +37,7 @@ class Witness:
     def __init__(self, outbox: Outbox, tell: Callable[[decode_pb2.TicketNews], None]) -> None:
         self._outbox = outbox
         self._tell = tell
-        self._begun = False
+        self._sent = 0
         self.accepted = outbox.accepted
         self.prompt_logprobs = outbox.prompt_logprobs
         self.choice_finished = outbox.choice_finished
@@ -50,21 +50,23 @@ class Witness:
         text: str,
         choice: int = 0,
         logprobs: Sequence[types_pb2.TokenLogprobs] = (),
+        cached_tokens: int = 0,
     ) -> None:
-        self._outbox.tokens(attempt, offset, token_ids, text, choice, logprobs)
-        if not self._begun:
-            self._begun = True
-            self._tell(decode_pb2.TicketNews(attempt=attempt, first_token=True))
+        self._outbox.tokens(attempt, offset, token_ids, text, choice, logprobs, cached_tokens)
+        if not self._sent:
+            self._tell(decode_pb2.TicketNews(attempt=attempt, first_token=True, cached_tokens=cached_tokens))
+        self._sent += len(token_ids)
 
     def end(self, attempt: str, end: decode_pb2.End) -> None:
         self._outbox.end(attempt, end)
+        well = end.HasField("finished")
         self._tell(
             decode_pb2.TicketNews(
                 attempt=attempt,
                 ended=True,
-                completion_tokens=end.finished.usage.completion_tokens,
+                completion_tokens=end.finished.usage.completion_tokens if well else self._sent,
                 reason=end.failure.reason,
-                finished=end.finished if end.HasField("finished") else None,
+                finished=end.finished if well else None,
                 prefill_faults=end.prefill_faults,
             )
         )

@@ -29,6 +29,7 @@ class Events(Protocol):
         text: str,
         choice: int = 0,
         logprobs: Sequence[types_pb2.TokenLogprobs] = (),
+        cached_tokens: int = 0,
     ) -> None: ...
 
     def prompt_logprobs(self, attempt: str, entries: types_pb2.PromptLogprobs) -> None: ...
@@ -79,8 +80,10 @@ class Outbox:
         text: str,
         choice: int = 0,
         logprobs: Sequence[types_pb2.TokenLogprobs] = (),
+        cached_tokens: int = 0,
     ) -> None:
-        """Append tokens; an event of the same choice that still waits is extended."""
+        """Append tokens; an event of the same choice that still waits is extended. `cached_tokens`: of the prompt; with the
+        attempt's first tokens."""
         waiting = self._tokens.get((attempt, choice))
         size = 5 * len(token_ids) + len(text) + sum(entry.ByteSize() for entry in logprobs)
         if waiting is not None:
@@ -90,7 +93,7 @@ class Outbox:
             self._grow(size)
             return
         delta = router_pb2.TokenDelta(offset=offset, token_ids=token_ids, text=text, choice=choice, logprobs=logprobs)
-        event = decode_pb2.Event(attempt=attempt, tokens=delta)
+        event = decode_pb2.Event(attempt=attempt, tokens=delta, cached_tokens=cached_tokens)
         self._tokens[attempt, choice] = event
         self._append(event, size + _EVENT_BYTES)
 

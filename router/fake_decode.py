@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from diptych.common.errors import DiptychError, TicketRefusedError
+from diptych.common.errors import DiptychError, RequestCancelledError, TicketRefusedError
 from diptych.common.ticket import unseal
 from diptych.rpc import channels
 from diptych.rpc.errors import to_failure
@@ -48,6 +48,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer, worker_pb2_grpc.WorkerServicer)
     accept: asyncio.Event = field(default_factory=asyncio.Event)
     submits: list[decode_pb2.Submit] = field(default_factory=list)
     cancels: list[str] = field(default_factory=list)
+    sent: dict[str, int] = field(default_factory=dict)
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     num_streams: int = 0
     num_client_streams: int = 0
@@ -118,12 +119,17 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer, worker_pb2_grpc.WorkerServicer)
         task = out.answers[submit.attempt] = asyncio.create_task(self._answer(submit, out))
         if out.client:
             self.tell(decode_pb2.TicketNews(attempt=submit.attempt, taken=True))
-            task.add_done_callback(lambda _: self.tell(decode_pb2.TicketNews(attempt=submit.attempt, ended=True)))
+            task.add_done_callback(lambda done: self._left(submit.attempt) if done.cancelled() else None)
 
     def drop(self, attempt: str, out: _Out) -> None:
         self.cancels.append(attempt)
         self.cancelled.set()
         out.answers[attempt].cancel()
+
+    def _left(self, attempt: str) -> None:
+        """What a decode worker tells of an attempt that its client has cancelled."""
+        sent, reason = self.sent.get(attempt, 0), RequestCancelledError.reason
+        self.tell(decode_pb2.TicketNews(attempt=attempt, ended=True, completion_tokens=sent, reason=reason))
 
     def break_clients(self) -> None:
         """Break the streams of all clients; new ones may come."""
@@ -152,9 +158,11 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer, worker_pb2_grpc.WorkerServicer)
                 text = "".join(f"t{i} " for i in ids)
                 ids = [self.first_token + i for i in ids]
                 tokens = router_pb2.TokenDelta(offset=offset, token_ids=ids, text=text)
-                out.put(decode_pb2.Event(attempt=attempt, tokens=tokens))
+                cached = 0 if offset else 16
+                out.put(decode_pb2.Event(attempt=attempt, tokens=tokens, cached_tokens=cached))
+                self.sent[attempt] = self.sent.get(attempt, 0) + len(ids)
                 if offset == 0 and out.client:
-                    self.tell(decode_pb2.TicketNews(attempt=attempt, first_token=True))
+                    self.tell(decode_pb2.TicketNews(attempt=attempt, first_token=True, cached_tokens=cached))
             await asyncio.sleep(0)
         finished = router_pb2.Finished(
             finish_reason=types_pb2.FINISH_REASON_LENGTH,

@@ -65,9 +65,12 @@ class LiveSeries:
         if between_s is not None and len(second.itl) < _KEPT:
             second.itl.extend([between_s] * min(count, _KEPT - len(second.itl)))
 
-    def finished(self, prompt_tokens: int, cached_tokens: int, now: float) -> None:
+    def finished(self, now: float) -> None:
+        self._second(now).finished += 1
+
+    def computed(self, prompt_tokens: int, cached_tokens: int, now: float) -> None:
+        """A prompt, with its first token."""
         second = self._second(now)
-        second.finished += 1
         second.prompt_tokens += prompt_tokens
         second.cached_tokens += cached_tokens
 

@@ -149,14 +149,14 @@ class Lookaside:
         except NoWorkerError as error:
             return error
         judgement = cluster.judge(placement, now - request.arrived, request.deadline - request.arrived)
-        self._judged[judgement.verdict].inc()
-        if judgement.error is not None:
-            return judgement.error
         record = placement.decode.record
         life = (record.worker_id, record.incarnation)
         door = cluster.client_door(life)
-        if door is None:
+        if door is None and judgement.error is None:  # it is judged where it is asked for then
             return NoWorkerError(f"{record.worker_id} takes requests from routers only")
+        self._judged[judgement.verdict].inc()
+        if judgement.error is not None or door is None:
+            return judgement.error or NoWorkerError(f"{record.worker_id} takes requests from routers only")
         attempt = new_attempt_id()
         cluster.hold(placement, attempt, request.tenant, len(request.prompt_token_ids), doubtful=True)
         self._unheard[request.tenant] = unheard + 1
@@ -198,7 +198,7 @@ class Lookaside:
         if not grant.heard:
             self._hear(news.attempt, grant)
         if news.first_token:
-            self._on_first_token(news.attempt, grant)
+            self._on_first_token(news.attempt, grant, news.cached_tokens)
         if news.ended:
             self._on_end(grant, news)
             self._release(news.attempt, "failed" if news.reason else "finished", news.reason or "finished")
@@ -220,11 +220,13 @@ class Lookaside:
         if not self._unheard[grant.tenant]:
             del self._unheard[grant.tenant]
 
-    def _on_first_token(self, attempt: str, grant: _Grant) -> None:
+    def _on_first_token(self, attempt: str, grant: _Grant, cached_tokens: int) -> None:
         now, story = self._clock.now(), grant.decision.story
         grant.until = grant.deadline
-        story.ttft_s = now - grant.decision.arrived
+        story.ttft_s, story.cached_tokens = now - grant.decision.arrived, cached_tokens
         self._metrics.first_token(story.ttft_s, grant.tenant, now)
+        self._metrics.computed(grant.decision.prompt_tokens, cached_tokens, grant.tenant, now)
+        self._metrics.predictions(story)
         self._metrics.judged(self._cluster.admission.on_first_token(grant.judgement, story.ttft_s))
         self._cluster.reservations.prompt_computed(attempt)
 
@@ -235,9 +237,11 @@ class Lookaside:
             cluster.turnstile.written(grant.tenant, news.completion_tokens)
             metrics.written(news.completion_tokens, grant.tenant)
         now = self._clock.now()
+        between_s = self._paced(grant, news.completion_tokens, now)
         if not news.HasField("finished"):
             if story.placement is not None:
                 tell_outcome(cluster, story.placement, reason=news.reason, faults=news.prefill_faults)
+            self._unfinished(grant, news.completion_tokens)
             if news.reason == RequestCancelledError.reason:
                 metrics.refused("CLIENT_LEFT", grant.tenant)
             elif news.reason and news.reason not in COMES_AGAIN:
@@ -253,15 +257,29 @@ class Lookaside:
         total_s = now - grant.decision.arrived
         reason = _finish_reason(finished.finish_reason)
         metrics.went(story, [fault.reason for fault in news.prefill_faults])
-        metrics.predictions(story)
+        metrics.requests.inc()
         metrics.answered(reason, grant.tenant, usage, total_s, finished.explanation.kv_bytes, now)
         metrics.split(story, total_s)
-        more = usage.completion_tokens - 1
-        if more > 0 and story.ttft_s > 0 and grant.num_choices == 1:
-            between_s = (total_s - story.ttft_s) / more
-            metrics.pace(between_s, more, now)  # their mean: the router did not see them one by one
+        if between_s is not None and grant.num_choices == 1:
             cluster.admission.on_pace(grant.judgement, between_s)
         cluster.on_computed(finished.explanation.prefill, usage.prompt_tokens - usage.cached_tokens)
+
+    def _unfinished(self, grant: _Grant, num_tokens: int) -> None:
+        """It was not answered. `num_tokens`: that the client was sent."""
+        if grant.decision.story.ttft_s > 0:
+            self._metrics.unfinished(grant.decision.prompt_tokens, num_tokens)
+
+    def _paced(self, grant: _Grant, num_tokens: int, now: float) -> float | None:
+        """The tokens' mean distance, as which they count: the router did not see them one by one. None: there is none."""
+        first = min(grant.num_choices, num_tokens)
+        more = num_tokens - first
+        self._metrics.live.tokens(first, now)
+        ttft_s = grant.decision.story.ttft_s
+        if not more or ttft_s <= 0:
+            return None
+        between_s = (now - grant.decision.arrived - ttft_s) * grant.num_choices / more
+        self._metrics.pace(between_s, more, now)
+        return between_s
 
     # ---- what is not heard ---------------------------------------------------------------------------------------
 
@@ -286,6 +304,7 @@ class Lookaside:
         gone = {life for life in self._lives() if self._cluster.client_door(life) is None}
         for attempt, grant in list(self._grants.items()):
             if now > grant.until or grant.life in gone:
+                self._unfinished(grant, 0)
                 self._release(attempt, "lapsed", "LAPSED")
 
     def _lives(self) -> set[Life]:

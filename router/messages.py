@@ -198,13 +198,14 @@ class StartedEvent:
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
     """Tokens offset, offset + 1, ... of a choice and the text that became certain with them (may be empty). `logprobs`: one
-    a token, if they were asked for."""
+    a token, if they were asked for. `cached_tokens`: of the prompt, with the request's first tokens."""
 
     offset: int
     token_ids: tuple[int, ...]
     text: str
     choice: int = 0
     logprobs: tuple[TokenLogprob, ...] = ()
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

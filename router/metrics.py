@@ -81,9 +81,15 @@ class RouterMetrics(Metrics):
         self.request_generation = self.histogram(
             "request_generation_tokens", "Generated tokens of a request", TOKEN_BUCKETS
         )
-        self.prompt_tokens = self.counter("prompt_tokens", "Prompt tokens of answered requests")
-        self.cached_tokens = self.counter("prompt_tokens_cached", "Prompt tokens that no worker had to compute")
-        self.generation_tokens = self.counter("generation_tokens", "Tokens that were streamed")
+        self.requests = self.counter("requests", "Requests that came, also those that were refused")
+        self.prompt_tokens = self.counter("prompt_tokens", "Prompt tokens of requests that had their first token")
+        self.cached_tokens = self.counter("prompt_tokens_cached", "Of those, the ones that no worker had to compute")
+        self.generation_tokens = self.counter(
+            "generation_tokens", "Tokens that were streamed, and those of answers that best_of held back"
+        )
+        self.unfinished_tokens = self.counter(
+            "unfinished_tokens", "Of both, those of requests that failed or whose client left", ["of"]
+        )
         self.success = self.counter("request_success", "Answers by the reason of their end", ["finished_reason"])
         self.errors = self.counter("request_errors", "Requests that failed, by reason", ["reason"])
         self.placements = self.counter("placements", "Attempts by where the prompt was to be computed", ["prefill"])
@@ -125,31 +131,47 @@ class RouterMetrics(Metrics):
         ).set_function(lambda: float(degraded()))
 
     def refused(self, reason: str, tenant: str) -> None:
-        """A request failed, or was never let in."""
+        """A request was never let in, or failed where nothing else counts it."""
+        self.requests.inc()
+        self.failed(reason, tenant)
+
+    def failed(self, reason: str, tenant: str) -> None:
+        """A request that is counted has failed."""
         self.errors.labels(reason).inc()
         if self.tenants is not None:
             self.tenants.failed(tenant, reason)
 
     def answered(self, reason: str, tenant: str, usage: UsageInfo, total_s: float, kv_bytes: int, now: float) -> None:
-        """A request has ended well. `total_s`: from its arrival."""
+        """A request has ended well. `total_s`: from its arrival. `usage`: its own tokens, without those that an attempt before
+        it has given out."""
         self.success.labels(reason).inc()
         self.e2e.observe(total_s)
         self.request_prompt.observe(usage.prompt_tokens)
         self.request_generation.observe(usage.completion_tokens)
-        self.prompt_tokens.inc(usage.prompt_tokens)
-        self.cached_tokens.inc(usage.cached_tokens)
         self.kv_bytes.inc(kv_bytes)
         if self.tenants is not None:
-            self.tenants.finished(tenant, usage)
-        self.live.finished(usage.prompt_tokens, usage.cached_tokens, now)
+            self.tenants.finished(tenant)
+        self.live.finished(now)
 
     def first_token(self, ttft_s: float, tenant: str, now: float) -> None:
         """`ttft_s`: from the request's arrival."""
         self.ttft.observe(ttft_s)
         self.live.first_token(ttft_s, now)
-        self.live.tokens(1, now)
         if self.tenants is not None:
             self.tenants.first_token(tenant, ttft_s)
+
+    def computed(self, prompt_tokens: int, cached_tokens: int, tenant: str, now: float) -> None:
+        """A request's prompt, once; with its first token, whatever becomes of it then."""
+        self.prompt_tokens.inc(prompt_tokens)
+        self.cached_tokens.inc(cached_tokens)
+        self.live.computed(prompt_tokens, cached_tokens, now)
+        if self.tenants is not None:
+            self.tenants.computed(tenant, prompt_tokens, cached_tokens)
+
+    def unfinished(self, prompt_tokens: int, generation_tokens: int) -> None:
+        """Of a request that had its first token and was not answered."""
+        self.unfinished_tokens.labels("prompt").inc(prompt_tokens)
+        self.unfinished_tokens.labels("generation").inc(generation_tokens)
 
     def pace(self, between_s: float, count: int, now: float) -> None:
         """`count` tokens came, each so long after the one before it."""
@@ -157,7 +179,7 @@ class RouterMetrics(Metrics):
         self.live.tokens(count, now, between_s)
 
     def written(self, count: int, tenant: str) -> None:
-        """Tokens of an answer came."""
+        """Tokens of an answer came, or are known to have been drawn for it."""
         self.generation_tokens.inc(count)
         if self.tenants is not None:
             self.tenants.tokens(tenant, count)
@@ -212,9 +234,11 @@ class RequestTimer:
 
     def __init__(self, metrics: RouterMetrics, request: PreparedRequest, clock: Clock) -> None:
         self._metrics, self._request, self._clock = metrics, request, clock
-        self._last: float | None = None
+        self._last: dict[int, float] = {}
+        """Of each choice: when its last token came."""
         self._over = False
         self._tokens = 0
+        metrics.requests.inc()
         metrics.running.inc()
         metrics.waiting.inc()
 
@@ -223,42 +247,60 @@ class RequestTimer:
         if not count:
             return
         now = self._clock.now()
-        metrics = self._metrics
-        metrics.written(count, self._request.tenant)
-        if self._last is None:
-            metrics.waiting.dec()
-            metrics.first_token(now - self._request.arrived, self._request.tenant, now)
-            count -= 1  # tokens in the first message beside the first came at the same moment
-            self._last = now
-        elif self._tokens == 1 and self._request.sampling.num_choices == 1:
-            metrics.second_token.observe(now - self._last)
-            metrics.live.stage("second_token", now - self._last)
-        self._tokens += len(event.token_ids)
-        if count:
-            metrics.pace((now - self._last) / count, count, now)
-        self._last = now
+        metrics, tenant = self._metrics, self._request.tenant
+        metrics.written(count, tenant)
+        last = self._last.get(event.choice)
+        if last is None:
+            if not self._last:
+                metrics.waiting.dec()
+                metrics.first_token(now - self._request.arrived, tenant, now)
+                metrics.computed(len(self._request.prompt_token_ids), event.cached_tokens, tenant, now)
+            metrics.live.tokens(1, now)
+            last = now  # tokens in the first message beside the first came at the same moment
+            pairs = count - 1
+        else:
+            pairs = count
+            if self._tokens == 1 and self._request.sampling.num_choices == 1:
+                metrics.second_token.observe(now - last)
+                metrics.live.stage("second_token", now - last)
+        self._tokens += count
+        if pairs:
+            metrics.pace((now - last) / pairs, pairs, now)
+        self._last[event.choice] = now
 
     def finished(self, event: FinishedEvent, kv_bytes: int) -> None:
-        if self._close():
-            now, request = self._clock.now(), self._request
-            total_s = now - request.arrived
-            self._metrics.answered(event.reason.value, request.tenant, event.usage, total_s, kv_bytes, now)
+        if not self._close():
+            return
+        now, request, metrics, usage = self._clock.now(), self._request, self._metrics, event.usage
+        if not self._last:  # all of it had been given out before
+            metrics.computed(usage.prompt_tokens, usage.cached_tokens, request.tenant, now)
+        own = usage.completion_tokens - len(request.resume_after)
+        if own > self._tokens:  # of choices that were not among the best
+            metrics.written(own - self._tokens, request.tenant)
+            metrics.live.tokens(own - self._tokens, now)
+        usage = UsageInfo(usage.prompt_tokens, own, usage.cached_tokens)
+        metrics.answered(event.reason.value, request.tenant, usage, now - request.arrived, kv_bytes, now)
 
     def failed(self, error: DiptychError) -> None:
         if self._close():
-            self._metrics.refused(error.reason, self._request.tenant)
+            self._not_answered(error.reason)
             self._metrics.live.failed(self._clock.now())
 
     def left(self) -> None:
         """The client went away; nothing to do when the request has ended."""
         if self._close():
-            self._metrics.refused("CLIENT_LEFT", self._request.tenant)
+            self._not_answered("CLIENT_LEFT")
+
+    def _not_answered(self, reason: str) -> None:
+        self._metrics.failed(reason, self._request.tenant)
+        if self._last:
+            self._metrics.unfinished(len(self._request.prompt_token_ids), self._tokens)
 
     def _close(self) -> bool:
         if self._over:
             return False
         self._over = True
         self._metrics.running.dec()
-        if self._last is None:
+        if not self._last:
             self._metrics.waiting.dec()
         return True

@@ -152,6 +152,9 @@ class Relay:
         self._attempt = self._cluster.open(placement, submit, request.tenant)
         self._judged = False
         self._metrics.placements.labels("local" if placement.local_prefill else "remote").inc()
+        if self._life.num_replacements:
+            self._metrics.replacements.inc()
+            self._metrics.fallbacks.labels("other_decode").inc()
 
     def _admit(self, placement: Placement) -> None:
         """Raises: OverloadedError when the request is not worth starting."""
@@ -182,8 +185,6 @@ class Relay:
             raise error
         self._drop_attempt()
         self._life.on(Move.REPLACE)
-        self._metrics.replacements.inc()
-        self._metrics.fallbacks.labels("other_decode").inc()
         record = placement.decode.record
         self._excluded |= {(record.worker_id, record.incarnation)}
         self._story.notes.append(f"decode {placement.decode.worker_id} {error.reason}: placed again")
@@ -240,12 +241,16 @@ class Relay:
             if self._life.num_tokens == len(self._request.resume_after) and self._attempt is not None:
                 self._cluster.reservations.prompt_computed(self._attempt.id)
                 self._story.ttft_s = self._clock.now() - self._request.arrived
+                self._story.cached_tokens = event.cached_tokens
+                self._metrics.predictions(self._story)
                 if self._judgement is not None:
                     self._metrics.judged(self._cluster.admission.on_first_token(self._judgement, self._story.ttft_s))
             self._life.on_tokens(delta.offset, len(delta.token_ids), delta.choice)
             self._cluster.turnstile.written(self._request.tenant, len(delta.token_ids))
             logprobs = tuple(logprobs_from_proto(entry, TokenLogprob) for entry in delta.logprobs)
-            return TokenEvent(delta.offset, tuple(delta.token_ids), delta.text, delta.choice, logprobs)
+            return TokenEvent(
+                delta.offset, tuple(delta.token_ids), delta.text, delta.choice, logprobs, event.cached_tokens
+            )
         if kind == "prompt_logprobs":
             entries = event.prompt_logprobs
             known = tuple(logprobs_from_proto(entry, TokenLogprob) for entry in entries.logprobs)
@@ -284,7 +289,6 @@ class Relay:
         story = self._story
         story.facts, story.cached_tokens = message.explanation, usage.cached_tokens
         self._decision.outcome = "finished"
-        self._metrics.predictions(story)
         if self._judgement is not None and usage.completion_tokens > 1 and sampling.num_choices == 1:
             answer_s = self._clock.now() - self._request.arrived - story.ttft_s
             self._cluster.admission.on_pace(self._judgement, answer_s / (usage.completion_tokens - 1))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from diptych.common.metrics import TTFT_BUCKETS_S, Metrics
-from diptych.router.messages import UsageInfo
 
 FINISHED = "finished"
 
@@ -16,7 +15,9 @@ class TenantMetrics:
         self._requests = metrics.counter(
             "tenant_requests", "Requests by tenant and how they ended", ["tenant", "outcome"]
         )
-        self._prompt = metrics.counter("tenant_prompt_tokens", "Prompt tokens of answered requests by tenant", by)
+        self._prompt = metrics.counter(
+            "tenant_prompt_tokens", "Prompt tokens of requests that had their first token", by
+        )
         self._cached = metrics.counter("tenant_prompt_tokens_cached", "Those of them that nobody had to compute", by)
         self._generation = metrics.counter("tenant_generation_tokens", "Tokens that were streamed, by tenant", by)
         self._ttft = metrics.histogram(
@@ -29,10 +30,12 @@ class TenantMetrics:
     def tokens(self, tenant: str, count: int) -> None:
         self._generation.labels(tenant).inc(count)
 
-    def finished(self, tenant: str, usage: UsageInfo) -> None:
+    def computed(self, tenant: str, prompt_tokens: int, cached_tokens: int) -> None:
+        self._prompt.labels(tenant).inc(prompt_tokens)
+        self._cached.labels(tenant).inc(cached_tokens)
+
+    def finished(self, tenant: str) -> None:
         self._requests.labels(tenant, FINISHED).inc()
-        self._prompt.labels(tenant).inc(usage.prompt_tokens)
-        self._cached.labels(tenant).inc(usage.cached_tokens)
 
     def failed(self, tenant: str, reason: str) -> None:
         """Also of requests that were refused, for example for their quota."""

@@ -131,6 +131,11 @@ def tree(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
+def metric_laws() -> ModuleType:
+    return _load("diptych_test_metric_laws", ROOT / "tests" / "metric_laws.py")
+
+
+@pytest.fixture(scope="session")
 def cluster_module() -> ModuleType:
     module = _load("diptych_test_cluster", ROOT / "tests" / "cluster.py")
     module.SET_BY_TESTS = _SET_HERE

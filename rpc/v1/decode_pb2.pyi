@@ -107,7 +107,7 @@ class StepBatch(_message.Message):
     def __init__(self, events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ..., client_door: _Optional[_Union[ClientDoor, _Mapping]] = ..., ticket_news: _Optional[_Iterable[_Union[TicketNews, _Mapping]]] = ...) -> None: ...
 
 class TicketNews(_message.Message):
-    __slots__ = ("attempt", "first_token", "ended", "completion_tokens", "reason", "taken", "finished", "prefill_faults")
+    __slots__ = ("attempt", "first_token", "ended", "completion_tokens", "reason", "taken", "finished", "prefill_faults", "cached_tokens")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
@@ -116,6 +116,7 @@ class TicketNews(_message.Message):
     TAKEN_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FAULTS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     attempt: str
     first_token: bool
     ended: bool
@@ -124,23 +125,26 @@ class TicketNews(_message.Message):
     taken: bool
     finished: _router_pb2.Finished
     prefill_faults: _containers.RepeatedCompositeFieldContainer[PrefillFault]
-    def __init__(self, attempt: _Optional[str] = ..., first_token: _Optional[bool] = ..., ended: _Optional[bool] = ..., completion_tokens: _Optional[int] = ..., reason: _Optional[str] = ..., taken: _Optional[bool] = ..., finished: _Optional[_Union[_router_pb2.Finished, _Mapping]] = ..., prefill_faults: _Optional[_Iterable[_Union[PrefillFault, _Mapping]]] = ...) -> None: ...
+    cached_tokens: int
+    def __init__(self, attempt: _Optional[str] = ..., first_token: _Optional[bool] = ..., ended: _Optional[bool] = ..., completion_tokens: _Optional[int] = ..., reason: _Optional[str] = ..., taken: _Optional[bool] = ..., finished: _Optional[_Union[_router_pb2.Finished, _Mapping]] = ..., prefill_faults: _Optional[_Iterable[_Union[PrefillFault, _Mapping]]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class Event(_message.Message):
-    __slots__ = ("attempt", "accepted", "tokens", "end", "choice_finished", "prompt_logprobs")
+    __slots__ = ("attempt", "accepted", "tokens", "end", "choice_finished", "prompt_logprobs", "cached_tokens")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
     CHOICE_FINISHED_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     attempt: str
     accepted: Accepted
     tokens: _router_pb2.TokenDelta
     end: End
     choice_finished: _types_pb2.ChoiceFinished
     prompt_logprobs: _types_pb2.PromptLogprobs
-    def __init__(self, attempt: _Optional[str] = ..., accepted: _Optional[_Union[Accepted, _Mapping]] = ..., tokens: _Optional[_Union[_router_pb2.TokenDelta, _Mapping]] = ..., end: _Optional[_Union[End, _Mapping]] = ..., choice_finished: _Optional[_Union[_types_pb2.ChoiceFinished, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[_types_pb2.PromptLogprobs, _Mapping]] = ...) -> None: ...
+    cached_tokens: int
+    def __init__(self, attempt: _Optional[str] = ..., accepted: _Optional[_Union[Accepted, _Mapping]] = ..., tokens: _Optional[_Union[_router_pb2.TokenDelta, _Mapping]] = ..., end: _Optional[_Union[End, _Mapping]] = ..., choice_finished: _Optional[_Union[_types_pb2.ChoiceFinished, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[_types_pb2.PromptLogprobs, _Mapping]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class Accepted(_message.Message):
     __slots__ = ()

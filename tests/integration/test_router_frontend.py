@@ -43,7 +43,7 @@ async def test_answer_and_explanation(fleet):
     assert 500 < submit.remaining_s < 600
     assert submit.sampling.HasField("seed")
     assert fleet.no_reservations()
-    assert b'diptych_request_success_total{finished_reason="length"} 1.0' in fleet.frontend.metrics.expose()
+    assert fleet.frontend.metrics.success.labels("length").value == 1
     assert not decode.cancels
 
 
@@ -63,7 +63,7 @@ async def test_decisions_are_explained_afterwards_to_their_owner(fleet):
     for name, tenant in (("mine", "another"), ("nobody", "")):
         with pytest.raises(InvalidRequestError, match="remembers no request"):
             fleet.frontend.explain(name, tenant)
-    assert b"diptych_placement_regret_seconds_count 1.0" in fleet.frontend.metrics.expose()
+    assert fleet.frontend.metrics.value("placement_regret_seconds_count") == 1.0
 
 
 async def test_what_if_runs_nothing(fleet):
@@ -90,12 +90,12 @@ async def test_a_worker_without_events_is_said(fleet):
     await fleet.add("d0")
     await fleet.until_ready()
     await fleet.ask()  # the fake computes here and publishes nothing
-    assert b"diptych_mode_degraded 0.0" in fleet.frontend.metrics.expose()
+    assert fleet.frontend.metrics.value("mode_degraded") == 0.0
     watch = fleet.frontend._cluster._event_watch
     assert watch._workers["p0"].computed_at is not None
     watch._workers["p0"].computed_at -= 10.0
     await fleet.until(lambda: fleet.frontend._cluster.mute == {"p0": "publishes no cache events"})
-    assert b"diptych_mode_degraded 1.0" in fleet.frontend.metrics.expose()
+    assert fleet.frontend.metrics.value("mode_degraded") == 1.0
     assert "p0 publishes no cache events" in fleet.frontend.ready()[1]
 
 

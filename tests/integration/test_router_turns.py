@@ -32,7 +32,7 @@ async def test_a_tenant_with_ten_times_the_requests_gets_its_share(model_folder,
         tasks += [
             asyncio.create_task(send(fleet, tenant)) for _ in range(6) for tenant in ("modest", "double", "double")
         ]
-        await fleet.until(lambda: b"diptych_requests_waiting_turn 0.0" not in fleet.frontend.metrics.expose())
+        await fleet.until(lambda: fleet.frontend.metrics.value("requests_waiting_turn") > 0)
         spec = GenerateSpec(token_ids=[1] * 40, max_tokens=2, tenant="greedy")
         (refused,) = fleet.frontend.place([await fleet.frontend.prepare(spec)])
         assert isinstance(refused, NoWorkerError)

@@ -106,7 +106,7 @@ async def test_leaving_the_iterator_cancels_on_decode(fleet):
     await fleet.cancelled(decode)
     assert decode.cancels == [decode.submits[0].attempt]
     assert fleet.no_reservations()
-    assert b"diptych_num_requests_running 0.0" in fleet.frontend.metrics.expose()
+    assert fleet.frontend.metrics.value("num_requests_running") == 0.0
 
 
 async def test_a_hole_in_the_tokens_stops_the_answer(fleet):

@@ -16,7 +16,8 @@ def test_points_are_seconds_and_the_old_ones_go() -> None:
     series.first_token(0.2, 100.1)
     series.tokens(1, 100.1)
     series.tokens(4, 100.9, 0.05)
-    series.finished(30, 16, 101.0)
+    series.computed(30, 16, 101.0)
+    series.finished(101.0)
     series.failed(103.0)
     points = series.points(103.5)
     assert [point["age_s"] for point in points] == [3, 2, 0]

@@ -1,3 +1,4 @@
+import random
 from dataclasses import replace
 
 import prometheus_client
@@ -79,9 +80,11 @@ def test_every_series_moves(clock):
     before = values(metrics)
     down[0] = True
     done = RequestTimer(metrics, request(clock.now()), clock)
-    done.tokens(TokenEvent(0, (7, 8), "ab"))
+    done.tokens(TokenEvent(0, (7, 8), "ab", cached_tokens=16))
     done.finished(FinishedEvent(FinishReason.STOP, UsageInfo(20, 2, 16), "", None, None), 10)
-    RequestTimer(metrics, request(clock.now()), clock).failed(WorkerLostError("x"))
+    failed = RequestTimer(metrics, request(clock.now()), clock)
+    failed.tokens(TokenEvent(0, (7,), "a"))
+    failed.failed(WorkerLostError("x"))
     RequestTimer(metrics, request(clock.now()), clock).left()
     RequestTimer(metrics, request(clock.now()), clock)
     metrics.predictions(story(ttft_s=0.7, cached=16))
@@ -164,7 +167,7 @@ def test_tenants_have_series_only_where_that_was_asked_for(clock):
     for metrics in (plain, told):
         own = replace(request(clock.now()), tenant="acme")
         timer = RequestTimer(metrics, own, clock)
-        timer.tokens(TokenEvent(0, (7, 8), "ab"))
+        timer.tokens(TokenEvent(0, (7, 8), "ab", cached_tokens=16))
         timer.finished(FinishedEvent(FinishReason.STOP, UsageInfo(20, 2, 16), "", None, None), 10)
         metrics.refused("QUOTA_EXCEEDED", "acme")
     assert b"acme" not in plain.expose()
@@ -229,3 +232,79 @@ def test_series_are_told_as_prometheus_clients_own():
         made[0][2].observe(1.0)
     with pytest.raises(ValueError, match="Duplicated"):
         ours.counter("things", "Others")
+
+
+def finished(prompt=2, completion=1, cached=0):
+    return FinishedEvent(FinishReason.STOP, UsageInfo(prompt, completion, cached), "", None, None)
+
+
+def with_choices(arrived, n, best_of=0):
+    return replace(request(arrived), sampling=SamplingParams(4, n=n, best_of=best_of))
+
+
+def test_the_gaps_between_tokens_are_those_of_each_choice(clock):
+    """Issue 15, 4.10: with n > 1 the gap between two choices' tokens was taken for one between two tokens."""
+    metrics = RouterMetrics()
+    timer = RequestTimer(metrics, with_choices(clock.now(), 2), clock)
+    for choice, after_s in ((0, 0.5), (1, 0.03), (0, 0.2), (1, 0.04), (0, 0.2), (1, 0.05)):
+        clock.advance(after_s)
+        timer.tokens(TokenEvent(0, (7,), "a", choice))
+    timer.finished(finished(completion=6), 0)
+    got = values(metrics)
+    assert got["diptych_time_to_first_token_seconds_count[]"] == 1
+    assert got["diptych_inter_token_latency_seconds_count[]"] == 4
+    gaps = (0.03 + 0.2) + (0.2 + 0.04) + (0.04 + 0.2) + (0.2 + 0.05)
+    assert got["diptych_inter_token_latency_seconds_sum[]"] == pytest.approx(gaps)
+    assert sum(p["tokens"] for p in metrics.live.points(clock.now())) == 6
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_figures_add_up_however_requests_end(metric_laws, seed):
+    """Issue 15, 4.10: tokens of requests that were left counted among the generated ones only."""
+    rng, clock, metrics = random.Random(seed), FakeClock(10.0), RouterMetrics(by_tenant=True)
+    running, more_choices = [], 0
+    for number in range(rng.randint(1, 6)):
+        n, resumed = rng.choice([(1, 0), (1, 2), (2, 0), (3, 0)])
+        made = replace(with_choices(clock.now(), n), resume_after=(5,) * resumed, tenant=f"t{number % 2}")
+        running.append((RequestTimer(metrics, made, clock), made, {}))
+    while running:
+        clock.advance(rng.uniform(0.0, 2.0))
+        timer, made, sent = rng.choice(running)
+        move = rng.choice(["tokens", "tokens", "tokens", "tokens", "finish", "fail", "leave"])
+        if move == "tokens":
+            choice, count = rng.randrange(made.sampling.n), rng.randint(0, 3)
+            timer.tokens(TokenEvent(sent.get(choice, 0), (7,) * count, "a", choice, cached_tokens=0 if sent else 1))
+            if count:
+                more_choices += bool(sent) and choice not in sent
+                sent[choice] = sent.get(choice, 0) + count
+            if count and len(sent) == 1 and sent[choice] == count:
+                metrics.predictions(Story("r", ttft_s=0.5))
+            continue
+        running.remove((timer, made, sent))
+        if move == "finish" and (sent or made.resume_after):
+            timer.finished(finished(completion=sum(sent.values()) + len(made.resume_after), cached=1), 10)
+        if move == "fail":
+            timer.failed(WorkerLostError("x"))
+        timer.left()
+    metrics.refused("QUOTA_EXCEEDED", "t0")
+    figures = metric_laws.Figures.parse(metrics.expose().decode())
+    found = metric_laws.check_router(figures, more_choices=more_choices)
+    assert not [law for law in found if not law.startswith("answered with tokens")], found
+    for kind in ("prompt", "generation", "prompt_cached"):
+        name = {"prompt_cached": "prompt_tokens_cached_total"}.get(kind, f"{kind}_tokens_total")
+        assert figures.total(f"tenant_{name}") == figures.total(name)
+    assert figures.total("tenant_requests_total") == figures.total("requests_total")
+    assert figures.total("tenant_time_to_first_token_seconds_count") == figures.total(
+        "time_to_first_token_seconds_count"
+    )
+
+
+def test_tokens_of_choices_that_were_held_back_count_as_at_decode(clock, metric_laws):
+    metrics = RouterMetrics()
+    timer = RequestTimer(metrics, with_choices(clock.now(), 1, best_of=3), clock)
+    timer.tokens(TokenEvent(0, (7, 8), "ab", cached_tokens=1))
+    metrics.predictions(Story("r", ttft_s=0.5))
+    timer.finished(finished(completion=6), 0)
+    figures = metric_laws.Figures.parse(metrics.expose().decode())
+    assert figures.total("generation_tokens_total") == figures.total("request_generation_tokens_sum") == 6
+    assert not metric_laws.check_router(figures, more_choices=None)
