@@ -30,7 +30,7 @@ PIP := $(BIN)/python -m pip --quiet
 STEP := .ci/with_progress.sh
 PROTO_SOURCES := $(wildcard proto/diptych/rpc/v1/*.proto)
 
-.PHONY: help check sdk-reference test test-full up down proto model golden sim bench bench-router bench-engine bench-kv bench-vllm test-gpu bench-gpu bench-gpu-pair wheels wheels-gpu secrets images charts test-containers clean
+.PHONY: help check sdk-reference test test-full up down proto model golden sim sdk-wheel bench bench-router bench-engine bench-kv bench-vllm test-gpu bench-gpu bench-gpu-pair wheels wheels-gpu secrets images charts test-containers clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -106,6 +106,9 @@ bench-gpu: ## kernels alone, and whole steps of a model of 8 billion random weig
 
 bench-gpu-pair: ## prefill and decode on two GPUs of this host: the link, the hand-off, Poisson load
 	@PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" TRITON_INTERPRET=0 $(GPU_PYTHON) -m diptych.cli.bench_gpu_pair --out bench/results/gpu-pair.json
+
+sdk-wheel: $(VENV)/.serve ## dist/diptych_client-*.whl: the gRPC SDK without the server's code
+	@$(BIN)/python deploy/sdk_wheel.py dist
 
 wheels: $(VENV)/.serve ## wheels of all that an image needs, so that it can be built without a package index
 	@$(BIN)/python deploy/requirements.py pyproject.toml cli router worker loadtest otel > deploy/wheels/requirements.txt

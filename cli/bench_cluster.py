@@ -7,7 +7,6 @@ a worker as in a colocated server. Its router never says ready (it waits to see 
 from __future__ import annotations
 
 import contextlib
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from diptych.cli.readiness import first_answer, is_ready
 from diptych.cli.run_folder import RunFolder
 from diptych.cli.settings import child_environment
 from diptych.cli.supervisor import Supervisor, exit_reason
+from diptych.cli.temporary import temporary_folder
 from diptych.cli.up_config import UpConfig
 from diptych.common.errors import ConfigError
 
@@ -56,7 +56,7 @@ def running(choice: ClusterChoice, *, colocated: bool) -> Iterator[RunningCluste
         worker_args=choice.cluster_args,
     )
     label = f"colocated {choice.num_workers}" if colocated else f"P/D {choice.prefill_workers}+{choice.decode_workers}"
-    with tempfile.TemporaryDirectory(prefix="diptych-bench-") as root:
+    with temporary_folder("diptych-bench-") as root:
         folder = RunFolder(Path(root))
         folder.logs.mkdir()
         threads = str(choice.threads)

@@ -18,7 +18,6 @@ import platform
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -35,6 +34,7 @@ from diptych.cli.bench_peers_mock import MODEL
 from diptych.cli.model_store import resolve_model
 from diptych.cli.processes import free_port
 from diptych.cli.progress import progress_on
+from diptych.cli.temporary import temporary_folder
 from diptych.common.errors import ConfigError
 from diptych.common.secret import create_secret
 
@@ -171,7 +171,7 @@ def run(venv: Path, runs: int, scale: float, out: Path) -> None:
         folder = resolve_model("smollm2", progress)
     scenes = [replace(scene, requests=max(1, int(scale * scene.requests))) for scene in SCENES]
     with contextlib.ExitStack() as stack:
-        root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="diptych-peers-")))
+        root = Path(stack.enter_context(temporary_folder("diptych-peers-")))
         secret = root / "secret"
         create_secret(secret)
         mock, (http, decode, _) = stack.enter_context(_part("diptych.cli.bench_peers_mock", str(secret)))

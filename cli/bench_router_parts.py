@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import tempfile
 from pathlib import Path
 
 import uvloop
 
+from diptych.cli.temporary import temporary_folder
 from diptych.common.block_identity import IdentityHeader, golden_key
 from diptych.common.clock import MonotonicClock
 from diptych.common.errors import ConfigError
@@ -39,7 +39,7 @@ async def run_decode() -> None:
 
 
 async def run_router(folder: Path, decode_address: str, given_secret: Path | None = None) -> None:
-    with tempfile.TemporaryDirectory(prefix="diptych-bench-") as root:
+    with temporary_folder("diptych-bench-") as root:
         secret_file = given_secret or Path(root) / "secret"
         secret = create_secret(secret_file)
         clock = MonotonicClock()

@@ -18,7 +18,6 @@ import os
 import shlex
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ import httpx
 import psutil
 
 from diptych.cli.processes import free_port, spawn, tail
+from diptych.cli.temporary import temporary_folder
 from diptych.common.errors import ConfigError
 
 HOST = "127.0.0.1"
@@ -130,7 +130,7 @@ def running(choice: VllmChoice) -> Iterator[VllmServer]:
 
     Raises: ConfigError when it does not come up, with the tail of the log at fault.
     """
-    with tempfile.TemporaryDirectory(prefix="diptych-vllm-") as root:
+    with temporary_folder("diptych-vllm-") as root:
         server = VllmServer(f"vLLM {choice.mode}", "", [], Path(root))
         try:
             (_start_pd if choice.mode == "pd" else _start_colocated)(choice, server)

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import tempfile
 from pathlib import Path
 
 import structlog
 import uvloop
 
 from diptych.cli.serve_config import ServeConfig
+from diptych.cli.temporary import temporary_folder
 from diptych.common.clock import MonotonicClock
 from diptych.common.logging import setup_logging
 from diptych.common.secret import create_secret
@@ -31,7 +31,7 @@ log = structlog.get_logger(__name__)
 def run_serve(config: ServeConfig, model: Path, name: str) -> int:
     """Serve until a signal. Returns: 143 after SIGTERM, 130 after SIGINT. Raises: ConfigError."""
     setup_logging(role="serve")
-    with tempfile.TemporaryDirectory(prefix="diptych-serve-") as folder:
+    with temporary_folder("diptych-serve-") as folder:
         secret = Path(folder) / "secret"
         create_secret(secret)
         code: int = uvloop.run(_serve(config, model, name, secret))

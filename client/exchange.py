@@ -17,7 +17,7 @@ from random import Random
 from typing import Any
 
 from diptych.client.errors import StreamBrokenError
-from diptych.client.request_parts import resumed
+from diptych.client.request_parts import in_callers_words, resumed
 from diptych.client.types import (
     FINISH_REASONS,
     Choice,
@@ -269,6 +269,7 @@ class Exchange:
 
     def on_error(self, error: DiptychError) -> float:
         """Seconds to pause before the call may be opened again. Raises: `error` when it is final."""
+        in_callers_words(error, self._request)
         resumes = self._state is State.STREAMING and self._resume and error.grpc_code in _CUT
         # After a call that broke, the router may not know yet that it is over.
         again = isinstance(error, DuplicateRequestError) and self._attempts.tries > 1

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
-from diptych.client.request_parts import add_message, may_resume, set_grammar, set_tools
+from diptych.client.request_parts import add_message, check_size, may_resume, set_grammar, set_tools
 from diptych.common.errors import InvalidRequestError
 from diptych.rpc.v1 import router_pb2, types_pb2
 
@@ -154,7 +154,8 @@ _TOOLS = frozenset(("tools", "tool_choice", "parallel_tool_calls"))
 
 
 def build_request(options: GenerateOptions) -> router_pb2.GenerateRequest:
-    """Raises: InvalidRequestError naming the parameter that is of the wrong type, does not fit its field or is missing;
+    """Raises: InvalidRequestError naming the parameter that is of the wrong type, does not fit its field, is missing or (then a
+    PromptTooLongError, for a prompt) larger than a message can be;
     TypeError for a keyword that does not exist (a bug at the call site)."""
     if not options.keys() <= _KNOWN:
         raise TypeError(f"unknown keyword: {', '.join(sorted(options.keys() - _KNOWN))}")
@@ -195,6 +196,7 @@ def build_request(options: GenerateOptions) -> router_pb2.GenerateRequest:
                 f"failure_policy must be fail, recompute or retry, got {policy!r}", param="failure_policy"
             )
         request.failure_policy = FAILURE_POLICIES[policy]
+    check_size(request)
     return request
 
 

@@ -6,8 +6,14 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from diptych.common.errors import InvalidRequestError
+from google.protobuf.message import Message
+
+from diptych.common.errors import DiptychError, InvalidRequestError, PromptTooLongError
+from diptych.rpc.channels import MAX_MESSAGE_BYTES
 from diptych.rpc.v1 import router_pb2, types_pb2
+
+MAX_REQUEST_BYTES = MAX_MESSAGE_BYTES - 1024
+"""With what a placement adds to it."""
 
 _GRAMMARS = {
     "json_schema": types_pb2.GRAMMAR_KIND_JSON_SCHEMA,
@@ -39,6 +45,60 @@ def set_grammar(sampling: types_pb2.SamplingParams, options: Mapping[str, Any]) 
             sampling.grammar.source = value
         except (TypeError, ValueError) as error:
             raise InvalidRequestError(f"{name} cannot be sent: {error}", param=name) from None
+
+
+def in_callers_words(error: DiptychError, request: router_pb2.GenerateRequest) -> None:
+    """Name the keyword that was given where the other side names what became of it."""
+    if error.param != "grammar":
+        return
+    if request.sampling.HasField("grammar"):
+        kind = request.sampling.grammar.kind
+        keyword = next((name for name, value in _GRAMMARS.items() if value == kind), "grammar")
+    else:
+        keyword = "tools"  # whose calls have a form
+    if error.message.startswith("grammar"):
+        error.message = keyword + error.message.removeprefix("grammar")
+    elif keyword not in error.message:
+        error.message = f"{keyword}: {error.message}"
+    error.args = (error.message,)
+    error.param = keyword
+
+
+def check_size(request: router_pb2.GenerateRequest) -> None:
+    """Raises: PromptTooLongError for a prompt that no message can carry, InvalidRequestError naming what else is too large."""
+    size = request.ByteSize()
+    if size <= MAX_REQUEST_BYTES:
+        return
+    prompt = request.WhichOneof("input") or "prompt"
+    sizes = {
+        "messages" if prompt == "chat" else prompt: _size_of(request, prompt),
+        "tools": sum(tool.ByteSize() for tool in request.tools),
+        "resume_after": request.resume_after.ByteSize(),
+    }
+    for name in ("bad_words", "stop", "allowed_token_ids", "stop_token_ids"):
+        sizes[name] = _size_of(request.sampling, name)
+    if request.sampling.HasField("grammar"):
+        kind = request.sampling.grammar.kind
+        sizes[next(name for name, value in _GRAMMARS.items() if value == kind)] = request.sampling.grammar.ByteSize()
+    largest = max(sizes, key=lambda name: sizes[name])
+    kind_of_error = PromptTooLongError if largest == next(iter(sizes)) else InvalidRequestError
+    raise kind_of_error(
+        f"{largest} cannot be sent: the request has {size} bytes, and {MAX_REQUEST_BYTES} is the most that one can have",
+        param=largest,
+    )
+
+
+def _size_of(message: Message, field: str) -> int:
+    """Bytes of one field as it is sent."""
+    alone = type(message)()
+    value = getattr(message, field)
+    if isinstance(value, str):
+        setattr(alone, field, value)
+    elif isinstance(value, Message):
+        getattr(alone, field).CopyFrom(value)
+    else:
+        getattr(alone, field).extend(value)
+    return alone.ByteSize()
 
 
 def set_tools(request: router_pb2.GenerateRequest, options: Mapping[str, Any]) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 
 import grpc
 
-from diptych.client.errors import UnreachableError
-from diptych.common.errors import DiptychError, InvalidRequestError, NoWorkerError
+from diptych.client.errors import StreamBrokenError, UnreachableError
+from diptych.common.errors import DiptychError, InvalidRequestError, NoWorkerError, OverloadedError
 from diptych.rpc.channels import channel_options
 from diptych.rpc.errors import TRAILER, from_rpc_error
 from diptych.rpc.v1 import decode_pb2, router_pb2
@@ -107,11 +107,27 @@ def typed(error: grpc.RpcError, address: str) -> DiptychError:
     """The error of a failed call. UNAVAILABLE without details of ours comes from gRPC itself: the router was not
     reached."""
     found = from_rpc_error(error)
-    if isinstance(found, NoWorkerError):
+    if isinstance(found, (NoWorkerError, OverloadedError)):
         trailers = error.trailing_metadata() if hasattr(error, "trailing_metadata") else None
-        if not any(key == TRAILER for key, _ in trailers or ()):
+        if any(key == TRAILER for key, _ in trailers or ()):
+            return found
+        if isinstance(found, NoWorkerError):
             return UnreachableError(f"the router at {address} cannot be reached: {_plain(found.message)}")
+        if size := _TOO_LARGE.search(found.message):
+            return _too_large(*size.groups())
     return found
+
+
+_TOO_LARGE = re.compile(r"(CLIENT: |SERVER: )?(Sent|Received) message larger than max", re.IGNORECASE)
+
+
+def _too_large(side: str | None, way: str) -> DiptychError:
+    """gRPC itself refused to carry a message: trying again would not help."""
+    if way.lower() == "sent" or (side or "").upper().startswith("SERVER"):
+        return InvalidRequestError("the request is larger than a message can be", param="request")
+    return StreamBrokenError(
+        "a message of the answer is larger than a message can be: ask for less (fewer logprobs, for one)"
+    )
 
 
 _CODE = re.compile(r" ?\(\d+\)$")

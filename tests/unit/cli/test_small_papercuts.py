@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import socket
+import tempfile
 from importlib import metadata
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 from diptych.cli import main, model_store, settings
 from diptych.cli.options import field_help
 from diptych.cli.serve_config import ServeConfig
+from diptych.cli.temporary import temporary_folder
 from diptych.cli.up_config import UpConfig
 from diptych.common.errors import ConfigError
 
@@ -80,3 +82,20 @@ def test_a_pool_that_makes_no_sense_is_refused_before_anybody_is_asked() -> None
 
 def test_every_flag_of_up_is_explained() -> None:
     assert {field.name for field in dataclasses.fields(UpConfig)} - set(field_help(UpConfig)) == set()
+
+
+def test_serve_without_a_folder_for_temporary_files_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Issue 15, 4.14: it was a FileNotFoundError with a trace."""
+    away = tmp_path / "away"
+    monkeypatch.setenv("TMPDIR", str(away))
+    monkeypatch.setattr(tempfile, "tempdir", str(away))
+    with (
+        pytest.raises(ConfigError, match="TMPDIR=.*away': must name a folder that can be written"),
+        temporary_folder("x-"),
+    ):
+        pass
+    monkeypatch.delenv("TMPDIR")
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(away)])
+    with pytest.raises(ConfigError, match="No usable temporary directory"), temporary_folder("x-"):
+        pass

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
+import grpc.aio
 import pytest
 
-from diptych.client import InvalidRequestError
+from diptych.client import (
+    DiptychError,
+    InvalidRequestError,
+    OverloadedError,
+    PromptTooLongError,
+    RetryPolicy,
+    StreamBrokenError,
+)
+from diptych.client.exchange import Attempts, Exchange
 from diptych.client.request import build_request
+from diptych.client.wire import typed
 from diptych.rpc.v1 import router_pb2
 
 
@@ -132,3 +143,63 @@ def test_the_seed_takes_signed_and_unsigned_64_bits(seed: int, sent: int) -> Non
 def test_a_seed_beyond_64_bits_is_refused(seed: int) -> None:
     with pytest.raises(InvalidRequestError, match="seed"):
         build_request({"prompt": "a", "seed": seed})
+
+
+MIB = 1024 * 1024
+TOO_LARGE = [
+    ({"prompt": "x" * 9 * MIB}, "prompt", PromptTooLongError),
+    ({"token_ids": [100_000] * 4 * MIB}, "token_ids", PromptTooLongError),
+    ({"messages": [{"role": "user", "content": "x" * 9 * MIB}]}, "messages", PromptTooLongError),
+    ({"prompt": "a", "json_schema": {"title": "x" * 9 * MIB}}, "json_schema", InvalidRequestError),
+    (
+        {"messages": [{"role": "user", "content": "a"}], "tools": [{"name": "f", "description": "x" * 9 * MIB}]},
+        "tools",
+        None,
+    ),
+    ({"prompt": "a", "bad_words": ["x" * MIB] * 9}, "bad_words", InvalidRequestError),
+]
+
+
+@pytest.mark.parametrize(("options", "param", "kind"), TOO_LARGE, ids=[param for _, param, _ in TOO_LARGE])
+def test_what_no_message_can_carry_is_named_before_it_is_sent(options: Any, param: str, kind: Any) -> None:
+    """Issue 15, 4.14: a prompt that had never left the client was an OverloadedError."""
+    with pytest.raises(kind or InvalidRequestError, match=f"^{param} cannot be sent") as caught:
+        build_request(options)
+    assert caught.value.param == param
+    assert not caught.value.retryable
+
+
+@pytest.mark.parametrize(
+    ("options", "keyword"),
+    [
+        ({"json_schema": {}}, "json_schema"),
+        ({"regex": "a"}, "regex"),
+        ({"choice": ["a"]}, "choice"),
+        ({"ebnf": "root ::= x"}, "ebnf"),
+        ({"tools": [{"name": "f"}]}, "tools"),
+    ],
+)
+@pytest.mark.parametrize("message", ["grammar: nothing fits it", "no token is left"])
+def test_errors_name_the_keyword_that_was_given(options: Any, keyword: str, message: str) -> None:
+    """Issue 15, 4.14: they named `grammar`, which no keyword is."""
+    request = build_request({"messages": [{"role": "user", "content": "a"}], **options})
+    exchange = Exchange(Attempts(9.0, RetryPolicy(), lambda: 0.0, Random(1)), request)
+    with pytest.raises(InvalidRequestError) as caught:
+        exchange.on_error(InvalidRequestError(message, param="grammar"))
+    assert caught.value.param == keyword
+    assert str(caught.value) == caught.value.message == f"{keyword}: {message.removeprefix('grammar: ')}"
+
+
+@pytest.mark.parametrize(
+    ("message", "kind"),
+    [
+        ("CLIENT: Sent message larger than max (9000021 vs. 8388608)", InvalidRequestError),
+        ("SERVER: Received message larger than max (9000021 vs. 8388608)", InvalidRequestError),
+        ("CLIENT: Received message larger than max (9000021 vs. 8388608)", StreamBrokenError),
+        ("full", OverloadedError),
+    ],
+)
+def test_a_message_that_grpc_does_not_carry_is_no_overload(message: str, kind: type[DiptychError]) -> None:
+    empty = grpc.aio.Metadata()
+    error = grpc.aio.AioRpcError(grpc.StatusCode.RESOURCE_EXHAUSTED, empty, empty, details=message)
+    assert type(typed(error, "x:1")) is kind
