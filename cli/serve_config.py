@@ -12,6 +12,8 @@ from diptych.router.config import RouterConfig
 from diptych.worker.config import WorkerConfig
 
 WORKER_ID = "local"
+_WORKER = WorkerConfig()
+"""Where the defaults of a worker's settings come from."""
 _ALWAYS_LOCAL = 2**31 - 1
 
 
@@ -50,13 +52,13 @@ class ServeConfig:
     device: str = "cpu"
     dtype: str = "float32"
     num_blocks: int = 0
-    block_size: int = 16
+    block_size: int = _WORKER.block_size
     max_model_len: int = 0
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 512
-    enable_prefix_caching: bool = True
+    max_num_seqs: int = _WORKER.max_num_seqs
+    max_num_batched_tokens: int = _WORKER.max_num_batched_tokens
+    enable_prefix_caching: bool = _WORKER.enable_prefix_caching
     threads: int = 1
-    scheduling_policy: str = "sojourn"
+    scheduling_policy: str = _WORKER.scheduling_policy
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     generation_config: str = "auto"

@@ -8,8 +8,10 @@ from pathlib import Path
 
 from diptych.common.errors import ConfigError
 from diptych.common.tls import is_loopback
-from diptych.worker.config import DTYPES, MOST
+from diptych.worker.config import DTYPES, MOST, WorkerConfig
 
+_WORKER = WorkerConfig()
+"""Where the defaults of a worker's settings come from."""
 _WORKERS_OWN = ("max_model_len", "num_blocks", "max_num_seqs", "max_num_batched_tokens")
 """0: the worker decides."""
 TRANSPORTS = ("auto", "ucx", "nixl")
@@ -68,11 +70,11 @@ class UpConfig:
     transport: str = "ucx"
     local_prefill_max_tokens: int = 64
     max_model_len: int = 0
-    block_size: int = 16
+    block_size: int = _WORKER.block_size
     num_blocks: int = 0
     max_num_seqs: int = 0
     max_num_batched_tokens: int = 0
-    max_step_time_s: float = 0.5
+    max_step_time_s: float = _WORKER.max_step_time_s
     dtype: str = "float32"
     device: str = "cpu"
     threads_per_worker: int = 0

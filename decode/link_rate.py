@@ -62,7 +62,8 @@ class LinkRates:
         return dict(self._rates)
 
     def read_deadline_s(self, worker_id: str, size_bytes: int, *, base_s: float) -> float:
-        """base_s + four times what the bytes take at the measured (or the least assumed) rate."""
+        """Of a read from when it is asked for, its wait for a slab included: base_s + four times what the bytes take at the
+        measured (or the least assumed) rate. The one rule there is: the transfer keeps deadlines and makes none."""
         rate = max(self._rates.get(worker_id, 0.0), self._floor)
         return base_s + 4 * size_bytes / rate
 

@@ -16,7 +16,7 @@ requests with a grammar are refused."""
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Settings of one engine.
+    """Settings of one engine. Their defaults are the workers' too (worker.config takes them from here).
 
     Args:
         num_blocks: KV blocks of the pool; at most what the runner has.
@@ -38,8 +38,8 @@ class EngineConfig:
 
     num_blocks: int
     block_size: int = 16
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
     max_step_time_s: float | None = 0.5
     initial_prefill_tokens_per_s: float = 150.0
     enable_prefix_caching: bool = True

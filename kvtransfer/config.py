@@ -29,7 +29,6 @@ class TransferConfig:
         slab_bytes: whole slab with header and trailer, a multiple of the page size.
         peer_quota: slabs of decode's ring that one prefill worker may keep busy; 0: three quarters of the ring.
         quarantine_cap: quarantined slabs beyond which a pair is unusable; 0: half of the ring.
-        read_base_s: a read's own deadline is this plus bytes / (a tenth of the measured rate).
         require_transport: refuse to start unless the self-test found exactly this path, for example "ucx:tcp" or "nixl:shm", and
             refuse every peer that comes on another one.
         verify_checksum: False only in tests.
@@ -44,7 +43,6 @@ class TransferConfig:
     lease_s: float = 30.0
     peer_quota: int = 0
     quarantine_cap: int = 0
-    read_base_s: float = 10.0
     require_transport: str = ""
     verify_checksum: bool = True
     faults: FaultSpec | None = field(default=None)
@@ -54,9 +52,8 @@ class TransferConfig:
             raise ConfigError("transport", self.transport, f"must be one of {', '.join(TRANSPORTS)}")
         if self.transport in ON_GPU and self.device != "cuda":
             raise ConfigError("transport", self.transport, f"needs GPUs: the KV pool is on {self.device}")
-        for name in ("lease_s", "read_base_s"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ConfigError(name, getattr(self, name), "must be a positive number of seconds")
+        if not 0 < self.lease_s < float("inf"):
+            raise ConfigError("lease_s", self.lease_s, "must be a positive number of seconds")
         for name in ("peer_quota", "quarantine_cap"):
             if not 0 <= getattr(self, name) <= self.num_slabs:
                 raise ConfigError(name, getattr(self, name), f"must be between 0 and num_slabs={self.num_slabs}")

@@ -125,7 +125,6 @@ class TransferCore:
                 transport,
                 self._ring,
                 layout_hash=layout_hash,
-                base_s=config.read_base_s,
                 bytes_per_s=bytes_per_s,
                 verify_checksum=config.verify_checksum,
                 on_delivered=self._tell_delivered,

@@ -17,9 +17,6 @@ from diptych.kvtransfer.layout import Ring, check_slab, clear_frame, message_byt
 from diptych.kvtransfer.ledger import DropPeer
 
 log = logging.getLogger(__name__)
-_RATE_FLOOR = 1e6
-"""Bytes/s below which no deadline is computed from a measured rate."""
-_RATE_SHARE = 0.1
 _SMOOTHING = 0.2
 
 
@@ -42,7 +39,6 @@ class ReadSide:
         ring: Ring,
         *,
         layout_hash: int,
-        base_s: float,
         bytes_per_s: float,
         verify_checksum: bool,
         on_delivered: Callable[[int, int, str], None],
@@ -52,7 +48,6 @@ class ReadSide:
         self._transport = transport
         self._ring = ring
         self._layout_hash = layout_hash
-        self._base_s = base_s
         self._verify_checksum = verify_checksum
         self._on_delivered = on_delivered
         self._on_failed = on_failed
@@ -71,9 +66,7 @@ class ReadSide:
             return
         key = wire.peer_key(peer.worker_id, peer.incarnation)
         self._wanted[read_id] = _Wanted(peer, key, handle)
-        rate = max(self.bytes_per_s * _RATE_SHARE, _RATE_FLOOR)
-        flight_s = self._base_s + handle.size_bytes / rate
-        self._feed(rd.ReadWanted(read_id, key, deadline, flight_s), now)
+        self._feed(rd.ReadWanted(read_id, key, deadline), now)
 
     def finish(self, read_id: int, now: float) -> None:
         """Also cancels a read in any phase."""

@@ -15,12 +15,11 @@ from diptych.kvtransfer.ledger import DropPeer, SlabState, SlabTable
 
 @dataclass(frozen=True, slots=True)
 class ReadWanted:
-    """A read waits for a slab. `deadline` is for all of it; `max_flight_s` from when the receive is posted."""
+    """A read waits for a slab. `deadline`: for all of it, the wait included; whoever asks makes it."""
 
     read_id: int
     peer: str
     deadline: float
-    max_flight_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +96,6 @@ Action = StartRead | Deliver | FailRead | Acknowledge | Forget | DropPeer
 class _Read:
     peer: str
     deadline: float
-    max_flight_s: float
     slab: int | None = None
     quarantined_at: float = 0.0
 
@@ -155,7 +153,7 @@ class ReaderLedger:
         if stuck > self._cap:
             error = TransferError(f"the pair with {event.peer} is unusable: {stuck} slabs are quarantined")
             return [FailRead(event.read_id, error), Forget(event.read_id)]
-        self._reads[event.read_id] = _Read(event.peer, event.deadline, event.max_flight_s)
+        self._reads[event.read_id] = _Read(event.peer, event.deadline)
         return self._start_waiting(now)
 
     def _on_received(self, event: Received, now: float) -> list[Action]:
@@ -235,7 +233,6 @@ class ReaderLedger:
             if read.slab is not None or busy.get(read.peer, 0) >= self._quota:
                 continue
             read.slab = free.pop(0)
-            read.deadline = min(read.deadline, now + read.max_flight_s)
             busy[read.peer] = busy.get(read.peer, 0) + 1
             self.table.move(read.slab, SlabState.IN_FLIGHT, f"read {read_id} from {read.peer}")
             actions.append(StartRead(read_id, read.slab))

@@ -43,6 +43,7 @@ LOCAL_BIAS_MS = 1.0
 COLOCATED_SLACK_MS = 1000.0
 TIE_FRACTION, TIE_MS = 0.02, 0.5
 MAX_SPARES = 8
+"""Prefill workers that a placement names, the choice among them: decode tries them in turn."""
 
 Choice = tuple[int | None, int]
 """(index of the prefill worker, or None for local prefill; index of the decode worker, 0 to D - 1)"""

@@ -7,12 +7,12 @@ from functools import lru_cache
 from diptych.common.worker_record import WorkerRecord
 from diptych.router.messages import PreparedRequest
 from diptych.router.placement import Placement, PlacementRequest
+from diptych.router.policy import MAX_SPARES
 from diptych.rpc.convert import sampling_to_proto
 from diptych.rpc.v1 import decode_pb2, router_pb2, types_pb2
 
 COLOCATED_MARGIN = 1.0
 """A pair is expected to cost at most twice what the cheapest decode worker alone would, and a second."""
-_MAX_SPARES = 8
 _MARGIN_S, _MARGIN_FRACTION = 0.05, 0.05
 
 
@@ -49,7 +49,7 @@ def submit_of(
         sampling=sampling_to_proto(request.sampling) if request.repeated is None else _repeated(request.repeated),
         placement=decode_pb2.Placement(
             decode=_ref(placement.decode.record),
-            prefill=[_ref(record(index)) for index in placement.order[:_MAX_SPARES]],
+            prefill=[_ref(record(index)) for index in placement.order[:MAX_SPARES]],
             local_prefill=placement.local_prefill,
             local_prefill_max_tokens=(
                 len(request.prompt_token_ids) if placement.colocated else request.local_prefill_max_tokens

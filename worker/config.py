@@ -9,12 +9,14 @@ from pathlib import Path
 
 from diptych.common.errors import ConfigError
 from diptych.common.tls import is_loopback
-from diptych.engine.config import GRAMMAR_BACKENDS, POLICIES, PREEMPTION_MODES
+from diptych.engine.config import GRAMMAR_BACKENDS, POLICIES, PREEMPTION_MODES, EngineConfig
 from diptych.engine.overlap import MODES as OVERLAP_MODES
 
 DTYPES = ("float32", "float16", "bfloat16")
 AUTO_BACKEND = "auto"
 BACKENDS = (AUTO_BACKEND, "native", "torch", "triton")
+_ENGINE = EngineConfig(num_blocks=1)
+"""Where the defaults of the engine's own settings come from."""
 MOST: Mapping[str, int] = {
     "block_size": 4096,
     "num_blocks": 2**31 - 1,
@@ -127,19 +129,19 @@ class WorkerConfig:
     num_blocks: int = 0
     kv_memory_bytes: int = 0
     gpu_memory_utilization: float = 0.9
-    block_size: int = 16
+    block_size: int = _ENGINE.block_size
     max_model_len: int = 0
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 512
-    max_step_time_s: float = 0.5
+    max_num_seqs: int = _ENGINE.max_num_seqs
+    max_num_batched_tokens: int = _ENGINE.max_num_batched_tokens
+    max_step_time_s: float = _ENGINE.max_step_time_s or 0.0
     threads: int = 1
-    enable_prefix_caching: bool = True
-    steps_ahead: bool = True
-    scheduling_policy: str = "sojourn"
-    long_prefill_token_threshold: int = 0
-    tenant_cache_share: float = 1.0
-    num_host_blocks: int = 0
-    preemption_mode: str = "auto"
+    enable_prefix_caching: bool = _ENGINE.enable_prefix_caching
+    steps_ahead: bool = _ENGINE.steps_ahead
+    scheduling_policy: str = _ENGINE.scheduling_policy
+    long_prefill_token_threshold: int = _ENGINE.long_prefill_token_threshold
+    tenant_cache_share: float = _ENGINE.tenant_cache_share
+    num_host_blocks: int = _ENGINE.num_host_blocks
+    preemption_mode: str = _ENGINE.preemption_mode
     grammar_backend: str = "auto"
     grammar_time_cap_s: float = 5.0
     grammar_warm_up: bool = True

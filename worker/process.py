@@ -136,7 +136,6 @@ async def make_transfer(runtime: WorkerRuntime) -> Transfer:
         slab_bytes=config.slab_bytes,
         num_slabs=config.num_slabs,
         lease_s=config.slab_lease_s,
-        read_base_s=config.read_base_s,
         require_transport=config.require_transport,
         verify_checksum=config.verify_checksum,
         faults=faults,

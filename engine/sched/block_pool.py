@@ -88,9 +88,6 @@ class BlockPool:
     def refs(self, block: int) -> int:
         return self._refs[block]
 
-    def key_of(self, block: int) -> bytes | None:
-        return self._keys[block]
-
     # ---- owning ----
 
     def allocate(self, count: int) -> list[int] | None:

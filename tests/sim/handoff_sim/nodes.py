@@ -44,7 +44,7 @@ class SimTransfer:
             self.transport,
             TransferConfig(
                 transport="inproc", slab_bytes=4096, num_slabs=sizes.num_slabs, lease_s=sizes.lease_s,
-                peer_quota=min(sizes.quota, sizes.num_slabs), quarantine_cap=sizes.cap, read_base_s=sizes.read_base_s,
+                peer_quota=min(sizes.quota, sizes.num_slabs), quarantine_cap=sizes.cap,
             ),
             worker_id=node.worker_id, incarnation=node.incarnation, role=role, layout_hash=LAYOUT, num_layers=LAYERS,
             bytes_per_s=1e9, loop=context.loop, clock=context.loop.time, wake=self._kick,

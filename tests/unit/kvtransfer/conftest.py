@@ -71,7 +71,7 @@ class Pair:
         )  # fmt: skip
         self.d = ReadSide(
             make_reader(num_slabs, peer_quota=num_slabs), self.d_wire, self.d_ring,
-            layout_hash=LAYOUT, base_s=10.0, bytes_per_s=1e9, verify_checksum=True,
+            layout_hash=LAYOUT, bytes_per_s=1e9, verify_checksum=True,
             on_delivered=lambda read_id, slab, path: self.delivered.__setitem__(read_id, slab), on_failed=self.failed.__setitem__,
         )  # fmt: skip
         self.p.start(self.clock.now())

@@ -58,7 +58,7 @@ def test_ring_sizes_that_cannot_be(slabs, size):
         RingSpec(slabs, size)
 
 
-@pytest.mark.parametrize("field", ["transport", "lease_s", "read_base_s", "peer_quota", "quarantine_cap", "num_slabs"])
+@pytest.mark.parametrize("field", ["transport", "lease_s", "peer_quota", "quarantine_cap", "num_slabs"])
 def test_config_names_the_field(field):
     bad = "carrier pigeon" if field == "transport" else -1
     with pytest.raises(ConfigError, match=field):

@@ -157,7 +157,7 @@ class ReaderMachine(RuleBasedStateMachine):
     def want(self, peer, patience):
         self.ids += 1
         self.peer_of[self.ids] = peer
-        self.feed(rd.ReadWanted(self.ids, peer, self.now + patience, 4.0))
+        self.feed(rd.ReadWanted(self.ids, peer, self.now + patience))
 
     @precondition(lambda self: self.posted)
     @rule(data=st.data(), intact=st.booleans())

@@ -18,8 +18,8 @@ def ledger(reader):
     assert made.check() == []
 
 
-def want(read_id, peer="p0", deadline=3.0, flight=100.0):
-    return rd.ReadWanted(read_id, peer, deadline, flight)
+def want(read_id, peer="p0", deadline=3.0):
+    return rd.ReadWanted(read_id, peer, deadline)
 
 
 def test_the_good_path(ledger):
@@ -48,10 +48,12 @@ def test_after_the_deadline_the_slab_is_quarantined_until_the_receive_completes(
     assert ledger.counts().free == 3
 
 
-def test_a_reads_own_deadline_counts_from_its_start(ledger):
-    assert ledger.on_event(want(1, deadline=50.0, flight=2.0), 10.0)
-    assert ledger.next_deadline() == 12.0
-    assert isinstance(ledger.on_event(rd.Tick(), 12.0)[0], rd.FailRead)
+def test_the_deadline_is_the_askers_alone(ledger):
+    """One rule for a read's deadline, where it is asked for (decode.link_rate); the ledger adds none of its own."""
+    ledger.on_event(want(1, deadline=5000.0), 10.0)
+    assert ledger.next_deadline() == 5000.0
+    assert ledger.on_event(rd.Tick(), 4999.0) == []
+    assert isinstance(ledger.on_event(rd.Tick(), 5000.0)[0], rd.FailRead)
 
 
 def test_reads_wait_for_a_slab_and_a_busy_peer_does_not_stop_the_others(ledger):
