@@ -21,7 +21,7 @@ from urllib.parse import urlsplit, urlunsplit
 from diptych.common.errors import ConfigError
 
 ENV_PREFIX = "DIPTYCH_"
-# Read elsewhere (common/paths.py, logging, cli/router_access.py), so no setting of a command.
+# Read elsewhere (common/paths.py, logging, compiled, cli/router_access.py), so no setting of a command.
 ENV_ELSEWHERE = frozenset(
     {
         "DIPTYCH_RUN_DIR",
@@ -29,6 +29,7 @@ ENV_ELSEWHERE = frozenset(
         "DIPTYCH_LOG_JSON",
         "DIPTYCH_API_KEY",
         "DIPTYCH_CONFIG",
+        "DIPTYCH_NATIVE_LANES",
         "DIPTYCH_TLS_CA",
         "DIPTYCH_TLS_SERVER_NAME",
     }

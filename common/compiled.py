@@ -17,7 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from diptych.common import child
+from diptych.common.errors import ConfigError
 
+LANES_VARIABLE = "DIPTYCH_NATIVE_LANES"
+# What keeps an x86-64 compiler to registers of so many floats. Where the machine's are narrower, a vector is several of them.
+_INSTRUCTIONS = {4: ("-mno-avx",), 8: ("-mno-avx512f",), 16: ()}
+ALL_LANES = tuple(_INSTRUCTIONS)
 COMPILE_TIMEOUT_S = 300.0
 
 
@@ -33,6 +38,25 @@ def find_compiler(environment: dict[str, str] | None = None) -> str:
         if path is not None:
             return path
     raise NativeError(f"CC={wanted} is not installed" if wanted else "no C compiler (cc, gcc or clang) is installed")
+
+
+def wanted_lanes(environment: dict[str, str] | None = None) -> int | None:
+    """$DIPTYCH_NATIVE_LANES, for tests of what other machines run: floats of a vector. None: as many as a register here holds.
+
+    Raises: ConfigError.
+    """
+    text = (os.environ if environment is None else environment).get(LANES_VARIABLE, "")
+    if not text:
+        return None
+    if text not in map(str, ALL_LANES):
+        raise ConfigError(LANES_VARIABLE, text, f"must be one of {', '.join(map(str, ALL_LANES))}, or not set")
+    return int(text)
+
+
+def _width_flags(lanes: int | None) -> tuple[str, ...]:
+    if lanes is None:
+        return ()
+    return (f"-DLANES={lanes}", *(_INSTRUCTIONS[lanes] if platform.machine() == "x86_64" else ()))
 
 
 def _cpu_features() -> str:
@@ -57,21 +81,23 @@ class CSources:
     files: tuple[str, ...]
     flags: tuple[str, ...]
 
-    def library_path(self, target_folder: Path, compiler: str) -> Path:
+    def library_path(self, target_folder: Path, compiler: str, lanes: int | None = None) -> Path:
         digest = hashlib.blake2b(digest_size=12)
         for name in self.files:
             digest.update((self.folder / name).read_bytes())
-        for part in (*self.flags, os.path.realpath(compiler), _cpu_features()):
+        for part in (*self.flags, *_width_flags(lanes), os.path.realpath(compiler), _cpu_features()):
             digest.update(part.encode() + b"\0")
         return target_folder / f"{self.name}-{digest.hexdigest()}.so"
 
-    def build(self, target_folder: Path, compiler: str | None = None) -> Path:
+    def build(self, target_folder: Path, compiler: str | None = None, lanes: int | None = None) -> Path:
         """The compiled library in `target_folder`, made now if it is not there yet.
 
+        Args:
+            lanes: floats of a vector: 4, 8 or 16; None: as many as a register here holds.
         Raises: NativeError when there is no compiler, it fails, or the folder cannot be written.
         """
         compiler = compiler or find_compiler()
-        target = self.library_path(target_folder, compiler)
+        target = self.library_path(target_folder, compiler, lanes)
         if target.exists():
             return target
         try:
@@ -81,12 +107,12 @@ class CSources:
             with (target_folder / "lock").open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 if not target.exists():
-                    self._compile(target_folder, compiler, target)
+                    self._compile(target_folder, compiler, _width_flags(lanes), target)
         except OSError as error:
             raise NativeError(f"cannot write to {target_folder}: {error.strerror}") from None
         return target
 
-    def _compile(self, target_folder: Path, compiler: str, target: Path) -> None:
+    def _compile(self, target_folder: Path, compiler: str, width: tuple[str, ...], target: Path) -> None:
         try:
             # Beside the target under another name, then renamed: nobody ever loads half a library.
             handle, name = tempfile.mkstemp(suffix=".so", dir=target_folder)
@@ -95,7 +121,7 @@ class CSources:
             raise NativeError(f"cannot write to {target_folder}: {error.strerror}") from None
         try:
             done = subprocess.run(
-                child.tied([compiler, *self.flags, str(self.folder / self.files[-1]), "-o", name, "-lm"]),
+                child.tied([compiler, *self.flags, *width, str(self.folder / self.files[-1]), "-o", name, "-lm"]),
                 capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False,
             )  # fmt: skip
             if done.returncode != 0:

@@ -17,6 +17,7 @@ import httpx
 
 from diptych.cli.processes import ProcessIdentity, free_port, spawn
 from diptych.cli.run_folder import ChildState, ClusterState, RunFolder
+from diptych.common.compiled import LANES_VARIABLE
 from diptych.rpc.v1 import worker_pb2, worker_pb2_grpc
 
 waiting = sys.modules["diptych_test_waiting"]
@@ -132,6 +133,7 @@ def up_command(*flags: str) -> tuple[list[str], int, int]:
 def environment(run_root: Path) -> dict[str, str]:
     """What a user's shell gives to `diptych up`, and a run folder of its own. See docs/testing.md."""
     mine = {name for name in os.environ if name.startswith(("DIPTYCH_", "PYTEST_"))} | SET_BY_TESTS
+    mine.discard(LANES_VARIABLE)  # of a whole run at one width of vectors, see tests/hostile.py
     env = {name: value for name, value in os.environ.items() if name not in mine}
     return env | {"DIPTYCH_RUN_DIR": str(run_root)}
 

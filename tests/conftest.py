@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import os
+import platform
 import shutil
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 from hypothesis import settings
+
+from diptych.common.compiled import LANES_VARIABLE, NativeError, find_compiler
 
 ROOT = Path(__file__).resolve().parent.parent
 # Pools that a library starts once per process and keeps; they belong to no test.
@@ -43,6 +47,48 @@ settings.load_profile("diptych")
 # Else the first who asks for the main thread's loop (pytest-asyncio does) has the policy make one that nobody closes.
 _main_loop = asyncio.new_event_loop()
 asyncio.set_event_loop(_main_loop)
+
+
+@cache
+def _compiler_version() -> str:
+    try:
+        path = find_compiler()
+        shown = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
+    except (NativeError, OSError, subprocess.SubprocessError) as error:
+        return f"no compiler ({error})"
+    return f"{path}: {shown.splitlines()[0]}"
+
+
+@cache
+def _register_lanes() -> int:
+    """Floats of this CPU's widest register."""
+    info = Path("/proc/cpuinfo")
+    flags = (
+        next((line for line in info.read_text().splitlines() if line.startswith("flags")), "") if info.exists() else ""
+    )
+    return 16 if " avx512f" in flags else 8 if " avx2" in flags else 4
+
+
+def machine_facts() -> str:
+    """What a result may hang on though it should not: vectors, compiler, cores, load."""
+    asked = os.environ.get(LANES_VARIABLE)
+    return "\n".join(
+        [
+            f"vectors: {_register_lanes()} floats a register" + (f", {LANES_VARIABLE}={asked}" if asked else ""),
+            f"compiler: {_compiler_version()}",
+            f"cores: {len(os.sched_getaffinity(0))} of {os.cpu_count()} ({platform.machine()})",
+            "load: {:.2f} {:.2f} {:.2f} (1, 5, 15 minutes)".format(*os.getloadavg()),
+        ]
+    )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Whoever reads of a failure, on CI or in an issue, sees on which machine it was."""
+    report = yield
+    if report.failed:
+        report.sections.append(("machine", machine_facts()))
+    return report
 
 
 def pytest_unconfigure() -> None:
@@ -115,6 +161,21 @@ async def no_task_leaks() -> AsyncIterator[None]:
     while (left := _tasks_besides(me)) and time.monotonic() < until:  # noqa: ASYNC110 - no event says "all tasks ended"
         await asyncio.sleep(0.01)
     assert not left, f"asyncio tasks left behind: {left}"
+
+
+@pytest.fixture
+def compiler() -> str:
+    """For tests of what C computes: skips them where none is installed. What serves there then is tested without this."""
+    try:
+        return find_compiler()
+    except NativeError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def set_lanes(compiler: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """set_lanes(floats of a vector): of all C that is loaded from then on in this test."""
+    return lambda lanes: monkeypatch.setenv(LANES_VARIABLE, str(lanes))
 
 
 @pytest.fixture

@@ -1,28 +1,30 @@
-"""Compile the decoder's C sources for the machine at hand, once; see common.compiled. It takes some ten seconds of one core."""
+"""Compile the decoder's C sources for the machine at hand, once; see common.compiled. It takes a few seconds of one core."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from diptych.common.compiled import CSources, NativeError, find_compiler, functions_of
+from diptych.common.compiled import CSources, NativeError, find_compiler, functions_of, wanted_lanes
 
-__all__ = ["CSources", "NativeError", "build", "find_compiler", "functions_of", "library_path"]
+__all__ = ["CSources", "NativeError", "build", "find_compiler", "functions_of", "library_path", "wanted_lanes"]
 
 _SOURCES = CSources(
     "decoder",
     Path(__file__).parent,
     ("vectors.h", "threads.h", "matmul.h", "attention.h", "attention_tile.h", "decoder.c"),
-    ("-O3", "-march=native", "-shared", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast", "-pthread"),
+    ("-O2", "-march=native", "-shared", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast", "-pthread"),
 )
 
 
-def library_path(folder: Path, compiler: str) -> Path:
-    return _SOURCES.library_path(folder, compiler)
+def library_path(folder: Path, compiler: str, lanes: int | None = None) -> Path:
+    return _SOURCES.library_path(folder, compiler, lanes)
 
 
-def build(folder: Path, compiler: str | None = None) -> Path:
+def build(folder: Path, compiler: str | None = None, lanes: int | None = None) -> Path:
     """The compiled library in `folder`, made now if it is not there yet.
 
+    Args:
+        lanes: floats of a vector: 4, 8 or 16; None: as many as a register here holds.
     Raises: NativeError when there is no compiler, it fails, or the folder cannot be written.
     """
-    return _SOURCES.build(folder, compiler)
+    return _SOURCES.build(folder, compiler, lanes)

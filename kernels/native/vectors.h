@@ -1,6 +1,6 @@
 /* Portable vectors: GCC and Clang's vector extension at the width of the machine that compiles.
  *
- * LANES  floats of one register
+ * LANES  floats of one vector: as the compiler is told, else of one register
  * TILE   rows of x that one pass over a panel of weights serves
  * PANEL  columns (outputs) of one panel; TILE * PANEL / LANES accumulators, PANEL / LANES weights and a broadcast fill the
  *        register file.
@@ -12,20 +12,25 @@
 #include <stdint.h>
 #include <string.h>
 
+#ifndef LANES
 #if defined(__AVX512F__)
 #define LANES 16
-#define TILE 12
-#define VECS 2
 #elif defined(__AVX2__)
 #define LANES 8
+#else
+#define LANES 4
+#endif
+#endif
+#if LANES == 16
+#define TILE 12
+#define VECS 2
+#elif LANES == 8
 #define TILE 6
 #define VECS 2
 #elif defined(__aarch64__)
-#define LANES 4
 #define TILE 6
 #define VECS 4
 #else
-#define LANES 4
 #define TILE 5
 #define VECS 2
 #endif

@@ -14,7 +14,7 @@ import numpy as np
 import structlog
 
 from diptych.common.block_identity import IdentityHeader
-from diptych.common.compiled import CSources, NativeError, functions_of
+from diptych.common.compiled import CSources, NativeError, find_compiler, functions_of, wanted_lanes
 from diptych.common.errors import ConfigError
 from diptych.common.paths import cache_dir
 
@@ -75,9 +75,9 @@ def address(values: Any) -> int:
 
 
 @cache
-def load(folder: Path | None = None) -> Library:
+def _load(compiler: str, lanes: int | None) -> Library:
     """Compiled now if it was not before: a second of one core. Raises: NativeError."""
-    return Library(SOURCES.build(folder or cache_dir() / "native"))
+    return Library(SOURCES.build(cache_dir() / "native", compiler, lanes))
 
 
 def choose_library(wanted: str) -> Library | None:
@@ -90,7 +90,7 @@ def choose_library(wanted: str) -> Library | None:
     if wanted == "numpy":
         return None
     try:
-        return load()
+        return _load(find_compiler(), wanted_lanes())
     except NativeError as error:
         if wanted == "native":
             raise ConfigError("placement_backend", wanted, f"cannot be had: {error}") from None

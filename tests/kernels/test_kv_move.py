@@ -6,14 +6,15 @@ import pytest
 import torch
 import xxhash
 
+from diptych.common.compiled import ALL_LANES
 from diptych.common.paths import cache_dir
 from diptych.kernels import kv_pack
 from diptych.kernels.native.kv_move import SOURCES, KvMoves
 
 
-@pytest.fixture(scope="module")
-def moves():
-    return KvMoves(SOURCES.build(cache_dir() / "native"))
+@pytest.fixture(params=ALL_LANES)
+def moves(request, compiler):
+    return KvMoves(SOURCES.build(cache_dir() / "native", compiler, request.param))
 
 
 def make_pool(slot_values, block_size=8, layers=4, blocks=12):

@@ -13,7 +13,7 @@ from diptych.common.paths import cache_dir
 from diptych.engine.exec.model_config import ModelConfig
 from diptych.kernels.dispatch import NATIVE
 from diptych.kernels.native.api import Library
-from diptych.kernels.native.build import NativeError, build
+from diptych.kernels.native.build import NativeError, build, find_compiler, wanted_lanes
 from diptych.kernels.native.kv_move import SOURCES, KvMoves
 
 _log = logging.getLogger(__name__)
@@ -21,15 +21,19 @@ _MAX_HEAD_DIM = 256
 
 
 @cache
-def _load() -> Library:
-    return Library(build(cache_dir() / "native"))
+def _load(compiler: str, lanes: int | None) -> Library:
+    return Library(build(cache_dir() / "native", compiler, lanes))
 
 
 @cache
+def _load_moves(compiler: str, lanes: int | None) -> KvMoves:
+    return KvMoves(SOURCES.build(cache_dir() / "native", compiler, lanes))
+
+
 def choose_moves() -> KvMoves | None:
     """What packs and unpacks blocks on the CPU, or None for numpy, which the log says."""
     try:
-        return KvMoves(SOURCES.build(cache_dir() / "native"))
+        return _load_moves(find_compiler(), wanted_lanes())
     except NativeError as error:
         _log.warning("KV is packed and unpacked by numpy, which takes about twice as long: %s", error)
         return None
@@ -64,7 +68,7 @@ def choose_library(config: ModelConfig, dtype: torch.dtype, wanted: str | None) 
             raise NativeError(f"they compute in float32, not {str(dtype).removeprefix('torch.')}")
         if sys.platform == "win32":
             raise NativeError("not on Windows")
-        library = _load()
+        library = _load(find_compiler(), wanted_lanes())
         if (misfit := _misfit(config, library)) is not None:
             raise NativeError(misfit)
         return library

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
 
+from diptych.common.compiled import ALL_LANES
 from diptych.common.paths import cache_dir
 from diptych.common.sampling import SamplingParams
 from diptych.engine.exec.model_runner import TorchModelRunner
@@ -17,6 +20,7 @@ from diptych.engine.messages import ScheduledSeq
 from diptych.engine.step_messages import UNKNOWN_TOKEN
 
 GREEDY = SamplingParams(max_tokens=64, temperature=0.0)
+# Shapes that the compiled kernels take at every width of vectors.
 BASE = {
     "vocab_size": 320,
     "hidden_size": 96,
@@ -24,6 +28,7 @@ BASE = {
     "num_hidden_layers": 3,
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
+    "head_dim": 32,
     "max_position_embeddings": 256,
     "eos_token_id": 2,
     "initializer_range": 0.2,
@@ -40,15 +45,36 @@ VARIANTS: dict[str, tuple[str, dict]] = {
     "llama-linear": (
         "LlamaForCausalLM", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 2.0}},
     ),
-    "llama-gelu": ("LlamaForCausalLM", {"hidden_act": "gelu", "head_dim": 32}),
+    "llama-gelu": ("LlamaForCausalLM", {"hidden_act": "gelu"}),
     "mistral-gelu-tanh": ("MistralForCausalLM", {"hidden_act": "gelu_pytorch_tanh", "sliding_window": None}),
     "mistral": ("MistralForCausalLM", {"sliding_window": None}),
     "mistral-window": ("MistralForCausalLM", {"sliding_window": 11}),
     "qwen2": ("Qwen2ForCausalLM", {"tie_word_embeddings": True}),
     "qwen2-window": ("Qwen2ForCausalLM", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
-    "qwen3": ("Qwen3ForCausalLM", {"head_dim": 32}),
-    "qwen3-one-kv-head": ("Qwen3ForCausalLM", {"head_dim": 16, "num_key_value_heads": 1, "attention_bias": True}),
+    "qwen3": ("Qwen3ForCausalLM", {}),
+    "qwen3-one-kv-head": ("Qwen3ForCausalLM", {"head_dim": 64, "num_key_value_heads": 1, "attention_bias": True}),
 }  # fmt: skip
+FOR_TORCH = {"llama-tied", "llama-gelu", "mistral-gelu-tanh"}
+"""Variants that no width of the compiled kernels takes."""
+BACKENDS = [(name, lanes) for name in sorted(VARIANTS) for lanes in (None, *(() if name in FOR_TORCH else ALL_LANES))]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A random model of one architecture, transformers' own beside it.
+
+    Args:
+        lanes: floats of a vector of the compiled kernels; None: plain torch computes.
+    """
+
+    folder: Path
+    model: Any
+    lanes: int | None
+
+    def driver(self) -> Driver:
+        backend = "torch" if self.lanes is None else "native"
+        runner = TorchModelRunner.load(self.folder, num_blocks=96, block_size=8, num_threads=1, backend=backend)
+        return Driver(runner)
 
 
 def tiny_model_dir(
@@ -151,20 +177,36 @@ class Driver:
             histories[i].append(token)
 
 
-@pytest.fixture(scope="session", params=sorted(VARIANTS))
-def variant(request, tmp_path_factory):
-    """(folder, transformers model) of each variant."""
+@pytest.fixture(scope="session")
+def model_of(tmp_path_factory):
+    """model_of(name of a variant) -> (folder, transformers model)."""
     torch.set_num_threads(1)
-    architecture, overrides = VARIANTS[request.param]
-    folder = tiny_model_dir(tmp_path_factory.mktemp(request.param), architecture, **overrides)
-    model = getattr(transformers, architecture).from_pretrained(folder, dtype=torch.float32).eval()
-    return folder, model
+
+    @cache
+    def make(name):
+        architecture, overrides = VARIANTS[name]
+        folder = tiny_model_dir(tmp_path_factory.mktemp(name), architecture, **overrides)
+        return folder, getattr(transformers, architecture).from_pretrained(folder, dtype=torch.float32).eval()
+
+    return make
+
+
+@pytest.fixture(params=sorted(VARIANTS))
+def each_model(request, model_of):
+    return model_of(request.param)
+
+
+@pytest.fixture(params=BACKENDS, ids=[f"{name}-{lanes or 'torch'}" for name, lanes in BACKENDS])
+def variant(request, model_of, set_lanes) -> Variant:
+    name, lanes = request.param
+    if lanes is not None:
+        set_lanes(lanes)
+    return Variant(*model_of(name), lanes)
 
 
 @pytest.fixture(scope="session")
 def tiny_dir(tmp_path_factory) -> Path:
-    """Shapes that the compiled kernels take at every width of vectors."""
-    return tiny_model_dir(tmp_path_factory.mktemp("tiny"), "LlamaForCausalLM", head_dim=32)
+    return tiny_model_dir(tmp_path_factory.mktemp("tiny"), "LlamaForCausalLM")
 
 
 @pytest.fixture

@@ -25,8 +25,8 @@ def prompts_of(*lengths):
     SamplingParams(max_tokens=9, seed=5, temperature=0.9, top_p=0.9, top_k=40),
 ])  # fmt: skip
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_cuda_draws_what_the_cpu_draws(variant, driver_of, sampling, backend):
-    folder, _ = variant
+def test_cuda_draws_what_the_cpu_draws(each_model, driver_of, sampling, backend):
+    folder, _ = each_model
     prompts = prompts_of(5, 21, 40)
     expected = driver_of(folder).generate(prompts, 8, chunk=9, sampling=sampling)
     driver = driver_of(

@@ -1,17 +1,19 @@
-"""The decision in C gives what the one in numpy gives, bit by bit."""
+"""The decision in C gives what the one in numpy gives, bit by bit, whatever instructions it was compiled for."""
 
 import random
 from dataclasses import replace
 
 import pytest
+from structlog.testing import capture_logs
 
 from diptych.common.block_identity import IdentityHeader, block_keys
-from diptych.common.compiled import NativeError
+from diptych.common.compiled import ALL_LANES
+from diptych.common.errors import ConfigError
 from diptych.common.store import KvEvent
 from diptych.common.worker_record import WorkerLoad, WorkerRecord
 from diptych.router.block_table import to_bytes
 from diptych.router.index import BlockIndex
-from diptych.router.native.library import SOURCES, load
+from diptych.router.native.library import SOURCES, choose_library
 from diptych.router.packed_ids import PackedIds, unpack
 from diptych.router.placement import Placement, PlacementRequest
 from diptych.router.placer import Candidate, Placer, Prompt
@@ -23,12 +25,10 @@ from diptych.rpc.v1 import router_pb2
 HEADERS = [IdentityHeader(bytes(32), "model", "tokenizer", "float16", size) for size in (16, 8)]
 
 
-@pytest.fixture(scope="module")
-def library():
-    try:
-        return load()
-    except NativeError as error:
-        pytest.skip(str(error))
+@pytest.fixture(params=ALL_LANES)
+def library(request, set_lanes):
+    set_lanes(request.param)
+    return choose_library("native")
 
 
 def a_worker(name, role, header, chance):
@@ -199,12 +199,22 @@ def test_what_was_looked_up_is_marked_as_lately_used(library):
     assert index.hit_blocks("d0", block_keys(HEADERS[0], hot)) == 20
 
 
+@pytest.mark.usefixtures("compiler")
 def test_the_library_is_compiled_once(tmp_path):
-    try:
-        first = SOURCES.build(tmp_path)
-    except NativeError as error:
-        pytest.skip(str(error))
+    first = SOURCES.build(tmp_path)
+    before = first.stat().st_mtime_ns
     assert SOURCES.build(tmp_path) == first
+    assert first.stat().st_mtime_ns == before
+
+
+def test_without_a_compiler_numpy_decides_and_native_is_refused(monkeypatch):
+    monkeypatch.setenv("CC", "no-such-compiler")
+    with capture_logs() as said:
+        assert choose_library("auto") is None
+    assert [entry["why"] for entry in said] == ["CC=no-such-compiler is not installed"]
+    with pytest.raises(ConfigError, match="no-such-compiler") as refused:
+        choose_library("native")
+    assert refused.value.field == "placement_backend"
 
 
 def test_blocks_are_named_as_everywhere_else(library):
