@@ -1,0 +1,54 @@
+"""A test that fails says on which machine it did."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+CASES = """
+import pytest
+
+@pytest.fixture
+def broken():
+    raise RuntimeError("broken")
+
+def test_fails():
+    assert False
+
+def test_set_up_fails(broken):
+    pass
+
+def test_passes():
+    pass
+"""
+
+
+def run_pytest(folder: Path, *flags: str, **env: str) -> str:
+    shutil.copy(ROOT / "tests" / "conftest.py", folder)
+    (folder / "test_cases.py").write_text(CASES)
+    command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", *flags, str(folder)]
+    done = subprocess.run(command, cwd=folder, env={**os.environ, **env}, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_a_failure_names_vectors_compiler_cores_and_load(tmp_path):
+    """In a process of xdist's, whose reports cross a pipe; also where it was the set-up that failed."""
+    said = run_pytest(tmp_path, "-n", "1", DIPTYCH_NATIVE_LANES="8", CC="no-such-compiler")
+    assert said.count("- machine -") == 2
+    for words in (
+        "floats a register, DIPTYCH_NATIVE_LANES=8",
+        "compiler: no compiler (CC=no-such-compiler is not installed)",
+        f"cores: {len(os.sched_getaffinity(0))} of {os.cpu_count()}",
+        "(1, 5, 15 minutes)",
+    ):
+        assert said.count(words) == 2, said
+
+
+def test_who_compiles_is_told_with_the_version(tmp_path, compiler):
+    said = run_pytest(tmp_path, "-k", "test_fails", CC=compiler)
+    assert f"compiler: {compiler}: " in said
