@@ -89,8 +89,9 @@ def choose_library(wanted: str) -> Library | None:
     """
     if wanted == "numpy":
         return None
+    lanes = wanted_lanes()
     try:
-        return _load(find_compiler(), wanted_lanes())
+        return _load(find_compiler(), lanes)
     except NativeError as error:
         if wanted == "native":
             raise ConfigError("placement_backend", wanted, f"cannot be had: {error}") from None

@@ -32,8 +32,9 @@ def _load_moves(compiler: str, lanes: int | None) -> KvMoves:
 
 def choose_moves() -> KvMoves | None:
     """What packs and unpacks blocks on the CPU, or None for numpy, which the log says."""
+    lanes = wanted_lanes()
     try:
-        return _load_moves(find_compiler(), wanted_lanes())
+        return _load_moves(find_compiler(), lanes)
     except NativeError as error:
         _log.warning("KV is packed and unpacked by numpy, which takes about twice as long: %s", error)
         return None
@@ -63,12 +64,13 @@ def choose_library(config: ModelConfig, dtype: torch.dtype, wanted: str | None) 
         wanted: "native", or None: native where it can be had.
     Raises: ConfigError when "native" is wanted and cannot be had.
     """
+    lanes = wanted_lanes()
     try:
         if dtype != torch.float32:
             raise NativeError(f"they compute in float32, not {str(dtype).removeprefix('torch.')}")
         if sys.platform == "win32":
             raise NativeError("not on Windows")
-        library = _load(find_compiler(), wanted_lanes())
+        library = _load(find_compiler(), lanes)
         if (misfit := _misfit(config, library)) is not None:
             raise NativeError(misfit)
         return library

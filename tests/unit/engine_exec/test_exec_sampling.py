@@ -224,7 +224,7 @@ def same(got, want):
     assert got.keys() == want.keys()
     for key in want:
         if key[-1] == "lp":
-            assert got[key] == pytest.approx(want[key], abs=1e-5)
+            assert got[key] == pytest.approx(want[key], abs=1e-4)  # torch adds up by the shape of the step
         else:
             assert got[key] == want[key], key
 
