@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import os
-import platform
 import shutil
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
-from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -49,45 +47,12 @@ _main_loop = asyncio.new_event_loop()
 asyncio.set_event_loop(_main_loop)
 
 
-@cache
-def _compiler_version() -> str:
-    try:
-        path = find_compiler()
-        shown = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
-    except (NativeError, OSError, subprocess.SubprocessError) as error:
-        return f"no compiler ({error})"
-    return f"{path}: {shown.splitlines()[0]}"
-
-
-@cache
-def _register_lanes() -> int:
-    """Floats of this CPU's widest register."""
-    info = Path("/proc/cpuinfo")
-    flags = (
-        next((line for line in info.read_text().splitlines() if line.startswith("flags")), "") if info.exists() else ""
-    )
-    return 16 if " avx512f" in flags else 8 if " avx2" in flags else 4
-
-
-def machine_facts() -> str:
-    """What a result may hang on though it should not: vectors, compiler, cores, load."""
-    asked = os.environ.get(LANES_VARIABLE)
-    return "\n".join(
-        [
-            f"vectors: {_register_lanes()} floats a register" + (f", {LANES_VARIABLE}={asked}" if asked else ""),
-            f"compiler: {_compiler_version()}",
-            f"cores: {len(os.sched_getaffinity(0))} of {os.cpu_count()} ({platform.machine()})",
-            "load: {:.2f} {:.2f} {:.2f} (1, 5, 15 minutes)".format(*os.getloadavg()),
-        ]
-    )
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Whoever reads of a failure, on CI or in an issue, sees on which machine it was."""
     report = yield
     if report.failed:
-        report.sections.append(("machine", machine_facts()))
+        report.sections.append(("machine", "\n".join(machine.facts())))
     return report
 
 
@@ -128,6 +93,7 @@ def _load(name: str, path: Path) -> ModuleType:
 
 
 _load("diptych_test_waiting", ROOT / "tests" / "waiting.py")
+machine = _load("diptych_test_machine", ROOT / "tests" / "machine.py")
 
 
 @pytest.fixture(autouse=True)

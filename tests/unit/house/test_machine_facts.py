@@ -28,9 +28,12 @@ def test_passes():
 
 
 def run_pytest(folder: Path, *flags: str, **env: str) -> str:
-    shutil.copy(ROOT / "tests" / "conftest.py", folder)
-    (folder / "test_cases.py").write_text(CASES)
-    command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", *flags, str(folder)]
+    tests = folder / "tests"
+    tests.mkdir()
+    for name in ("conftest.py", "waiting.py", "machine.py"):
+        shutil.copy(ROOT / "tests" / name, tests)
+    (tests / "test_cases.py").write_text(CASES)
+    command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", *flags, str(tests)]
     done = subprocess.run(command, cwd=folder, env={**os.environ, **env}, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1, done.stdout + done.stderr
     return done.stdout

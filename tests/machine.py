@@ -1,0 +1,42 @@
+"""What a result may hang on though it should not. It stands in the report of every test that fails."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from functools import cache
+from pathlib import Path
+
+from diptych.common.compiled import LANES_VARIABLE, NativeError, find_compiler
+
+
+@cache
+def _compiler_version() -> str:
+    try:
+        path = find_compiler()
+        shown = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
+    except (NativeError, OSError, subprocess.SubprocessError) as error:
+        return f"no compiler ({error})"
+    return f"{path}: {shown.splitlines()[0]}"
+
+
+@cache
+def _register_lanes() -> int:
+    """Floats of this CPU's widest register."""
+    info = Path("/proc/cpuinfo")
+    flags = (
+        next((line for line in info.read_text().splitlines() if line.startswith("flags")), "") if info.exists() else ""
+    )
+    return 16 if " avx512f" in flags else 8 if " avx2" in flags else 4
+
+
+def facts() -> list[str]:
+    """Vectors, compiler, cores, load."""
+    asked = os.environ.get(LANES_VARIABLE)
+    return [
+        f"vectors: {_register_lanes()} floats a register" + (f", {LANES_VARIABLE}={asked}" if asked else ""),
+        f"compiler: {_compiler_version()}",
+        f"cores: {len(os.sched_getaffinity(0))} of {os.cpu_count()} ({platform.machine()})",
+        "load: {:.2f} {:.2f} {:.2f} (1, 5, 15 minutes)".format(*os.getloadavg()),
+    ]
