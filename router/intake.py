@@ -335,7 +335,7 @@ class Intake:
             encode = partial(self._tokenizer.encode, spec.prompt, spec.add_special_tokens, **more)
             ids = await self._lanes.run(encode, size)
         else:
-            size = self._check_size(text_size(spec.messages), param)
+            size = self._check_size(text_size(spec.messages) + spec.more_text, param)
             if spec.continue_final_message:
                 more["continue_final_message"] = True
             encode = partial(

@@ -40,6 +40,7 @@ class GenerateSpec:
         default_max_tokens: of a request without max_tokens; None: what the context leaves. Never more than that.
         use_beam_search: with a beam_width it goes without saying; see router.beam_options.
         tools: JSON schemas of functions, for the chat template.
+        more_text: characters of the conversation beside its content, about: its calls and tools.
         add_special_tokens: let the tokenizer add its own to `prompt`.
         add_generation_prompt: the chat template opens the assistant's turn. continue_final_message: the answer goes on in the
             last message instead.
@@ -58,6 +59,7 @@ class GenerateSpec:
     prompt: object = None
     token_ids: object = None
     messages: object = None
+    more_text: int = 0
     temperature: object = None
     top_p: object = None
     top_k: object = None

@@ -15,7 +15,15 @@ from diptych.router.batch import MAX_PROMPTS
 from diptych.router.messages import GenerateSpec, ModelFeatures
 from diptych.router.openai_fields import CHAT_NOT_BUILT, COMPLETION_NOT_BUILT, HARMLESS, UnknownFields, refuse_unbuilt
 from diptych.router.openai_form import ChatForm, CompletionForm, Form, Scene, Wishes
-from diptych.router.openai_tools import MAX_MESSAGES, ChatMessage, Offer, Tool, offer_tools, template_messages
+from diptych.router.openai_tools import (
+    MAX_MESSAGES,
+    ChatMessage,
+    Offer,
+    Tool,
+    offer_tools,
+    template_messages,
+    text_beside,
+)
 from diptych.router.structured import wanted_grammar
 
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -189,10 +197,12 @@ def chat_call(body: dict[str, Any], *, features: ModelFeatures, unknown: Unknown
     renamed["logprobs"] = "top_logprobs"
     if request.max_completion_tokens is not None:
         max_tokens, renamed["max_tokens"] = request.max_completion_tokens, "max_completion_tokens"
+    messages = template_messages(request.messages)
     spec = _spec(
         request,
         max_tokens=max_tokens,
-        messages=template_messages(request.messages),
+        messages=messages,
+        more_text=text_beside(messages, offer.shown),
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         tools=offer.shown,
         grammar=grammar,

@@ -29,7 +29,7 @@ from diptych.router.openai_requests import (
     validate,
 )
 from diptych.router.openai_responses_form import ResponsesForm
-from diptych.router.openai_tools import MAX_MESSAGES, FunctionTool, Tool, called_arguments, offer_tools
+from diptych.router.openai_tools import MAX_MESSAGES, FunctionTool, Tool, called_arguments, offer_tools, text_beside
 
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
@@ -110,8 +110,10 @@ def responses_call(body: dict[str, Any], *, features: ModelFeatures, unknown: Un
     tools = _function_tools(request.tools or (), warnings)
     offer = offer_tools(tools, _tool_choice(request.tool_choice), features, parallel=parallel)
     grammar, renamed = grammar_of(request, offer)
+    messages = _Turns(warnings).of(request)
     fields = sampling_fields(request) | {
-        "messages": _Turns(warnings).of(request),
+        "messages": messages,
+        "more_text": text_beside(messages, offer.shown),
         "max_tokens": request.max_output_tokens,
         "tools": offer.shown,
         "grammar": grammar,

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from diptych.common.errors import InvalidRequestError
 from diptych.router.messages import GenerateSpec, ModelFeatures
 from diptych.router.openai_requests import Items, ending, validate
-from diptych.router.openai_tools import ChatMessage, Tool, offer_tools, template_messages
+from diptych.router.openai_tools import ChatMessage, Tool, offer_tools, template_messages, text_beside
 
 
 class TokenizeRequest(BaseModel):
@@ -42,10 +42,12 @@ def tokenize_spec(body: dict[str, Any], features: ModelFeatures) -> tuple[Genera
     if (request.prompt is None) == (request.messages is None):
         raise InvalidRequestError("give one of prompt and messages", param="prompt")
     tools = offer_tools(request.tools, None, features).shown
+    messages = None if request.messages is None else template_messages(request.messages)
     spec = GenerateSpec(
         model=request.model,
         prompt=request.prompt,
-        messages=None if request.messages is None else template_messages(request.messages),
+        messages=messages,
+        more_text=0 if messages is None else text_beside(messages, tools),
         tools=tools,
         add_special_tokens=request.add_special_tokens is not False,
         **ending(request.add_generation_prompt, request.continue_final_message),

@@ -125,6 +125,20 @@ def called_arguments(text: str) -> dict[str, Any] | str:
     return value if isinstance(value, dict) else text
 
 
+def text_beside(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None) -> int:
+    """Characters that a prompt has beside its messages' content, about: calls and tools, as JSON.
+
+    Args: messages: as template_messages makes them. Raises: InvalidRequestError.
+    """
+    calls = [message["tool_calls"] for message in messages if "tool_calls" in message]
+    if not calls and not tools:
+        return 0
+    try:
+        return len(json.dumps([calls, tools], ensure_ascii=False))
+    except RecursionError:
+        raise InvalidRequestError("a call's arguments are nested too deeply", param="messages") from None
+
+
 @dataclass(frozen=True, slots=True)
 class Offer:
     """Args:

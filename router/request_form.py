@@ -16,7 +16,7 @@ from diptych.common.sampling import (
     MAX_STOP_TOKEN_IDS,
 )
 from diptych.router.messages import GenerateSpec, ModelFeatures
-from diptych.router.openai_tools import Offer
+from diptych.router.openai_tools import Offer, text_beside
 from diptych.router.service_tools import chat_of, grammar_of
 from diptych.rpc.convert import early_stopping_from_proto
 from diptych.rpc.v1 import router_pb2, types_pb2
@@ -77,6 +77,7 @@ def spec_from(
         prompt=request.prompt if kind == "prompt" else None,
         token_ids=_few(request.token_ids.token_ids, "token_ids", MAX_TOKEN_IDS) if kind == "token_ids" else None,
         messages=messages,
+        more_text=0 if messages is None else text_beside(messages, offer.shown),
         tools=offer.shown,
         grammar=grammar_of(sampling, offer),
         idempotency_key=request.idempotency_key,

@@ -111,6 +111,36 @@ async def test_a_default_for_max_tokens_fits_the_pools(intake):
     assert (await intake.prepare(GenerateSpec(prompt="a bb ccc"))).sampling.max_tokens == 17
 
 
+async def test_calls_and_tools_count_as_text(intake):
+    """A conversation whose text stands in calls or tools is as long as any other: it has the long texts' thread and the cap."""
+    sizes = []
+    run = intake._lanes.run
+
+    async def noted(work, size=0):
+        sizes.append(size)
+        return await run(work, size)
+
+    intake._lanes.run = noted
+    features = ModelFeatures(tool_parser="hermes", takes_tools=True)
+
+    def chat(arguments="{}", description=""):
+        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "tool_calls": [call]}]
+        tools = [{"type": "function", "function": {"name": "f", "description": description}}]
+        return chat_call({"messages": messages, "tools": tools}, features=features, unknown=UnknownFields()).spec
+
+    large = IntakeLimits("tiny", lambda: 20, 1 << 20, 64, 600.0)
+    small, intake._limits = intake._limits, large
+    for spec in (chat(), chat("x" * 100_000), chat('{"a": "%s"}' % ("x" * 100_000)), chat(description="x" * 100_000)):
+        await intake.tokenize(spec)
+    assert sizes[0] < 1000
+    assert min(sizes[1:]) > 100_000
+    intake._limits = small
+    for spec in (chat("x" * 200), chat(description="x" * 200)):
+        with pytest.raises(PromptTooLongError, match="messages"):
+            await intake.prepare(spec)
+
+
 async def test_what_is_given_wins(intake):
     spec = GenerateSpec(
         model="tiny",
