@@ -216,7 +216,7 @@ def end(process: subprocess.Popen[bytes], within_s: float = 20.0) -> None:
         process.wait(timeout=within_s)
     except subprocess.TimeoutExpired:
         process.kill()
-        process.wait(timeout=10)
+        process.wait(timeout=60)
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,7 @@ def test_a_label_of_the_callers_leads_back_to_the_request(http: httpx.Client, cl
         assert answer.json()["id"] == "cmpl-" + answer.headers["x-request-id"]
         with grpc.insecure_channel(cluster.grpc_address) as channel:
             stub = router_pb2_grpc.RouterStub(channel)
-            told = stub.Explain(router_pb2.ExplainRequest(request_id=field), timeout=10)
+            told = stub.Explain(router_pb2.ExplainRequest(request_id=field), timeout=60)
         assert (told.label, told.outcome) == (field, "finished")
     assert http.post(COMPLETE, json={"prompt": "a"}, headers={"x-request-id": "x" * 129}).status_code == 400
     assert http.post(COMPLETE, json={"prompt": "a"}, headers={"idempotency-key": "x" * 129}).status_code == 400

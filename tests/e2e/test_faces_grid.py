@@ -136,7 +136,7 @@ def counters(cluster) -> dict[str, float]:
         found["sent"] += audit.kv_bytes_sent
         found["received"] += audit.kv_bytes_received
         with grpc.insecure_channel(cluster.child(name).address) as channel:
-            stats = worker_pb2_grpc.WorkerStub(channel).GetStats(worker_pb2.GetStatsRequest(), timeout=10)
+            stats = worker_pb2_grpc.WorkerStub(channel).GetStats(worker_pb2.GetStatsRequest(), timeout=60)
         found[f"computed by {role}"] += stats.engine["computed_tokens_total"]
     for line in httpx.get(f"{cluster.http_url}/metrics", timeout=TIMEOUT_S).text.splitlines():
         name, _, value = line.rpartition(" ")

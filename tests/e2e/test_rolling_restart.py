@@ -52,7 +52,7 @@ def ask(url: str, prompt: list[int]) -> str:
 def get(url: str, path: str) -> tuple[int, bytes]:
     """(status, body); status 0: nobody listens."""
     address = urllib.parse.urlsplit(url)
-    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=5)
+    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=60)
     try:
         connection.request("GET", path)
         with connection.getresponse() as answer:

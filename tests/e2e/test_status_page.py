@@ -17,7 +17,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
 def get(url: str) -> tuple[bytes, str, str]:
-    with urllib.request.urlopen(url, timeout=10) as answer:
+    with urllib.request.urlopen(url, timeout=60) as answer:
         return answer.read(), answer.headers["content-type"], answer.headers.get("content-security-policy", "")
 
 

@@ -22,7 +22,7 @@ from diptych.router.messages import ModelFeatures
 from diptych.router.server import Faces
 from diptych.rpc.v1 import router_pb2, types_pb2
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "0"))
 FEW = settings(
     max_examples=EXAMPLES or 25,

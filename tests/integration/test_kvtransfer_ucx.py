@@ -61,14 +61,14 @@ class Publisher:
             env={**os.environ, "PYTHONSAFEPATH": "1"},
         )  # fmt: skip
         assert process.stdout is not None
-        hello = json.loads(await asyncio.wait_for(process.stdout.readline(), 30))
+        hello = json.loads(await asyncio.wait_for(process.stdout.readline(), DEADLINE_S))
         return cls(process, hello, (worker_id, incarnation))
 
     async def ask(self, line: str) -> dict[str, object]:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(line.encode() + b"\n")
-        answer: dict[str, object] = json.loads(await asyncio.wait_for(self.process.stdout.readline(), 10))
+        answer: dict[str, object] = json.loads(await asyncio.wait_for(self.process.stdout.readline(), DEADLINE_S))
         return answer
 
     async def publish(self, attempt: str, seed: int, size: int = SIZE) -> SlabHandle:
@@ -90,7 +90,7 @@ class Publisher:
             self.process.send_signal(signal.SIGCONT)
             self.process.stdin.close()
             try:
-                await asyncio.wait_for(self.process.wait(), 10)
+                await asyncio.wait_for(self.process.wait(), DEADLINE_S)
             except TimeoutError:
                 self.process.kill()
                 await self.process.wait()
@@ -292,7 +292,7 @@ async def test_listens_on_its_host_only_and_garbage_does_not_hurt(publisher: Pub
     assert {host for host, _ in sockets} == {"127.0.0.1"}
     for host, port in sockets:
         for garbage in (b"GET / HTTP/1.1\r\n\r\n", bytes(4096), os.urandom(4096), b""):
-            with socket.create_connection((host, port), timeout=2) as sock:
+            with socket.create_connection((host, port), timeout=60) as sock:
                 sock.sendall(garbage)
     received = await reader.read(publisher.ref, await publisher.publish("a", 5), deadline_s=DEADLINE_S)
     reader.finish(received)

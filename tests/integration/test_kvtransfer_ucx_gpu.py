@@ -108,7 +108,7 @@ class Pair:
         )
 
     async def publish(self, attempt: str, data: np.ndarray) -> Any:
-        grant = await asyncio.wait_for(self.grants.get(), 5)
+        grant = await asyncio.wait_for(self.grants.get(), 60)
         ctypes.memmove(grant.payload.address, data.ctypes.data, data.nbytes)
         packed = RangePacked(attempt, grant.slab, grant.generation, 0, 1, data.nbytes, kv_sum(data))
         return self.publisher.publish("d0", packed)

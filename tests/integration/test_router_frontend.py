@@ -132,7 +132,7 @@ async def test_nobody_is_a_typed_error_with_reasons(fleet):
 
 
 async def test_a_request_waits_for_the_workers_of_a_router_that_has_just_started(model_folder, tmp_path):
-    async with running(model_folder, tmp_path, settle_s=60.0) as fleet:
+    async with running(model_folder, tmp_path, settle_s=600.0) as fleet:
         cluster, held = fleet.frontend._cluster, asyncio.Event()
         wait = cluster.wait_for_change
 
@@ -142,10 +142,10 @@ async def test_a_request_waits_for_the_workers_of_a_router_that_has_just_started
 
         cluster.wait_for_change = hold
         asking = asyncio.create_task(fleet.ask())
-        await asyncio.wait_for(held.wait(), 5)  # found nobody, and is not refused
+        await asyncio.wait_for(held.wait(), 60)  # found nobody, and is not refused
         assert not asking.done()
         await fleet.add("d0")
-        events = await asyncio.wait_for(asking, 5)
+        events = await asyncio.wait_for(asking, 60)
         assert isinstance(events[-1], FinishedEvent)
 
 
