@@ -105,6 +105,10 @@ class Gate:
     def open(self) -> None:
         self._open.set()
 
+    def close(self, after: int) -> None:
+        """Hold from the `after`-th step from now on; of no effect once it was opened."""
+        self._left = after
+
     async def wait(self) -> None:
         assert await asyncio.to_thread(self.reached.wait, DEADLINE_S)
 
@@ -250,6 +254,8 @@ def submit_message(
 class Cluster:
     decode: WorkerRuntime
     prefill: list[WorkerRuntime]
+    gate: Gate | None = None
+    """Of decode's steps, where a test has one."""
 
     @property
     def workers(self) -> list[WorkerRuntime]:

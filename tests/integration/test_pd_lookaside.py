@@ -20,6 +20,8 @@ from diptych.rpc.errors import from_failure
 from diptych.rpc.stubs import DecodeStub, LookasideStub
 from diptych.rpc.v1 import decode_pb2
 
+OPEN = 1 << 30
+"""Steps: more than any test takes."""
 PROMPT = [(7 * i + 3) % 1000 for i in range(100)]
 
 
@@ -45,9 +47,9 @@ class Guest:
     async def redeem(self, attempt: str, ticket: bytes, *, cancel_after_first: bool = False) -> list[decode_pb2.Event]:
         """The events of the attempt up to its end."""
         events = self._events.setdefault(attempt, [])
-        redeem = decode_pb2.Redeem(attempt=attempt, ticket=ticket, remaining_s=20.0)
+        redeem = decode_pb2.Redeem(attempt=attempt, ticket=ticket, remaining_s=600.0)
         await self._call.write(decode_pb2.TicketCommands(redeem=[redeem]))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not events or not events[-1].HasField("end"):
                 batch = await self._call.read()
                 assert not batch.HasField("client_door")
@@ -73,7 +75,7 @@ class Ear:
         self.news: list[decode_pb2.TicketNews] = []
 
     async def until(self, condition) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not condition():
                 batch = await self._call.read()
                 if batch.HasField("client_door"):
@@ -98,7 +100,9 @@ async def place(pd: ModuleType, tmp_path: Path) -> AsyncIterator[tuple[object, E
     secret = tmp_path / "secret"
     key = derive_key(create_secret(secret), PURPOSE)
     config = {"client_port": 0, "secret_file": str(secret)}
-    async with pd.cluster(decode_config=config) as cluster:
+    gate = pd.Gate(OPEN)
+    async with pd.cluster(decode=lambda: pd.fake_model(before_execute=gate), decode_config=config) as cluster:
+        cluster.gate = gate
         ear = Ear(cluster.decode.address)
         await ear.until(lambda: ear.door is not None)
         assert ear.door is not None
@@ -106,6 +110,7 @@ async def place(pd: ModuleType, tmp_path: Path) -> AsyncIterator[tuple[object, E
         channel = open_channel(ear.door.address)
         guest = Guest(channel)
         yield cluster, ear, guest, key
+        gate.open()
         guest.leave()
         await channel.close()
         await ear.close()
@@ -159,6 +164,7 @@ async def test_refusals_are_typed_and_leave_the_stream_alone(pd, place):
 async def test_a_cancel_is_told_to_routers_with_its_reason(pd, place):
     cluster, ear, guest, key = place
     submit = cluster.submit_message(attempt="a", prompt=PROMPT, max_tokens=400)
+    cluster.gate.close(after=5)
     await guest.redeem("a", ticket_of(key, submit), cancel_after_first=True)
     await ear.until(lambda: ear.news and ear.news[-1].ended)
     assert ear.news[-1].reason == "CANCELLED"
@@ -167,6 +173,7 @@ async def test_a_cancel_is_told_to_routers_with_its_reason(pd, place):
 async def test_a_client_that_goes_takes_its_requests_along(pd, place):
     cluster, ear, guest, key = place
     submit = cluster.submit_message(attempt="a", prompt=PROMPT, max_tokens=400)
+    cluster.gate.close(after=5)
     task = asyncio.create_task(guest.redeem("a", ticket_of(key, submit)))
     await ear.until(lambda: any(news.first_token for news in ear.news))
     guest.leave()

@@ -80,12 +80,16 @@ class Bench:
 
 
 class Gate:
-    """Holds the step thread inside a step."""
+    """Holds the step thread inside a step, from the `after`-th on."""
 
-    def __init__(self):
+    def __init__(self, after=0):
         self.inside, self.go = threading.Event(), threading.Event()
+        self._left = after
 
     def __call__(self, seqs):
+        self._left -= 1
+        if self._left >= 0:
+            return
         self.inside.set()
         assert self.go.wait(DEADLINE_S)
 
@@ -256,12 +260,14 @@ async def test_grants_wake_an_engine_that_waits_with_computed_blocks():
 
 
 async def test_a_first_token_of_prefills_does_not_wait_for_the_next_step():
-    async with Bench() as bench:
+    first, before, behind = Gate(), Gate(after=1), Gate()
+    async with Bench(FakeRunner(64, BLOCK, before_execute=first)) as bench:
         bench.client.send(AddRequest(make_request("b", max_tokens=40)))
+        await first.wait_inside()
         bench.client.send(AddRequest(make_request("a", mode=KvMode.REMOTE)))
-        await bench.until(lambda e: isinstance(e, Admitted) and e.attempt == "a")
-        before, behind = Gate(), Gate()
         bench.runner.before_execute = before
+        first.go.set()
+        await bench.until(lambda e: isinstance(e, Admitted) and e.attempt == "a")
         await before.wait_inside()
         bench.client.send(FirstToken("a", 7))
         bench.runner.before_execute = behind
@@ -302,10 +308,13 @@ async def test_streams_of_an_engine_that_launches_ahead_equal_each_alone():
 
 
 async def test_closing_waits_for_the_step_on_the_device():
-    runner = FakeDeviceRunner(64, BLOCK)
+    gate = Gate(after=6)
+    runner = FakeDeviceRunner(64, BLOCK, before_execute=gate)
     async with Bench(runner) as bench:
         bench.client.send(AddRequest(make_request(max_tokens=200)))
         await bench.until(lambda e: isinstance(e, TokensOut) and e.offset == 3)
+        await gate.wait_inside()
+        asyncio.get_running_loop().call_soon(gate.go.set)  # once the closing waits
     assert not runner._queue
     assert isinstance(await bench.end_of(), Failed)
 
