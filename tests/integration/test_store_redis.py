@@ -39,7 +39,7 @@ async def test_lease_lives_and_ends(stores, raw):
     old, _ = stores
     assert await old.put_worker(make_record(), ttl_s=1000)
     assert [w.incarnation for w in await old.list_workers()] == ["a1"]
-    assert 0 < await raw.pttl("{t}:worker:p0") <= 5000
+    assert 0 < await raw.pttl("{t}:worker:p0") <= 1_000_000
     await old.remove_worker("p0", "other")
     assert len(await old.list_workers()) == 1
     await old.remove_worker("p0", "a1")
