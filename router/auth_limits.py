@@ -59,10 +59,11 @@ class TenantQuotas:
         limit = self._per_minute(tenant)
         return self._told(limit, self._level(tenant, limit)) if limit else {}
 
-    def _told(self, limit: int, level: float) -> dict[str, str]:
+    def _told(self, limit: int, level: float, remaining: float | None = None) -> dict[str, str]:
+        """`remaining`: None: the level."""
         return {
             f"x-ratelimit-limit-{self.unit}": str(limit),
-            f"x-ratelimit-remaining-{self.unit}": str(max(0, math.floor(level))),
+            f"x-ratelimit-remaining-{self.unit}": str(max(0, math.floor(level if remaining is None else remaining))),
             f"x-ratelimit-reset-{self.unit}": f"{(limit - level) * PERIOD_S / limit:.3f}s",
         }
 

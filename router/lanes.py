@@ -2,56 +2,136 @@
 waits behind seconds of tokenizing.
 
 work, size --> short lane (2 threads) | long lane (1 thread) --> result
-          |--> too many wait, or too much: refused
+          |--> what waits would take longer than anybody is to wait, or is too much to keep: refused
+          |--> not begun in that time: refused
+
+How long it would take is told by the bytes that wait and the rate of the lane, which is measured.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 from diptych.common.errors import OverloadedError
 
 LONG_BYTES = 64 * 1024
-MAX_WAITING = 64
 MAX_WAITING_BYTES = 32 * 1024 * 1024
+MAX_WAIT_S = 5.0
 _SHORT_THREADS = 2
+_FIXED_BYTES = 2048
+"""What a piece of work takes whatever its size, as so many bytes more."""
+_FIRST_RATE = 4e6
+_MEMORY_S = 1.0
+"""Of work; what a lane did longer ago counts less."""
 
 _T = TypeVar("_T")
 
 
-class Lanes:
-    """Args: what: that waits, for the words of a refusal. name: of the threads."""
+class _Lane:
+    """Threads, what waits for them, and how fast they are: bytes a second of one thread."""
 
-    def __init__(self, what: str, name: str) -> None:
+    def __init__(self, threads: int, name: str, now: Callable[[], float]) -> None:
+        self._threads = threads
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
+        self._now = now
+        self._bytes, self._seconds = _FIRST_RATE * _MEMORY_S, _MEMORY_S
+        self._waiting = 0
+
+    def wait_s(self) -> float:
+        """About how long what comes now would wait."""
+        return self._waiting * self._seconds / self._bytes / self._threads
+
+    def submit(self, work: Callable[[], _T], size: int) -> Future[_T]:
+        size += _FIXED_BYTES
+        self._waiting += size
+        loop = asyncio.get_running_loop()
+        future = self._pool.submit(self._run, work, size, loop)
+        future.add_done_callback(lambda done: self._tell(loop, self._ended, size) if done.cancelled() else None)
+        return future
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _run(self, work: Callable[[], _T], size: int, loop: asyncio.AbstractEventLoop) -> _T:
+        began = self._now()
+        try:
+            return work()
+        finally:
+            self._tell(loop, self._ended, size, self._now() - began)
+
+    @staticmethod
+    def _tell(loop: asyncio.AbstractEventLoop, what: Callable[..., None], *given: object) -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(partial(what, *given))
+
+    def _ended(self, size: int, took_s: float | None = None) -> None:
+        self._waiting -= size
+        if took_s is None:
+            return
+        self._bytes, self._seconds = self._bytes + size, self._seconds + took_s
+        if self._seconds > _MEMORY_S:
+            self._bytes, self._seconds = self._bytes * _MEMORY_S / self._seconds, _MEMORY_S
+
+
+class Lanes:
+    """Args:
+    what: that waits, for the words of a refusal.
+    name: of the threads.
+    max_wait_s: before work begins.
+    """
+
+    def __init__(
+        self, what: str, name: str, *, max_wait_s: float = MAX_WAIT_S, now: Callable[[], float] = time.monotonic
+    ) -> None:
         self._what = what
-        self._short = ThreadPoolExecutor(_SHORT_THREADS, thread_name_prefix=name)
-        self._long = ThreadPoolExecutor(1, thread_name_prefix=f"{name}-long")
-        self._num_waiting = 0
+        self._max_wait_s = max_wait_s
+        self._short = _Lane(_SHORT_THREADS, name, now)
+        self._long = _Lane(1, f"{name}-long", now)
         self._bytes_waiting = 0
 
     def close(self) -> None:
         for lane in (self._short, self._long):
-            lane.shutdown(wait=True, cancel_futures=True)
+            lane.close()
 
     async def run(self, work: Callable[[], _T], size: int = 0) -> _T:
         """What `work` returns, on a thread. Args: size: of what it works on, about; in bytes.
 
         Raises: OverloadedError; what `work` raises.
         """
-        if self._num_waiting >= MAX_WAITING or (self._num_waiting and self._bytes_waiting + size > MAX_WAITING_BYTES):
-            raise OverloadedError(f"too many {self._what} are waiting", retry_after_s=1.0)
-        self._num_waiting += 1
-        self._bytes_waiting += size
         lane = self._long if size > LONG_BYTES else self._short
-        future = asyncio.get_running_loop().run_in_executor(lane, work)
-        future.add_done_callback(lambda done: self._ended(done, size))
-        return await future
+        wait_s = lane.wait_s()
+        if wait_s > self._max_wait_s or (self._bytes_waiting and self._bytes_waiting + size > MAX_WAITING_BYTES):
+            raise self._refusal(wait_s)
+        self._bytes_waiting += size
+        future = lane.submit(work, size)
+        result = asyncio.wrap_future(future)
+        result.add_done_callback(lambda done: self._ended(done, size))
+        late = False
+
+        def give_up() -> None:
+            nonlocal late
+            late = future.cancel()  # what has begun is not
+
+        timer = asyncio.get_running_loop().call_later(self._max_wait_s, give_up)
+        try:
+            return await result
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if late and not (task is not None and task.cancelling()):
+                raise self._refusal(lane.wait_s()) from None
+            raise
+        finally:
+            timer.cancel()
+
+    def _refusal(self, wait_s: float) -> OverloadedError:
+        return OverloadedError(f"too many {self._what} are waiting", retry_after_s=max(1.0, wait_s))
 
     def _ended(self, future: asyncio.Future[_T], size: int) -> None:
-        self._num_waiting -= 1
         self._bytes_waiting -= size
         if not future.cancelled():
             future.exception()  # seen, also when the client is gone

@@ -170,7 +170,7 @@ async def test_nobody_waits_for_the_tokenizer_longer_than_he_wants(intake):
 
 
 async def test_what_waits_is_bounded_by_its_bytes():
-    lanes, go = Lanes("texts", "lane"), threading.Event()
+    lanes, go = Lanes("texts", "lane", max_wait_s=60.0), threading.Event()
     work = [asyncio.create_task(lanes.run(partial(go.wait, 60), MAX_WAITING_BYTES // 4)) for _ in range(4)]
     await asyncio.sleep(0)
     with pytest.raises(OverloadedError, match="too many texts are waiting"):
