@@ -141,7 +141,7 @@ ROUTER: list[Panel] = [
     ("Placement tickets by what became of them", "reqps", rate("placement_tickets_total", "outcome")),
     ("Copies of hot prefixes, since the start", "short", [("diptych_hot_prefix_copies", "{{worker}}")]),
     ("Requests that arrived", "reqps", rate("requests_total", "worker")),
-    ("Tokens of answers that did not end well", "short", rate("unfinished_tokens_total", "worker")),
+    ("Tokens of answers that did not end well", "short", rate("unfinished_tokens_total", "of")),
     ("Shadow requests by outcome", "reqps", rate("shadow_requests_total", "outcome")),
     ("Cache news missing from some worker", "bool", [("diptych_mode_degraded", "{{worker}}")]),
 ]  # fmt: skip
@@ -289,7 +289,7 @@ DESCRIPTIONS: dict[str, str] = {
         "Requests placed away from the best hit on purpose, to copy a hot prefix."
     ),
     "Requests that arrived": "Every request, answered or not: equal to answers and errors together, and what still runs.",
-    "Tokens of answers that did not end well": "Generated for requests that were cancelled or failed: work without an answer.",
+    "Tokens of answers that did not end well": "Prompt and generated tokens of requests that failed or whose client left: work without an answer.",
     "Shadow requests by outcome": "Copies sent to workers under trial (--shadow-workers); clients never see them.",
     "Cache news missing from some worker": (
         "1 while a worker's cache events do not arrive: placement there goes by load alone."
