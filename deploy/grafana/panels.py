@@ -289,7 +289,7 @@ DESCRIPTIONS: dict[str, str] = {
         "Requests placed away from the best hit on purpose, to copy a hot prefix."
     ),
     "Requests that arrived": "Every request, answered or not: equal to answers and errors together, and what still runs.",
-    "Tokens of answers that did not end well": "Prompt and generated tokens of requests that failed or whose client left: work without an answer.",
+    "Tokens of answers that did not end well": "Prompt and generated tokens of requests that failed or whose client left.",
     "Shadow requests by outcome": "Copies sent to workers under trial (--shadow-workers); clients never see them.",
     "Cache news missing from some worker": (
         "1 while a worker's cache events do not arrive: placement there goes by load alone."
