@@ -13,9 +13,9 @@ from diptych.cli.processes import free_port
 from diptych.cli.run_folder import RunFolder
 from diptych.cli.supervisor import ChildSpec
 from diptych.cli.up_config import UpConfig
+from diptych.common.addresses import host_port, loopback_beside, reachable
 from diptych.common.secret import create_secret, load_secret
 
-LOOPBACK = "127.0.0.1"
 WORKER_DRAIN_S = 1.0
 """Whoever stops a local cluster wants it gone; running requests get this long."""
 # Router and workers are stopped together (a draining router waits for streams that the workers end), Redis after them.
@@ -49,11 +49,16 @@ class ClusterPlan:
 
     def __post_init__(self) -> None:
         if not self.config.redis_url:
-            self.redis_port = free_port(LOOPBACK)
+            self.redis_port = free_port(self.loopback)
+
+    @property
+    def loopback(self) -> str:
+        """Where Redis and the workers listen: an address of the router's family, which may be the only one of this host."""
+        return loopback_beside(self.config.host)
 
     @property
     def redis_url(self) -> str:
-        return self.config.redis_url or f"redis://{LOOPBACK}:{self.redis_port}/0"
+        return self.config.redis_url or f"redis://{host_port(self.loopback, self.redis_port)}/0"
 
     @property
     def secret_file(self) -> Path:
@@ -70,16 +75,16 @@ class ClusterPlan:
     @property
     def probe_host(self) -> str:
         """Where we ourselves reach the router."""
-        return LOOPBACK if self.config.host in ("0.0.0.0", "::") else self.config.host  # noqa: S104 - compared only
+        return reachable(self.config.host)
 
     @property
     def http_url(self) -> str:
         scheme = "http" if self.config.tls_cert is None else "https"
-        return f"{scheme}://{self.probe_host}:{self.config.http_port}"
+        return f"{scheme}://{host_port(self.probe_host, self.config.http_port)}"
 
     @property
     def grpc_address(self) -> str:
-        return f"{self.probe_host}:{self.config.grpc_port}"
+        return host_port(self.probe_host, self.config.grpc_port)
 
     @property
     def tls_files(self) -> dict[str, str]:
@@ -94,10 +99,10 @@ class ClusterPlan:
             load_secret(self.secret_file)
 
     def redis_spec(self) -> ChildSpec:
-        self.addresses["redis"] = f"{LOOPBACK}:{self.redis_port}"
+        self.addresses["redis"] = host_port(self.loopback, self.redis_port)
 
         def command() -> list[str]:
-            return embedded_redis.server_command(self.redis_port, self.folder.logs)
+            return embedded_redis.server_command(self.redis_port, self.folder.logs, host=self.loopback)
 
         return ChildSpec("redis", "redis", command, self._log("redis"), _REDIS_GROUP)
 
@@ -129,14 +134,16 @@ class ClusterPlan:
         config = self.config
 
         def command() -> list[str]:
-            port = free_port(LOOPBACK)
-            self.addresses[name] = f"{LOOPBACK}:{port}"
-            metrics_port = free_port(LOOPBACK)
-            self.metrics[name] = f"{LOOPBACK}:{metrics_port}"
+            host = self.loopback
+            port = free_port(host)
+            self.addresses[name] = host_port(host, port)
+            metrics_port = free_port(host)
+            self.metrics[name] = host_port(host, metrics_port)
             flags: dict[str, object] = {
                 "worker-id": name,
-                "host": LOOPBACK,
+                "host": host,
                 "port": port,
+                "metrics-host": host,
                 "metrics-port": metrics_port,
                 "transport": config.transport,
                 "block-size": config.block_size,

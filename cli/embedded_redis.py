@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 from diptych.cli.processes import spawn
+from diptych.common.addresses import LOOPBACK
 from diptych.common.errors import ConfigError
 from diptych.common.extras import install_command
 
@@ -34,11 +35,11 @@ def server_binary() -> Path:
     )
 
 
-def server_command(port: int, folder: Path) -> list[str]:
+def server_command(port: int, folder: Path, *, host: str = LOOPBACK) -> list[str]:
     """Loopback only, nothing on disk, bounded memory: what it holds can be written again by every worker."""
     return [
         str(server_binary()),
-        *("--bind", "127.0.0.1", "--port", str(port), "--protected-mode", "yes"),
+        *("--bind", host, "--port", str(port), "--protected-mode", "yes"),
         *("--save", "", "--appendonly", "no", "--dir", str(folder)),
         *("--maxmemory", MAX_MEMORY, "--maxmemory-policy", "noeviction"),
         *("--daemonize", "no", "--logfile", "", "--io-threads", "1"),
@@ -63,11 +64,11 @@ def ping(host: str, port: int, *, timeout_s: float) -> bool:
         return False
 
 
-def wait_ready(process: subprocess.Popen[bytes], port: int, *, deadline_s: float) -> bool:
+def wait_ready(process: subprocess.Popen[bytes], port: int, *, deadline_s: float, host: str = LOOPBACK) -> bool:
     """True once it answers; False when it died or the deadline passed."""
     until = time.monotonic() + deadline_s
     while time.monotonic() < until and process.poll() is None:
-        if ping("127.0.0.1", port, timeout_s=0.2):
+        if ping(host, port, timeout_s=0.2):
             return True
         time.sleep(0.02)
     return False

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 
 from diptych.common import child
+from diptych.common.addresses import is_ipv6
 from diptych.common.errors import ConfigError
 
 
@@ -56,7 +57,7 @@ def spawn(command: Sequence[str], *, log: Path, env: Mapping[str, str], cwd: Pat
 
 
 def free_port(host: str) -> int:
-    with socket.socket() as probe:
+    with socket.socket(socket.AF_INET6 if is_ipv6(host) else socket.AF_INET) as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
 

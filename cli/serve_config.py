@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from diptych.common.addresses import loopback_beside
 from diptych.common.errors import ConfigError
 from diptych.router.config import RouterConfig
 from diptych.worker.config import WorkerConfig
@@ -89,7 +90,7 @@ class ServeConfig:
             }
         )
         inside = {
-            "host": "127.0.0.1",
+            "host": loopback_beside(self.host),
             "insecure": False,
             "role": "decode",
             "worker_id": WORKER_ID,

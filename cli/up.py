@@ -29,6 +29,7 @@ from diptych.cli.settings import child_environment
 from diptych.cli.stages import Stages
 from diptych.cli.supervisor import Child, Supervisor, exit_reason
 from diptych.cli.up_config import UpConfig, threads_for
+from diptych.common.addresses import host_port
 from diptych.common.errors import ConfigError
 
 STOP_GRACE_S = 4.0
@@ -201,11 +202,13 @@ def _start(plan: ClusterPlan, supervisor: Supervisor, signals: _Signals, stages:
     if not config.redis_url:
         stages.stage("redis")
         redis = supervisor.start(plan.redis_spec())
-        if not embedded_redis.wait_ready(redis.process, plan.redis_port, deadline_s=REDIS_DEADLINE_S):
+        if not embedded_redis.wait_ready(
+            redis.process, plan.redis_port, deadline_s=REDIS_DEADLINE_S, host=plan.loopback
+        ):
             raise StartFailed(
                 _died(redis) if redis.process.poll() is not None else "the embedded redis does not answer"
             )
-        stages.done(f"redis on 127.0.0.1:{plan.redis_port}")
+        stages.done(f"redis on {host_port(plan.loopback, plan.redis_port)}")
     for spec in (*plan.worker_specs(), plan.router_spec()):
         supervisor.start(spec)
     _write_state(plan, supervisor, ready=False)

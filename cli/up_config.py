@@ -6,8 +6,8 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
+from diptych.common.addresses import is_loopback
 from diptych.common.errors import ConfigError
-from diptych.common.tls import is_loopback
 from diptych.worker.config import DTYPES, MOST, WorkerConfig
 
 _WORKER = WorkerConfig()
@@ -38,7 +38,8 @@ class UpConfig:
         device: cpu or cuda.
         keys_file: API keys made by `diptych keys`; the cluster's own first request takes one of them from DIPTYCH_API_KEY.
         tls_cert, tls_key: PEM files; when set, clients are spoken to over TLS only.
-        cluster_ca, cluster_cert, cluster_key: PEM files for mTLS between router and workers; the certificate names 127.0.0.1.
+        cluster_ca, cluster_cert, cluster_key: PEM files for mTLS between router and workers; the certificate names 127.0.0.1
+            (::1 where host is an IPv6 address).
         insecure: let `host` be one that other machines can reach, without keys or without TLS.
         redis_url: "" starts an embedded server.
         secret_file: None makes a new secret for this run.

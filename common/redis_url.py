@@ -41,11 +41,11 @@ def parse_sentinel_url(url: str) -> SentinelUrl | None:
     scheme, _, rest = url.partition("://")
     if scheme not in _SCHEMES:
         return None
-    parts = urlsplit(f"redis://{rest}")
-    user, _, hosts = parts.netloc.rpartition("@")
-    shown = f"{scheme}://{hosts}{parts.path}"
-    service, _, db = parts.path.strip("/").partition("/")
-    if not service or not (db or "0").isdigit() or parts.query or parts.fragment:
+    netloc, _, path = rest.partition("/")  # urlsplit takes brackets around one host only
+    user, _, hosts = netloc.rpartition("@")
+    shown = f"{scheme}://{hosts}/{path}"
+    service, _, db = path.strip("/").partition("/")
+    if not service or not (db or "0").isdigit() or "?" in path or "#" in path:
         raise ConfigError(
             _FIELD, shown, "must end with /SERVICE or /SERVICE/DB, SERVICE as the Sentinels name the primary"
         )

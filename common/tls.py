@@ -1,5 +1,5 @@
-"""Certificate and private key of a server, read and checked once at the start. `ssl` is imported where it is used: settings
-ask only `is_loopback`, and --help should not wait for OpenSSL."""
+"""Certificate and private key of a server, read and checked once at the start. `ssl` is imported where it is used: --help
+should not wait for OpenSSL."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diptych.common.errors import ConfigError
-
-_LOOPBACK_NAMES = frozenset({"localhost", "::1"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +76,3 @@ def load_cluster_tls(
     except ConfigError as error:
         raise ConfigError(error.field.replace("tls_", "cluster_"), error.value, error.rule) from None
     return ClusterTls(authority, own.cert, own.key, name)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a server that listens on `host`."""
-    return host in _LOOPBACK_NAMES or host.startswith("127.")

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import grpc
 import structlog
 
+from diptych.common.addresses import host_port, is_wildcard
 from diptych.common.errors import ConfigError, DiptychError
 from diptych.common.tls import load_server_tls
 from diptych.decode.intake import Intake, Session
@@ -138,9 +139,9 @@ class ClientDoor:
         credentials = None if tls is None else grpc.ssl_server_credentials([(tls.key, tls.cert)])
         port = bind(server, host, config.client_port, credentials)
         shown = config.client_advertise_host or config.advertise_host or host
-        if shown in ("0.0.0.0", "::"):  # noqa: S104 - compared only
+        if is_wildcard(shown):
             raise ConfigError("client_advertise_host", shown, "clients cannot reach a wildcard address: name this host")
-        self.address = f"[{shown}]:{port}" if ":" in shown else f"{shown}:{port}"
+        self.address = host_port(shown, port)
         await server.start()
         self._task = asyncio.create_task(self._epochs(tls is not None), name="ticket epochs")
         log.info("clients may come with tickets", address=self.address, tls=tls is not None)

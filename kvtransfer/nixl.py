@@ -37,7 +37,7 @@ from blake3 import blake3
 from diptych.common.errors import TransferError
 from diptych.kvtransfer.api import KvAddress, PeerRef
 from diptych.kvtransfer.carrier import carried_by_tcp, tcp_bytes_received
-from diptych.kvtransfer.interfaces import numeric
+from diptych.kvtransfer.interfaces import numeric, ucx_address_family
 from diptych.kvtransfer.layout import Ring
 from diptych.kvtransfer.nixl_parts import Answers, Peer, Read, load_nixl
 from diptych.kvtransfer.peer_book import TOKEN_BYTES, PeerBook, pack_parts, unpack_parts
@@ -81,7 +81,8 @@ class NixlTransport:
         """Of the last peer whose path became known."""
         name = f"{worker_id}@{incarnation}#{secrets.token_hex(4)}"
         try:
-            self._agent = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
+            with ucx_address_family(self._host):
+                self._agent = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
         except Exception as error:  # the bindings raise classes of their own
             raise TransferError(f"NIXL cannot start: {error}") from error
         self._token = secrets.token_bytes(TOKEN_BYTES)

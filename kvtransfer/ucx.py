@@ -31,7 +31,7 @@ import numpy as np
 
 from diptych.common.errors import ConfigError, TransferError
 from diptych.kvtransfer.api import KvAddress, PeerRef
-from diptych.kvtransfer.interfaces import interface_of, numeric
+from diptych.kvtransfer.interfaces import interface_of, numeric, ucx_address_family
 from diptych.kvtransfer.layout import HEADER_BYTES, Ring, read_refusal
 from diptych.kvtransfer.peer_book import TOKEN_BYTES, PeerBook, pack_parts, unpack_parts
 from diptych.kvtransfer.transport import (
@@ -138,7 +138,7 @@ class UcxTransport:
             config["NET_DEVICES"] = interface_of(host)
         self.path = configured_path(os.environ.get("UCX_TLS", self.default_tls))
         try:
-            with ucx_settings():
+            with ucx_settings(), ucx_address_family(host):
                 self._context = self._ucx.UCXContext(config, (self._ucx.Feature.TAG, self._ucx.Feature.WAKEUP))
                 self._worker = self._ucx.UCXWorker(self._context)
                 self._worker.init_blocking_progress_mode()

@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from diptych.common.addresses import host_port
 from diptych.loadtest.stats import dist
 from diptych.loadtest.virtual_loop import precise_clock
 
@@ -230,7 +231,7 @@ async def serve(script: Script, *, host: str = "127.0.0.1", port: int = 0) -> tu
     await runner.setup()
     listener = socket.create_server((host, port), backlog=4096)
     await web.SockSite(runner, listener, backlog=4096).start()
-    return runner, server, f"http://{host}:{listener.getsockname()[1]}"
+    return runner, server, f"http://{host_port(host, listener.getsockname()[1])}"
 
 
 async def run_forever(script: Script, host: str, port: int, *, collect: bool = True) -> None:

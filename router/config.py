@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from diptych.common.addresses import is_loopback
 from diptych.common.errors import ConfigError
-from diptych.common.tls import is_loopback
 from diptych.router.http_options import HttpOptions
 from diptych.router.rollout import Rollout
 

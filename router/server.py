@@ -23,12 +23,13 @@ import uvicorn
 import uvloop
 from grpc_reflection.v1alpha import reflection as grpc_reflection
 
+from diptych.common.addresses import host_port, is_loopback
 from diptych.common.errors import ConfigError
 from diptych.common.limits import raise_open_files
 from diptych.common.logging import setup_logging
 from diptych.common.metrics import Metrics
 from diptych.common.store import Store
-from diptych.common.tls import ServerTls, is_loopback, load_server_tls
+from diptych.common.tls import ServerTls, load_server_tls
 from diptych.common.tracing import tracing
 from diptych.router.auth import Authenticator
 from diptych.router.auth_grpc import KeyInterceptor
@@ -258,7 +259,7 @@ class Faces:
         ]
         self._tasks += [asyncio.create_task(quotas.run(), name=f"budgets of {quotas.unit}") for quotas in shared]
         http_port = self._socket.getsockname()[1]
-        return RouterAddresses(http=f"{self._host}:{http_port}", grpc=f"{self._host}:{self._grpc_port}")
+        return RouterAddresses(host_port(self._host, http_port), host_port(self._host, self._grpc_port))
 
     async def until(self, stop: asyncio.Event) -> None:
         """Wait for `stop`. Raises: whatever ended one of the servers before that."""
@@ -312,5 +313,5 @@ def listen(host: str, port: int) -> socket.socket:
         found.setblocking(False)
     except OSError as error:
         found.close()
-        raise ConfigError("http_port", f"{host}:{port}", f"cannot be listened on: {error}") from None
+        raise ConfigError("http_port", host_port(host, port), f"cannot be listened on: {error}") from None
     return found

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import grpc
 
+from diptych.common.addresses import host_port
 from diptych.common.errors import ConfigError
 from diptych.common.tls import ClusterTls
 from diptych.common.tracing import TRACEPARENT
@@ -95,15 +96,13 @@ def bind(server: grpc.aio.Server, host: str, port: int, credentials: grpc.Server
     """Listen on host:port (0: any free port), with TLS if there are credentials. Returns the port.
 
     Raises: ConfigError when it cannot be had."""
-    name = f"[{host}]" if ":" in host else host
+    where = host_port(host, port)
     try:
         bound: int = (
-            server.add_insecure_port(f"{name}:{port}")
-            if credentials is None
-            else server.add_secure_port(f"{name}:{port}", credentials)
+            server.add_insecure_port(where) if credentials is None else server.add_secure_port(where, credentials)
         )
     except RuntimeError:
         bound = 0
     if bound == 0:
-        raise ConfigError("port", f"{host}:{port}", "cannot be listened on: is another process using it?")
+        raise ConfigError("port", where, "cannot be listened on: is another process using it?")
     return bound

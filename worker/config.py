@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from diptych.common.addresses import is_loopback
 from diptych.common.errors import ConfigError
-from diptych.common.tls import is_loopback
 from diptych.engine.config import GRAMMAR_BACKENDS, POLICIES, PREEMPTION_MODES, EngineConfig
 from diptych.engine.overlap import MODES as OVERLAP_MODES
 

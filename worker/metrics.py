@@ -19,6 +19,7 @@ from prometheus_client import start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from diptych.common.addresses import host_port
 from diptych.common.clock import Clock
 from diptych.common.errors import ConfigError, DiptychError
 from diptych.common.metrics import PREFIX, TOKEN_BUCKETS, Metrics
@@ -256,7 +257,9 @@ class MetricsServer:
         try:
             self._server, self._thread = start_http_server(port, host, metrics.exposed)
         except OSError as error:
-            raise ConfigError("metrics_port", f"{host}:{port}", f"cannot be listened on: {error.strerror}") from None
+            raise ConfigError(
+                "metrics_port", host_port(host, port), f"cannot be listened on: {error.strerror}"
+            ) from None
         self.port = int(self._server.server_port)
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import structlog
 
+from diptych.common.addresses import host_port, is_wildcard
 from diptych.common.clock import Clock, MonotonicClock
 from diptych.common.compat import CONVERTS, as_strings
 from diptych.common.errors import ConfigError, DiptychError
@@ -199,9 +200,9 @@ class WorkerRuntime:
         self.role.add_to(self._server)
         port = bind(self._server, self.config.host, self.config.port, cluster_server_credentials(self.cluster_tls))
         host = self.config.advertised_host
-        if host in ("0.0.0.0", "::"):  # noqa: S104 - compared only
+        if is_wildcard(host):
             raise ConfigError("advertise_host", host, "peers cannot reach a wildcard address: name one of this host")
-        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self.address = host_port(host, port)
         await self._server.start()
         await self.role.open()
         if self.config.metrics_port is not None:
@@ -266,7 +267,7 @@ class WorkerRuntime:
             transport_path=self.transfer.path,
             transport_bytes_per_s=self.transfer.bytes_per_s,
             link_bytes_per_s=self.role.link_rates(),
-            metrics_address=f"{host}:{self.metrics_port}" if self.metrics_port else "",
+            metrics_address=host_port(host, self.metrics_port) if self.metrics_port else "",
             settings=settings_of(self.config),
             uptime_s=self.clock.now() - self._began,
             preemption=wire.preemption_to_proto(self.preemption_rates(), self.config.num_host_blocks),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from diptych.common.addresses import host_port
 from diptych.common.errors import IncompatibleWorkersError, TransferError
 from diptych.engine.messages import BlockCounts
 from diptych.engine.sched.swap_cost import Rates, break_even_tokens
@@ -22,7 +23,9 @@ def kv_address_to_proto(address: KvAddress) -> worker_pb2.KvAddress:
 def kv_address_from_proto(message: worker_pb2.KvAddress) -> KvAddress:
     """Raises: IncompatibleWorkersError when the peer names no transport or no usable port."""
     if not message.transport or message.port > 65_535:
-        raise IncompatibleWorkersError(f"handshake: KV address {message.transport!r} {message.host}:{message.port}")
+        raise IncompatibleWorkersError(
+            f"handshake: KV address {message.transport!r} {host_port(message.host, message.port)}"
+        )
     return KvAddress(message.transport, message.host, message.port, message.blob)
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from diptych.common.errors import DiptychError, StaleReferenceError, TransferError
@@ -339,3 +340,28 @@ async def comes_to_rest(reader: Any, *, turns_a_second: int) -> None:
         return turns_a_second / 4 / await turns(reader, turns_a_second // 4) <= turns_a_second
 
     await waiting.until(rests, "the transfer thread sleeps while nothing happens")
+
+
+async def test_over_ipv6() -> None:
+    """Issue 15, 4.12: only IPv4 was known; where an interface has both, UCX took that."""
+    config = TransferConfig(transport="ucx", num_slabs=8, require_transport="ucx:tcp", host="::1")
+    transfer = build_transfer(
+        config, worker_id="d0", incarnation="x", role="decode", layout_hash=7, loop=asyncio.get_running_loop()
+    )
+    child = await Publisher.start(host="::1")
+    try:
+        handle = await child.publish("a", 3)
+        received = await transfer.read(child.ref, handle, deadline_s=DEADLINE_S)
+        expected = np.random.default_rng(3).integers(0, 256, SIZE, np.uint8)
+        assert np.array_equal(np.frombuffer(received.payload, np.uint8), expected)
+        transfer.finish(received)
+        assert child.ref.address.host == "::1"
+        sockets = [
+            connection.laddr.ip
+            for connection in psutil.Process(child.process.pid).net_connections("tcp")
+            if connection.status in (psutil.CONN_ESTABLISHED, psutil.CONN_LISTEN)
+        ]
+        assert set(sockets) == {"::1"}, sockets
+    finally:
+        await child.stop()
+        await transfer.close()

@@ -6,8 +6,9 @@ import socket
 
 import pytest
 
+from diptych.common.addresses import is_loopback
 from diptych.common.errors import ConfigError
-from diptych.kvtransfer.interfaces import interface_of, is_loopback, numeric, why_unreachable
+from diptych.kvtransfer.interfaces import interface_of, numeric, why_unreachable
 
 
 @pytest.mark.parametrize(
@@ -19,6 +20,9 @@ from diptych.kvtransfer.interfaces import interface_of, is_loopback, numeric, wh
         ("127.9.9.9", "10.0.0.5", False),
         ("10.0.0.6", "10.0.0.5", True),
         ("10.0.0.6", "127.0.0.1", True),
+        ("::1", "::1", True),
+        ("::1", "fd00::2", False),
+        ("fd00::3", "fd00::2", True),
     ],
 )
 def test_a_loopback_address_is_refused_by_a_reader_on_another_host(theirs: str, ours: str, reachable: bool) -> None:
@@ -48,3 +52,22 @@ def test_the_interface_of_an_address() -> None:
     for host in ("0.0.0.0", "203.0.113.9"):
         with pytest.raises(ConfigError):
             interface_of(host)
+
+
+def test_the_interface_of_an_ipv6_address() -> None:
+    """Issue 15, 4.12: only IPv4 was known."""
+    assert numeric("::1") == "::1"
+    assert interface_of("::1") == interface_of("127.0.0.1") == "lo"
+    for host in ("::", "2001:db8::9"):
+        with pytest.raises(ConfigError, match="host="):
+            interface_of(host)
+
+
+def test_a_name_that_has_an_ipv6_address_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lookup(host: str, port: object, family: socket.AddressFamily, kind: object) -> list[object]:
+        if family != socket.AF_INET6:
+            raise socket.gaierror(-9, "Address family for hostname not supported")
+        return [(family, kind, 6, "", ("fd00::2", 0, 0, 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", lookup)
+    assert numeric("six.example") == "fd00::2"

@@ -1,0 +1,75 @@
+"""Issue 15, 4.12: a cluster on a host that has nothing but IPv6."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from openai import OpenAI
+
+from diptych.client import AsyncClient
+
+pytestmark = pytest.mark.multiproc
+
+FORCED = {"local_prefill_max_tokens": 0}
+
+
+@pytest.fixture(scope="module")
+def cluster6(cluster_module, tmp_path_factory: pytest.TempPathFactory):
+    with cluster_module.running_cluster(tmp_path_factory.mktemp("six"), "--host", "::1") as running:
+        yield running
+
+
+def test_what_is_printed_can_be_used(cluster6) -> None:
+    assert cluster6.http_url.startswith("http://[::1]:")
+    assert cluster6.grpc_address.startswith("[::1]:")
+    output = cluster6.log()
+    for words in (cluster6.http_url, cluster6.grpc_address, "KV bytes over ucx"):
+        assert words in output
+    with OpenAI(base_url=f"{cluster6.http_url}/v1", api_key="none", max_retries=0, timeout=60.0) as client:
+        answer = client.chat.completions.create(
+            model=cluster6.model,
+            messages=[{"role": "user", "content": "What is the capital of France?"}],
+            temperature=0,
+            max_tokens=16,
+            extra_body=FORCED,
+            extra_headers={"x-diptych-explain": "1"},
+        )
+    assert answer.choices[0].message.content == "The capital of France is Paris."
+    assert answer.model_extra["diptych"]["kv_bytes"] > 0
+    for child in cluster6.state.children:
+        if child.metrics:
+            assert child.metrics.startswith("[::1]:")
+            assert "diptych_engine_steps_total" in httpx.get(f"http://{child.metrics}/metrics", timeout=20.0).text
+
+
+async def test_the_sdk_goes_to_decode_directly(cluster6) -> None:
+    async with AsyncClient(cluster6.grpc_address, lookaside=True, timeout_s=60.0) as client:
+        whole = await client.generate(prompt="The capital of France is", max_tokens=8, temperature=0.0, explain=True)
+    assert "Paris" in whole.text
+    async with httpx.AsyncClient(timeout=20.0) as http:
+        text = (await http.get(f"{cluster6.http_url}/metrics")).text
+    (line,) = [
+        line for line in text.splitlines() if line.startswith("diptych_placement_tickets") and "finished" in line
+    ]
+    assert float(line.split()[-1]) >= 1
+
+
+def test_no_process_has_an_ipv4_socket(cluster6) -> None:
+    seen = set()
+    for child in cluster6.state.children:
+        for connection in psutil.Process(child.pid).net_connections("tcp"):
+            if connection.status in (psutil.CONN_LISTEN, psutil.CONN_ESTABLISHED):
+                seen.add(connection.laddr.ip)
+    assert seen == {"::1"}
+
+
+def test_the_doctor_finds_it_well(cluster6, cluster_module) -> None:
+    command = [sys.executable, "-P", "-m", "diptych.cli", "doctor", "--url", cluster6.http_url]
+    env = cluster_module.environment(cluster6.folder.root)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, cwd=Path.home())
+    assert done.returncode == 0, done.stdout + done.stderr
