@@ -30,7 +30,7 @@ PIP := $(BIN)/python -m pip --quiet
 STEP := .ci/with_progress.sh
 PROTO_SOURCES := $(wildcard proto/diptych/rpc/v1/*.proto)
 
-.PHONY: help check sdk-reference test test-full up down proto model golden sim sdk-wheel bench bench-router bench-engine bench-kv bench-vllm test-gpu bench-gpu bench-gpu-pair wheels wheels-gpu secrets images charts test-containers clean
+.PHONY: help check sdk-reference test test-full test-hostile up down proto model golden sim sdk-wheel bench bench-router bench-engine bench-kv bench-vllm test-gpu bench-gpu bench-gpu-pair wheels wheels-gpu secrets images charts test-containers clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -46,6 +46,9 @@ test: $(VENV)/.dev model ## the tests, with one real cluster; under ten minutes 
 
 test-full: $(VENV)/.dev model ## every test that needs no GPU and no root
 	@$(BIN)/pytest -m "not gpu and not netns and not containers" $(ARGS)
+
+test-hostile: $(VENV)/.dev model ## the tests throttled, on one core, beside busy loops, at other widths of vectors, without a compiler: 75 minutes
+	@$(BIN)/python -P tests/hostile.py $(ARGS)
 
 check: $(VENV)/.dev ## format, lint, types, import contracts, wire contract, banned calls
 	@$(BIN)/ruff format --check .
@@ -143,7 +146,7 @@ test-containers: $(VENV)/.dev ## compose.yaml for real with podman and podman-co
 	@$(BIN)/pytest -m containers $(ARGS) tests/deploy
 
 clean: ## delete what was built and installed here; the model's cache stays
-	rm -rf $(VENV) build dist bench-out .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis src/*.egg-info
+	rm -rf $(VENV) build dist bench-out hostile-out .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis src/*.egg-info
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 bench-router: $(VENV)/.dev ## the router's decisions: speed and memory, and how well policies place

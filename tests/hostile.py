@@ -1,0 +1,401 @@
+"""The test suite on machines that are hostile to it, one condition at a time; `make test-hostile`.
+
+Green here means green on any machine: no test may depend on how fast, how loaded or which CPU the machine is. docs/testing.md
+tells how tests are kept from that, and what this found.
+
+Each condition runs the part of the suite that it can affect:
+
+* Time (throttled, one-core, busy): everything that has threads, processes, sockets or deadlines. Left out is what computes on
+  one thread of one process and asks no clock (UNTIMED): slower, it takes longer and that is all. `throttled`, the hardest of
+  them, leaves nothing out.
+* Instructions (lanes-8, lanes-16, no-compiler): every test in whose process, or in a child of it, C of ours is compiled or
+  loaded: what reaches `diptych.common.compiled.find_compiler`. A run with a print there told which folders do not (WITHOUT_C).
+* All at once (together, together-no-compiler): SMOKE, one test or a few of every kind that the others found something in.
+
+Every result goes to hostile-out/: a log of each condition, and results.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import psutil
+
+from diptych.common import child
+
+ROOT = Path(__file__).resolve().parent.parent
+_spec = importlib.util.spec_from_file_location("diptych_test_machine", ROOT / "tests" / "machine.py")
+assert _spec is not None
+assert _spec.loader is not None
+machine = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(machine)
+MARKS = "not slow and not gpu and not netns and not containers"
+PROCESSES = 2
+PERIOD_S = 0.1
+PROGRESS_S = 30.0
+
+# On one thread, without a clock. Each with why.
+UNTIMED = {
+    "tests/kernels": "kernels beside their references, in the caller's thread",
+    "tests/sim": "schedules in simulated time",
+    "tests/deploy": "files that are read and rendered; containers are not run here",
+    "tests/unit/engine_sched": "the scheduler is pure: steps are numbers",
+    "tests/unit/engine_exec": "models beside their references; the runner waits for nothing",
+    "tests/unit/house": "the source tree as text, and tools that read it",
+}
+# Where no C of ours is compiled or loaded, in the test's process or a child's.
+WITHOUT_C = {
+    "tests/deploy": "files that are read and rendered",
+    "tests/sim": "engines with a fake runner, routers without placement",
+    "tests/unit/cli": "commands, with fakes behind them",
+    "tests/unit/client": "the SDK, which stands alone",
+    "tests/unit/common": "text, identity, codecs",
+    "tests/unit/decode": "policy, with fakes",
+    "tests/unit/engine_grammar": "grammars only",
+    "tests/unit/engine_loop": "an engine with a fake runner",
+    "tests/unit/engine_sched": "the scheduler is pure",
+    "tests/unit/kvtransfer": "layouts and the ledger",
+    "tests/unit/loadtest": "sees a server from outside only",
+    "tests/unit/prefill": "policy, with fakes",
+    "tests/unit/router_faces": "parsing and forming of requests",
+    "tests/unit/rpc": "conversion of messages",
+    "tests/unit/worker": "parts of a worker, with a fake runner",
+}
+SMOKE = (
+    "tests/unit/engine_exec/test_exec_native.py",
+    "tests/unit/router/test_router_native.py",
+    "tests/integration/test_faces_grpc.py",
+    "tests/integration/test_faces_drain.py",
+    "tests/integration/test_kvtransfer_ucx.py",
+    "tests/integration/test_pd_faults.py",
+    "tests/integration/test_router_turns.py",
+    "tests/e2e/test_serve.py",
+    "tests/e2e/test_identity.py",
+)
+
+
+@dataclass(frozen=True)
+class Condition:
+    """
+    Args:
+        leave_out: folders of tests that it cannot affect.
+        smoke: it runs SMOKE, whatever was asked for.
+        quarter: the suite gets a quarter of a core for each of its processes.
+        one_core: the suite and all its children are pinned to one core.
+        busy_loops: processes that only compute, on the same cores.
+        env: more of the environment.
+        limit_s: ends the run, as a failure.
+    """
+
+    name: str
+    why: str
+    leave_out: Mapping[str, str] = field(default_factory=dict)
+    smoke: bool = False
+    quarter: bool = False
+    one_core: bool = False
+    busy_loops: int = 0
+    env: Mapping[str, str] = field(default_factory=dict)
+    limit_s: float = 1500.0
+
+
+NO_COMPILER = {"CC": "no-compiler-here"}
+TWO_LOOPS = 2
+CONDITIONS = (
+    Condition("throttled", "a quarter of a core for each process of the suite", quarter=True, limit_s=2400.0),
+    Condition("one-core", "pinned to one core", UNTIMED, one_core=True),
+    Condition("busy", "two busy loops beside it", UNTIMED, busy_loops=TWO_LOOPS),
+    Condition("lanes-8", "vectors of 8 floats, as AVX2 has them", WITHOUT_C, env={"DIPTYCH_NATIVE_LANES": "8"}),
+    Condition("lanes-16", "vectors of 16 floats, as AVX-512 has them", WITHOUT_C, env={"DIPTYCH_NATIVE_LANES": "16"}),
+    Condition("no-compiler", "no C compiler: torch and numpy serve", WITHOUT_C, env=NO_COMPILER),
+    Condition(
+        "together", "throttled, on one core, beside two busy loops, with vectors of 8 floats",
+        smoke=True, quarter=True, one_core=True, busy_loops=TWO_LOOPS, env={"DIPTYCH_NATIVE_LANES": "8"},
+    ),
+    Condition(
+        "together-no-compiler", "throttled, on one core, beside two busy loops, without a compiler",
+        smoke=True, quarter=True, one_core=True, busy_loops=TWO_LOOPS, env=NO_COMPILER,
+    ),
+)  # fmt: skip
+
+
+@dataclass
+class Outcome:
+    """failed: names of tests that failed or whose set-up did; said: how the run ended, where it did not end by itself."""
+
+    condition: str
+    why: str
+    seconds: float
+    tests: int
+    failed: list[str]
+    skipped: int
+    said: str = ""
+    throttled_by: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return not self.failed and not self.said and self.tests > 0
+
+
+# ---- throttling ------------------------------------------------------------------------------------------------------
+
+
+def make_quota_group(cores: float) -> Path | None:
+    """A control group whose processes together get so many cores' time; None where none can be made."""
+    name = f"diptych-hostile-{os.getpid()}"
+    period_us = int(PERIOD_S * 1e6)
+    v2, v1 = Path("/sys/fs/cgroup") / name, Path("/sys/fs/cgroup/cpu") / name
+    settings = {
+        v2: [("cpu.max", f"{int(period_us * cores)} {period_us}")],
+        v1: [("cpu.cfs_period_us", str(period_us)), ("cpu.cfs_quota_us", str(int(period_us * cores)))],
+    }
+    for group, files in settings.items():
+        try:
+            group.mkdir()
+        except OSError:
+            continue
+        try:
+            for file, value in files:
+                if not (group / file).exists():
+                    raise FileNotFoundError(file)
+                (group / file).write_text(value)
+            return group
+        except OSError:
+            group.rmdir()
+    return None
+
+
+def descendants(root: int) -> list[psutil.Process]:
+    """`root` and whatever comes from it, parents before their children."""
+    try:
+        top = psutil.Process(root)
+        return [top, *top.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _is_stopped(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_STOPPED
+    except psutil.NoSuchProcess:
+        return True
+
+
+def _signal(processes: Sequence[psutil.Process], signum: signal.Signals) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+            process.send_signal(signum)
+
+
+@contextlib.contextmanager
+def stop_and_continue(root: int, share: float) -> Iterator[None]:
+    """Where no quota can be set: `root` and its descendants run for `share` of every period.
+
+    What a test has stopped stays stopped: whoever sends signals is an ancestor of whom they reach, so parents are stopped first,
+    and what is found stopped then is not ours.
+    """
+    done = threading.Event()
+
+    def beat() -> None:
+        while not done.wait(PERIOD_S * share):
+            ours = []
+            for process in descendants(root):
+                if not _is_stopped(process):
+                    _signal([process], signal.SIGSTOP)
+                    ours.append(process)
+            done.wait(PERIOD_S * (1 - share))
+            _signal(ours[::-1], signal.SIGCONT)
+
+    thread = threading.Thread(target=beat, name="stop-and-continue")
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+# ---- one run ---------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def busy_loops(count: int) -> Iterator[None]:
+    """Each ends with us, whatever happens to us."""
+    loops = [child.start([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in loops:
+            process.kill()
+            process.wait()
+
+
+# What it sets is inherited by all that the suite starts.
+_PREPARE = (
+    "import os, sys\n"
+    "core, group = sys.argv[1:3]\n"
+    "if core: os.sched_setaffinity(0, {int(core)})\n"
+    "if group: open(group + '/cgroup.procs', 'w').write(str(os.getpid()))\n"
+    "os.execv(sys.argv[3], sys.argv[3:])\n"
+)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """The suite, where it still runs, with all that it has started."""
+    _signal(descendants(process.pid), signal.SIGKILL)
+    process.wait()
+
+
+def selection(condition: Condition, smoke: bool, given: Sequence[str]) -> list[str]:
+    """pytest's arguments that name tests."""
+    if given:
+        return list(given)
+    if smoke or condition.smoke:
+        return list(SMOKE)
+    return ["tests", *(f"--ignore={folder}" for folder in condition.leave_out)]
+
+
+def progress_of(log: Path) -> str:
+    marks = re.findall(rb"\[ *(\d+)%\]", log.read_bytes())
+    return f"{marks[-1].decode()}%" if marks else "starting"
+
+
+def read_log(log: Path) -> tuple[dict[str, int], list[str]]:
+    """Counts by outcome, as pytest's last line has them ({} where it never came so far), and who failed."""
+    lines = log.read_text(errors="replace").splitlines() or [""]
+    counts = {word.rstrip("s"): int(number) for number, word in re.findall(r"(\d+) (\w+)[,\s]", lines[-1] + " ")}
+    failed = [re.split(r"^(?:FAILED|ERROR) | - ", line)[1] for line in lines if line.startswith(("FAILED ", "ERROR "))]
+    return counts if " in " in lines[-1] else {}, sorted(set(failed))
+
+
+def run(
+    condition: Condition, selected: Sequence[str], out: Path, flags: Sequence[str], cores: Sequence[int]
+) -> Outcome:
+    """One condition's run of pytest, in a process of its own."""
+    log = out / f"{condition.name}.log"
+    command = [
+        sys.executable, "-P", "-m", "pytest", "-q", "-n", str(PROCESSES), "--dist", "loadgroup", "--no-loadscope-reorder",
+        "-p", "no:cacheprovider", "-m", MARKS, "--durations=20", *flags, *selected,
+    ]  # fmt: skip
+    group = make_quota_group(PROCESSES / 4) if condition.quarter else None
+    wanted = [str(cores[0]) if condition.one_core else "", str(group or "")]
+    by = "" if not condition.quarter else "quota" if group is not None else "stop and continue"
+    began = time.monotonic()
+    said = ""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(busy_loops(condition.busy_loops))
+        process = child.start(
+            [sys.executable, "-I", "-S", "-c", _PREPARE, *wanted, *command],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONSAFEPATH": "1", **condition.env},
+            stdout=stack.enter_context(log.open("wb")),
+            stderr=subprocess.STDOUT,
+        )
+        stack.callback(_end, process)
+        if condition.quarter and group is None:
+            stack.enter_context(stop_and_continue(process.pid, 1 / 4))
+        print(f"{condition.name}: {condition.why}" + (f" (by {by})" if by else ""), flush=True)
+        told = began
+        while process.poll() is None:
+            time.sleep(0.2)
+            now = time.monotonic()
+            if now - began > condition.limit_s:
+                said = f"not done within {condition.limit_s:.0f} s"
+                break
+            if now - told > PROGRESS_S:
+                told = now
+                print(f"{condition.name}: {progress_of(log)} after {now - began:.0f} s", flush=True)
+    seconds = time.monotonic() - began
+    if group is not None:
+        _remove(group)
+    counts, failed = read_log(log)
+    if not said and (process.returncode not in (0, 1) or not counts):
+        said = f"pytest ended with {process.returncode}: see {log}"
+    tests = sum(counts.get(word, 0) for word in ("passed", "failed", "error", "skipped"))
+    return Outcome(condition.name, condition.why, round(seconds, 1), tests, failed, counts.get("skipped", 0), said, by)
+
+
+def _remove(group: Path) -> None:
+    """Killed processes leave a group a little later than they are gone."""
+    until = time.monotonic() + 10
+    while True:
+        try:
+            group.rmdir()
+            return
+        except OSError as error:
+            if time.monotonic() > until:
+                print(f"{group} stays: {error}", file=sys.stderr)
+                return
+            time.sleep(0.1)  # sleep: of a loop that looks whether it is empty
+
+
+# ---- all of them -----------------------------------------------------------------------------------------------------
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    lines = ["| condition | tests | failed | skipped | minutes |", "|---|---|---|---|---|"]
+    for outcome in outcomes:
+        cells = (
+            outcome.condition, outcome.tests, len(outcome.failed), outcome.skipped, f"{outcome.seconds / 60:.1f}",
+        )  # fmt: skip
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    for outcome in outcomes:
+        lines += [f"{outcome.condition}: FAILED {name}" for name in outcome.failed]
+        lines += [f"{outcome.condition}: {outcome.said}"] if outcome.said else []
+    return "\n".join(lines)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    names = [condition.name for condition in CONDITIONS]
+    parser = argparse.ArgumentParser(prog="tests/hostile.py", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--only", metavar="NAMES", help=f"conditions, comma-separated: {', '.join(names)}")
+    parser.add_argument(
+        "--smoke", action="store_true", help="a few tests of each kind under each condition, not its part"
+    )
+    parser.add_argument("--out", type=Path, default=ROOT / "hostile-out", help="folder of logs and results")
+    parser.add_argument("--pytest", default="", metavar="FLAGS", help="more flags of pytest, e.g. '-x -k drain'")
+    parser.add_argument("tests", nargs="*", help="files, folders or names of tests, in place of a condition's part")
+    given = parser.parse_args(arguments)
+    given.only = given.only.split(",") if given.only else names
+    if unknown := [name for name in given.only if name not in names]:
+        parser.error(f"no condition {unknown[0]}; there are {', '.join(names)}")
+    return given
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns: 0 where every condition's tests passed, else 1."""
+    given = parse(arguments)
+    given.out.mkdir(parents=True, exist_ok=True)
+    cores = sorted(os.sched_getaffinity(0))
+    began, outcomes = time.monotonic(), []
+    for condition in CONDITIONS:
+        if condition.name not in given.only:
+            continue
+        tests = selection(condition, given.smoke, given.tests)
+        outcome = run(condition, tests, given.out, given.pytest.split(), cores)
+        outcomes.append(outcome)
+        print(table([outcome]).partition("\n|---")[2].partition("\n")[2], flush=True)
+        body = {
+            "machine": machine.facts(),
+            "seconds": round(time.monotonic() - began, 1),
+            "conditions": [asdict(one) for one in outcomes],
+        }
+        (given.out / "results.json").write_text(json.dumps(body, indent=1) + "\n")
+    print(f"\n{table(outcomes)}\n{(time.monotonic() - began) / 60:.1f} minutes; results in {given.out}")
+    return 0 if all(outcome.passed for outcome in outcomes) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

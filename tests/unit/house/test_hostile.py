@@ -1,0 +1,174 @@
+"""The script of `make test-hostile`: its conditions really hold, and what it says of a run is true."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+waiting = sys.modules["diptych_test_waiting"]
+ROOT = Path(__file__).resolve().parents[3]
+_spec = importlib.util.spec_from_file_location("diptych_test_hostile", ROOT / "tests" / "hostile.py")
+hostile = sys.modules["diptych_test_hostile"] = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(hostile)
+
+COUNTS = "import sys\nn = 0\nwhile True:\n    n += 1\n    open(sys.argv[1], 'w').write(str(n))"
+CASES = """
+import json
+import os
+from pathlib import Path
+
+def test_tells():
+    told = {name: os.environ.get(name) for name in ("CC", "DIPTYCH_NATIVE_LANES")}
+    body = told | {"cores": len(os.sched_getaffinity(0))}
+    Path(__file__).with_name(f"told-{told['DIPTYCH_NATIVE_LANES']}.json").write_text(json.dumps(body))
+
+def test_fails_on_one_core():
+    assert len(os.sched_getaffinity(0)) > 1
+"""
+
+
+def test_every_folder_and_file_that_it_names_is_there():
+    for name in (*hostile.UNTIMED, *hostile.WITHOUT_C, *hostile.SMOKE):
+        assert (ROOT / name).exists(), name
+
+
+def test_each_condition_takes_its_part_the_smoke_or_what_is_given():
+    by_name = {condition.name: condition for condition in hostile.CONDITIONS}
+    assert hostile.selection(by_name["throttled"], False, []) == ["tests"]
+    assert "--ignore=tests/sim" in hostile.selection(by_name["busy"], False, [])
+    assert "--ignore=tests/unit/engine_exec" not in hostile.selection(by_name["lanes-8"], False, [])
+    assert hostile.selection(by_name["together"], False, []) == list(hostile.SMOKE)
+    assert hostile.selection(by_name["busy"], True, []) == list(hostile.SMOKE)
+    assert hostile.selection(by_name["together"], False, ["tests/sim"]) == ["tests/sim"]
+    with pytest.raises(SystemExit):
+        hostile.parse(["--only", "throttled,nowhere"])
+
+
+@pytest.mark.parametrize(
+    ("last", "counts"),
+    [
+        ("3 failed, 20 passed, 1 skipped, 4 deselected in 61.20s (0:01:01)", (3, 20, 1)),
+        ("==== 1 passed, 2 errors in 1.00s ====", (0, 1, 0)),
+        ("7 passed in 0.10s", (0, 7, 0)),
+        ("[gw1] node down: Not properly terminated", None),
+    ],
+)
+def test_the_log_is_read_as_pytest_writes_it(tmp_path, last, counts):
+    names = [
+        "FAILED tests/a.py::test_x[a b] - assert 1 - 2",
+        "ERROR tests/b.py::test_y",
+        "FAILED tests/a.py::test_x[a b]",
+    ]
+    (tmp_path / "log").write_text("\n".join(["..F [ 40%]", "E. [100%]", *names, last, ""]))
+    found, failed = hostile.read_log(tmp_path / "log")
+    assert failed == ["tests/a.py::test_x[a b]", "tests/b.py::test_y"]
+    if counts is None:
+        assert found == {}
+    else:
+        assert tuple(found.get(word, 0) for word in ("failed", "passed", "skipped")) == counts
+    assert hostile.progress_of(tmp_path / "log") == "100%"
+
+
+def test_conditions_reach_the_tests_and_failures_are_told(tmp_path, capsys):
+    (tmp_path / "test_cases.py").write_text(CASES)
+    flags = ["--only", "one-core,lanes-8", "--out", str(tmp_path / "out"), str(tmp_path)]
+    both = len(os.sched_getaffinity(0)) > 1
+    assert hostile.main(flags) == 1
+    pinned, lanes = (json.loads((tmp_path / f"told-{lanes}.json").read_text()) for lanes in (None, 8))
+    assert pinned["cores"] == 1
+    assert lanes["cores"] == len(os.sched_getaffinity(0))
+    told = json.loads((tmp_path / "out" / "results.json").read_text())
+    one, other = told["conditions"]
+    assert [name.rpartition("::")[2] for name in one["failed"]] == ["test_fails_on_one_core"]
+    assert (one["tests"], other["tests"]) == (2, 2)
+    assert bool(other["failed"]) is not both
+    assert any(line.startswith("vectors: ") for line in told["machine"])
+    assert "| one-core | 2 | 1 | 0 |" in capsys.readouterr().out
+
+
+def test_a_run_without_tests_has_not_passed(tmp_path):
+    assert hostile.main(["--only", "lanes-16", "--out", str(tmp_path / "out"), str(tmp_path)]) == 1
+    [outcome] = json.loads((tmp_path / "out" / "results.json").read_text())["conditions"]
+    assert "pytest ended with" in outcome["said"]
+
+
+def counting(path: Path) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen([sys.executable, "-S", "-c", COUNTS, str(path)])
+    waiting.wait_until(path.exists, what="it counts")
+    return process
+
+
+def status(process: subprocess.Popen[bytes]) -> str:
+    return psutil.Process(process.pid).status()
+
+
+def test_stop_and_continue_lets_stand_what_somebody_else_stopped(tmp_path):
+    parent = counting(tmp_path / "n")
+    other = counting(tmp_path / "m")
+    try:
+        other.send_signal(signal.SIGSTOP)
+        waiting.wait_until(lambda: status(other) == psutil.STATUS_STOPPED, what="it is stopped")
+        seen = set()
+
+        def stopped_and_gone_on() -> bool:
+            assert status(other) == psutil.STATUS_STOPPED
+            seen.add((status(parent) == psutil.STATUS_STOPPED, (tmp_path / "n").read_text()))
+            return len({n for stopped, n in seen if stopped}) > 3
+
+        with hostile.stop_and_continue(parent.pid, 1 / 4), hostile.stop_and_continue(other.pid, 1 / 4):
+            waiting.wait_until(
+                stopped_and_gone_on, what="the process stands and goes on, again and again", every_s=0.001
+            )
+        assert status(parent) != psutil.STATUS_STOPPED
+        assert status(other) == psutil.STATUS_STOPPED
+    finally:
+        for process in (parent, other):
+            process.kill()
+            process.wait()
+
+
+def test_a_quota_stops_who_has_used_it_up(tmp_path):
+    group = hostile.make_quota_group(0.02)
+    if group is None:
+        pytest.skip("no control group can be made here")
+    process = counting(tmp_path / "n")
+    try:
+        (group / "cgroup.procs").write_text(str(process.pid))
+
+        def throttled() -> int:
+            stat = dict(line.split() for line in (group / "cpu.stat").read_text().splitlines())
+            return int(stat["nr_throttled"])
+
+        waiting.wait_until(lambda: throttled() > 3, what="the quota was used up")
+    finally:
+        process.kill()
+        process.wait()
+        hostile._remove(group)
+    assert not group.exists()
+
+
+def test_busy_loops_end_with_their_block():
+    before = {process.pid for process in psutil.Process().children()}
+    with hostile.busy_loops(2):
+        loops = [process for process in psutil.Process().children() if process.pid not in before]
+        assert len(loops) == 2
+        waiting.wait_until(lambda: all(sum(p.cpu_times()[:2]) > 0.05 for p in loops), what="they compute")
+    assert not any(process.is_running() for process in loops)
+
+
+def test_a_run_that_takes_too_long_is_ended_and_failed(tmp_path):
+    (tmp_path / "test_long.py").write_text(
+        "import time\n\ndef test_long():\n    time.sleep(3600)  # sleep: ended by the limit\n"
+    )
+    condition = hostile.Condition("long", "too long", limit_s=1.0)
+    outcome = hostile.run(condition, [str(tmp_path)], tmp_path, [], [0])
+    assert outcome.said == "not done within 1 s"
+    assert not outcome.passed
