@@ -156,9 +156,13 @@ async def test_redis_killed_serving_goes_on(gated_cluster):
         assert len((await client.generate(token_ids=fresh_prompt(80), **options)).token_ids) == 4
 
 
-def test_killed_supervisor_takes_everything_with_it(cluster_module, tmp_path: Path):
-    """kill -9 on `diptych up` itself: the kernel ends its children, `diptych down` clears the rest."""
+async def test_as_shipped_a_worker_is_replaced_and_a_killed_supervisor_takes_everything_with_it(
+    cluster_module, tmp_path: Path
+):
+    """Nothing is set that a user does not set. kill -9 on a worker, and on `diptych up` itself: the kernel ends its children,
+    `diptych down` clears the rest."""
     with cluster_module.running_cluster(tmp_path) as running:
+        await serves_again(running, "decode-0", running.kill("decode-0").pid)
         state = running.state
         running.process.kill()
         running.process.wait(timeout=60)
