@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from diptych.common.compiled import LANES_VARIABLE, NativeError, find_compiler
 
@@ -39,8 +39,8 @@ _SETTLE_S = 30.0
 _OUR_ENV = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "TRITON_INTERPRET": "1"}
 _SET_HERE = {name for name in _OUR_ENV if name not in os.environ}
 os.environ.update({name: _OUR_ENV[name] for name in _SET_HERE})
-# An example that takes longer than hypothesis' 200 ms says that the machine is busy, not that anything is wrong.
-settings.register_profile("diptych", deadline=None)
+# An example that takes longer than hypothesis' 200 ms, or is slow to make, says that the machine is busy.
+settings.register_profile("diptych", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("diptych")
 # Else the first who asks for the main thread's loop (pytest-asyncio does) has the policy make one that nobody closes.
 _main_loop = asyncio.new_event_loop()

@@ -15,7 +15,7 @@ from diptych.common.compiled import LANES_VARIABLE, NativeError, find_compiler
 def _compiler_version() -> str:
     try:
         path = find_compiler()
-        shown = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
+        shown = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=300, check=True).stdout
     except (NativeError, OSError, subprocess.SubprocessError) as error:
         return f"no compiler ({error})"
     return f"{path}: {shown.splitlines()[0]}"

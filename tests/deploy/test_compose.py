@@ -94,7 +94,7 @@ class Stack:
         return self.podman("exec", self.name(service), "python", "-c", code).stdout
 
     def scrape(self, target: str) -> str:
-        code = f"import urllib.request as u; print(u.urlopen('http://{target}/metrics', timeout=60).read().decode())"
+        code = f"import urllib.request as u; print(u.urlopen('http://{target}/metrics', timeout=300).read().decode())"
         return self.python("router-1", code)
 
     def logs(self) -> str:

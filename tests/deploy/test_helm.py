@@ -44,7 +44,7 @@ pytestmark = pytest.mark.skipif(HELM is None, reason="no helm: make charts gets 
 
 
 def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([str(HELM), *arguments], capture_output=True, text=True, timeout=60)
+    return subprocess.run([str(HELM), *arguments], capture_output=True, text=True, timeout=300)
 
 
 def render(*values: str) -> dict[tuple[str, str], dict[str, Any]]:

@@ -68,7 +68,7 @@ def complete(cluster, prompt: list[int], max_tokens: int = 8) -> None:
     body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
     headers = {"content-type": "application/json"}
     request = urllib.request.Request(cluster.http_url + "/v1/completions", json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=120) as answer:
+    with urllib.request.urlopen(request, timeout=300) as answer:
         assert answer.status == 200
 
 
@@ -137,4 +137,4 @@ def test_prometheus_answers_every_query(cluster, cluster_module, fresh_prompt, t
         assert not any(quiet.values()), "an alert fires on a cluster that does well"
     finally:
         process.terminate()
-        process.wait(timeout=60)
+        process.wait(timeout=300)

@@ -21,7 +21,7 @@ ANSWER = "The capital of France is Paris."
 
 @pytest.fixture
 def openai_client(cluster):
-    with OpenAI(base_url=f"{cluster.http_url}/v1", api_key="none", max_retries=0, timeout=60.0) as client:
+    with OpenAI(base_url=f"{cluster.http_url}/v1", api_key="none", max_retries=0, timeout=300.0) as client:
         yield client
 
 
@@ -70,25 +70,25 @@ def test_openai_models_and_errors(openai_client, cluster):
 def test_explain_header(cluster):
     body = {"messages": MESSAGES, "max_tokens": 8, "temperature": 0}
     url = f"{cluster.http_url}/v1/chat/completions"
-    answer = httpx.post(url, json=body, headers={"x-diptych-explain": "1"}, timeout=60.0).json()
+    answer = httpx.post(url, json=body, headers={"x-diptych-explain": "1"}, timeout=300.0).json()
     facts = answer["diptych"]
     assert facts["decode"] == "decode-0"
     assert {"prefill", "decode", "transport", "kv_bytes", "cached_tokens_prefill", "cached_tokens_decode"} <= set(facts)
     assert any(facts[name] for name in ("placement", "candidates") if name in facts), (
         "the placement's terms are missing"
     )
-    assert "diptych" not in httpx.post(url, json=body, timeout=60.0).json()
+    assert "diptych" not in httpx.post(url, json=body, timeout=300.0).json()
 
 
 def test_unknown_field_is_ignored(cluster):
     body = {"messages": MESSAGES, "max_tokens": 2, "temperature": 0, "my_own_field": 1}
-    assert httpx.post(f"{cluster.http_url}/v1/chat/completions", json=body, timeout=60.0).status_code == 200
+    assert httpx.post(f"{cluster.http_url}/v1/chat/completions", json=body, timeout=300.0).status_code == 200
 
 
 def test_health_ready_metrics(cluster):
     for path in ("/health", "/ready"):
-        assert httpx.get(cluster.http_url + path, timeout=60.0).status_code == 200
-    text = httpx.get(cluster.http_url + "/metrics", timeout=60.0).text
+        assert httpx.get(cluster.http_url + path, timeout=300.0).status_code == 200
+    text = httpx.get(cluster.http_url + "/metrics", timeout=300.0).text
     assert "diptych" in text
 
 
@@ -143,7 +143,7 @@ def test_chat_in_a_pipe(cluster):
         "0",
     ]
     result = subprocess.run(
-        command, input="What is the capital of France?\n", capture_output=True, text=True, timeout=60, env=env
+        command, input="What is the capital of France?\n", capture_output=True, text=True, timeout=300, env=env
     )
     assert result.returncode == 0, result.stderr
     assert ANSWER in result.stdout

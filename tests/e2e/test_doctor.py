@@ -14,7 +14,7 @@ pytestmark = pytest.mark.multiproc
 def run(cluster, cluster_module, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-P", "-m", "diptych.cli", *arguments]
     env = cluster_module.environment(cluster.folder.root)
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
 
 
 async def test_the_doctor_sees_what_the_cluster_is(cluster, cluster_module, client, fresh_prompt) -> None:
@@ -49,7 +49,7 @@ def test_top_prints_a_line_for_each_look(cluster, cluster_module) -> None:
 def test_without_a_cluster_the_reason_is_told(cluster_module, tmp_path) -> None:
     command = [sys.executable, "-P", "-m", "diptych.cli", "doctor", "--url", "http://127.0.0.1:9"]
     result = subprocess.run(
-        command, env=cluster_module.environment(tmp_path), capture_output=True, text=True, timeout=60
+        command, env=cluster_module.environment(tmp_path), capture_output=True, text=True, timeout=300
     )
     assert result.returncode == 1
     assert "the router at http://127.0.0.1:9 cannot be reached: Connection refused" in result.stderr

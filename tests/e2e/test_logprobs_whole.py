@@ -76,7 +76,7 @@ def expected() -> list[Expected]:
 @pytest.fixture(scope="module", params=["cluster", "colocated"])
 def http(request: pytest.FixtureRequest):
     server = request.getfixturevalue(request.param)
-    with httpx.Client(base_url=server.http_url, timeout=120.0) as client:
+    with httpx.Client(base_url=server.http_url, timeout=300.0) as client:
         yield client
 
 

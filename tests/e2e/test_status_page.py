@@ -17,7 +17,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
 def get(url: str) -> tuple[bytes, str, str]:
-    with urllib.request.urlopen(url, timeout=60) as answer:
+    with urllib.request.urlopen(url, timeout=300) as answer:
         return answer.read(), answer.headers["content-type"], answer.headers.get("content-security-policy", "")
 
 
@@ -34,7 +34,7 @@ def complete(cluster, prompt: list[int], max_tokens: int = 6) -> None:
         json.dumps(body).encode(),
         {"content-type": "application/json", "x-request-id": "<b>shown</b>"},
     )
-    with urllib.request.urlopen(request, timeout=120) as answer:
+    with urllib.request.urlopen(request, timeout=300) as answer:
         assert answer.status == 200
 
 
@@ -80,7 +80,7 @@ def test_a_browser_draws_it(cluster, fresh_prompt, tmp_path: Path) -> None:
         *("--window-size=1400,1500", f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=4000"),
     ]
     dump = subprocess.run(
-        [*common, "--dump-dom", cluster.http_url + "/status"], capture_output=True, text=True, timeout=120, check=True
+        [*common, "--dump-dom", cluster.http_url + "/status"], capture_output=True, text=True, timeout=300, check=True
     ).stdout
     assert re.search(r'data-drawn="\d', dump), dump[-3000:]
     for name in cluster.workers():
@@ -89,5 +89,5 @@ def test_a_browser_draws_it(cluster, fresh_prompt, tmp_path: Path) -> None:
     assert re.search(r'<svg id="ttft"[^>]*>.*?<(polyline|circle) class="p95"', dump, re.DOTALL)
     assert re.search(r'<svg id="itl"[^>]*>.*?<(polyline|circle) class="p50"', dump, re.DOTALL)
     assert "&lt;b&gt;shown" in dump or "<b>shown" not in dump, "a caller's label became markup"
-    subprocess.run([*common, f"--screenshot={picture}", cluster.http_url + "/status"], timeout=120, check=True)
+    subprocess.run([*common, f"--screenshot={picture}", cluster.http_url + "/status"], timeout=300, check=True)
     assert picture.stat().st_size > 20_000

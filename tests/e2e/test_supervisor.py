@@ -44,7 +44,7 @@ def test_dead_child_is_started_again_as_another_process(supervisor, tmp_path):
     child = supervisor.start(spec("a", SLEEP, tmp_path))
     first = child.process.pid
     os.kill(first, signal.SIGKILL)
-    child.process.wait(timeout=60)
+    child.process.wait(timeout=300)
     now = time.monotonic()
     (died,) = supervisor.poll(now)
     assert died.exit_code == -signal.SIGKILL
@@ -54,7 +54,7 @@ def test_dead_child_is_started_again_as_another_process(supervisor, tmp_path):
     assert started.pid != first
     assert child.identity.alive()
     os.kill(started.pid, signal.SIGKILL)
-    child.process.wait(timeout=60)
+    child.process.wait(timeout=300)
     (again,) = supervisor.poll(now + 1.0)
     assert again.delay_s > died.delay_s
 
@@ -80,7 +80,7 @@ def test_children_die_with_a_killed_parent(tmp_path):
         assert child.alive()
     finally:
         parent.kill()
-        parent.wait(timeout=60)
+        parent.wait(timeout=300)
         parent.stdout.close()
     wait_until(lambda: not child.alive(), what="the child is gone")
 
@@ -94,7 +94,7 @@ def test_embedded_redis_serves_on_loopback_and_writes_nothing(tmp_path):
             c.laddr.ip for c in psutil.Process(process.pid).net_connections() if c.status == psutil.CONN_LISTEN
         }
         assert listening == {"127.0.0.1"}
-        with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+        with socket.create_connection(("127.0.0.1", port), timeout=300) as connection:
             connection.sendall(b"SET a b\r\nCONFIG GET maxmemory\r\nCONFIG GET save\r\n")
             connection.sendall(b"QUIT\r\n")
             with connection.makefile("rb") as answers:
@@ -103,7 +103,7 @@ def test_embedded_redis_serves_on_loopback_and_writes_nothing(tmp_path):
         assert str(256 * 1024 * 1024).encode() in answer
     finally:
         process.terminate()
-        process.wait(timeout=60)
+        process.wait(timeout=300)
     assert [path.name for path in tmp_path.iterdir()] == ["redis.log"]
 
 
@@ -115,7 +115,7 @@ def test_redis_that_cannot_start_is_noticed_before_the_deadline(tmp_path):
         process = embedded_redis.start_server(port, log=tmp_path / "redis.log", folder=tmp_path)
         # Noticed by its end: with the deadline alone this would take a day.
         assert not embedded_redis.wait_ready(process, port, deadline_s=86_400.0)
-        process.wait(timeout=60)
+        process.wait(timeout=300)
 
 
 def test_taken_port_is_named_before_anything_starts(cluster_module, tmp_path):
@@ -124,7 +124,7 @@ def test_taken_port_is_named_before_anything_starts(cluster_module, tmp_path):
         taken.bind(("127.0.0.1", http))
         taken.listen()
         result = subprocess.run(
-            command, env=cluster_module.environment(tmp_path), capture_output=True, text=True, timeout=60, cwd=tmp_path
+            command, env=cluster_module.environment(tmp_path), capture_output=True, text=True, timeout=300, cwd=tmp_path
         )
     assert result.returncode == 1
     assert f"http_port={http}" in result.stderr
@@ -145,7 +145,7 @@ def test_taken_port_is_named_before_anything_starts(cluster_module, tmp_path):
 def test_wrong_usage_exits_with_2(cluster_module, tmp_path, flags, words):
     command = [sys.executable, "-P", "-m", "diptych.cli", "up", *flags]
     env = cluster_module.environment(tmp_path)
-    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert result.returncode == 2
     assert words in result.stderr
 
@@ -153,7 +153,7 @@ def test_wrong_usage_exits_with_2(cluster_module, tmp_path, flags, words):
 def test_start_that_fails_shows_the_log_and_leaves_nothing(cluster_module, tmp_path):
     command, _, _ = cluster_module.up_command("--worker-args", "--no-such-flag")
     result = subprocess.run(
-        command, env=cluster_module.environment(tmp_path), capture_output=True, text=True, timeout=120, cwd=tmp_path
+        command, env=cluster_module.environment(tmp_path), capture_output=True, text=True, timeout=300, cwd=tmp_path
     )
     assert result.returncode == 1
     assert "died at start-up" in result.stderr
@@ -164,6 +164,6 @@ def test_start_that_fails_shows_the_log_and_leaves_nothing(cluster_module, tmp_p
 def test_down_where_nothing_runs(cluster_module, tmp_path):
     command = [sys.executable, "-P", "-m", "diptych.cli", "down"]
     env = cluster_module.environment(tmp_path)
-    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0
     assert "no cluster runs here" in result.stdout

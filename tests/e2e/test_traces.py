@@ -46,7 +46,7 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
 def post(url: str, body: object, headers: dict[str, str] | None = None) -> dict:
     headers = {"content-type": "application/json", **(headers or {})}
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=120) as answer:
+    with urllib.request.urlopen(request, timeout=300) as answer:
         return json.load(answer)
 
 

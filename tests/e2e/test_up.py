@@ -36,7 +36,7 @@ def test_it_says_where_it_serves_and_what_it_served(cluster):
 def test_second_up_from_the_same_folder_is_refused(cluster, cluster_module):
     command, _, _ = cluster_module.up_command()
     env = cluster_module.environment(cluster.folder.root)
-    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert result.returncode == 1
     assert "a cluster runs from this folder already" in result.stderr
     assert cluster.folder.secret.exists()

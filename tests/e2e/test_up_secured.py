@@ -69,7 +69,7 @@ def test_keys_tls_and_mtls(cluster_module, tmp_path) -> None:
             root = cluster.folder.root if here else tmp_path / "elsewhere"
             env = cluster_module.environment(root) | {"DIPTYCH_API_KEY": key}
             return subprocess.run(
-                command, env=env, cwd=tmp_path, input=said, capture_output=True, text=True, timeout=60
+                command, env=env, cwd=tmp_path, input=said, capture_output=True, text=True, timeout=300
             )
 
         to_grpc = ("--address", cluster.grpc_address, "--tls-ca", str(ca))

@@ -80,7 +80,7 @@ async def test_the_status_page_draws_every_model(two, other_folder, tmp_path):
             f"--user-data-dir={tmp_path / 'profile'}",
         ]
         command += ["--virtual-time-budget=3000", "--dump-dom", f"http://{addresses.http}/status"]
-        dump = (await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60)).stdout
+        dump = (await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=300)).stdout
     finally:
         await faces.stop(1.0)
     assert '<span id="model">tiny, big</span>' in dump

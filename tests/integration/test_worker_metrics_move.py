@@ -42,7 +42,7 @@ class Watch:
         self.families: set[str] = set()
 
     def look(self) -> None:
-        with urllib.request.urlopen(self._url, timeout=60) as answer:
+        with urllib.request.urlopen(self._url, timeout=300) as answer:
             text = answer.read().decode()
         for family in text_string_to_metric_families(text):
             self.families.add(family.name)

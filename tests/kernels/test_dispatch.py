@@ -39,4 +39,4 @@ def test_the_backend_follows_the_device():
 
 
 def test_nothing_on_the_cpu_path_needs_triton():
-    subprocess.run([sys.executable, "-c", WITHOUT_TRITON], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", WITHOUT_TRITON], check=True, timeout=300)

@@ -35,7 +35,7 @@ print(sorted(rooms))
 
 
 def test_the_sdk_stands_alone() -> None:
-    done = subprocess.run([sys.executable, "-P", "-c", _BLOCKED], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-P", "-c", _BLOCKED], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     kind, rooms = done.stdout.splitlines()
     assert kind in ("UnreachableError", "RequestDeadlineError")

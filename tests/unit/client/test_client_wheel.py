@@ -36,7 +36,7 @@ def run_program(home: Path, packages: Path) -> None:
     (packages / "grpc").symlink_to(Path(grpc.__file__).parent)
     (packages / "typing_extensions.py").symlink_to(typing_extensions.__file__)  # grpcio's
     done = subprocess.run(
-        [str(home / "bin" / "python"), "-I", "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=False
+        [str(home / "bin" / "python"), "-I", "-c", PROGRAM], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
     kind, from_wheel = done.stdout.split()

@@ -20,7 +20,7 @@ VIOLATIONS = [
 def lint(tree: Path) -> subprocess.CompletedProcess[str]:
     env = os.environ | {"PYTHONPATH": str(tree / "src"), "PYTHONSAFEPATH": "1"}
     command = [str(LINT), "--no-cache", str(tree / "pyproject.toml")]
-    return subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, timeout=300)
 
 
 def test_tree_keeps_its_contracts(tree: Path):

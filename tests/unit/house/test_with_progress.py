@@ -30,7 +30,7 @@ def test_a_step_that_takes_long_says_so_until_it_ends(tmp_path: Path) -> None:
 
 def test_the_command_s_exit_code_is_kept() -> None:
     done = subprocess.run(
-        [str(SCRIPT), "fails", "sh", "-c", "exit 7"], capture_output=True, text=True, env=ENV, timeout=60
+        [str(SCRIPT), "fails", "sh", "-c", "exit 7"], capture_output=True, text=True, env=ENV, timeout=300
     )
     assert done.returncode == 7
     assert "fails: failed with exit code 7" in done.stderr
