@@ -1,5 +1,6 @@
 import asyncio
 import sys
+import time
 
 import pytest
 
@@ -122,12 +123,18 @@ async def test_a_server_that_is_away_or_silent_is_a_store_error(tmp_path, valkey
 
 async def test_a_budget_is_one_for_all_and_survives_what_others_write(stores, raw):
     one, other = stores
+    began = time.monotonic()
+
+    def refilled() -> float:
+        """At most, since the start."""
+        return 600 / 60 * (time.monotonic() - began) + 1
+
     grants = await asyncio.gather(*(s.lease_tokens("b", per_minute=600, want=50.0) for s in (one, other) * 10))
-    assert 600 <= sum(granted for granted, _ in grants) <= 620  # a little is refilled meanwhile
+    assert 600 <= sum(granted for granted, _ in grants) <= 600 + refilled()
     assert (await one.lease_tokens("b", per_minute=600, want=-100.0))[0] == -100
     granted, level = await other.lease_tokens("b", per_minute=600, want=90.0)
     assert granted == 90
-    assert level < 30
+    assert level <= 10 + refilled()
     assert 0 < await raw.pttl("{t}:budget:b") <= 120_000
     await raw.set("{t}:budget:b", "a string")
     assert (await one.lease_tokens("b", per_minute=600, want=5.0))[0] == 5
