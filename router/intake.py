@@ -15,7 +15,8 @@ from typing import Any, Protocol
 from diptych.common.clock import Clock
 from diptych.common.errors import InvalidRequestError, ModelNotFoundError, PromptTooLongError, RequestDeadlineError
 from diptych.common.ids import new_request_id
-from diptych.common.sampling import MAX_BAD_WORDS, SamplingParams, check_sampling, with_seed
+from diptych.common.sampling import SamplingParams, check_sampling, with_seed
+from diptych.common.sampling_table import MAX_BAD_WORDS
 from diptych.common.secret import further_salt
 from diptych.common.tokenizer import GenerationDefaults, TextLimit
 from diptych.router.beam_options import DRAWS_NOTHING, beam_fields

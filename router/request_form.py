@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from diptych.common.errors import InvalidRequestError
-from diptych.common.sampling import (
+from diptych.common.sampling_table import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,

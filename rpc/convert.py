@@ -6,31 +6,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 from diptych.common.compat import Compat
 from diptych.common.errors import IncompatibleWorkersError, InternalError, InvalidRequestError
 from diptych.common.grammar import Grammar, GrammarKind
-from diptych.common.sampling import EarlyStopping, FinishReason, SamplingParams, check_sampling
+from diptych.common.sampling import (
+    SAMPLING,
+    EarlyStopping,
+    FinishReason,
+    SamplingParams,
+    check_sampling,
+    sampling_values,
+)
 from diptych.rpc.v1 import types_pb2, worker_pb2
 
 KV_DTYPES = ("float32", "float16", "bfloat16")
 
-_ALWAYS_SET = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "seed",
-    "max_tokens",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "min_tokens",
-    "n",
-    "best_of",
-)
+_PROTO_NAMES = tuple("bad_word_ids" if name == "bad_words" else name for name in SAMPLING)
+_REQUIRED = frozenset(name for name, row in SAMPLING.items() if row.required)
 
 _FINISH_TO_PROTO = {
     FinishReason.STOP: types_pb2.FINISH_REASON_STOP,
@@ -107,71 +102,14 @@ def grammar_from_proto(message: types_pb2.Grammar) -> Grammar:
 
 def sampling_to_proto(sampling: SamplingParams) -> types_pb2.SamplingParams:
     """Every optional field is set."""
-    return types_pb2.SamplingParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        seed=sampling.seed,
-        max_tokens=sampling.max_tokens,
-        ignore_eos=sampling.ignore_eos,
-        stop_token_ids=sampling.stop_token_ids,
-        stop=sampling.stop,
-        min_p=sampling.min_p,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        repetition_penalty=sampling.repetition_penalty,
-        logit_bias=dict(sampling.logit_bias),
-        allowed_token_ids=sampling.allowed_token_ids,
-        bad_word_ids=[types_pb2.TokenSequence(token_ids=word) for word in sampling.bad_words],
-        min_tokens=sampling.min_tokens,
-        include_stop_str_in_output=sampling.include_stop_str_in_output,
-        n=sampling.n,
-        best_of=sampling.best_of,
-        beam_width=sampling.beam_width,
-        length_penalty=sampling.length_penalty,
-        early_stopping=_EARLY_TO_PROTO[sampling.early_stopping],
-        logprobs=sampling.logprobs,
-        prompt_logprobs=sampling.prompt_logprobs,
-        grammar=None if sampling.grammar is None else grammar_to_proto(sampling.grammar),
-    )
-
-
-def sampling_from_proto(message: types_pb2.SamplingParams, *, vocab_size: int) -> SamplingParams:
-    """Inside the cluster: defaults were filled in at the router.
-
-    Raises: InvalidRequestError naming the field that is unset or out of range.
-    """
-    for field in _ALWAYS_SET:
-        if not message.HasField(field):
-            raise InvalidRequestError(f"{field} is not set", param=field)
-    return check_sampling(
-        temperature=message.temperature,
-        top_p=message.top_p,
-        top_k=message.top_k,
-        seed=message.seed,
-        max_tokens=message.max_tokens,
-        ignore_eos=message.ignore_eos,
-        stop_token_ids=tuple(message.stop_token_ids),
-        stop=tuple(message.stop),
-        min_p=message.min_p,
-        presence_penalty=message.presence_penalty,
-        frequency_penalty=message.frequency_penalty,
-        repetition_penalty=message.repetition_penalty,
-        logit_bias=dict(message.logit_bias),
-        allowed_token_ids=tuple(message.allowed_token_ids),
-        bad_words=tuple(tuple(word.token_ids) for word in message.bad_word_ids),
-        min_tokens=message.min_tokens,
-        include_stop_str_in_output=message.include_stop_str_in_output,
-        n=message.n,
-        best_of=message.best_of,
-        beam_width=message.beam_width,
-        length_penalty=message.length_penalty if message.HasField("length_penalty") else 1.0,
-        early_stopping=early_stopping_from_proto(message.early_stopping),
-        logprobs=message.logprobs if message.HasField("logprobs") else None,
-        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
-        grammar=grammar_from_proto(message.grammar) if message.HasField("grammar") else None,
-        vocab_size=vocab_size,
-    )
+    fields: dict[str, Any] = dict(zip(_PROTO_NAMES, sampling_values(sampling), strict=True))
+    fields["logit_bias"] = dict(sampling.logit_bias) if sampling.logit_bias else None
+    if sampling.bad_words:
+        fields["bad_word_ids"] = [types_pb2.TokenSequence(token_ids=word) for word in sampling.bad_words]
+    fields["early_stopping"] = _EARLY_TO_PROTO[sampling.early_stopping]
+    if sampling.grammar is not None:
+        fields["grammar"] = grammar_to_proto(sampling.grammar)
+    return types_pb2.SamplingParams(**fields)
 
 
 def early_stopping_from_proto(value: int) -> EarlyStopping:
@@ -180,6 +118,37 @@ def early_stopping_from_proto(value: int) -> EarlyStopping:
         return _EARLY_FROM_PROTO[value]  # type: ignore[index]
     except KeyError:
         raise InvalidRequestError(f"early_stopping {value} is unknown", param="early_stopping") from None
+
+
+_READ: Mapping[str, tuple[str, Callable[[Any], object]]] = {
+    "stop_token_ids": ("stop_token_ids", tuple),
+    "stop": ("stop", tuple),
+    "allowed_token_ids": ("allowed_token_ids", tuple),
+    "logit_bias": ("logit_bias", dict),
+    "bad_word_ids": ("bad_words", lambda words: tuple(tuple(word.token_ids) for word in words)),
+    "early_stopping": ("early_stopping", early_stopping_from_proto),
+    "grammar": ("grammar", grammar_from_proto),
+}
+"""Proto field that is no scalar -> parameter, how its value is read."""
+
+
+def sampling_from_proto(message: types_pb2.SamplingParams, *, vocab_size: int) -> SamplingParams:
+    """Inside the cluster: defaults were filled in at the router.
+
+    Raises: InvalidRequestError naming the field that is unset or out of range.
+    """
+    values: dict[str, object] = {}
+    for field, value in message.ListFields():
+        name = field.name
+        if name in _READ:
+            name, read = _READ[name]
+            values[name] = read(value)
+        elif name in SAMPLING and name != "bad_words":  # texts: they are for the router
+            values[name] = value
+    if not values.keys() >= _REQUIRED:
+        name = next(name for name in SAMPLING if name in _REQUIRED and name not in values)
+        raise InvalidRequestError(f"{name} is not set", param=name)
+    return check_sampling(vocab_size=vocab_size, **values)
 
 
 def finish_reason_to_proto(reason: FinishReason) -> types_pb2.FinishReason:

@@ -5,7 +5,8 @@ import gc
 import pytest
 
 from diptych.common.errors import InvalidRequestError
-from diptych.common.sampling import MAX_STOP_TOKEN_IDS, check_sampling
+from diptych.common.sampling import check_sampling
+from diptych.common.sampling_table import MAX_STOP_TOKEN_IDS
 from diptych.router.decode_stream import DecodeStream
 from diptych.router.openai_requests import ChatCompletionRequest, CompletionRequest, validate
 from diptych.router.openai_tokenize import DetokenizeRequest
