@@ -30,7 +30,7 @@ PIP := $(BIN)/python -m pip --quiet
 STEP := .ci/with_progress.sh
 PROTO_SOURCES := $(wildcard proto/diptych/rpc/v1/*.proto)
 
-.PHONY: help check sdk-reference test test-full test-hostile up down proto model golden sim sdk-wheel bench bench-router bench-engine bench-kv bench-vllm test-gpu bench-gpu bench-gpu-pair wheels wheels-gpu secrets images charts test-containers clean
+.PHONY: help check sdk-reference test test-full test-hostile up down proto model golden sim sdk-wheel bench bench-router bench-beside bench-engine bench-kv bench-vllm test-gpu bench-gpu bench-gpu-pair wheels wheels-gpu secrets images charts test-containers clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -152,6 +152,9 @@ clean: ## delete what was built and installed here; the model's cache stays
 bench-router: $(VENV)/.dev ## the router's decisions: speed and memory, and how well policies place
 	@$(BIN)/python -m diptych.router.bench.bench_decision
 	@$(BIN)/python -m diptych.router.bench.bench_quality
+
+bench-beside: $(VENV)/.dev model ## a short request's time to first token beside long prompts of other tenants and its own
+	@$(BIN)/python -P -m diptych.cli.bench_beside $(ARGS)
 
 PEERS_VENV ?= .venv-peers
 bench-peers: $(VENV)/.dev model $(PEERS_VENV)/.peers ## our router through the wire beside sglang-router and vllm-router, with the same mock workers

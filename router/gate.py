@@ -71,6 +71,10 @@ class Gate(Generic[T]):
         """Whether a request need not wait now. `doubtful`: count tickets that nobody has handed in yet."""
         return not len(self._turns) and self._has_room(tenant, tokens, doubtful=doubtful)
 
+    def too_many(self, tenant: str, most: int) -> bool:
+        """See Turns."""
+        return self._turns.too_many(tenant, most)
+
     def wait(self, tenant: str, tokens: int, item: T, *, priority: int) -> Entry[T]:
         return self._turns.add(tenant, tokens, item, share=self.share(tenant), priority=priority)
 

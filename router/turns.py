@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
@@ -88,9 +88,15 @@ class Turns(Generic[T]):
         """Debts of those that have nothing waiting."""
         self._counter = 0
         self._count = 0
+        self._by_tenant: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return self._count
+
+    def too_many(self, tenant: str, most: int) -> bool:
+        """Whether the tenant has its share of `most` requests waiting: an equal one for each tenant that waits, with this one."""
+        others = len(self._by_tenant) - (tenant in self._by_tenant)
+        return self._by_tenant[tenant] * (others + 1) >= most
 
     def add(self, tenant: str, tokens: int, item: T, *, share: Share, priority: int = 0) -> Entry[T]:
         """`priority`: lower goes first among the tenant's own."""
@@ -105,6 +111,7 @@ class Turns(Generic[T]):
         heapq.heappush(flow.heap, (priority, self._counter, entry))
         heapq.heappush(flow.by_size, (priority, entry.tokens, self._counter, entry))
         self._count += 1
+        self._by_tenant[tenant] += 1
         return entry
 
     def charge(self, tenant: str, tokens: int, *, share: Share) -> None:
@@ -122,6 +129,9 @@ class Turns(Generic[T]):
         if not entry.gone:
             entry.gone = True
             self._count -= 1
+            self._by_tenant[entry.tenant] -= 1
+            if not self._by_tenant[entry.tenant]:
+                del self._by_tenant[entry.tenant]
             if not self._count:  # they begin anew: debts and rings are of a time in which somebody waited
                 self._owed.clear()
                 self._flows.clear()

@@ -14,6 +14,7 @@ from diptych.router.gate import Gate, Room
 from diptych.router.turns import Entry, Share
 
 MAX_WAITING = 4096
+"""Of one tenant alone; where several wait, an equal part of each: nobody is refused for what others sent."""
 _LOOK_S = 0.05
 """Between two looks at what other routers and leases told; this router's own news is acted on at once."""
 
@@ -66,8 +67,8 @@ class Turnstile:
         """
         if self.may_pass(tenant, tokens):
             return
-        if len(self._gate) >= self._most:
-            raise OverloadedError(f"{len(self._gate)} requests wait for their turn", retry_after_s=self._gate.window_s)
+        if self._gate.too_many(tenant, self._most):
+            raise OverloadedError("too many of your requests wait for their turn", retry_after_s=self._gate.window_s)
         turn = asyncio.get_running_loop().create_future()
         entry = self._gate.wait(tenant, tokens, turn, priority=priority)
         self._gate.let_in()

@@ -257,7 +257,7 @@ async def test_who_leaves_or_is_too_late_gives_the_place_back():
     waiting = [asyncio.create_task(enter(gate, "a", 10, done, pool)) for _ in range(2)]
     await asyncio.sleep(0)
     with pytest.raises(OverloadedError) as refused:
-        await gate.enter("b", 10, priority=0, left_s=1.0)
+        await gate.enter("a", 10, priority=0, left_s=1.0)
     assert refused.value.retry_after_s == 1.0
     pool.left = 11
     gate.let_in()
@@ -388,3 +388,23 @@ def test_a_worker_that_stands_still_is_not_given_more_and_more():
     for number in range(80):
         reservations.release(str(number))
     assert reservations.backlog.before("p0", "t", 40) == 0.0
+
+
+async def test_nobody_is_refused_for_what_others_sent():
+    pool = Pool(0)
+    gate, done = Turnstile(pool, window_s=1.0, most=8), []
+    tasks = [asyncio.create_task(enter(gate, "greedy", 10, done, pool)) for _ in range(8)]
+    await asyncio.sleep(0)
+    with pytest.raises(OverloadedError):
+        await gate.enter("greedy", 10, priority=0, left_s=1.0)
+    tasks += [asyncio.create_task(enter(gate, "modest", 10, done, pool)) for _ in range(4)]
+    await asyncio.sleep(0)
+    assert len(gate) == 12
+    for tenant in ("modest", "greedy"):
+        with pytest.raises(OverloadedError):
+            await gate.enter(tenant, 10, priority=0, left_s=1.0)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert not gate._gate._turns._by_tenant
+    gate.close()
