@@ -73,7 +73,7 @@ def decode_record(raw: bytes) -> WorkerRecord:
     for name in ("num_running", "num_waiting", "waiting_prompt_tokens"):
         if not 0 <= getattr(load, name) <= MAX_COUNT:
             raise BadRowError(f"load.{name}: out of range")
-    rates = [load.kv_usage, load.prefill_tokens_per_s, load.decode_step_s, load.host_bytes_per_s]
+    rates = [load.kv_usage, load.prefill_tokens_per_s, load.decode_step_s, load.host_bytes_per_s, load.prompt_step_s]
     rates += load.link_bytes_per_s.values()
     if not all(math.isfinite(rate) and rate >= 0.0 for rate in rates):
         raise BadRowError("load: a rate is negative or not finite")

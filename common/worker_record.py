@@ -18,6 +18,8 @@ class WorkerLoad(msgspec.Struct, frozen=True):
     """Decode: measured bytes/s of reads from each prefill worker id."""
     host_bytes_per_s: float = 0.0
     """From the host tier back to the device."""
+    prompt_step_s: float = 0.0
+    """Of a step that computes prompts."""
 
 
 class WorkerRecord(msgspec.Struct, frozen=True):

@@ -78,6 +78,8 @@ class EngineStats:
     prefill_tokens_per_s: float = 0.0
     """Measured online; 0.0: nothing measured yet."""
     decode_step_s: float = 0.0
+    prompt_step_s: float = 0.0
+    """Of a step that computes prompts."""
     waiting_prompt_tokens: int = 0
     """Prompt tokens that are queued and not computed yet."""
     prompt_tokens_total: int = 0

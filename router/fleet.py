@@ -37,6 +37,7 @@ class Fleet:
         token_ms: to compute a prompt token (not measured yet: the mean of the role, else a default).
         host_token_ms: to copy a token's KV back from the host tier.
         idle_at_ms: when what was reported as queued will have been computed.
+        prompt_step_ms: a step that computes prompts.
         requests: reported as running or waiting, at least 1 where prompt tokens are reported.
         sequences, step_ms, block_size: [D]; reported as running or waiting; one decode step.
         fits: [P, D], whether KV may cross. all_fit, alone: whether that is so for all, and [D] for nobody.
@@ -51,6 +52,7 @@ class Fleet:
     token_ms: Floats
     host_token_ms: Floats
     idle_at_ms: Floats
+    prompt_step_ms: Floats
     requests: Floats
     sequences: Floats
     step_ms: Floats
@@ -105,6 +107,7 @@ class Fleet:
             * np.array([record.kv_bytes_per_token for record in records], np.float64)
             / _measured([record.load.host_bytes_per_s for record in records], DEFAULT_HOST_BYTES_PER_S),
             idle_at_ms=1000.0 * reported_at + waiting * token_ms,
+            prompt_step_ms=1000.0 * np.array([record.load.prompt_step_s for record in records], np.float64),
             requests=requests,
             sequences=sequences,
             step_ms=1000.0 * _measured([r.load.decode_step_s for r in on_decode], DEFAULT_DECODE_STEP_S),

@@ -3,10 +3,10 @@
     cost(P, D) = queue(P) + uncached tokens on P / prefill rate(P) + bytes to move / link(P, D) + decode load(D)
     cost(D)    = queue(D) + uncached tokens on D / prefill rate(D) + stall of D's sequences     + decode load(D)
 
-Before a prompt the worker computes at most as much of every other one that is there (common/equal_shares.py): so the queue of a
-short prompt is short. P's hit saves compute, D's hit saves bytes; a hit in a host tier is charged the copy back. Local prefill
-on D is a candidate only when few tokens are uncached there, or when no prefill worker is usable: an idle cluster still
-disaggregates.
+Before a prompt the worker ends its step and computes at most as much of every other one that is there (common/equal_shares.py):
+so the queue of a short prompt is short. P's hit saves compute, D's hit saves bytes; a hit in a host tier is charged the copy
+back. Local prefill on D is a candidate only when few tokens are uncached there, or when no prefill worker is usable: an idle
+cluster still disaggregates.
 """
 
 from __future__ import annotations
@@ -235,8 +235,11 @@ def candidate_costs(request: PlacementRequest, snapshot: ClusterSnapshot, now: f
     hits = loads.hit_tokens
     uncached: Ints | int = request.num_prompt_tokens if hits is None else request.num_prompt_tokens - hits
     compute = uncached * fleet.token_ms
-    # Of every other prompt a worker computes no more before this one than it has itself (common/equal_shares.py).
-    np.minimum(queue, np.maximum(loads.pending_requests, fleet.requests) * compute, out=queue)
+    # Of every other prompt a worker computes no more before this one than it has itself (common/equal_shares.py), behind the
+    # step that runs.
+    before = np.maximum(loads.pending_requests, fleet.requests) * compute
+    before += fleet.prompt_step_ms
+    np.minimum(queue, before, out=queue)
     row: Floats = np.maximum(fleet.sequences, loads.pending_requests[first_decode:])
     sequences = row
     decode_load = fleet.step_ms * sequences

@@ -318,6 +318,7 @@ class WorkerRuntime:
                 kv_usage=stats.kv_usage,
                 prefill_tokens_per_s=stats.prefill_tokens_per_s,
                 decode_step_s=stats.decode_step_s,
+                prompt_step_s=stats.prompt_step_s,
                 link_bytes_per_s=self.role.link_rates(),
                 host_bytes_per_s=stats.copy_bytes_per_s,
             ),

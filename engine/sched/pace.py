@@ -29,6 +29,8 @@ class Pace:
         self.prefill_tokens_per_s = 0.0
         """0.0: nothing measured yet."""
         self.decode_step_s = 0.0
+        self.prompt_step_s = 0.0
+        """Of a step that computes prompts: what comes in the midst of one waits for its end."""
 
     def prefill_cap(self, num_decode: int) -> int | None:
         """Prompt tokens that the next step may compute beside `num_decode` decode tokens."""
@@ -45,6 +47,7 @@ class Pace:
             return
         if num_prefill < MIN_MEASURED_TOKENS:
             return
+        self.prompt_step_s = self._mix(self.prompt_step_s, duration_s)
         # A mixed step's decode part is known from pure decode steps; at least half of the time is charged to the chunk, so
         # that a decode figure gone stale cannot make the rate explode.
         prefill_s = max(duration_s - (self.decode_step_s if num_decode else 0.0), duration_s / 2)

@@ -27,6 +27,7 @@ def stats(scheduler: Scheduler, *, steps: int, steps_ahead: int, busy_since: flo
         busy_since=busy_since,
         prefill_tokens_per_s=pace.prefill_tokens_per_s,
         decode_step_s=pace.decode_step_s,
+        prompt_step_s=pace.prompt_step_s,
         waiting_prompt_tokens=load["waiting_prompt_tokens"],
         prompt_tokens_total=scheduler.prompt_tokens,
         cached_tokens_total=scheduler.cached_tokens,

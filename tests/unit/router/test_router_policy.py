@@ -261,3 +261,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one():
         assert pair(placement) == ("p0", "d0")
         assert placement.chosen.queue_ms == placement.chosen.prefill_ms == 2000.0
         assert choose([busy], [worker("d0", num_running=8)], n=9000).chosen.queue_ms == 60_000.0
+    busy = worker("p0", pending=6000, requests=1, prompt_step_s=0.5)  # it ends the step that runs first
+    assert choose([busy], [worker("d0", num_running=8)], n=200).chosen.queue_ms == 2500.0
+    assert pair(choose([busy], [worker("d0")], n=10)) == (None, "d0")
+    assert choose([worker("p0", prompt_step_s=0.5)], [worker("d0")], n=200).chosen.queue_ms == 0.0
