@@ -58,7 +58,7 @@ def test_the_sdk_wheel_has_no_server_in_it(tmp_path: Path) -> None:
     rooms = {name.split("/")[1] for name in names if name.count("/") > 1}
     assert rooms == {"client", "common", "rpc"}
     common = {Path(name).stem for name in names if name.startswith("diptych/common/")}
-    assert common <= {"__init__", "errors", "extras", "tls", "tracing"}
+    assert common <= {"__init__", "addresses", "errors", "extras", "tls", "tracing"}
     assert {"diptych/py.typed", "diptych/client/__init__.py", "diptych/rpc/v1/router_pb2.pyi"} <= set(names)
     run_program(home, packages)
 
