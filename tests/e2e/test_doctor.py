@@ -18,7 +18,7 @@ def run(cluster, cluster_module, *arguments: str) -> subprocess.CompletedProcess
 
 
 async def test_the_doctor_sees_what_the_cluster_is(cluster, cluster_module, client, fresh_prompt) -> None:
-    answer = await client.generate(token_ids=fresh_prompt(100), max_tokens=4)
+    answer = await client.generate(token_ids=fresh_prompt(100), max_tokens=4, local_prefill_max_tokens=0)
     assert answer.usage.completion_tokens
     result = run(cluster, cluster_module, "doctor", "--json", "--sample-s", "0.2")
     told = json.loads(result.stdout)
