@@ -130,6 +130,7 @@ async def serve(role: str, options: dict[str, Any]) -> None:
         trace()
     config = WorkerConfig(
         role=role, worker_id=f"{role}-{number}", device="cuda", dtype="bfloat16", block_size=BLOCK_SIZE, max_step_time_s=0.0,
+        mixed_step_time_s=0.0,
         **options,
     )  # fmt: skip
     setup_logging(worker=config.worker_id, role=role)

@@ -31,6 +31,8 @@ class ServeConfig:
         insecure: let `host` be one that other machines can reach, without keys or without TLS.
         num_blocks: KV blocks; 0: as many as a share of the free memory holds.
         max_model_len: 0: the model's own.
+        max_step_time_s: bound on a step's prefill; 0: only max_num_batched_tokens bounds it.
+        mixed_step_time_s: the same of a step in which sequences decode; 0: as of any other step.
         threads: torch threads.
         scheduling_policy: sojourn (nobody later than in equal shares), fcfs, priority, sjf or fair.
         tool_call_parser, reasoning_parser, generation_config: as of `diptych router`.
@@ -57,6 +59,8 @@ class ServeConfig:
     max_model_len: int = 0
     max_num_seqs: int = _WORKER.max_num_seqs
     max_num_batched_tokens: int = _WORKER.max_num_batched_tokens
+    max_step_time_s: float = _WORKER.max_step_time_s
+    mixed_step_time_s: float = _WORKER.mixed_step_time_s
     enable_prefix_caching: bool = _WORKER.enable_prefix_caching
     threads: int = 1
     scheduling_policy: str = _WORKER.scheduling_policy

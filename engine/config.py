@@ -23,6 +23,8 @@ class EngineConfig:
         max_num_seqs: sequences that run or wait for remote KV at one time.
         max_num_batched_tokens: tokens of one step.
         max_step_time_s: caps a step's prefill chunk from the measured rate; None: only the token budget counts.
+        mixed_step_time_s: caps it where sequences decode in the same step and wait for it, but lets prompts have as long as their
+            step takes alone; None: as any other step.
         initial_prefill_tokens_per_s: the first guess of that rate.
         long_prefill_token_threshold: prompt tokens of one request in one step; 0: no such cap.
         scheduling_policy: sojourn, fcfs, priority, sjf or fair; see engine.sched.policies.
@@ -41,6 +43,7 @@ class EngineConfig:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     max_step_time_s: float | None = 0.5
+    mixed_step_time_s: float | None = 0.05
     initial_prefill_tokens_per_s: float = 150.0
     enable_prefix_caching: bool = True
     long_prefill_token_threshold: int = 0
@@ -73,9 +76,10 @@ class EngineConfig:
         for name in ("sjf_aging_tokens_per_s", "initial_copy_bytes_per_s"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
                 raise ConfigError(name, getattr(self, name), "must be a positive number")
-        limit = self.max_step_time_s
-        if limit is not None and not (math.isfinite(limit) and limit > 0):
-            raise ConfigError("max_step_time_s", limit, "must be a positive number of seconds, or None for no limit")
+        for name in ("max_step_time_s", "mixed_step_time_s"):
+            limit = getattr(self, name)
+            if limit is not None and not (math.isfinite(limit) and limit > 0):
+                raise ConfigError(name, limit, "must be a positive number of seconds, or None for no limit")
         rate = self.initial_prefill_tokens_per_s
         if not (math.isfinite(rate) and rate > 0):
             raise ConfigError("initial_prefill_tokens_per_s", rate, "must be a positive number")

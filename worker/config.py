@@ -66,6 +66,8 @@ class WorkerConfig:
         gpu_memory_utilization: share of the GPU's memory that weights, steps, staging ring and KV may take together.
         max_model_len: 0: the model's own.
         max_step_time_s: bound on a step's prefill; 0: only max_num_batched_tokens bounds it.
+        mixed_step_time_s: the same of a step in which sequences decode, which wait for it; prompts have at least as long as these
+            take alone, and longer while more than 2 s of them wait. 0: as of any other step.
         threads: torch threads.
         scheduling_policy: sojourn (no prompt later than if all were computed in equal shares), fcfs, priority, sjf (shortest job
             first, with aging) or fair (tokens by tenant).
@@ -134,6 +136,7 @@ class WorkerConfig:
     max_num_seqs: int = _ENGINE.max_num_seqs
     max_num_batched_tokens: int = _ENGINE.max_num_batched_tokens
     max_step_time_s: float = _ENGINE.max_step_time_s or 0.0
+    mixed_step_time_s: float = _ENGINE.mixed_step_time_s or 0.0
     threads: int = 1
     enable_prefix_caching: bool = _ENGINE.enable_prefix_caching
     steps_ahead: bool = _ENGINE.steps_ahead
@@ -215,6 +218,7 @@ class WorkerConfig:
             "kv_memory_bytes",
             "max_model_len",
             "max_step_time_s",
+            "mixed_step_time_s",
             "drain_s",
             "fault_corrupt_every",
         ):

@@ -111,6 +111,7 @@ class WorkerRuntime:
                 max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 max_step_time_s=config.max_step_time_s or None,
+                mixed_step_time_s=config.mixed_step_time_s or None,
                 enable_prefix_caching=config.enable_prefix_caching,
                 scheduling_policy=config.scheduling_policy,
                 long_prefill_token_threshold=config.long_prefill_token_threshold,

@@ -63,6 +63,7 @@ def make_scheduler(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=8192,
         max_step_time_s=None,
+        mixed_step_time_s=None,
         **settings,  # type: ignore[arg-type]
     )
     return Scheduler(config, _LIMITS, IdentityHeader(b"k" * 32, "m", "t", "float32", block_size))

@@ -52,14 +52,19 @@ def audit(scheduler: Scheduler, full: bool) -> EngineAudit:
     return EngineAudit(scheduler.kv.pool.counts, attempts, scheduler.packing.slabs_held, tuple(violations))
 
 
+def prompt_tokens_left(scheduler: Scheduler) -> int:
+    """To be computed here, of prompts that wait (before any cache hit) and of those that have begun."""
+    computing = sum(len(request.token_ids) - request.num_computed for request in scheduler.prefilling.values())
+    return scheduler.waiting.num_tokens_to_compute + computing
+
+
 def _load(scheduler: Scheduler) -> dict[str, int]:
     """What routers place by, from the queues; read at every step, so nothing here walks those that wait."""
-    computing = sum(len(r.token_ids) - r.num_computed for r in scheduler.prefilling.values())
     return {
         "num_running": len(scheduler.decoding) + len(scheduler.prefilling) + len(scheduler.held),
         "num_waiting": len(scheduler.waiting),
         "num_waiting_remote": len(scheduler.remote),
-        "waiting_prompt_tokens": scheduler.waiting.num_tokens_to_compute + computing,
+        "waiting_prompt_tokens": prompt_tokens_left(scheduler),
     }
 
 

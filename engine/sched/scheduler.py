@@ -83,6 +83,7 @@ class Scheduler:
             config.initial_prefill_tokens_per_s,
             max(config.block_size, MIN_MEASURED_TOKENS),
             config.initial_copy_bytes_per_s,
+            mixed_step_time_s=config.mixed_step_time_s,
         )
         self.policy = make_policy(config.scheduling_policy, sjf_aging_tokens_per_s=config.sjf_aging_tokens_per_s)
         self.requests: dict[str, Request] = {}
@@ -222,7 +223,7 @@ class Scheduler:
         self.passing.begin_step(self)
         self._schedule_decode(out)
         budget = self.config.max_num_batched_tokens - out.num_decode
-        cap = self.pace.prefill_cap(out.num_decode)
+        cap = self.pace.prefill_cap(out.num_decode, report.prompt_tokens_left(self))
         if cap is not None:
             budget = min(budget, cap)
         if not self.policy.passes:
@@ -284,8 +285,9 @@ class Scheduler:
         if request.prompt_logprobs_from is not None:
             budget = min(budget, PROMPT_LOGPROBS_CHUNK)
         end = min(total, start + budget)
-        if end < total and end - start > self.config.block_size:
-            end -= end % self.config.block_size  # chunks end on block borders: whole blocks can be packed and cached
+        if end < total and end - start > self.config.block_size * (1 if request.mode is KvMode.PREFILL else 4):
+            # Chunks end on block borders: whole blocks can be packed and cached. A small one of a LOCAL prompt need not.
+            end -= end % self.config.block_size
         seq = request.seq
         seq.token_ids = request.token_ids[start:end]
         seq.start = start

@@ -72,6 +72,7 @@ def worker_config(role: str, worker_id: str, **changes: object) -> WorkerConfig:
         "block_size": BLOCK,
         "max_num_batched_tokens": 32,
         "max_step_time_s": 0.0,
+        "mixed_step_time_s": 0.0,
         "slab_bytes": 4096,
         "num_slabs": 4,
         "read_base_s": NEVER_S,

@@ -57,7 +57,7 @@ def device_seconds(runner: TorchModelRunner, seqs: Sequence[ScheduledSeq], repea
 def measure(runner: TorchModelRunner, batch: int, params: SamplingParams, *, steps_ahead: bool) -> dict[str, Any]:
     config = EngineConfig(
         num_blocks=runner.num_blocks, block_size=BLOCK_SIZE, max_num_seqs=256, max_num_batched_tokens=8192,
-        max_step_time_s=None, steps_ahead=steps_ahead,
+        max_step_time_s=None, mixed_step_time_s=None, steps_ahead=steps_ahead,
     )  # fmt: skip
     core = EngineCore(runner, config, IdentityHeader(b"k" * 32, "m", "t", "bfloat16", BLOCK_SIZE), MonotonicClock())
     generator = torch.Generator().manual_seed(batch)

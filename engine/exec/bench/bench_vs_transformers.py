@@ -106,7 +106,11 @@ def ragged_prompts(count: int, shortest: int, longest: int, vocab_size: int, see
 def our_side(runner: TorchModelRunner) -> Generate:
     # No prefix cache: every round computes the same prompts again. No step time: throughput is what is compared.
     config = EngineConfig(
-        num_blocks=runner.num_blocks, block_size=BLOCK_SIZE, max_step_time_s=None, enable_prefix_caching=False
+        num_blocks=runner.num_blocks,
+        block_size=BLOCK_SIZE,
+        max_step_time_s=None,
+        mixed_step_time_s=None,
+        enable_prefix_caching=False,
     )
     identity = IdentityHeader(bytes(32), "bench", "bench", runner.kv_dtype, BLOCK_SIZE)
 

@@ -85,7 +85,7 @@ class SimEngine:
     def __init__(self, context: Context, node: Node, on_events: Callable[[list[EngineEvent]], None]) -> None:
         self._ctx, self._node, self._on_events = context, node, on_events
         config = EngineConfig(
-            num_blocks=context.sizes.num_blocks, block_size=BLOCK, max_num_seqs=8, max_step_time_s=None,
+            num_blocks=context.sizes.num_blocks, block_size=BLOCK, max_num_seqs=8, max_step_time_s=None, mixed_step_time_s=None,
             max_num_batched_tokens=context.sizes.chunk, slab_quota_per_peer=context.sizes.grant_quota,
             check_invariants=True,
         )  # fmt: skip

@@ -28,7 +28,9 @@ def sampling(seed: int, max_tokens: int) -> SamplingParams:
 
 @cache
 def tokens(family: int, length: int, seed: int) -> tuple[int, ...]:
-    config = EngineConfig(num_blocks=16, block_size=BLOCK, max_num_batched_tokens=64, max_step_time_s=None)
+    config = EngineConfig(
+        num_blocks=16, block_size=BLOCK, max_num_batched_tokens=64, max_step_time_s=None, mixed_step_time_s=None
+    )
     engine = OfflineEngine(make_runner(16), config, IDENTITY)
     request = EngineRequest("reference", prompt(family, length), sampling(seed, MAX_TOKENS))
     return tuple(engine.generate([request])[0].token_ids)

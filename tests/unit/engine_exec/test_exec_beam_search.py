@@ -36,7 +36,7 @@ CASES = {
 
 def load(folder, num_blocks=200):
     runner = TorchModelRunner.load(folder, num_blocks=num_blocks, block_size=8, num_threads=1)
-    config = EngineConfig(num_blocks, 8, max_step_time_s=None, check_invariants=True)
+    config = EngineConfig(num_blocks, 8, max_step_time_s=None, mixed_step_time_s=None, check_invariants=True)
     return OfflineEngine(runner, config, IdentityHeader(b"k" * 32, "m", "t", "float32", 8), clock=FakeClock())
 
 

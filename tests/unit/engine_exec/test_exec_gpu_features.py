@@ -62,7 +62,9 @@ def engine_on(tiny_dir):
             num_host_blocks=host,
             backend=backend,
         )
-        config = EngineConfig(num_blocks, BLOCK, max_step_time_s=None, check_invariants=True, **fields)
+        config = EngineConfig(
+            num_blocks, BLOCK, max_step_time_s=None, mixed_step_time_s=None, check_invariants=True, **fields
+        )
         return OfflineEngine(
             runner, config, IdentityHeader(b"k" * 32, "m", "t", "float32", BLOCK), clock=MonotonicClock()
         )

@@ -194,7 +194,9 @@ def engine_of(tiny_dir):
         runner = TorchModelRunner.load(
             tiny_dir, num_blocks=num_blocks, block_size=8, num_threads=1, num_host_blocks=host
         )
-        config = EngineConfig(num_blocks, 8, max_step_time_s=None, check_invariants=True, **fields)
+        config = EngineConfig(
+            num_blocks, 8, max_step_time_s=None, mixed_step_time_s=None, check_invariants=True, **fields
+        )
         return OfflineEngine(runner, config, IdentityHeader(b"k" * 32, "m", "t", "float32", 8), clock=FakeClock())
 
     return make

@@ -39,7 +39,9 @@ IDENTITY = IdentityHeader(b"k" * 32, "model", "tokenizer", "uint8", BLOCK)
 
 
 def make_config(**changes: object) -> EngineConfig:
-    base = EngineConfig(num_blocks=64, block_size=BLOCK, max_step_time_s=None, check_invariants=True)
+    base = EngineConfig(
+        num_blocks=64, block_size=BLOCK, max_step_time_s=None, mixed_step_time_s=None, check_invariants=True
+    )
     return replace(base, **changes)  # type: ignore[arg-type]
 
 

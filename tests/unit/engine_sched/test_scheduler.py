@@ -30,13 +30,25 @@ def _shape(seqs):
 
 def test_decode_tokens_come_first_and_chunks_end_on_block_borders(kit):
     runner, steps = recording(kit)
-    engine = kit.make_engine(runner, max_num_batched_tokens=7)
+    engine = kit.make_engine(runner, max_num_batched_tokens=24)
     engine.send(AddRequest(kit.make_request("old", 3, 20)))
     engine.step()
-    engine.send(AddRequest(kit.make_request("new", 9, 20)))
+    engine.send(AddRequest(kit.make_request("new", 25, 20)))
     engine.step()
     engine.step()
-    assert steps == [[("old", 0, 3)], [("old", 3, 1), ("new", 0, 4)], [("old", 4, 1), ("new", 4, 5)]]
+    assert steps == [[("old", 0, 3)], [("old", 3, 1), ("new", 0, 20)], [("old", 4, 1), ("new", 20, 5)]]
+
+
+@pytest.mark.parametrize(("mode", "first"), [(KvMode.LOCAL, 6), (KvMode.PREFILL, 4)])
+def test_a_small_chunk_of_a_local_prompt_takes_all_that_it_may(kit, mode, first):
+    """Up to half of a small budget would be lost to block borders, which only packing needs."""
+    runner, steps = recording(kit)
+    engine = kit.make_engine(runner, max_num_batched_tokens=6)
+    engine.send(
+        AddRequest(kit.make_request("a", 9, 1, mode=mode, **({"want_kv": False} if mode.value == "prefill" else {})))
+    )
+    kit.run_until_idle(engine)
+    assert steps == [[("a", 0, first)], [("a", first, 9 - first)]]
 
 
 def test_first_come_first_served_and_several_prompts_share_a_step(kit):

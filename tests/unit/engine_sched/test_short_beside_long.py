@@ -113,7 +113,7 @@ def test_a_step_that_ends_a_prompt_takes_little_of_a_long_one(kit):
     engine.send(AddRequest(kit.make_request("short", 3, 1)))
     out = engine.core.scheduler
     engine.core.step()
-    assert (out.requests["long"].num_computed, out.computed) == (10 - 10 % kit.BLOCK, 3 + 8)
+    assert (out.requests["long"].num_computed, out.computed) == (10, 3 + 10)
 
 
 def grown(kit, **fields):

@@ -1,0 +1,143 @@
+"""Whoever decodes waits for prompts no longer than a bound, by measured cost, and prompts go on all the same.
+
+The machine is a model: a step takes `FIXED_S` and something a row; the scheduler learns it from the durations alone.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from diptych.common.block_identity import IdentityHeader
+from diptych.common.clock import FakeClock
+from diptych.common.sampling import SamplingParams
+from diptych.engine.config import EngineConfig
+from diptych.engine.fake_runner import FakeRunner
+from diptych.engine.messages import AddRequest, EngineRequest, Failed, Finished, KvMode, TokensOut
+from diptych.engine.offline import OfflineEngine
+from diptych.engine.sched.pace import Pace
+
+FIXED_S, PROMPT_ROW_S, DECODE_ROW_S = 0.006, 0.00115, 0.0015
+"""Of a model of 135 million weights on two cores of 2026."""
+BLOCK = 16
+IDENTITY = IdentityHeader(b"k" * 32, "m", "t", "u", BLOCK)
+
+
+@dataclass
+class Outcome:
+    tokens_per_s: float
+    gaps_ms: np.ndarray
+    first_token_s: np.ndarray
+
+    def gap_ms(self, percent):
+        return float(np.percentile(self.gaps_ms, percent))
+
+
+def serve(users, waves, *, num_prompt=256, num_outputs=64, slower=1.0, **settings):
+    """Closed loop: each of the users asks again as soon as it has its answer."""
+    clock, rng = FakeClock(), random.Random(5)
+
+    def compute(seqs):
+        rows = sum(len(seq.token_ids) for seq in seqs)
+        decodes = sum(len(seq.token_ids) == 1 for seq in seqs)
+        clock.advance(slower * (FIXED_S + PROMPT_ROW_S * (rows - decodes) + DECODE_ROW_S * decodes))
+
+    runner = FakeRunner(2000, BLOCK, before_execute=compute, num_layers=1, head_dim=1, vocab_size=50_000)
+    config = EngineConfig(2000, BLOCK, enable_prefix_caching=False, **settings)
+    engine = OfflineEngine(runner, config, IDENTITY, clock=clock)
+    sampling = SamplingParams(max_tokens=num_outputs, ignore_eos=True)
+    added, told, left = {}, {}, users * waves
+
+    def ask():
+        nonlocal left
+        if left:
+            left -= 1
+            attempt = f"r{left}"
+            added[attempt], told[attempt] = clock.now(), []
+            engine.send(AddRequest(EngineRequest(attempt, tuple(rng.choices(range(50_000), k=num_prompt)), sampling)))
+
+    for _ in range(users):
+        ask()
+    began, ended = clock.now(), 0
+    while ended < users * waves:
+        for event in engine.step():
+            assert not isinstance(event, Failed), event
+            if isinstance(event, TokensOut):
+                told[event.attempt].append(clock.now())
+            elif isinstance(event, Finished):
+                ended += 1
+                ask()
+    gaps = np.concatenate([np.diff(times) for times in told.values()]) * 1e3
+    first = np.array([times[0] - added[attempt] for attempt, times in told.items()])
+    return Outcome(users * waves * num_outputs / (clock.now() - began), gaps, first)
+
+
+@pytest.mark.parametrize("waves", [1, 4])
+def test_eight_users_wait_no_longer_for_prompts_than_the_bound(waves):
+    """Without one: 0.3 s, at hardly more tokens a second."""
+    bounded, free = serve(8, waves), serve(8, waves, mixed_step_time_s=None)
+    assert bounded.gap_ms(99) <= 55
+    assert bounded.gaps_ms.max() <= 65
+    assert free.gap_ms(99) > 250
+    assert bounded.tokens_per_s >= 0.9 * free.tokens_per_s
+
+
+def test_more_than_the_machine_can_serve_stretches_steps_instead_of_starving_prompts():
+    bounded, free = serve(32, 2), serve(32, 2, mixed_step_time_s=None)
+    assert bounded.tokens_per_s >= 0.94 * free.tokens_per_s
+    assert bounded.gap_ms(99) < 0.6 * free.gap_ms(99)
+    assert bounded.first_token_s.max() < 1.3 * free.first_token_s.max()
+
+
+def test_a_machine_whose_decode_steps_take_longer_than_the_bound_computes_prompts_half_of_its_time():
+    settings = {"num_prompt": 64, "slower": 10.0}
+    slow = serve(8, 1, **settings)
+    assert slow.gap_ms(99) <= 2.2 * 180  # a decode step of eight takes 180 ms there
+    assert slow.tokens_per_s >= 0.85 * serve(8, 1, mixed_step_time_s=None, **settings).tokens_per_s
+
+
+def test_without_decoding_sequences_steps_are_as_large_as_ever():
+    alone, free = serve(1, 1, num_prompt=900), serve(1, 1, num_prompt=900, mixed_step_time_s=None)
+    assert alone.first_token_s == pytest.approx(free.first_token_s)
+
+
+def test_a_local_prompt_on_a_decode_worker_is_computed_in_small_steps_too(kit):
+    """P/D: decode computes up to 64 uncached tokens itself, beside what it decodes."""
+    chunks = []
+    clock = FakeClock()
+
+    def compute(seqs):
+        chunks.append([len(seq.token_ids) for seq in seqs if len(seq.token_ids) > 1])
+        clock.advance(FIXED_S + PROMPT_ROW_S * sum(len(seq.token_ids) for seq in seqs))
+
+    runner = FakeRunner(200, BLOCK, before_execute=compute)
+    engine = OfflineEngine(runner, EngineConfig(200, BLOCK), IDENTITY, clock=clock)
+    for name in range(4):
+        engine.send(AddRequest(kit.make_request(f"old{name}", range(100 * name, 100 * name + 64), 40)))
+    for _ in range(12):
+        engine.step()
+    chunks.clear()
+    engine.send(AddRequest(kit.make_request("new", range(500, 564), 4, mode=KvMode.LOCAL)))
+    for _ in range(4):
+        engine.step()
+    assert sum(map(sum, chunks)) == 64
+    assert max(map(sum, chunks)) <= 40
+
+
+def test_the_cap_follows_the_size_of_the_decode_step():
+    pace = Pace(0.5, 1000.0, 16, mixed_step_time_s=0.05)
+    assert pace.decode_s(8) == 0.0
+    pace.observe(0.02, 0, 8)
+    pace.observe(0.08, 0, 32)
+    assert [pace.decode_s(n) for n in (0, 1, 8, 15, 32, 500)] == [0.0, 0.02, 0.02, 0.02, 0.08, 0.08]
+    assert pace.prefill_cap(8) == 30
+    assert pace.prefill_cap(32) == 80  # as long again as the step takes
+    assert pace.prefill_cap(0) == 500
+    assert pace.prefill_cap(8, backlog=2000) == 30
+    assert pace.prefill_cap(8, backlog=4000) == 80  # four seconds of prompts: twice the time
+    assert pace.prefill_cap(8, backlog=10**6) == 480  # never beyond any step's bound
+    assert Pace(None, 1000.0, 16, mixed_step_time_s=0.05).prefill_cap(0) is None
+    assert Pace(0.5, 100.0, 16, mixed_step_time_s=0.01).prefill_cap(4) == 16
