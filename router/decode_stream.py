@@ -42,8 +42,10 @@ class Attempt:
         self._events: deque[decode_pb2.Event] = deque()
         self._buffered_bytes = 0
         self._error: DiptychError | None = None
-        self._reader: asyncio.Future[None] | None = None
-        """Of a reader that waits."""
+        self._ready = asyncio.Event()
+        self._waits = False
+        self._busy_since: float | None = None
+        """When the reader was told of the event that it has, or took it; None: it waits for one, or has left."""
         self._due = False
         """The reader need not wait for more. Never without something to read: else the next token would tell nobody."""
         self._begun = False
@@ -54,28 +56,44 @@ class Attempt:
 
     async def next(self) -> decode_pb2.Event:
         """The next event; tokens that came meanwhile are one event. One reader. Raises: WorkerLostError, OverloadedError."""
-        while not self.has_event:
-            if self._error is not None:
-                raise self._error
-            await self._told()
+        self._rest()
+        try:
+            while not self.has_event:
+                if self._error is not None:
+                    raise self._error
+                self._ready.clear()
+                self._waits = True
+                await self._ready.wait()
+        except BaseException:
+            self._rest()
+            raise
+        finally:
+            self._waits = False
         event = self._events.popleft()
-        self._buffered_bytes -= _size(event, event.WhichOneof("event"))
+        kind = event.WhichOneof("event")
+        self._buffered_bytes -= _size(event, kind)
         self._due = bool(self._events)
+        if kind == "end":
+            self._rest()
+        else:
+            self._work(self._stream.now())
         return event
 
-    async def _told(self) -> None:
-        """Until `wake`."""
-        self._reader = asyncio.get_running_loop().create_future()
-        try:
-            await self._reader
-        finally:
-            if self._reader is not None:  # cancelled before it was told
-                self._reader = None
-            else:
-                self._stream.ran()
+    def _work(self, now: float) -> None:
+        """The reader has something to do from now on."""
+        if self._busy_since is None:
+            self._busy_since = now
+            self._stream.pace.begun()
+
+    def _rest(self) -> None:
+        """The reader has done it."""
+        if self._busy_since is not None:
+            self._stream.pace.served(self._stream.now() - self._busy_since)
+            self._busy_since = None
 
     def cancel(self) -> None:
         """Leave: decode is told unless the attempt is over. Idempotent, never blocks."""
+        self._rest()
         if not self.over:
             self.over = True
             self._stream.forget(self.id, cancel=True)
@@ -91,11 +109,9 @@ class Attempt:
         if not self._due and self._error is None:
             return
         self.woken_at = now
-        reader, self._reader = self._reader, None
-        if reader is not None:
-            self._stream.told(now)
-            if not reader.done():
-                reader.set_result(None)
+        if self._waits:
+            self._work(now)
+        self._ready.set()
 
     def put(self, event: decode_pb2.Event) -> None:
         kind = event.WhichOneof("event")
@@ -167,7 +183,7 @@ class DecodeStream:
     ) -> None:
         self._channel = channel
         self._worker_id = worker_id
-        self._pace = pace or TokenPace()
+        self.pace = pace or TokenPace()
         self.now = (clock or MonotonicClock()).now
         self._on_change = on_change
         self._on_news = on_news
@@ -219,18 +235,10 @@ class DecodeStream:
         if self._attempts.pop(attempt, None) is not None and cancel and self._commands is not None:
             self._commands.put_nowait(decode_pb2.Command(cancel=decode_pb2.Cancel(attempt=attempt)))
 
-    def told(self, now: float) -> None:
-        """A waiting reader was told."""
-        self._pace.told(now)
-
-    def ran(self) -> None:
-        """A reader that was told runs."""
-        self._pace.ran(self.now())
-
     def wake_in_time(self, attempt: Attempt) -> None:
         """Tokens came: they are due at once, or when the pace says. One timer for all attempts that wait for that."""
         now = self.now()
-        wait_s = self._pace.wait_s(attempt.woken_at, now)
+        wait_s = self.pace.wait_s(attempt.woken_at, now)
         if not wait_s:
             attempt.wake(now)
             return
