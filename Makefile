@@ -30,7 +30,7 @@ PIP := $(BIN)/python -m pip --quiet
 STEP := .ci/with_progress.sh
 PROTO_SOURCES := $(wildcard proto/diptych/rpc/v1/*.proto)
 
-.PHONY: help check sdk-reference test test-full test-hostile up down proto model golden sim sdk-wheel bench bench-router bench-beside bench-engine bench-kv bench-vllm test-gpu bench-gpu bench-gpu-pair wheels wheels-gpu secrets images charts test-containers clean
+.PHONY: help check sdk-reference test test-full test-hostile up down proto model golden sim sdk-wheel bench bench-router bench-beside bench-engine bench-kv bench-vllm test-gpu bench-gpu bench-gpu-pair bench-gpu-http wheels wheels-gpu secrets images charts test-containers clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -112,6 +112,9 @@ bench-gpu-pair: ## prefill and decode on two GPUs of this host: the link, the ha
 
 sdk-wheel: $(VENV)/.serve ## dist/diptych_client-*.whl: the gRPC SDK without the server's code
 	@$(BIN)/python deploy/sdk_wheel.py dist
+
+bench-gpu-http: ## `diptych up --device cuda` and `serve` as a user has them, over HTTP: streams, hand-off, closed loop, Poisson, identity
+	@PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" TRITON_INTERPRET=0 $(GPU_PYTHON) -m diptych.cli.bench_gpu_http --users 1,8,32,64 $(ARGS)
 
 wheels: $(VENV)/.serve ## wheels of all that an image needs, so that it can be built without a package index
 	@$(BIN)/python deploy/requirements.py pyproject.toml cli router worker loadtest otel > deploy/wheels/requirements.txt

@@ -7,14 +7,14 @@ import math
 from pathlib import Path
 from typing import Any
 
-from diptych.cli.up_config import UpConfig
 from diptych.common.errors import ConfigError
 from diptych.engine.capacity import KvShape, capacity_line, kibibytes, kv_shape
 from diptych.engine.sched.swap_cost import Rates, break_even_copy_bytes_per_s, break_even_tokens
+from diptych.worker.defaults import CPU
 
 _GIB = 1 << 30
 _MIB = 1 << 20
-_SERVED_DTYPE = UpConfig().dtype
+_SERVED_DTYPE = CPU["dtype"]
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -101,7 +101,8 @@ def run_capacity(
     lines = capacity_report(shape, block_size=block_size, memory_gib=memory_gib)
     if not dtype and shape.dtype != _SERVED_DTYPE:
         lines.insert(
-            0, f"in the config's own {shape.dtype}; `diptych up` serves {_SERVED_DTYPE} unless --dtype says otherwise"
+            0,
+            f"in the config's own {shape.dtype}; `diptych up` serves {_SERVED_DTYPE} on a CPU unless --dtype says otherwise",
         )
     if prefill_rate or copy_rate:
         lines += break_even_report(shape, prefill_tokens_per_s=prefill_rate, copy_gib_per_s=copy_rate)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from diptych.cli import embedded_redis
+from diptych.cli.gpus import Seat
 from diptych.cli.processes import free_port
 from diptych.cli.run_folder import RunFolder
 from diptych.cli.supervisor import ChildSpec
@@ -41,6 +42,8 @@ class ClusterPlan:
     model_folder: Path
     model_name: str
     threads: int
+    seats: Mapping[str, Seat] = field(default_factory=dict)
+    """Worker name -> its GPU; empty on a CPU."""
     redis_port: int = 0
     addresses: dict[str, str] = field(default_factory=dict)
     """Child name -> address of its latest start."""
@@ -132,6 +135,8 @@ class ClusterPlan:
 
     def _worker(self, name: str, role: str) -> ChildSpec:
         config = self.config
+        seat = self.seats.get(name)
+        env = {} if seat is None else {"CUDA_VISIBLE_DEVICES": seat.gpu.visible, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
         def command() -> list[str]:
             host = self.loopback
@@ -145,7 +150,7 @@ class ClusterPlan:
                 "port": port,
                 "metrics-host": host,
                 "metrics-port": metrics_port,
-                "transport": config.transport,
+                "transport": config.transport or self._transport(),
                 "block-size": config.block_size,
                 "num-blocks": config.num_blocks,
                 "max-model-len": config.max_model_len,
@@ -159,9 +164,15 @@ class ClusterPlan:
             }
             if role == "decode":
                 flags["client-port"] = 0
+            if seat is not None:
+                flags["gpu-memory-utilization"] = seat.share
             return [*diptych_command(), role, *self._common_flags(), *_flags(flags), *shlex.split(config.worker_args)]
 
-        return ChildSpec(name, role, command, self._log(name), _SERVING_GROUP)
+        return ChildSpec(name, role, command, self._log(name), _SERVING_GROUP, env)
+
+    def _transport(self) -> str:
+        """Workers that share one GPU can only meet by CUDA IPC without leaving it; "auto" expects the peer on another GPU."""
+        return "ipc" if self.seats and len({seat.gpu.visible for seat in self.seats.values()}) == 1 else ""
 
     def _common_flags(self) -> list[str]:
         flags = {
@@ -188,7 +199,7 @@ def _flags(values: Mapping[str, object]) -> list[str]:
     unset_when_zero = {"num-blocks", "max-model-len", "max-num-seqs", "max-num-batched-tokens"}
     found: list[str] = []
     for name, value in values.items():
-        if value == "" or (name in unset_when_zero and value == 0):
+        if value in ("", None) or (name in unset_when_zero and value == 0):
             continue
         found += [f"--{name}", str(value)]
     return found

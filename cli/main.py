@@ -231,7 +231,9 @@ def _register_small(app: typer.Typer) -> None:
             ),
         ] = "",
         model: Annotated[str, typer.Option("--model", help="The same, as the other commands have it.")] = "",
-        dtype: Annotated[str, typer.Option(help="Of the cache; default: the config's own (`up` serves float32).")] = "",
+        dtype: Annotated[
+            str, typer.Option(help="Of the cache; default: the config's own (`up` serves float32 on a CPU).")
+        ] = "",
         block_size: Annotated[int, typer.Option(help="Tokens of a block.")] = 16,
         memory_gib: Annotated[float, typer.Option(help="Show what this much memory holds.")] = 0.0,
         prefill_rate: Annotated[float, typer.Option(help="Tokens/s; with --copy-rate: when a swap pays.")] = 0.0,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import sys
 from pathlib import Path
 
 import structlog
@@ -19,10 +20,11 @@ from diptych.common.logging import setup_logging
 from diptych.common.secret import create_secret
 from diptych.common.store_memory import MemoryStore
 from diptych.decode.server import DecodeRole
+from diptych.engine.collector import set_collector
 from diptych.router import server as router
 from diptych.router.server import RouterAddresses
 from diptych.worker.model import load_model
-from diptych.worker.process import make_transfer
+from diptych.worker.process import SWITCH_INTERVAL_S, make_transfer
 from diptych.worker.runtime import WorkerRuntime
 
 log = structlog.get_logger(__name__)
@@ -39,6 +41,7 @@ def run_serve(config: ServeConfig, model: Path, name: str) -> int:
 
 
 async def _serve(config: ServeConfig, model: Path, name: str, secret: Path) -> int:
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     stop, hurry = asyncio.Event(), asyncio.Event()
     received: list[int] = []
 
@@ -54,7 +57,7 @@ async def _serve(config: ServeConfig, model: Path, name: str, secret: Path) -> i
     runtime = WorkerRuntime(worker_config, loaded, make_transfer=make_transfer, make_role=DecodeRole, store=store)
 
     def announce(addresses: RouterAddresses) -> None:
-        router.freeze_what_stays()
+        set_collector()
         scheme = "http" if config.tls_cert is None else "https"
         print(f"serving {name} on {scheme}://{addresses.http}/v1 and gRPC {addresses.grpc}", flush=True)
 

@@ -10,7 +10,7 @@ from typing import Any
 from diptych.common.addresses import loopback_beside
 from diptych.common.errors import ConfigError
 from diptych.router.config import RouterConfig
-from diptych.worker.config import WorkerConfig
+from diptych.worker.config import AUTO, WorkerConfig
 
 WORKER_ID = "local"
 _WORKER = WorkerConfig()
@@ -29,10 +29,18 @@ class ServeConfig:
         cors_origins, unknown_fields: as of `diptych router`.
         tls_cert, tls_key: PEM files; when set, clients are spoken to over TLS only.
         insecure: let `host` be one that other machines can reach, without keys or without TLS.
-        num_blocks: KV blocks; 0: as many as a share of the free memory holds.
+        device: cpu or cuda.
+        dtype: of weights and KV: float32, float16, bfloat16, or auto: on a GPU the checkpoint's own, on a CPU float32.
+        num_blocks: KV blocks; 0: as many as kv_memory_bytes hold.
+        kv_memory_bytes: KV pool; 0: on a GPU what gpu_memory_utilization leaves, else a share of the memory free at start.
+        gpu_memory_utilization: share of the GPU's memory that weights, steps and KV may take together.
         max_model_len: 0: the model's own.
-        max_step_time_s: bound on a step's prefill; 0: only max_num_batched_tokens bounds it.
-        mixed_step_time_s: the same of a step in which sequences decode; 0: as of any other step.
+        max_num_seqs: requests that run at once; 0: by the device (64 on a CPU, 256 on a GPU).
+        max_num_batched_tokens: of one step; 0: by the device (512 on a CPU, 4,096 on a GPU).
+        max_step_time_s: bound on a step's prefill; 0: only max_num_batched_tokens bounds it; not set: by the device
+            (0.5 on a CPU, 0 on a GPU).
+        mixed_step_time_s: the same of a step in which sequences decode; 0: as of any other step; not set: by the device
+            (0.05 on a CPU, 0 on a GPU).
         threads: torch threads.
         scheduling_policy: sojourn (nobody later than in equal shares), fcfs, priority, sjf or fair.
         tool_call_parser, reasoning_parser, generation_config: as of `diptych router`.
@@ -53,14 +61,16 @@ class ServeConfig:
     tls_key: Path | None = None
     insecure: bool = False
     device: str = "cpu"
-    dtype: str = "float32"
+    dtype: str = AUTO
     num_blocks: int = 0
+    kv_memory_bytes: int = 0
+    gpu_memory_utilization: float = _WORKER.gpu_memory_utilization
     block_size: int = _WORKER.block_size
     max_model_len: int = 0
     max_num_seqs: int = _WORKER.max_num_seqs
     max_num_batched_tokens: int = _WORKER.max_num_batched_tokens
-    max_step_time_s: float = _WORKER.max_step_time_s
-    mixed_step_time_s: float = _WORKER.mixed_step_time_s
+    max_step_time_s: float | None = _WORKER.max_step_time_s
+    mixed_step_time_s: float | None = _WORKER.mixed_step_time_s
     enable_prefix_caching: bool = _WORKER.enable_prefix_caching
     threads: int = 1
     scheduling_policy: str = _WORKER.scheduling_policy

@@ -34,6 +34,7 @@ class ChildSpec:
     Args:
         command: makes the command line; called for every start, so that a port may be a new one each time.
         stop_group: children of one group are stopped together; groups in rising order.
+        env: variables of its own, beside everybody's.
     """
 
     name: str
@@ -41,6 +42,7 @@ class ChildSpec:
     command: Callable[[], Sequence[str]]
     log: Path
     stop_group: int
+    env: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -80,10 +82,13 @@ class Supervisor:
     children: dict[str, Child] = field(default_factory=dict)
 
     def start(self, spec: ChildSpec) -> Child:
-        process = spawn(spec.command(), log=spec.log, env=self.env, cwd=self.cwd)
+        process = self._spawn(spec)
         child = Child(spec, process, _identity(process), time.monotonic())
         self.children[spec.name] = child
         return child
+
+    def _spawn(self, spec: ChildSpec) -> subprocess.Popen[bytes]:
+        return spawn(spec.command(), log=spec.log, env={**self.env, **spec.env}, cwd=self.cwd)
 
     def dead(self) -> list[Child]:
         """Children that exited, without starting them again."""
@@ -99,7 +104,7 @@ class Supervisor:
                 child.restart_at = now + delay_s
                 notices.append(Notice(child.spec.name, code, delay_s))
             elif child.restart_at is not None and now >= child.restart_at:
-                child.process = spawn(child.spec.command(), log=child.spec.log, env=self.env, cwd=self.cwd)
+                child.process = self._spawn(child.spec)
                 child.identity, child.started_at, child.restart_at = _identity(child.process), now, None
                 notices.append(Notice(child.spec.name, None, pid=child.process.pid))
         return notices

@@ -21,6 +21,7 @@ from types import FrameType
 
 from diptych.cli import embedded_redis
 from diptych.cli.cluster_plan import ClusterPlan
+from diptych.cli.gpus import Seat, describe_seats, find_gpus, seat_workers
 from diptych.cli.greeting import greeting, has_chat_template
 from diptych.cli.processes import ProcessIdentity, require_free_port, tail
 from diptych.cli.readiness import first_answer, is_ready
@@ -86,6 +87,7 @@ def run_up(config: UpConfig, run_root: Path, resolve_model: Callable[[Stages], t
     if config.keys_file is not None and not os.environ.get("DIPTYCH_API_KEY"):
         rule = "the cluster's own first request needs one of its keys: put it into DIPTYCH_API_KEY"
         raise ConfigError("keys_file", str(config.keys_file), rule)
+    seats = _seats(config)
     folder = RunFolder(run_root)
     stages = Stages()
     with _listening_to_signals() as signals:
@@ -95,13 +97,15 @@ def run_up(config: UpConfig, run_root: Path, resolve_model: Callable[[Stages], t
             require_free_port("http_port", config.host, config.http_port)
             require_free_port("grpc_port", config.host, config.grpc_port)
             signals.starting = True
+            if seats:
+                stages.done(describe_seats(seats))
             stages.stage("model")
             model_folder, model_name = resolve_model(stages)
             stages.done(f"model {model_name} in {model_folder}")
             threads = threads_for(config, os.cpu_count() or 1)
             env = child_environment(UpConfig) | _thread_environment(threads)
             supervisor = Supervisor(env, cwd=folder.root)
-            plan = ClusterPlan(config, folder, model_folder, model_name, threads)
+            plan = ClusterPlan(config, folder, model_folder, model_name, threads, seats)
             _start(plan, supervisor, signals, stages)
             signals.starting = False
             if not signals.received:
@@ -123,6 +127,19 @@ def run_up(config: UpConfig, run_root: Path, resolve_model: Callable[[Stages], t
             folder.release()
         stages.done("stopped; logs are kept")
         return signals.exit_code
+
+
+def _seats(config: UpConfig) -> dict[str, Seat]:
+    """Raises: ConfigError when GPUs are asked for and there are none."""
+    if config.device != "cuda":
+        return {}
+    return seat_workers(
+        find_gpus(os.environ),
+        prefill=config.prefill_workers,
+        decode=config.decode_workers,
+        prefill_gpus=config.gpu_numbers("prefill_gpus"),
+        decode_gpus=config.gpu_numbers("decode_gpus"),
+    )
 
 
 def run_detached(command: list[str], run_root: Path, timeout_s: float) -> int:

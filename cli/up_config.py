@@ -8,13 +8,16 @@ from pathlib import Path
 
 from diptych.common.addresses import is_loopback
 from diptych.common.errors import ConfigError
-from diptych.worker.config import DTYPES, MOST, WorkerConfig
+from diptych.worker.config import AUTO, DTYPES, MOST, WorkerConfig
 
 _WORKER = WorkerConfig()
 """Where the defaults of a worker's settings come from."""
 _WORKERS_OWN = ("max_model_len", "num_blocks", "max_num_seqs", "max_num_batched_tokens")
 """0: the worker decides."""
-TRANSPORTS = ("auto", "ucx", "nixl")
+ON_GPU = ("ipc", "ucx-gpu")  # as kvtransfer.config, which takes numpy to import
+TRANSPORTS = ("", "auto", "ucx", "nixl", *ON_GPU)
+"""Empty: the device's own."""
+DEVICES = ("cpu", "cuda")
 
 
 @dataclass(frozen=True)
@@ -33,9 +36,10 @@ class UpConfig:
         block_size: tokens of a KV block.
         max_num_seqs: requests that a worker runs at once; 0: its own default.
         max_num_batched_tokens: of one step of a worker; 0: its own default.
-        max_step_time_s: bound on a step's prefill; 0: only max_num_batched_tokens bounds it.
-        dtype: of weights and KV: float32, float16 or bfloat16.
-        device: cpu or cuda.
+        max_step_time_s: bound on a step's prefill; 0: only max_num_batched_tokens bounds it; not set: the worker decides.
+        dtype: of weights and KV: float32, float16, bfloat16, or auto: on GPUs the checkpoint's own, on a CPU float32.
+        device: cpu or cuda; on cuda each worker gets a GPU of its own, and where there are too few they share the memory.
+        prefill_gpus, decode_gpus: which, of those that CUDA shows here, for example 0 or 0,1; empty: chosen here.
         keys_file: API keys made by `diptych keys`; the cluster's own first request takes one of them from DIPTYCH_API_KEY.
         tls_cert, tls_key: PEM files; when set, clients are spoken to over TLS only.
         cluster_ca, cluster_cert, cluster_key: PEM files for mTLS between router and workers; the certificate names 127.0.0.1
@@ -43,8 +47,8 @@ class UpConfig:
         insecure: let `host` be one that other machines can reach, without keys or without TLS.
         redis_url: "" starts an embedded server.
         secret_file: None makes a new secret for this run.
-        transport: of KV between the workers: ucx, nixl or auto. (ipc and ucx-gpu are for workers on GPUs of their own: start each
-            by `diptych prefill` and `diptych decode`, with its CUDA_VISIBLE_DEVICES.)
+        transport: of KV between the workers: ucx, nixl, ipc or ucx-gpu (GPUs), or auto: the best that passes its
+            self-test; empty: ucx on a CPU, auto on GPUs.
         num_blocks: KV blocks per worker; 0 lets the worker choose from the memory it finds.
         threads_per_worker: torch threads; 0: one while two workers share two cores, more on larger machines.
         worker_args: more flags of `diptych prefill` and `diptych decode`, as one string.
@@ -68,16 +72,18 @@ class UpConfig:
     secret_file: Path | None = None
     prefill_workers: int = 1
     decode_workers: int = 1
-    transport: str = "ucx"
+    transport: str = ""
     local_prefill_max_tokens: int = 64
     max_model_len: int = 0
     block_size: int = _WORKER.block_size
     num_blocks: int = 0
     max_num_seqs: int = 0
     max_num_batched_tokens: int = 0
-    max_step_time_s: float = _WORKER.max_step_time_s
-    dtype: str = "float32"
+    max_step_time_s: float | None = _WORKER.max_step_time_s
+    dtype: str = _WORKER.dtype
     device: str = "cpu"
+    prefill_gpus: str = ""
+    decode_gpus: str = ""
     threads_per_worker: int = 0
     worker_args: str = ""
     router_args: str = ""
@@ -108,18 +114,31 @@ class UpConfig:
             )
         if not 0 <= self.threads_per_worker <= MOST["threads"]:
             raise ConfigError("threads_per_worker", self.threads_per_worker, f"must be 0 to {MOST['threads']}")
-        if self.max_step_time_s < 0:
+        if self.max_step_time_s is not None and self.max_step_time_s < 0:
             raise ConfigError("max_step_time_s", self.max_step_time_s, "must be 0 or more")
         for name in ("worker_args", "router_args"):
             try:
                 shlex.split(getattr(self, name))
             except ValueError as error:
                 raise ConfigError(name, getattr(self, name), f"cannot be split: {error}") from None
-        for name, known in (("dtype", DTYPES), ("transport", TRANSPORTS)):
+        for name, known in (("dtype", (AUTO, *DTYPES)), ("transport", TRANSPORTS), ("device", DEVICES)):
             if getattr(self, name) not in known:
-                raise ConfigError(name, getattr(self, name), f"must be one of {', '.join(known)}")
+                raise ConfigError(name, getattr(self, name), f"must be one of {', '.join(filter(None, known))}")
+        if self.transport in ON_GPU and self.device != "cuda":
+            raise ConfigError("transport", self.transport, f"needs GPUs: the KV pool is on {self.device}")
+        for name in ("prefill_gpus", "decode_gpus"):
+            if self.gpu_numbers(name) and self.device != "cuda":
+                raise ConfigError(name, getattr(self, name), "needs --device cuda")
         if not 0 < self.startup_timeout_s < 1e6:
             raise ConfigError("startup_timeout_s", self.startup_timeout_s, "must be above 0, and at most some days")
+
+    def gpu_numbers(self, name: str) -> tuple[int, ...]:
+        """Of prefill_gpus or decode_gpus. Raises: ConfigError."""
+        text: str = getattr(self, name)
+        try:
+            return tuple(int(part) for part in text.split(",") if text.strip())
+        except ValueError:
+            raise ConfigError(name, text, "must be numbers of GPUs with commas between them") from None
 
     @property
     def num_workers(self) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from diptych.common.errors import ConfigError, TransferError
 from diptych.kvtransfer.api import Transfer
-from diptych.kvtransfer.config import AUTO_ORDER, TransferConfig
+from diptych.kvtransfer.config import AUTO_ORDER, ON_GPU, TransferConfig
 from diptych.kvtransfer.faults import FaultyTransport
 from diptych.kvtransfer.gpu_memory import DeviceMemory, GpuMemory
 from diptych.kvtransfer.gpu_ring import GpuRing
@@ -123,8 +123,9 @@ def _choose(config: TransferConfig) -> tuple[Factory, SelfTest, DeviceMemory | N
 
 def auto_order(device: str) -> tuple[str, ...]:
     """What "auto" tries. Workers on GPUs of one host can meet over CUDA IPC; with one GPU here the peer is elsewhere."""
-    several = device == "cuda" and len(list(_GPUS.glob("*"))) > 1
-    return ("ipc", *AUTO_ORDER) if several else AUTO_ORDER
+    if device != "cuda":
+        return AUTO_ORDER
+    return (*ON_GPU, *AUTO_ORDER) if len(list(_GPUS.glob("*"))) > 1 else AUTO_ORDER
 
 
 def _gpu_memory() -> GpuMemory:

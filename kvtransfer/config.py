@@ -22,8 +22,8 @@ class TransferConfig:
     Args:
         transport: "auto" takes the first of AUTO_ORDER that is installed and passes the self-test, and says so; "inproc" is for
             tests. Both workers of a pair must use the same one: install the same extras on both, or name it. "ipc" needs GPUs
-            of one host; where a host has several, "auto" tries it first. "ucx-gpu" moves KV from GPU memory to GPU memory over
-            UCX, within a host and, with a NIC that can, between hosts; "auto" never takes it.
+            of one host; where a host has several, "auto" tries it first, and then "ucx-gpu", which moves KV from GPU memory to
+            GPU memory over UCX, within a host and, with a NIC that can, between hosts.
         device: "cpu" or "cuda": where the pool is.
         host: address of ours that the transport binds to and advertises; no other interface listens.
         slab_bytes: whole slab with header and trailer, a multiple of the page size.

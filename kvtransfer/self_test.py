@@ -53,25 +53,31 @@ def run_ipc_self_test(make: Callable[[str, str], Transport], memory: SharedMemor
             key = sink.connect(PeerRef("self-test-p", "0", source.address))
             asked = SlabHandle("self-test-p", "0", "self-test", 0, 1, 0, 1, 0, 1, 0, _PROBE_BYTES, 0, 0)
             write_frame(ring.slab(0), asked)
-            sink.read(key, 1, encode(asked), into.message(0, _PROBE_BYTES))
-            asked_at = time.monotonic()
-            limit = asked_at + _DEADLINE_S
-            noted, rate = False, 0.0
-            while not noted:
-                if time.monotonic() > limit:
-                    raise TransferError(f"self-test of {sink.path}: nothing arrived within {_DEADLINE_S} s")
-                for event in (*source.progress(), *sink.progress()):
-                    if isinstance(event, RequestArrived):
-                        source.answer(event.conn, event.read_id, ring.message(0, _PROBE_BYTES))
-                    elif isinstance(event, ReceiveDone):
-                        if event.error:
-                            raise TransferError(f"self-test of {sink.path}: {event.error}")
-                        probed_at = time.monotonic()
-                        rate = memory.probe(into.received(0, asked, verify=False).address, spec.total_bytes)
-                        asked_at += time.monotonic() - probed_at
-                        sink.notify(key, encode(asked))
-                    noted = noted or isinstance(event, SendDone)
-            return SelfTest(sink.path, rate, time.monotonic() - asked_at + HOPS * hop_s())
+            limit = time.monotonic() + _DEADLINE_S
+            took: list[float] = []
+            rate = 0.0
+            for read_id in range(1, _ROUNDS + 1):
+                asked_at = time.monotonic()
+                sink.read(key, read_id, encode(asked), into.message(0, _PROBE_BYTES))
+                noted = False
+                while not noted:
+                    if time.monotonic() > limit:
+                        raise TransferError(f"self-test of {sink.path}: nothing arrived within {_DEADLINE_S} s")
+                    for event in (*source.progress(), *sink.progress()):
+                        if isinstance(event, RequestArrived):
+                            source.answer(event.conn, event.read_id, ring.message(0, _PROBE_BYTES))
+                        elif isinstance(event, ReceiveDone):
+                            if event.error:
+                                raise TransferError(f"self-test of {sink.path}: {event.error}")
+                            probed_at = time.monotonic()
+                            there = into.received(0, asked, verify=False).address
+                            rate = rate or memory.probe(there, spec.total_bytes)
+                            asked_at += time.monotonic() - probed_at
+                            sink.notify(key, encode(asked))
+                        noted = noted or isinstance(event, SendDone)
+                took.append(time.monotonic() - asked_at)
+            # The first connects, and compiles what reads.
+            return SelfTest(sink.path, rate, statistics.median(took[1:]) + HOPS * hop_s())
         finally:
             sink.close()
             source.close()

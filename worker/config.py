@@ -13,8 +13,8 @@ from diptych.engine.config import GRAMMAR_BACKENDS, POLICIES, PREEMPTION_MODES, 
 from diptych.engine.overlap import MODES as OVERLAP_MODES
 
 DTYPES = ("float32", "float16", "bfloat16")
-AUTO_BACKEND = "auto"
-BACKENDS = (AUTO_BACKEND, "native", "torch", "triton")
+AUTO = "auto"
+BACKENDS = (AUTO, "native", "torch", "triton")
 _ENGINE = EngineConfig(num_blocks=1)
 """Where the defaults of the engine's own settings come from."""
 MOST: Mapping[str, int] = {
@@ -58,16 +58,21 @@ class WorkerConfig:
         client_tls_cert, client_tls_key: PEM files; when set, that port speaks TLS only.
         redis_url: empty: no store, the worker is on its own.
         secret_file: the cluster secret, from which keys are derived.
-        dtype: of weights and KV: float32, float16 or bfloat16.
+        dtype: of weights and KV: float32, float16, bfloat16, or auto: on a GPU the checkpoint's own, on a CPU float32.
         backend: kernels: native (C, compiled at the first start; CPU), torch, triton (GPU), or auto: the device's own, which on a
             CPU is native where it can be had, with a warning where it cannot.
         num_blocks: KV blocks; 0: as many as kv_memory_bytes hold.
         kv_memory_bytes: KV pool; 0: on a GPU what gpu_memory_utilization leaves, else a share of the memory free at start.
-        gpu_memory_utilization: share of the GPU's memory that weights, steps, staging ring and KV may take together.
+        gpu_memory_utilization: share of the GPU's memory that this worker's weights, steps, staging ring and KV may
+            take together.
         max_model_len: 0: the model's own.
-        max_step_time_s: bound on a step's prefill; 0: only max_num_batched_tokens bounds it.
-        mixed_step_time_s: the same of a step in which sequences decode, which wait for it; prompts have at least as long as these
-            take alone, and longer while more than 2 s of them wait. 0: as of any other step.
+        max_num_seqs: requests that run at once; 0: by the device (64 on a CPU, 256 on a GPU).
+        max_num_batched_tokens: of one step; 0: by the device (512 on a CPU, 4,096 on a GPU).
+        max_step_time_s: bound on a step's prefill; 0: only max_num_batched_tokens bounds it; not set: by the device
+            (0.5 on a CPU, 0 on a GPU).
+        mixed_step_time_s: the same of a step in which sequences decode, which wait for it; prompts have at least as long as
+            these take alone, and longer while more than 2 s of them wait. 0: as of any other step; not set: by the device
+            (0.05 on a CPU, 0 on a GPU).
         threads: torch threads.
         scheduling_policy: sojourn (no prompt later than if all were computed in equal shares), fcfs, priority, sjf (shortest job
             first, with aging) or fair (tokens by tenant).
@@ -80,9 +85,11 @@ class WorkerConfig:
             letter), xgrammar, llguidance, or none: requests with a grammar are refused.
         grammar_time_cap_s: for compiling one grammar.
         grammar_warm_up: import the grammar libraries after the start instead of at the first grammar.
-        transport: ucx, nixl, ipc (GPUs of one host), ucx-gpu (GPU memory over UCX), auto or inproc (tests).
+        transport: ucx, nixl, ipc (GPUs of one host), ucx-gpu (GPU memory over UCX), auto (the best that passes its self-test) or
+            inproc (tests); empty: by the device (ucx on a CPU, auto on a GPU).
         require_transport: refuse to start unless the self-test found exactly this path, for example ucx:tcp.
-        slab_bytes, num_slabs: the staging ring.
+        slab_bytes, num_slabs: the staging ring; 0: by the device (8 of 4 MiB on a CPU; on a GPU up to 16, each with room
+            for the KV of 2,048 tokens, within 8% of its memory).
         slab_lease_s: how long a packed slab waits for decode.
         read_base_s: deadline of a KV read, before what its bytes take.
         max_queue: requests held at once, running and waiting; more are refused at once.
@@ -126,17 +133,17 @@ class WorkerConfig:
     cluster: str = "diptych"
     secret_file: str = ""
     device: str = "cpu"
-    dtype: str = "float32"
-    backend: str = AUTO_BACKEND
+    dtype: str = AUTO
+    backend: str = AUTO
     num_blocks: int = 0
     kv_memory_bytes: int = 0
     gpu_memory_utilization: float = 0.9
     block_size: int = _ENGINE.block_size
     max_model_len: int = 0
-    max_num_seqs: int = _ENGINE.max_num_seqs
-    max_num_batched_tokens: int = _ENGINE.max_num_batched_tokens
-    max_step_time_s: float = _ENGINE.max_step_time_s or 0.0
-    mixed_step_time_s: float = _ENGINE.mixed_step_time_s or 0.0
+    max_num_seqs: int = 0
+    max_num_batched_tokens: int = 0
+    max_step_time_s: float | None = None
+    mixed_step_time_s: float | None = None
     threads: int = 1
     enable_prefix_caching: bool = _ENGINE.enable_prefix_caching
     steps_ahead: bool = _ENGINE.steps_ahead
@@ -148,10 +155,10 @@ class WorkerConfig:
     grammar_backend: str = "auto"
     grammar_time_cap_s: float = 5.0
     grammar_warm_up: bool = True
-    transport: str = "ucx"
+    transport: str = ""
     require_transport: str = ""
-    slab_bytes: int = 4 << 20
-    num_slabs: int = 8
+    slab_bytes: int = 0
+    num_slabs: int = 0
     slab_lease_s: float = 30.0
     read_base_s: float = 10.0
     max_queue: int = 512
@@ -181,15 +188,7 @@ class WorkerConfig:
         if bool(self.client_tls_cert) != bool(self.client_tls_key):
             name = "client_tls_key" if self.client_tls_cert else "client_tls_cert"
             raise ConfigError(name, "", "must be set too: TLS needs a certificate and its key")
-        for name in (
-            "block_size",
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "threads",
-            "num_slabs",
-            "slab_bytes",
-            "max_queue",
-        ):
+        for name in ("block_size", "threads", "max_queue"):
             if not getattr(self, name) >= 1:
                 raise ConfigError(name, getattr(self, name), "must be at least 1")
         for name, most in MOST.items():
@@ -198,7 +197,7 @@ class WorkerConfig:
         for name, known in (
             ("scheduling_policy", POLICIES),
             ("preemption_mode", PREEMPTION_MODES),
-            ("dtype", DTYPES),
+            ("dtype", (AUTO, *DTYPES)),
             ("backend", BACKENDS),
             ("kv_overlap", OVERLAP_MODES),
             ("grammar_backend", GRAMMAR_BACKENDS),
@@ -217,12 +216,16 @@ class WorkerConfig:
             "num_blocks",
             "kv_memory_bytes",
             "max_model_len",
+            "max_num_seqs",
+            "max_num_batched_tokens",
             "max_step_time_s",
             "mixed_step_time_s",
+            "slab_bytes",
+            "num_slabs",
             "drain_s",
             "fault_corrupt_every",
         ):
-            if not 0 <= getattr(self, name) < math.inf:
+            if not 0 <= (getattr(self, name) or 0) < math.inf:
                 raise ConfigError(name, getattr(self, name), "must be 0 or more")
         for name in (
             "slab_lease_s", "read_base_s", "lease_s", "heartbeat_s", "stall_bound_s", "handshake_timeout_s",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import structlog
 
@@ -25,7 +27,8 @@ from diptych.engine.grammar.program import AfterText, Program
 from diptych.engine.grammar.vocabulary import vocabulary_of
 from diptych.engine.runner import ModelRunner
 from diptych.engine.sched.output import DetokenizerFactory
-from diptych.worker.config import AUTO_BACKEND, WorkerConfig
+from diptych.worker.config import AUTO, DTYPES, WorkerConfig
+from diptych.worker.defaults import DeviceFacts, ModelFacts, settled
 
 log = structlog.get_logger(__name__)
 
@@ -36,13 +39,17 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """detokenizer_factory, grammars: None on prefill, whose text is decode's business."""
+    """Args:
+    detokenizer_factory, grammars: None on prefill, whose text is decode's business.
+    config: the settings with the device's defaults filled in; None: of a CPU.
+    """
 
     runner: ModelRunner
     compat: Compat
     identity: IdentityHeader
     detokenizer_factory: DetokenizerFactory | None
     grammars: GrammarCompiler | None = None
+    config: WorkerConfig | None = None
 
 
 def choose_num_blocks(config: WorkerConfig, *, bytes_per_block: int, max_model_len: int, available_bytes: int) -> int:
@@ -86,9 +93,17 @@ def load_model(config: WorkerConfig) -> LoadedModel:
     began = time.monotonic()
     revisions = model_revision(folder), tokenizer_revision(folder)
     try:
-        parsed = parse_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+        raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError("model", str(folder / "config.json"), f"not JSON: {error}") from None
+    parsed = parse_config(raw)
+    facts = ModelFacts(
+        checkpoint_dtype(raw) if config.device != "cpu" and config.dtype == AUTO else "float32",
+        parsed.num_layers * 2 * parsed.num_kv_heads * parsed.head_dim,
+    )
+    config, lines = settled(config, _device_facts(config.device), facts)
+    for line in lines:
+        log.info("by default", setting=line)
     identity = make_identity(config, *revisions)
     compat = Compat(
         model=config.model_name,
@@ -124,7 +139,7 @@ def load_model(config: WorkerConfig) -> LoadedModel:
         max_model_len=max_model_len,
         num_threads=config.threads,
         num_host_blocks=config.num_host_blocks,
-        backend=None if config.backend == AUTO_BACKEND else config.backend,
+        backend=None if config.backend == AUTO else config.backend,
         budget=budget,
     )
     factory: DetokenizerFactory | None = None
@@ -147,7 +162,32 @@ def load_model(config: WorkerConfig) -> LoadedModel:
         kernels=runner.backend,
     )
     log.info(runner.weight_sizes.line())
-    return LoadedModel(runner, compat, identity, factory, grammars)
+    return LoadedModel(runner, compat, identity, factory, grammars, config)
+
+
+def checkpoint_dtype(config: Mapping[str, Any]) -> str:
+    """Of the weights, as config.json tells. Raises: ConfigError when it is none that we compute in."""
+    inner = config.get("text_config")
+    if isinstance(inner, Mapping):
+        config = {**config, **inner}
+    own = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+    if own not in DTYPES:
+        raise ConfigError("dtype", AUTO, f"the checkpoint's own is {own}: name one of {', '.join(DTYPES)}")
+    return own
+
+
+def _device_facts(device: str) -> DeviceFacts:
+    """Raises: ConfigError when it cannot be used."""
+    if device == "cpu":
+        return DeviceFacts()
+    import torch
+
+    if device != "cuda":
+        raise ConfigError("device", device, "must be cpu or cuda")
+    if not torch.cuda.is_available():
+        raise ConfigError("device", device, "no CUDA device is usable here")
+    properties = torch.cuda.get_device_properties(0)
+    return DeviceFacts("cuda", properties.name, properties.total_memory)
 
 
 def make_grammars(config: WorkerConfig, tokenizer: ModelTokenizer) -> GrammarCompiler | None:
@@ -184,7 +224,7 @@ def make_identity(config: WorkerConfig, model_rev: str, tokenizer_rev: str) -> I
 
 def _ring_on_gpu(config: WorkerConfig) -> int:
     """Bytes of the staging ring that may come to lie in GPU memory, once the transport is known."""
-    on_gpu = config.transport == "ucx-gpu" or (config.role == "prefill" and config.transport in ("ipc", "auto"))
+    on_gpu = config.transport in ("ucx-gpu", "auto") or (config.role == "prefill" and config.transport == "ipc")
     return config.num_slabs * config.slab_bytes if on_gpu else 0
 
 

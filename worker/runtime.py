@@ -38,6 +38,7 @@ from diptych.rpc.v1 import worker_pb2
 from diptych.worker import wire
 from diptych.worker.cache_events import CacheEventFeed
 from diptych.worker.config import WorkerConfig
+from diptych.worker.defaults import DeviceFacts, settled
 from diptych.worker.host_facts import read_host_facts
 from diptych.worker.liveness import why_not_live
 from diptych.worker.metrics import MetricsServer, WorkerMetrics
@@ -80,7 +81,7 @@ class WorkerRuntime:
         store: Store | None = None,
         clock: Clock | None = None,
     ) -> None:
-        self.config = config
+        self.config = config = model.config or settled(config, DeviceFacts(), None)[0]
         self.model = model
         self.clock = clock or MonotonicClock()
         self._began = self.clock.now()

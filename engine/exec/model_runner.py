@@ -11,7 +11,7 @@ import torch
 
 from diptych.common.errors import ConfigError, InternalError
 from diptych.engine.exec.attention import BatchBuilder, PagedAttention, StepBatch
-from diptych.engine.exec.cuda.sizing import PoolBudget, profile
+from diptych.engine.exec.cuda.sizing import PoolBudget, out_of_memory, profile
 from diptych.engine.exec.kv_pool import KvPool
 from diptych.engine.exec.linear import make_linear
 from diptych.engine.exec.model_config import ModelConfig, eos_token_ids, parse_config
@@ -230,7 +230,10 @@ class TorchModelRunner:
         native = _backend(device, backend) == NATIVE
         library = choose_library(config, DTYPES[dtype], wanted=backend) if native else None
         linear = make_linear if library is None else Packer(library)
-        weights = load_weights(folder, config, dtype=DTYPES[dtype], device=_device(device), make=linear)
+        try:
+            weights = load_weights(folder, config, dtype=DTYPES[dtype], device=_device(device), make=linear)
+        except torch.OutOfMemoryError as error:
+            raise out_of_memory("model", str(folder), f"the weights in {dtype}", error) from None
 
         def make(blocks: int, host_blocks: int = 0) -> TorchModelRunner:
             return cls(
@@ -248,7 +251,10 @@ class TorchModelRunner:
 
         if budget is not None:
             num_blocks = profile(make, budget, block_size=block_size)
-        return make(num_blocks, num_host_blocks)
+        try:
+            return make(num_blocks, num_host_blocks)
+        except torch.OutOfMemoryError as error:
+            raise out_of_memory("num_blocks", num_blocks, f"{num_blocks:,} KV blocks", error) from None
 
     @torch.inference_mode()
     def execute(self, seqs: Sequence[ScheduledSeq], should_abort: Callable[[], bool] | None = None) -> StepResult:

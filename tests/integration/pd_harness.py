@@ -69,6 +69,7 @@ def worker_config(role: str, worker_id: str, **changes: object) -> WorkerConfig:
         "role": role,
         "worker_id": worker_id,
         "transport": "inproc",
+        "dtype": "float32",
         "block_size": BLOCK,
         "max_num_batched_tokens": 32,
         "max_step_time_s": 0.0,

@@ -8,14 +8,17 @@ import mmap
 import os
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from diptych.common.clock import FakeClock
 from diptych.common.errors import ConfigError, StaleReferenceError, TransferError
 from diptych.engine.messages import DeviceRange, RangePacked
 from diptych.kernels.kv_sum import kv_sum
+from diptych.kvtransfer import self_test
 from diptych.kvtransfer.api import KvAddress, PeerRef
 from diptych.kvtransfer.build import build_transfer
 from diptych.kvtransfer.config import TransferConfig
@@ -256,6 +259,28 @@ def test_the_self_test_runs_the_protocol() -> None:
     )
     assert found.path == "ipc:host"
     assert not memory.open_handles
+
+
+def test_the_self_test_tells_what_a_warm_message_costs(monkeypatch) -> None:
+    """The first read connects, and on a GPU compiles: 5 to 360 ms, by which no range was ever worth sending early."""
+    clock = FakeClock()
+    reads = 0
+
+    class Slow(IpcTransport):
+        def read(self, *args: object) -> None:
+            nonlocal reads
+            reads += 1
+            clock.advance(5.0 if reads == 1 else 0.001)
+            super().read(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(self_test, "time", SimpleNamespace(monotonic=clock.now))
+    monkeypatch.setattr(self_test, "hop_s", lambda: 0.0)
+    memory = HostMemory()
+    found = run_ipc_self_test(
+        lambda worker_id, life: Slow(worker_id, life, host="127.0.0.1", memory=memory), memory, RingSpec(1, 1 << 20)
+    )
+    assert reads > 1
+    assert found.message_s == pytest.approx(0.001)
 
 
 async def test_ipc_without_gpus_is_refused_at_the_start() -> None:

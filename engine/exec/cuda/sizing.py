@@ -1,8 +1,9 @@
 """How many KV blocks a GPU holds: measured with the largest step the scheduler may ask for, before the real pool is made.
 
-    blocks = (total * utilization - already in use - the step's peak - graphs - reserve) / bytes of a block
+    blocks = (the least of (total * utilization - our own) and free - the step's peak - graphs - reserve) / bytes of a block
 
-"In use" is what the driver says: weights, other processes, the context. A trial runner on a small pool runs one prefill of the
+Our own are weights and context: a worker may share its GPU with another that has a share of its own, and "free" is what
+the driver says. A trial runner on a small pool runs one prefill of the
 most tokens and captures every graph; what it took beyond its pool is kept free for the real one.
 """
 
@@ -24,6 +25,8 @@ from diptych.engine.runner import ModelRunner
 log = logging.getLogger(__name__)
 _SLACK_BYTES = 256 << 20
 """For what fragments, and for kernels that are loaded later."""
+_CONTEXT_BYTES = 640 << 20
+"""Of a process on a GPU, before it allocates anything: what torch does not count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +47,16 @@ class PoolBudget:
             raise ConfigError("gpu_memory_utilization", self.utilization, "must be above 0 and at most 1")
 
 
-def blocks_that_fit(budget: PoolBudget, *, total: int, used: int, step: int, bytes_per_block: int) -> int:
-    """All in bytes. Raises: ConfigError when not even one block fits."""
-    room = int(total * budget.utilization) - used - step - budget.reserve_bytes - _SLACK_BYTES
+def blocks_that_fit(budget: PoolBudget, *, total: int, free: int, used: int, step: int, bytes_per_block: int) -> int:
+    """All in bytes. Args: used: by this process. Raises: ConfigError when not even one block fits."""
+    share = int(total * budget.utilization) - used
+    room = min(share, free) - step - budget.reserve_bytes - _SLACK_BYTES
     if room < bytes_per_block:
         raise ConfigError(
             "gpu_memory_utilization",
             budget.utilization,
-            f"of {total / 2**30:.1f} GiB {used / 2**30:.1f} are in use, a step takes {step / 2**30:.1f}, "
-            f"{budget.reserve_bytes / 2**30:.1f} are reserved: no room for KV",
+            f"of the GPU's {total / 2**30:.1f} GiB {free / 2**30:.1f} are free; this worker has {used / 2**30:.1f} already, "
+            f"a step takes {step / 2**30:.1f}, {budget.reserve_bytes / 2**30:.1f} are reserved: no room for KV",
         )
     return room // bytes_per_block
 
@@ -62,27 +66,36 @@ def profile(make_runner: Callable[[int], ModelRunner], budget: PoolBudget, *, bl
 
     Raises: ConfigError.
     """
-    free, total = torch.cuda.mem_get_info()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_reserved()
     num_blocks = -(-budget.step_tokens // block_size) + 1
-    trial = make_runner(num_blocks)
-    bytes_per_block = trial.kv_bytes_per_token * block_size
+    trial = None
     try:
+        trial = make_runner(num_blocks)
+        bytes_per_block = trial.kv_bytes_per_token * block_size
         trial.execute(_largest_step(trial, budget.step_tokens))
         torch.cuda.synchronize()
         step = torch.cuda.max_memory_reserved() - before - num_blocks * bytes_per_block
     except torch.OutOfMemoryError as error:
-        raise ConfigError(
-            "max_num_batched_tokens", budget.step_tokens, f"a step does not fit the GPU: {error}"
-        ) from None
+        raise out_of_memory("max_num_batched_tokens", budget.step_tokens, "one step's tensors", error) from None
     finally:
         del trial
         gc.collect()
         torch.cuda.empty_cache()
-    fit = blocks_that_fit(budget, total=total, used=total - free, step=max(0, step), bytes_per_block=bytes_per_block)
+    free, total = torch.cuda.mem_get_info()
+    used = torch.cuda.memory_reserved() + _CONTEXT_BYTES
+    fit = blocks_that_fit(budget, total=total, free=free, used=used, step=max(0, step), bytes_per_block=bytes_per_block)
     log.info("gpu memory: a step takes %.2f GiB, %d KV blocks fit", step / 2**30, fit)
     return fit
+
+
+def out_of_memory(field: str, value: object, what: str, error: torch.OutOfMemoryError) -> ConfigError:
+    """With the numbers that say what to change. Args: what: did not fit."""
+    free, total = torch.cuda.mem_get_info()
+    reserved = torch.cuda.memory_reserved()
+    there = f"{free / 2**30:.1f} of the GPU's {total / 2**30:.1f} GiB are free, this process has {reserved / 2**30:.1f}"
+    told = str(error).partition(". ")[0]
+    return ConfigError(field, value, f"no GPU memory for {what}: {there} ({told})")
 
 
 def _largest_step(runner: ModelRunner, tokens: int) -> list[ScheduledSeq]:

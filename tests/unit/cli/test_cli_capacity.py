@@ -49,7 +49,9 @@ def test_a_small_model_is_shown_in_small_units(tmp_path, capsys):
 def test_it_says_when_up_would_take_another_dtype(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_70B))
     run_capacity(str(tmp_path))
-    assert "in the config's own bfloat16; `diptych up` serves float32 unless --dtype" in capsys.readouterr().out
+    assert (
+        "in the config's own bfloat16; `diptych up` serves float32 on a CPU unless --dtype" in capsys.readouterr().out
+    )
     run_capacity(str(tmp_path), dtype="bfloat16")
     assert "diptych up" not in capsys.readouterr().out
 

@@ -16,17 +16,42 @@ GIB = 1 << 30
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is usable here")]
 
 
-def test_what_is_left_is_cut_into_blocks():
-    fit = blocks_that_fit(
-        PoolBudget(0.9, 2048, reserve_bytes=GIB), total=80 * GIB, used=17 * GIB, step=2 * GIB, bytes_per_block=2 << 20
+def fit(*, total=80, free=80.0, used=17, step=2, reserve=1, share=0.9):
+    budget = PoolBudget(share, 2048, reserve_bytes=reserve * GIB)
+    return blocks_that_fit(
+        budget, total=total * GIB, free=int(free * GIB), used=used * GIB, step=step * GIB, bytes_per_block=2 << 20
     )
-    assert fit == (72 * GIB - 20 * GIB - (256 << 20)) // (2 << 20)
 
 
-@pytest.mark.parametrize("used", [72 * GIB, 60 * GIB + 300])
-def test_a_gpu_without_room_is_refused_with_its_numbers(used):
-    with pytest.raises(ConfigError, match="60.0 are in use|72.0 are in use"):
-        blocks_that_fit(PoolBudget(0.9, 2048), total=80 * GIB, used=used, step=12 * GIB, bytes_per_block=2 << 20)
+def test_what_is_left_is_cut_into_blocks():
+    assert fit() == (72 * GIB - 20 * GIB - (256 << 20)) // (2 << 20)
+
+
+def test_15_3_4_two_workers_on_one_gpu_have_a_share_each_whatever_the_other_has_taken_by_now():
+    alone, beside = fit(share=0.45, free=63), fit(share=0.45, free=40)
+    assert alone == beside == (36 * GIB - 20 * GIB - (256 << 20)) // (2 << 20)
+
+
+def test_what_others_have_taken_is_not_promised():
+    assert fit(free=30) == (30 * GIB - 3 * GIB - (256 << 20)) // (2 << 20)
+
+
+@pytest.mark.parametrize("values", [{"used": 72}, {"free": 3.1}])
+def test_a_gpu_without_room_is_refused_with_its_numbers(values):
+    with pytest.raises(ConfigError, match="of the GPU's 80.0 GiB .* are free; .* already, a step takes 2.0"):
+        fit(**values)
+
+
+def test_15_3_4_no_memory_for_the_pool_is_told_with_numbers(tiny_dir, monkeypatch):
+    def no_room(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 70.31 GiB. GPU 0 has ...")
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (5 * GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 15 * GIB)
+    monkeypatch.setattr(TorchModelRunner, "__init__", no_room)
+    with pytest.raises(ConfigError, match="5.0 of the GPU's 80.0 GiB are free, this process has 15.0") as caught:
+        TorchModelRunner.load(tiny_dir, num_blocks=64)
+    assert caught.value.field == "num_blocks"
 
 
 @pytest.mark.parametrize("share", [0.0, -1.0, 1.1, float("nan")])

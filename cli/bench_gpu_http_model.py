@@ -1,0 +1,119 @@
+"""Model folders with random weights, as Hugging Face would have them, for benchmarks where no model can be fetched."""
+
+# mypy: disable-error-code="no-untyped-call"
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+_SHARD_LAYERS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    vocab: int
+    context: int
+    dtype: str
+
+
+BIG = Shape(32, 4096, 14_336, 32, 8, 128_256, 131_072, "bfloat16")
+"""Llama-3.1-8B's."""
+SMALL = Shape(8, 1024, 2816, 16, 4, 32_000, 8192, "float32")
+TINY = Shape(2, 128, 256, 4, 2, 512, 2048, "float32")
+
+
+def write_model(folder: Path, shape: Shape, device: str) -> Path:
+    """Args: device: that draws the weights; the same seed always. Nothing is done when the folder is whole already."""
+    if (folder / "config.json").exists():
+        return folder
+    import torch
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    dtype = getattr(torch, shape.dtype)
+    kv = shape.hidden // shape.heads * shape.kv_heads
+    torch.manual_seed(0)
+
+    def normal(*size: int) -> torch.Tensor:
+        # Scaled so that activations stay near one.
+        return torch.empty(size, dtype=dtype, device=device).normal_(std=size[1] ** -0.5).cpu()
+
+    def ones() -> torch.Tensor:
+        return torch.ones(shape.hidden, dtype=dtype)
+
+    index: dict[str, str] = {}
+    with ThreadPoolExecutor(6) as pool:
+        jobs = []
+
+        def put(name: str, tensors: dict[str, torch.Tensor]) -> None:
+            index.update(dict.fromkeys(tensors, name))
+            jobs.append(pool.submit(save_file, tensors, str(folder / name), {"format": "pt"}))
+
+        for first in range(0, shape.layers, _SHARD_LAYERS):
+            tensors: dict[str, torch.Tensor] = {}
+            for layer in range(first, min(first + _SHARD_LAYERS, shape.layers)):
+                prefix = f"model.layers.{layer}."
+                tensors |= {
+                    prefix + "input_layernorm.weight": ones(),
+                    prefix + "post_attention_layernorm.weight": ones(),
+                    prefix + "self_attn.q_proj.weight": normal(shape.hidden, shape.hidden),
+                    prefix + "self_attn.k_proj.weight": normal(kv, shape.hidden),
+                    prefix + "self_attn.v_proj.weight": normal(kv, shape.hidden),
+                    prefix + "self_attn.o_proj.weight": normal(shape.hidden, shape.hidden),
+                    prefix + "mlp.gate_proj.weight": normal(shape.ffn, shape.hidden),
+                    prefix + "mlp.up_proj.weight": normal(shape.ffn, shape.hidden),
+                    prefix + "mlp.down_proj.weight": normal(shape.hidden, shape.ffn),
+                }
+            put(f"model-{first:05d}.safetensors", tensors)
+        ends = {
+            "model.embed_tokens.weight": normal(shape.vocab, shape.hidden),
+            "lm_head.weight": normal(shape.vocab, shape.hidden),
+            "model.norm.weight": ones(),
+        }
+        put("model-ends.safetensors", ends)
+        for job in jobs:
+            job.result()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    _write_tokenizer(folder, shape.vocab)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.ffn,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.hidden // shape.heads,
+        "vocab_size": shape.vocab,
+        "rope_theta": 500_000.0,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": shape.context,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "dtype": shape.dtype,
+    }
+    (folder / "config.json").write_text(json.dumps(config))  # last: a folder that has it is whole
+    return folder
+
+
+def _write_tokenizer(folder: Path, vocab: int) -> None:
+    """Every id a word: no text waits for the rest of a character."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {f"w{number:x}": number for number in range(vocab)}
+    words["<unk>"] = words.pop("w0")
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))  # noqa: S106 - no secret
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))

@@ -1,0 +1,76 @@
+"""The client of `bench_gpu_http` reads a stream as it came, and a run's row counts what it should."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from diptych.cli.bench_gpu_http import percentiles, summary
+from diptych.cli.bench_gpu_http_client import Answer, read
+from diptych.cli.bench_gpu_http_model import TINY, write_model
+from diptych.common.tokenizer import ModelTokenizer
+
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+def chunk(*ids, **more):
+    event = {"choices": [{"index": 0, "text": "t", "token_ids": list(ids)}], **more}
+    return wire(b"data: " + json.dumps(event).encode() + b"\n\n")
+
+
+def wire(data):
+    return b"%x\r\n%s\r\n" % (len(data), data)
+
+
+DONE = wire(b"data: [DONE]\n\n")
+
+
+def test_each_message_has_the_time_at_which_it_was_whole():
+    second = chunk(2, 3)
+    pieces = [
+        (1.0, HEAD + chunk(1)),
+        (2.0, second[:20]),
+        (3.0, second[20:]),
+        (4.0, chunk(diptych={"kv_bytes": 9}) + DONE),
+    ]
+    answer = Answer(0.5)
+    read(pieces, answer)
+    assert (answer.times, answer.counts, answer.token_ids) == ([1.0, 3.0], [1, 2], [1, 2, 3])
+    assert (answer.kv_bytes, answer.error) == (9, "")
+
+
+@pytest.mark.parametrize(
+    ("raw", "error"),
+    [
+        (b"HTTP/1.1 404 Not Found\r\n\r\nno such model", "404"),
+        (b"", "no answer"),
+        (HEAD + chunk(1), "cut"),
+        (HEAD + chunk(1) + wire(b'data: {"error": {"message": "lost"}}\n\n'), "lost"),
+    ],
+)
+def test_what_is_no_answer_is_an_error(raw, error):
+    answer = Answer(0.0)
+    read([(1.0, raw)], answer)
+    assert error in answer.error
+
+
+def test_a_row_counts_failures_and_gaps():
+    good = Answer(0.0, [0.1, 0.11, 0.13], [1, 1, 2], [1, 2, 3, 4])
+    short = Answer(0.0, [0.1], [1], [1])
+    row = summary([good, short, Answer(0.0, error="refused")], 4, span_s=2.0)
+    assert (row["requests"], row["failed"], row["errors"]) == (3, 2, ["1 tokens", "refused"])
+    assert row["ttft_ms"]["p50"] == 100.0
+    assert row["second_gap_ms"]["p50"] == 10.0
+    assert row["itl_ms"]["p99"] == 20.0
+    assert row["tpot_ms"]["p50"] == 10.0
+    assert (row["output_tokens_per_s"], row["tokens_per_message"]) == (2.0, 1.333)
+    assert percentiles([]) == {}
+
+
+def test_the_model_is_one_that_the_tokenizer_reads(tmp_path):
+    folder = write_model(tmp_path / "m", TINY, "cpu")
+    assert write_model(folder, TINY, "cpu") == folder
+    tokenizer = ModelTokenizer(folder)
+    assert tokenizer.vocab_size == TINY.vocab
+    assert tokenizer.eos_token_ids == (2,)

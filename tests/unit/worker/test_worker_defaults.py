@@ -1,0 +1,100 @@
+"""What a worker takes where nobody set anything: by the device, and what a token of the model takes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from diptych.common.errors import ConfigError
+from diptych.kvtransfer.layout import RingSpec, payload_capacity
+from diptych.worker.config import WorkerConfig
+from diptych.worker.defaults import CPU, GPU_SLABS, DeviceFacts, ModelFacts, is_open, settled
+from diptych.worker.model import checkpoint_dtype
+
+GIB = 1 << 30
+H200 = DeviceFacts("cuda", "NVIDIA H200", 140 * GIB)
+H100 = DeviceFacts("cuda", "NVIDIA H100 80GB HBM3", 79 * GIB)
+L4 = DeviceFacts("cuda", "NVIDIA L4", 22 * GIB)
+LLAMA_8B = ModelFacts("bfloat16", 2 * 32 * 8 * 128)
+SMOL = ModelFacts("float32", 2 * 30 * 3 * 64)
+
+
+def test_15_3_3_a_gpus_defaults_for_a_model_of_8b():
+    config, lines = settled(WorkerConfig(device="cuda"), H200, LLAMA_8B)
+    assert (config.dtype, config.transport) == ("bfloat16", "auto")
+    assert (config.max_num_batched_tokens, config.max_num_seqs, config.max_step_time_s) == (4096, 256, 0.0)
+    assert config.mixed_step_time_s == 0.0
+    assert (config.num_slabs, config.slab_bytes) == (16, 258 << 20)
+    assert "slab_bytes=270532608: 2,048 tokens of 128 KiB of KV each, in 258 MiB" in lines
+    assert "max_num_seqs=256: on NVIDIA H200" in lines
+
+
+def test_a_cpus_defaults_are_what_they_were():
+    config, lines = settled(WorkerConfig(), DeviceFacts(), None)
+    assert {name: getattr(config, name) for name in CPU} == CPU
+    assert len(lines) == len(CPU)
+
+
+def test_serve_keeps_no_staging_memory_on_a_gpu():
+    config, _ = settled(WorkerConfig(device="cuda", transport="inproc"), H200, LLAMA_8B)
+    assert config.slab_bytes == CPU["slab_bytes"]
+
+
+@pytest.mark.parametrize("device", [DeviceFacts(), H100], ids=lambda device: device.kind)
+def test_what_was_set_stays(device):
+    given = {
+        "dtype": "float16",
+        "transport": "nixl",
+        "max_num_seqs": 7,
+        "max_num_batched_tokens": 99,
+        "max_step_time_s": 0.25,
+        "mixed_step_time_s": 0.0,
+        "slab_bytes": 8 << 20,
+        "num_slabs": 3,
+    }
+    config = WorkerConfig(device=device.kind, **given)
+    assert settled(config, device, LLAMA_8B) == (config, [])
+
+
+def test_a_bound_of_zero_is_a_setting():
+    assert settled(WorkerConfig(max_step_time_s=0.0), DeviceFacts(), None)[0].max_step_time_s == 0.0
+
+
+@pytest.mark.parametrize("device", [H200, H100, L4], ids=lambda device: device.name)
+@pytest.mark.parametrize("model", [LLAMA_8B, SMOL, ModelFacts("bfloat16", 2 * 80 * 64 * 128)])
+@pytest.mark.parametrize("given", [{}, {"num_slabs": 2}, {"slab_bytes": 64 << 20}])
+def test_15_3_3_the_ring_holds_ranges_and_keeps_to_its_share(device, model, given):
+    config, _ = settled(WorkerConfig(device="cuda", **given), device, model)
+    ring = RingSpec(config.num_slabs, config.slab_bytes)
+    assert ring.total_bytes <= 0.08 * device.total_bytes
+    assert 2 <= config.num_slabs <= GPU_SLABS
+    per_token = model.kv_numbers_per_token * (4 if model.dtype == "float32" else 2)
+    if not given and model is not SMOL and device is not L4 and model is LLAMA_8B:
+        assert payload_capacity(config.slab_bytes) >= 2048 * per_token
+    assert payload_capacity(config.slab_bytes) >= 16 * per_token
+
+
+def test_nothing_is_left_open():
+    for device, model in ((DeviceFacts(), None), (H100, SMOL)):
+        config, _ = settled(WorkerConfig(device=device.kind), device, model)
+        assert not [name for name in CPU if is_open(config, name)]
+    assert set(CPU) <= {field.name for field in dataclasses.fields(WorkerConfig)}
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [
+        ({"torch_dtype": "bfloat16"}, "bfloat16"),
+        ({"dtype": "float16"}, "float16"),
+        ({"text_config": {"torch_dtype": "torch.bfloat16"}}, "bfloat16"),
+        ({}, "float32"),
+    ],
+)
+def test_the_checkpoints_own_dtype(config, dtype):
+    assert checkpoint_dtype(config) == dtype
+
+
+def test_a_checkpoint_in_a_dtype_that_we_lack_is_named():
+    with pytest.raises(ConfigError, match="the checkpoint's own is float8_e4m3fn: name one of float32"):
+        checkpoint_dtype({"torch_dtype": "float8_e4m3fn"})

@@ -1,0 +1,116 @@
+"""What a worker's settings are where nobody set them: from the device, its memory, and what a token of the model takes. Pure.
+
+A GPU computes a thousand tokens in the time of a few, and moves KV best in few large messages; a CPU's steps are short or nobody
+gets a word in edgeways, and its slabs are ordinary memory. What was set stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from diptych.engine.capacity import kibibytes
+from diptych.engine.config import EngineConfig
+from diptych.worker.config import AUTO, MOST, WorkerConfig
+
+_ENGINE = EngineConfig(num_blocks=1)
+CPU: Mapping[str, Any] = {
+    "dtype": "float32",
+    "transport": "ucx",
+    "max_num_seqs": _ENGINE.max_num_seqs,
+    "max_num_batched_tokens": _ENGINE.max_num_batched_tokens,
+    "max_step_time_s": _ENGINE.max_step_time_s,
+    "mixed_step_time_s": _ENGINE.mixed_step_time_s,
+    "slab_bytes": 4 << 20,
+    "num_slabs": 8,
+}
+GPU_SEQS = 256
+GPU_BATCHED_TOKENS = 4096
+GPU_SLABS = 16
+GPU_SLAB_TOKENS = 2048
+"""Half of a step: the first half of a long chunk is on its way while the second is packed."""
+_RING_SHARE = 0.08
+"""Of the GPU's memory, that slabs may take."""
+_SLAB_UNIT = 2 << 20
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFacts:
+    """The device that a worker computes on. Args: total_bytes: of its memory, 0 on a CPU."""
+
+    kind: str = "cpu"
+    name: str = "the CPU"
+    total_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """Args:
+    dtype: the checkpoint's own.
+    kv_numbers_per_token: entries of the KV cache that one token leaves.
+    """
+
+    dtype: str
+    kv_numbers_per_token: int
+
+
+def settled(config: WorkerConfig, device: DeviceFacts, model: ModelFacts | None) -> tuple[WorkerConfig, list[str]]:
+    """The settings with nothing left open, and for each that was open a line with its value and the reason.
+
+    Args: model: may be None on a CPU, where nothing depends on it.
+    """
+    if device.kind == "cpu":
+        found = {name: (value, "on a CPU") for name, value in CPU.items()}
+    else:
+        assert model is not None
+        found = _on_gpu(config, device, model)
+    chosen = {name: pair for name, pair in found.items() if is_open(config, name)}
+    lines = [f"{name}={value}: {reason}" for name, (value, reason) in chosen.items()]
+    return replace(config, **{name: value for name, (value, _) in chosen.items()}), lines
+
+
+def is_open(config: WorkerConfig, name: str) -> bool:
+    """Nobody set it. (A bound of 0 seconds is a setting, no bound, and so is the transport "auto".)"""
+    value = getattr(config, name)
+    if name.endswith("_time_s"):
+        return value is None
+    return bool(value == AUTO) if name == "dtype" else not value
+
+
+def _on_gpu(config: WorkerConfig, device: DeviceFacts, model: ModelFacts) -> dict[str, tuple[Any, str]]:
+    dtype = model.dtype if is_open(config, "dtype") else config.dtype
+    per_token = model.kv_numbers_per_token * (4 if dtype == "float32" else 2)
+    slab_bytes, why_bytes = config.slab_bytes, ""
+    if config.transport == "inproc":  # nothing leaves the process
+        slab_bytes, why_bytes = slab_bytes or CPU["slab_bytes"], "nothing leaves the process"
+    if not slab_bytes:
+        slab_bytes, why_bytes = _slab(per_token, device, config.num_slabs or GPU_SLABS)
+    fit = max(2, int(device.total_bytes * _RING_SHARE) // slab_bytes)
+    num_slabs = min(GPU_SLABS, fit)
+    return {
+        "dtype": (dtype, "the checkpoint's own"),
+        "transport": ("auto", "CUDA IPC within a host, by self-test; else the best that works"),
+        "max_num_seqs": (GPU_SEQS, f"on {device.name}"),
+        "max_num_batched_tokens": (GPU_BATCHED_TOKENS, f"on {device.name}"),
+        "max_step_time_s": (0.0, "a GPU's steps are bounded by their tokens"),
+        "mixed_step_time_s": (0.0, "a GPU's steps are bounded by their tokens"),
+        "slab_bytes": (slab_bytes, why_bytes),
+        "num_slabs": (num_slabs, f"{num_slabs * slab_bytes / 2**30:.1f} GiB of staging for ranges under way"),
+    }
+
+
+def _slab(per_token: int, device: DeviceFacts, num_slabs: int) -> tuple[int, str]:
+    """Room for the KV of GPU_SLAB_TOKENS, or of as many as leave room for a few slabs; and the reason."""
+    tokens = GPU_SLAB_TOKENS
+    most = min(MOST["slab_bytes"], int(device.total_bytes * _RING_SHARE) // min(4, num_slabs))
+    while tokens > 16 and _rounded(tokens * per_token) > most:
+        tokens //= 2
+    size = _rounded(tokens * per_token)
+    return size, f"{tokens:,} tokens of {kibibytes(per_token)} of KV each, in {size / _MIB:,.0f} MiB"
+
+
+def _rounded(size_bytes: int) -> int:
+    """With room for header, trailer and what rounding of blocks adds."""
+    return (size_bytes // _SLAB_UNIT + 1) * _SLAB_UNIT
