@@ -18,7 +18,7 @@ def register(app: typer.Typer) -> None:
 
     @app.command()
     def explain(
-        request_id: Annotated[str, typer.Argument(help="The router's id of a request, or the label it was given.")],
+        request_id: Annotated[str, typer.Argument(help="As an answer, a header or the log shows it; or its label.")],
         address: Annotated[str, _ADDRESS] = "",
         tls_ca: TLS_CA = None,
         tls_server_name: TLS_SERVER_NAME = "",

@@ -78,7 +78,7 @@ def add_settings_command(
         if verbose and not more.get(
             "detach"
         ):  # then the process in the background prints them, and its output is shown
-            print(f"{name}: {settings.describe(config)}", file=sys.stderr)
+            print(_told(name, config), file=sys.stderr)
         raise typer.Exit(run(config, **more))
 
     texts = field_help(cls)
@@ -90,6 +90,14 @@ def add_settings_command(
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     app.command(name, help=help)(command)
+
+
+def _told(name: str, config: Any) -> str:
+    from diptych.common.logging import writes_json
+
+    if name != "up" and writes_json():  # `up` talks to a person; the others' stderr is their log
+        return settings.log_line(name, config)
+    return f"{name}: {settings.describe(config)}"
 
 
 def _parameter(field: dataclasses.Field[Any], hint: Any, text: str) -> inspect.Parameter:

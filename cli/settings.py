@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import json
 import math
 import os
 import tomllib
@@ -217,6 +218,13 @@ def check_number(key: str, value: Any) -> None:
 def describe(config: Any) -> str:
     """The merged settings in one line, secrets masked."""
     return describe_values({field.name: getattr(config, field.name) for field in dataclasses.fields(config)})
+
+
+def log_line(command: str, config: Any) -> str:
+    """The merged settings as a line of a JSON log, secrets masked."""
+    merged = {field.name: str(_mask(field.name, getattr(config, field.name))) for field in dataclasses.fields(config)}
+    line = {"event": "settings", "level": "info", "command": command, "settings": merged}
+    return json.dumps(line | {"timestamp": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")})
 
 
 def describe_values(values: Mapping[str, Any]) -> str:

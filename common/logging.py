@@ -1,5 +1,9 @@
 """structlog on stderr: lines for people on a terminal, JSON otherwise. DIPTYCH_LOG_LEVEL and DIPTYCH_LOG_JSON decide more.
 
+Whatever else speaks in a process takes the same way: the standard library's logging (uvicorn, asyncio, grpc), warnings, and what
+nobody caught, on any thread. gRPC's core writes to stderr by itself; it is silent unless GRPC_VERBOSITY says otherwise, since
+what it has to tell comes as a call's status.
+
 Loggers bind what they know (`request_id`, `attempt`, ...); what holds for the whole process is given to setup_logging.
 Variables of a trace are never printed: they may hold prompts or keys.
 """
@@ -9,10 +13,18 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
+from types import TracebackType
 from typing import Any
 
 import structlog
 from structlog.tracebacks import ExceptionDictTransformer
+
+
+def writes_json() -> bool:
+    """Whether lines are JSON: as DIPTYCH_LOG_JSON says, else where stderr is no terminal."""
+    wish = os.environ.get("DIPTYCH_LOG_JSON", "")
+    return wish not in ("0", "false", "no") if wish else not sys.stderr.isatty()
 
 
 def setup_logging(**process: Any) -> None:
@@ -20,9 +32,8 @@ def setup_logging(**process: Any) -> None:
 
     Call it once, before the first line.
     """
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     level = logging.getLevelNamesMapping().get(os.environ.get("DIPTYCH_LOG_LEVEL", "INFO").upper(), logging.INFO)
-    wish = os.environ.get("DIPTYCH_LOG_JSON", "")
-    as_json = wish not in ("0", "false", "no") if wish else not sys.stderr.isatty()
     shared: list[Any] = [
         structlog.contextvars.merge_contextvars,
         lambda _logger, _method, event: {**process, **event},
@@ -35,7 +46,7 @@ def setup_logging(**process: Any) -> None:
             structlog.processors.ExceptionRenderer(ExceptionDictTransformer(show_locals=False)),
             structlog.processors.JSONRenderer(),
         ]
-        if as_json
+        if writes_json()
         else [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty() and "NO_COLOR" not in os.environ)]
     )
     structlog.configure(
@@ -55,3 +66,18 @@ def setup_logging(**process: Any) -> None:
     root.setLevel(level)
     for noisy in ("asyncio", "httpx", "httpcore", "grpc"):
         logging.getLogger(noisy).setLevel(max(level, logging.WARNING))
+    logging.captureWarnings(True)
+    sys.excepthook = _uncaught
+    threading.excepthook = lambda args: _uncaught(
+        args.exc_type, args.exc_value, args.exc_traceback, args.thread.name if args.thread is not None else ""
+    )
+    sys.unraisablehook = lambda args: _uncaught(args.exc_type, args.exc_value, args.exc_traceback, repr(args.object))
+
+
+def _uncaught(
+    kind: type[BaseException], error: BaseException | None, trace: TracebackType | None, where: str = ""
+) -> None:
+    if issubclass(kind, (KeyboardInterrupt, SystemExit)):
+        return
+    told = (kind, error if error is not None else kind(), trace)
+    logging.getLogger("diptych").error("nobody caught it%s", f" ({where})" if where else "", exc_info=told)

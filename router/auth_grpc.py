@@ -10,6 +10,7 @@ import grpc
 import grpc.aio
 
 from diptych.common.errors import AuthenticationError
+from diptych.router.access_log import Access
 from diptych.router.auth import Authenticator, current_caller
 from diptych.rpc.errors import abort
 
@@ -29,6 +30,9 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
             # Interceptor and method run in one task, so what is set here is seen there and nowhere else.
             current_caller.set(self._keys.identify(values[0] if values else ""))
         except AuthenticationError as error:
+            access = Access("grpc", str(handler_call_details.method))
+            access.failed(error)
+            access.write()
             return _refuse(error)
         return await continuation(handler_call_details)
 

@@ -204,7 +204,11 @@ class Cluster:
         now = self._clock.now()
         new, lost = self._members.on_records(records, now)
         for member in lost:
-            log.warning("worker lost", worker=member.record.worker_id, incarnation=member.record.incarnation)
+            known = {"worker": member.record.worker_id, "incarnation": member.record.incarnation}
+            if self._members.left_in_order(member, now):
+                log.info("worker left", **known)
+            else:
+                log.warning("worker lost", **known)
             self.breakers.forget(member.record.worker_id)
             self._event_watch.forget(member.record.worker_id)
             if self._members.get(member.record.worker_id) is None:

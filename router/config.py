@@ -26,6 +26,7 @@ class RouterConfig:
     keys_file: API keys made by `diptych keys`; when set, every route but /live and /health and every gRPC method needs one.
     open_metrics: /metrics and /ready need no key: for scrapers, probes and gateways that have none. They hold numbers only (and
         with tenant_metrics the tenants' names).
+    access_log: one line of the log for each request: id, label, tenant, workers, tokens, times.
     grpc_reflection: "on" lets clients such as grpcurl list the methods and messages; "auto" does so on a loopback address;
         "off". With keys it needs one.
     cors_origins: web pages from there (scheme://host[:port], or "*" for all) may call the API from a browser.
@@ -76,6 +77,7 @@ class RouterConfig:
     generation_config: str = "auto"
     keys_file: Path | None = None
     open_metrics: bool = False
+    access_log: bool = True
     grpc_reflection: str = "auto"
     cors_origins: tuple[str, ...] = ()
     unknown_fields: str = "ignore"

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from dataclasses import dataclass
 from itertools import islice
 
 from diptych.router.explain import Story
 from diptych.rpc.v1 import types_pb2
+
+_SHOWN = re.compile(r"(?:(?:chatcmpl|cmpl)-|(?:resp|msg|fc)_)(req-[0-9a-f]+)(?:_\d+)?")
+"""Of an answer, or of an item of one: chatcmpl-req-..., cmpl-..., resp_..., msg_..._0, fc_..._1."""
 
 
 @dataclass(slots=True)
@@ -52,8 +56,11 @@ class Decisions:
                 del self._labels[old.label]
 
     def get(self, name: str) -> Decision | None:
-        """`name`: a request id, else a label."""
-        return self._by_id.get(name) or self._by_id.get(self._labels.get(name, ""))
+        """`name`: a request id, else a label, else an id as answers show it, which has the request's inside."""
+        found = self._by_id.get(name) or self._by_id.get(self._labels.get(name, ""))
+        if found is None and (shown := _SHOWN.fullmatch(name)):
+            found = self._by_id.get(shown[1])
+        return found
 
     def latest(self, owner: bytes, most: int = 40) -> list[Decision]:
         """The owner's last ones, latest first."""

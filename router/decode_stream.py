@@ -322,7 +322,10 @@ class DecodeStream:
             attempt.fail(WorkerLostError(f"decode worker {self._worker_id} was lost: {why}"))
         if was_up:
             self.num_drops += 1
-            log.warning("stream to decode went down", worker=self._worker_id, why=why, attempts=len(attempts))
+            say = (
+                log.warning if attempts else log.info
+            )  # without any it is what the end of a worker or a router looks like
+            say("stream to decode went down", worker=self._worker_id, why=why, attempts=len(attempts))
             self._notify()
 
     def _notify(self) -> None:

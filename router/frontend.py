@@ -22,6 +22,7 @@ from diptych.common.redis_store import RedisStore
 from diptych.common.secret import load_secret, tenant_salt
 from diptych.common.store import Store
 from diptych.common.token_bytes import Tokens
+from diptych.router.access_log import Access, current_access, note_end
 from diptych.router.budgets import SharedQuotas
 from diptych.router.cluster import Cluster, Prompt, new_router_id
 from diptych.router.config import RouterConfig
@@ -209,10 +210,13 @@ class Frontend:
         """
         began = self._clock.now()
         try:
-            return traced(self._counted(await self._of(spec.model).intake.prepare(spec), began), spec)
+            prepared = traced(self._counted(await self._of(spec.model).intake.prepare(spec), began), spec)
         except DiptychError as err:
-            self.metrics.refused(err.reason, spec.tenant)
+            self._refused(err, spec.tenant)
             raise
+        if (access := current_access.get()) is not None:
+            access.prepared(prepared)
+        return prepared
 
     def prepare_again(
         self, before: PreparedRequest, prompt: PackedIds, timeout_s: float | None, *, draws_seed: bool
@@ -223,8 +227,18 @@ class Frontend:
             intake = self._of(before.model).intake
             return self._counted(intake.prepare_again(before, prompt, timeout_s, draws_seed=draws_seed), began)
         except DiptychError as err:
-            self.metrics.refused(err.reason, before.tenant)
+            self._refused(err, before.tenant)
             raise
+
+    def _refused(self, error: DiptychError, tenant: str, request: PreparedRequest | None = None) -> None:
+        """Count it. Who wants a ticket has no face that writes the log's line: it is written here."""
+        self.metrics.refused(error.reason, tenant)
+        if current_access.get() is None:
+            access = Access("lookaside", "ticket", tenant=tenant)
+            if request is not None:
+                access.prepared(request)
+            access.failed(error)
+            access.write()
 
     def _counted(self, prepared: PreparedRequest, began: float) -> PreparedRequest:
         took_s = self._clock.now() - began
@@ -252,13 +266,18 @@ class Frontend:
         timer = RequestTimer(self.metrics, request, self._clock)
         span = RequestSpan(request, self._clock)
         relay.traceparent = span.traceparent
+        ended: FinishedEvent | None = None
         try:
             while True:
                 event = await relay.next()
                 if isinstance(event, TokenEvent):
                     timer.tokens(event)
                     span.token()
+                elif isinstance(event, StartedEvent):
+                    if (access := current_access.get()) is not None:
+                        access.started = True
                 elif isinstance(event, FinishedEvent):
+                    ended = event
                     timer.finished(event, relay.kv_bytes)
                     span.finished(event)
                 yield event
@@ -267,9 +286,11 @@ class Frontend:
         except DiptychError as err:
             timer.failed(err)
             span.failed(err)
-            log.info("request failed", request_id=request.request_id, reason=err.reason, error=err.message)
+            if (access := current_access.get()) is not None:
+                access.failed(err)
             raise
         finally:
+            note_end(relay.story, ended)
             relay.close()
             timer.left()
             span.left()
@@ -299,7 +320,7 @@ class Frontend:
                 outcomes += lookaside.grant(of_model, spend)
         for request, outcome in zip(requests, outcomes, strict=True):
             if isinstance(outcome, DiptychError) and outcome.reason not in ASKS_US_INSTEAD:  # as which it is counted
-                self.metrics.refused(outcome.reason, request.tenant)
+                self._refused(outcome, request.tenant, request)
         return outcomes
 
     def tickets_left(self, attempts: Iterable[str]) -> None:

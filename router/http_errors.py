@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from diptych.common.errors import DiptychError
+from diptych.router.access_log import current_access
 from diptych.router.http_not_had import not_allowed, not_had
 
 DEFAULT_RETRY_AFTER_S = 1.0
@@ -76,6 +77,8 @@ def warning_headers(warnings: Sequence[str]) -> dict[str, str]:
 
 
 def error_response(error: DiptychError, request_id: str = "", extra: Mapping[str, str] | None = None) -> Response:
+    if (access := current_access.get()) is not None:
+        access.failed(error)
     headers = dict(extra or {}) | retry_headers(error.http_status, error.retry_after_s)
     if error.http_status == 401:
         headers["www-authenticate"] = "Bearer"

@@ -6,6 +6,7 @@ from __future__ import annotations
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from diptych.common.errors import AuthenticationError, DiptychError
+from diptych.router.access_log import current_access
 from diptych.router.auth import ANYBODY, Authenticator, current_caller
 from diptych.router.http_errors import error_response
 from diptych.router.status_page import STATIC_PATHS
@@ -49,7 +50,10 @@ class GuardMiddleware:
                 raise FramingError("content-length and transfer-encoding do not go together")
             current_caller.set(ANYBODY)
             if self._keys is not None and scope["path"] not in self._open:
-                current_caller.set(self._keys.identify(_authorization(scope)))
+                caller = self._keys.identify(_authorization(scope))
+                current_caller.set(caller)
+                if (access := current_access.get()) is not None:
+                    access.tenant = caller.tenant
         except DiptychError as error:
             extra = {"connection": "close"} if isinstance(error, FramingError) else None
             await error_response(error, extra=extra)(scope, receive, send)

@@ -19,6 +19,7 @@ import msgspec
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from diptych.common.ids import new_request_id
+from diptych.router.access_log import Access
 from diptych.router.http_errors import error_object
 
 LINGER_S = 5.0
@@ -122,6 +123,9 @@ class HttpProtocol(H11Protocol):
             (b"connection", b"close"),
             (b"x-request-id", new_request_id().encode()),
         ]
+        access = Access("http", "", status=status, request_id=dict(headers)[b"x-request-id"].decode())
+        access.fail(_CODES.get(status) or "BAD_HTTP", text)
+        access.write()
         for event in (h11.Response(status_code=status, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
         self.transport.close()

@@ -1,4 +1,4 @@
-"""ASGI middleware: every answer carries x-request-id, also those that no route made."""
+"""ASGI middleware: every answer carries x-request-id, also those that no route made; every request has its line in the log."""
 
 from __future__ import annotations
 
@@ -6,6 +6,12 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from diptych.common.ids import new_request_id
+from diptych.router.access_log import Access, logged
+from diptych.router.http_guard import OPEN_PATHS, PROBE_PATHS
+
+_PROBES = OPEN_PATHS | PROBE_PATHS | {"/status", "/status.json"}
+_MAX_ROUTE = 256
+_CLIENT_LEFT = 499
 
 
 class RequestIdMiddleware:
@@ -19,9 +25,16 @@ class RequestIdMiddleware:
             await self._app(scope, receive, send)
             return
 
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).setdefault("x-request-id", new_request_id())
-            await send(message)
+        route = f"{scope['method']} {scope['path']}"
+        with logged(Access("http", route[:_MAX_ROUTE], quiet=scope["path"] in _PROBES)) as access:
 
-        await self._app(scope, receive, send_with_id)
+            async def send_with_id(message: Message) -> None:
+                if message["type"] == "http.response.start":
+                    headers = MutableHeaders(scope=message)
+                    headers.setdefault("x-request-id", access.request_id or new_request_id())
+                    access.request_id, access.status = headers["x-request-id"], message["status"]
+                await send(message)
+
+            await self._app(scope, receive, send_with_id)
+            if not access.status or access.status == _CLIENT_LEFT:
+                access.cancelled = True

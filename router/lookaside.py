@@ -24,6 +24,7 @@ from diptych.common.errors import (
 )
 from diptych.common.ids import new_attempt_id
 from diptych.common.ticket import seal
+from diptych.router.access_log import Access
 from diptych.router.admission import Judgement, Verdict
 from diptych.router.cluster import Cluster, Life, Prompt
 from diptych.router.decisions import Decision
@@ -81,6 +82,9 @@ class _Grant:
     aside: Reservation | None = None
     """What is to count again if it is taken after all."""
     num_choices: int = 1
+    model: str = ""
+    end: tuple[str, UsageInfo] | None = None
+    """Why the answer ended well, and its usage."""
 
 
 class Lookaside:
@@ -183,6 +187,7 @@ class Lookaside:
             until=min(request.deadline, now + UNHEARD_S),
             deadline=request.deadline,
             num_choices=request.sampling.num_choices,
+            model=request.model,
         )
         self._fresh[one.attempt] = now + FRESH_S
         self._granted.inc()
@@ -256,6 +261,7 @@ class Lookaside:
             tell_outcome(cluster, story.placement, reason="", prefill=prefill, faults=news.prefill_faults)
         total_s = now - grant.decision.arrived
         reason = _finish_reason(finished.finish_reason)
+        grant.end = (reason, usage)
         metrics.went(story, [fault.reason for fault in news.prefill_faults])
         metrics.requests.inc()
         metrics.answered(reason, grant.tenant, usage, total_s, finished.explanation.kv_bytes, now)
@@ -320,8 +326,25 @@ class Lookaside:
         if not grant.heard:
             self._no_longer_unheard(attempt, grant)
         grant.decision.outcome = told
+        self._log(grant, told)
         self._outcomes[outcome].inc()
         self._cluster.reservations.release(attempt)
+
+    def _log(self, grant: _Grant, told: str) -> None:
+        decision, end = grant.decision, grant.end
+        access = Access(
+            "lookaside", "ticket", began=decision.arrived, request_id=decision.request_id, label=decision.label
+        )
+        access.tenant, access.model, access.prompt_tokens = grant.tenant, grant.model, decision.prompt_tokens
+        access.started = grant.heard
+        access.placed(decision.story)
+        if end is not None:
+            access.finished(end[0], end[1].completion_tokens, end[1].cached_tokens)
+        elif told == "finished":  # an end without an answer: its client went away
+            access.cancelled = True
+        else:
+            access.fail(told)
+        access.write(self._clock.now())
 
 
 def _placed(one: _Chosen, ticket: bytes) -> router_pb2.Placed:

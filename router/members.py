@@ -83,6 +83,13 @@ class Members(Generic[LinkT]):
                 lost.append(self._members.pop(worker_id))
         return new, lost
 
+    def left_in_order(self, member: Member[LinkT], now: float) -> bool:
+        """Of a lost member: it said that it drains, or gave its lease up while it still answered. A worker that was killed falls
+        silent first, and its lease ends later."""
+        last_heard = now - member.link.silent_s
+        gave_up = member.missing_since is not None and member.missing_since - last_heard < self.dead_s
+        return member.record.state == "draining" or gave_up
+
     def given_up(self) -> list[Member[LinkT]]:
         """Members whose attempts should not be waited for any longer."""
         return [

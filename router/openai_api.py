@@ -19,6 +19,7 @@ from diptych.common.errors import InvalidRequestError, ModelNotFoundError
 from diptych.common.metrics import CONTENT_TYPE, Metrics
 from diptych.common.tracing import TRACEPARENT
 from diptych.router import http_errors
+from diptych.router.access_log import current_access
 from diptych.router.auth import Authenticator, current_caller
 from diptych.router.auth_limits import MeteredDoor
 from diptych.router.faces import Door
@@ -227,6 +228,8 @@ def _sent_by(request: Request, call: Call) -> Call:
         tenant=current_caller.get().tenant,
         traceparent=request.headers.get(TRACEPARENT, ""),
     )
+    if (access := current_access.get()) is not None:
+        access.asked(spec)
     # An idempotency key is for the whole of it: the first prompt's request holds it.
     more = tuple(
         replace(one, request_id=spec.request_id, tenant=spec.tenant, traceparent=spec.traceparent) for one in call.more

@@ -101,6 +101,10 @@ class Relay:
             if event is not None:
                 return event
 
+    @property
+    def story(self) -> Story:
+        return self._story
+
     def close(self) -> None:
         """Cancel what still runs and release what is reserved. Idempotent, never blocks."""
         if not self._life.ended:

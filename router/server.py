@@ -31,6 +31,7 @@ from diptych.common.metrics import Metrics
 from diptych.common.store import Store
 from diptych.common.tls import ServerTls, load_server_tls
 from diptych.common.tracing import tracing
+from diptych.router import access_log
 from diptych.router.auth import Authenticator
 from diptych.router.auth_grpc import KeyInterceptor
 from diptych.router.auth_limits import MeteredDoor, TenantQuotas
@@ -70,7 +71,6 @@ def run_router(config: RouterConfig) -> int:
     Raises: ConfigError when a port is taken or the model cannot be read.
     """
     setup_logging(role="router")
-    raise_open_files()
     if tracing.configure("router"):
         log.info("traces are exported")
     try:
@@ -123,6 +123,8 @@ async def serve(
 
     Raises: ConfigError; whatever ended one of the servers before `stop`.
     """
+    raise_open_files()
+    access_log.switch(config.access_log)
     keys = None if config.keys_file is None else Authenticator(config.keys_file, now=time.monotonic)
     tls = None
     if config.tls_cert is not None and config.tls_key is not None:

@@ -12,6 +12,7 @@ from dataclasses import replace
 import grpc
 
 from diptych.common.errors import InternalError
+from diptych.router.access_log import Access, logged
 from diptych.router.auth import current_caller
 from diptych.router.faces import Door, accepted
 from diptych.router.http_body import Bodies
@@ -71,36 +72,42 @@ class RouterService:
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
     async def generate(self, body: bytes, context: grpc.aio.ServicerContext) -> None:
+        access = Access("grpc", f"/{SERVICE}/Generate", tenant=current_caller.get().tenant)
         async with errors_to_status(context):
-            remaining_s = context.time_remaining()
+            with logged(access):
+                await self._generate(body, context, access)
 
-            def read() -> tuple[router_pb2.GenerateRequest, ModelFeatures, GenerateSpec, Offer]:
-                request = parse(router_pb2.GenerateRequest, body)
-                features = self._door.features(request.model)
-                return request, features, *spec_from(request, remaining_s, features)
+    async def _generate(self, body: bytes, context: grpc.aio.ServicerContext, access: Access) -> None:
+        remaining_s = context.time_remaining()
 
-            request, features, spec, offer = await self._bodies.off_loop(read, len(body))
-            spec = replace(
-                spec,
-                tenant=current_caller.get().tenant,
-                traceparent=trace_context(context.invocation_metadata()),
-            )
-            prepared = await self._door.prepare(spec)
-            splitter = Splitter.of(request, offer, prepared, features)
-            finished = False
-            async with accepted(self._door, prepared) as (started, events):
-                response = response_from(started)
-                response.started.seed = prepared.sampling.seed
+        def read() -> tuple[router_pb2.GenerateRequest, ModelFeatures, GenerateSpec, Offer]:
+            request = parse(router_pb2.GenerateRequest, body)
+            features = self._door.features(request.model)
+            return request, features, *spec_from(request, remaining_s, features)
+
+        request, features, spec, offer = await self._bodies.off_loop(read, len(body))
+        spec = replace(
+            spec,
+            tenant=current_caller.get().tenant,
+            traceparent=trace_context(context.invocation_metadata()),
+        )
+        access.asked(spec)
+        prepared = await self._door.prepare(spec)
+        splitter = Splitter.of(request, offer, prepared, features)
+        finished = False
+        async with accepted(self._door, prepared) as (started, events):
+            response = response_from(started)
+            response.started.seed = prepared.sampling.seed
+            await context.write(response)
+            async for event in events:
+                response = response_from(event)
+                if splitter is not None:
+                    splitter.fill(response, event)
+                # Tokens that come while this write is pending are waiting in one event afterwards.
                 await context.write(response)
-                async for event in events:
-                    response = response_from(event)
-                    if splitter is not None:
-                        splitter.fill(response, event)
-                    # Tokens that come while this write is pending are waiting in one event afterwards.
-                    await context.write(response)
-                    finished = isinstance(event, FinishedEvent)
-            if not finished:
-                raise InternalError("the answer ended without its end")
+                finished = isinstance(event, FinishedEvent)
+        if not finished:
+            raise InternalError("the answer ended without its end")
 
     async def list_models(self, body: bytes, context: grpc.aio.ServicerContext) -> router_pb2.ListModelsResponse:
         async with errors_to_status(context):
@@ -117,16 +124,21 @@ class RouterService:
             return self._door.explain(request.request_id, current_caller.get().tenant)
 
     async def what_if(self, body: bytes, context: grpc.aio.ServicerContext) -> router_pb2.WhatIfResponse:
+        access = Access("grpc", f"/{SERVICE}/WhatIf", tenant=current_caller.get().tenant)
         async with errors_to_status(context):
-            remaining_s = context.time_remaining()
+            with logged(access):
+                return await self._what_if(body, context)
 
-            def read() -> tuple[router_pb2.WhatIfRequest, GenerateSpec]:
-                request = parse(router_pb2.WhatIfRequest, body)
-                return request, spec_from(request.request, remaining_s, self._door.features(request.request.model))[0]
+    async def _what_if(self, body: bytes, context: grpc.aio.ServicerContext) -> router_pb2.WhatIfResponse:
+        remaining_s = context.time_remaining()
 
-            request, spec = await self._bodies.off_loop(read, len(body))
-            spec = replace(spec, tenant=current_caller.get().tenant)
-            return self._door.what_if(await self._door.prepare(spec), request.pool)
+        def read() -> tuple[router_pb2.WhatIfRequest, GenerateSpec]:
+            request = parse(router_pb2.WhatIfRequest, body)
+            return request, spec_from(request.request, remaining_s, self._door.features(request.request.model))[0]
+
+        request, spec = await self._bodies.off_loop(read, len(body))
+        spec = replace(spec, tenant=current_caller.get().tenant)
+        return self._door.what_if(await self._door.prepare(spec), request.pool)
 
     async def place(self, body: bytes, context: grpc.aio.ServicerContext) -> router_pb2.Placed:
         async with errors_to_status(context):

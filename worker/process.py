@@ -1,9 +1,8 @@
-"""The process around a worker: settings in, READY line out, signals, exit code."""
+"""The process around a worker: settings in, signals, exit code."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import signal
@@ -99,8 +98,6 @@ async def serve(config: WorkerConfig, make_role: RoleFactory) -> int:
         os._exit(_exit_code(signals))
     starting.result()
     set_collector()
-    ready = {"worker_id": runtime.worker_id, "address": runtime.address, "pid": os.getpid()}
-    print("READY " + json.dumps(ready), flush=True)
     log.info("ready", address=runtime.address, transport=runtime.transfer.path, incarnation=runtime.incarnation)
     await _first(signals.once.wait(), runtime.ended.wait())
     if signals.first is not None:

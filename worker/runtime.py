@@ -1,7 +1,7 @@
 """One worker put together: engine, transfer, registration, health, and the role's service inside.
 
 load model (executor) -> engine starts, warm-up -> transfer self-test -> gRPC server, NOT_SERVING
-    -> lease in the store, SERVING, READY line
+    -> lease in the store, SERVING
 SIGTERM / SIGINT: NOT_SERVING -> lease "draining" -> running requests finish, up to drain_s -> the rest fails typed
     -> lease removed -> server, transfer and engine closed
 """

@@ -16,6 +16,7 @@ from diptych.common.errors import (
 from diptych.common.secret import tenant_salt
 from diptych.common.store import KvEvent
 from diptych.common.worker_record import WorkerLoad
+from diptych.router.access_log import Access, logged
 from diptych.router.cluster import Prompt
 from diptych.router.fake_decode import FakeDecode
 from diptych.router.frontend import FinishedEvent, GenerateSpec, StartedEvent
@@ -121,10 +122,15 @@ async def test_a_default_for_max_tokens_fits_the_smallest_decode_pool(fleet):
 
 
 async def test_nobody_is_a_typed_error_with_reasons(fleet):
-    with capture_logs() as lines, pytest.raises(NoWorkerError, match="no usable decode worker"):
+    with (
+        capture_logs() as lines,
+        pytest.raises(NoWorkerError, match="no usable decode worker"),
+        logged(Access("test", "")),
+    ):
         await fleet.ask()
-    (told,) = [line for line in lines if line["event"] == "request failed"]
-    assert told["reason"] == "NO_WORKER"
+    (told,) = [line for line in lines if line["event"] == "request"]
+    assert (told["outcome"], told["reason"]) == ("refused", "NO_WORKER")
+    assert "no usable decode worker" in told["error"]
     assert told["request_id"]
     ok, reasons = fleet.frontend.ready()
     assert not ok

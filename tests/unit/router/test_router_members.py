@@ -125,3 +125,24 @@ def test_router_checks_a_worker(check, changes, why):
 def test_a_lease_without_facts_is_refused():
     bare = msgspec.structs.replace(record(), compat={"tokenizer_revision": "t1"})
     assert "model_revision" in RouterCheck("", "t1", KEY).why_not(bare)
+
+
+@pytest.mark.parametrize(
+    ("leaves", "in_order"),
+    [
+        ("drains, and its lease ends", True),
+        ("gives up its lease, then falls silent", True),
+        ("falls silent, and its lease ends later", False),
+    ],
+)
+def test_5_4_a_worker_that_leaves_in_order_is_no_warning(members, leaves, in_order):
+    (member,), _ = members.on_records([record()], 0.0)
+    if leaves.startswith("drains"):
+        members.on_records([record(state="draining")], 100.0)
+    lease_ended_at = 100.0 if in_order else 105.0
+    silent_since = 100.2 if in_order else 100.0
+    members.on_records([], lease_ended_at)
+    member.link.silent_s = 110.0 - silent_since
+    _, lost = members.on_records([], 110.0)
+    assert lost == [member]
+    assert members.left_in_order(member, 110.0) is in_order

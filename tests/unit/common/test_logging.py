@@ -1,0 +1,63 @@
+"""Whatever speaks in a process speaks the log's language (5.4)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+WAIT_S = 60.0
+
+
+def log_lines(program: str, **env: str) -> list[dict[str, Any]]:
+    """What a process writes to stderr: every line must be JSON with a time, a level and an event."""
+    code = "from diptych.common.logging import setup_logging; setup_logging(role='test'); " + program
+    env = (
+        {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
+        | {"DIPTYCH_LOG_JSON": "1"}
+        | env
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S, env=env, check=False
+    )
+    found = [json.loads(line) for line in done.stderr.splitlines()]
+    for line in found:
+        assert {"event", "level", "timestamp"} <= line.keys()
+        assert line["role"] == "test"
+    return found
+
+
+@pytest.mark.parametrize(
+    ("program", "event"),
+    [
+        ("import warnings; warnings.warn('old')", "old"),
+        ("import logging; logging.getLogger('uvicorn.error').warning('from uvicorn')", "from uvicorn"),
+        ("import logging; logging.getLogger('grpc._cython').error('from grpc')", "from grpc"),
+        ("import asyncio; asyncio.run(asyncio.sleep(0)); 1 / 0", "nobody caught it"),
+        ("import threading; one = threading.Thread(target=lambda: 1 / 0); one.start(); one.join()", "nobody caught it"),
+        (
+            "import asyncio\nasync def main():\n"
+            "    asyncio.get_running_loop().call_soon(lambda: 1 / 0)\n    await asyncio.sleep(0.01)\nasyncio.run(main())",
+            "Exception in callback",
+        ),
+    ],
+)
+def test_5_4_whatever_speaks_in_a_process_speaks_json(program: str, event: str) -> None:
+    (line,) = log_lines(program)
+    assert event in line["event"]
+    assert line["level"] in ("warning", "error")
+    assert ("exception" in line) == ("1 / 0" in program)
+
+
+def test_5_4_grpcs_core_is_silent_unless_asked() -> None:
+    """A port that is taken is one of the things that it has words for."""
+    program = (
+        "import grpc, socket; from concurrent import futures; taken = socket.socket(); taken.bind(('127.0.0.1', 0)); "
+        "taken.listen(); server = grpc.server(futures.ThreadPoolExecutor(1))\n"
+        "try:\n    server.add_insecure_port(f'127.0.0.1:{taken.getsockname()[1]}')\nexcept RuntimeError:\n    print('taken')"
+    )
+    assert log_lines(program) == []
