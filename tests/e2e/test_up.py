@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -73,3 +74,13 @@ def test_detached_up_then_down_leaves_logs_only(cluster_module, tmp_path: Path):
     assert not [process for process in everybody if process.alive()]
     assert [path.name for path in tmp_path.iterdir()] == ["logs"]
     assert set(Path("/dev/shm").iterdir()) <= shared_memory
+
+
+def test_5_4_logs_are_json_lines_and_nothing_else(cluster):
+    """Of every process of ours, from its first line on; Redis speaks for itself."""
+    for child in cluster.state.children:
+        if child.role == "redis":
+            continue
+        lines = [json.loads(line) for line in Path(child.log).read_text(errors="replace").splitlines()]
+        assert lines[0]["event"] == "settings"
+        assert all({"event", "level", "timestamp"} <= line.keys() for line in lines)
