@@ -132,7 +132,7 @@ def test_grpc(cluster, request_, code, param):
     with grpc.insecure_channel(cluster.grpc_address) as channel:
         call = channel.unary_stream("/diptych.rpc.v1.Router/Generate")  # bytes in, bytes out
         with pytest.raises(grpc.RpcError) as failure:
-            list(call(raw, timeout=20))
+            list(call(raw, timeout=120))
     assert failure.value.code() == code, failure.value.details()
     status = rpc_status.from_call(failure.value)
     assert status is not None

@@ -50,7 +50,7 @@ def queries() -> list[tuple[str, str]]:
 
 
 def get(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=20) as answer:
+    with urllib.request.urlopen(url, timeout=120) as answer:
         text: str = answer.read().decode()
         return text
 

@@ -44,14 +44,14 @@ def test_what_is_printed_can_be_used(cluster6) -> None:
     for child in cluster6.state.children:
         if child.metrics:
             assert child.metrics.startswith("[::1]:")
-            assert "diptych_engine_steps_total" in httpx.get(f"http://{child.metrics}/metrics", timeout=20.0).text
+            assert "diptych_engine_steps_total" in httpx.get(f"http://{child.metrics}/metrics", timeout=120.0).text
 
 
 async def test_the_sdk_goes_to_decode_directly(cluster6) -> None:
     async with AsyncClient(cluster6.grpc_address, lookaside=True, timeout_s=60.0) as client:
         whole = await client.generate(prompt="The capital of France is", max_tokens=8, temperature=0.0, explain=True)
     assert "Paris" in whole.text
-    async with httpx.AsyncClient(timeout=20.0) as http:
+    async with httpx.AsyncClient(timeout=120.0) as http:
         text = (await http.get(f"{cluster6.http_url}/metrics")).text
     (line,) = [
         line for line in text.splitlines() if line.startswith("diptych_placement_tickets") and "finished" in line

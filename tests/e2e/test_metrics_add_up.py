@@ -41,7 +41,7 @@ class Scraped:
             if child.role in ("prefill", "decode"):
                 urls[child.role].append(f"http://{child.metrics}")
         return {
-            role: self._laws.Figures.parse(*[httpx.get(f"{url}/metrics", timeout=20.0).text for url in found])
+            role: self._laws.Figures.parse(*[httpx.get(f"{url}/metrics", timeout=120.0).text for url in found])
             for role, found in urls.items()
         }
 

@@ -44,12 +44,12 @@ def test_a_router_with_tls_is_known_by_its_own_certificate(tmp_path: Path, monke
     try:
         for name, words in (("own", ""), ("other", "CERTIFICATE_VERIFY_FAILED")):
             monkeypatch.setenv("DIPTYCH_TLS_CERT", str(tmp_path / name))
-            why = why_unhealthy(url, timeout_s=5.0)
+            why = why_unhealthy(url, timeout_s=60.0)
             assert words in why
             assert bool(why) == bool(words)
         monkeypatch.setenv("DIPTYCH_TLS_CERT", str(tmp_path / "none"))
         with pytest.raises(ConfigError, match="tls_cert"):
-            why_unhealthy(url, timeout_s=5.0)
+            why_unhealthy(url, timeout_s=60.0)
     finally:
         server.shutdown()
         thread.join()
