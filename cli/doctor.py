@@ -27,6 +27,7 @@ CHECKS: tuple[Callable[[Facts], Iterator[Verdict]], ...] = (
     doctor_serving.tokenizer,
     doctor_serving.fallbacks,
     doctor_hosts.transport,
+    doctor_hosts.kernels,
     doctor_hosts.cores,
     doctor_hosts.limits,
     doctor_hosts.clocks,

@@ -80,7 +80,7 @@ def _ask(known: dict[str, Any], tls: ClusterTls | None) -> Worker:
         path=stats.transport_path,
         bytes_per_s=stats.transport_bytes_per_s,
         links=dict(stats.link_bytes_per_s),
-        after=dict(stats.engine),
+        after={**stats.engine, "kv_bytes_received": float(audit.kv_bytes_received)},
         settings=dict(stats.settings),
         host=answers.host,
         violations=tuple(audit.violations),

@@ -17,10 +17,47 @@ MIN_LOOPBACK_BYTES_PER_S = 200e6
 MIN_GPU_BYTES_PER_S = 5e9
 
 
+MIN_LINK_BYTES = 8e6
+"""Of KV while we looked: less is a few small reads, whose fixed cost says nothing about the link."""
+
+STEPS_FOR = (
+    (
+        "another cluster secret",
+        "give it the router's file: the same --secret-file (one `make secrets`, copied to every host), then restart it; "
+        "if the files are the same, the versions differ",
+    ),
+    (
+        "the store",
+        "is Redis up where --redis-url points, and does it take writes (`redis-cli -u URL ping`, `info replication`)? "
+        "Serving goes on with what is known; new workers are not found meanwhile",
+    ),
+    (
+        "has no lease",
+        "it answers, but does not reach Redis: its log says why the lease cannot be written; compare --redis-url",
+    ),
+    (
+        "cache",
+        "is --enable-prefix-caching on there, and does it reach Redis (--redis-url)? Placement there goes by load",
+    ),
+    ("_revision", "start router and workers from the same model folder or revision"),
+    ("is draining", "somebody stops it: it ends what runs and goes"),
+    (
+        "no usable",
+        "start one with the router's --redis-url, --cluster and --secret-file; if one runs, `diptych health ADDRESS` asks it",
+    ),
+)
+"""What the router has against the cluster, by words in it -> the next step."""
+
+
+def _step_for(reason: str) -> str:
+    known = (step for words, step in STEPS_FOR if words in reason)
+    return next(known, "see that worker's log; `diptych health ADDRESS` asks it directly")
+
+
 def cluster(facts: Facts) -> Iterator[Verdict]:
     status, found = facts.status, facts.cluster
     for reason in status.get("reasons", []):
-        yield Verdict("cluster", Level.BAD, reason, "see that worker's log; `diptych health ADDRESS` asks it directly")
+        yield Verdict("cluster", Level.BAD, reason, _step_for(reason))
     for pair in found.get("incompatible", []):
         yield Verdict(
             "cluster",
@@ -97,7 +134,10 @@ def transport(facts: Facts) -> Iterator[Verdict]:
 def _links(facts: Facts) -> Iterator[Verdict]:
     for worker in facts.of("decode"):
         for peer, rate in sorted(worker.links.items()):
-            if worker.bytes_per_s > 0 and rate < SLOW_LINK * worker.bytes_per_s:
+            if worker.rise("kv_bytes_received") < MIN_LINK_BYTES:
+                told = f"{worker.id} read from {peer} at {amount(rate)}B/s when it last did"
+                yield Verdict("link", Level.INFO, f"{told}; idle, or almost, while we looked")
+            elif worker.bytes_per_s > 0 and rate < SLOW_LINK * worker.bytes_per_s:
                 yield Verdict(
                     "link",
                     Level.WARN,
@@ -164,6 +204,33 @@ def limits(facts: Facts) -> Iterator[Verdict]:
             )
     if fine:
         yield Verdict("limits", Level.OK, "open files, locked memory and /dev/shm suffice")
+
+
+INSTALL_COMPILER = (
+    "install gcc or clang there (`apt-get install gcc`), or name one in CC, and restart it: it compiles once"
+)
+
+
+def kernels(facts: Facts) -> Iterator[Verdict]:
+    """C that is compiled at the first start; without a compiler everything works, about half as fast."""
+    fine = bool(facts.asked)
+    lookup = facts.status.get("lookup", {})
+    if lookup.get("backend") == "numpy" and lookup.get("wanted") != "numpy":
+        fine = False
+        step = INSTALL_COMPILER if not lookup.get("compiler") else "its log says why the library cannot be had"
+        why = "" if lookup.get("compiler") else ": there is no C compiler"
+        yield Verdict("kernels", Level.WARN, f"the router looks prompts up in numpy{why}", step)
+    for worker in facts.asked:
+        if worker.settings.get("kernels") != "torch" or worker.on_gpu or worker.settings.get("dtype") != "float32":
+            continue
+        fine = False
+        if worker.settings.get("compiler"):
+            why, step = "", "its log says why the compiled kernels cannot be used, a dimension of the model perhaps"
+        else:
+            why, step = ": there is no C compiler", INSTALL_COMPILER
+        yield Verdict("kernels", Level.WARN, f"{worker.id} computes with plain torch, about half as fast{why}", step)
+    if fine:
+        yield Verdict("kernels", Level.OK, "what can be compiled is compiled")
 
 
 def cores(facts: Facts) -> Iterator[Verdict]:

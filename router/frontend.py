@@ -17,6 +17,7 @@ from typing import Any
 import structlog
 
 from diptych.common.clock import Clock, MonotonicClock
+from diptych.common.compiled import NativeError, find_compiler
 from diptych.common.errors import ConfigError, DiptychError, InvalidRequestError, ModelNotFoundError, NoWorkerError
 from diptych.common.redis_store import RedisStore
 from diptych.common.secret import load_secret, tenant_salt
@@ -101,6 +102,7 @@ class Frontend:
             kv_usage=lambda: max((cluster.kv_usage() for cluster in self._clusters()), default=0.0),
             by_tenant=config.tenant_metrics,
         )
+        self._lookup = {"backend": "", "wanted": config.placement_backend}
         self._shadow_metrics = RouterMetrics()
         """Shown nowhere: copies are no traffic."""
         self._shadows = Shadows(self._run_shadow, self.metrics) if self._rollout.shadow_share else None
@@ -125,6 +127,7 @@ class Frontend:
         in_thread = partial(asyncio.get_running_loop().run_in_executor, None)
         folders = await in_thread(load_folders, config, secret)
         library = await in_thread(choose_library, config.placement_backend)
+        self._lookup = {"backend": "numpy" if library is None else "native", "wanted": config.placement_backend}
         if self._store is None:
             self._store = RedisStore(config.redis_url, cluster=config.cluster)
         router_id, checks = new_router_id(), [folder.check for folder in folders]
@@ -379,6 +382,7 @@ class Frontend:
             "more_models": each[1:],
             "ready": ready,
             "reasons": reasons,
+            "lookup": self._lookup | {"compiler": _compiler()},
             "running": self.metrics.value("num_requests_running"),
             "waiting": self.metrics.value("num_requests_waiting"),
             "stages": self.metrics.live.stages(),
@@ -398,3 +402,11 @@ class Frontend:
             placement = cluster.place(wish, Prompt(request.prompt_token_ids, request.cache_salt))
             story = Story(request.request_id, placement, cluster.index_mode(placement))
         return router_pb2.WhatIfResponse(explanation=story.tell(), prompt_tokens=len(request.prompt_token_ids))
+
+
+def _compiler() -> str:
+    """The C compiler of this host, or ""."""
+    try:
+        return find_compiler()
+    except NativeError:
+        return ""

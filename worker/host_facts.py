@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import socket
+import sys
 import sysconfig
 import time
 from dataclasses import dataclass
@@ -92,7 +93,13 @@ def _ucx_missing(parts: dict[str, bool]) -> list[str]:
     if any(parts.values()):
         return []
     seen = f"the UCX of {' and '.join(parts)} has" if parts else "there is"
-    return [f"{seen} no part for InfiniBand (libuct_ib): install nixl-cu12, whose UCX has it"]
+    return [f"{seen} no part for InfiniBand (libuct_ib): install {_nixl_package()}, whose UCX has it"]
+
+
+def _nixl_package() -> str:
+    """The one for the CUDA that torch was built for, if this process has loaded one with CUDA."""
+    cuda: str | None = getattr(getattr(sys.modules.get("torch"), "version", None), "cuda", None)
+    return f"nixl-cu{cuda.partition('.')[0]}" if cuda else "nixl-cu12"
 
 
 def _limit(kind: int) -> int:

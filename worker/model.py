@@ -42,6 +42,7 @@ class LoadedModel:
     """Args:
     detokenizer_factory, grammars: None on prefill, whose text is decode's business.
     config: the settings with the device's defaults filled in; None: of a CPU.
+    kernels: what computes: native, torch, triton.
     """
 
     runner: ModelRunner
@@ -50,6 +51,7 @@ class LoadedModel:
     detokenizer_factory: DetokenizerFactory | None
     grammars: GrammarCompiler | None = None
     config: WorkerConfig | None = None
+    kernels: str = ""
 
 
 def choose_num_blocks(config: WorkerConfig, *, bytes_per_block: int, max_model_len: int, available_bytes: int) -> int:
@@ -162,7 +164,7 @@ def load_model(config: WorkerConfig) -> LoadedModel:
         kernels=runner.backend,
     )
     log.info(runner.weight_sizes.line())
-    return LoadedModel(runner, compat, identity, factory, grammars, config)
+    return LoadedModel(runner, compat, identity, factory, grammars, config, runner.backend)
 
 
 def checkpoint_dtype(config: Mapping[str, Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from diptych.common.compiled import NativeError, find_compiler
 from diptych.engine.messages import EngineStats
 from diptych.rpc.v1 import worker_pb2
 from diptych.worker.config import WorkerConfig
@@ -22,8 +23,15 @@ def engine_numbers(stats: EngineStats) -> dict[str, float]:
     return {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
 
 
-def settings_of(config: WorkerConfig) -> dict[str, str]:
-    return {name: str(getattr(config, name)) for name in SETTINGS}
+def settings_of(config: WorkerConfig, kernels: str = "") -> dict[str, str]:
+    """Args:
+    kernels: what computes: native, torch or triton. Beside it stands the C compiler that is there, or "".
+    """
+    try:
+        compiler = find_compiler()
+    except NativeError:
+        compiler = ""
+    return {name: str(getattr(config, name)) for name in SETTINGS} | {"kernels": kernels, "compiler": compiler}
 
 
 def host_to_proto(host: HostFacts) -> worker_pb2.HostFacts:

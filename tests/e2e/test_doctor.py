@@ -28,12 +28,13 @@ async def test_the_doctor_sees_what_the_cluster_is(cluster, cluster_module, clie
         by_check.setdefault(verdict["check"], []).append(verdict)
     expected = {
         *("cluster", "time", "balance", "batch", "preemptions", "kv", "cache", "tokenizer", "fallbacks"),
-        *("transport", "rdma", "cores", "limits", "clock"),
+        *("transport", "rdma", "link", "kernels", "cores", "limits", "clock"),
     }
     assert expected <= set(by_check)
     assert all("ucx:tcp" in verdict["finding"] for verdict in by_check["transport"])
     assert [verdict["level"] for verdict in by_check["clock"]] == ["ok"]
     assert not [v for v in told["verdicts"] if v["level"] == "unknown"], told
+    assert {verdict["level"] for verdict in by_check["link"]} == {"info"}, "5.5: nothing is to be said of an idle link"
     assert "transfer" in by_check["time"][0]["finding"]
     assert {v["finding"].partition(":")[0] for v in by_check["kv"]} == set(cluster.workers())
 

@@ -14,8 +14,20 @@ from diptych.cli.doctor import CHECKS, as_json, examine, is_bad, lines_of
 from diptych.cli.doctor_facts import Facts, Host, Worker
 from diptych.cli.doctor_serving import utilization
 from diptych.cli.doctor_verdict import Level, Verdict
+from diptych.common.store import StoreError
+from diptych.common.worker_record import WorkerRecord
+from diptych.router.compatibility import RouterCheck
 
-SETTINGS = {"device": "cpu", "threads": "1", "max_num_seqs": "64", "slab_bytes": "4194304", "num_slabs": "8"}
+SETTINGS = {
+    "device": "cpu",
+    "dtype": "float32",
+    "kernels": "native",
+    "compiler": "/usr/bin/cc",
+    "threads": "1",
+    "max_num_seqs": "64",
+    "slab_bytes": "4194304",
+    "num_slabs": "8",
+}
 HOST = Host(
     hostname="one", cpus=8, load_1m=1.0, open_files=40, max_open_files=16384, shm_bytes=2**30, shm_free_bytes=2**30
 )
@@ -43,7 +55,7 @@ PREFILL = Worker(
 DECODE = Worker(
     "d0", "decode", path="ucx:tcp", bytes_per_s=2e9, links={"p0": 1.5e9}, settings=SETTINGS, host=HOST, slabs_total=8,
     before={"steps": 0.0, "generation_tokens_total": 0.0},
-    after={"steps": 60.0, "generation_tokens_total": 500.0, "decode_step_s": 0.03, "num_running": 9.0},
+    after={"kv_bytes_received": 1e8, "steps": 60.0, "generation_tokens_total": 500.0, "decode_step_s": 0.03, "num_running": 9.0},
 )  # fmt: skip
 
 
@@ -100,6 +112,14 @@ HOST_TIER = {**SETTINGS, "num_host_blocks": "100", "preemption_mode": "auto"}
         ("transport", Level.BAD, "ib_uverbs", facts(decode=replace(DECODE, settings=GPU, host=replace(HOST, rdma_missing=("kernel module ib_uverbs is not loaded",))))),
         ("transport", Level.WARN, "20.0 MB/s", facts(decode=replace(DECODE, bytes_per_s=20e6))),
         ("rdma", Level.WARN, "mlx5_0", facts(decode=replace(DECODE, host=replace(HOST, hostname="two", rdma_devices=("mlx5_0",))))),
+        ("cluster", Level.BAD, "the same --secret-file", facts(reasons=["d0 block identity: worker 1, router 2 (another cluster secret or version)"])),
+        ("cluster", Level.BAD, "is Redis up", facts(reasons=["the store is away, the view of the cluster may be old (redis: ConnectionError: x)"])),
+        ("cluster", Level.BAD, "why the lease cannot be written", facts(reasons=["d0 has no lease"])),
+        ("kernels", Level.WARN, "apt-get install gcc", facts(decode=replace(DECODE, settings={**SETTINGS, "kernels": "torch", "compiler": ""}))),
+        ("kernels", Level.WARN, "its log says why", facts(decode=replace(DECODE, settings={**SETTINGS, "kernels": "torch"}))),
+        ("kernels", Level.WARN, "looks prompts up in numpy: there is no C compiler", facts(lookup={"backend": "numpy", "wanted": "auto", "compiler": ""})),
+        ("kernels", Level.OK, "what can be compiled", facts(lookup={"backend": "numpy", "wanted": "numpy", "compiler": ""})),
+        ("link", Level.INFO, "idle, or almost, while we looked", facts(decode=moved(replace(DECODE, links={"p0": 1e6}), kv_bytes_received=0.0))),
         ("link", Level.WARN, "reads from p0", facts(decode=replace(DECODE, links={"p0": 1e8}))),
         ("link", Level.WARN, "3 of 8 slabs are quarantined", facts(decode=replace(DECODE, slabs_quarantined=3))),
         ("clock", Level.WARN, "+5.0 s", facts(decode=replace(DECODE, host=replace(HOST, clock_ahead_s=5.0, clock_error_s=0.1)))),
@@ -154,7 +174,7 @@ CAN_BE = {
         "cluster": (OK, BAD, UNKNOWN), "time": (OK, INFO, WARN, BAD), "balance": (OK, INFO, WARN), "batch": (OK, INFO, WARN),
         "preemptions": (OK, WARN, BAD), "swap": (OK, INFO, WARN), "kv": (OK, WARN, BAD), "cache": (OK, WARN),
         "tokenizer": (OK, WARN), "fallbacks": (OK, WARN, BAD), "errors": (WARN,), "transport": (OK, WARN, BAD),
-        "rdma": (OK, INFO, WARN), "link": (OK, WARN), "cores": (OK, WARN), "limits": (OK, WARN, BAD), "clock": (OK, WARN, BAD),
+        "rdma": (OK, INFO, WARN), "link": (OK, INFO, WARN), "kernels": (OK, WARN), "cores": (OK, WARN), "limits": (OK, WARN, BAD), "clock": (OK, WARN, BAD),
     }.items()
     for level in levels
 }  # fmt: skip
@@ -162,7 +182,7 @@ CAN_BE = {
 
 def test_every_check_can_find_something() -> None:
     """No branch is dead: the table above has every pair of check and level that the code can yield."""
-    assert len({check.__name__ for check in CHECKS}) == len(CHECKS) == 14
+    assert len({check.__name__ for check in CHECKS}) == len(CHECKS) == 15
     table = next(mark for mark in test_each_fault_is_named.pytestmark if mark.name == "parametrize").args[1]
     asked = {(row[0], row[1]) for row in table} | {(v.check, v.level) for v in examine(facts())}
     assert asked >= CAN_BE, CAN_BE - asked
@@ -186,3 +206,30 @@ def test_json_and_lines_tell_the_same() -> None:
 def test_a_warning_needs_a_next_step() -> None:
     with pytest.raises(AssertionError):
         Verdict("kv", Level.WARN, "full")
+
+
+def test_5_5_no_compiler_a_wrong_secret_and_redis_away_have_a_next_step_each() -> None:
+    """Out of the words that router and workers really say."""
+    identity = RouterCheck("m1", "t1", bytes(32))
+    record = WorkerRecord(
+        worker_id="d0", incarnation="a", role="decode", address="", pid=1, model="m", kv_bytes_per_token=1, num_blocks=1,
+        block_size=16, max_model_len=16, max_num_seqs=1, event_epoch=0,
+        compat={"model_revision": "m1", "tokenizer_revision": "t1", "kv_dtype": "float32", "block_size": "16", "block_identity_golden": "00"},
+    )  # fmt: skip
+    away = f"the store is away, the view of the cluster may be old ({StoreError('redis did not answer in 1 s')})"
+    no_compiler = replace(DECODE, settings={**SETTINGS, "kernels": "torch", "compiler": ""})
+    steps = [
+        worst(facts(reasons=[f"d0 {identity.why_not(record)}"]), "cluster").next_step,
+        worst(facts(reasons=[away]), "cluster").next_step,
+        worst(facts(decode=no_compiler), "kernels").next_step,
+    ]
+    for step, words in zip(steps, ("--secret-file", "--redis-url", "gcc"), strict=True):
+        assert words in step
+        assert sum(words in other for other in steps) == 1
+
+
+def test_5_5_a_healthy_idle_cluster_has_no_warning() -> None:
+    """Its links were last used by the first, small request, at a rate that is all fixed cost."""
+    idle = moved(replace(DECODE, links={"p0": 2e6}), steps=0.0, num_running=0.0, kv_bytes_received=0.0)
+    found = examine(facts(moved(PREFILL, computed_tokens_total=0.0), idle, stages={}))
+    assert [verdict for verdict in found if verdict.level not in (Level.OK, Level.INFO)] == []

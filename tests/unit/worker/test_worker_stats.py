@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
 
 from diptych.engine.messages import EngineStats
 from diptych.worker.config import WorkerConfig
@@ -18,7 +22,7 @@ def test_engine_numbers_leave_out_what_is_unknown() -> None:
 
 def test_settings_are_those_named_and_hold_no_secret() -> None:
     told = settings_of(WorkerConfig(model="m", redis_url="redis://u:pw@h/0", secret_file="/s", max_num_seqs=9))
-    assert set(told) == set(SETTINGS)
+    assert set(told) == {*SETTINGS, "kernels", "compiler"}
     assert told["max_num_seqs"] == "9"
     assert "pw" not in str(told)
 
@@ -67,3 +71,11 @@ def test_facts_of_this_host_fit_the_wire() -> None:
     assert message.open_files > 0
     assert message.max_open_files > 0
     assert message.wall_clock_s > 1e9
+
+
+@pytest.mark.parametrize(("cuda", "package"), [("12.8", "nixl-cu12"), ("13.0", "nixl-cu13"), (None, "nixl-cu12")])
+def test_5_5_advice_names_the_package_of_the_cuda_that_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cuda: str | None, package: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(version=SimpleNamespace(cuda=cuda)))
+    assert f"install {package}," in read_host_facts(tmp_path, tmp_path).rdma_missing[-1]
