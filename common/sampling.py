@@ -89,7 +89,7 @@ class SamplingParams:
 
     max_tokens: int = row(
         MISSING, Integer(1, 2**31 - 1, "a positive 32-bit number"), "the end", "most tokens of the answer, at least 1",
-        default_text="what the context leaves; 16 in `/v1/completions`", required=True)
+        default_text="what the context leaves; 16 in `/v1/completions`", required=True, responses=False)
     seed: int = row(
         0, Seed(), "drawing", "-2^63 to 2^64 - 1; the same seed draws the same tokens, a negative one those of seed + 2^64",
         default_text="drawn by the router", required=True)

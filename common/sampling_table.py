@@ -47,7 +47,7 @@ class Row:
         at_most: entries, of a list.
         required: a proto message inside the cluster without it is refused; else its absence means the default. For the
             parameters of the first protocol only: senders of an older version know no others.
-        responses: the Responses API takes it, too.
+        responses: the Responses API takes it under this name, too.
         since: version that had it first.
     """
 

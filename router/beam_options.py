@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from diptych.common.errors import InvalidRequestError
+from diptych.common.sampling import SamplingParams, check_sampling
 from diptych.router.messages import GenerateSpec
 
 DRAWS_NOTHING = {"temperature": 0.0, "top_p": 1.0, "top_k": 0}
@@ -11,7 +14,7 @@ DRAWS_NOTHING = {"temperature": 0.0, "top_p": 1.0, "top_k": 0}
 
 def wants_beams(spec: GenerateSpec) -> bool:
     """`use_beam_search`, or a `beam_width` alone. Raises: InvalidRequestError naming the field."""
-    wanted, width = spec.use_beam_search, spec.beam_width
+    wanted, width = spec.use_beam_search, spec.sampling.get("beam_width")
     if wanted is not None and not isinstance(wanted, bool):
         raise InvalidRequestError("use_beam_search must be true or false", param="use_beam_search")
     if wanted is False and width:
@@ -22,13 +25,36 @@ def wants_beams(spec: GenerateSpec) -> bool:
 
 
 def beam_fields(spec: GenerateSpec) -> dict[str, object]:
-    """Arguments of check_sampling. With beam search but no beam_width, best_of is the width, as it used to be in vLLM, or n."""
-    fields: dict[str, object] = {}
-    for name in ("length_penalty", "early_stopping"):
-        if getattr(spec, name) is not None:
-            fields[name] = getattr(spec, name)
-    if wants_beams(spec):
-        fields["beam_width"] = next((v for v in (spec.beam_width, spec.best_of, spec.n) if v is not None), 1)
-        if spec.beam_width is None:
-            fields["best_of"] = 0
-    return fields
+    """Arguments of check_sampling, in place of those given. With beam search but no beam_width, best_of is the width, as it
+    used to be in vLLM, or n."""
+    if not wants_beams(spec) or "beam_width" in spec.sampling:
+        return {}
+    return {"beam_width": spec.sampling.get("best_of", spec.sampling.get("n", 1)), "best_of": 0}
+
+
+def sampling_of(
+    spec: GenerateSpec,
+    *,
+    vocab_size: int,
+    seed: int,
+    max_tokens: int,
+    defaults: Mapping[str, object],
+    bad_words: object = None,
+) -> SamplingParams:
+    """The spec's sampling values, checked and complete.
+
+    Args:
+        seed, max_tokens, defaults: of a request without them; the defaults are for drawing.
+        bad_words: as token ids; None: none.
+    Raises: InvalidRequestError naming the parameter.
+    """
+    values = {
+        "seed": seed,
+        "max_tokens": max_tokens,
+        **(DRAWS_NOTHING if wants_beams(spec) else defaults),
+        **spec.sampling,
+        **beam_fields(spec),
+        "bad_words": () if bad_words is None else bad_words,
+        "grammar": spec.grammar,
+    }
+    return check_sampling(vocab_size=vocab_size, **values)

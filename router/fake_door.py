@@ -8,10 +8,9 @@ from dataclasses import replace
 
 from diptych.common.errors import DiptychError, InvalidRequestError, ModelNotFoundError, NoWorkerError
 from diptych.common.metrics import Metrics
-from diptych.common.sampling import FinishReason, check_sampling
+from diptych.common.sampling import FinishReason
 from diptych.common.token_bytes import ByteTokens, Tokens
-from diptych.router.beam_options import beam_fields
-from diptych.router.intake import MORE_SAMPLING
+from diptych.router.beam_options import sampling_of
 from diptych.router.messages import (
     ChoiceFinishedEvent,
     Explanation,
@@ -102,19 +101,7 @@ class FakeDoor:
         if self.refuse is not None:
             raise self.refuse
         self._check_model(spec.model)
-        beams = beam_fields(spec)
-        sampling = check_sampling(
-            temperature=_or(spec.temperature, 0.0 if "beam_width" in beams else 1.0),
-            top_p=_or(spec.top_p, 1.0),
-            top_k=_or(spec.top_k, 0),
-            seed=_or(spec.seed, 0),
-            max_tokens=_or(spec.max_tokens, 16),
-            ignore_eos=_or(spec.ignore_eos, False),
-            stop_token_ids=_or(spec.stop_token_ids, ()),
-            stop=_or(spec.stop, ()),
-            **{name: value for name in MORE_SAMPLING if (value := getattr(spec, name)) is not None} | beams,
-            vocab_size=VOCAB_SIZE,
-        )
+        sampling = sampling_of(spec, vocab_size=VOCAB_SIZE, seed=0, max_tokens=16, defaults={})
         ids = spec.token_ids if isinstance(spec.token_ids, list) else [1, 2, 3]
         if spec.prompt == "" or not ids:
             raise InvalidRequestError("the prompt is empty", param="prompt" if spec.token_ids is None else "token_ids")
@@ -195,10 +182,6 @@ async def _play(step: Step) -> None:
     if isinstance(step, BaseException):
         raise step
     await (step.wait() if isinstance(step, asyncio.Event) else asyncio.Event().wait())
-
-
-def _or(value: object, default: object) -> object:
-    return default if value is None else value
 
 
 def finished(event: FinishedEvent, explain: bool) -> FinishedEvent:

@@ -8,18 +8,18 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
 from diptych.common.clock import Clock
 from diptych.common.errors import InvalidRequestError, ModelNotFoundError, PromptTooLongError, RequestDeadlineError
 from diptych.common.ids import new_request_id
-from diptych.common.sampling import SamplingParams, check_sampling, with_seed
+from diptych.common.sampling import SamplingParams, with_seed
 from diptych.common.sampling_table import MAX_BAD_WORDS
 from diptych.common.secret import further_salt
 from diptych.common.tokenizer import GenerationDefaults, TextLimit
-from diptych.router.beam_options import DRAWS_NOTHING, beam_fields
+from diptych.router.beam_options import beam_fields, sampling_of
 from diptych.router.intake_checks import (
     check_ids,
     check_room,
@@ -45,22 +45,6 @@ _THINK_TAIL_TOKENS = 8
 _BYTES_A_TOKEN = 4
 MAX_CHOICES = 16
 """Of one request, also with best_of."""
-
-MORE_SAMPLING = (
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "allowed_token_ids",
-    "min_tokens",
-    "include_stop_str_in_output",
-    "n",
-    "best_of",
-    "logprobs",
-    "prompt_logprobs",
-    "grammar",
-)
 
 FAILURE_POLICIES: Mapping[str, int] = {
     "": router_pb2.FAILURE_POLICY_UNSPECIFIED,
@@ -150,7 +134,7 @@ class Intake:
         self._unpack = unpack
         self._tokenizer = tokenizer
         self._limits = limits
-        self._defaults = defaults
+        self._defaults = {name: value for name, value in asdict(defaults).items() if value is not None}
         self._salt = salt
         self._clock = clock
         self._rng = rng
@@ -180,7 +164,7 @@ class Intake:
         param = input_name(spec)
         try:
             async with asyncio.timeout(timeout_s):
-                bad_words = await self._bad_words(spec.bad_words)
+                bad_words = await self._bad_words(spec.sampling.get("bad_words"))
                 if param != "token_ids":
                     self._sampling(
                         spec, limits.max_model_len(), bad_words
@@ -265,7 +249,7 @@ class Intake:
         if spec.resume_after is None:
             return ()
         ids = check_ids(spec.resume_after, self._tokenizer.vocab_size, sampling.max_tokens + 1, param="resume_after")
-        if spec.seed is None:
+        if "seed" not in spec.sampling:
             raise InvalidRequestError("resume_after needs the seed of the answer that was cut", param="seed")
         if sampling.num_choices > 1 or sampling.beam_width or sampling.prompt_logprobs is not None:
             raise InvalidRequestError("resume_after is for one choice, without prompt_logprobs", param="resume_after")
@@ -295,7 +279,7 @@ class Intake:
         size = _BYTES_A_TOKEN * len(token_ids)
         if not isinstance(spec.prompt, str):
             return Echo(await self._lanes.run(partial(self._tokenizer.decode, token_ids), size))
-        if spec.logprobs is None and spec.truncate_prompt_tokens is None:
+        if "logprobs" not in spec.sampling and spec.truncate_prompt_tokens is None:
             return Echo(spec.prompt)
         spans = await self._lanes.run(partial(self._tokenizer.spans, spec.prompt, spec.add_special_tokens), size)
         return _echo_of(spec.prompt, spans, len(token_ids), from_left=spec.truncation_side == "right")
@@ -368,7 +352,7 @@ class Intake:
             )
         if most > 0:
             return most
-        wanted = given(spec.max_tokens, spec.default_max_tokens)
+        wanted = given(spec.sampling.get("max_tokens"), spec.default_max_tokens)
         answer = wanted if type(wanted) is int and wanted > 0 else 1
         pool = self._limits.pool_tokens(1)
         return max(1, (context if pool is None else min(context, pool + 1)) - answer)
@@ -394,47 +378,34 @@ class Intake:
     def _what_fits(self, spec: GenerateSpec, num_prompt_tokens: int, room: int) -> int:
         """The most of a default for max_tokens: what the context leaves, and any decode worker has KV blocks for. The KV of the
         last token is never computed."""
-        if spec.max_tokens is not None:
+        if "max_tokens" in spec.sampling:
             return room
-        width = beam_fields(spec).get("beam_width")
+        width = beam_fields(spec).get("beam_width", spec.sampling.get("beam_width"))
         pool = self._limits.pool_tokens(width if type(width) is int and width > 0 else 1)
         return room if pool is None else max(1, min(room, pool + 1 - num_prompt_tokens))
 
     def _sampling(self, spec: GenerateSpec, room: int, bad_words: object) -> SamplingParams:
         """`room`: the most of a default for max_tokens."""
-        if not spec.sampling_key or spec.grammar is not None or spec.bad_words is not None:
+        if not spec.sampling_key or spec.grammar is not None or "bad_words" in spec.sampling:
             return self._check_sampling(spec, room, bad_words)
-        key = (spec.sampling_key, room if spec.max_tokens is None else 0)
+        key = (spec.sampling_key, 0 if "max_tokens" in spec.sampling else room)
         known = self._known.get(key)
         if known is None:
             if len(self._known) >= _MAX_KNOWN:
                 self._known.clear()
             known = self._known[key] = self._check_sampling(spec, room, bad_words)
-        return known if spec.seed is not None else with_seed(known, self._rng.getrandbits(63))
+        return known if "seed" in spec.sampling else with_seed(known, self._rng.getrandbits(63))
 
     def _check_sampling(self, spec: GenerateSpec, room: int, bad_words: object) -> SamplingParams:
         for name in ("n", "best_of", "beam_width"):
-            value = getattr(spec, name)
+            value = spec.sampling.get(name)
             if type(value) is int and value > MAX_CHOICES:
                 raise InvalidRequestError(f"{name} must be at most {MAX_CHOICES}, got {value}", param=name)
-        more = {name: value for name in MORE_SAMPLING if (value := getattr(spec, name)) is not None}
-        if bad_words is not None:
-            more["bad_words"] = bad_words
-        more.update(beam_fields(spec))
-        defaults = (
-            DRAWS_NOTHING if "beam_width" in more else {name: getattr(self._defaults, name) for name in DRAWS_NOTHING}
-        )
-        return check_sampling(
-            temperature=given(spec.temperature, defaults["temperature"], 1.0),
-            top_p=given(spec.top_p, defaults["top_p"], 1.0),
-            top_k=given(spec.top_k, defaults["top_k"], 0),
-            seed=given(spec.seed, self._rng.getrandbits(63)),
-            max_tokens=given(
-                spec.max_tokens, room if spec.default_max_tokens is None else min(room, spec.default_max_tokens)
-            ),
-            ignore_eos=given(spec.ignore_eos, False),
-            stop_token_ids=given(spec.stop_token_ids, ()),
-            stop=given(spec.stop, ()),
+        return sampling_of(
+            spec,
             vocab_size=self._tokenizer.vocab_size,
-            **more,
+            seed=self._rng.getrandbits(63),
+            max_tokens=room if spec.default_max_tokens is None else min(room, spec.default_max_tokens),
+            defaults=self._defaults,
+            bad_words=bad_words,
         )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from diptych.common.sampling import FinishReason, SamplingParams
 from diptych.router.packed_ids import PackedIds
@@ -25,17 +25,16 @@ class GenerateSpec:
     """A request as it came in: values are untrusted objects and None means not given.
 
     Exactly one of prompt (str), token_ids (list of int) and messages (list of {"role": str, "content": str}) is given.
-    Fields without a word here are those of SamplingParams.
 
     Args:
         model: empty: the only model.
-        max_tokens: None: as many as fit into the context.
+        sampling: what was given of the table common.sampling.SAMPLING, the grammar aside; bad_words are texts. None of the
+            values is None.
         request_id: the caller's label, printable ASCII of at most 128 bytes.
         local_prefill_max_tokens: None: the router's setting.
         failure_policy: "fail" | "recompute" | "retry" | "" (the default: retry, then recompute).
         priority: lower goes first, where the workers schedule by priority; None: 0.
         timeout_s: seconds the caller will wait; capped by the router's setting.
-        bad_words: texts.
         grammar: a common.grammar.Grammar.
         default_max_tokens: of a request without max_tokens; None: what the context leaves. Never more than that.
         use_beam_search: with a beam_width it goes without saying; see router.beam_options.
@@ -52,7 +51,7 @@ class GenerateSpec:
         resume_after: the answer's first tokens, which the caller has: it goes on behind them. Needs a seed.
         tenant: whose cache is used; decided by the face, never taken from the body.
         traceparent: the caller's W3C trace context.
-        sampling_key: what decides all fields of SamplingParams but the grammar; b"": nobody knows.
+        sampling_key: what decides `sampling`; b"": nobody knows.
     """
 
     model: object = ""
@@ -60,38 +59,15 @@ class GenerateSpec:
     token_ids: object = None
     messages: object = None
     more_text: int = 0
-    temperature: object = None
-    top_p: object = None
-    top_k: object = None
-    seed: object = None
-    max_tokens: object = None
+    sampling: Mapping[str, object] = field(default_factory=dict)
     default_max_tokens: int | None = None
-    ignore_eos: object = None
-    stop_token_ids: object = None
-    stop: object = None
     request_id: object = ""
     explain: bool = False
     local_prefill_max_tokens: object = None
     failure_policy: object = ""
     priority: object = None
     timeout_s: object = None
-    min_p: object = None
-    presence_penalty: object = None
-    frequency_penalty: object = None
-    repetition_penalty: object = None
-    logit_bias: object = None
-    allowed_token_ids: object = None
-    bad_words: object = None
-    min_tokens: object = None
-    include_stop_str_in_output: object = None
-    n: object = None
-    best_of: object = None
     use_beam_search: object = None
-    beam_width: object = None
-    length_penalty: object = None
-    early_stopping: object = None
-    logprobs: object = None
-    prompt_logprobs: object = None
     grammar: object = None
     tools: object = None
     chat_template_kwargs: object = None

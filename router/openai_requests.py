@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from diptych.common.errors import InvalidRequestError
 from diptych.common.grammar import Grammar
+from diptych.common.sampling import SAMPLING
 from diptych.router.batch import MAX_PROMPTS
 from diptych.router.messages import GenerateSpec, ModelFeatures
 from diptych.router.openai_fields import CHAT_NOT_BUILT, COMPLETION_NOT_BUILT, HARMLESS, UnknownFields, refuse_unbuilt
@@ -37,29 +38,8 @@ _UNION_FORMS = {
     "input": "a string or a list of items",
     "guided_json": "an object or its text",
 }
-_SAMPLING = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "seed",
-    "ignore_eos",
-    "stop_token_ids",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "allowed_token_ids",
-    "bad_words",
-    "min_tokens",
-    "include_stop_str_in_output",
-    "n",
-    "best_of",
+_UNCHANGED = (
     "use_beam_search",
-    "beam_width",
-    "length_penalty",
-    "early_stopping",
-    "prompt_logprobs",
     "local_prefill_max_tokens",
     "priority",
     "truncate_prompt_tokens",
@@ -67,6 +47,17 @@ _SAMPLING = (
     "cache_salt",
 )
 """Fields that go into the spec as they are."""
+_TYPES: Mapping[str, Any] = {
+    "float": float,
+    "int": int,
+    "bool": bool,
+    "Sequence[int]": Items[int],
+    "Sequence[str]": Items[str],
+    "str | Sequence[str]": str | Items[str],
+    "Mapping[int, float]": dict[str, Any],
+    "bool | str": bool | Literal["never"],
+}
+"""Type in the table of sampling parameters -> type in a body. A grammar has fields of its own."""
 
 FORMAT_FIELDS = (
     "response_format", "text", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
@@ -84,32 +75,24 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = None
 
 
-class Sampled(BaseModel):
-    """What every kind of request has."""
+def _with_sampling(name: str, base: type[BaseModel], *, responses: bool) -> Any:
+    """`base` with a field for each sampling parameter that the Responses API takes, or with those for the other two."""
+    rows = {name: row for name, row in SAMPLING.items() if row.responses == responses}
+    fields: dict[str, Any] = {
+        name: (_TYPES[row.check.type_name] | None, None) for name, row in rows.items() if row.check.type_name in _TYPES
+    }
+    return create_model(name, __base__=base, **fields)
 
+
+class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=True)
 
+
+class Sampled(_with_sampling("_Sampled", _Strict, responses=True)):  # type: ignore[misc]
+    """What every kind of request has."""
+
     model: str = ""
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    seed: int | None = None
-    stop: str | Items[str] | None = None
-    stop_token_ids: Items[int] | None = None
-    ignore_eos: bool | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, Any] | None = None
-    allowed_token_ids: Items[int] | None = None
-    bad_words: Items[str] | None = None
-    min_tokens: int | None = None
-    include_stop_str_in_output: bool | None = None
     use_beam_search: bool | None = None
-    beam_width: int | None = None
-    length_penalty: float | None = None
-    early_stopping: bool | Literal["never"] | None = None
     stream: bool | None = None
     user: str | None = None
     request_id: str | None = None
@@ -126,11 +109,7 @@ class Sampled(BaseModel):
     guided_grammar: str | None = None
 
 
-class _Common(Sampled):
-    max_tokens: int | None = None
-    n: int | None = None
-    best_of: int | None = None
-    prompt_logprobs: int | None = None
+class _Common(_with_sampling("_Answers", Sampled, responses=False)):  # type: ignore[misc]
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -159,7 +138,6 @@ class CompletionRequest(_Common):
 
     prompt: str | Items[int] | Items[str] | Items[Items[int]]
     echo: bool | None = None
-    logprobs: int | None = None
     add_special_tokens: bool | None = None
 
 
@@ -200,10 +178,9 @@ def chat_call(body: dict[str, Any], *, features: ModelFeatures, unknown: Unknown
     messages = template_messages(request.messages)
     spec = _spec(
         request,
-        max_tokens=max_tokens,
+        {"max_tokens": max_tokens, "logprobs": (request.top_logprobs or 0) if request.logprobs else None},
         messages=messages,
         more_text=text_beside(messages, offer.shown),
-        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         tools=offer.shown,
         grammar=grammar,
         chat_template_kwargs=template_kwargs(request.chat_template_kwargs, request.reasoning_effort, features),
@@ -225,24 +202,24 @@ def completion_call(body: dict[str, Any], *, features: ModelFeatures, unknown: U
     warnings = note_unknown(CompletionRequest, body, COMPLETION_NOT_BUILT, unknown)
     prompts = _prompts(request.prompt)
     sources = [{"prompt": prompt} if isinstance(prompt, str) else {"token_ids": prompt} for prompt in prompts]
-    more: dict[str, object] = {}
+    sampling: dict[str, object] = {}
     most = request.prompt_logprobs
     if request.echo and request.logprobs is not None and (most is None or 0 <= most < request.logprobs):
-        more["prompt_logprobs"] = request.logprobs
+        sampling["prompt_logprobs"] = request.logprobs
     prompt_only = request.max_tokens == 0
     if prompt_only and request.min_tokens:
         raise InvalidRequestError("min_tokens must be between 0 and max_tokens=0", param="min_tokens")
     grammar, renamed = grammar_of(request)
+    if prompt_only:
+        sampling["max_tokens"] = 1  # a step without a token would be one of its own kind
     spec = _spec(
         request,
-        max_tokens=1 if prompt_only else request.max_tokens,  # a step without a token would be one of its own kind
+        sampling,
         default_max_tokens=_COMPLETION_TOKENS,
         grammar=grammar,
-        logprobs=request.logprobs,
         echo=bool(request.echo),
         add_special_tokens=request.add_special_tokens is not False,
         **sources[0],
-        **more,
     )
     if "token_ids" in sources[0]:
         renamed |= {"token_ids": "prompt"}
@@ -274,24 +251,31 @@ def _plain(value: Any) -> Any:
     return value.model_dump() if isinstance(value, BaseModel) else value
 
 
-def sampling_fields(request: Sampled) -> dict[str, Any]:
-    """Arguments of a GenerateSpec that every kind of request fills in alike."""
-    fields = {name: getattr(request, name) for name in _SAMPLING if hasattr(request, name)}
+def spec_fields(request: Sampled, sampling: Mapping[str, object]) -> dict[str, Any]:
+    """Arguments of a GenerateSpec that every kind of request fills in alike.
+
+    Args: sampling: values that this kind of request tells in another way; None: not given.
+    """
+    given = request.model_fields_set
+    values = {**{name: getattr(request, name) for name in SAMPLING if name in given}, **sampling}
+    if isinstance(values.get("stop"), str):
+        values["stop"] = [values["stop"]]
+    fields = {name: getattr(request, name) for name in _UNCHANGED if name in given}
     return fields | {
+        "sampling": {name: value for name, value in values.items() if value is not None},
         "model": request.model,
-        "stop": [request.stop] if isinstance(request.stop, str) else request.stop,
         "request_id": request.request_id or "",
         "failure_policy": request.failure_policy or "",
     }
 
 
-def _spec(request: _Common, **more: Any) -> GenerateSpec:
+def _spec(request: _Common, sampling: Mapping[str, object], **more: Any) -> GenerateSpec:
     if request.stream_options is not None and not request.stream:
         raise InvalidRequestError("stream_options is for stream=true only", param="stream_options")
     for name in ("prompt_logprobs", "best_of", "use_beam_search", "beam_width"):
         if request.stream and getattr(request, name) not in (None, False):
             raise InvalidRequestError(f"{name} is for stream=false only", param=name)
-    return GenerateSpec(**sampling_fields(request) | more)
+    return GenerateSpec(**spec_fields(request, sampling) | more)
 
 
 def _wishes(request: _Common, **more: Any) -> Wishes:

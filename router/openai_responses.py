@@ -24,7 +24,7 @@ from diptych.router.openai_requests import (
     Sampled,
     grammar_of,
     note_unknown,
-    sampling_fields,
+    spec_fields,
     template_kwargs,
     validate,
 )
@@ -111,10 +111,9 @@ def responses_call(body: dict[str, Any], *, features: ModelFeatures, unknown: Un
     offer = offer_tools(tools, _tool_choice(request.tool_choice), features, parallel=parallel)
     grammar, renamed = grammar_of(request, offer)
     messages = _Turns(warnings).of(request)
-    fields = sampling_fields(request) | {
+    fields = spec_fields(request, {"max_tokens": request.max_output_tokens}) | {
         "messages": messages,
         "more_text": text_beside(messages, offer.shown),
-        "max_tokens": request.max_output_tokens,
         "tools": offer.shown,
         "grammar": grammar,
         "chat_template_kwargs": _effort(request, features, warnings),

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
 from diptych.common.errors import InvalidRequestError
-from diptych.common.sampling_table import (
-    MAX_ALLOWED_TOKEN_IDS,
-    MAX_BAD_WORDS,
-    MAX_LOGIT_BIAS,
-    MAX_STOP_STRINGS,
-    MAX_STOP_TOKEN_IDS,
-)
+from diptych.common.sampling import SAMPLING
 from diptych.router.messages import GenerateSpec, ModelFeatures
 from diptych.router.openai_tools import Offer, text_beside
 from diptych.router.service_tools import chat_of, grammar_of
@@ -22,24 +17,6 @@ from diptych.rpc.convert import early_stopping_from_proto
 from diptych.rpc.v1 import router_pb2, types_pb2
 
 _Message = TypeVar("_Message", bound=Message)
-_OPTIONAL = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "seed",
-    "max_tokens",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "min_tokens",
-    "n",
-    "best_of",
-    "beam_width",
-    "length_penalty",
-    "logprobs",
-    "prompt_logprobs",
-)
 _MAX_REMEMBERED_BYTES = 512
 MAX_TOKEN_IDS = 1_000_000
 """Of one prompt, whatever the model: only its context is checked later."""
@@ -94,29 +71,30 @@ def spec_from(
         timeout_s=remaining_s,
         tenant=tenant,
         sampling_key=wire if short else b"",
-        **(_short_sampling(wire) if short else _sampling_fields(wire)),
+        sampling=_short_sampling(wire) if short else _sampling_values(wire),
     )
     return spec, offer
 
 
-def _sampling_fields(wire: bytes) -> dict[str, Any]:
-    """Of a GenerateSpec."""
-    sampling = types_pb2.SamplingParams.FromString(wire)
-    return {
-        **{name: _given(sampling, name) for name in _OPTIONAL},
-        "ignore_eos": sampling.ignore_eos,
-        "stop_token_ids": tuple(_few(sampling.stop_token_ids, "stop_token_ids", MAX_STOP_TOKEN_IDS)),
-        "stop": tuple(_few(sampling.stop, "stop", MAX_STOP_STRINGS)),
-        "logit_bias": dict(_few(sampling.logit_bias.items(), "logit_bias", MAX_LOGIT_BIAS)) or None,
-        "allowed_token_ids": tuple(_few(sampling.allowed_token_ids, "allowed_token_ids", MAX_ALLOWED_TOKEN_IDS))
-        or None,
-        "bad_words": tuple(_few(sampling.bad_words, "bad_words", MAX_BAD_WORDS)) or None,
-        "include_stop_str_in_output": sampling.include_stop_str_in_output,
-        "early_stopping": early_stopping_from_proto(sampling.early_stopping) if sampling.early_stopping else None,
-    }
+def _sampling_values(wire: bytes) -> Mapping[str, object]:
+    """See GenerateSpec.sampling."""
+    found: dict[str, Any] = {}
+    for field, value in types_pb2.SamplingParams.FromString(wire).ListFields():
+        name = field.name
+        row = SAMPLING.get(name)
+        if row is None or name == "grammar":
+            continue  # made by the router from bad_words; see service_tools.grammar_of
+        if name == "early_stopping":
+            value = early_stopping_from_proto(value)
+        elif name == "logit_bias":
+            value = dict(_few(value.items(), name, row.at_most))
+        elif row.at_most:
+            value = tuple(_few(value, name, row.at_most))
+        found[name] = value
+    return found
 
 
-_short_sampling = lru_cache(1024)(_sampling_fields)
+_short_sampling = lru_cache(1024)(_sampling_values)
 """Requests repeat their sampling values, and reading them one by one takes longer than comparing them as a whole."""
 
 

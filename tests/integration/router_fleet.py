@@ -108,7 +108,7 @@ class Fleet:
         await self.until(lambda: (len(cluster.snapshot().decode), len(cluster.snapshot().prefill)) == (decode, prefill))
 
     async def ask(self, max_tokens=3, num_prompt=40, **changes):
-        spec = GenerateSpec(token_ids=[1] * num_prompt, max_tokens=max_tokens, explain=True, **changes)
+        spec = GenerateSpec(token_ids=[1] * num_prompt, sampling={"max_tokens": max_tokens}, explain=True, **changes)
         return [event async for event in self.frontend.generate(await self.frontend.prepare(spec))]
 
     def no_reservations(self):

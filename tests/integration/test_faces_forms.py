@@ -255,7 +255,7 @@ async def test_responses() -> None:
         ]
         seen = [event async for event in await client.responses.create(model=MODEL, input=turns, stream=True)]
     assert door.specs[0].messages == [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "Hi"}]
-    assert door.specs[0].max_tokens == 9
+    assert door.specs[0].sampling["max_tokens"] == 9
     assert door.specs[1].messages == [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     assert [event.type for event in seen] == [
         "response.created",

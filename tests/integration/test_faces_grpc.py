@@ -101,10 +101,10 @@ async def test_async_whole_answer_and_models() -> None:
         models = await client.list_models()
     check_hello(answer)
     spec = door.specs[0]
-    assert (spec.prompt, spec.max_tokens, spec.stop, spec.seed, spec.request_id) == ("Hi", 7, ("!",), 3, "mine")
+    assert (spec.prompt, spec.request_id) == ("Hi", "mine")
+    assert spec.sampling == {"max_tokens": 7, "stop": ("!",), "seed": 3}
     assert isinstance(spec.timeout_s, float)
     assert 0 < spec.timeout_s <= 10 * WAIT_S
-    assert spec.temperature is None
     assert spec.local_prefill_max_tokens is None
     assert [model.id for model in models] == [MODEL]
 

@@ -177,4 +177,4 @@ async def test_a_stream_that_breaks_is_resumed_if_asked() -> None:
         assert stream.seed == 9
     first, second = door.specs[-2:]
     assert (first.resume_after, first.idempotency_key) == (None, "once")
-    assert (second.resume_after, second.seed, second.idempotency_key) == ([10, 11, 12], 9, "once~1")
+    assert (second.resume_after, second.sampling["seed"], second.idempotency_key) == ([10, 11, 12], 9, "once~1")

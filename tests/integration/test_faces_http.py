@@ -34,7 +34,7 @@ async def test_openai_client_whole_answer() -> None:
         models = [model.id async for model in client.models.list()]
     spec = door.specs[0]
     assert spec.messages == [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "a\nb"}]
-    assert (spec.max_tokens, spec.temperature, spec.stop, spec.top_k, spec.ignore_eos) == (7, 0, ["!"], 5, True)
+    assert spec.sampling == {"max_tokens": 7, "temperature": 0, "stop": ["!"], "top_k": 5, "ignore_eos": True}
     assert (spec.request_id, spec.explain) == ("mine", True)
     choice = answer.choices[0]
     assert (choice.message.content, choice.finish_reason) == ("Hello there", "stop")
@@ -135,7 +135,7 @@ async def test_the_seed_takes_signed_64_bits(seed: int) -> None:
         ):
             answer = await client.post(path, json=body | {"seed": seed})
             assert answer.status_code == 200, answer.text
-    assert [spec.seed for spec in door.specs] == [seed] * 3
+    assert [spec.sampling["seed"] for spec in door.specs] == [seed] * 3
 
 
 async def test_stream_on_the_wire() -> None:

@@ -145,19 +145,22 @@ def intake(words):
 async def test_a_text_that_cannot_fit_is_not_cut_into_tokens(intake, words):
     for text in ("a" * 240_001, "é" * 120_001):
         with pytest.raises(PromptTooLongError, match="bytes of text; more than 240000 cannot fit") as caught:
-            await intake.prepare(GenerateSpec(prompt=text, max_tokens=1))
+            await intake.prepare(GenerateSpec(prompt=text, sampling={"max_tokens": 1}))
         assert caught.value.param == "prompt"
-    assert (await intake.prepare(GenerateSpec(prompt="a" * 240_000, max_tokens=1))).prompt_token_ids == (1,)
-    cut = GenerateSpec(prompt="a " * 200_000, max_tokens=1, truncate_prompt_tokens=5)
+    assert (await intake.prepare(GenerateSpec(prompt="a" * 240_000, sampling={"max_tokens": 1}))).prompt_token_ids == (
+        1,
+    )
+    cut = GenerateSpec(prompt="a " * 200_000, sampling={"max_tokens": 1}, truncate_prompt_tokens=5)
     assert len((await intake.prepare(cut)).prompt_token_ids) == 5
 
 
 async def test_short_prompts_do_not_wait_behind_long_ones(intake, words):
     long = [
-        asyncio.create_task(intake.prepare(GenerateSpec(prompt="wait" + "a" * 100_000, max_tokens=1))) for _ in "abc"
+        asyncio.create_task(intake.prepare(GenerateSpec(prompt="wait" + "a" * 100_000, sampling={"max_tokens": 1})))
+        for _ in "abc"
     ]
     await waiting.until(lambda: words.seen, "a long prompt is being cut")
-    assert (await intake.prepare(GenerateSpec(prompt="a b", max_tokens=1))).prompt_token_ids == (1, 1)
+    assert (await intake.prepare(GenerateSpec(prompt="a b", sampling={"max_tokens": 1}))).prompt_token_ids == (1, 1)
     assert not any(task.done() for task in long)
     words.go.set()
     await asyncio.gather(*long)
@@ -166,7 +169,7 @@ async def test_short_prompts_do_not_wait_behind_long_ones(intake, words):
 
 async def test_nobody_waits_for_the_tokenizer_longer_than_he_wants(intake):
     with pytest.raises(RequestDeadlineError):
-        await intake.prepare(GenerateSpec(prompt="wait", max_tokens=1, timeout_s=0.01))
+        await intake.prepare(GenerateSpec(prompt="wait", sampling={"max_tokens": 1}, timeout_s=0.01))
 
 
 async def test_what_waits_is_bounded_by_its_bytes():

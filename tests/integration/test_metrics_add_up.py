@@ -17,7 +17,7 @@ from diptych.rpc.channels import bind, new_server
 
 async def leave(fleet, *, after_tokens):
     """A request that is left once so many of its tokens have come."""
-    request = await fleet.frontend.prepare(GenerateSpec(token_ids=[1] * 40, max_tokens=50))
+    request = await fleet.frontend.prepare(GenerateSpec(token_ids=[1] * 40, sampling={"max_tokens": 50}))
     events = fleet.frontend.generate(request)
     seen = 0
     async for event in events:

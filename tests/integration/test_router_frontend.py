@@ -117,7 +117,7 @@ async def test_a_default_for_max_tokens_fits_the_smallest_decode_pool(fleet):
     assert fleet.frontend._cluster.pool_tokens(2) == 3 * 16
     prepared = await fleet.frontend.prepare(GenerateSpec(prompt="w1 w2 w3"))
     assert prepared.sampling.max_tokens == 7 * 16 + 1 - 3
-    explicit = await fleet.frontend.prepare(GenerateSpec(prompt="w1 w2 w3", max_tokens=200))
+    explicit = await fleet.frontend.prepare(GenerateSpec(prompt="w1 w2 w3", sampling={"max_tokens": 200}))
     assert explicit.sampling.max_tokens == 200
 
 

@@ -51,7 +51,7 @@ async def test_worker_killed_in_mid_stream_is_a_typed_error(fleet):
     decode = await fleet.add("d0")
     await fleet.until_ready()
     decode.hold_from = 1  # the answer cannot be over before the kill
-    prepared = await fleet.frontend.prepare(GenerateSpec(token_ids=[1] * 20, max_tokens=200))
+    prepared = await fleet.frontend.prepare(GenerateSpec(token_ids=[1] * 20, sampling={"max_tokens": 200}))
     events = fleet.frontend.generate(prepared)
     assert isinstance(await anext(events), StartedEvent)
     assert isinstance(await anext(events), TokenEvent)
@@ -67,7 +67,7 @@ async def test_worker_killed_before_a_token_is_replaced(fleet):
     first = await fleet.add("d0")
     await fleet.until_ready()
     first.go.clear()
-    prepared = await fleet.frontend.prepare(GenerateSpec(token_ids=[1] * 20, max_tokens=2, explain=True))
+    prepared = await fleet.frontend.prepare(GenerateSpec(token_ids=[1] * 20, sampling={"max_tokens": 2}, explain=True))
     events = fleet.frontend.generate(prepared)
     assert isinstance(await anext(events), StartedEvent)
     second = await fleet.add("d1")
@@ -99,7 +99,9 @@ async def test_leaving_the_iterator_cancels_on_decode(fleet):
     decode = await fleet.add("d0")
     await fleet.until_ready()
     decode.hold_from = 1
-    events = fleet.frontend.generate(await fleet.frontend.prepare(GenerateSpec(token_ids=[1] * 20, max_tokens=200)))
+    events = fleet.frontend.generate(
+        await fleet.frontend.prepare(GenerateSpec(token_ids=[1] * 20, sampling={"max_tokens": 200}))
+    )
     await anext(events)
     await anext(events)
     await events.aclose()

@@ -100,11 +100,13 @@ async def test_a_default_for_max_tokens_fits_the_pools(intake):
     for spec in (GenerateSpec(prompt="a bb ccc"), GenerateSpec(prompt="a bb ccc", default_max_tokens=16)):
         assert (await intake.prepare(spec)).sampling.max_tokens == 12 + 1 - 3
     assert (await intake.prepare(GenerateSpec(prompt="a bb", default_max_tokens=5))).sampling.max_tokens == 5
-    assert (await intake.prepare(GenerateSpec(prompt="a bb ccc", max_tokens=17))).sampling.max_tokens == 17
-    beams = GenerateSpec(prompt="a bb ccc", beam_width=3, use_beam_search=True)
+    assert (
+        await intake.prepare(GenerateSpec(prompt="a bb ccc", sampling={"max_tokens": 17}))
+    ).sampling.max_tokens == 17
+    beams = GenerateSpec(prompt="a bb ccc", sampling={"beam_width": 3}, use_beam_search=True)
     assert (await intake.prepare(beams)).sampling.max_tokens == 4 + 1 - 3
     assert (await intake.prepare(GenerateSpec(prompt="x " * 15))).sampling.max_tokens == 1  # decode says what is wrong
-    cut = GenerateSpec(prompt="x " * 19, truncate_prompt_tokens=-1, max_tokens=4)
+    cut = GenerateSpec(prompt="x " * 19, truncate_prompt_tokens=-1, sampling={"max_tokens": 4})
     prepared = await intake.prepare(cut)
     assert (len(prepared.prompt_token_ids), prepared.sampling.max_tokens) == (9, 4)
     with_pool(intake, 100)
@@ -145,16 +147,11 @@ async def test_what_is_given_wins(intake):
     spec = GenerateSpec(
         model="tiny",
         token_ids=[5],
-        temperature=0,
-        top_k=0,
-        seed=3,
-        max_tokens=19,
+        sampling={"temperature": 0, "top_k": 0, "seed": 3, "max_tokens": 19, "stop": ["x"], "ignore_eos": True},
         timeout_s=2,
         request_id="mine",
         local_prefill_max_tokens=0,
         failure_policy="recompute",
-        stop=["x"],
-        ignore_eos=True,
         explain=True,
     )
     request = await intake.prepare(spec)
@@ -190,16 +187,16 @@ async def test_what_is_given_wins(intake):
         ({"token_ids": [True]}, "token_ids", InvalidRequestError),
         ({"token_ids": [1.0]}, "token_ids", InvalidRequestError),
         ({"token_ids": [1] * 20}, "token_ids", PromptTooLongError),
-        ({"prompt": "a", "max_tokens": 20}, "max_tokens", InvalidRequestError),
-        ({"prompt": "a", "max_tokens": 0}, "max_tokens", InvalidRequestError),
-        ({"prompt": "a", "max_tokens": -1}, "max_tokens", InvalidRequestError),
-        ({"prompt": "a", "max_tokens": 2**63}, "max_tokens", InvalidRequestError),
-        ({"prompt": "a", "temperature": float("nan")}, "temperature", InvalidRequestError),
-        ({"prompt": "a", "temperature": "hot"}, "temperature", InvalidRequestError),
-        ({"prompt": "a", "top_p": 0}, "top_p", InvalidRequestError),
-        ({"prompt": "a", "stop": [""]}, "stop", InvalidRequestError),
-        ({"prompt": "a", "stop": ["\ud800"]}, "stop", InvalidRequestError),
-        ({"prompt": "a", "stop_token_ids": [100]}, "stop_token_ids", InvalidRequestError),
+        ({"prompt": "a", "sampling": {"max_tokens": 20}}, "max_tokens", InvalidRequestError),
+        ({"prompt": "a", "sampling": {"max_tokens": 0}}, "max_tokens", InvalidRequestError),
+        ({"prompt": "a", "sampling": {"max_tokens": -1}}, "max_tokens", InvalidRequestError),
+        ({"prompt": "a", "sampling": {"max_tokens": 2**63}}, "max_tokens", InvalidRequestError),
+        ({"prompt": "a", "sampling": {"temperature": float("nan")}}, "temperature", InvalidRequestError),
+        ({"prompt": "a", "sampling": {"temperature": "hot"}}, "temperature", InvalidRequestError),
+        ({"prompt": "a", "sampling": {"top_p": 0}}, "top_p", InvalidRequestError),
+        ({"prompt": "a", "sampling": {"stop": [""]}}, "stop", InvalidRequestError),
+        ({"prompt": "a", "sampling": {"stop": ["\ud800"]}}, "stop", InvalidRequestError),
+        ({"prompt": "a", "sampling": {"stop_token_ids": [100]}}, "stop_token_ids", InvalidRequestError),
         ({"prompt": "a", "request_id": "é"}, "request_id", InvalidRequestError),
         ({"prompt": "a", "request_id": "x" * 129}, "request_id", InvalidRequestError),
         ({"prompt": "a", "request_id": "a\nb"}, "request_id", InvalidRequestError),
@@ -219,24 +216,24 @@ async def test_bad_input_names_the_parameter(intake, fields, param, error):
 
 async def test_bad_numbers_are_refused_before_the_tokenizer_works(intake, words):
     with pytest.raises(InvalidRequestError):
-        await intake.prepare(GenerateSpec(prompt="a b", temperature=-1))
+        await intake.prepare(GenerateSpec(prompt="a b", sampling={"temperature": -1}))
     assert words.calls == 0
 
 
 async def test_words_that_are_bad_are_banned_in_both_places_of_a_text(intake, words):
     words.encode = lambda text, add=True, *, param="prompt": [len(text)]
-    request = await intake.prepare(GenerateSpec(prompt="a", bad_words=["sky "]))
+    request = await intake.prepare(GenerateSpec(prompt="a", sampling={"bad_words": ["sky "]}))
     assert request.sampling.bad_words == ((3,), (4,))
     for bad in ("sky", [1], [" "], ["x" * 300], ["a"] * 200):
         with pytest.raises(InvalidRequestError) as caught:
-            await intake.prepare(GenerateSpec(prompt="a", bad_words=bad))
+            await intake.prepare(GenerateSpec(prompt="a", sampling={"bad_words": bad}))
         assert caught.value.param == "bad_words"
 
 
 @pytest.mark.parametrize("field", ["n", "best_of", "beam_width"])
 async def test_choices_are_capped(intake, field):
     with pytest.raises(InvalidRequestError) as caught:
-        await intake.prepare(GenerateSpec(prompt="a", **{field: 17}))
+        await intake.prepare(GenerateSpec(prompt="a", sampling={field: 17}))
     assert caught.value.param == field
 
 
@@ -252,11 +249,11 @@ async def test_the_priority_is_a_32_bit_number(intake):
 async def test_beam_search_leaves_the_defaults_for_drawing_out(intake):
     drawn = (await intake.prepare(GenerateSpec(prompt="a"))).sampling
     assert (drawn.temperature, drawn.beam_width) != (0.0, 3)
-    sampling = (await intake.prepare(GenerateSpec(prompt="a", use_beam_search=True, n=3))).sampling
+    sampling = (await intake.prepare(GenerateSpec(prompt="a", use_beam_search=True, sampling={"n": 3}))).sampling
     assert (sampling.beam_width, sampling.n, sampling.best_of) == (3, 3, 0)
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.0, 1.0, 0)
     with pytest.raises(InvalidRequestError) as caught:
-        await intake.prepare(GenerateSpec(prompt="a", use_beam_search=True, temperature=0.7))
+        await intake.prepare(GenerateSpec(prompt="a", use_beam_search=True, sampling={"temperature": 0.7}))
     assert caught.value.param == "temperature"
 
 
@@ -299,7 +296,7 @@ async def test_detokenize(intake):
         ({"truncate_prompt_tokens": 2}, (2, 3)),
         ({"truncate_prompt_tokens": 2, "truncation_side": "right"}, (1, 2)),
         ({"truncate_prompt_tokens": 3}, (1, 2, 3)),
-        ({"truncate_prompt_tokens": -1, "max_tokens": 18}, (2, 3)),
+        ({"truncate_prompt_tokens": -1, "sampling": {"max_tokens": 18}}, (2, 3)),
         ({"truncate_prompt_tokens": -1}, (1, 2, 3)),
     ],
 )
@@ -356,14 +353,14 @@ async def test_a_salt_of_the_callers_parts_within_its_tenant(intake):
 
 async def test_an_echo_is_of_the_tokens_that_are_kept(intake):
     """Issue 15, 4.9."""
-    whole = GenerateSpec(prompt="a bb ccc dddd", echo=True, logprobs=1)
+    whole = GenerateSpec(prompt="a bb ccc dddd", echo=True, sampling={"logprobs": 1})
     request = await intake.prepare(whole)
     assert (request.echo, request.echo_offsets) == ("a bb ccc dddd", (0, 1, 4, 8))
-    request = await intake.prepare(replace(whole, logprobs=None))
+    request = await intake.prepare(replace(whole, sampling={}))
     assert (request.echo, request.echo_offsets) == ("a bb ccc dddd", ())
     request = await intake.prepare(replace(whole, truncate_prompt_tokens=2))
     assert (request.echo, request.echo_offsets) == (" ccc dddd", (0, 4))
-    request = await intake.prepare(replace(whole, truncate_prompt_tokens=2, truncation_side="right", logprobs=None))
+    request = await intake.prepare(replace(whole, truncate_prompt_tokens=2, truncation_side="right", sampling={}))
     assert (request.echo, request.echo_offsets) == ("a bb", (0, 1))
     request = await intake.prepare(replace(whole, prompt=None, token_ids=[1, 2]))
     assert (request.echo, request.echo_offsets) == ("x xx", ())

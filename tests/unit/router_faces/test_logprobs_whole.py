@@ -58,9 +58,8 @@ def make_form(body: dict[str, Any], prompts: list[list[int]], **prepared: Any) -
     """The form that a completions body gets."""
     call = completion_call({"prompt": prompts, **body}, features=ModelFeatures(), unknown=UnknownFields())
     spec = call.spec
-    sampling = SamplingParams(
-        max_tokens=4, n=body.get("n", 1), logprobs=spec.logprobs, prompt_logprobs=spec.prompt_logprobs
-    )
+    given: dict[str, Any] = {name: spec.sampling.get(name) for name in ("logprobs", "prompt_logprobs")}
+    sampling = SamplingParams(max_tokens=4, n=body.get("n", 1), **given)
     made = [
         PreparedRequest(
             request_id="r", label="", model="m", prompt_token_ids=tuple(ids), sampling=sampling, cache_salt=b"", explain=False,
@@ -151,7 +150,7 @@ def test_echo_of_several_prompts_streamed_is_the_whole_one(n):
 def test_max_tokens_0_answers_with_the_prompt_alone():
     body = {"echo": True, "logprobs": 1, "max_tokens": 0}
     call = completion_call({"prompt": PROMPTS, **body}, features=ModelFeatures(), unknown=UnknownFields())
-    assert [spec.max_tokens for spec in (call.spec, *call.more)] == [1, 1, 1]
+    assert [spec.sampling["max_tokens"] for spec in (call.spec, *call.more)] == [1, 1, 1]
     events = [prompt_event(PROMPTS[0], 0), prompt_event(PROMPTS[1], 1)]
     events += [TokenEvent(0, (6,), "b", choice, (entry(6),)) for choice in range(3)]
     form = make_form(body, PROMPTS)
