@@ -80,14 +80,14 @@ bench: $(VENV)/.dev model ## the CPU benchmarks, under ten minutes on two quiet 
 	@$(BIN)/diptych bench suite $(ARGS)
 
 bench-engine: $(VENV)/.dev model ## our engine beside transformers, in one run
-	@$(BIN)/python -m diptych.engine.exec.bench.bench_vs_transformers $(ARGS)
+	@$(BIN)/python -m diptych.bench.engine.vs_transformers $(ARGS)
 
 bench-kv: $(VENV)/.dev model ## the hand-off: transports on loopback, what of a transfer is exposed, what cancelled prompts cost; into bench-out/
-	@$(BIN)/python -P -m diptych.kvtransfer.bench.bench_loopback --transport ucx --out bench-out/loopback-ucx-tcp.json $(ARGS)
-	@$(BIN)/python -P -m diptych.kvtransfer.bench.bench_loopback --transport nixl --out bench-out/loopback-nixl-shm.json $(ARGS)
-	@UCX_TLS=tcp,self $(BIN)/python -P -m diptych.kvtransfer.bench.bench_loopback --transport nixl --out bench-out/loopback-nixl-tcp.json $(ARGS)
-	@$(BIN)/python -P -m diptych.cli.bench_handoff exposed --out bench-out/handoff-exposed
-	@$(BIN)/python -P -m diptych.cli.bench_handoff cancelled --out bench-out/handoff-cancelled
+	@$(BIN)/python -P -m diptych.bench.kvtransfer.loopback --transport ucx --out bench-out/loopback-ucx-tcp.json $(ARGS)
+	@$(BIN)/python -P -m diptych.bench.kvtransfer.loopback --transport nixl --out bench-out/loopback-nixl-shm.json $(ARGS)
+	@UCX_TLS=tcp,self $(BIN)/python -P -m diptych.bench.kvtransfer.loopback --transport nixl --out bench-out/loopback-nixl-tcp.json $(ARGS)
+	@$(BIN)/python -P -m diptych.bench.kvtransfer.handoff exposed --out bench-out/handoff-exposed
+	@$(BIN)/python -P -m diptych.bench.kvtransfer.handoff cancelled --out bench-out/handoff-cancelled
 
 # Where vLLM for the CPU is installed: a virtual environment of its own, outside this checkout (made at the first call, 4 GB).
 VLLM_ENV ?= /tmp/diptych-vllm
@@ -104,17 +104,17 @@ test-gpu: ## the tests that need a CUDA device, with the Python that GPU_PYTHON 
 	@PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" TRITON_INTERPRET=0 $(GPU_PYTHON) -m pytest -m gpu tests/kernels tests/unit/engine_exec $(ARGS)
 
 bench-gpu: ## kernels alone, and whole steps of a model of 8 billion random weights; results into bench/results/
-	@PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" TRITON_INTERPRET=0 $(GPU_PYTHON) -m diptych.kernels.bench.bench_kernels --out bench/results/gpu-kernels.json
-	@PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" TRITON_INTERPRET=0 $(GPU_PYTHON) -m diptych.engine.exec.bench.bench_gpu_step --out bench/results/gpu-step.json
+	@PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" TRITON_INTERPRET=0 $(GPU_PYTHON) -m diptych.bench.kernels.kernels --out bench/results/gpu-kernels.json
+	@PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" TRITON_INTERPRET=0 $(GPU_PYTHON) -m diptych.bench.gpu.step --out bench/results/gpu-step.json
 
 bench-gpu-pair: ## prefill and decode on two GPUs of this host: the link, the hand-off, Poisson load
-	@PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" TRITON_INTERPRET=0 $(GPU_PYTHON) -m diptych.cli.bench_gpu_pair --out bench/results/gpu-pair.json
+	@PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" TRITON_INTERPRET=0 $(GPU_PYTHON) -m diptych.bench.gpu.pair --out bench/results/gpu-pair.json
 
 sdk-wheel: $(VENV)/.serve ## dist/diptych_client-*.whl: the gRPC SDK without the server's code
 	@$(BIN)/python deploy/sdk_wheel.py dist
 
 bench-gpu-http: ## `diptych up --device cuda` and `serve` as a user has them, over HTTP: streams, hand-off, closed loop, Poisson, identity
-	@PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" TRITON_INTERPRET=0 $(GPU_PYTHON) -m diptych.cli.bench_gpu_http --users 1,8,32,64 $(ARGS)
+	@PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" TRITON_INTERPRET=0 $(GPU_PYTHON) -m diptych.bench.gpu.over_http --users 1,8,32,64 $(ARGS)
 
 wheels: $(VENV)/.serve ## wheels of all that an image needs, so that it can be built without a package index
 	@$(BIN)/python deploy/requirements.py pyproject.toml cli router worker loadtest otel > deploy/wheels/requirements.txt
@@ -153,15 +153,15 @@ clean: ## delete what was built and installed here; the model's cache stays
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 bench-router: $(VENV)/.dev ## the router's decisions: speed and memory, and how well policies place
-	@$(BIN)/python -m diptych.router.bench.bench_decision
-	@$(BIN)/python -m diptych.router.bench.bench_quality
+	@$(BIN)/python -m diptych.bench.router.decision
+	@$(BIN)/python -m diptych.bench.router.quality
 
 bench-beside: $(VENV)/.dev model ## a short request's time to first token beside long prompts of other tenants and its own
-	@$(BIN)/python -P -m diptych.cli.bench_beside $(ARGS)
+	@$(BIN)/python -P -m diptych.bench.router.beside_long_prompts $(ARGS)
 
 PEERS_VENV ?= .venv-peers
 bench-peers: $(VENV)/.dev model $(PEERS_VENV)/.peers ## our router through the wire beside sglang-router and vllm-router, with the same mock workers
-	@$(BIN)/python -P -m diptych.cli.bench_peers --peers $(PEERS_VENV) $(ARGS)
+	@$(BIN)/python -P -m diptych.bench.peers.routers --peers $(PEERS_VENV) $(ARGS)
 
 $(PEERS_VENV)/.peers: $(VENV)/.python
 	@$(BIN)/python -m venv $(PEERS_VENV)

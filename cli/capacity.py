@@ -92,7 +92,7 @@ def run_capacity(
     """
     path = Path(model)
     if not path.exists():
-        from diptych.cli.model_store import resolve_model
+        from diptych.cli.models.store import resolve_model
         from diptych.cli.progress import progress_on
 
         with progress_on() as progress:

@@ -47,7 +47,7 @@ def register(app: typer.Typer) -> None:
         from diptych.rpc.v1 import router_pb2, types_pb2
 
         if pool:
-            from diptych.router.what_if import parse_pool
+            from diptych.router.placement.what_if import parse_pool
 
             parse_pool(pool)  # before anybody is asked
         request = router_pb2.GenerateRequest(prompt=prompt, sampling=types_pb2.SamplingParams(max_tokens=max_tokens))

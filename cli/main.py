@@ -15,19 +15,19 @@ import typer
 
 from diptych.cli import BENCH_HELP, explain, observe
 from diptych.cli.chat import DEFAULT_MAX_TOKENS
-from diptych.cli.help import run_app
 from diptych.cli.keys import app as keys_app
-from diptych.cli.layers import add_layers
-from diptych.cli.options import add_settings_command
 from diptych.cli.router_access import TLS_CA, TLS_SERVER_NAME, router_access
+from diptych.cli.settings.help import run_app
+from diptych.cli.settings.option_sources import add_layers
+from diptych.cli.settings.options import add_settings_command
 from diptych.common.errors import ConfigError, DiptychError
 from diptych.common.extras import install_command
 from diptych.common.paths import run_dir
 
 if TYPE_CHECKING:
-    from diptych.cli.serve_config import ServeConfig
-    from diptych.cli.stages import Stages
-    from diptych.cli.up_config import UpConfig
+    from diptych.cli.serve.config import ServeConfig
+    from diptych.cli.up.config import UpConfig
+    from diptych.cli.up.progress_log import Stages
     from diptych.router.config import RouterConfig
     from diptych.worker.config import WorkerConfig
 
@@ -35,15 +35,15 @@ _DETACH = typer.Option("--detach", help="Return once the cluster serves; `diptyc
 
 
 def _up(config: UpConfig, detach: bool = False) -> int:
-    from diptych.cli.cluster_plan import diptych_command, own_name
-    from diptych.cli.up import run_detached, run_up
+    from diptych.cli.up.cluster_plan import diptych_command, own_name
+    from diptych.cli.up.command import run_detached, run_up
 
     if detach:
         again = [argument for argument in sys.argv[1:] if argument != "--detach"]
         return run_detached([*diptych_command(), *again], run_dir(), config.startup_timeout_s + 1800.0)
 
     def resolve(stages: Stages) -> tuple[Path, str]:
-        from diptych.cli.model_store import DEFAULT_ALIASES, resolve_model
+        from diptych.cli.models.store import DEFAULT_ALIASES, resolve_model
         from diptych.cli.progress import progress_on
 
         stages.end()
@@ -73,23 +73,23 @@ def _decode(config: WorkerConfig) -> int:
 
 
 def _serve(config: ServeConfig) -> int:
-    from diptych.cli.cluster_plan import own_name
-    from diptych.cli.model_store import DEFAULT_ALIASES, resolve_model
-    from diptych.cli.processes import require_free_port
+    from diptych.cli.models.store import DEFAULT_ALIASES, resolve_model
     from diptych.cli.progress import progress_on
+    from diptych.cli.up.cluster_plan import own_name
+    from diptych.cli.up.processes import require_free_port
 
     for name in ("http_port", "grpc_port"):  # before the model is fetched and loaded
         require_free_port(name, config.host, getattr(config, name))
     with progress_on() as progress:
         folder = resolve_model(config.model or DEFAULT_ALIASES[0], progress)
-    from diptych.cli.serve import run_serve  # takes seconds
+    from diptych.cli.serve.command import run_serve  # takes seconds
 
     return run_serve(config, folder, config.served_model_name or own_name(config.model, folder))
 
 
 def _all_settings() -> tuple[type, ...]:
-    from diptych.cli.serve_config import ServeConfig
-    from diptych.cli.up_config import UpConfig
+    from diptych.cli.serve.config import ServeConfig
+    from diptych.cli.up.config import UpConfig
     from diptych.router.config import RouterConfig
     from diptych.worker.config import WorkerConfig
 
@@ -97,14 +97,14 @@ def _all_settings() -> tuple[type, ...]:
 
 
 def _add_up(app: typer.Typer, help: str) -> None:
-    from diptych.cli.up_config import UpConfig
+    from diptych.cli.up.config import UpConfig
 
     flags = {"detach": Annotated[bool, _DETACH]}
     add_settings_command(app, "up", UpConfig, _up, known=_all_settings, help=help, flags=flags)
 
 
 def _add_serve(app: typer.Typer, help: str) -> None:
-    from diptych.cli.serve_config import ServeConfig
+    from diptych.cli.serve.config import ServeConfig
 
     add_settings_command(app, "serve", ServeConfig, _serve, known=_all_settings, help=help)
 
@@ -174,7 +174,7 @@ def _register_small(app: typer.Typer) -> None:
     @app.command()
     def down() -> None:
         """Stop the cluster that `diptych up` started from this folder."""
-        from diptych.cli.up import run_down
+        from diptych.cli.up.command import run_down
 
         raise typer.Exit(run_down(run_dir()))
 
@@ -206,7 +206,7 @@ def _register_small(app: typer.Typer) -> None:
         ] = "smollm2",
     ) -> None:
         """Make a model available on this machine; print its folder."""
-        from diptych.cli.model_store import main as model_main
+        from diptych.cli.models.store import main as model_main
 
         raise typer.Exit(model_main([name]))
 
@@ -271,7 +271,7 @@ def _print_version() -> None:
 
 def _run_bench(arguments: Sequence[str]) -> Any:
     try:
-        from diptych.cli.bench import build_app as build_bench
+        from diptych.cli.bench.command import build_app as build_bench
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("diptych"):
             raise

@@ -34,7 +34,7 @@ def register(app: typer.Typer) -> None:
         cluster_tls_name: CLUSTER_TLS_NAME = "",
     ) -> None:
         """Find out what slows a cluster down, each finding with a next step. Exit code 1 when something is bad."""
-        from diptych.cli.doctor import run_doctor
+        from diptych.cli.doctor.command import run_doctor
         from diptych.cli.router_access import cluster_tls
         from diptych.cli.status_client import StatusClient
 

@@ -15,7 +15,7 @@ import typer
 from diptych.common.errors import ConfigError
 
 if TYPE_CHECKING:
-    from diptych.cli.run_folder import ClusterState
+    from diptych.cli.up.run_folder import ClusterState
     from diptych.common.tls import ClusterTls
 
 TLS_CA = Annotated[
@@ -85,7 +85,7 @@ class RouterAccess:
 
 def state_here() -> ClusterState | None:
     """Of the cluster that runs from this folder."""
-    from diptych.cli.run_folder import RunFolder
+    from diptych.cli.up.run_folder import RunFolder
     from diptych.common.paths import run_dir
 
     return RunFolder(run_dir()).read_state()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from diptych.cli.router_access import tell_default
-from diptych.cli.run_folder import RunFolder
+from diptych.cli.up.run_folder import RunFolder
 from diptych.common.errors import AuthenticationError, ConfigError, NoWorkerError
 from diptych.common.paths import run_dir
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from diptych.common.addresses import is_loopback
 from diptych.common.errors import ConfigError
-from diptych.router.http_options import HttpOptions
-from diptych.router.rollout import Rollout
+from diptych.router.api.http_options import HttpOptions
+from diptych.router.placement.rollout import Rollout
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,14 +23,19 @@ from diptych.common.redis_store import RedisStore
 from diptych.common.secret import load_secret, tenant_salt
 from diptych.common.store import Store
 from diptych.common.token_bytes import Tokens
-from diptych.router.access_log import Access, current_access, note_end
-from diptych.router.budgets import SharedQuotas
-from diptych.router.cluster import Cluster, Prompt, new_router_id
+from diptych.router.api.packed_ids import PackedIds
+from diptych.router.cluster.cluster import Cluster, Prompt, new_router_id
 from diptych.router.config import RouterConfig
-from diptych.router.explain import Story
-from diptych.router.idempotency import IdempotencyKeys
-from diptych.router.lookaside import ASKS_US_INSTEAD
-from diptych.router.messages import (
+from diptych.router.fairness.budgets import SharedQuotas
+from diptych.router.fairness.deficit_round_robin import Share
+from diptych.router.observe.access_log import Access, current_access, note_end
+from diptych.router.observe.explain import Story
+from diptych.router.observe.metrics import RequestTimer, RouterMetrics
+from diptych.router.observe.request_span import RequestSpan, traced
+from diptych.router.placement.native.library import choose_library
+from diptych.router.requests.idempotency import IdempotencyKeys
+from diptych.router.requests.lookaside import ASKS_US_INSTEAD
+from diptych.router.requests.messages import (
     Explanation,
     FinishedEvent,
     GenerateEvent,
@@ -42,15 +47,10 @@ from diptych.router.messages import (
     TokenEvent,
     UsageInfo,
 )
-from diptych.router.metrics import RequestTimer, RouterMetrics
-from diptych.router.native.library import choose_library
-from diptych.router.packed_ids import PackedIds
-from diptych.router.relay import Relay
-from diptych.router.request_span import RequestSpan, traced
+from diptych.router.requests.relay import Relay
+from diptych.router.requests.shadow import Shadows
+from diptych.router.requests.submission import wish_of
 from diptych.router.served_model import ServedModel, Surroundings, belongs_to, load_folders, make_model
-from diptych.router.shadow import Shadows
-from diptych.router.submission import wish_of
-from diptych.router.turns import Share
 from diptych.rpc.v1 import router_pb2
 
 __all__ = [

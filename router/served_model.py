@@ -27,19 +27,19 @@ from diptych.common.tls import load_cluster_tls
 from diptych.common.token_bytes import TokenBytes
 from diptych.common.tokenizer import GenerationDefaults, ModelTokenizer, generation_defaults
 from diptych.common.worker_record import WorkerRecord
-from diptych.router.admission import Admission
-from diptych.router.cluster import Cluster
-from diptych.router.compatibility import RouterCheck
+from diptych.router.api.packed_ids import unpack
+from diptych.router.cluster.cluster import Cluster
+from diptych.router.cluster.compatibility import RouterCheck
 from diptych.router.config import RouterConfig
-from diptych.router.intake import Intake, IntakeLimits
-from diptych.router.lookaside import Lookaside
-from diptych.router.messages import ModelFeatures
-from diptych.router.metrics import RouterMetrics
-from diptych.router.native.library import Library
-from diptych.router.packed_ids import unpack
-from diptych.router.text_bound import TextBound, read_text_bound
-from diptych.router.tools import guess_tool_parser, tool_factory
-from diptych.router.tools_reasoning import CLOSE
+from diptych.router.fairness.admission import Admission
+from diptych.router.observe.metrics import RouterMetrics
+from diptych.router.placement.native.library import Library
+from diptych.router.preprocess.preprocessor import Intake, IntakeLimits
+from diptych.router.preprocess.text_bound import TextBound, read_text_bound
+from diptych.router.requests.lookaside import Lookaside
+from diptych.router.requests.messages import ModelFeatures
+from diptych.router.tools.reasoning import CLOSE
+from diptych.router.tools.registry import guess_tool_parser, tool_factory
 
 log = structlog.get_logger(__name__)
 

@@ -31,22 +31,22 @@ from diptych.common.metrics import Metrics
 from diptych.common.store import Store
 from diptych.common.tls import ServerTls, load_server_tls
 from diptych.common.tracing import tracing
-from diptych.router import access_log
-from diptych.router.auth import Authenticator
-from diptych.router.auth_grpc import KeyInterceptor
-from diptych.router.auth_limits import MeteredDoor, TenantQuotas
-from diptych.router.budgets import SharedQuotas
+from diptych.router.api.auth import Authenticator
+from diptych.router.api.auth_grpc import KeyInterceptor
+from diptych.router.api.auth_limits import MeteredDoor, TenantQuotas
+from diptych.router.api.grpc_service import SERVICE, RouterService
+from diptych.router.api.http_app import create_app, guarded
+from diptych.router.api.http_body import Bodies
+from diptych.router.api.http_guard import MAX_HEADER_BYTES
+from diptych.router.api.http_options import HttpOptions
+from diptych.router.api.http_protocol import HttpProtocol
+from diptych.router.api.interface import Door
 from diptych.router.config import RouterConfig
-from diptych.router.faces import Door
+from diptych.router.fairness.budgets import SharedQuotas
 from diptych.router.frontend import Frontend
-from diptych.router.http_body import Bodies
-from diptych.router.http_guard import MAX_HEADER_BYTES
-from diptych.router.http_options import HttpOptions
-from diptych.router.http_protocol import HttpProtocol
-from diptych.router.metrics import RouterMetrics
-from diptych.router.openai_api import create_app, guarded
-from diptych.router.service import SERVICE, RouterService
-from diptych.router.status_page import Status
+from diptych.router.observe import access_log
+from diptych.router.observe.metrics import RouterMetrics
+from diptych.router.observe.status_page import Status
 from diptych.rpc.channels import bind, new_server
 from diptych.rpc.health import Health
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import grpc
 import httpx
 
-from diptych.cli.processes import ProcessIdentity, free_port, spawn
-from diptych.cli.run_folder import ChildState, ClusterState, RunFolder
+from diptych.cli.up.processes import ProcessIdentity, free_port, spawn
+from diptych.cli.up.run_folder import ChildState, ClusterState, RunFolder
 from diptych.common.compiled import LANES_VARIABLE
 from diptych.rpc.v1 import worker_pb2, worker_pb2_grpc
 

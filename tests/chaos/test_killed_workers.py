@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from diptych.cli.processes import ProcessIdentity
+from diptych.cli.up.processes import ProcessIdentity
 from diptych.client import AsyncClient, DiptychError
 
 pytestmark = pytest.mark.multiproc

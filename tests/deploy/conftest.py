@@ -8,7 +8,7 @@ import pytest
 import typer
 
 from diptych.cli.main import build_app
-from diptych.cli.settings import merge
+from diptych.cli.settings.merge import merge
 from diptych.router.config import RouterConfig
 from diptych.worker.config import WorkerConfig
 

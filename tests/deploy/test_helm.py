@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import yaml
 
-from diptych.cli.settings import merge, read_file
+from diptych.cli.settings.merge import merge, read_file
 from diptych.router.config import RouterConfig
-from diptych.router.metrics import RouterMetrics
+from diptych.router.observe.metrics import RouterMetrics
 from diptych.worker.config import WorkerConfig
 
 Parsed = Callable[[Sequence[str], Mapping[str, str]], Any]

@@ -87,7 +87,7 @@ def test_every_query_asks_for_metrics_of_a_live_scrape(cluster) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="Prometheus is not installed")
 def test_prometheus_answers_every_query(cluster, cluster_module, fresh_prompt, tmp_path: Path) -> None:
-    from diptych.cli.processes import free_port, spawn
+    from diptych.cli.up.processes import free_port, spawn
 
     config: dict[str, Any] = {
         "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},

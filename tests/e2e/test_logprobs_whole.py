@@ -28,7 +28,7 @@ TOLERANCE = 2e-4
 REFERENCE = """
 import json, sys, torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from diptych.cli.model_store import default_model_path
+from diptych.cli.models.store import default_model_path
 torch.set_num_threads(1)
 tokenizer = AutoTokenizer.from_pretrained(default_model_path())
 model = AutoModelForCausalLM.from_pretrained(default_model_path(), dtype=torch.float32).eval()

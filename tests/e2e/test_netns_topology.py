@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
-from diptych.cli.embedded_redis import server_binary
-from diptych.cli.model_store import resolve_model
-from diptych.cli.processes import spawn
+from diptych.cli.models.store import resolve_model
+from diptych.cli.up.embedded_redis import server_binary
+from diptych.cli.up.processes import spawn
 from diptych.common.secret import create_secret
 
 pytestmark = [

@@ -30,7 +30,7 @@ def test_three_golden_prompts_computed_again_from_the_repository_root():
 
 LOAD = """
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from diptych.cli.model_store import default_model_path
+from diptych.cli.models.store import default_model_path
 import diptych
 model = AutoModelForCausalLM.from_pretrained(default_model_path())
 assert AutoTokenizer.from_pretrained(default_model_path()).encode("12") is not None

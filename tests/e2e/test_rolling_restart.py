@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from diptych.cli.processes import free_port, spawn
+from diptych.cli.up.processes import free_port, spawn
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
 PROMPTS = [[1000 + 37 * n + i for i in range(70)] for n in range(4)]

@@ -13,9 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from diptych.cli import embedded_redis
-from diptych.cli.processes import ProcessIdentity, free_port
-from diptych.cli.supervisor import ChildSpec, Supervisor
+from diptych.cli.up import embedded_redis
+from diptych.cli.up.processes import ProcessIdentity, free_port
+from diptych.cli.up.supervisor import ChildSpec, Supervisor
 
 pytestmark = pytest.mark.multiproc
 
@@ -70,7 +70,7 @@ def test_stop_ends_polite_and_deaf_children(supervisor, tmp_path):
 
 def test_children_die_with_a_killed_parent(tmp_path):
     script = (
-        "import os, pathlib, time; from diptych.cli.processes import spawn;"
+        "import os, pathlib, time; from diptych.cli.up.processes import spawn;"
         f"child = spawn({SLEEP!r}, log=pathlib.Path({str(tmp_path / 'c.log')!r}), env=dict(os.environ), cwd=pathlib.Path('/'));"
         "print(child.pid, flush=True); time.sleep(600)"
     )

@@ -16,7 +16,7 @@ import jsonschema_rs
 import openai
 import pytest
 
-from diptych.cli.model_store import resolve_model
+from diptych.cli.models.store import resolve_model
 from diptych.client import AsyncClient
 from diptych.common.revision import tokenizer_revision
 from diptych.router import served_model

@@ -13,7 +13,7 @@ import pytest
 import trustme
 
 from diptych.client import AuthenticationError, Client, Tls
-from diptych.router.auth_keys import add_key
+from diptych.router.api.auth_keys import add_key
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
 

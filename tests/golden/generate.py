@@ -157,7 +157,7 @@ def main() -> int:
         "--check", nargs="+", metavar="NAME", help="recompute these cases, or this many of the cheapest"
     )
     arguments = parser.parse_args()
-    from diptych.cli.model_store import ensure_default_model
+    from diptych.cli.models.store import ensure_default_model
     from diptych.cli.progress import progress_on
 
     with progress_on() as progress:

@@ -9,8 +9,8 @@ import grpc.aio
 import httpx
 import openai
 
-from diptych.router.fake_door import FakeDoor
-from diptych.router.http_options import HttpOptions
+from diptych.router.api.fake import FakeDoor
+from diptych.router.api.http_options import HttpOptions
 from diptych.router.server import Faces
 
 WAIT_S = 60.0

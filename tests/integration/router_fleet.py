@@ -13,8 +13,8 @@ from diptych.common.revision import tokenizer_revision
 from diptych.common.secret import create_secret, derive_key
 from diptych.common.store_memory import MemoryStore
 from diptych.common.worker_record import WorkerRecord
+from diptych.router.cluster.fake_decode import FakeDecode
 from diptych.router.config import RouterConfig
-from diptych.router.fake_decode import FakeDecode
 from diptych.router.frontend import Frontend, GenerateSpec
 
 waiting = sys.modules["diptych_test_waiting"]

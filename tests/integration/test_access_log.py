@@ -19,8 +19,8 @@ from diptych.common.errors import (
 )
 from diptych.common.secret import derive_key
 from diptych.common.ticket import PURPOSE
-from diptych.router.auth import Authenticator
-from diptych.router.auth_keys import add_key
+from diptych.router.api.auth import Authenticator
+from diptych.router.api.auth_keys import add_key
 from diptych.router.server import Faces
 
 Lines = list[MutableMapping[str, Any]]

@@ -22,10 +22,10 @@ from starlette.routing import Route
 from diptych.client import AsyncClient, AuthenticationError, QuotaExceededError, Tls
 from diptych.common.errors import ConfigError
 from diptych.common.tls import load_server_tls
-from diptych.router.auth import Authenticator
-from diptych.router.auth_keys import add_key, public_id, revoke_key
-from diptych.router.fake_door import FakeDoor, hello_script
-from diptych.router.openai_api import create_app
+from diptych.router.api.auth import Authenticator
+from diptych.router.api.auth_keys import add_key, public_id, revoke_key
+from diptych.router.api.fake import FakeDoor, hello_script
+from diptych.router.api.http_app import create_app
 from diptych.router.server import Faces
 from diptych.rpc.channels import open_channel
 

@@ -12,8 +12,8 @@ import grpc.aio
 import pytest
 from diptych_test_http_face import WAIT_S, http, serving
 
-from diptych.router.fake_door import FakeDoor, hello_script
-from diptych.router.http_options import HttpOptions
+from diptych.router.api.fake import FakeDoor, hello_script
+from diptych.router.api.http_options import HttpOptions
 
 CHAT = "/v1/chat/completions"
 ASK = json.dumps({"messages": [{"role": "user", "content": "Hi"}]}).encode()

@@ -14,8 +14,8 @@ from diptych_test_openai_contract import read
 
 from diptych.common.errors import OverloadedError, WorkerLostError
 from diptych.common.sampling import FinishReason
-from diptych.router.fake_door import MODEL, FakeDoor, Step, hello_script
-from diptych.router.messages import (
+from diptych.router.api.fake import MODEL, FakeDoor, Step, hello_script
+from diptych.router.requests.messages import (
     ChoiceFinishedEvent,
     FinishedEvent,
     ModelFeatures,

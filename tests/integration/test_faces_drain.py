@@ -13,8 +13,8 @@ import pytest
 from diptych.client import AsyncClient, NoWorkerError, RetryPolicy, UnreachableError, WorkerLostError
 from diptych.common.errors import ConfigError
 from diptych.router import server
-from diptych.router.fake_door import FakeDoor, hello_script
-from diptych.router.messages import TokenEvent
+from diptych.router.api.fake import FakeDoor, hello_script
+from diptych.router.requests.messages import TokenEvent
 from diptych.router.server import Faces, drain
 
 BODY = {"messages": [{"role": "user", "content": "Hi"}], "stream": True}

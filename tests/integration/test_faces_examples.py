@@ -12,9 +12,9 @@ from pathlib import Path
 import grpc.aio
 import pytest
 
-from diptych.router.auth import Authenticator
-from diptych.router.auth_keys import add_key
-from diptych.router.fake_door import FakeDoor, hello_script
+from diptych.router.api.auth import Authenticator
+from diptych.router.api.auth_keys import add_key
+from diptych.router.api.fake import FakeDoor, hello_script
 from diptych.router.server import Faces
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

@@ -11,8 +11,8 @@ from diptych_test_http_face import http, openai_client
 from diptych.common.errors import WorkerLostError
 from diptych.common.grammar import Grammar, GrammarKind, Tags
 from diptych.common.sampling import FinishReason
-from diptych.router.fake_door import MODEL, FakeDoor, Step, hello_script
-from diptych.router.messages import FinishedEvent, ModelFeatures, TokenEvent, UsageInfo
+from diptych.router.api.fake import MODEL, FakeDoor, Step, hello_script
+from diptych.router.requests.messages import FinishedEvent, ModelFeatures, TokenEvent, UsageInfo
 
 CHAT = "/v1/chat/completions"
 MESSAGES: list[Any] = [{"role": "user", "content": "Hi"}]

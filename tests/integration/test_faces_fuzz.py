@@ -17,8 +17,8 @@ import schemathesis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from diptych.router.fake_door import FakeDoor, hello_script
-from diptych.router.messages import ModelFeatures
+from diptych.router.api.fake import FakeDoor, hello_script
+from diptych.router.requests.messages import ModelFeatures
 from diptych.router.server import Faces
 from diptych.rpc.v1 import router_pb2, types_pb2
 

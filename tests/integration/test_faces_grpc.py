@@ -36,10 +36,10 @@ from diptych.client import (
     UnreachableError,
     WorkerLostError,
 )
-from diptych.router.fake_door import MODEL, REQUEST_ID, FakeDoor, Step, hello_script
-from diptych.router.messages import TokenEvent
+from diptych.router.api.fake import MODEL, REQUEST_ID, FakeDoor, Step, hello_script
+from diptych.router.api.grpc_service import SERVICE
+from diptych.router.requests.messages import TokenEvent
 from diptych.router.server import Faces
-from diptych.router.service import SERVICE
 from diptych.rpc.channels import open_channel
 from diptych.rpc.errors import from_rpc_error
 from diptych.rpc.v1 import router_pb2

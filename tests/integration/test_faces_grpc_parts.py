@@ -14,8 +14,8 @@ from diptych.client import AsyncClient, InvalidRequestError, RetryPolicy
 from diptych.common.errors import WorkerLostError
 from diptych.common.grammar import Grammar, GrammarKind, Tags
 from diptych.common.sampling import FinishReason
-from diptych.router.fake_door import FakeDoor, Step, hello_script
-from diptych.router.messages import ChoiceFinishedEvent, FinishedEvent, ModelFeatures, TokenEvent, UsageInfo
+from diptych.router.api.fake import FakeDoor, Step, hello_script
+from diptych.router.requests.messages import ChoiceFinishedEvent, FinishedEvent, ModelFeatures, TokenEvent, UsageInfo
 from diptych.router.server import Faces
 
 WAIT_S = 60.0

@@ -9,8 +9,8 @@ import pytest
 from diptych_test_http_face import events, http, openai_client
 
 from diptych.common.errors import NoWorkerError, WorkerLostError
-from diptych.router.fake_door import MODEL, REQUEST_ID, FakeDoor, hello_script
-from diptych.router.messages import TokenEvent
+from diptych.router.api.fake import MODEL, REQUEST_ID, FakeDoor, hello_script
+from diptych.router.requests.messages import TokenEvent
 
 CHAT = "/v1/chat/completions"
 MESSAGES: list[Any] = [{"role": "user", "content": "Hi"}]

@@ -12,8 +12,8 @@ import pytest
 from diptych_test_http_face import WAIT_S, events, http, serving
 
 from diptych.common.errors import NoWorkerError, OverloadedError, RequestDeadlineError, WorkerLostError
-from diptych.router.fake_door import MODEL, FakeDoor, Step, hello_script
-from diptych.router.messages import TokenEvent
+from diptych.router.api.fake import MODEL, FakeDoor, Step, hello_script
+from diptych.router.requests.messages import TokenEvent
 
 CHAT = "/v1/chat/completions"
 MESSAGES: list[Any] = [{"role": "user", "content": "Hi"}]

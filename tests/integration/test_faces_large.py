@@ -17,15 +17,17 @@ from diptych.client import AsyncClient, InvalidRequestError
 from diptych.common.clock import FakeClock
 from diptych.common.errors import OverloadedError, PromptTooLongError, RequestDeadlineError
 from diptych.common.tokenizer import GenerationDefaults
-from diptych.router import http_body, openai_api, service
-from diptych.router.fake_door import FakeDoor, hello_script
-from diptych.router.http_body import MAX_VALUES, count_values
-from diptych.router.intake import Intake, IntakeLimits
-from diptych.router.lanes import LONG_BYTES, MAX_WAITING_BYTES, Lanes
-from diptych.router.messages import GenerateSpec
-from diptych.router.openai_tools import MAX_MESSAGES
+from diptych.router.api import grpc_service as service
+from diptych.router.api import http_app as openai_api
+from diptych.router.api import http_body
+from diptych.router.api.fake import FakeDoor, hello_script
+from diptych.router.api.http_body import MAX_VALUES, count_values
+from diptych.router.preprocess.bounded_executor import LONG_BYTES, MAX_WAITING_BYTES, Lanes
+from diptych.router.preprocess.preprocessor import Intake, IntakeLimits
+from diptych.router.preprocess.text_bound import TextBound
+from diptych.router.requests.messages import GenerateSpec
 from diptych.router.server import Faces
-from diptych.router.text_bound import TextBound
+from diptych.router.tools.options import MAX_MESSAGES
 
 waiting = sys.modules["diptych_test_waiting"]
 

@@ -13,10 +13,10 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from diptych.common.errors import ConfigError
-from diptych.router.auth import Authenticator
-from diptych.router.auth_keys import add_key
+from diptych.router.api.auth import Authenticator
+from diptych.router.api.auth_keys import add_key
+from diptych.router.api.fake import FakeDoor, hello_script
 from diptych.router.config import RouterConfig
-from diptych.router.fake_door import FakeDoor, hello_script
 from diptych.router.server import Faces
 
 grpc.aio.init_grpc_aio()

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from diptych_test_http_face import http
 
-from diptych.router.fake_door import FakeDoor, hello_script
-from diptych.router.messages import ModelFeatures
+from diptych.router.api.fake import FakeDoor, hello_script
+from diptych.router.requests.messages import ModelFeatures
 
 PATH = "/v1/responses"
 CALLER = ModelFeatures(tool_parser="hermes", reasoning=True, takes_tools=True)

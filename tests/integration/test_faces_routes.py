@@ -8,9 +8,9 @@ import pytest
 from diptych_test_http_face import http
 
 from diptych.common.errors import ConfigError
+from diptych.router.api.fake import FakeDoor, hello_script
+from diptych.router.api.http_options import HttpOptions
 from diptych.router.config import RouterConfig
-from diptych.router.fake_door import FakeDoor, hello_script
-from diptych.router.http_options import HttpOptions
 
 CHAT = "/v1/chat/completions"
 ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}

@@ -9,8 +9,8 @@ import pytest
 from diptych_test_http_face import events, http
 
 from diptych.common.sampling import FinishReason
-from diptych.router.fake_door import FakeDoor, Step, hello_script
-from diptych.router.messages import ChoiceFinishedEvent, FinishedEvent, TokenEvent, UsageInfo
+from diptych.router.api.fake import FakeDoor, Step, hello_script
+from diptych.router.requests.messages import ChoiceFinishedEvent, FinishedEvent, TokenEvent, UsageInfo
 
 FACES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}),

@@ -14,9 +14,9 @@ from diptych.engine.grammar import llguidance_backend, xgrammar_backend
 from diptych.engine.grammar.backends import Compilers, Loaders
 from diptych.engine.grammar.program import Program, allowed_ids, mask_words
 from diptych.engine.grammar.vocabulary import Vocabulary
-from diptych.router.tools import FORMS, tool_factory
-from diptych.router.tools_choice import Function, calls_or_json, required_calls, strict_calls
-from diptych.router.tools_pieces import CallArguments, CallStart, Content
+from diptych.router.tools.choice_grammar import Function, calls_or_json, required_calls, strict_calls
+from diptych.router.tools.pieces import CallArguments, CallStart, Content
+from diptych.router.tools.registry import FORMS, tool_factory
 
 EOS = 256
 WORDS = (b"name", b'{"', b'": ', b"tool_call", b" \t", b"\x00\x01", "日本".encode())

@@ -10,9 +10,9 @@ from diptych.loadtest import live
 from diptych.loadtest.config import BenchConfig, make_target
 from diptych.loadtest.result import RunRecord, measure
 from diptych.loadtest.target import TargetError
-from diptych.router.auth import Authenticator
-from diptych.router.auth_keys import add_key
-from diptych.router.fake_door import MODEL, FakeDoor, hello_script
+from diptych.router.api.auth import Authenticator
+from diptych.router.api.auth_keys import add_key
+from diptych.router.api.fake import MODEL, FakeDoor, hello_script
 from diptych.router.server import Faces
 
 grpc.aio.init_grpc_aio()  # its poller thread lives as long as the process; it must not look like a leak of the first test

@@ -10,8 +10,8 @@ from diptych.client import AsyncClient
 from diptych.common.errors import DiptychError, InvalidRequestError, OverloadedError
 from diptych.common.secret import derive_key
 from diptych.common.ticket import PURPOSE
-from diptych.router.messages import GenerateSpec, StartedEvent, TokenEvent
-from diptych.router.service import RouterService
+from diptych.router.api.grpc_service import RouterService
+from diptych.router.requests.messages import GenerateSpec, StartedEvent, TokenEvent
 from diptych.rpc.channels import bind, new_server
 
 

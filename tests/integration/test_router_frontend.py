@@ -16,11 +16,11 @@ from diptych.common.errors import (
 from diptych.common.secret import tenant_salt
 from diptych.common.store import KvEvent
 from diptych.common.worker_record import WorkerLoad
-from diptych.router.access_log import Access, logged
-from diptych.router.cluster import Prompt
-from diptych.router.fake_decode import FakeDecode
+from diptych.router.cluster.cluster import Prompt
+from diptych.router.cluster.fake_decode import FakeDecode
 from diptych.router.frontend import FinishedEvent, GenerateSpec, StartedEvent
-from diptych.router.placement import PlacementRequest
+from diptych.router.observe.access_log import Access, logged
+from diptych.router.placement.types import PlacementRequest
 
 
 async def test_answer_and_explanation(fleet):
@@ -205,7 +205,7 @@ async def test_explain_and_what_if_from_the_command_line(fleet):
     from typer.testing import CliRunner
 
     from diptych.cli.main import build_app
-    from diptych.router.service import RouterService
+    from diptych.router.api.grpc_service import RouterService
     from diptych.rpc.channels import bind, new_server
 
     await fleet.add("p0", "prefill")

@@ -17,7 +17,7 @@ from diptych.common.errors import (
 )
 from diptych.common.secret import derive_key
 from diptych.common.ticket import PURPOSE
-from diptych.router.service import RouterService
+from diptych.router.api.grpc_service import RouterService
 from diptych.rpc.channels import bind, new_server
 
 PROMPT = [1] * 40

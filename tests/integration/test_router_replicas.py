@@ -7,8 +7,8 @@ import pytest
 
 from diptych.common.clock import MonotonicClock
 from diptych.common.redis_store import RedisStore
-from diptych.router.pending import PendingShare
-from diptych.router.reservations import Reservation, Reservations
+from diptych.router.placement.pending import PendingShare
+from diptych.router.placement.reservations import Reservation, Reservations
 
 waiting = sys.modules["diptych_test_waiting"]
 

@@ -6,7 +6,7 @@ import msgspec
 from diptych_test_router_fleet import running
 
 from diptych.common.errors import InternalError
-from diptych.router.fake_decode import FakeDecode
+from diptych.router.cluster.fake_decode import FakeDecode
 
 
 async def where(fleet, asks: int) -> list[tuple[str, str]]:

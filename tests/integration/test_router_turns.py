@@ -8,8 +8,8 @@ from diptych_test_router_fleet import running
 from diptych.common.errors import NoWorkerError, RequestDeadlineError
 from diptych.common.secret import tenant_salt
 from diptych.common.worker_record import WorkerLoad
+from diptych.router.fairness.deficit_round_robin import Share
 from diptych.router.frontend import GenerateSpec
-from diptych.router.turns import Share
 
 SLOW = WorkerLoad(prefill_tokens_per_s=100.0)
 

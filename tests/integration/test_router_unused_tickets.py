@@ -10,8 +10,8 @@ from diptych.common.errors import NoWorkerError
 from diptych.common.secret import derive_key
 from diptych.common.ticket import PURPOSE
 from diptych.common.worker_record import WorkerLoad
-from diptych.router import lookaside, placements
-from diptych.router.service import RouterService
+from diptych.router.api.grpc_service import RouterService
+from diptych.router.requests import lookaside, placements
 from diptych.rpc.channels import bind, new_server, open_channel
 from diptych.rpc.errors import from_failure
 from diptych.rpc.v1 import router_pb2

@@ -14,7 +14,7 @@ import pytest
 import redis.asyncio as aioredis
 from redis.exceptions import NoPermissionError
 
-from diptych.cli.embedded_redis import server_binary
+from diptych.cli.up.embedded_redis import server_binary
 from diptych.common.redis_store import RedisStore
 from diptych.common.store import KvEvent
 from diptych.common.worker_record import WorkerRecord

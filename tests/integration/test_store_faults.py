@@ -18,8 +18,8 @@ from redis.exceptions import RedisError
 from diptych.common.clock import MonotonicClock
 from diptych.common.redis_store import RedisStore, _is_of_the_server
 from diptych.common.registration import WorkerRegistration
-from diptych.router.messages import FinishedEvent
-from diptych.router.reservations import Reservation
+from diptych.router.placement.reservations import Reservation
+from diptych.router.requests.messages import FinishedEvent
 
 router_fleet = sys.modules["diptych_test_router_fleet"]
 waiting = sys.modules["diptych_test_waiting"]

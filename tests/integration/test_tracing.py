@@ -16,8 +16,8 @@ from diptych.common.clock import FakeClock
 from diptych.common.errors import WorkerLostError
 from diptych.common.sampling import FinishReason, SamplingParams
 from diptych.common.tracing import tracing
-from diptych.router.messages import FinishedEvent, GenerateSpec, PreparedRequest, UsageInfo
-from diptych.router.request_span import RequestSpan, traced
+from diptych.router.observe.request_span import RequestSpan, traced
+from diptych.router.requests.messages import FinishedEvent, GenerateSpec, PreparedRequest, UsageInfo
 
 CALLER = "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"
 PROMPT = [(7 * i + 3) % 1000 for i in range(70)]

@@ -10,11 +10,11 @@ import grpc.aio
 import pytest
 import trustme
 
-from diptych.cli.readiness import first_answer, is_ready
+from diptych.cli.up.readiness import first_answer, is_ready
 from diptych.common.tls import load_server_tls
-from diptych.router.auth import Authenticator
-from diptych.router.auth_keys import add_key
-from diptych.router.fake_door import FakeDoor, hello_script
+from diptych.router.api.auth import Authenticator
+from diptych.router.api.auth_keys import add_key
+from diptych.router.api.fake import FakeDoor, hello_script
 from diptych.router.server import Faces
 
 grpc.aio.init_grpc_aio()

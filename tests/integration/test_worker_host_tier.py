@@ -18,9 +18,9 @@ from diptych.common.clock import MonotonicClock
 from diptych.common.store import KvEvent
 from diptych.common.store_memory import MemoryStore
 from diptych.decode.server import DecodeRole
-from diptych.router.block_table import DEVICE, HOST, as_keys
-from diptych.router.index import BlockIndex, IndexMode
-from diptych.router.worker_link import WorkerLink
+from diptych.router.cluster.worker_link import WorkerLink
+from diptych.router.placement.block_table import DEVICE, HOST, as_keys
+from diptych.router.placement.index import BlockIndex, IndexMode
 from diptych.rpc.channels import open_channel
 from diptych.rpc.stubs import WorkerStub
 from diptych.rpc.v1 import worker_pb2

@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from triton import knobs
 
-from diptych.kernels.bench.cases import LLAMA_8B, Heads, paged_case
+from diptych.bench.kernels.cases import LLAMA_8B, Heads, paged_case
 from diptych.kernels.reference import paged_attention_ref
 from diptych.kernels.reference_fused import paged_attention_dense_ref
 from diptych.kernels.triton_decode import choose_splits, paged_decode

@@ -7,7 +7,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from triton import knobs
 
-from diptych.kernels.bench.cases import LLAMA_8B, Heads, chunk_rows, paged_case
+from diptych.bench.kernels.cases import LLAMA_8B, Heads, chunk_rows, paged_case
 from diptych.kernels.reference_fused import paged_attention_dense_ref
 from diptych.kernels.triton_prefill import paged_prefill, prefill_rows, prefill_tiles
 

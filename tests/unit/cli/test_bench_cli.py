@@ -8,10 +8,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from diptych.cli import bench, bench_cluster, bench_run, bench_suite
-from diptych.cli.bench_capacity import CapacityPlan
-from diptych.cli.bench_config import ClusterChoice
-from diptych.cli.bench_run import Place, Targets
+from diptych.bench import suite as bench_suite
+from diptych.cli.bench import cluster as bench_cluster
+from diptych.cli.bench import command as bench
+from diptych.cli.bench import run as bench_run
+from diptych.cli.bench.capacity import CapacityPlan
+from diptych.cli.bench.config import ClusterChoice
+from diptych.cli.bench.run import Place, Targets
 from diptych.common.errors import ConfigError
 from diptych.loadtest.config import BenchConfig
 
@@ -113,7 +116,7 @@ def test_a_part_of_the_suite_that_fails_does_not_end_it(monkeypatch, tmp_path, c
     for name in ("run_startup", "_harness", "_serving", "run_capacity", "run_router_bench"):
         monkeypatch.setattr(bench_suite, name, lambda *_: 0)
     monkeypatch.setattr(bench_suite.bench_kv, "run_kv", broken)
-    monkeypatch.setattr(bench_suite, "_module", lambda name, *_: 3 if name.endswith("bench_scheduler") else 0)
+    monkeypatch.setattr(bench_suite, "_module", lambda name, *_: 3 if name.endswith("engine.scheduler") else 0)
     assert bench_suite.run_suite(tmp_path, 1.0) == 1
     parts = {part["part"]: part["exit_code"] for part in json.loads((tmp_path / "suite.json").read_text())["parts"]}
     assert parts == dict.fromkeys(("startup", "harness", "capacity", "serving", "router", "engine"), 0) | {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diptych.cli.bench_gpu_cross import FIRST_S, FIRST_TOKEN_S, GAP_S, crossover, is_good, summary
+from diptych.bench.gpu.cross import FIRST_S, FIRST_TOKEN_S, GAP_S, crossover, is_good, summary
 
 
 def stream(first_s, gap_s, count=128):

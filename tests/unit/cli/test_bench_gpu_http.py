@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from diptych.cli.bench_gpu_http import percentiles, summary
-from diptych.cli.bench_gpu_http_client import Answer, read
-from diptych.cli.bench_gpu_http_model import TINY, write_model
+from diptych.bench.gpu.http_client import Answer, read
+from diptych.bench.gpu.over_http import percentiles, summary
+from diptych.bench.gpu.random_model import TINY, write_model
 from diptych.common.tokenizer import ModelTokenizer
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"

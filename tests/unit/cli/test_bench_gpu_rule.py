@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diptych.cli.bench_gpu_rule import CostRule
+from diptych.bench.gpu.rule import CostRule
 
 
 def test_a_short_prompt_stays_with_decode_until_it_would_hold_up_others() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diptych.cli.bench_handoff import Prompts, Timeline, cross_over
+from diptych.bench.kvtransfer.handoff import Prompts, Timeline, cross_over
 
 
 def answer(exposed_s: float) -> Timeline:

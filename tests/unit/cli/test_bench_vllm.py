@@ -11,9 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from diptych.cli import bench_vllm_peer
-from diptych.cli.bench_vllm import Load, known_loads, parse_loads
-from diptych.cli.bench_vllm_peer import VllmChoice, VllmServer
+from diptych.bench.peers import vllm_process as bench_vllm_peer
+from diptych.bench.peers.vllm import Load, known_loads, parse_loads
+from diptych.bench.peers.vllm_process import VllmChoice, VllmServer
 from diptych.common.errors import ConfigError
 from diptych.loadtest.config import BenchConfig
 

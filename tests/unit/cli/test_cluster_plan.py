@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from diptych.cli.cluster_plan import ClusterPlan, own_name
-from diptych.cli.greeting import greeting, has_chat_template
-from diptych.cli.run_folder import RunFolder
-from diptych.cli.up_config import UpConfig
+from diptych.cli.up.cluster_plan import ClusterPlan, own_name
+from diptych.cli.up.config import UpConfig
+from diptych.cli.up.greeting import greeting, has_chat_template
+from diptych.cli.up.run_folder import RunFolder
 
 
 def make_plan(tmp_path: Path, **settings: object) -> ClusterPlan:

@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from diptych.cli.serve_config import ServeConfig
-from diptych.cli.up_config import UpConfig
+from diptych.cli.serve.config import ServeConfig
+from diptych.cli.up.config import UpConfig
 from diptych.engine.config import EngineConfig
 from diptych.worker.config import WorkerConfig
 from diptych.worker.defaults import DeviceFacts, settled

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from diptych.cli.doctor import CHECKS, as_json, examine, is_bad, lines_of
-from diptych.cli.doctor_facts import Facts, Host, Worker
-from diptych.cli.doctor_serving import utilization
-from diptych.cli.doctor_verdict import Level, Verdict
+from diptych.cli.doctor.command import CHECKS, as_json, examine, is_bad, lines_of
+from diptych.cli.doctor.facts import Facts, Host, Worker
+from diptych.cli.doctor.serving import utilization
+from diptych.cli.doctor.verdict import Level, Verdict
 from diptych.common.store import StoreError
 from diptych.common.worker_record import WorkerRecord
-from diptych.router.compatibility import RouterCheck
+from diptych.router.cluster.compatibility import RouterCheck
 
 SETTINGS = {
     "device": "cpu",

@@ -12,8 +12,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from diptych.cli import bench, bench_run, capacity, chat, doctor, explain, main, top
-from diptych.cli.options import add_settings_command
+from diptych.cli import capacity, chat, explain, main, top
+from diptych.cli.bench import command as bench
+from diptych.cli.bench import run as bench_run
+from diptych.cli.doctor import command as doctor
+from diptych.cli.settings.options import add_settings_command
 from diptych.common.errors import DiptychError
 
 SERVERS = ("up", "serve", "router", "prefill", "decode")
@@ -49,7 +52,7 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(explain, "_ask", asked)
     monkeypatch.setattr(bench_run, "serve", instead)
     monkeypatch.setattr(bench_run, "sweep", instead)
-    monkeypatch.setattr("diptych.cli.bench_startup.run_startup", instead)
+    monkeypatch.setattr("diptych.bench.cli.startup.run_startup", instead)
 
     def add(app: Any, name: str, cls: type, run: Any, **more: Any) -> None:
         add_settings_command(app, name, cls, instead, **more)

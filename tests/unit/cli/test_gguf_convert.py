@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
-from diptych.cli.gguf_convert import convert
+from diptych.cli.models.gguf_convert import convert
 from diptych.common.errors import ConfigError
 from diptych.common.tokenizer import ModelTokenizer
 

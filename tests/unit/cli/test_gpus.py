@@ -7,11 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from diptych.cli import up, up_config
-from diptych.cli.cluster_plan import ClusterPlan
-from diptych.cli.gpus import Gpu, choose_visible, describe_seats, find_gpus, seat_workers
-from diptych.cli.run_folder import RunFolder
-from diptych.cli.up_config import UpConfig
+from diptych.cli.up import command as up
+from diptych.cli.up import config as up_config
+from diptych.cli.up.cluster_plan import ClusterPlan
+from diptych.cli.up.config import UpConfig
+from diptych.cli.up.gpus import Gpu, choose_visible, describe_seats, find_gpus, seat_workers
+from diptych.cli.up.run_folder import RunFolder
 from diptych.common.errors import ConfigError
 from diptych.kvtransfer import config as kvtransfer
 

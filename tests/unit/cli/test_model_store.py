@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from diptych.cli import gguf_convert, model_store
+from diptych.cli.models import gguf_convert
+from diptych.cli.models import store as model_store
 from diptych.cli.progress import LineProgress, SilentProgress
 from diptych.common.errors import ConfigError
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from diptych.cli.processes import ProcessIdentity, tail
 from diptych.cli.router_access import RouterAccess, router_access
-from diptych.cli.run_folder import ChildState, ClusterState, RunFolder
 from diptych.cli.status_client import StatusClient
+from diptych.cli.up.processes import ProcessIdentity, tail
+from diptych.cli.up.run_folder import ChildState, ClusterState, RunFolder
 from diptych.common.errors import ConfigError, NoWorkerError
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from diptych.cli import settings
-from diptych.cli.up_config import UpConfig
+from diptych.cli.settings import merge as settings
+from diptych.cli.up.config import UpConfig
 from diptych.common.errors import ConfigError
 
 

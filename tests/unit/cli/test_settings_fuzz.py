@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from diptych.cli import settings
-from diptych.cli.serve_config import ServeConfig
-from diptych.cli.up_config import UpConfig
+from diptych.cli.serve.config import ServeConfig
+from diptych.cli.settings import merge as settings
+from diptych.cli.up.config import UpConfig
 from diptych.common.errors import ConfigError
 from diptych.router.config import RouterConfig
 from diptych.worker.config import WorkerConfig

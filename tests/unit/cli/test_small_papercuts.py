@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from diptych.cli import main, model_store, settings
-from diptych.cli.options import field_help
-from diptych.cli.serve_config import ServeConfig
+from diptych.cli import main
+from diptych.cli.models import store as model_store
+from diptych.cli.serve.config import ServeConfig
+from diptych.cli.settings import merge as settings
+from diptych.cli.settings.options import field_help
 from diptych.cli.temporary import temporary_folder
-from diptych.cli.up_config import UpConfig
+from diptych.cli.up.config import UpConfig
 from diptych.common.errors import ConfigError
 
 

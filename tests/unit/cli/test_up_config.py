@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from diptych.cli.options import field_help
-from diptych.cli.supervisor import exit_reason, restart_delay_s
-from diptych.cli.up_config import UpConfig, threads_for
+from diptych.cli.settings.options import field_help
+from diptych.cli.up.config import UpConfig, threads_for
+from diptych.cli.up.supervisor import exit_reason, restart_delay_s
 from diptych.common.errors import ConfigError
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from diptych.cli.cluster_plan import ClusterPlan
-from diptych.cli.processes import free_port, require_free_port
-from diptych.cli.run_folder import RunFolder
-from diptych.cli.serve_config import ServeConfig
-from diptych.cli.up_config import UpConfig
+from diptych.cli.serve.config import ServeConfig
+from diptych.cli.up.cluster_plan import ClusterPlan
+from diptych.cli.up.config import UpConfig
+from diptych.cli.up.processes import free_port, require_free_port
+from diptych.cli.up.run_folder import RunFolder
 from diptych.common.addresses import host_port, is_loopback, is_wildcard, loopback_beside, reachable
 from diptych.common.errors import ConfigError
 from diptych.common.redis_url import connect, parse_sentinel_url

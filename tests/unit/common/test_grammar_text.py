@@ -8,7 +8,7 @@ import pytest
 
 from diptych.common.errors import InvalidRequestError
 from diptych.common.grammar import Grammar, GrammarKind, check_escapes, choices_of
-from diptych.router.structured import plain_grammar, schema_grammar, wanted_grammar
+from diptych.router.preprocess.structured import plain_grammar, schema_grammar, wanted_grammar
 from diptych.rpc.convert import grammar_from_proto, grammar_to_proto
 
 HALF = "\\ud83d"

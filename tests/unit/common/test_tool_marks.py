@@ -10,8 +10,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from diptych.common.detokenizer import IncrementalDetokenizer
 from diptych.common.tokenizer import ModelTokenizer
-from diptych.router.tools_parsers import MistralParser
-from diptych.router.tools_pieces import CallArguments, CallStart
+from diptych.router.tools.parsers import MistralParser
+from diptych.router.tools.pieces import CallArguments, CallStart
 
 CALL = '[TOOL_CALLS]add[ARGS]{"a": 1}'
 

@@ -5,9 +5,9 @@ from dataclasses import asdict
 
 import pytest
 
-from diptych.engine.exec.bench.bench_vs_transformers import Outcome, main, parse, ragged_prompts
-from diptych.engine.exec.bench.floors import Ceilings, Floor
-from diptych.engine.exec.bench.report import best_of, make_row, merge, read_rows, table
+from diptych.bench.engine.floors import Ceilings, Floor
+from diptych.bench.engine.report import best_of, make_row, merge, read_rows, table
+from diptych.bench.engine.vs_transformers import Outcome, main, parse, ragged_prompts
 from diptych.engine.exec.model_config import parse_config
 
 

@@ -80,7 +80,7 @@ def test_pack_on_cuda(tiny_dir, driver_of, dtype, backend):
 
 def test_overlapped_kernels_compute_what_separate_ones_do(monkeypatch):
     """Programmatic dependent launch off and on, without and with graphs: the same logits to the bit, many times over."""
-    from diptych.engine.exec.bench.bench_gpu_step import LLAMA_8B, random_weights
+    from diptych.bench.gpu.step import LLAMA_8B, random_weights
     from diptych.engine.exec.model_config import parse_config
     from diptych.engine.exec.model_runner import TorchModelRunner
     from diptych.engine.messages import ScheduledSeq

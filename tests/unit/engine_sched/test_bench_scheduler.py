@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diptych.engine.bench.bench_scheduler import measure_waste, time_steps
+from diptych.bench.engine.scheduler import measure_waste, time_steps
 
 
 def test_every_step_holds_all_sequences():

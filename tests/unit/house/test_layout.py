@@ -29,9 +29,9 @@ def test_kernels_init_is_inert():
 
 _HELP_PROBE = """
 import sys
-from diptych.cli import bench
-from diptych.cli.bench_startup import command_paths
-from diptych.cli.help import help_text
+from diptych.cli.bench import command as bench
+from diptych.bench.cli.startup import command_paths
+from diptych.cli.settings.help import help_text
 from diptych.cli.main import build_app
 for path in command_paths():
     own = path[1:] if path[:1] == ["bench"] else path

@@ -18,7 +18,7 @@ from diptych.loadtest.schedule import ClosedLoop, OpenLoop
 from diptych.loadtest.slo import parse_slo
 from diptych.loadtest.stats import Dist, summarise
 from diptych.loadtest.workload import WorkloadSpec, generate
-from diptych.router.openai_tools import ChatMessage, template_messages
+from diptych.router.tools.options import ChatMessage, template_messages
 from diptych.rpc.v1 import router_pb2
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diptych.router.live_series import LiveSeries, quantile
+from diptych.router.observe.live_series import LiveSeries, quantile
 
 
 def test_a_quantile_is_a_value_that_was_seen() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from diptych.common.errors import ConfigError
 from diptych.router.config import RouterConfig
-from diptych.router.rollout import CANARY, SHADOW, STABLE, Groups, Rollout
+from diptych.router.placement.rollout import CANARY, SHADOW, STABLE, Groups, Rollout
 
 ROLLOUT = Rollout(("canary-*", "d9"), 0.2, ("shadow-*",), 0.5)
 

@@ -4,7 +4,7 @@ import random
 import pytest
 
 from diptych.common.errors import ConfigError
-from diptych.router.admission import Admission, Calibration, Verdict
+from diptych.router.fairness.admission import Admission, Calibration, Verdict
 
 
 def calibrated(admission, ratio=2.0, times=60, spread=0.0):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from diptych.common.errors import InvalidRequestError
-from diptych.router.beam_options import beam_fields
-from diptych.router.messages import GenerateSpec
+from diptych.router.preprocess.beam_options import beam_fields
+from diptych.router.requests.messages import GenerateSpec
 
 
 def spec_of(given):

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import random
 
+from diptych.bench.router.decision import HEADER, Scene
 from diptych.common.clock import FakeClock
 from diptych.common.store_memory import MemoryStore
-from diptych.router.bench.bench_decision import HEADER, Scene
-from diptych.router.cluster import Cluster
-from diptych.router.compatibility import RouterCheck
+from diptych.router.cluster.cluster import Cluster
+from diptych.router.cluster.compatibility import RouterCheck
 from diptych.router.config import RouterConfig
-from diptych.router.native.library import choose_library
-from diptych.router.placer import Candidate, Placer
+from diptych.router.placement.native.library import choose_library
+from diptych.router.placement.placer import Candidate, Placer
 
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(RouterConfig)}
 

@@ -13,8 +13,8 @@ from diptych.common.errors import (
     TransferError,
     WorkerLostError,
 )
-from diptych.router.breaker import BreakerRules, Breakers, BreakerState, is_fault
-from diptych.router.retry_budget import RetryBudget
+from diptych.router.cluster.breaker import BreakerRules, Breakers, BreakerState, is_fault
+from diptych.router.requests.retry_budget import RetryBudget
 
 POOL = ("p0", "p1", "p2", "p3")
 

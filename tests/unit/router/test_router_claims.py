@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 
 from diptych.common.sampling import SamplingParams
-from diptych.router.messages import PreparedRequest
-from diptych.router.packed_ids import PackedIds
-from diptych.router.placement import Placement, Terms, WorkerView
-from diptych.router.submission import claims_of, submit_of
+from diptych.router.api.packed_ids import PackedIds
+from diptych.router.placement.types import Placement, Terms, WorkerView
+from diptych.router.requests.messages import PreparedRequest
+from diptych.router.requests.submission import claims_of, submit_of
 from diptych.rpc.v1 import decode_pb2, router_pb2
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from diptych.common.compat import CONVERTS
-from diptych.router.compatibility import pair_differences
+from diptych.router.cluster.compatibility import pair_differences
 
 
 def test_a_pair_that_converts_may_differ_in_how_kv_lies_and_in_nothing_else():

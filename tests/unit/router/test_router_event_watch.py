@@ -1,7 +1,7 @@
-from diptych.router.decisions import Decision, Decisions
-from diptych.router.event_watch import EventWatch
-from diptych.router.explain import Story
-from diptych.router.index import IndexMode
+from diptych.router.cluster.event_watch import EventWatch
+from diptych.router.observe.explain import Story
+from diptych.router.placement.index import IndexMode
+from diptych.router.placement.recent import Decision, Decisions
 
 
 def why(watch, now, num_events=0, lease_sequence=0, mode=IndexMode.EXACT):

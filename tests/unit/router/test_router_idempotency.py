@@ -6,7 +6,7 @@ import pytest
 
 from diptych.common.clock import FakeClock
 from diptych.common.errors import DuplicateRequestError, OverloadedError
-from diptych.router.idempotency import IdempotencyKeys
+from diptych.router.requests.idempotency import IdempotencyKeys
 
 
 def finish(keys: IdempotencyKeys, tenant: str, key: str, *, well: bool) -> None:

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diptych.common.store import KvEvent
-from diptych.router.block_table import HOST, BlockTable, as_keys, to_bytes
-from diptych.router.index import BlockIndex, IndexMode
+from diptych.router.placement.block_table import HOST, BlockTable, as_keys, to_bytes
+from diptych.router.placement.index import BlockIndex, IndexMode
 
 
 def key(number):

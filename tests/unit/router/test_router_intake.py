@@ -6,10 +6,10 @@ import pytest
 from diptych.common.clock import FakeClock
 from diptych.common.errors import InvalidRequestError, ModelNotFoundError, PromptTooLongError
 from diptych.common.tokenizer import GenerationDefaults
-from diptych.router.intake import Intake, IntakeLimits
-from diptych.router.messages import GenerateSpec, ModelFeatures
-from diptych.router.openai_fields import UnknownFields
-from diptych.router.openai_requests import chat_call, completion_call
+from diptych.router.api.openai_fields import UnknownFields
+from diptych.router.api.openai_requests import chat_call, completion_call
+from diptych.router.preprocess.preprocessor import Intake, IntakeLimits
+from diptych.router.requests.messages import GenerateSpec, ModelFeatures
 from diptych.rpc.v1 import router_pb2
 
 

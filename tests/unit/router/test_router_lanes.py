@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 from diptych.common.errors import OverloadedError
-from diptych.router.lanes import LONG_BYTES, MAX_WAITING_BYTES, Lanes
+from diptych.router.preprocess.bounded_executor import LONG_BYTES, MAX_WAITING_BYTES, Lanes
 
 HELD_S = 60.0
 

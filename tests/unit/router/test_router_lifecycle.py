@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diptych.router.lifecycle import IllegalMoveError, Lifecycle, Move, State
-from diptych.router.reservations import Reservation, Reservations
+from diptych.router.placement.reservations import Reservation, Reservations
+from diptych.router.requests.lifecycle import IllegalMoveError, Lifecycle, Move, State
 
 
 def after(*moves):

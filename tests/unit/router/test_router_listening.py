@@ -2,8 +2,8 @@
 
 from diptych.common.clock import FakeClock
 from diptych.common.worker_record import WorkerRecord
-from diptych.router.listening import TICK_S, Listening
-from diptych.router.worker_link import WorkerLink
+from diptych.router.cluster.loop_uptime import TICK_S, Listening
+from diptych.router.cluster.worker_link import WorkerLink
 
 
 def live(clock: FakeClock, listening: Listening, seconds: float) -> None:

@@ -5,8 +5,8 @@ import pytest
 
 from diptych.common.block_identity import golden_key
 from diptych.common.worker_record import WorkerRecord
-from diptych.router.compatibility import RouterCheck, identity_header, pair_differences
-from diptych.router.members import Members
+from diptych.router.cluster.compatibility import RouterCheck, identity_header, pair_differences
+from diptych.router.cluster.members import Members
 
 KEY = bytes(32)
 

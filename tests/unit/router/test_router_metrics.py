@@ -10,10 +10,10 @@ from diptych.common.clock import FakeClock
 from diptych.common.errors import WorkerLostError
 from diptych.common.metrics import ITL_BUCKETS_S, TOKEN_BUCKETS, Metrics
 from diptych.common.sampling import FinishReason, SamplingParams
-from diptych.router.explain import Story
-from diptych.router.messages import FinishedEvent, PreparedRequest, TokenEvent, UsageInfo
-from diptych.router.metrics import RequestTimer, RouterMetrics
-from diptych.router.placement import Placement, Terms, WorkerView
+from diptych.router.observe.explain import Story
+from diptych.router.observe.metrics import RequestTimer, RouterMetrics
+from diptych.router.placement.types import Placement, Terms, WorkerView
+from diptych.router.requests.messages import FinishedEvent, PreparedRequest, TokenEvent, UsageInfo
 from diptych.rpc.v1 import types_pb2
 
 

@@ -11,15 +11,15 @@ from diptych.common.compiled import ALL_LANES
 from diptych.common.errors import ConfigError
 from diptych.common.store import KvEvent
 from diptych.common.worker_record import WorkerLoad, WorkerRecord
-from diptych.router.block_table import to_bytes
-from diptych.router.index import BlockIndex
-from diptych.router.native.library import SOURCES, choose_library
-from diptych.router.packed_ids import PackedIds, unpack
-from diptych.router.placement import Placement, PlacementRequest
-from diptych.router.placer import Candidate, Placer, Prompt
-from diptych.router.policies import policy_by_name
-from diptych.router.replication import Replication
-from diptych.router.reservations import Reservation, Reservations
+from diptych.router.api.packed_ids import PackedIds, unpack
+from diptych.router.placement.block_table import to_bytes
+from diptych.router.placement.index import BlockIndex
+from diptych.router.placement.native.library import SOURCES, choose_library
+from diptych.router.placement.placer import Candidate, Placer, Prompt
+from diptych.router.placement.policies import policy_by_name
+from diptych.router.placement.replication import Replication
+from diptych.router.placement.reservations import Reservation, Reservations
+from diptych.router.placement.types import Placement, PlacementRequest
 from diptych.rpc.v1 import router_pb2
 
 HEADERS = [IdentityHeader(bytes(32), "model", "tokenizer", "float16", size) for size in (16, 8)]

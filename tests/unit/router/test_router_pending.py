@@ -2,15 +2,15 @@ import random
 
 import pytest
 
+from diptych.bench.router.decision import BLOCK_SIZE, HEADER, make_record
 from diptych.common.clock import FakeClock
 from diptych.common.store_memory import MemoryStore
-from diptych.router.bench.bench_decision import BLOCK_SIZE, HEADER, make_record
-from diptych.router.block_table import as_keys
-from diptych.router.index import BlockIndex
-from diptych.router.pending import PendingShare
-from diptych.router.placement import PlacementRequest
-from diptych.router.placer import Candidate, Placer, Prompt
-from diptych.router.reservations import Reservation, Reservations
+from diptych.router.placement.block_table import as_keys
+from diptych.router.placement.index import BlockIndex
+from diptych.router.placement.pending import PendingShare
+from diptych.router.placement.placer import Candidate, Placer, Prompt
+from diptych.router.placement.reservations import Reservation, Reservations
+from diptych.router.placement.types import PlacementRequest
 
 
 @pytest.fixture

@@ -5,9 +5,9 @@ import pytest
 
 from diptych.common.errors import ConfigError
 from diptych.common.worker_record import WorkerLoad, WorkerRecord
-from diptych.router.placement import Placement, PlacementRequest, WorkerView
-from diptych.router.policies import POLICIES, policy_by_name
-from diptych.router.policy import ClusterSnapshot, choose_placement
+from diptych.router.placement.cost import ClusterSnapshot, choose_placement
+from diptych.router.placement.policies import POLICIES, policy_by_name
+from diptych.router.placement.types import Placement, PlacementRequest, WorkerView
 
 
 def worker(worker_id, requests=0, pending=0, hit=0, **load):

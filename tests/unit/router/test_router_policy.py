@@ -3,7 +3,7 @@ import random
 import pytest
 
 from diptych.common.worker_record import WorkerLoad, WorkerRecord
-from diptych.router.policy import (
+from diptych.router.placement.cost import (
     COLOCATED_SLACK_MS,
     ClusterSnapshot,
     Placement,

@@ -1,10 +1,10 @@
 import pytest
 
-from diptych.router.bench.bench_quality import summary
-from diptych.router.bench.simulation import SimConfig, Simulation
-from diptych.router.bench.trace import TraceConfig, make_trace
-from diptych.router.policies import policy_by_name
-from diptych.router.replication import BOUND, PAUSE_S, Replication
+from diptych.bench.router.quality import summary
+from diptych.bench.router.simulation import SimConfig, Simulation
+from diptych.bench.router.trace import TraceConfig, make_trace
+from diptych.router.placement.policies import policy_by_name
+from diptych.router.placement.replication import BOUND, PAUSE_S, Replication
 
 
 def test_a_prefix_below_its_bound_stays_and_one_above_is_copied_once_a_pause():

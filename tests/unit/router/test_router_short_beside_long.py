@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from diptych.bench.router.simulation import SimConfig, Simulation
+from diptych.bench.router.trace import HEADER, TraceRequest
 from diptych.common.block_identity import block_keys
-from diptych.router.bench.simulation import SimConfig, Simulation
-from diptych.router.bench.trace import HEADER, TraceRequest
-from diptych.router.block_table import as_keys
-from diptych.router.policies import policy_by_name
+from diptych.router.placement.block_table import as_keys
+from diptych.router.placement.policies import policy_by_name
 
 RATE = 250.0
 STEP_S = 0.5

@@ -1,10 +1,10 @@
 import pytest
 
-from diptych.router.bench.bench_quality import COPIES, TREE, run, summary
-from diptych.router.bench.simulation import SimConfig
-from diptych.router.bench.svg import bars
-from diptych.router.bench.trace import BLOCK_SIZE, TraceConfig, make_trace, merged
-from diptych.router.policies import POLICIES
+from diptych.bench.router.quality import COPIES, TREE, run, summary
+from diptych.bench.router.simulation import SimConfig
+from diptych.bench.router.svg import bars
+from diptych.bench.router.trace import BLOCK_SIZE, TraceConfig, make_trace, merged
+from diptych.router.placement.policies import POLICIES
 
 
 @pytest.fixture(scope="module")

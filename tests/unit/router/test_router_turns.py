@@ -4,15 +4,15 @@ import random
 import msgspec
 import pytest
 
+from diptych.bench.router.decision import make_record
 from diptych.common.errors import OverloadedError, RequestDeadlineError
 from diptych.common.worker_record import WorkerLoad
-from diptych.router.bench.bench_decision import make_record
-from diptych.router.gate import Gate
-from diptych.router.index import BlockIndex
-from diptych.router.placer import Candidate, Placer
-from diptych.router.reservations import Reservation, Reservations
-from diptych.router.turns import QUANTUM, Share, Turns
-from diptych.router.turnstile import Turnstile
+from diptych.router.fairness.capacity_gate import Gate
+from diptych.router.fairness.deficit_round_robin import QUANTUM, Share, Turns
+from diptych.router.fairness.wait_queue import Turnstile
+from diptych.router.placement.index import BlockIndex
+from diptych.router.placement.placer import Candidate, Placer
+from diptych.router.placement.reservations import Reservation, Reservations
 
 
 def drained(turns):

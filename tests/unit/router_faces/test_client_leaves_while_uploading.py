@@ -3,8 +3,8 @@
 import pytest
 
 from diptych.common.metrics import Metrics
-from diptych.router.fake_door import FakeDoor
-from diptych.router.openai_api import create_app
+from diptych.router.api.fake import FakeDoor
+from diptych.router.api.http_app import create_app
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize"])

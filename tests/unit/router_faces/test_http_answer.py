@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from diptych.common.errors import NoWorkerError
-from diptych.router.fake_door import FakeDoor, Step, hello_script
-from diptych.router.http_answer import GenerationResponse
-from diptych.router.messages import ModelFeatures, TokenEvent
-from diptych.router.openai_fields import UnknownFields, refuse_unbuilt
-from diptych.router.openai_requests import chat_call
+from diptych.router.api.fake import FakeDoor, Step, hello_script
+from diptych.router.api.http_response import GenerationResponse
+from diptych.router.api.openai_fields import UnknownFields, refuse_unbuilt
+from diptych.router.api.openai_requests import chat_call
+from diptych.router.requests.messages import ModelFeatures, TokenEvent
 
 waiting = sys.modules["diptych_test_waiting"]
 

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from diptych.common.errors import InvalidRequestError
-from diptych.router.http_body import parse_object
+from diptych.router.api.http_body import parse_object
 
 
 def test_numbers_that_no_field_takes_get_through_to_the_field() -> None:

@@ -13,7 +13,7 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from diptych.router.http_protocol import LINGER_S, HttpProtocol
+from diptych.router.api.http_protocol import LINGER_S, HttpProtocol
 
 HEAD_S, IDLE_S = 30.0, 5.0
 HEAD = b"GET / HTTP/1.1\r\nHost: a\r\n"

@@ -11,7 +11,11 @@ import pytest
 from diptych.common.errors import InternalError
 from diptych.common.sampling import FinishReason, SamplingParams
 from diptych.common.token_bytes import ByteTokens
-from diptych.router.messages import (
+from diptych.router.api.openai_fields import UnknownFields
+from diptych.router.api.openai_format import Form, Scene
+from diptych.router.api.openai_logprobs import TokenNames, chat_logprobs
+from diptych.router.api.openai_requests import completion_call
+from diptych.router.requests.messages import (
     FinishedEvent,
     GenerateEvent,
     ModelFeatures,
@@ -21,10 +25,6 @@ from diptych.router.messages import (
     TokenLogprob,
     UsageInfo,
 )
-from diptych.router.openai_fields import UnknownFields
-from diptych.router.openai_form import Form, Scene
-from diptych.router.openai_logprobs import TokenNames, chat_logprobs
-from diptych.router.openai_requests import completion_call
 
 EMOJI = "\U0001f642".encode()
 PIECES = {

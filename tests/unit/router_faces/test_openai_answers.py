@@ -10,7 +10,9 @@ import pytest
 
 from diptych.common.sampling import FinishReason, SamplingParams
 from diptych.common.token_bytes import ByteTokens
-from diptych.router.messages import (
+from diptych.router.api.openai_answers import DONE, explanation_object
+from diptych.router.api.openai_format import ChatForm, CompletionForm, Scene, Wishes
+from diptych.router.requests.messages import (
     ChoiceFinishedEvent,
     FinishedEvent,
     ModelFeatures,
@@ -20,8 +22,6 @@ from diptych.router.messages import (
     TokenLogprob,
     UsageInfo,
 )
-from diptych.router.openai_answers import DONE, explanation_object
-from diptych.router.openai_form import ChatForm, CompletionForm, Scene, Wishes
 from diptych.rpc.v1 import types_pb2
 
 PREPARED = PreparedRequest(

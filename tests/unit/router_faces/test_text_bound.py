@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from diptych.common.errors import PromptTooLongError
 from diptych.common.tokenizer import TextLimit
-from diptych.router.text_bound import TextBound, read_text_bound, text_bound
+from diptych.router.preprocess.text_bound import TextBound, read_text_bound, text_bound
 
 _PIECES = ["a", " ", "\n", "é", "日本", "\U0001f600", "0", "  ", "ab" * 40, "e\u0301", "\u212b", "<end>", "\t"]
 

@@ -13,9 +13,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from diptych.common.errors import ConfigError
-from diptych.router.tools import BUILT_IN, guess_tool_parser, id_maker, tool_factory
-from diptych.router.tools_pieces import CallArguments, CallStart, Content, Piece, Reasoning, ToolParser
-from diptych.router.tools_reasoning import ReasoningSplitter
+from diptych.router.tools.pieces import CallArguments, CallStart, Content, Piece, Reasoning, ToolParser
+from diptych.router.tools.reasoning import ReasoningSplitter
+from diptych.router.tools.registry import BUILT_IN, guess_tool_parser, id_maker, tool_factory
 
 NAMES = ("get_weather", "add", "f")
 CALL = '{"name": "get_weather", "arguments": {"city": "Zürich \\"}", "n": [1, {"a": "]"}]}}'

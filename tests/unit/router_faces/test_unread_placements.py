@@ -5,9 +5,9 @@ import asyncio
 import grpc
 import pytest
 
-from diptych.router import placements
-from diptych.router.fake_door import FakeDoor
-from diptych.router.placements import serve_placements
+from diptych.router.api.fake import FakeDoor
+from diptych.router.requests import placements
+from diptych.router.requests.placements import serve_placements
 from diptych.rpc.v1 import router_pb2
 
 PLACES = 16

@@ -1,0 +1,64 @@
+"""Run a benchmark by name:  python -P -m diptych.bench [NAME [ARGUMENTS]]        without a name: the list
+
+Benchmarks are part of a checkout and not of the wheel; what serves users (`diptych bench serve`, `compare`, `sweep`, `replay`)
+is in `diptych.cli.bench` and `diptych.loadtest`. Results are committed to bench/results, whose README is their manifest.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Benchmark:
+    """`target`: the make target that runs it with the recorded arguments; empty: none does."""
+
+    module: str
+    measures: str
+    target: str = ""
+
+
+BENCHMARKS: dict[str, Benchmark] = {
+    "engine": Benchmark("engine.vs_transformers", "our engine beside transformers, in one run", "bench-engine"),
+    "scheduler": Benchmark("engine.scheduler", "a step of the scheduler, by the number of sequences"),
+    "kernels": Benchmark("kernels.kernels", "each Triton kernel beside its floor", "bench-gpu"),
+    "matmul": Benchmark("kernels.matmul", "matrix products beside cuBLAS"),
+    "gpu-step": Benchmark("gpu.step", "whole steps of an 8B model on one GPU", "bench-gpu"),
+    "gpu-step-parts": Benchmark("gpu.step_parts", "what the parts of a step take"),
+    "gpu-async": Benchmark("gpu.async_scheduling", "what launching the next step early gives"),
+    "gpu-pair": Benchmark("gpu.pair", "prefill and decode on two GPUs of one host", "bench-gpu-pair"),
+    "gpu-cross": Benchmark("gpu.cross", "two GPUs at one load, used three ways, over prompt lengths"),
+    "gpu-http": Benchmark("gpu.over_http", "a cluster on two GPUs through HTTP, default flags", "bench-gpu-http"),
+    "kv-loopback": Benchmark("kvtransfer.loopback", "transports on loopback beside their floor", "bench-kv"),
+    "kv-handoff": Benchmark(
+        "kvtransfer.handoff", "what of a transfer a client waits for; cancelled prompts", "bench-kv"
+    ),
+    "router-decision": Benchmark("router.decision", "placement decisions a second, and memory", "bench-router"),
+    "router-quality": Benchmark("router.quality", "how well policies place, in simulation", "bench-router"),
+    "router-beside": Benchmark("router.beside_long_prompts", "a short request beside long prompts", "bench-beside"),
+    "router-peers": Benchmark("peers.routers", "our router beside sglang-router and vllm-router", "bench-peers"),
+    "large-bodies": Benchmark("router.large_bodies", "stalls of the router's loop by large bodies"),
+    "harness-vs-aiperf": Benchmark("loadtest.harness_vs_aiperf", "our load harness beside aiperf, one mock server"),
+}
+
+
+def main() -> int:
+    if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
+        print((__doc__ or "").strip() + "\n")
+        for name, one in BENCHMARKS.items():
+            print(f"  {name:<18}{one.measures}" + (f" (make {one.target})" if one.target else ""))
+        return 0
+    name = sys.argv[1]
+    if name not in BENCHMARKS:
+        print(f"error: no benchmark {name!r}; known: {', '.join(BENCHMARKS)}", file=sys.stderr)
+        return 2
+    module = f"diptych.bench.{BENCHMARKS[name].module}"
+    sys.argv[:2] = [module]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,341 @@
+"""`python -m diptych.bench.gpu.over_http --out FILE`: two GPUs as a user has them, `diptych up --device cuda` and HTTP, no flag.
+
+    model      random weights of Llama-3.1-8B's shape in bf16, and a small model in fp32, written to a folder first
+    identity   the small model in fp32: token ids over P/D, on two GPUs and with both roles on one, equal those of `diptych serve`
+    streams    one user: every token a message of its own, its gaps beside those that decode's steps leave
+    hand-off   an idle cluster: the gap between first and second token, less one step
+    closed     users that ask again at once, 512 tokens in, 128 out
+    poisson    2,000 tokens in, 128 out
+    serve      `diptych serve --device cuda` on one GPU, closed loop
+
+The client parses after a run and keeps every arrival's time: it costs little while it measures. --device cpu with --tiny is a
+rehearsal without a GPU.
+"""
+
+# mypy: disable-error-code="no-untyped-call"
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import datetime
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from diptych.bench.gpu.http_client import Answer, ask
+from diptych.bench.gpu.random_model import BIG, SMALL, TINY, write_model
+from diptych.cli.up.processes import free_port
+from diptych.cli.up.readiness import is_ready
+
+START_S = 240.0
+BLOCKS = ("identity", "streams", "hand-off", "closed", "poisson", "serve")
+Row = dict[str, Any]
+
+
+def percentiles(values: Sequence[float]) -> Row:
+    """Milliseconds. Args: values: seconds."""
+    ordered = sorted(values)
+    if not ordered:
+        return {}
+    at = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+    return {name: round(1e3 * ordered[min(len(ordered) - 1, int(q * len(ordered)))], 3) for name, q in at.items()}
+
+
+def summary(answers: Sequence[Answer], max_tokens: int, span_s: float) -> Row:
+    """Of one run. A gap is between two messages; the first one is the hand-off and counts apart, too."""
+    good = [answer for answer in answers if not answer.error and answer.num_tokens == max_tokens]
+    bad = sorted({answer.error or f"{answer.num_tokens} tokens" for answer in answers if answer not in good})
+    messages = sum(len(answer.times) for answer in good)
+    return {
+        "requests": len(answers),
+        "failed": len(answers) - len(good),
+        "errors": bad[:3],
+        "ttft_ms": percentiles([answer.times[0] - answer.begun for answer in good]),
+        "second_gap_ms": percentiles([answer.times[1] - answer.times[0] for answer in good if len(answer.times) > 1]),
+        "itl_ms": percentiles([b - a for answer in good for a, b in zip(answer.times, answer.times[1:], strict=False)]),
+        "tpot_ms": percentiles(
+            [(answer.times[-1] - answer.times[0]) / max(1, max_tokens - answer.counts[0]) for answer in good]
+        ),
+        "output_tokens_per_s": round(sum(answer.num_tokens for answer in good) / span_s, 1),
+        "tokens_per_message": round(sum(answer.num_tokens for answer in good) / max(1, messages), 3),
+    }
+
+
+class Server:
+    """A `diptych up` or `diptych serve` of ours, with every flag that it was given."""
+
+    def __init__(self, arguments: Sequence[str], folder: Path, env: dict[str, str]) -> None:
+        self.port = free_port("127.0.0.1")
+        self.command = [
+            "diptych",
+            *arguments,
+            "--http-port",
+            str(self.port),
+            "--grpc-port",
+            str(free_port("127.0.0.1")),
+        ]
+        self.log = folder / "server.log"
+        self._folder = folder
+        self._env = env
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> float:
+        """Until it is ready; seconds. Raises: RuntimeError with the end of its log."""
+        begun = time.monotonic()
+        with self.log.open("wb") as log:
+            command = [sys.executable, "-P", "-m", "diptych.cli", *self.command[1:]]
+            env = os.environ | self._env | {"DIPTYCH_RUN_DIR": str(self._folder / "run")}
+            self._process = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=env
+            )
+        while not is_ready("127.0.0.1", self.port)[0]:
+            if self._process.poll() is not None or time.monotonic() - begun > START_S:
+                raise RuntimeError(f"{' '.join(self.command)}: not ready\n{self.text()[-6000:]}")
+            time.sleep(0.1)
+        while self.command[1] == "up" and "first tokens served" not in self.text():
+            if self._process.poll() is not None or time.monotonic() - begun > START_S:
+                raise RuntimeError(f"{' '.join(self.command)}: no first token\n{self.text()[-6000:]}")
+            time.sleep(0.1)
+        return time.monotonic() - begun
+
+    def text(self) -> str:
+        """What it and its children have said."""
+        logs = [self.log, *sorted((self._folder / "run" / "logs").glob("*.log"))]
+        return "\n".join(f"== {log.name}\n{log.read_text(errors='replace')}" for log in logs if log.exists())
+
+    def said(self) -> list[str]:
+        """Lines that tell what it chose by itself."""
+        wanted = ("by default", "kv transfer:", " on GPU ", "KV blocks fit", "first tokens served")
+        return [line for line in self.text().splitlines() if any(word in line for word in wanted)]
+
+    def stop(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(20)
+            self._process.kill()
+            self._process.wait(10)
+
+
+class Bench:
+    """Args: args: of the command line."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.rng = random.Random(args.seed)
+        self.result: Row = {"facts": facts(args.device), "servers": {}}
+        self.vocab = TINY.vocab if args.tiny else BIG.vocab
+        self.port = 0
+
+    def prompt(self, length: int, vocab: int = 0) -> list[int]:
+        return [self.rng.randrange(3, vocab or self.vocab) for _ in range(length)]
+
+    async def one(self, prompt: Sequence[int], max_tokens: int, **fields: Any) -> Answer:
+        return await ask(self.port, prompt, max_tokens, **fields)
+
+    @contextlib.contextmanager
+    def serving(self, name: str, arguments: Sequence[str], gpus: str = "") -> Iterator[None]:
+        """Args: gpus: that it sees; empty: all."""
+        folder = Path(self.args.work) / f"server-{name}"
+        folder.mkdir(parents=True, exist_ok=True)
+        env = {"CUDA_VISIBLE_DEVICES": gpus} if gpus and self.args.device == "cuda" else {}
+        server = Server(arguments, folder, env)
+        told: Row = {"command": " ".join(server.command)}
+        self.result["servers"][name] = told
+        try:
+            told["start_s"] = round(server.start(), 1)
+            told["said"] = server.said()
+            self.port = server.port
+            say(f"{name}: ready after {told['start_s']} s: {told['command']}")
+            yield
+        finally:
+            server.stop()
+            (Path(self.args.out).parent / f"{name}.log").write_text(server.text()[-400_000:])
+
+    def up(
+        self, name: str, model: Path, more: Sequence[str] = (), gpus: str = ""
+    ) -> contextlib.AbstractContextManager[None]:
+        return self.serving(name, ["up", "--model", str(model), "--device", self.args.device, *more], gpus)
+
+    def serve(self, name: str, model: Path, more: Sequence[str] = ()) -> contextlib.AbstractContextManager[None]:
+        return self.serving(name, ["serve", "--model", str(model), "--device", self.args.device, *more], gpus="0")
+
+    async def warm(self, lengths: Sequence[int]) -> None:
+        """A few requests, as a benchmark sends before it counts."""
+        for length in lengths:
+            await self.one(self.prompt(length), 8)
+        await asyncio.gather(*(self.one(self.prompt(lengths[-1]), 8) for _ in range(4)))
+
+    # ---- blocks --------------------------------------------------------------------------------------------------
+
+    async def identity(self, model: Path) -> Row:
+        lengths = (5, 70, 100, 333, 700, 1500)
+        vocab = TINY.vocab if self.args.tiny else SMALL.vocab
+        prompts = [self.prompt(n, vocab) for n in lengths for _ in range(2)]
+        found: dict[str, list[list[int]]] = {}
+        errors: list[str] = []
+        moved = 0
+        for name, gpus in (("pair", ""), ("one_gpu", "0")):
+            with self.up(f"identity-{name}", model, gpus=gpus):
+                answers = await asyncio.gather(*(self.one(p, 48, local_prefill_max_tokens=0) for p in prompts))
+                found[name] = [answer.token_ids for answer in answers]
+                moved += sum(answer.kv_bytes > 0 for answer in answers)
+                errors += [answer.error for answer in answers if answer.error]
+        with self.serve("identity-serve", model):
+            alone = [(await self.one(p, 48)).token_ids for p in prompts]
+        equal = {
+            name: sum(a == b and len(a) == 48 for a, b in zip(ids, alone, strict=True)) for name, ids in found.items()
+        }
+        return {"prompts": len(prompts), "equal": equal, "over_transport": moved, "errors": errors, "dtype": "float32"}
+
+    async def streams(self) -> Row:
+        answers = [await self.one(self.prompt(512), 128) for _ in range(5)]
+        row = summary(answers, 128, sum(answer.times[-1] - answer.begun for answer in answers if answer.times))
+        row["messages"] = [len(answer.times) for answer in answers]
+        return row
+
+    async def hand_off(self, lengths: Sequence[int]) -> Row:
+        rows: Row = {}
+        for length in lengths:
+            gaps, steps, firsts = [], [], []
+            for number in range(9):
+                answer = await self.one(self.prompt(length), 24)
+                if number < 2 or len(answer.times) < 3:
+                    continue
+                step = (answer.times[-1] - answer.times[1]) / (answer.num_tokens - sum(answer.counts[:2]))
+                firsts.append(answer.times[0] - answer.begun)
+                gaps.append(answer.times[1] - answer.times[0] - step)
+                steps.append(step)
+            if gaps:
+                middle = {"ttft_ms": firsts, "step_ms": steps, "exposed_ms": gaps}
+                rows[str(length)] = {name: round(1e3 * statistics.median(of), 2) for name, of in middle.items()}
+        return rows
+
+    async def closed(self, users: int, each: int, length: int = 512, max_tokens: int = 128) -> Row:
+        prompts = [[self.prompt(length) for _ in range(each)] for _ in range(users)]
+
+        async def user(mine: Sequence[Sequence[int]]) -> list[Answer]:
+            return [await self.one(prompt, max_tokens) for prompt in mine]
+
+        begun = time.monotonic()
+        answers = [answer for part in await asyncio.gather(*map(user, prompts)) for answer in part]
+        ended = max((answer.times[-1] for answer in answers if answer.times), default=begun + 1)
+        return {"users": users, **summary(answers, max_tokens, ended - begun)}
+
+    async def poisson(self, rate: float, seconds: float, length: int = 2000, max_tokens: int = 128) -> Row:
+        arrivals: list[tuple[float, list[int]]] = []
+        rng, at = random.Random(7), 0.0
+        while (at := at + rng.expovariate(rate)) < seconds:
+            arrivals.append((at, self.prompt(length)))
+        begun = time.monotonic() + 0.05
+
+        async def go(at: float, prompt: Sequence[int]) -> Answer:
+            await asyncio.sleep(max(0.0, begun + at - time.monotonic()))
+            answer = await self.one(prompt, max_tokens)
+            answer.begun = begun + at  # from when it should have been sent
+            return answer
+
+        answers = await asyncio.gather(*(go(at, prompt) for at, prompt in arrivals))
+        ended = max((answer.times[-1] for answer in answers if answer.times), default=begun + 1)
+        return {"rate": rate, "seconds": seconds, **summary(answers, max_tokens, ended - begun)}
+
+    # ---- all of it -----------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        args, blocks = self.args, self.args.blocks.split(",")
+        work = Path(args.work)
+        if "identity" in blocks:
+            small = write_model(work / "small", TINY if args.tiny else SMALL, args.device)
+            self.keep("identity", await self.identity(small))
+        if set(blocks) - {"identity"}:
+            begun = time.monotonic()
+            big = write_model(work / "big", TINY if args.tiny else BIG, args.device)
+            say(f"model written in {time.monotonic() - begun:.1f} s")
+        scale = 0.05 if args.tiny else 1.0
+        sized = lambda length: max(8, int(scale * length))  # noqa: E731
+        if set(blocks) & {"streams", "hand-off", "closed", "poisson"}:
+            with self.up("pd", big, args.up_args.split()):
+                await self.warm([sized(64), sized(512), sized(2000)])
+                if "streams" in blocks:
+                    self.keep("streams", await self.streams())
+                if "hand-off" in blocks:
+                    self.keep("hand_off", await self.hand_off([sized(512), sized(2048), sized(8192)]))
+                for users in args.users if "closed" in blocks else ():
+                    self.keep(f"closed_{users}", await self.closed(users, args.each, sized(512)))
+                for rate in args.rates if "poisson" in blocks else ():
+                    self.keep(f"poisson_{rate:g}", await self.poisson(rate, args.seconds, sized(2000)))
+        for more in args.serve_args.split(";") if "serve" in blocks else ():
+            name = "serve" + more.replace("--", " ").replace(" ", "-")
+            with self.serve(name, big, more.split()):
+                await self.warm([sized(64), sized(512)])
+                for users in args.users:
+                    self.keep(f"{name}_closed_{users}", await self.closed(users, args.each, sized(512)))
+
+    def keep(self, name: str, row: Row) -> None:
+        """At once: what was measured before something fails is not lost."""
+        self.result[name] = row
+        Path(self.args.out).write_text(json.dumps(self.result, indent=1) + "\n")
+        say(f"{name}: {json.dumps(row)}")
+
+
+def facts(device: str) -> Row:
+    """Where this was measured."""
+    from importlib import metadata
+
+    import torch
+
+    cards = []
+    if device == "cuda":
+        cards = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    names = ("torch", "triton", "transformers", "grpcio", "uvloop")
+    versions = {}
+    for name in names:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "cards": cards,
+        "cores": os.cpu_count(),
+        "python": sys.version.split()[0],
+        "versions": versions,
+        "cuda": torch.version.cuda,
+    }
+
+
+_BEGUN = time.monotonic()
+
+
+def say(text: str) -> None:
+    print(f"[{time.monotonic() - _BEGUN:6.1f}] {text}", flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", default="bench/results/gpu-as-shipped.json")
+    parser.add_argument("--work", default="/dev/shm/diptych-gpu-http", help="models and run folders")  # noqa: S108
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="a model of nothing: a rehearsal")
+    parser.add_argument("--blocks", default=",".join(BLOCKS))
+    parser.add_argument("--users", type=lambda text: [int(part) for part in text.split(",")], default=[1, 8, 32])
+    parser.add_argument("--each", type=int, default=4, help="requests of a user")
+    parser.add_argument("--rates", type=lambda text: [float(part) for part in text.split(",")], default=[8.0])
+    parser.add_argument("--seconds", type=float, default=20.0, help="of a Poisson run")
+    parser.add_argument("--up-args", default="", help="flags of up; a recorded figure has none")
+    parser.add_argument("--serve-args", default="", help="sets of flags of serve, ; between them")
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args(arguments)
+    Path(args.out).parent.mkdir(parents=True, exist_ok=True)
+    asyncio.run(Bench(args).run())
+
+
+if __name__ == "__main__":
+    main()

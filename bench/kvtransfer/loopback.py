@@ -1,0 +1,303 @@
+"""Useful KV bandwidth between two processes of this host, as a share of what the same library moves with one raw message.
+
+    python -m diptych.bench.kvtransfer.loopback --transport ucx --out bench/results/loopback.json
+
+kv:   2,000 scattered blocks of 64 KiB: packed, moved, verified and unpacked, pipelined over slabs, announced over a pipe
+raw:  one message of 64 MiB between the same two processes over the same transport, nothing done to it
+The two alternate, so that both see the same neighbours; medians and spreads are reported, and the CPU seconds of both processes
+for each GB, which say more than the clock when other work shares the cores. At the end both are left alone for a while: what a
+transfer that moves nothing costs, as a share of one core.
+blocks (NIXL only): the same 2,000 blocks with one descriptor each, pool to pool, nothing packed or verified; and with one
+for each 16 and 4 KiB of them, as an engine needs whose layers lie in tensors of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import uvloop
+
+from diptych.bench.kvtransfer.blocks import BLOCK_BYTES, LAYOUT, BlockPool
+from diptych.kvtransfer.api import KvAddress, PeerRef, Transfer
+from diptych.kvtransfer.build import build_transfer
+from diptych.kvtransfer.config import TransferConfig
+from diptych.kvtransfer.handle import SlabHandle, decode
+
+RAW_BYTES = 64 << 20
+NUM_BLOCKS = 2000
+POOL_BLOCKS = 2400
+_DEADLINE_S = 60.0
+_PIECES, _PIECE_ROUNDS = (16 << 10, 4 << 10), 3
+_SETTLE_S, _IDLE_S = 1.0, 8.0
+
+
+@dataclass(frozen=True, slots=True)
+class Knobs:
+    """What the pipeline is tried with.
+
+    newest_first: prefill packs into the slab that came back last, as its engine does.
+    switch_interval_s: of both processes' interpreters; workers have the same.
+    """
+
+    reads_in_flight: int = 4
+    switch_interval_s: float = 0.0005
+    newest_first: bool = True
+
+
+class Bench:
+    """Decode's side. `start` brings up both processes."""
+
+    def __init__(self, settings: dict[str, Any], knobs: Knobs) -> None:
+        self._settings, self._knobs = settings, knobs
+        sys.setswitchinterval(knobs.switch_interval_s)
+        self._source = BlockPool(POOL_BLOCKS, filled=True)
+        self._pool = BlockPool(POOL_BLOCKS, filled=False)
+        self._step_thread = ThreadPoolExecutor(1)
+        self._agent: Any = None
+        self.path = ""
+        self.peer_path = ""
+        self.kv_cpu_end = 0.0
+        """CPU time when the last block was unpacked: the check of the bytes does not count."""
+
+    async def start(self) -> None:
+        arguments = json.dumps([self._settings, POOL_BLOCKS, RAW_BYTES, asdict(self._knobs)])
+        self._child = await asyncio.create_subprocess_exec(
+            sys.executable, "-P", "-m", "diptych.bench.kvtransfer.peer_process", arguments,
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        hello = json.loads(await self._line())
+        self._kv_peer, self._raw_peer = (
+            PeerRef(
+                f"p-{name}", "0", KvAddress(hello[name]["transport"], hello[name]["host"], 0, bytes.fromhex(hello[name]["blob"]))
+            )
+            for name in ("kv", "raw")
+        )  # fmt: skip
+        self._kv = self._make(self._settings)
+        self._raw = self._make(
+            {**self._settings, "slab_bytes": RAW_BYTES + 4096, "num_slabs": 1, "verify_checksum": False}
+        )
+        self.path, self.peer_path = self._kv.path, hello["path"]
+        if "blocks" in hello:
+            # Imported here: it loads NIXL.
+            from diptych.bench.kvtransfer.descriptors import BlockAgent
+
+            self._agent = BlockAgent("d-blocks", self._pool)
+            self._agent.meet(hello["blocks"])
+
+    def _make(self, settings: dict[str, Any]) -> Transfer:
+        loop = asyncio.get_running_loop()
+        config = TransferConfig(**settings)
+        return build_transfer(config, worker_id="d", incarnation="0", role="decode", layout_hash=LAYOUT, loop=loop)
+
+    async def _line(self) -> str:
+        assert self._child.stdout is not None
+        line = await asyncio.wait_for(self._child.stdout.readline(), _DEADLINE_S)
+        if not line:
+            raise RuntimeError("the publishing process has ended")
+        return line.decode()
+
+    def _tell(self, line: str) -> None:
+        assert self._child.stdin is not None
+        self._child.stdin.write(line.encode() + b"\n")
+
+    def cpu_s(self) -> float:
+        """CPU time of both processes so far."""
+        fields = Path(f"/proc/{self._child.pid}/stat").read_text().rpartition(")")[2].split()
+        return time.process_time() + (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    async def raw(self) -> float:
+        """Bytes per second of one message."""
+        self._tell("raw")
+        handle = decode(bytes.fromhex(await self._line()))
+        began = time.perf_counter()
+        self._raw.finish(await self._raw.read(self._raw_peer, handle, deadline_s=_DEADLINE_S))
+        return RAW_BYTES / (time.perf_counter() - began)
+
+    async def kv(self, seed: int) -> float:
+        """Useful bytes per second, from the order to pack until the last block is unpacked."""
+        ids = np.random.default_rng(seed).permutation(POOL_BLOCKS)[:NUM_BLOCKS].tolist()
+        window = asyncio.Semaphore(self._knobs.reads_in_flight)
+        loop = asyncio.get_running_loop()
+        left = NUM_BLOCKS
+
+        async def fetch(handle: SlabHandle) -> None:
+            async with window:
+                slab = await self._kv.read(self._kv_peer, handle, deadline_s=_DEADLINE_S)
+                assert isinstance(slab.payload, memoryview)
+                some = ids[handle.first_token : handle.first_token + handle.num_tokens]
+                await loop.run_in_executor(self._step_thread, self._pool.unpack, some, slab.payload)
+                self._kv.finish(slab)
+
+        began = time.perf_counter()
+        self._tell(f"kv {seed} {NUM_BLOCKS}")
+        async with asyncio.TaskGroup() as group:
+            while left:
+                handle = decode(bytes.fromhex(await self._line()))
+                group.create_task(fetch(handle))
+                left -= handle.num_tokens
+        elapsed = time.perf_counter() - began
+        self.kv_cpu_end = self.cpu_s()
+        if not self._source.same(self._pool, ids):
+            raise RuntimeError("the blocks that arrived are not the ones that were sent")
+        self._pool.clear()
+        return NUM_BLOCKS * BLOCK_BYTES / elapsed
+
+    @property
+    def has_descriptors(self) -> bool:
+        return self._agent is not None
+
+    async def descriptors(self, seed: int, piece_bytes: int = BLOCK_BYTES) -> float:
+        """Bytes per second of NIXL with one descriptor for each `piece_bytes` of a block."""
+        ids = np.random.default_rng(seed).permutation(POOL_BLOCKS)[:NUM_BLOCKS].tolist()
+        self._tell("descriptors")
+        await self._line()  # the peer serves
+        seconds: float = await asyncio.get_running_loop().run_in_executor(
+            self._step_thread, self._agent.read, ids, piece_bytes
+        )
+        if not self._source.same(self._pool, ids):
+            raise RuntimeError("the blocks that arrived are not the ones that were sent")
+        self._pool.clear()
+        return NUM_BLOCKS * BLOCK_BYTES / seconds
+
+    async def idle(self) -> float:
+        """CPU that one transfer which moves nothing takes, as a share of a core: both processes have two, connected."""
+        await asyncio.sleep(_SETTLE_S)
+        began, cpu = time.perf_counter(), self.cpu_s()
+        await asyncio.sleep(_IDLE_S)
+        return (self.cpu_s() - cpu) / (time.perf_counter() - began) / 4
+
+    async def close(self) -> None:
+        await self._kv.close()
+        await self._raw.close()
+        self._tell("quit")
+        await asyncio.wait_for(self._child.wait(), 30)
+        self._step_thread.shutdown()
+
+
+def summary(values: list[float]) -> dict[str, float]:
+    return {
+        "median": statistics.median(values), "min": min(values), "max": max(values), "rounds": len(values),
+    }  # fmt: skip
+
+
+def _beside(kv: list[float], descriptors: list[float]) -> dict[str, Any]:
+    return {
+        "descriptors_bytes_per_s": summary(descriptors),
+        "times_descriptors": summary([a / b for a, b in zip(kv, descriptors, strict=True)]),
+    }
+
+
+def machine() -> dict[str, Any]:
+    model = next(
+        (
+            line.split(":", 1)[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if "model name" in line
+        ),
+        platform.processor(),
+    )
+    return {"cpu": model, "cores": os.cpu_count(), "kernel": platform.release(), "load": os.getloadavg()}
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in ("diptych", "ucxx-cu12", "libucx-cu12", "nixl-cu12", "numpy", "torch"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+async def measure(settings: dict[str, Any], knobs: Knobs, rounds: int) -> dict[str, Any]:
+    bench = Bench(settings, knobs)
+    await bench.start()
+    try:
+        await bench.raw()
+        await bench.kv(0)
+        raw, kv, shares, descriptors, raw_cpu, kv_cpu = [], [], [], [], 0.0, 0.0
+        if bench.has_descriptors:
+            await bench.descriptors(0)
+        for i in range(1, rounds + 1):
+            start = bench.cpu_s()
+            raw += [await bench.raw(), await bench.raw()]
+            middle = bench.cpu_s()
+            kv.append(await bench.kv(i))
+            raw_cpu, kv_cpu = raw_cpu + middle - start, kv_cpu + bench.kv_cpu_end - middle
+            shares.append(kv[-1] / statistics.mean(raw[-2:]))
+            if bench.has_descriptors:
+                descriptors.append(await bench.descriptors(i))
+            print(
+                f"  round {i}: raw {raw[-1] / 1e9:.2f} GB/s, kv {kv[-1] / 1e9:.2f} GB/s, share {shares[-1]:.0%}"
+                + (f", a descriptor a block {descriptors[-1] / 1e9:.2f} GB/s" if descriptors else ""),
+                flush=True,
+            )
+        pieces = {
+            size: summary([await bench.descriptors(i, size) for i in range(_PIECE_ROUNDS)])
+            for size in _PIECES if bench.has_descriptors
+        }  # fmt: skip
+        idle = await bench.idle()
+    finally:
+        await bench.close()
+    return {
+        "path": bench.path,
+        "settings": settings,
+        "knobs": asdict(knobs),
+        "raw_bytes_per_s": summary(raw),
+        "kv_bytes_per_s": summary(kv),
+        "share": summary(shares),
+        "share_of_medians": statistics.median(kv) / statistics.median(raw),
+        **(_beside(kv, descriptors) if descriptors else {}),
+        **({"smaller_descriptors_bytes_per_s": pieces} if pieces else {}),
+        "idle_cpu_share": idle,
+        "raw_cpu_s_per_gb": raw_cpu / (2 * rounds * RAW_BYTES / 1e9),
+        "kv_cpu_s_per_gb": kv_cpu / (rounds * NUM_BLOCKS * BLOCK_BYTES / 1e9),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--transport", default="ucx")
+    parser.add_argument("--slab-bytes", type=int, default=4 << 20)
+    parser.add_argument("--num-slabs", type=int, default=8)
+    parser.add_argument("--reads-in-flight", type=int, default=4)
+    parser.add_argument("--switch-interval-s", type=float, default=Knobs().switch_interval_s)
+    parser.add_argument("--oldest-first", action="store_true", help="pack into the slab that waits longest")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    settings = {"transport": args.transport, "slab_bytes": args.slab_bytes, "num_slabs": args.num_slabs}
+    print(f"{args.transport}, slabs {args.num_slabs} x {args.slab_bytes >> 10} KiB, load {os.getloadavg()[0]:.1f}")
+    knobs = Knobs(args.reads_in_flight, args.switch_interval_s, not args.oldest_first)
+    result = uvloop.run(measure(settings, knobs, args.rounds))
+    report = {
+        "bench": "kv transfer over loopback: 2,000 scattered blocks of 64 KiB against one raw message of 64 MiB",
+        "date": datetime.now(UTC).isoformat(timespec="seconds"), "machine": machine(), "versions": versions(), **result,
+    }  # fmt: skip
+    print(
+        f"{result['path']}: raw {result['raw_bytes_per_s']['median'] / 1e9:.2f} GB/s, "
+        f"kv {result['kv_bytes_per_s']['median'] / 1e9:.2f} GB/s, share {result['share']['median']:.0%}; "
+        f"CPU {result['raw_cpu_s_per_gb']:.2f} and {result['kv_cpu_s_per_gb']:.2f} s a GB; idle {result['idle_cpu_share']:.1%}"
+    )
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(report, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

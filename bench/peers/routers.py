@@ -1,0 +1,280 @@
+"""Our router through the wire beside sglang-router and vllm-router: the same mock workers, the same client, in one run.
+
+    python -P -m diptych.bench.peers.routers --peers VENV [--runs 5] [--out FILE]
+
+All servers stand from the start; the runs alternate over them. Every run is one client process. CPU seconds are those of the
+client, of the router and of the mock workers together, so that "per core" has one meaning for everybody; the router's own are
+told beside it. The peers forward text that they do not read; ours gets token ids, hashes them, places by cache and cost, and
+reserves. `direct` is the client at the mock without any router.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+
+from diptych.bench.peers.client import Load
+from diptych.bench.peers.mock import MODEL
+from diptych.cli.models.store import resolve_model
+from diptych.cli.progress import progress_on
+from diptych.cli.temporary import temporary_folder
+from diptych.cli.up.processes import free_port
+from diptych.common.errors import ConfigError
+from diptych.common.secret import create_secret
+
+RESULT = Path(__file__).resolve().parents[1] / "results" / "router" / "peers.json"
+START_S = 60.0
+CLIENT_TIMEOUT_S = 180.0
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """Args:
+    target: as the client takes it.
+    processes: the router's; empty for `direct`.
+    """
+
+    name: str
+    target: str
+    command: str
+    processes: tuple[psutil.Process, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """What is asked of everybody."""
+
+    name: str
+    requests: int
+    concurrency: int
+    prompt_tokens: int
+    output_tokens: int
+    stream: bool
+
+
+SCENES = (
+    Scene("placing", 1500, 64, 128, 1, stream=False),
+    Scene("streaming", 192, 64, 128, 256, stream=True),
+)
+
+
+@contextlib.contextmanager
+def _part(module: str, *arguments: str) -> Iterator[tuple[psutil.Process, list[str]]]:
+    process = subprocess.Popen([sys.executable, "-P", "-m", module, *arguments], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        said = next((line.split()[1:] for line in process.stdout if line.startswith("serves ")), None)
+        if said is None:
+            raise ConfigError("bench", module, "this part of the benchmark did not start")
+        yield psutil.Process(process.pid), said
+    finally:
+        _end(process)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=5)
+    process.kill()
+    process.wait(timeout=5)
+    if process.stdout is not None:
+        process.stdout.close()
+
+
+@contextlib.contextmanager
+def _peer(name: str, command: Sequence[str], port: int, logs: Path) -> Iterator[Contender]:
+    with (logs / f"{name}.log").open("w") as log:
+        process = subprocess.Popen(list(command), stdout=log, stderr=log, text=True, stdin=subprocess.DEVNULL)
+        try:
+            until = time.monotonic() + START_S
+            while not _answers(port):
+                if process.poll() is not None or time.monotonic() > until:
+                    tail = (logs / f"{name}.log").read_text()[-2000:]
+                    raise ConfigError("bench", name, f"did not start:\n{tail}")
+                time.sleep(0.2)
+            mine = psutil.Process(process.pid)
+            shown = " ".join(["VENV/bin/" + Path(command[0]).name, *command[1:]])
+            yield Contender(name, f"http://127.0.0.1:{port}", shown, (mine, *mine.children(recursive=True)))
+        finally:
+            _end(process)
+
+
+def _answers(port: int) -> bool:
+    body = json.dumps({"model": MODEL, "prompt": "hello", "max_tokens": 1, "stream": False}).encode()
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/completions", body, {"content-type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=2) as answer:  # noqa: S310
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def _cpu(processes: Sequence[psutil.Process]) -> float:
+    return sum(sum(process.cpu_times()[:2]) for process in processes)
+
+
+def _measure(contender: Contender, scene: Scene, mock: psutil.Process) -> dict[str, float]:
+    load = Load(
+        contender.target,
+        scene.requests,
+        scene.concurrency,
+        scene.prompt_tokens,
+        scene.output_tokens,
+        scene.stream,
+        MODEL,
+    )
+    command = [sys.executable, "-P", "-m", "diptych.bench.peers.client", json.dumps(asdict(load))]
+    router, worker = _cpu(contender.processes), _cpu([mock])
+    done = subprocess.run(command, capture_output=True, text=True, timeout=CLIENT_TIMEOUT_S, check=False)
+    if done.returncode:
+        raise ConfigError("bench", contender.name, f"{scene.name}: {done.stderr[-1500:]}")
+    router, worker = _cpu(contender.processes) - router, _cpu([mock]) - worker
+    told = json.loads(done.stdout)
+    # The warm-up's requests cost servers as much as the others; the client counted its own from after it.
+    share = told["requests"] / (told["requests"] + scene.concurrency)
+    cpu = told["client_cpu_s"] + share * (router + worker)
+    return {
+        "requests_per_s": told["requests"] / told["wall_s"],
+        "tokens_per_s": told["tokens"] / told["wall_s"],
+        "p50_ms": told["p50_ms"],
+        "p99_ms": told["p99_ms"],
+        "requests_per_core_s": told["requests"] / cpu,
+        "tokens_per_core_s": told["tokens"] / cpu,
+        "requests_per_router_core_s": told["requests"] / (share * router) if router else 0.0,
+        "client_cpu_us_per_request": 1e6 * told["client_cpu_s"] / told["requests"],
+        "router_cpu_us_per_request": 1e6 * share * router / told["requests"],
+        "worker_cpu_us_per_request": 1e6 * share * worker / told["requests"],
+    }
+
+
+def run(venv: Path, runs: int, scale: float, out: Path) -> None:
+    """Raises: ConfigError naming the part that does not start or fails."""
+    with progress_on() as progress:
+        folder = resolve_model("smollm2", progress)
+    scenes = [replace(scene, requests=max(1, int(scale * scene.requests))) for scene in SCENES]
+    with contextlib.ExitStack() as stack:
+        root = Path(stack.enter_context(temporary_folder("diptych-peers-")))
+        secret = root / "secret"
+        create_secret(secret)
+        mock, (http, decode, _) = stack.enter_context(_part("diptych.bench.peers.mock", str(secret)))
+        ours, (_, rpc) = stack.enter_context(
+            _part("diptych.bench.router.relay_parts", "router", str(folder), decode, str(secret))
+        )
+        command = "python -P -m diptych.bench.router.relay_parts router MODEL DECODE SECRET"
+        contenders = [
+            Contender("direct", f"http://127.0.0.1:{http}", "the client at the mock worker", ()),
+            Contender("diptych lookaside", f"lookaside://{rpc}", command, (ours,)),
+            Contender("diptych proxied", f"grpc://{rpc}", command, (ours,)),
+        ]
+        worker = f"http://127.0.0.1:{http}"
+        for name, arguments in (
+            ("sglang-router", ["sglang-router", "launch"]),
+            ("vllm-router", ["vllm-router"]),
+        ):
+            port, prometheus = free_port("127.0.0.1"), free_port("127.0.0.1")
+            line = [str(venv / "bin" / arguments[0]), *arguments[1:], "--host", "127.0.0.1", "--port", str(port)]
+            line += ["--worker-urls", worker, "--policy", "round_robin", "--log-level", "error"]
+            line += ["--prometheus-port", str(prometheus), "--prometheus-host", "127.0.0.1"]
+            contenders.append(stack.enter_context(_peer(name, line, port, root)))
+        found: dict[str, dict[str, list[dict[str, float]]]] = {s.name: {c.name: [] for c in contenders} for s in scenes}
+        for number in range(runs):
+            order = contenders[number % len(contenders) :] + contenders[: number % len(contenders)]
+            for scene in scenes:
+                for contender in order:
+                    found[scene.name][contender.name].append(_measure(contender, scene, mock))
+            print(f"run {number + 1} of {runs}", file=sys.stderr, flush=True)
+    _write(found, scenes, contenders, venv, out)
+
+
+def _ratios(by: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    """Of ours to the better peer's, in what is the more the better."""
+    ours = [name for name in by if name.startswith("diptych")]
+    peers = [by[name] for name in by if name not in ours and name != "direct"]
+    return {
+        name: {
+            key: round(by[name][key] / max(peer[key] for peer in peers), 3)
+            for key in by[name]
+            if "_per_" in key and key.endswith("_s")
+        }
+        for name in ours
+    }
+
+
+def _median(runs: Sequence[dict[str, float]]) -> dict[str, float]:
+    return {key: round(statistics.median(run[key] for run in runs), 2) for key in runs[0]}
+
+
+def _write(
+    found: dict[str, dict[str, list[dict[str, float]]]],
+    scenes: Sequence[Scene],
+    contenders: Sequence[Contender],
+    venv: Path,
+    out: Path,
+) -> None:
+    medians = {scene: {name: _median(runs) for name, runs in by.items()} for scene, by in found.items()}
+    head = f"{'req/s':>9}{'tok/s':>10}{'p50 ms':>9}{'p99 ms':>9}{'req/core s':>12}{'tok/core s':>12}{'req/router core s':>19}"
+    for scene, by in medians.items():
+        print(f"\n{scene}\n{'':<20}{head}")
+        for name, row in by.items():
+            print(
+                f"{name:<20}{row['requests_per_s']:>9.0f}{row['tokens_per_s']:>10.0f}{row['p50_ms']:>9.1f}{row['p99_ms']:>9.1f}"
+                f"{row['requests_per_core_s']:>12.0f}{row['tokens_per_core_s']:>12.0f}{row['requests_per_router_core_s']:>19.0f}"
+            )
+        for name, ratios in _ratios(by).items():
+            told = ", ".join(f"{key.replace('_per_', '/').removesuffix('_s')} {ratio}" for key, ratio in ratios.items())
+            print(f"{name} to the better peer: {told}")
+    packages = sorted(venv.glob("lib/python3*/site-packages"))
+    versions = {
+        dist.metadata["Name"]: dist.version
+        for dist in metadata.distributions(path=[str(path) for path in packages])
+        if dist.metadata["Name"] in ("sglang-router", "vllm-router")
+    }
+    versions |= {name: metadata.version(name) for name in ("diptych", "grpcio", "uvloop", "protobuf")}
+    body = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "python": platform.python_version(),
+        "cpus": os.cpu_count(),
+        "load_average": os.getloadavg(),
+        "versions": versions,
+        "commands": {contender.name: contender.command for contender in contenders},
+        "client": "python -P -m diptych.bench.peers.client (HTTP: raw keep-alive; gRPC: the SDK)",
+        "scenes": {scene.name: asdict(scene) for scene in scenes},
+        "medians": medians,
+        "to_the_better_peer": {scene: _ratios(by) for scene, by in medians.items()},
+        "runs": found,
+    }
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(body, indent=1) + "\n")
+    print(out)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peers", type=Path, required=True, help="virtual environment with the two peers")
+    parser.add_argument("--runs", type=int, default=5, help="of each contender in each scene, alternating")
+    parser.add_argument("--scale", type=float, default=1.0, help="of the number of requests")
+    parser.add_argument("--out", type=Path, default=RESULT)
+    given = parser.parse_args(arguments)
+    run(given.peers, given.runs, given.scale, given.out)
+
+
+if __name__ == "__main__":
+    main()

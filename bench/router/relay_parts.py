@@ -1,0 +1,98 @@
+"""The two processes of `diptych bench router`: a decode worker without an engine, and the production router in front of it.
+
+    python -P -m diptych.bench.router.relay_parts decode
+    python -P -m diptych.bench.router.relay_parts router MODEL_FOLDER DECODE_ADDRESS [SECRET_FILE]
+
+Each prints `serves ADDRESS...` and goes on until it is terminated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import uvloop
+
+from diptych.cli.temporary import temporary_folder
+from diptych.common.block_identity import IdentityHeader, golden_key
+from diptych.common.clock import MonotonicClock
+from diptych.common.errors import ConfigError
+from diptych.common.metrics import Metrics
+from diptych.common.revision import model_revision, tokenizer_revision
+from diptych.common.secret import create_secret, derive_key
+from diptych.common.store_memory import MemoryStore
+from diptych.common.worker_record import WorkerRecord
+from diptych.router.cluster.fake_decode import FakeDecode
+from diptych.router.config import RouterConfig
+from diptych.router.frontend import Frontend
+from diptych.router.server import Faces
+
+BLOCK_SIZE = 16
+READY_DEADLINE_S = 30.0
+
+
+async def run_decode() -> None:
+    worker = await FakeDecode().start()
+    print("serves", worker.address, flush=True)
+    await asyncio.Event().wait()
+
+
+async def run_router(folder: Path, decode_address: str, given_secret: Path | None = None) -> None:
+    with temporary_folder("diptych-bench-") as root:
+        secret_file = given_secret or Path(root) / "secret"
+        secret = create_secret(secret_file)
+        clock = MonotonicClock()
+        store = MemoryStore(clock)
+        header = IdentityHeader(
+            key=derive_key(secret, "block identity"),
+            model_revision=model_revision(folder),
+            tokenizer_revision=tokenizer_revision(folder),
+            kv_dtype="float32",
+            block_size=BLOCK_SIZE,
+        )
+        for worker_id, role in (("d0", "decode"), ("p0", "prefill")):
+            await store.put_worker(_record(worker_id, role, decode_address, header), ttl_s=86_400.0)
+        config = RouterConfig(model=str(folder), secret_file=str(secret_file), local_prefill_max_tokens=0)
+        frontend = Frontend(config, store=store, clock=clock)
+        faces = Faces("127.0.0.1", 0, 0)
+        await frontend.start()
+        addresses = await faces.start(frontend, getattr(frontend, "metrics", None) or Metrics())
+        until = clock.now() + READY_DEADLINE_S
+        while not frontend.ready()[0]:
+            if clock.now() > until:
+                raise ConfigError("router", addresses.http, f"not ready: {'; '.join(frontend.ready()[1])}")
+            await asyncio.sleep(0.05)
+        print("serves", addresses.http, addresses.grpc, flush=True)
+        await asyncio.Event().wait()
+
+
+def _record(worker_id: str, role: str, address: str, header: IdentityHeader) -> WorkerRecord:
+    compat = {
+        "model_revision": header.model_revision,
+        "tokenizer_revision": header.tokenizer_revision,
+        "kv_dtype": header.kv_dtype,
+        "block_size": str(header.block_size),
+        "block_identity_golden": golden_key(header).hex(),
+    }
+    return WorkerRecord(
+        worker_id=worker_id,
+        incarnation="i1",
+        role=role,
+        address=address,
+        pid=1,
+        model="bench",
+        compat=compat,
+        kv_bytes_per_token=46_080,
+        num_blocks=100_000,
+        block_size=BLOCK_SIZE,
+        max_model_len=8192,
+        max_num_seqs=4096,
+        event_epoch=0,
+    )
+
+
+if __name__ == "__main__":
+    part = sys.argv[1]
+    secret = Path(sys.argv[4]) if len(sys.argv) > 4 else None
+    uvloop.run(run_decode() if part == "decode" else run_router(Path(sys.argv[2]), sys.argv[3], secret))

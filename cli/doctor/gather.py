@@ -1,0 +1,116 @@
+"""What `diptych doctor` reads: the router's status over HTTP, then every worker over gRPC, twice."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import grpc
+
+from diptych.cli.doctor.facts import Facts, Host, Worker
+from diptych.cli.status_client import StatusClient
+from diptych.common.tls import ClusterTls
+from diptych.rpc.channels import channel_options, cluster_credentials, name_option
+from diptych.rpc.stubs import WorkerStub
+from diptych.rpc.v1 import worker_pb2
+
+_TIMEOUT_S = 3.0
+
+
+def gather(
+    client: StatusClient,
+    sample_s: float,
+    *,
+    cluster_tls: ClusterTls | None = None,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Facts:
+    """Ask router and workers, wait `sample_s`, ask the workers again.
+
+    Args:
+        cluster_tls: shown to workers that want to see it.
+    Raises: DiptychError when the router cannot be asked.
+    """
+    known = (client.get().get("cluster") or {}).get("workers", [])
+    began = time.monotonic()
+    before = _ask_all(known, cluster_tls)
+    sleep(max(0.0, sample_s))
+    after = _ask_all(known, cluster_tls)
+    interval_s = max(time.monotonic() - began, 1e-3)
+    # The status last: its stages then include what ended while we looked.
+    return Facts(client.get(), [_joined(one, other) for one, other in zip(before, after, strict=True)], interval_s)
+
+
+def _joined(before: Worker, after: Worker) -> Worker:
+    return after if after.error or before.error else replace(after, before=before.after)
+
+
+def _ask_all(known: list[dict[str, Any]], tls: ClusterTls | None) -> list[Worker]:
+    if not known:
+        return []
+    with ThreadPoolExecutor(max_workers=min(16, len(known)), thread_name_prefix="doctor") as pool:
+        return list(pool.map(lambda one: _ask(one, tls), known))
+
+
+@dataclass(frozen=True, slots=True)
+class _Answers:
+    stats: worker_pb2.GetStatsResponse
+    audit: worker_pb2.AuditResponse
+    host: Host
+
+
+def _channel(address: str, tls: ClusterTls | None) -> grpc.Channel:
+    if tls is None:
+        return grpc.insecure_channel(address, options=channel_options())
+    return grpc.secure_channel(address, cluster_credentials(tls), options=[*channel_options(), *name_option(tls)])
+
+
+def _ask(known: dict[str, Any], tls: ClusterTls | None) -> Worker:
+    worker = Worker(known["id"], known["role"], known["address"])
+    try:
+        with _channel(worker.address, tls) as channel:
+            answers = _answers(WorkerStub(channel))
+    except grpc.RpcError as error:
+        return replace(worker, error=f"{error.code().name}: {error.details()}")
+    stats, audit, cost = answers.stats, answers.audit, answers.stats.preemption
+    return replace(
+        worker,
+        path=stats.transport_path,
+        bytes_per_s=stats.transport_bytes_per_s,
+        links=dict(stats.link_bytes_per_s),
+        after={**stats.engine, "kv_bytes_received": float(audit.kv_bytes_received)},
+        settings=dict(stats.settings),
+        host=answers.host,
+        violations=tuple(audit.violations),
+        slabs_free=audit.slabs.free,
+        slabs_total=audit.slabs.total,
+        slabs_quarantined=audit.slabs.quarantined,
+        kv_bytes_per_token=cost.kv_bytes_per_token,
+        swap_from_tokens=cost.swap_from_tokens if cost.HasField("swap_from_tokens") else None,
+    )
+
+
+def _answers(stub: Any) -> _Answers:
+    asked = time.time()
+    stats = stub.GetStats(worker_pb2.GetStatsRequest(), timeout=_TIMEOUT_S)
+    took_s = max(0.0, time.time() - asked)
+    audit = stub.Audit(worker_pb2.AuditRequest(full=False), timeout=_TIMEOUT_S)
+    facts = stats.host
+    # The answer was made somewhere between question and answer: half the way is the best guess, and the error's bound.
+    host = Host(
+        hostname=facts.hostname,
+        cpus=facts.cpus,
+        load_1m=facts.load_1m,
+        open_files=facts.open_files,
+        max_open_files=facts.max_open_files,
+        memlock_bytes=facts.memlock_bytes,
+        shm_bytes=facts.shm_bytes,
+        shm_free_bytes=facts.shm_free_bytes,
+        rdma_devices=tuple(facts.rdma_devices),
+        rdma_missing=tuple(facts.rdma_missing),
+        clock_ahead_s=facts.wall_clock_s - (asked + took_s / 2),
+        clock_error_s=took_s / 2,
+    )
+    return _Answers(stats, audit, host)

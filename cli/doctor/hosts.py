@@ -1,0 +1,258 @@
+"""Verdicts of `diptych doctor` on hosts and paths: reachability, transport, RDMA, clocks, limits, cores. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from diptych.cli.doctor.facts import UNLIMITED, Facts
+from diptych.cli.doctor.verdict import Level, Verdict, amount
+
+MIN_OPEN_FILES = 4096
+MAX_SKEW_S = 1.0
+BAD_SKEW_S = 60.0
+SLOW_LINK = 0.3
+"""A measured link below this share of the self-test's speed is slow."""
+MIN_LOOPBACK_BYTES_PER_S = 200e6
+MIN_GPU_BYTES_PER_S = 5e9
+
+
+MIN_LINK_BYTES = 8e6
+"""Of KV while we looked: less is a few small reads, whose fixed cost says nothing about the link."""
+
+STEPS_FOR = (
+    (
+        "another cluster secret",
+        "give it the router's file: the same --secret-file (one `make secrets`, copied to every host), then restart it; "
+        "if the files are the same, the versions differ",
+    ),
+    (
+        "the store",
+        "is Redis up where --redis-url points, and does it take writes (`redis-cli -u URL ping`, `info replication`)? "
+        "Serving goes on with what is known; new workers are not found meanwhile",
+    ),
+    (
+        "has no lease",
+        "it answers, but does not reach Redis: its log says why the lease cannot be written; compare --redis-url",
+    ),
+    (
+        "cache",
+        "is --enable-prefix-caching on there, and does it reach Redis (--redis-url)? Placement there goes by load",
+    ),
+    ("_revision", "start router and workers from the same model folder or revision"),
+    ("is draining", "somebody stops it: it ends what runs and goes"),
+    (
+        "no usable",
+        "start one with the router's --redis-url, --cluster and --secret-file; if one runs, `diptych health ADDRESS` asks it",
+    ),
+)
+"""What the router has against the cluster, by words in it -> the next step."""
+
+
+def _step_for(reason: str) -> str:
+    known = (step for words, step in STEPS_FOR if words in reason)
+    return next(known, "see that worker's log; `diptych health ADDRESS` asks it directly")
+
+
+def cluster(facts: Facts) -> Iterator[Verdict]:
+    status, found = facts.status, facts.cluster
+    for reason in status.get("reasons", []):
+        yield Verdict("cluster", Level.BAD, reason, _step_for(reason))
+    for pair in found.get("incompatible", []):
+        yield Verdict(
+            "cluster",
+            Level.BAD,
+            f"{pair['prefill']} and {pair['decode']} do not fit: {'; '.join(pair['why'])}",
+            "start both with the same model, revision, block size and dtype; such a pair is never placed on",
+        )
+    for worker in facts.workers:
+        if "refused" in worker.error:
+            yield Verdict(
+                "cluster",
+                Level.BAD,
+                f"{worker.id} is not running: nobody listens at {worker.address}",
+                "it was killed or has crashed: see the end of its log and `dmesg` for the out-of-memory killer; `diptych up` "
+                "starts its own workers again by itself, and its lease goes within seconds",
+            )
+        elif worker.error:
+            yield Verdict(
+                "cluster",
+                Level.UNKNOWN,
+                f"{worker.id} at {worker.address} cannot be asked: {worker.error}",
+                "run the doctor where workers can be reached (inside the cluster's private network); where they want a "
+                "certificate, with --cluster-ca, --cluster-cert and --cluster-key",
+            )
+        for violation in worker.violations:
+            yield Verdict(
+                "cluster", Level.BAD, f"{worker.id}: {violation}", "a law is broken: keep its log, restart it"
+            )
+    if status.get("ready") and not status.get("reasons"):
+        roles = Counter(worker.role for worker in facts.workers)
+        yield Verdict("cluster", Level.OK, f"ready: {roles['prefill']} prefill, {roles['decode']} decode")
+
+
+def transport(facts: Facts) -> Iterator[Verdict]:
+    hosts = {worker.host.hostname for worker in facts.asked}
+    for worker in facts.asked:
+        path, speed = worker.path, f"{amount(worker.bytes_per_s)}B/s"
+        slow_path = "tcp" in path
+        if worker.on_gpu and slow_path:
+            missing = "; ".join(worker.host.rdma_missing) or "the transport found no better path"
+            yield Verdict(
+                "transport",
+                Level.BAD,
+                f"{worker.id}: KV of a GPU crosses over {path} at {speed} ({missing})",
+                "install what is missing, or --transport nixl; --require-transport makes a slow path an error at the start",
+            )
+            continue
+        floor = MIN_GPU_BYTES_PER_S if worker.on_gpu else MIN_LOOPBACK_BYTES_PER_S
+        if 0 < worker.bytes_per_s < floor:
+            yield Verdict(
+                "transport",
+                Level.WARN,
+                f"{worker.id}: {path} moves {speed}, less than {amount(floor)}B/s",
+                "look for loaded cores (the transfer thread needs one), a small MTU, or a slow interface behind --host",
+            )
+        else:
+            yield Verdict("transport", Level.OK, f"{worker.id}: {path} at {speed}")
+        if slow_path and len(hosts) > 1 and worker.host.rdma_devices:
+            yield Verdict(
+                "rdma",
+                Level.WARN,
+                f"{worker.id} has {', '.join(worker.host.rdma_devices)} but KV crosses over {path}"
+                + "".join(f"; {why}" for why in worker.host.rdma_missing),
+                "load the modules named, give the devices to the container, use --transport nixl (its wheel has verbs)",
+            )
+    yield from _links(facts)
+    if facts.asked and not any(worker.host.rdma_devices for worker in facts.asked):
+        why = facts.asked[0].host.rdma_missing
+        yield Verdict("rdma", Level.INFO, "no RDMA on these hosts: " + "; ".join(why))
+    elif facts.asked and not any("tcp" in worker.path for worker in facts.asked):
+        yield Verdict("rdma", Level.OK, "every worker's path is faster than TCP")
+
+
+def _links(facts: Facts) -> Iterator[Verdict]:
+    for worker in facts.of("decode"):
+        for peer, rate in sorted(worker.links.items()):
+            if worker.rise("kv_bytes_received") < MIN_LINK_BYTES:
+                told = f"{worker.id} read from {peer} at {amount(rate)}B/s when it last did"
+                yield Verdict("link", Level.INFO, f"{told}; idle, or almost, while we looked")
+            elif worker.bytes_per_s > 0 and rate < SLOW_LINK * worker.bytes_per_s:
+                yield Verdict(
+                    "link",
+                    Level.WARN,
+                    f"{worker.id} reads from {peer} at {amount(rate)}B/s; its own path can do {amount(worker.bytes_per_s)}B/s",
+                    "small prompts explain it (fixed cost a read); else look at that host's cores and at the network between",
+                )
+            else:
+                yield Verdict("link", Level.OK, f"{worker.id} reads from {peer} at {amount(rate)}B/s")
+        if worker.slabs_quarantined:
+            yield Verdict(
+                "link",
+                Level.WARN,
+                f"{worker.id}: {worker.slabs_quarantined} of {worker.slabs_total} slabs are quarantined",
+                "reads to a peer timed out; they come back when it answers or is proved dead. Look for a partition",
+            )
+
+
+def clocks(facts: Facts) -> Iterator[Verdict]:
+    """No lease or deadline depends on a wall clock; certificates, tickets and reading two logs side by side do."""
+    worst = 0.0
+    for worker in facts.asked:
+        skew = abs(worker.host.clock_ahead_s) - worker.host.clock_error_s
+        worst = max(worst, skew)
+        if skew > MAX_SKEW_S:
+            yield Verdict(
+                "clock",
+                Level.BAD if skew > BAD_SKEW_S else Level.WARN,
+                f"{worker.id}'s wall clock is {worker.host.clock_ahead_s:+.1f} s off ours",
+                "start chrony or another NTP client on that host: TLS and signed tickets go by it",
+            )
+    if facts.asked and worst <= MAX_SKEW_S:
+        yield Verdict("clock", Level.OK, f"wall clocks agree within {MAX_SKEW_S:g} s")
+
+
+def limits(facts: Facts) -> Iterator[Verdict]:
+    fine = bool(facts.asked)
+    for worker in facts.asked:
+        host = worker.host
+        ring = worker.setting("slab_bytes", 0) * worker.setting("num_slabs", 0)
+        if host.max_open_files < MIN_OPEN_FILES or host.open_files > 0.8 * host.max_open_files:
+            fine = False
+            yield Verdict(
+                "limits",
+                Level.WARN,
+                f"{worker.id}: {host.open_files} of {host.max_open_files} open files",
+                f"raise nofile to {MIN_OPEN_FILES} or more (ulimit -n, LimitNOFILE=, compose `ulimits`)",
+            )
+        pins = worker.on_gpu or "tcp" not in worker.path
+        if pins and host.memlock_bytes != UNLIMITED and host.memlock_bytes < 2 * ring:
+            fine = False
+            yield Verdict(
+                "limits",
+                Level.BAD,
+                f"{worker.id} may lock {amount(host.memlock_bytes)}B; its ring of slabs takes {amount(ring)}B",
+                "set memlock to unlimited (ulimit -l, LimitMEMLOCK=infinity, compose `ulimits: memlock: -1`)",
+            )
+        if host.shm_bytes and host.shm_free_bytes < 2 * ring:
+            fine = False
+            yield Verdict(
+                "limits",
+                Level.WARN,
+                f"{worker.id}: {amount(host.shm_free_bytes)}B left in /dev/shm; its ring takes {amount(ring)}B",
+                "give the container a larger shm_size, or share the host's IPC namespace",
+            )
+    if fine:
+        yield Verdict("limits", Level.OK, "open files, locked memory and /dev/shm suffice")
+
+
+INSTALL_COMPILER = (
+    "install gcc or clang there (`apt-get install gcc`), or name one in CC, and restart it: it compiles once"
+)
+
+
+def kernels(facts: Facts) -> Iterator[Verdict]:
+    """C that is compiled at the first start; without a compiler everything works, about half as fast."""
+    fine = bool(facts.asked)
+    lookup = facts.status.get("lookup", {})
+    if lookup.get("backend") == "numpy" and lookup.get("wanted") != "numpy":
+        fine = False
+        step = INSTALL_COMPILER if not lookup.get("compiler") else "its log says why the library cannot be had"
+        why = "" if lookup.get("compiler") else ": there is no C compiler"
+        yield Verdict("kernels", Level.WARN, f"the router looks prompts up in numpy{why}", step)
+    for worker in facts.asked:
+        if worker.settings.get("kernels") != "torch" or worker.on_gpu or worker.settings.get("dtype") != "float32":
+            continue
+        fine = False
+        if worker.settings.get("compiler"):
+            why, step = "", "its log says why the compiled kernels cannot be used, a dimension of the model perhaps"
+        else:
+            why, step = ": there is no C compiler", INSTALL_COMPILER
+        yield Verdict("kernels", Level.WARN, f"{worker.id} computes with plain torch, about half as fast{why}", step)
+    if fine:
+        yield Verdict("kernels", Level.OK, "what can be compiled is compiled")
+
+
+def cores(facts: Facts) -> Iterator[Verdict]:
+    by_host: dict[str, list[int]] = {}
+    for worker in facts.asked:
+        by_host.setdefault(worker.host.hostname, []).append(worker.setting("threads", 1))
+    for name, threads in by_host.items():
+        host = next(worker.host for worker in facts.asked if worker.host.hostname == name)
+        on_cpu = any(not worker.on_gpu for worker in facts.asked if worker.host.hostname == name)
+        if on_cpu and sum(threads) > host.cpus:
+            yield Verdict(
+                "cores",
+                Level.WARN,
+                f"{name}: {sum(threads)} compute threads of {len(threads)} workers on {host.cpus} cores",
+                "lower --threads, or spread the workers: threads that wait for a core spin and slow the others",
+            )
+        elif host.load_1m > 1.5 * host.cpus:
+            yield Verdict(
+                "cores",
+                Level.WARN,
+                f"{name}: load {host.load_1m:.1f} on {host.cpus} cores",
+                "something else computes there, too: look with top; token times suffer first",
+            )
+        else:
+            yield Verdict("cores", Level.OK, f"{name}: load {host.load_1m:.1f} on {host.cpus} cores")

@@ -1,0 +1,240 @@
+"""Verdicts of `diptych doctor` on serving: batches, preemptions, cache, queues, tokenizer, KV, balance, fallbacks. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from diptych.cli.doctor.facts import Facts, Worker
+from diptych.cli.doctor.verdict import Level, Verdict, amount, milliseconds
+
+SMALL_BATCH_SHARE = 0.25
+LOW_HIT_RATE = 0.02
+MIN_PROMPT_TOKENS = 5_000
+"""Less says nothing about the cache."""
+FULL, ALMOST_FULL = 0.97, 0.85
+BUSY, IDLE = 0.8, 0.4
+
+
+def batches(facts: Facts) -> Iterator[Verdict]:
+    for worker in facts.of("decode"):
+        steps, tokens = worker.rise("steps"), worker.rise("generation_tokens_total")
+        running, waiting = worker.now("num_running"), worker.now("num_waiting")
+        most = worker.setting("max_num_seqs", 1)
+        if steps < 1:
+            yield Verdict("batch", Level.INFO, f"{worker.id}: idle while we looked")
+            continue
+        per_step = tokens / steps
+        seen = f"{worker.id}: {per_step:.1f} tokens a step, {running:.0f} of {most} running, {waiting:.0f} wait"
+        if waiting and running < SMALL_BATCH_SHARE * most:
+            yield Verdict(
+                "batch",
+                Level.WARN,
+                seen,
+                "requests wait though the batch has room: KV blocks are short (--num-blocks, --kv-memory-bytes), "
+                "or long prompts hold them",
+            )
+        elif running >= most:
+            yield Verdict("batch", Level.WARN, seen, "the batch is full: raise --max-num-seqs, or add a decode worker")
+        else:
+            yield Verdict("batch", Level.OK, seen)
+
+
+def preemptions(facts: Facts) -> Iterator[Verdict]:
+    for worker in facts.of("decode"):
+        rise, total = worker.rise("preemptions_total"), worker.now("preemptions_total")
+        steps = max(worker.now("steps"), 1.0)
+        seen = f"{worker.id}: {rise:.0f} preemptions while we looked, {total:.0f} since its start"
+        if rise > 0 or total / steps > 0.01:
+            yield Verdict(
+                "preemptions",
+                Level.BAD if rise > 0 else Level.WARN,
+                seen,
+                "too many requests for its KV blocks: more --num-blocks, a lower --max-num-seqs, or a host tier "
+                "(--num-host-blocks)",
+            )
+        else:
+            yield Verdict("preemptions", Level.OK, seen)
+
+
+def swap(facts: Facts) -> Iterator[Verdict]:
+    for worker in facts.of("decode"):
+        preempted = worker.now("preemptions_total")
+        slots = worker.setting("num_host_blocks", 0)
+        if not slots:
+            if preempted:
+                yield Verdict(
+                    "swap",
+                    Level.WARN,
+                    f"{worker.id}: {preempted:.0f} preempted requests were computed again; there is no host tier",
+                    "try --num-host-blocks; `diptych capacity --prefill-rate --copy-rate` shows from when on a swap pays",
+                )
+            continue
+        point = worker.swap_from_tokens
+        if point is None:
+            yield Verdict(
+                "swap", Level.INFO, f"{worker.id}: {slots} host blocks; what a swap costs is not measured yet"
+            )
+        elif math.isinf(point):
+            yield Verdict(
+                "swap",
+                Level.WARN,
+                f"{worker.id}: copying to the host ({amount(worker.now('copy_bytes_per_s'))}B/s) never beats computing again",
+                "the host tier costs memory for nothing here: --num-host-blocks 0, or pinned memory and a faster link",
+            )
+        else:
+            mode = worker.settings.get("preemption_mode", "auto")
+            level = Level.WARN if mode == "recompute" else Level.OK
+            yield Verdict(
+                "swap",
+                level,
+                f"{worker.id}: from {point:.0f} tokens on a swap is cheaper than computing again; mode {mode}",
+                "--preemption-mode auto takes the cheaper way" if level is Level.WARN else "",
+            )
+
+
+def cache(facts: Facts) -> Iterator[Verdict]:
+    for worker in facts.cluster.get("workers", []):
+        if worker.get("index_mode") != "EXACT":
+            yield Verdict(
+                "cache",
+                Level.WARN,
+                f"the router knows {worker['id']}'s cache only as {worker.get('index_mode')}",
+                "placement there is by guess: look whether Redis is reachable from that worker, and how full it is",
+            )
+    for role in ("prefill", "decode"):
+        prompt, cached = facts.total("prompt_tokens_total", role), facts.total("cached_tokens_total", role)
+        if not prompt:
+            continue
+        seen = f"{role}: {100 * cached / prompt:.0f}% of {prompt:,.0f} prompt tokens were cached"
+        if prompt >= MIN_PROMPT_TOKENS and cached / prompt < LOW_HIT_RATE:
+            yield Verdict(
+                "cache",
+                Level.WARN,
+                seen,
+                "if prompts share a beginning, something differs in it (a date, an id, another tenant's salt); "
+                "`diptych explain ID` shows the hit of one request",
+            )
+        else:
+            yield Verdict("cache", Level.OK, seen)
+
+
+def queues(facts: Facts) -> Iterator[Verdict]:
+    queue, prefill = facts.stage("queue"), facts.stage("prefill")
+    transfer, second = facts.stage("transfer"), facts.stage("second_token")
+    if queue is None or prefill is None:
+        yield Verdict("time", Level.INFO, "no request has ended at this router lately: nothing to split")
+        return
+    parts = [("queue", queue), ("prefill", prefill), ("transfer", transfer), ("second token", second)]
+    seen = "p50 " + ", ".join(f"{name} {milliseconds(value)}" for name, value in parts if value is not None)
+    if queue > 0.1 and queue > prefill:
+        yield Verdict(
+            "time",
+            Level.BAD,
+            seen,
+            "requests wait longer than they are computed: add workers to the pool that the balance below names, "
+            "or shed earlier",
+        )
+    elif transfer is not None and transfer > 0.05 and transfer > 0.5 * prefill:
+        yield Verdict(
+            "time",
+            Level.WARN,
+            seen,
+            "moving KV takes as long as computing it: see transport and link; more --num-slabs",
+        )
+    else:
+        yield Verdict("time", Level.OK, seen)
+
+
+def tokenizer(facts: Facts) -> Iterator[Verdict]:
+    p95, prefill = facts.stage("tokenize", "p95"), facts.stage("prefill")
+    if p95 is None:
+        return
+    seen = f"p95 {milliseconds(p95)} for checks, template and tokenizer"
+    if p95 > 0.05 and (prefill is None or p95 > 0.1 * prefill):
+        yield Verdict(
+            "tokenizer",
+            Level.WARN,
+            seen,
+            "the router's threads are short: add a router replica, or look for huge prompts",
+        )
+    else:
+        yield Verdict("tokenizer", Level.OK, seen)
+
+
+def kv_headroom(facts: Facts) -> Iterator[Verdict]:
+    for worker in facts.asked:
+        usage = worker.now("kv_usage")
+        seen = f"{worker.id}: {100 * usage:.0f}% of its KV blocks are in use or reserved"
+        if usage > ALMOST_FULL:
+            yield Verdict(
+                "kv",
+                Level.BAD if usage > FULL else Level.WARN,
+                seen,
+                "more --kv-memory-bytes or --num-blocks, a smaller --max-model-len, or another worker of this role",
+            )
+        else:
+            yield Verdict("kv", Level.OK, seen)
+
+
+def utilization(worker: Worker, interval_s: float) -> float | None:
+    """Share of its measured rate that a worker used while we looked; None: no rate is measured yet."""
+    if worker.role == "prefill":
+        rate = worker.now("prefill_tokens_per_s")
+        return worker.rise("computed_tokens_total") / (rate * interval_s) if rate > 0 else None
+    step_s = worker.now("decode_step_s")
+    return worker.rise("steps") * step_s / interval_s if step_s > 0 else None
+
+
+def balance(facts: Facts) -> Iterator[Verdict]:
+    means = {}
+    for role in ("prefill", "decode"):
+        known = [value for w in facts.of(role) if (value := utilization(w, facts.interval_s)) is not None]
+        if known:
+            means[role] = min(1.0, sum(known) / len(known))
+    if len(means) < 2:
+        yield Verdict("balance", Level.INFO, "no rates are measured yet: send some load and ask again")
+        return
+    prefill, decode = means["prefill"], means["decode"]
+    seen = f"while we looked prefill was busy {100 * prefill:.0f}%, decode {100 * decode:.0f}%"
+    waiting = facts.total("waiting_prompt_tokens", "prefill")
+    if prefill > BUSY and decode < IDLE:
+        step = (
+            f"prefill is the narrow place ({waiting:.0f} tokens wait there): turn a decode worker into a prefill worker"
+        )
+        yield Verdict("balance", Level.WARN, seen, step)
+    elif decode > BUSY and prefill < IDLE:
+        yield Verdict(
+            "balance", Level.WARN, seen, "decode is the narrow place: turn a prefill worker into a decode worker"
+        )
+    elif prefill > BUSY and decode > BUSY:
+        yield Verdict("balance", Level.WARN, seen, "both pools are at their limit: add workers, or shed load earlier")
+    else:
+        yield Verdict("balance", Level.OK, seen)
+
+
+def fallbacks(facts: Facts) -> Iterator[Verdict]:
+    placed = sum(facts.counter("placements").values())
+    went = {name: number for name, number in facts.counter("fallbacks").items() if name != "decode_cache"}
+    faults, errors = facts.counter("prefill_faults"), facts.counter("request_errors")
+    total = sum(went.values())
+    if total:
+        kinds = ", ".join(f"{number:.0f} to {name}" for name, number in sorted(went.items()))
+        why = ", ".join(f"{number:.0f} {reason}" for reason, number in sorted(faults.items()))
+        share = total / max(placed, 1.0)
+        yield Verdict(
+            "fallbacks",
+            Level.BAD if share > 0.05 else Level.WARN,
+            f"{total:.0f} of {placed:.0f} attempts did not go as placed: {kinds}" + (f" ({why})" if why else ""),
+            "the reasons name the cause; the answer's `diptych.notes` and `diptych explain ID` name the worker",
+        )
+    else:
+        yield Verdict("fallbacks", Level.OK, f"all {placed:.0f} attempts went as placed")
+    ours = {name: number for name, number in errors.items() if name not in ("INVALID_ARGUMENT", "CLIENT_LEFT")}
+    if ours:
+        yield Verdict(
+            "errors",
+            Level.WARN,
+            ", ".join(f"{number:.0f} {reason}" for reason, number in sorted(ours.items())),
+            "the router's log has each with its request id",
+        )

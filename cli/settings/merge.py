@@ -1,0 +1,252 @@
+"""A command's settings, merged from four places: command line > environment > file > default.
+
+Settings are the fields of a frozen dataclass. In the environment field `http_port` is DIPTYCH_HTTP_PORT; in a file (YAML or
+TOML) it is `http-port` or `http_port`. A key that no command knows is an error, wherever it stands.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import math
+import os
+import tomllib
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit, urlunsplit
+
+from diptych.common.errors import ConfigError
+
+ENV_PREFIX = "DIPTYCH_"
+# Read elsewhere (common/paths.py, logging, compiled, cli/router_access.py), so no setting of a command.
+ENV_ELSEWHERE = frozenset(
+    {
+        "DIPTYCH_RUN_DIR",
+        "DIPTYCH_LOG_LEVEL",
+        "DIPTYCH_LOG_JSON",
+        "DIPTYCH_API_KEY",
+        "DIPTYCH_CONFIG",
+        "DIPTYCH_NATIVE_LANES",
+        "DIPTYCH_TLS_CA",
+        "DIPTYCH_TLS_SERVER_NAME",
+    }
+)
+COMMAND_PREFIXES = tuple(
+    f"DIPTYCH_{command}_" for command in ("CHAT", "EXPLAIN", "WHAT_IF", "DOCTOR", "TOP", "CAPACITY", "BENCH")
+)
+"""Variables of the commands that are no settings of a server's: cli/settings/option_sources.py reads them in theirs only."""
+_SECRET_WORDS = ("secret", "password", "token_key", "api_key")
+_MOST = 2**63 - 1
+_KINDS: Mapping[type, str] = {int: "an integer", float: "a number", str: "text"}
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+
+Config = TypeVar("Config")
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The file's keys, with `-` turned into `_`. Raises: ConfigError when it cannot be read or is no mapping."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError("config", str(path), f"cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError("config", str(path), "is not UTF-8") from None
+    if path.suffix == ".toml":
+        try:
+            data: Any = tomllib.loads(text)
+        except ValueError as error:  # also a number of thousands of digits
+            raise ConfigError("config", str(path), f"is not TOML: {error}") from None
+        except RecursionError:
+            raise ConfigError("config", str(path), "is nested too deep") from None
+    elif path.suffix in (".yaml", ".yml"):
+        import yaml
+
+        try:
+            _check_given_once(yaml.compose(text, yaml.SafeLoader))
+            data = yaml.safe_load(text) or {}
+        except ConfigError:
+            raise
+        except RecursionError:
+            raise ConfigError("config", str(path), "is nested too deep") from None
+        except Exception as error:  # the constructors of its tags raise anything: `!!bool "x"` is a KeyError
+            raise ConfigError("config", str(path), f"is not YAML: {error}") from None
+    else:
+        raise ConfigError("config", str(path), "must end in .yaml, .yml or .toml")
+    if not isinstance(data, dict):
+        raise ConfigError("config", str(path), "must be a mapping of setting to value")
+    found: dict[str, Any] = {}
+    for key, value in data.items():
+        if not isinstance(key, str):
+            raise ConfigError("config", str(path), f"has a key that is no text but of type {type(key).__name__}")
+        name = key.replace("-", "_")
+        if name in found:
+            raise ConfigError(name, value, f"is given twice in {path} (- and _ are the same)")
+        found[name] = value
+    return found
+
+
+def _check_given_once(tree: Any) -> None:
+    """Raises: ConfigError for a key that stands twice in a YAML mapping: which of the two was meant?"""
+    seen: set[str] = set()
+    for key, _ in tree.value if getattr(tree, "id", "") == "mapping" else ():
+        if isinstance(key.value, str):
+            if key.value in seen:
+                raise ConfigError(key.value, "", "is given twice in the config file")
+            seen.add(key.value)
+
+
+def merge(
+    cls: type[Config],
+    command_line: Mapping[str, Any],
+    *,
+    environ: Mapping[str, str],
+    file: Mapping[str, Any] | None = None,
+    known_elsewhere: frozenset[str] = frozenset(),
+) -> Config:
+    """Build `cls` from the four places.
+
+    Args:
+        command_line: flag values by field name; None means not given.
+        file: content of the config file.
+        known_elsewhere: fields of the other commands: allowed in the environment, not used here.
+    Raises: ConfigError for an unknown key or a value of the wrong type.
+    """
+    fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    hints = typing.get_type_hints(cls)
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    for key, value in (file or {}).items():
+        if key not in fields:
+            raise ConfigError(key, value, f"unknown setting in the config file; known: {', '.join(sorted(fields))}")
+        sources[key] = "in the config file"
+        values[key] = _from(sources[key], key, value, hints[key])
+    for name, text in sorted(environ.items()):
+        if not name.startswith(ENV_PREFIX) or name in ENV_ELSEWHERE or name.startswith(COMMAND_PREFIXES):
+            continue
+        key = name.removeprefix(ENV_PREFIX).lower()
+        if key in fields:
+            sources[key] = f"from {name}"
+            values[key] = _from(sources[key], key, text, hints[key])
+        elif key not in known_elsewhere:
+            raise ConfigError(name, _mask(key, text), "unknown setting in the environment")
+    for key, value in command_line.items():
+        if value is not None:
+            sources[key] = f"from --{key.replace('_', '-')}"
+            values[key] = _from(sources[key], key, value, hints[key])
+    for key, value in values.items():
+        if isinstance(value, float) and math.isinf(value):
+            raise ConfigError(key, value, f"must be a finite number ({sources[key]})")
+    try:
+        return cls(**values)
+    except ConfigError as error:
+        if error.field not in sources:
+            raise
+        raise ConfigError(error.field, error.value, f"{error.rule} ({sources[error.field]})") from None
+
+
+def _from(source: str, key: str, value: Any, hint: Any) -> Any:
+    """See convert; an error tells where the value came from."""
+    try:
+        return convert(key, value, hint)
+    except ConfigError as error:
+        raise ConfigError(key, value, f"{error.rule} ({source})") from None
+
+
+def convert(key: str, value: Any, hint: Any) -> Any:
+    """Bring a value to the field's type. Raises: ConfigError."""
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        if value is None or value == "":
+            return None
+        hint = next(arm for arm in typing.get_args(hint) if arm is not type(None))
+    if isinstance(value, str):
+        check_text(key, value)
+    if hint is bool:
+        text = str(value).lower()
+        if text not in _TRUE + _FALSE:
+            raise ConfigError(key, value, "must be true or false")
+        return text in _TRUE
+    if typing.get_origin(hint) is tuple:
+        if not isinstance(value, (str, list, tuple)):
+            raise ConfigError(key, value, "must be a list")
+        items = value.split(",") if isinstance(value, str) else value
+        return tuple(convert(key, item, typing.get_args(hint)[0]) for item in items)
+    if hint is Path:
+        if not isinstance(value, (str, Path)):
+            raise ConfigError(key, value, "must be a path")
+        return Path(value)
+    if hint is str and isinstance(value, datetime.date):  # what YAML makes of a name such as 2024-01-01
+        return str(value)
+    if hint in (int, float, str):
+        if isinstance(value, bool) or (hint is int and isinstance(value, float)) or not _is_plain(value):
+            raise ConfigError(key, value, f"must be {_KINDS[hint]}")
+        try:
+            made = hint(value)
+        except (TypeError, ValueError, OverflowError):
+            raise ConfigError(key, value, f"must be {_KINDS[hint]}") from None
+        check_number(key, made)
+        return made
+    return value
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (str, int, float))
+
+
+def check_text(key: str, value: str) -> None:
+    """Raises: ConfigError for what no protocol and no file system takes as text: bytes of a command line that are no UTF-8 come
+    as lone surrogates."""
+    if "\0" in value:
+        raise ConfigError(key, value, "must not hold a NUL character")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(key, ascii(value), "must be valid UTF-8") from None
+
+
+def check_number(key: str, value: Any) -> None:
+    """Raises: ConfigError for a number that no machine word holds, or that is none."""
+    if isinstance(value, int) and not -_MOST - 1 <= value <= _MOST:
+        raise ConfigError(key, value, "must be a number of at most 64 bits")
+    if isinstance(value, float) and math.isnan(value):
+        raise ConfigError(key, value, "must be a number")
+
+
+def describe(config: Any) -> str:
+    """The merged settings in one line, secrets masked."""
+    return describe_values({field.name: getattr(config, field.name) for field in dataclasses.fields(config)})
+
+
+def log_line(command: str, config: Any) -> str:
+    """The merged settings as a line of a JSON log, secrets masked."""
+    merged = {field.name: str(_mask(field.name, getattr(config, field.name))) for field in dataclasses.fields(config)}
+    line = {"event": "settings", "level": "info", "command": command, "settings": merged}
+    return json.dumps(line | {"timestamp": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")})
+
+
+def describe_values(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={_mask(name, value)!s}" for name, value in values.items())
+
+
+def child_environment(cls: type) -> dict[str, str]:
+    """Our environment less the settings of `cls`, which its children get as flags; what only the children know stays."""
+    own = {field.name for field in dataclasses.fields(cls)} | {"config"}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not (name.startswith(ENV_PREFIX) and name.removeprefix(ENV_PREFIX).lower() in own)
+    }
+
+
+def _mask(name: str, value: Any) -> Any:
+    if any(word in name for word in _SECRET_WORDS) and not name.endswith("_file"):
+        return "***" if value else value
+    if isinstance(value, str) and "://" in value:
+        parts = urlsplit(value)
+        if parts.password:
+            host = parts.netloc.rpartition("@")[2]
+            return urlunsplit(parts._replace(netloc=f"{parts.username or ''}:***@{host}"))
+    return value

@@ -1,0 +1,205 @@
+"""Which processes a local cluster is made of, and their command lines."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from diptych.cli.up import embedded_redis
+from diptych.cli.up.config import UpConfig
+from diptych.cli.up.gpus import Seat
+from diptych.cli.up.processes import free_port
+from diptych.cli.up.run_folder import RunFolder
+from diptych.cli.up.supervisor import ChildSpec
+from diptych.common.addresses import host_port, loopback_beside, reachable
+from diptych.common.secret import create_secret, load_secret
+
+WORKER_DRAIN_S = 1.0
+"""Whoever stops a local cluster wants it gone; running requests get this long."""
+# Router and workers are stopped together (a draining router waits for streams that the workers end), Redis after them.
+_SERVING_GROUP, _REDIS_GROUP = range(2)
+
+
+def diptych_command() -> list[str]:
+    """Our own command line tool, run by this interpreter; -P keeps the current folder off sys.path."""
+    return [sys.executable, "-P", "-m", "diptych.cli"]
+
+
+def own_name(spec: str, folder: Path) -> str:
+    """Under which name a model is served when none is given: its hub id, else its folder's name (a hub snapshot's folder is
+    called by a hash)."""
+    is_hub_id = "/" in spec and not Path(spec).expanduser().exists()
+    return spec if is_hub_id else folder.name
+
+
+@dataclass(slots=True)
+class ClusterPlan:
+    config: UpConfig
+    folder: RunFolder
+    model_folder: Path
+    model_name: str
+    threads: int
+    seats: Mapping[str, Seat] = field(default_factory=dict)
+    """Worker name -> its GPU; empty on a CPU."""
+    redis_port: int = 0
+    addresses: dict[str, str] = field(default_factory=dict)
+    """Child name -> address of its latest start."""
+    metrics: dict[str, str] = field(default_factory=dict)
+    """Worker name -> where its latest start shows /metrics."""
+
+    def __post_init__(self) -> None:
+        if not self.config.redis_url:
+            self.redis_port = free_port(self.loopback)
+
+    @property
+    def loopback(self) -> str:
+        """Where Redis and the workers listen: an address of the router's family, which may be the only one of this host."""
+        return loopback_beside(self.config.host)
+
+    @property
+    def redis_url(self) -> str:
+        return self.config.redis_url or f"redis://{host_port(self.loopback, self.redis_port)}/0"
+
+    @property
+    def secret_file(self) -> Path:
+        # Absolute: the children run in the run folder.
+        given = self.config.secret_file
+        return self.folder.secret if given is None else given.expanduser().absolute()
+
+    @property
+    def room(self) -> int:
+        """Tokens that one request can have by the settings given; 0: none was given."""
+        limits = [self.config.max_model_len, self.config.num_blocks * self.config.block_size]
+        return min((limit for limit in limits if limit), default=0)
+
+    @property
+    def probe_host(self) -> str:
+        """Where we ourselves reach the router."""
+        return reachable(self.config.host)
+
+    @property
+    def http_url(self) -> str:
+        scheme = "http" if self.config.tls_cert is None else "https"
+        return f"{scheme}://{host_port(self.probe_host, self.config.http_port)}"
+
+    @property
+    def grpc_address(self) -> str:
+        return host_port(self.probe_host, self.config.grpc_port)
+
+    @property
+    def tls_files(self) -> dict[str, str]:
+        """For the run folder's state."""
+        files = _files(self.config, "tls_cert", "cluster_ca", "cluster_cert", "cluster_key")
+        return {name.replace("-", "_"): str(file) for name, file in files.items()}
+
+    def make_secret(self) -> None:
+        if self.config.secret_file is None:
+            create_secret(self.folder.secret)
+        else:
+            load_secret(self.secret_file)
+
+    def redis_spec(self) -> ChildSpec:
+        self.addresses["redis"] = host_port(self.loopback, self.redis_port)
+
+        def command() -> list[str]:
+            return embedded_redis.server_command(self.redis_port, self.folder.logs, host=self.loopback)
+
+        return ChildSpec("redis", "redis", command, self._log("redis"), _REDIS_GROUP)
+
+    def worker_specs(self) -> list[ChildSpec]:
+        prefill = [self._worker(f"prefill-{i}", "prefill") for i in range(self.config.prefill_workers)]
+        decode = [self._worker(f"decode-{i}", "decode") for i in range(self.config.decode_workers)]
+        return [*prefill, *decode]
+
+    def router_spec(self) -> ChildSpec:
+        config = self.config
+        self.addresses["router"] = self.http_url
+
+        def command() -> list[str]:
+            flags: dict[str, object] = {
+                "host": config.host,
+                "http-port": config.http_port,
+                "grpc-port": config.grpc_port,
+                "max-model-len": config.max_model_len,
+                "local-prefill-max-tokens": config.local_prefill_max_tokens,
+                **_files(config, "keys_file", "tls_cert", "tls_key"),
+            }
+            insecure = ["--insecure"] if config.insecure else []
+            more = shlex.split(config.router_args)
+            return [*diptych_command(), "router", *self._common_flags(), *_flags(flags), *insecure, *more]
+
+        return ChildSpec("router", "router", command, self._log("router"), _SERVING_GROUP)
+
+    def _worker(self, name: str, role: str) -> ChildSpec:
+        config = self.config
+        seat = self.seats.get(name)
+        env = {} if seat is None else {"CUDA_VISIBLE_DEVICES": seat.gpu.visible, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+
+        def command() -> list[str]:
+            host = self.loopback
+            port = free_port(host)
+            self.addresses[name] = host_port(host, port)
+            metrics_port = free_port(host)
+            self.metrics[name] = host_port(host, metrics_port)
+            flags: dict[str, object] = {
+                "worker-id": name,
+                "host": host,
+                "port": port,
+                "metrics-host": host,
+                "metrics-port": metrics_port,
+                "transport": config.transport or self._transport(),
+                "block-size": config.block_size,
+                "num-blocks": config.num_blocks,
+                "max-model-len": config.max_model_len,
+                "max-num-seqs": config.max_num_seqs,
+                "max-num-batched-tokens": config.max_num_batched_tokens,
+                "max-step-time-s": config.max_step_time_s,
+                "dtype": config.dtype,
+                "device": config.device,
+                "threads": self.threads,
+                "drain-s": WORKER_DRAIN_S,
+            }
+            if role == "decode":
+                flags["client-port"] = 0
+            if seat is not None:
+                flags["gpu-memory-utilization"] = seat.share
+            return [*diptych_command(), role, *self._common_flags(), *_flags(flags), *shlex.split(config.worker_args)]
+
+        return ChildSpec(name, role, command, self._log(name), _SERVING_GROUP, env)
+
+    def _transport(self) -> str:
+        """Workers that share one GPU can only meet by CUDA IPC without leaving it; "auto" expects the peer on another GPU."""
+        return "ipc" if self.seats and len({seat.gpu.visible for seat in self.seats.values()}) == 1 else ""
+
+    def _common_flags(self) -> list[str]:
+        flags = {
+            "model": self.model_folder,
+            "served-model-name": self.model_name,
+            "redis-url": self.redis_url,
+            "secret-file": self.secret_file,
+            **_files(self.config, "cluster_ca", "cluster_cert", "cluster_key"),
+        }
+        return ["--verbose", *_flags(flags)]  # their logs begin with the settings
+
+    def _log(self, name: str) -> Path:
+        return self.folder.logs / f"{name}.log"
+
+
+def _files(config: UpConfig, *names: str) -> dict[str, Path]:
+    """Flags of files that are given; absolute: the children run in the run folder."""
+    given: dict[str, Path | None] = {name: getattr(config, name) for name in names}
+    return {name.replace("_", "-"): file.expanduser().absolute() for name, file in given.items() if file is not None}
+
+
+def _flags(values: Mapping[str, object]) -> list[str]:
+    """Flags of the settings that are set; 0 and "" mean "the worker's own default"."""
+    unset_when_zero = {"num-blocks", "max-model-len", "max-num-seqs", "max-num-batched-tokens"}
+    found: list[str] = []
+    for name, value in values.items():
+        if value in ("", None) or (name in unset_when_zero and value == 0):
+            continue
+        found += [f"--{name}", str(value)]
+    return found

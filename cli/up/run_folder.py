@@ -1,0 +1,145 @@
+"""The run folder of one cluster: who owns it, what runs, and what stays behind (logs, nothing else).
+
+.run/up.pid        the supervisor, locked for as long as it lives
+.run/cluster.json  addresses and pids, for `diptych down`, `diptych chat` and the tests
+.run/secret        the cluster's secret, made at each start
+.run/logs/         kept
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from diptych.cli.up.processes import ProcessIdentity
+from diptych.common.errors import ConfigError
+
+
+@dataclass(slots=True)
+class ChildState:
+    name: str
+    role: str
+    pid: int
+    start_time: float
+    address: str
+    log: str
+    metrics: str = ""
+    """host:port of its /metrics; the router's are on its HTTP port."""
+
+
+@dataclass(slots=True)
+class ClusterState:
+    pid: int
+    start_time: float
+    ready: bool
+    http_url: str
+    grpc_address: str
+    redis_url: str
+    model: str
+    children: list[ChildState] = field(default_factory=list)
+    tls_cert: str = ""
+    """The certificate that the router shows clients; empty: it speaks no TLS."""
+    cluster_ca: str = ""
+    cluster_cert: str = ""
+    cluster_key: str = ""
+    """Files of mTLS with the workers; empty: there is none."""
+
+
+class RunFolder:
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.logs = root / "logs"
+        self.pid_file = root / "up.pid"
+        self.state_file = root / "cluster.json"
+        self.secret = root / "secret"
+        self._lock: int | None = None
+        self._made = False
+
+    def make(self) -> None:
+        """Idempotent."""
+        self._made |= not self.root.exists()
+        self.logs.mkdir(parents=True, exist_ok=True)
+
+    def unmake(self) -> None:
+        """Remove a folder that we made and that holds nothing: a start that was refused leaves no trace."""
+        if self._made:
+            with contextlib.suppress(OSError):  # there are logs
+                self.logs.rmdir()
+                self.root.rmdir()
+
+    def claim(self) -> None:
+        """Make us the owner. Raises: ConfigError when a living cluster has this folder."""
+        self.make()
+        fd = os.open(self.pid_file, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            rule = "a cluster runs from this folder already; stop it with `make down` or `diptych down`"
+            raise ConfigError("run_dir", str(self.root), rule) from None
+        self._lock = fd
+        self._remove_leftovers()
+        for log in self.logs.glob("*.log"):
+            if log.name != "up.log":  # that one is being written already, by `up --detach`
+                log.unlink()
+        me = ProcessIdentity.of(os.getpid())
+        os.truncate(fd, 0)
+        os.pwrite(fd, json.dumps({"pid": me.pid, "start_time": me.start_time}).encode(), 0)
+
+    def release(self) -> None:
+        """Remove everything but the logs, if there are any; idempotent."""
+        if self._lock is None:
+            return
+        self._remove_leftovers()
+        self.pid_file.unlink(missing_ok=True)
+        os.close(self._lock)
+        self._lock = None
+        self.unmake()
+
+    def owner(self) -> ProcessIdentity | None:
+        """The supervisor that holds this folder now; None when nobody does. Whoever wrote the file and holds its lock is a
+        supervisor of ours, whatever else the pid may have become."""
+        try:
+            fd = os.open(self.pid_file, os.O_RDONLY)
+        except FileNotFoundError:
+            return None
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            written = json.loads(os.pread(fd, 4096, 0) or b"{}")
+            identity = ProcessIdentity(int(written.get("pid", 0)), float(written.get("start_time", 0.0)))
+            return identity if identity.alive() else None
+        finally:
+            os.close(fd)
+        return None
+
+    def remove_dead_cluster(self) -> bool:
+        """What a supervisor that was killed left behind. Returns: whether there was anything."""
+        if self.owner() is not None:
+            return False
+        found = self.pid_file.exists() or self.state_file.exists() or self.secret.exists()
+        self._remove_leftovers()
+        self.pid_file.unlink(missing_ok=True)
+        return found
+
+    def write_state(self, state: ClusterState) -> None:
+        partial = self.state_file.with_suffix(".new")
+        partial.write_text(json.dumps(asdict(state), indent=1))
+        partial.replace(self.state_file)
+
+    def read_state(self) -> ClusterState | None:
+        try:
+            data: dict[str, Any] = json.loads(self.state_file.read_text())
+        except FileNotFoundError:
+            return None
+        children = [ChildState(**child) for child in data.pop("children")]
+        return ClusterState(**data, children=children)
+
+    def _remove_leftovers(self) -> None:
+        for path in (self.state_file, self.state_file.with_suffix(".new"), self.secret):
+            path.unlink(missing_ok=True)

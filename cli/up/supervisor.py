@@ -1,0 +1,142 @@
+"""Keeps a set of child processes alive and ends them in order. One thread, no callbacks: the owner calls `poll`.
+
+start -> RUNNING --exits--> (start-up: the owner is told and gives up)
+                            (later: WAITING restart_delay_s -> started again, as a fresh process)
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from diptych.cli.up.processes import ProcessIdentity, spawn
+
+STEADY_AFTER_S = 60.0
+"""A child that ran this long starts again without delay when it dies."""
+KILL_S = 10.0
+"""For the kernel to end a killed process."""
+
+
+def restart_delay_s(failures: int) -> float:
+    """Seconds before the next start after this many deaths in a row (the first one counts 1)."""
+    return min(0.25 * 2.0 ** max(failures - 1, 0), 10.0)
+
+
+@dataclass(frozen=True, slots=True)
+class ChildSpec:
+    """A process to keep alive.
+
+    Args:
+        command: makes the command line; called for every start, so that a port may be a new one each time.
+        stop_group: children of one group are stopped together; groups in rising order.
+        env: variables of its own, beside everybody's.
+    """
+
+    name: str
+    role: str
+    command: Callable[[], Sequence[str]]
+    log: Path
+    stop_group: int
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Child:
+    spec: ChildSpec
+    process: subprocess.Popen[bytes]
+    identity: ProcessIdentity
+    started_at: float
+    failures: int = 0
+    restart_at: float | None = None
+    """When it is to be started again; None while it runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """Something that the owner should say. `exit_code` is of a child that died; None: it was started again."""
+
+    child: str
+    exit_code: int | None
+    delay_s: float = 0.0
+    pid: int = 0
+
+
+def exit_reason(code: int) -> str:
+    if code < 0:
+        try:
+            return f"killed by {signal.Signals(-code).name}"
+        except ValueError:
+            return f"killed by signal {-code}"
+    return f"exit code {code}"
+
+
+@dataclass(slots=True)
+class Supervisor:
+    env: Mapping[str, str]
+    cwd: Path
+    children: dict[str, Child] = field(default_factory=dict)
+
+    def start(self, spec: ChildSpec) -> Child:
+        process = self._spawn(spec)
+        child = Child(spec, process, _identity(process), time.monotonic())
+        self.children[spec.name] = child
+        return child
+
+    def _spawn(self, spec: ChildSpec) -> subprocess.Popen[bytes]:
+        return spawn(spec.command(), log=spec.log, env={**self.env, **spec.env}, cwd=self.cwd)
+
+    def dead(self) -> list[Child]:
+        """Children that exited, without starting them again."""
+        return [child for child in self.children.values() if child.process.poll() is not None]
+
+    def poll(self, now: float) -> list[Notice]:
+        """Notice deaths, start again what is due."""
+        notices: list[Notice] = []
+        for child in self.children.values():
+            if child.restart_at is None and (code := child.process.poll()) is not None:
+                child.failures = 1 if now - child.started_at > STEADY_AFTER_S else child.failures + 1
+                delay_s = restart_delay_s(child.failures)
+                child.restart_at = now + delay_s
+                notices.append(Notice(child.spec.name, code, delay_s))
+            elif child.restart_at is not None and now >= child.restart_at:
+                child.process = self._spawn(child.spec)
+                child.identity, child.started_at, child.restart_at = _identity(child.process), now, None
+                notices.append(Notice(child.spec.name, None, pid=child.process.pid))
+        return notices
+
+    def stop(self, *, grace_s: float, hurry: Callable[[], bool] = lambda: False) -> list[str]:
+        """SIGTERM group by group, SIGKILL what is left after `grace_s` of a group or once hurry() is true: what is stopped, or
+        hangs where it does not look at signals.
+
+        Returns: names of the children that had to be killed.
+        """
+        killed: list[str] = []
+        for group in sorted({child.spec.stop_group for child in self.children.values()}):
+            members = [child for child in self.children.values() if child.spec.stop_group == group]
+            for child in members:
+                if child.process.poll() is None:
+                    child.process.terminate()
+            until = time.monotonic() + grace_s
+            while any(child.process.poll() is None for child in members) and time.monotonic() < until and not hurry():
+                time.sleep(0.02)
+            for child in members:
+                if child.process.poll() is None:
+                    child.process.kill()
+                    killed.append(child.spec.name)
+            for child in members:
+                with suppress(subprocess.TimeoutExpired):  # it ends as soon as the kernel lets go of it
+                    child.process.wait(timeout=KILL_S)
+        self.children.clear()
+        return killed
+
+
+def _identity(process: subprocess.Popen[bytes]) -> ProcessIdentity:
+    try:
+        return ProcessIdentity.of(process.pid)
+    except ProcessLookupError:  # gone already; poll() will say so
+        return ProcessIdentity(process.pid, 0.0)

@@ -1,0 +1,106 @@
+"""Who is asking. Both faces ask here before anything else looks at a request.
+
+The file of keys is read again when it changes, so a key that is added or revoked counts within a second, without a restart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from diptych.common.errors import AuthenticationError, ConfigError
+from diptych.router.api.auth_keys import KeySet, load_keys, public_id
+from diptych.router.fairness.deficit_round_robin import Share
+
+log = structlog.get_logger(__name__)
+
+RELOAD_S = 1.0
+_SCHEME = "bearer "
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Args:
+    key_id: public part of the key; empty when no keys are needed.
+    tenant: "" is the default tenant.
+    """
+
+    key_id: str = ""
+    tenant: str = ""
+
+
+ANYBODY = Caller()
+current_caller: ContextVar[Caller] = ContextVar("current_caller", default=ANYBODY)
+"""Of the call that the running task answers; set by the faces."""
+
+
+class Authenticator:
+    """Args:
+    path: file of keys.
+    now: seconds on a monotonic clock.
+    Raises: ConfigError when the file cannot be used at the start. Later a file that cannot be read leaves the keys as they
+        were, with a warning.
+    """
+
+    def __init__(self, path: Path, *, now: Callable[[], float]) -> None:
+        self._path = path
+        self._now = now
+        self._seen = _stamp(path)
+        self._keys = load_keys(path)
+        self._checked = now()
+
+    @property
+    def keys(self) -> KeySet:
+        if self._now() - self._checked >= RELOAD_S:
+            self._checked = self._now()
+            self._reload()
+        return self._keys
+
+    def quota(self, tenant: str) -> int:
+        """Tokens a minute; 0: no limit."""
+        return self.keys.quota(tenant)
+
+    def request_quota(self, tenant: str) -> int:
+        """Requests a minute; 0: no limit."""
+        return self.keys.request_quota(tenant)
+
+    def share(self, tenant: str) -> Share:
+        """The tenant's part of the pool while requests wait."""
+        return self.keys.share(tenant)
+
+    def identify(self, authorization: str) -> Caller:
+        """The caller whose `Authorization` header this is (empty: it sent none). Raises: AuthenticationError."""
+        if not authorization:
+            raise AuthenticationError("an API key is needed: send it as `Authorization: Bearer <key>`")
+        if authorization[: len(_SCHEME)].lower() != _SCHEME:
+            raise AuthenticationError("the Authorization header must be `Bearer <key>`")
+        key = authorization[len(_SCHEME) :].strip()
+        entry = self.keys.find(key)
+        if entry is None:
+            log.warning("API key refused", key_id=public_id(key) or "malformed")
+            raise AuthenticationError("this API key is not valid")
+        log.debug("API key accepted", key_id=entry.id, tenant=entry.tenant)
+        return Caller(entry.id, entry.tenant)
+
+    def _reload(self) -> None:
+        stamp = _stamp(self._path)
+        if stamp == self._seen:
+            return
+        try:
+            self._keys, self._seen = load_keys(self._path), stamp
+            log.info("API keys read again", num_keys=len(self._keys.entries))
+        except ConfigError as error:
+            self._seen = stamp
+            log.warning("the file of API keys cannot be used: the keys stay as they were", error=str(error))
+
+
+def _stamp(path: Path) -> tuple[int, int, int]:
+    try:
+        facts = path.stat()
+    except OSError:
+        return (0, 0, 0)
+    return (facts.st_mtime_ns, facts.st_ino, facts.st_size)

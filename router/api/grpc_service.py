@@ -1,0 +1,191 @@
+"""The gRPC face: service diptych.rpc.v1.Router.
+
+Requests arrive here as bytes and are parsed inside the call: what does not decode is the caller's error and is answered as
+one, where gRPC's own deserializer would report INTERNAL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import grpc
+
+from diptych.common.errors import InternalError
+from diptych.router.api.auth import current_caller
+from diptych.router.api.grpc_requests import parse, spec_from
+from diptych.router.api.grpc_tools import Splitter
+from diptych.router.api.http_body import Bodies
+from diptych.router.api.interface import Door, accepted
+from diptych.router.observe.access_log import Access, logged
+from diptych.router.requests.messages import (
+    ChoiceFinishedEvent,
+    FinishedEvent,
+    GenerateEvent,
+    GenerateSpec,
+    ModelFeatures,
+    PromptLogprobsEvent,
+    StartedEvent,
+    TokenEvent,
+)
+from diptych.router.requests.placements import place, serve_placements
+from diptych.router.tools.options import Offer
+from diptych.rpc.channels import trace_context
+from diptych.rpc.convert import finish_reason_to_proto, logprobs_to_proto
+from diptych.rpc.errors import errors_to_status
+from diptych.rpc.v1 import router_pb2, types_pb2
+
+SERVICE = "diptych.rpc.v1.Router"
+
+
+class RouterService:
+    """Parse, prepare, relay; the frontend does the rest. A client that cancels ends the method's task, which leaves the
+    frontend's iterator and so cancels the request on its workers.
+
+    Args: bodies: where large requests are read; closed by whoever brings it.
+    """
+
+    def __init__(self, door: Door, bodies: Bodies | None = None) -> None:
+        self._door = door
+        self._bodies = bodies or Bodies()
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """To be given to `server.add_generic_rpc_handlers`."""
+        methods = {
+            "Generate": grpc.unary_stream_rpc_method_handler(
+                self.generate, response_serializer=router_pb2.GenerateResponse.SerializeToString
+            ),
+            "ListModels": grpc.unary_unary_rpc_method_handler(
+                self.list_models, response_serializer=router_pb2.ListModelsResponse.SerializeToString
+            ),
+            "Explain": grpc.unary_unary_rpc_method_handler(
+                self.explain, response_serializer=router_pb2.ExplainResponse.SerializeToString
+            ),
+            "WhatIf": grpc.unary_unary_rpc_method_handler(
+                self.what_if, response_serializer=router_pb2.WhatIfResponse.SerializeToString
+            ),
+            "Place": grpc.unary_unary_rpc_method_handler(
+                self.place, response_serializer=router_pb2.Placed.SerializeToString
+            ),
+            "Placements": grpc.stream_stream_rpc_method_handler(self.placements),  # bytes in, bytes out
+        }
+        return grpc.method_handlers_generic_handler(SERVICE, methods)
+
+    async def generate(self, body: bytes, context: grpc.aio.ServicerContext) -> None:
+        access = Access("grpc", f"/{SERVICE}/Generate", tenant=current_caller.get().tenant)
+        async with errors_to_status(context):
+            with logged(access):
+                await self._generate(body, context, access)
+
+    async def _generate(self, body: bytes, context: grpc.aio.ServicerContext, access: Access) -> None:
+        remaining_s = context.time_remaining()
+
+        def read() -> tuple[router_pb2.GenerateRequest, ModelFeatures, GenerateSpec, Offer]:
+            request = parse(router_pb2.GenerateRequest, body)
+            features = self._door.features(request.model)
+            return request, features, *spec_from(request, remaining_s, features)
+
+        request, features, spec, offer = await self._bodies.off_loop(read, len(body))
+        spec = replace(
+            spec,
+            tenant=current_caller.get().tenant,
+            traceparent=trace_context(context.invocation_metadata()),
+        )
+        access.asked(spec)
+        prepared = await self._door.prepare(spec)
+        splitter = Splitter.of(request, offer, prepared, features)
+        finished = False
+        async with accepted(self._door, prepared) as (started, events):
+            response = response_from(started)
+            response.started.seed = prepared.sampling.seed
+            await context.write(response)
+            async for event in events:
+                response = response_from(event)
+                if splitter is not None:
+                    splitter.fill(response, event)
+                # Tokens that come while this write is pending are waiting in one event afterwards.
+                await context.write(response)
+                finished = isinstance(event, FinishedEvent)
+        if not finished:
+            raise InternalError("the answer ended without its end")
+
+    async def list_models(self, body: bytes, context: grpc.aio.ServicerContext) -> router_pb2.ListModelsResponse:
+        async with errors_to_status(context):
+            parse(router_pb2.ListModelsRequest, body)
+            models = [
+                router_pb2.Model(id=model.id, max_model_len=model.max_model_len, created=model.created)
+                for model in self._door.models()
+            ]
+            return router_pb2.ListModelsResponse(models=models)
+
+    async def explain(self, body: bytes, context: grpc.aio.ServicerContext) -> router_pb2.ExplainResponse:
+        async with errors_to_status(context):
+            request = parse(router_pb2.ExplainRequest, body)
+            return self._door.explain(request.request_id, current_caller.get().tenant)
+
+    async def what_if(self, body: bytes, context: grpc.aio.ServicerContext) -> router_pb2.WhatIfResponse:
+        access = Access("grpc", f"/{SERVICE}/WhatIf", tenant=current_caller.get().tenant)
+        async with errors_to_status(context):
+            with logged(access):
+                return await self._what_if(body, context)
+
+    async def _what_if(self, body: bytes, context: grpc.aio.ServicerContext) -> router_pb2.WhatIfResponse:
+        remaining_s = context.time_remaining()
+
+        def read() -> tuple[router_pb2.WhatIfRequest, GenerateSpec]:
+            request = parse(router_pb2.WhatIfRequest, body)
+            return request, spec_from(request.request, remaining_s, self._door.features(request.request.model))[0]
+
+        request, spec = await self._bodies.off_loop(read, len(body))
+        spec = replace(spec, tenant=current_caller.get().tenant)
+        return self._door.what_if(await self._door.prepare(spec), request.pool)
+
+    async def place(self, body: bytes, context: grpc.aio.ServicerContext) -> router_pb2.Placed:
+        async with errors_to_status(context):
+            request = await self._bodies.off_loop(lambda: parse(router_pb2.PlaceRequest, body), len(body))
+            if not request.remaining_s:
+                request.remaining_s = context.time_remaining() or 0.0
+            return await place(self._door, request, current_caller.get().tenant)
+
+    async def placements(self, bodies: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+        await serve_placements(self._door, bodies, context)
+
+
+def response_from(event: GenerateEvent) -> router_pb2.GenerateResponse:
+    if isinstance(event, TokenEvent):
+        tokens = router_pb2.TokenDelta(
+            offset=event.offset,
+            token_ids=event.token_ids,
+            text=event.text,
+            choice=event.choice,
+            logprobs=[logprobs_to_proto(entry) for entry in event.logprobs],
+        )
+        return router_pb2.GenerateResponse(tokens=tokens)
+    if isinstance(event, StartedEvent):
+        started = router_pb2.Started(request_id=event.request_id, model=event.model, prompt_tokens=event.prompt_tokens)
+        return router_pb2.GenerateResponse(started=started)
+    if isinstance(event, PromptLogprobsEvent):
+        entries = [logprobs_to_proto(entry) for entry in event.logprobs]
+        known = types_pb2.PromptLogprobs(first_token=event.first_token, logprobs=entries)
+        return router_pb2.GenerateResponse(prompt_logprobs=known)
+    if isinstance(event, ChoiceFinishedEvent):
+        ended = types_pb2.ChoiceFinished(
+            choice=event.choice,
+            finish_reason=finish_reason_to_proto(event.reason),
+            stop_string=event.stop_string,
+            stop_token_id=event.stop_token_id,
+        )
+        return router_pb2.GenerateResponse(choice_finished=ended)
+    usage = types_pb2.Usage(
+        prompt_tokens=event.usage.prompt_tokens,
+        completion_tokens=event.usage.completion_tokens,
+        cached_tokens=event.usage.cached_tokens,
+    )
+    finished = router_pb2.Finished(
+        finish_reason=finish_reason_to_proto(event.reason),
+        stop_string=event.stop_string,
+        stop_token_id=event.stop_token_id,
+        usage=usage,
+        explanation=event.explanation,
+    )
+    return router_pb2.GenerateResponse(finished=finished)

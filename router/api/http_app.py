@@ -1,0 +1,264 @@
+"""The HTTP face: the OpenAI routes, health, readiness and metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from diptych.common.errors import InvalidRequestError, ModelNotFoundError
+from diptych.common.metrics import CONTENT_TYPE, Metrics
+from diptych.common.tracing import TRACEPARENT
+from diptych.router.api import http_errors
+from diptych.router.api.auth import Authenticator, current_caller
+from diptych.router.api.auth_limits import MeteredDoor
+from diptych.router.api.http_body import Bodies, read_body
+from diptych.router.api.http_errors import WARNING_HEADER, json_response, retry_headers, warning_headers
+from diptych.router.api.http_guard import GuardMiddleware
+from diptych.router.api.http_request_id import RequestIdMiddleware
+from diptych.router.api.http_response import GenerationResponse
+from diptych.router.api.http_routes import add_index
+from diptych.router.api.interface import Door
+from diptych.router.api.openai_fields import UnknownFields
+from diptych.router.api.openai_requests import (
+    Call,
+    ChatCompletionRequest,
+    CompletionRequest,
+    chat_call,
+    completion_call,
+    note_unknown,
+    validate,
+)
+from diptych.router.api.openai_responses import ResponsesRequest, responses_call
+from diptych.router.api.openai_tokenize import DetokenizeRequest, TokenizeRequest, tokenize_spec
+from diptych.router.observe.access_log import current_access
+from diptych.router.observe.status_page import Status, add_status
+from diptych.router.requests.messages import GenerateSpec, ModelInfo
+
+EXPLAIN_HEADER = "x-diptych-explain"
+LABEL_HEADER = "x-request-id"
+IDEMPOTENCY_HEADER = "idempotency-key"
+MAX_LABEL_BYTES = 128
+EXPOSED_HEADERS = [
+    LABEL_HEADER, WARNING_HEADER, "retry-after", "retry-after-ms",
+    *(f"x-ratelimit-{what}-{unit}" for what in ("limit", "remaining", "reset") for unit in ("tokens", "requests")),
+]  # fmt: skip
+"""To scripts of other origins."""
+_BODIES: tuple[type[BaseModel], ...] = (
+    ChatCompletionRequest,
+    CompletionRequest,
+    ResponsesRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+)
+
+
+def create_app(
+    door: Door,
+    metrics: Metrics,
+    quotas: MeteredDoor | None = None,
+    status: Status | None = None,
+    bodies: Bodies | None = None,
+    *,
+    refuse_unknown_fields: bool = False,
+) -> FastAPI:
+    """The ASGI application. `door` is the router's frontend; `metrics` is what /metrics shows; `quotas`, if there are any,
+    are told in headers; `status`, if given, is what the status page shows; `bodies`: where large ones are read, closed by
+    whoever brings it; `refuse_unknown_fields`: else they are named in a header of the answer."""
+    app = FastAPI(title="Diptych", version=package_version(), docs_url=None, redoc_url=None)
+    http_errors.install(app)
+    bodies = bodies or Bodies()
+    unknown = UnknownFields(refuse=refuse_unknown_fields)
+    _add_generation(app, door, bodies, quotas, unknown)
+    _add_tokens(app, door, bodies, unknown)
+    _add_models(app, door)
+    _add_operations(app, door, metrics)
+    if status is not None:
+        add_status(app, status, package_version())
+    add_index(app, package_version())
+    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    return app
+
+
+def guarded(
+    app: ASGIApp, keys: Authenticator | None, *, open_metrics: bool = False, cors_origins: Sequence[str] = ()
+) -> ASGIApp:
+    """The application behind the checks that come before any routing.
+
+    Args:
+        keys: None: nobody needs one.
+        open_metrics: /metrics and /ready do not.
+        cors_origins: web pages from there may use the API; their browsers ask before, and without a key.
+    """
+    app = GuardMiddleware(app, keys, open_metrics=open_metrics)
+    if cors_origins:
+        app = CORSMiddleware(
+            app,
+            allow_origins=cors_origins,
+            allow_methods=["GET", "HEAD", "POST"],
+            allow_headers=["*"],
+            expose_headers=EXPOSED_HEADERS,
+        )
+    return RequestIdMiddleware(app)
+
+
+def package_version() -> str:
+    try:
+        return version("diptych")
+    except PackageNotFoundError:  # a bare checkout
+        return "0"
+
+
+def _add_generation(
+    app: FastAPI, door: Door, bodies: Bodies, quotas: MeteredDoor | None, unknown: UnknownFields
+) -> None:
+    def limits(tenant: str) -> dict[str, str]:
+        return {} if quotas is None else quotas.headers(tenant)
+
+    async def answer(request: Request, build: Callable[..., Call]) -> Response:
+        def made(body: dict[str, Any]) -> Call:
+            return build(body, features=door.features(body.get("model")), unknown=unknown)
+
+        call = await bodies.object_of(await read_body(request), made)
+        return GenerationResponse(door, _sent_by(request, call), extra_headers=limits)
+
+    @app.post("/v1/chat/completions", openapi_extra=_body_schema("ChatCompletionRequest"))
+    async def chat_completions(request: Request) -> Response:
+        return await answer(request, chat_call)
+
+    @app.post("/v1/completions", openapi_extra=_body_schema("CompletionRequest"))
+    async def completions(request: Request) -> Response:
+        return await answer(request, completion_call)
+
+    @app.post("/v1/responses", openapi_extra=_body_schema("ResponsesRequest"))
+    async def responses(request: Request) -> Response:
+        return await answer(request, responses_call)
+
+
+def _add_tokens(app: FastAPI, door: Door, bodies: Bodies, unknown: UnknownFields) -> None:
+    @app.post("/tokenize", openapi_extra=_body_schema("TokenizeRequest"))
+    async def tokenize(request: Request) -> Response:
+        def made(body: dict[str, Any]) -> tuple[GenerateSpec, bool, dict[str, str]]:
+            warning = warning_headers(note_unknown(TokenizeRequest, body, {}, unknown))
+            return *tokenize_spec(body, door.features(body.get("model"))), warning
+
+        spec, with_texts, warning = await bodies.object_of(await read_body(request), made)
+        tokens, model = await door.tokenize(spec), str(spec.model)
+        bytes_of = door.tokens(model).of
+        there = door.models()
+        length = next((one.max_model_len for one in there if one.id == model), there[0].max_model_len)
+
+        def answer() -> Response:
+            texts = [bytes_of(token).decode("utf-8", "replace") for token in tokens] if with_texts else None
+            content = {"count": len(tokens), "max_model_len": length, "tokens": tokens, "token_strs": texts}
+            return json_response(content, headers=warning)
+
+        return await bodies.off_loop(answer, 4 * len(tokens))
+
+    @app.post("/detokenize", openapi_extra=_body_schema("DetokenizeRequest"))
+    async def detokenize(request: Request) -> Response:
+        def made(body: dict[str, Any]) -> tuple[DetokenizeRequest, dict[str, str]]:
+            warning = warning_headers(note_unknown(DetokenizeRequest, body, {}, unknown))
+            return validate(DetokenizeRequest, body), warning
+
+        body, warning = await bodies.object_of(await read_body(request), made)
+        return json_response({"prompt": await door.detokenize(body.model, body.tokens)}, headers=warning)
+
+
+def _add_models(app: FastAPI, door: Door) -> None:
+    def shown(model: ModelInfo) -> dict[str, Any]:
+        return {
+            "id": model.id,
+            "object": "model",
+            "created": model.created,
+            "owned_by": "diptych",
+            "max_model_len": model.max_model_len,
+        }
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return json_response({"object": "list", "data": [shown(model) for model in door.models()]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        for found in door.models():
+            if found.id == name:
+                return json_response(shown(found))
+        raise ModelNotFoundError(f"model {name!r} is not served here", param="model")
+
+
+def _add_operations(app: FastAPI, door: Door, metrics: Metrics) -> None:
+    @app.get("/health")
+    @app.get("/live")
+    async def live() -> Response:
+        """The process answers. Whether it can serve is /ready's to say."""
+        return json_response({"status": "alive"})
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        is_ready, reasons = door.ready()
+        status = 200 if is_ready else 503
+        return json_response({"ready": is_ready, "reasons": reasons}, status, retry_headers(status, None))
+
+    @app.get("/metrics")
+    async def show_metrics() -> Response:
+        return Response(metrics.expose(), media_type=CONTENT_TYPE)
+
+    @app.get("/version")
+    async def show_version() -> Response:
+        return json_response({"version": package_version()})
+
+
+def _sent_by(request: Request, call: Call) -> Call:
+    """Add what the headers say, and whose request it is."""
+    spec = replace(
+        call.spec,
+        request_id=call.spec.request_id or _label(request),
+        idempotency_key=request.headers.get(IDEMPOTENCY_HEADER, ""),
+        explain=request.headers.get(EXPLAIN_HEADER, "0").lower() in ("1", "true"),
+        tenant=current_caller.get().tenant,
+        traceparent=request.headers.get(TRACEPARENT, ""),
+    )
+    if (access := current_access.get()) is not None:
+        access.asked(spec)
+    # An idempotency key is for the whole of it: the first prompt's request holds it.
+    more = tuple(
+        replace(one, request_id=spec.request_id, tenant=spec.tenant, traceparent=spec.traceparent) for one in call.more
+    )
+    return replace(call, spec=spec, more=more)
+
+
+def _label(request: Request) -> str:
+    """The caller's own id. The request_id of a body is checked by the frontend. Raises: InvalidRequestError."""
+    label = request.headers.get(LABEL_HEADER, "")
+    if len(label) > MAX_LABEL_BYTES or not label.isascii() or (label and not label.isprintable()):
+        rule = f"must be printable ASCII of at most {MAX_LABEL_BYTES} bytes"
+        raise InvalidRequestError(f"{LABEL_HEADER} {rule}", param=LABEL_HEADER)
+    return label
+
+
+def _body_schema(model: str) -> dict[str, Any]:
+    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{model}"}}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    """The routes read their bodies themselves (size, encoding and numbers are checked there); add the models' schemas."""
+    if app.openapi_schema is None:
+        schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        _, definitions = models_json_schema(
+            [(model, "validation") for model in _BODIES],
+            ref_template="#/components/schemas/{model}",
+        )
+        schema.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
+        app.openapi_schema = schema
+    return app.openapi_schema

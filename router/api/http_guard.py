@@ -1,0 +1,70 @@
+"""What stands before the routes: the size and the framing of the request, and the caller's key. It looks at no route table:
+health and the status page's static files, spelled exactly so, are open, and everything else, known or not, needs a key."""
+
+from __future__ import annotations
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from diptych.common.errors import AuthenticationError, DiptychError
+from diptych.router.api.auth import ANYBODY, Authenticator, current_caller
+from diptych.router.api.http_errors import error_response
+from diptych.router.observe.access_log import current_access
+from diptych.router.observe.status_page import STATIC_PATHS
+
+MAX_HEADER_BYTES = 32 * 1024
+OPEN_PATHS = frozenset({"/live", "/health"}) | STATIC_PATHS
+PROBE_PATHS = frozenset({"/metrics", "/ready"})
+"""Open, too, where `open_metrics` says so."""
+
+
+class HeadersTooLargeError(DiptychError):
+    grpc_code, http_status, reason = 8, 431, "HEADERS_TOO_LARGE"
+
+
+class FramingError(DiptychError):
+    grpc_code, http_status, reason = 3, 400, "AMBIGUOUS_FRAMING"
+
+
+class GuardMiddleware:
+    """Args:
+    keys: None: everybody is let in, as the default tenant.
+    open_metrics: /metrics and /ready need no key.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Authenticator | None, *, open_metrics: bool = False) -> None:
+        self._app = app
+        self._keys = keys
+        self._open = OPEN_PATHS | (PROBE_PATHS if open_metrics else frozenset())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":  # nothing else is served
+            await self._app(scope, receive, send)
+            return
+        try:
+            size = sum(len(name) + len(value) + 4 for name, value in scope["headers"])
+            if size > MAX_HEADER_BYTES:
+                raise HeadersTooLargeError(f"the headers have {size} bytes; at most {MAX_HEADER_BYTES} are taken")
+            names = {name for name, _ in scope["headers"]}
+            if b"content-length" in names and b"transfer-encoding" in names:
+                # A proxy before us may have gone by the other one: what follows could be somebody else's request.
+                raise FramingError("content-length and transfer-encoding do not go together")
+            current_caller.set(ANYBODY)
+            if self._keys is not None and scope["path"] not in self._open:
+                caller = self._keys.identify(_authorization(scope))
+                current_caller.set(caller)
+                if (access := current_access.get()) is not None:
+                    access.tenant = caller.tenant
+        except DiptychError as error:
+            extra = {"connection": "close"} if isinstance(error, FramingError) else None
+            await error_response(error, extra=extra)(scope, receive, send)
+            return
+        if scope["method"] == "HEAD":  # as GET; the server sends no body
+            scope = {**scope, "method": "GET"}
+        await self._app(scope, receive, send)
+
+
+def _authorization(scope: Scope) -> str:
+    values = [value for name, value in scope["headers"] if name == b"authorization"]
+    if len(values) > 1:
+        raise AuthenticationError("more than one Authorization header")
+    return values[0].decode("latin-1") if values else ""

@@ -1,0 +1,40 @@
+"""ASGI middleware: every answer carries x-request-id, also those that no route made; every request has its line in the log."""
+
+from __future__ import annotations
+
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from diptych.common.ids import new_request_id
+from diptych.router.api.http_guard import OPEN_PATHS, PROBE_PATHS
+from diptych.router.observe.access_log import Access, logged
+
+_PROBES = OPEN_PATHS | PROBE_PATHS | {"/status", "/status.json"}
+_MAX_ROUTE = 256
+_CLIENT_LEFT = 499
+
+
+class RequestIdMiddleware:
+    """A route that has minted an id of its own sets the header itself; this fills in the rest."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        route = f"{scope['method']} {scope['path']}"
+        with logged(Access("http", route[:_MAX_ROUTE], quiet=scope["path"] in _PROBES)) as access:
+
+            async def send_with_id(message: Message) -> None:
+                if message["type"] == "http.response.start":
+                    headers = MutableHeaders(scope=message)
+                    headers.setdefault("x-request-id", access.request_id or new_request_id())
+                    access.request_id, access.status = headers["x-request-id"], message["status"]
+                await send(message)
+
+            await self._app(scope, receive, send_with_id)
+            if not access.status or access.status == _CLIENT_LEFT:
+                access.cancelled = True

@@ -1,0 +1,178 @@
+"""One generation as an ASGI response: whole or streamed, cancelled when the client leaves.
+
+Status and headers are sent only after a decode worker has accepted the request, so that every failure before that is a
+plain error answer. A failure after that is one `data: {"error": ...}` event and the end of the stream without [DONE].
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from diptych.common.errors import DiptychError, InternalError
+from diptych.router.api.http_errors import error_response, json_response, warning_headers
+from diptych.router.api.interface import Door, accepted
+from diptych.router.api.openai_answers import PING
+from diptych.router.api.openai_format import Form, Scene
+from diptych.router.api.openai_requests import Call
+from diptych.router.requests.batch import all_accepted
+from diptych.router.requests.messages import FinishedEvent, GenerateEvent, PreparedRequest
+
+PING_S = 15.0
+SEND_TIMEOUT_S = 60.0
+
+_log = logging.getLogger(__name__)
+_SSE_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-store",
+    "x-accel-buffering": "no",
+}
+
+
+class GenerationResponse(Response):
+    """Runs the whole exchange inside the response, where the connection can be watched.
+
+    Args:
+        extra_headers: of a tenant's answers, asked when the answer begins.
+        ping_s: a comment line is sent after so many seconds of silence in a stream.
+        send_timeout_s: a client that takes nothing for so long is given up.
+    """
+
+    def __init__(
+        self,
+        door: Door,
+        call: Call,
+        *,
+        now: Callable[[], float] = time.time,
+        extra_headers: Callable[[str], dict[str, str]] = lambda _: {},
+        ping_s: float = PING_S,
+        send_timeout_s: float = SEND_TIMEOUT_S,
+    ) -> None:
+        super().__init__()
+        self._door = door
+        self._call = call
+        self._now = now
+        self._limit_headers = partial(extra_headers, call.spec.tenant)
+        self._warning = warning_headers(call.warnings)
+        self._ping_s = ping_s
+        self._send_timeout_s = send_timeout_s
+        self._form: Form | None = None
+        self._streaming = False
+        self._last_write = 0.0
+        self._writing_since: float | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        work = asyncio.create_task(self._work(scope, receive, send))
+        gone = asyncio.create_task(_until_disconnect(receive))
+        try:
+            while True:
+                await asyncio.wait({work, gone}, timeout=self._ping_s / 3, return_when=asyncio.FIRST_COMPLETED)
+                if work.done():
+                    return work.result()
+                if gone.done() or self._stuck():
+                    return None
+                await self._ping_if_silent(send)
+        finally:
+            work.cancel()
+            gone.cancel()
+            await asyncio.gather(work, gone, return_exceptions=True)
+
+    async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request_id = ""
+        try:
+            call = self._call
+            prepared = await self._door.prepare(call.spec)
+            request_id = prepared.request_id
+            more = tuple([await self._door.prepare(spec) for spec in call.more])
+            tokens, features = self._door.tokens(prepared.model), self._door.features(prepared.model)
+            scene = Scene(prepared, int(self._now()), features, tokens, more)
+            self._form = form = call.make_form(scene)
+            async with self._accepted(prepared, more) as events:
+                if call.stream:
+                    await self._stream(form, request_id, events, send)
+                else:
+                    answer = await self._collect(form, request_id, events)
+                    await answer(scope, receive, send)
+        except DiptychError as error:
+            await self._fail(error, request_id, scope, receive, send)
+        except OSError:
+            return  # the client's connection broke
+        except Exception:
+            _log.exception("unhandled error in request %s", request_id)
+            bug = InternalError("internal error; the log of the server has the trace")
+            await self._fail(bug, request_id, scope, receive, send)
+
+    @asynccontextmanager
+    async def _accepted(
+        self, prepared: PreparedRequest, more: tuple[PreparedRequest, ...]
+    ) -> AsyncIterator[AsyncIterator[GenerateEvent]]:
+        if more:
+            async with all_accepted(self._door, (prepared, *more)) as events:
+                yield events
+        else:
+            async with accepted(self._door, prepared) as (_, events):
+                yield events
+
+    async def _stream(self, form: Form, request_id: str, events: AsyncIterator[GenerateEvent], send: Send) -> None:
+        headers = _SSE_HEADERS | {"x-request-id": request_id} | self._extra_headers()
+        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+        await send({"type": "http.response.start", "status": 200, "headers": raw})
+        self._streaming = True
+        if first := form.begin():
+            await self._write(first, send)
+        async for event in events:
+            chunk = form.chunks(event)
+            if isinstance(event, FinishedEvent):
+                await self._write(chunk, send, last=True)
+                return
+            if chunk:
+                await self._write(chunk, send)
+        raise InternalError("the answer ended without its end")
+
+    async def _write(self, chunk: bytes, send: Send, *, last: bool = False) -> None:
+        self._writing_since = self._last_write = time.monotonic()
+        if last:
+            self._streaming = False
+        await send({"type": "http.response.body", "body": chunk, "more_body": not last})
+        self._writing_since = None
+
+    async def _fail(self, error: DiptychError, request_id: str, scope: Scope, receive: Receive, send: Send) -> None:
+        name = self._call.renamed.get(error.param or "")
+        if name is not None and error.param is not None:
+            error.message = error.message.replace(error.param, name, 1)
+            error.param = name
+        if self._streaming and self._form is not None:
+            await self._write(self._form.failure(error), send, last=True)
+        else:
+            await error_response(error, request_id, self._extra_headers())(scope, receive, send)
+
+    def _extra_headers(self) -> dict[str, str]:
+        return self._limit_headers() | self._warning
+
+    async def _collect(self, form: Form, request_id: str, events: AsyncIterator[GenerateEvent]) -> Response:
+        async for event in events:
+            if isinstance(event, FinishedEvent):
+                body = form.whole(event)
+                return json_response(body, headers={"x-request-id": request_id} | self._extra_headers())
+            form.absorb(event)
+        raise InternalError("the answer ended without its end")
+
+    def _stuck(self) -> bool:
+        return self._writing_since is not None and time.monotonic() - self._writing_since > self._send_timeout_s
+
+    async def _ping_if_silent(self, send: Send) -> None:
+        if self._streaming and self._writing_since is None and time.monotonic() - self._last_write >= self._ping_s:
+            async with asyncio.timeout(self._send_timeout_s):
+                await self._write(PING, send)
+
+
+async def _until_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

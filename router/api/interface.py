@@ -1,0 +1,72 @@
+"""What the gRPC and the HTTP face need of the frontend; tests bring their own."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from typing import Protocol, cast
+
+from diptych.common.errors import DiptychError, InternalError
+from diptych.common.token_bytes import Tokens
+from diptych.router.api.packed_ids import PackedIds
+from diptych.router.requests.messages import (
+    GenerateEvent,
+    GenerateSpec,
+    ModelFeatures,
+    ModelInfo,
+    PreparedRequest,
+    StartedEvent,
+)
+from diptych.rpc.v1 import router_pb2
+
+
+class Door(Protocol):
+    """See Frontend."""
+
+    def models(self) -> list[ModelInfo]: ...
+
+    def ready(self) -> tuple[bool, list[str]]: ...
+
+    def features(self, model: object = "") -> ModelFeatures: ...
+
+    def tokens(self, model: object = "") -> Tokens: ...
+
+    async def tokenize(self, spec: GenerateSpec) -> list[int]: ...
+
+    async def detokenize(self, model: object, token_ids: object) -> str: ...
+
+    async def prepare(self, spec: GenerateSpec) -> PreparedRequest: ...
+
+    def prepare_again(
+        self, before: PreparedRequest, prompt: PackedIds, timeout_s: float | None, *, draws_seed: bool
+    ) -> PreparedRequest: ...
+
+    def explain(self, request_id: str, tenant: str) -> router_pb2.ExplainResponse: ...
+
+    def what_if(self, request: PreparedRequest, pool: str) -> router_pb2.WhatIfResponse: ...
+
+    def place(
+        self, requests: Sequence[PreparedRequest], spend: Callable[[str, int], None] = ...
+    ) -> list[router_pb2.Placed | DiptychError]: ...
+
+    def tickets_left(self, attempts: Iterable[str]) -> None: ...
+
+    def generate(self, request: PreparedRequest) -> AsyncIterator[GenerateEvent]: ...
+
+
+@asynccontextmanager
+async def accepted(
+    door: Door, prepared: PreparedRequest
+) -> AsyncIterator[tuple[StartedEvent, AsyncIterator[GenerateEvent]]]:
+    """The request's start and the events after it; leaving the block cancels what still runs.
+
+    Raises: the DiptychError with which the request failed before a decode worker accepted it.
+    """
+    events = cast(AsyncGenerator[GenerateEvent, None], door.generate(prepared))
+    try:
+        started = await anext(events, None)
+        if not isinstance(started, StartedEvent):
+            raise InternalError("the answer did not begin with its start")
+        yield started, events
+    finally:
+        await events.aclose()

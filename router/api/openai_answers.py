@@ -1,0 +1,43 @@
+"""Parts that every kind of OpenAI answer has. Pure: facts in, JSON-ready dictionaries or SSE bytes out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from diptych.router.requests.messages import ChoiceFinishedEvent, Explanation, FinishedEvent, UsageInfo
+from diptych.rpc.v1 import types_pb2
+
+DONE = b"data: [DONE]\n\n"
+PING = b": ping\n\n"
+
+_EXPLAINED = [f.name for f in Explanation.DESCRIPTOR.fields if f.name not in ("notes", "candidates")]
+_TERMS = [f.name for f in types_pb2.PlacementTerms.DESCRIPTOR.fields]
+
+
+def sse(payload: object) -> bytes:
+    return b"data: " + msgspec.json.encode(payload) + b"\n\n"
+
+
+def usage_object(usage: UsageInfo, reasoning_tokens: int = 0) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
+    }
+
+
+def explanation_object(explanation: Explanation) -> dict[str, Any]:
+    """The `diptych` object: everything of the message, plus the candidates' terms as `placement`."""
+    facts: dict[str, Any] = {name: getattr(explanation, name) for name in _EXPLAINED}
+    facts["notes"] = list(explanation.notes)
+    facts["placement"] = [{name: getattr(terms, name) for name in _TERMS} for terms in explanation.candidates]
+    return facts
+
+
+def stop_reason(finished: FinishedEvent | ChoiceFinishedEvent) -> str | int | None:
+    """The request's stop string or stop token that ended the answer, if one did."""
+    return finished.stop_string or finished.stop_token_id

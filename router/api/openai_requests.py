@@ -1,0 +1,351 @@
+"""What the OpenAI routes take: shapes and types are checked here, ranges by the frontend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+
+from diptych.common.errors import InvalidRequestError
+from diptych.common.grammar import Grammar
+from diptych.common.sampling import SAMPLING
+from diptych.router.api.openai_fields import (
+    CHAT_NOT_BUILT,
+    COMPLETION_NOT_BUILT,
+    HARMLESS,
+    UnknownFields,
+    refuse_unbuilt,
+)
+from diptych.router.api.openai_format import ChatForm, CompletionForm, Form, Scene, Wishes
+from diptych.router.preprocess.structured import wanted_grammar
+from diptych.router.requests.batch import MAX_PROMPTS
+from diptych.router.requests.messages import GenerateSpec, ModelFeatures
+from diptych.router.tools.options import (
+    MAX_MESSAGES,
+    ChatMessage,
+    Offer,
+    Tool,
+    offer_tools,
+    template_messages,
+    text_beside,
+)
+
+_Model = TypeVar("_Model", bound=BaseModel)
+_Item = TypeVar("_Item")
+Items: TypeAlias = Annotated[list[_Item], Field(fail_fast=True)]
+"""A list that is given up at its first bad element: a body of millions of them must not cost as many errors."""
+
+_UNION_FORMS = {
+    "prompt": "a string, a list of token ids, or a list of those",
+    "stop": "a string or a list of strings",
+    "input": "a string or a list of items",
+    "guided_json": "an object or its text",
+}
+_UNCHANGED = (
+    "use_beam_search",
+    "local_prefill_max_tokens",
+    "priority",
+    "truncate_prompt_tokens",
+    "truncation_side",
+    "cache_salt",
+)
+"""Fields that go into the spec as they are."""
+_TYPES: Mapping[str, Any] = {
+    "float": float,
+    "int": int,
+    "bool": bool,
+    "Sequence[int]": Items[int],
+    "Sequence[str]": Items[str],
+    "str | Sequence[str]": str | Items[str],
+    "Mapping[int, float]": dict[str, Any],
+    "bool | str": bool | Literal["never"],
+}
+"""Type in the table of sampling parameters -> type in a body. A grammar has fields of its own."""
+
+FORMAT_FIELDS = (
+    "response_format", "text", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+)  # fmt: skip
+_COMPLETION_TOKENS = 16
+"""The API's default of max_tokens for completions; chat answers run to their end."""
+_MAX_TEMPLATE_KWARGS = 16
+_MAX_TEMPLATE_VALUE_CHARS = 256
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+def _with_sampling(name: str, base: type[BaseModel], *, responses: bool) -> Any:
+    """`base` with a field for each sampling parameter that the Responses API takes, or with those for the other two."""
+    rows = {name: row for name, row in SAMPLING.items() if row.responses == responses}
+    fields: dict[str, Any] = {
+        name: (_TYPES[row.check.type_name] | None, None) for name, row in rows.items() if row.check.type_name in _TYPES
+    }
+    return create_model(name, __base__=base, **fields)
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=True)
+
+
+class Sampled(_with_sampling("_Sampled", _Strict, responses=True)):  # type: ignore[misc]
+    """What every kind of request has."""
+
+    model: str = ""
+    use_beam_search: bool | None = None
+    stream: bool | None = None
+    user: str | None = None
+    request_id: str | None = None
+    local_prefill_max_tokens: int | None = None
+    priority: int | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    cache_salt: str | None = None
+    failure_policy: Literal["fail", "recompute", "retry", ""] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Items[str] | None = None
+    guided_grammar: str | None = None
+
+
+class _Common(_with_sampling("_Answers", Sampled, responses=False)):  # type: ignore[misc]
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    response_format: dict[str, Any] | None = None
+
+
+class ChatCompletionRequest(_Common):
+    """Body of POST /v1/chat/completions."""
+
+    messages: Annotated[Items[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: Items[Tool] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+
+class CompletionRequest(_Common):
+    """Body of POST /v1/completions. A prompt is text or token ids; there may be several."""
+
+    prompt: str | Items[int] | Items[str] | Items[Items[int]]
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A checked request: what to generate, and the form in which to answer.
+
+    `renamed` maps a parameter of the spec to the name under which the caller gave it. `more`: the further prompts. `warnings`:
+    what was ignored, for the caller.
+    """
+
+    spec: GenerateSpec
+    stream: bool
+    make_form: Callable[[Scene], Form]
+    renamed: Mapping[str, str]
+    more: tuple[GenerateSpec, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+def chat_call(body: dict[str, Any], *, features: ModelFeatures, unknown: UnknownFields) -> Call:
+    """Raises: InvalidRequestError naming the field."""
+    refuse_unbuilt(body, CHAT_NOT_BUILT)
+    request = validate(ChatCompletionRequest, body)
+    for message in body["messages"]:
+        for name in ("function_call", "audio"):
+            if message.get(name):
+                raise InvalidRequestError(f"messages: {name} is not supported", param="messages")
+    warnings = note_unknown(ChatCompletionRequest, body, CHAT_NOT_BUILT, unknown)
+    parallel = request.parallel_tool_calls is not False
+    offer = offer_tools(request.tools, request.tool_choice, features, parallel=parallel)
+    grammar, renamed = grammar_of(request, offer)
+    if request.top_logprobs is not None and not request.logprobs:
+        raise InvalidRequestError("top_logprobs is for logprobs=true only", param="top_logprobs")
+    max_tokens = request.max_tokens
+    renamed["logprobs"] = "top_logprobs"
+    if request.max_completion_tokens is not None:
+        max_tokens, renamed["max_tokens"] = request.max_completion_tokens, "max_completion_tokens"
+    messages = template_messages(request.messages)
+    spec = _spec(
+        request,
+        {"max_tokens": max_tokens, "logprobs": (request.top_logprobs or 0) if request.logprobs else None},
+        messages=messages,
+        more_text=text_beside(messages, offer.shown),
+        tools=offer.shown,
+        grammar=grammar,
+        chat_template_kwargs=template_kwargs(request.chat_template_kwargs, request.reasoning_effort, features),
+        **ending(request.add_generation_prompt, request.continue_final_message),
+    )
+    wishes = _wishes(
+        request,
+        tool_names=offer.names,
+        parallel_tool_calls=parallel,
+        include_reasoning=request.include_reasoning is not False,
+    )
+    return Call(spec, bool(request.stream), partial(ChatForm, wishes), renamed, (), warnings)
+
+
+def completion_call(body: dict[str, Any], *, features: ModelFeatures, unknown: UnknownFields) -> Call:
+    """Raises: InvalidRequestError naming the field."""
+    refuse_unbuilt(body, COMPLETION_NOT_BUILT)
+    request = validate(CompletionRequest, body)
+    warnings = note_unknown(CompletionRequest, body, COMPLETION_NOT_BUILT, unknown)
+    prompts = _prompts(request.prompt)
+    sources = [{"prompt": prompt} if isinstance(prompt, str) else {"token_ids": prompt} for prompt in prompts]
+    sampling: dict[str, object] = {}
+    most = request.prompt_logprobs
+    if request.echo and request.logprobs is not None and (most is None or 0 <= most < request.logprobs):
+        sampling["prompt_logprobs"] = request.logprobs
+    prompt_only = request.max_tokens == 0
+    if prompt_only and request.min_tokens:
+        raise InvalidRequestError("min_tokens must be between 0 and max_tokens=0", param="min_tokens")
+    grammar, renamed = grammar_of(request)
+    if prompt_only:
+        sampling["max_tokens"] = 1  # a step without a token would be one of its own kind
+    spec = _spec(
+        request,
+        sampling,
+        default_max_tokens=_COMPLETION_TOKENS,
+        grammar=grammar,
+        echo=bool(request.echo),
+        add_special_tokens=request.add_special_tokens is not False,
+        **sources[0],
+    )
+    if "token_ids" in sources[0]:
+        renamed |= {"token_ids": "prompt"}
+    further = tuple(replace(spec, **source) for source in sources[1:])
+    wishes = _wishes(request, echo=bool(request.echo), prompt_only=prompt_only)
+    return Call(spec, bool(request.stream), partial(CompletionForm, wishes), renamed, further, warnings)
+
+
+def _prompts(given: str | list[Any]) -> list[str | list[int]]:
+    """Raises: InvalidRequestError."""
+    if isinstance(given, str) or not given or isinstance(given[0], int):
+        return [given]
+    if len(given) > MAX_PROMPTS:
+        raise InvalidRequestError(f"prompt holds {len(given)} prompts: at most {MAX_PROMPTS} are taken", param="prompt")
+    return given
+
+
+def grammar_of(request: Sampled, offer: Offer | None = None) -> tuple[Grammar | None, dict[str, str]]:
+    """The answer's grammar, and the name under which an error of it is told.
+
+    Raises: InvalidRequestError naming the field.
+    """
+    wanted = wanted_grammar({name: _plain(getattr(request, name, None)) for name in FORMAT_FIELDS})
+    found = wanted if offer is None else offer.grammar_with(wanted)
+    return (None, {}) if found is None else (found.grammar, {"grammar": found.field})
+
+
+def _plain(value: Any) -> Any:
+    return value.model_dump() if isinstance(value, BaseModel) else value
+
+
+def spec_fields(request: Sampled, sampling: Mapping[str, object]) -> dict[str, Any]:
+    """Arguments of a GenerateSpec that every kind of request fills in alike.
+
+    Args: sampling: values that this kind of request tells in another way; None: not given.
+    """
+    given = request.model_fields_set
+    values = {**{name: getattr(request, name) for name in SAMPLING if name in given}, **sampling}
+    if isinstance(values.get("stop"), str):
+        values["stop"] = [values["stop"]]
+    fields = {name: getattr(request, name) for name in _UNCHANGED if name in given}
+    return fields | {
+        "sampling": {name: value for name, value in values.items() if value is not None},
+        "model": request.model,
+        "request_id": request.request_id or "",
+        "failure_policy": request.failure_policy or "",
+    }
+
+
+def _spec(request: _Common, sampling: Mapping[str, object], **more: Any) -> GenerateSpec:
+    if request.stream_options is not None and not request.stream:
+        raise InvalidRequestError("stream_options is for stream=true only", param="stream_options")
+    for name in ("prompt_logprobs", "best_of", "use_beam_search", "beam_width"):
+        if request.stream and getattr(request, name) not in (None, False):
+            raise InvalidRequestError(f"{name} is for stream=false only", param=name)
+    return GenerateSpec(**spec_fields(request, sampling) | more)
+
+
+def _wishes(request: _Common, **more: Any) -> Wishes:
+    options = request.stream_options or StreamOptions()
+    return Wishes(
+        include_usage=bool(options.include_usage),
+        continuous_usage=bool(options.continuous_usage_stats),
+        return_token_ids=bool(request.return_token_ids),
+        tokens_as_ids=bool(request.return_tokens_as_token_ids),
+        prompt_logprobs=request.prompt_logprobs,
+        **more,
+    )
+
+
+def ending(add_generation_prompt: bool | None, continue_final_message: bool | None) -> dict[str, Any]:
+    """How a chat prompt ends. Raises: InvalidRequestError when two endings are asked for."""
+    if add_generation_prompt and continue_final_message:
+        rule = "continue_final_message does not go together with add_generation_prompt"
+        raise InvalidRequestError(rule, param="continue_final_message")
+    return {
+        "add_generation_prompt": add_generation_prompt is not False,
+        "continue_final_message": bool(continue_final_message),
+    }
+
+
+def template_kwargs(
+    values: dict[str, Any] | None, effort: str | None, features: ModelFeatures
+) -> dict[str, Any] | None:
+    """Switches of the model's own template, such as enable_thinking: plain values only, so that nothing can be looped over."""
+    if effort not in (None, "none") and not features.takes_effort:
+        raise InvalidRequestError("this model's chat template knows no reasoning_effort", param="reasoning_effort")
+    param = "chat_template_kwargs"
+    if features.takes_effort and effort is not None:
+        values = {"reasoning_effort": effort} | (values or {})
+    if values is None:
+        return None
+    if len(values) > _MAX_TEMPLATE_KWARGS:
+        raise InvalidRequestError(f"{param} takes at most {_MAX_TEMPLATE_KWARGS} values", param=param)
+    for name, value in values.items():
+        plain = value is None or isinstance(value, (bool, int, float, str))
+        if not plain or len(name) > 64 or (isinstance(value, str) and len(value) > _MAX_TEMPLATE_VALUE_CHARS):
+            raise InvalidRequestError(f"{param}.{name[:64]} must be a number, true, false or a short text", param=param)
+    return values
+
+
+def validate(model: type[_Model], body: dict[str, Any], *, at: str = "", param: str = "") -> _Model:
+    """Args:
+        at, param: where the body stands, and the top-level field of that; empty: it is the whole.
+    Raises: InvalidRequestError naming the first field that does not fit.
+    """
+    try:
+        return model.model_validate(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        param = param or (str(first["loc"][0]) if first["loc"] else "body")
+        if param in _UNION_FORMS and param in body:
+            raise InvalidRequestError(f"{param} must be {_UNION_FORMS[param]}", param=param) from None
+        path = ".".join(str(part) for part in ([at, *first["loc"]] if at else first["loc"]))
+        raise InvalidRequestError(f"{path}: {first['msg'].removeprefix('Value error, ')}", param=param) from None
+
+
+def note_unknown(
+    model: type[BaseModel], body: dict[str, Any], not_built: Mapping[str, object], unknown: UnknownFields
+) -> tuple[str, ...]:
+    """What the caller is to be told of fields that nobody knows. Raises: InvalidRequestError where they are refused."""
+    known = {*model.model_fields, *not_built, *HARMLESS}
+    return unknown.note((name for name in body if name not in known), model.model_fields)

@@ -1,0 +1,55 @@
+"""Bodies of /tokenize and /detokenize, in vLLM's form."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from diptych.common.errors import InvalidRequestError
+from diptych.router.api.openai_requests import Items, ending, validate
+from diptych.router.requests.messages import GenerateSpec, ModelFeatures
+from diptych.router.tools.options import ChatMessage, Tool, offer_tools, template_messages, text_beside
+
+
+class TokenizeRequest(BaseModel):
+    """Body of POST /tokenize: a prompt or messages."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    model: str = ""
+    prompt: str | None = None
+    messages: Annotated[Items[ChatMessage], Field(min_length=1)] | None = None
+    tools: Items[Tool] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(BaseModel):
+    """Body of POST /detokenize."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    model: str = ""
+    tokens: Items[int]
+
+
+def tokenize_spec(body: dict[str, Any], features: ModelFeatures) -> tuple[GenerateSpec, bool]:
+    """(what to tokenize, whether the tokens' texts are wanted). Raises: InvalidRequestError naming the field."""
+    request = validate(TokenizeRequest, body)
+    if (request.prompt is None) == (request.messages is None):
+        raise InvalidRequestError("give one of prompt and messages", param="prompt")
+    tools = offer_tools(request.tools, None, features).shown
+    messages = None if request.messages is None else template_messages(request.messages)
+    spec = GenerateSpec(
+        model=request.model,
+        prompt=request.prompt,
+        messages=messages,
+        more_text=0 if messages is None else text_beside(messages, tools),
+        tools=tools,
+        add_special_tokens=request.add_special_tokens is not False,
+        **ending(request.add_generation_prompt, request.continue_final_message),
+    )
+    return spec, bool(request.return_token_strs)

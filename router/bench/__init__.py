@@ -1,1 +1,0 @@
-"""Benchmarks of the router's decisions; results are in results/."""

@@ -1,0 +1,431 @@
+"""The router's live view of the cluster: leases are polled, event streams tailed, workers probed, all in the background.
+A request asks only this view. While the store is away, or takes no writes, the last view is kept, and `degraded` says so."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import structlog
+
+from diptych.common.clock import Clock
+from diptych.common.errors import NoWorkerError, WorkerLostError
+from diptych.common.ids import new_incarnation
+from diptych.common.store import Store, StoreError
+from diptych.common.tls import ClusterTls
+from diptych.common.worker_record import WorkerRecord
+from diptych.router.cluster.breaker import Breakers, is_fault
+from diptych.router.cluster.compatibility import RouterCheck, pair_differences
+from diptych.router.cluster.decode_stream import Attempt
+from diptych.router.cluster.event_watch import EventWatch
+from diptych.router.cluster.index_follow import IndexFollower
+from diptych.router.cluster.loop_uptime import Listening
+from diptych.router.cluster.members import Members
+from diptych.router.cluster.startup_grace import Settling
+from diptych.router.cluster.usable import usable_sides
+from diptych.router.cluster.worker_link import WorkerLink
+from diptych.router.fairness.admission import Admission, Judgement
+from diptych.router.fairness.wait_queue import Turnstile
+from diptych.router.observe.status_view import cluster_status
+from diptych.router.placement.cost import CHEAPEST, Placement, PlacementRequest, Rejected, choose_placement
+from diptych.router.placement.index import BlockIndex, IndexMode
+from diptych.router.placement.native.library import Library
+from diptych.router.placement.pending import PendingShare
+from diptych.router.placement.placer import Life, Placer, Prompt
+from diptych.router.placement.recent import Decisions
+from diptych.router.placement.reservations import Reservation, Reservations
+from diptych.router.placement.rollout import CANARY, OTHER_GROUP, STABLE, Groups, Rollout
+from diptych.router.placement.what_if import pool_snapshot
+from diptych.router.placement.worker_arrays import ClusterSnapshot
+from diptych.router.requests.retry_budget import RetryBudget
+from diptych.router.requests.token_pace import TokenPace
+from diptych.rpc.v1 import decode_pb2
+
+__all__ = ["Cluster", "Life", "Prompt"]
+
+log = structlog.get_logger(__name__)
+
+_RETRY_AFTER_S = 1.0
+
+
+def new_router_id() -> str:
+    return f"router-{new_incarnation()}"
+
+
+class Cluster:
+    """Args:
+    check: what workers must share with this router.
+    poll_s: pause between two looks at the leases, and between two probes of a worker.
+    dead_s: silence, while this process listened, after which a worker is not placed on.
+    policy: name of the placement policy.
+    require_prefill: not ready before a prefill worker was there once.
+    turn_window_s: see Turnstile.
+    hot_prefix_copies, library: see Placer.
+    rollout: canary and shadow workers.
+    settle_s: see Settling.
+    router_id: see PendingShare; "": a new one.
+    is_mine: which workers are looked at at all.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        check: RouterCheck,
+        *,
+        clock: Clock,
+        rng: random.Random,
+        poll_s: float = 0.25,
+        dead_s: float = 2.0,
+        settle_s: float = 5.0,
+        policy: str = "cost",
+        require_prefill: bool = True,
+        admission: Admission | None = None,
+        rollout: Rollout = Rollout(),  # noqa: B008 - frozen
+        router_id: str = "",
+        is_mine: Callable[[WorkerRecord], bool] = lambda _: True,
+        open_link: Callable[[WorkerRecord], WorkerLink] | None = None,
+        tls: ClusterTls | None = None,
+        turn_window_s: float = 0.0,
+        hot_prefix_copies: bool = False,
+        library: Library | None = None,
+    ) -> None:
+        self._tls = tls
+        self._store = store
+        self._check = check
+        self._clock = clock
+        self._listening = Listening(clock.now)
+        self._rng = rng
+        self._poll_s = poll_s
+        self._pace = TokenPace()
+        self._changed = asyncio.Event()
+        self._members: Members[WorkerLink] = Members(open_link or self._open_link, check.why_not, dead_s)
+        self._dead_s = dead_s
+        self.settling = Settling(clock, settle_s)
+        self._index = BlockIndex()
+        self._pairs: dict[tuple[Life, Life], list[str]] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._closing: set[asyncio.Task[None]] = set()
+        self.reservations = Reservations(clock.now)
+        self.turnstile = Turnstile(self._has_room, window_s=turn_window_s)
+        self.reservations.on_less = self.turnstile.let_in
+        self.placer = Placer.of(
+            self._index, self.reservations, rng, policy=policy, hot_prefix_copies=hot_prefix_copies, library=library
+        )
+        self._least_context: int | None = None
+        self._groups = Groups(rollout)
+        self._fleet_is_old = True
+        self._pending = PendingShare(store, self.reservations, router_id or new_router_id(), clock=clock)
+        self._is_mine = is_mine
+        self.breakers = Breakers()
+        self.retry_budget = RetryBudget()
+        self.admission = admission or Admission("off")
+        self.decisions = Decisions()
+        self._event_watch = EventWatch()
+        self._follower = IndexFollower(
+            store, self._index, self._members, self._event_watch, clock=clock, poll_s=poll_s, dead_s=dead_s
+        )
+        self.mute: dict[str, str] = {}
+        """Workers whose cache the index cannot follow, and why."""
+        self._old_view = ""
+        """Why the view may be old, or ""."""
+        self._pair_seen = not require_prefill
+        self.on_ticket_news: Callable[[decode_pb2.TicketNews], None] = lambda _: None
+
+    def _open_link(self, record: WorkerRecord) -> WorkerLink:
+        return WorkerLink(
+            record,
+            heard_s=self._listening.heard_s,
+            probe_s=self._poll_s,
+            dead_s=self._dead_s,
+            pace=self._pace,
+            on_change=self._on_change,
+            on_news=lambda news: self.on_ticket_news(news),
+            tls=self._tls,
+        )
+
+    def _on_change(self) -> None:
+        self._fleet_is_old = True
+        self._changed.set()
+
+    # ---- life ----------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        self._tasks = [
+            asyncio.create_task(self._listening.run(), name="cluster-listening"),
+            asyncio.create_task(self._poll_loop(), name="cluster-poll"),
+            asyncio.create_task(self._follower.run(), name="cluster-tail"),
+            asyncio.create_task(self._pending.run(), name="cluster-pending"),
+        ]
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._follower.close()
+        self._tasks = []
+        self.turnstile.close()
+        links = [member.link.close("the router is stopping") for member in self._members.all()]
+        await asyncio.gather(*links, *self._closing, return_exceptions=True)
+
+    async def _poll_loop(self) -> None:
+        while True:
+            try:
+                records = await self._store.list_workers()
+                self._set_old_view("")
+                self._fold_records(records)
+            except StoreError as err:
+                self._set_old_view(f"the store is away, the view of the cluster may be old ({err})")
+            for member in self._members.given_up():
+                if member.link.decode is not None and member.link.decode.num_attempts:
+                    member.link.decode.fail_attempts(member.link.why_not() or "its lease ended")
+            self._fleet_is_old = True  # silence and breakers change with time alone
+            if self.placer.policy.name == CHEAPEST.name:  # nobody else relies on the index
+                self.mute = self._follower.mute_workers(self.mute)
+            self._follower.fetch_snapshots()
+            await asyncio.sleep(self._poll_s)
+
+    @property
+    def degraded(self) -> str:
+        """What is wrong with the store, or "": the view may be old, or this router's own rows cannot be written."""
+        return self._old_view or (
+            self._pending.failing and f"the store takes no rows of ours ({self._pending.failing})"
+        )
+
+    def _set_old_view(self, why: str) -> None:
+        if bool(why) != bool(self._old_view):
+            log.warning("store is away", why=why) if why else log.info("store is back")
+        self._old_view = why
+
+    def _fold_records(self, everybody: Sequence[WorkerRecord]) -> None:
+        records = [record for record in everybody if self._is_mine(record)]
+        now = self._clock.now()
+        new, lost = self._members.on_records(records, now)
+        for member in lost:
+            known = {"worker": member.record.worker_id, "incarnation": member.record.incarnation}
+            if self._members.left_in_order(member, now):
+                log.info("worker left", **known)
+            else:
+                log.warning("worker lost", **known)
+            self.breakers.forget(member.record.worker_id)
+            self._event_watch.forget(member.record.worker_id)
+            if self._members.get(member.record.worker_id) is None:
+                self._follower.forget(member.record.worker_id)
+            task = asyncio.create_task(member.link.close("its life ended"))
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+        for member in new:
+            record = member.record
+            log.info("worker found", worker=record.worker_id, role=record.role, address=record.address)
+            if why := self._check.why_not(record):
+                log.error("worker is never placed on", worker=record.worker_id, why=why)
+            self._follower.begin(record.worker_id)
+            member.link.start()
+        for record in records:
+            position = (record.event_epoch, record.event_sequence, record.host_event_sequence)
+            self._index.register(record.worker_id, record.incarnation, *position)
+            self._follower.watch_tail(record, now)
+        self._fleet_is_old = True
+        if new or lost:
+            self._changed.set()
+
+    # ---- questions -----------------------------------------------------------------------------------------------
+
+    def _refresh(self) -> Placer:
+        """The placer with the workers that are usable now."""
+        if self._fleet_is_old:
+            sides, unusable = usable_sides(self._members, self.breakers, self._check, self._clock.now())
+            incompatible = {
+                (p.record.worker_id, d.record.worker_id): differences
+                for p in sides["prefill"]
+                for d in sides["decode"]
+                if (differences := self._pair(p.record, d.record))
+            }
+            self.placer.set_fleet(sides["prefill"], sides["decode"], incompatible, unusable)
+            fleet = self.placer.fleet
+            self._least_context = min((r.max_model_len for r in fleet.records), default=None)
+            self._decode_pools = {(r.num_blocks, r.block_size) for r in fleet.records[fleet.num_prefill :]}
+            self.settling.saw(len(sides["decode"]))
+            self._groups.refresh((c.record.worker_id, c.record.incarnation) for c in sides["decode"])
+            self._fleet_is_old = False
+        return self.placer
+
+    def _has_room(
+        self, window_s: float, tenant: str, tokens: int, beside: float = 0.0, *, doubtful: bool = False
+    ) -> bool:
+        return self._refresh().has_room(window_s, tenant, tokens, beside, doubtful=doubtful)
+
+    def snapshot(self, prompt: Prompt | None = None, exclude: frozenset[Life] = frozenset()) -> ClusterSnapshot:
+        """Usable workers with this prompt's hits. `exclude`: lives that must not be chosen as decode."""
+        return self._refresh().snapshot(prompt, exclude)
+
+    def uncached_tokens(self, prompt: Prompt) -> int:
+        """See Placer."""
+        return self._refresh().uncached_tokens(prompt)
+
+    def _pair(self, prefill: WorkerRecord, decode: WorkerRecord) -> list[str]:
+        if self._groups.apart(prefill.worker_id, decode.worker_id):
+            return [OTHER_GROUP]
+        key = ((prefill.worker_id, prefill.incarnation), (decode.worker_id, decode.incarnation))
+        if key not in self._pairs:
+            if len(self._pairs) > 10_000:
+                self._pairs.clear()
+            self._pairs[key] = pair_differences(prefill.compat, decode.compat)
+        return self._pairs[key]
+
+    def ready(self) -> tuple[bool, list[str]]:
+        """Whether a request could be placed, and what stands against it or is degraded. The first time, a prefill and a
+        decode worker that fit are needed (see require_prefill); later decode alone is enough (it computes prompts itself)."""
+        view = self.snapshot()
+        reasons = [f"{worker_id} {why}" for worker_id, why in sorted(view.unusable.items())]
+        unfit = {pair: why for pair, why in view.incompatible.items() if list(why) != [OTHER_GROUP]}
+        reasons += [f"{p} and {d} do not fit: {'; '.join(why)}" for (p, d), why in unfit.items()]
+        reasons += [f"{worker_id} {why}" for worker_id, why in sorted(self.mute.items())]
+        if self.degraded:
+            reasons.append(self.degraded)
+        pair = len(view.prefill) * len(view.decode) > len(view.incompatible)
+        self._pair_seen = self._pair_seen or pair
+        for role, found in (("decode", view.decode), ("prefill", view.prefill)):
+            if not found:
+                reasons.insert(0, f"no usable {role} worker")
+        return bool(view.decode) and self._pair_seen, reasons
+
+    def max_model_len(self) -> int | None:
+        """The smallest context of the usable workers; None: nobody is there."""
+        self._refresh()
+        return self._least_context
+
+    def pool_tokens(self, num_beams: int) -> int | None:
+        """Of how many tokens the smallest pool of the usable decode workers holds the KV, for each of so many beams that share no
+        block; None: nobody is there."""
+        self._refresh()
+        return min((blocks // num_beams * size for blocks, size in self._decode_pools), default=None)
+
+    def index_mode(self, placement: Placement) -> IndexMode:
+        """The least trusted of what the placement rests on."""
+        chosen = placement.chosen
+        mode = self._index.mode(chosen.decode.worker_id)
+        if chosen.prefill is not None and mode is not IndexMode.GUESS:
+            other = self._index.mode(chosen.prefill.worker_id)
+            mode = mode if other is IndexMode.EXACT else other
+        return IndexMode.STALE if self._old_view and mode is IndexMode.EXACT else mode
+
+    def name_blocks(self, prompt: Prompt) -> None:
+        """Ahead of `place`, which would do it."""
+        self._refresh().name_blocks(prompt)
+
+    def place(self, request: PlacementRequest, prompt: Prompt, exclude: frozenset[Life] = frozenset()) -> Placement:
+        """Raises: NoWorkerError with the reasons."""
+        placer, now = self._refresh(), self._clock.now()
+        answer = placer.place(request, prompt, now, exclude | self._groups.others(request.group))
+        if isinstance(answer, Rejected) and request.group == CANARY:
+            answer = placer.place(request, prompt, now, exclude | self._groups.others(STABLE))
+            if isinstance(answer, Placement):
+                answer = replace(answer, notes=(*answer.notes, "no canary can serve it: went to a stable worker"))
+        if isinstance(answer, Rejected):
+            text = "; ".join(answer.reasons) or "no worker has registered"
+            raise NoWorkerError(f"nobody can serve this request: {text}", retry_after_s=_RETRY_AFTER_S)
+        return answer
+
+    def what_if(self, request: PlacementRequest, pool: str) -> Placement:
+        """Where the request would go in another pool of workers. Raises: InvalidRequestError, NoWorkerError."""
+        now = self._clock.now()
+        placer = self._refresh()
+        answer = choose_placement(
+            request, pool_snapshot(pool, placer.fleet.records, now), now, self._rng, placer.policy
+        )
+        if isinstance(answer, Rejected):
+            raise NoWorkerError("; ".join(answer.reasons))
+        return answer
+
+    def judge(self, placement: Placement, waited_s: float, allowed_s: float) -> Judgement:
+        """Whether the request is worth starting there. `waited_s`, `allowed_s`: from its arrival, until now and at most."""
+        ttft_s = waited_s + placement.chosen.ttft_ms / 1000.0
+        tpot_s = placement.decode.record.load.decode_step_s
+        return self.admission.judge(ttft_s, tpot_s, allowed_s, self._rng)
+
+    def open(self, placement: Placement, submit: decode_pb2.Submit, tenant: str) -> Attempt:
+        """Send the attempt to decode and count it as pending until `reservations.release`. Raises: WorkerLostError."""
+        record = placement.decode.record
+        member = self._members.get(record.worker_id)
+        if member is None or member.link.incarnation != record.incarnation or member.link.decode is None:
+            raise WorkerLostError(f"decode worker {record.worker_id} is gone")
+        attempt = member.link.decode.open(submit)
+        self.hold(placement, attempt.id, tenant, len(submit.prompt_token_ids))
+        return attempt
+
+    def hold(
+        self, placement: Placement, attempt: str, tenant: str, num_prompt_tokens: int, *, doubtful: bool = False
+    ) -> None:
+        """Count the attempt as pending on its workers until `reservations.release`. `doubtful`: see Reservations."""
+        record = placement.decode.record
+        computes = placement.chosen.prefill or placement.decode
+        num_tokens = num_prompt_tokens - computes.hit_tokens
+        reservation = Reservation(computes.worker_id, record.worker_id, num_tokens, tenant)
+        self.reservations.reserve(attempt, reservation, doubtful=doubtful)
+        now = self._clock.now()
+        for worker_id in {computes.worker_id, record.worker_id}:
+            if self.breakers.on_placed(worker_id, now):
+                self._fleet_is_old = True
+
+    def client_door(self, life: Life) -> decode_pb2.ClientDoor | None:
+        """Where clients may take tickets for this life of a decode worker; None: nowhere, or it is gone."""
+        member = self._members.get(life[0])
+        if member is None or member.link.incarnation != life[1] or member.link.decode is None:
+            return None
+        return member.link.decode.client_door
+
+    def on_outcome(self, worker_id: str, reason: str) -> None:
+        """How a request ended at a worker. `reason`: of the error, or ""; what speaks neither for nor against the worker
+        only ends a probe."""
+        now = self._clock.now()
+        if reason and not is_fault(reason):
+            changed = self.breakers.on_nothing_learned(worker_id, now)
+        else:
+            changed = self.breakers.on_outcome(worker_id, fault=bool(reason), now=now)
+            if changed:
+                log.warning("breaker", worker=worker_id, state=self.breakers.state(worker_id, now).value)
+        self._fleet_is_old |= changed
+
+    def on_computed(self, worker_id: str, num_tokens: int) -> None:
+        """A worker computed this many tokens of a prompt."""
+        member = self._members.get(worker_id)
+        if member is not None and num_tokens >= member.record.block_size:
+            self._event_watch.computed(worker_id, self._clock.now())
+
+    def kv_usage(self) -> float:
+        """Mean share of KV blocks in use on the decode workers that have a lease."""
+        usage = [member.record.load.kv_usage for member in self._members.all() if member.record.role == "decode"]
+        return sum(usage) / len(usage) if usage else 0.0
+
+    @property
+    def num_routers(self) -> int:
+        """Those that were heard of last, this one included."""
+        return self._pending.num_others + 1
+
+    def status(self, owner: bytes) -> dict[str, Any]:
+        """For the status page. `owner`: whose requests are told."""
+        view = self.snapshot()
+        return cluster_status(
+            self._members.all(),
+            view=view,
+            index=self._index,
+            mute=self.mute,
+            degraded=self.degraded,
+            policy=self.placer.policy.name,
+            breakers=self.breakers,
+            reservations=self.reservations,
+            decisions=self.decisions.latest(owner),
+            now=self._clock.now(),
+        )
+
+    async def wait_for_change(self, timeout_s: float) -> None:
+        """Until a worker comes, goes, or changes its usability, or the time is up."""
+        self._changed.clear()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
+        except TimeoutError:
+            pass

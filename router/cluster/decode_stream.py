@@ -1,0 +1,338 @@
+"""One `Decode.Attach` stream to one life of a decode worker, shared by all requests of this router.
+
+    CLOSED --start--> CONNECTING --channel ready--> UP --stream ends--> CONNECTING (after a pause)
+    any --close--> CLOSED
+
+A stream that breaks takes its attempts with it: each ends with WorkerLostError (decode cancels them on its side). The
+stream is always drained; what an attempt's reader has not taken yet is merged, up to a cap, and then cancelled. A message costs
+as much whatever is in it, so tokens after the first are due at most every LEAST_GAP_S; starts, ends and errors at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+
+import grpc
+import structlog
+
+from diptych.common.clock import Clock, MonotonicClock
+from diptych.common.errors import DiptychError, InvalidRequestError, OverloadedError, WorkerLostError
+from diptych.router.requests.token_pace import TokenPace
+from diptych.rpc.channels import MAX_MESSAGE_BYTES
+from diptych.rpc.v1 import decode_pb2, decode_pb2_grpc, router_pb2
+
+log = structlog.get_logger(__name__)
+
+_CONNECT_TIMEOUT_S = 2.0
+_PAUSE_S, _MAX_PAUSE_S = 0.1, 1.0
+MAX_BUFFERED_BYTES = 1024 * 1024
+_TOKEN_BYTES = 8
+_COMMAND_OVERHEAD_BYTES = 64
+
+
+class Attempt:
+    """One request's events on this worker. Read with `next` until End or an error; then it is over."""
+
+    def __init__(self, stream: DecodeStream, attempt: str, max_buffered_bytes: int) -> None:
+        self._stream = stream
+        self.id = attempt
+        self._max_buffered_bytes = max_buffered_bytes
+        self._events: deque[decode_pb2.Event] = deque()
+        self._buffered_bytes = 0
+        self._error: DiptychError | None = None
+        self._ready = asyncio.Event()
+        self._waits = False
+        self._busy_since: float | None = None
+        """When the reader was told of the event that it has, or took it; None: it waits for one, or has left."""
+        self._due = False
+        """The reader need not wait for more. Never without something to read: else the next token would tell nobody."""
+        self._begun = False
+        self.woken_at = 0.0
+        """When something was due last, on the stream's clock."""
+        self.over = False
+        """No event will be added any more."""
+
+    async def next(self) -> decode_pb2.Event:
+        """The next event; tokens that came meanwhile are one event. One reader. Raises: WorkerLostError, OverloadedError."""
+        self._rest()
+        try:
+            while not self.has_event:
+                if self._error is not None:
+                    raise self._error
+                self._ready.clear()
+                self._waits = True
+                await self._ready.wait()
+        except BaseException:
+            self._rest()
+            raise
+        finally:
+            self._waits = False
+        event = self._events.popleft()
+        kind = event.WhichOneof("event")
+        self._buffered_bytes -= _size(event, kind)
+        self._due = bool(self._events)
+        if kind == "end":
+            self._rest()
+        else:
+            self._work(self._stream.now())
+        return event
+
+    def _work(self, now: float) -> None:
+        """The reader has something to do from now on."""
+        if self._busy_since is None:
+            self._busy_since = now
+            self._stream.pace.begun()
+
+    def _rest(self) -> None:
+        """The reader has done it."""
+        if self._busy_since is not None:
+            self._stream.pace.served(self._stream.now() - self._busy_since)
+            self._busy_since = None
+
+    def cancel(self) -> None:
+        """Leave: decode is told unless the attempt is over. Idempotent, never blocks."""
+        self._rest()
+        if not self.over:
+            self.over = True
+            self._stream.forget(self.id, cancel=True)
+
+    @property
+    def has_event(self) -> bool:
+        """`next` would not wait."""
+        return self._due and bool(self._events)
+
+    def wake(self, now: float) -> None:
+        """What is there is due."""
+        self._due = bool(self._events)
+        if not self._due and self._error is None:
+            return
+        self.woken_at = now
+        if self._waits:
+            self._work(now)
+        self._ready.set()
+
+    def put(self, event: decode_pb2.Event) -> None:
+        kind = event.WhichOneof("event")
+        self._buffered_bytes += _size(event, kind)
+        if kind != "tokens" or not self._merged(event.tokens):
+            self._events.append(event)
+        if kind == "end":
+            self.over = True
+        elif self._buffered_bytes > self._max_buffered_bytes:
+            self._events.clear()
+            self.cancel()
+            self._error = OverloadedError("the answer was read too slowly and was cancelled")
+        elif kind == "tokens" and self._begun:
+            if not self._due:
+                self._stream.wake_in_time(self)
+            return
+        self._begun |= kind == "tokens"
+        self.wake(self._stream.now())
+
+    def _merged(self, more: router_pb2.TokenDelta) -> bool:
+        """Whether they went into the event before; a hole or a repeat is for the reader to judge."""
+        if not self._events or not self._events[-1].HasField("tokens"):
+            return False
+        mine = self._events[-1].tokens
+        if more.choice != mine.choice or more.offset != mine.offset + len(mine.token_ids):
+            return False
+        mine.token_ids.extend(more.token_ids)
+        if more.text:
+            mine.text += more.text
+        if more.logprobs:
+            mine.logprobs.extend(more.logprobs)
+        return True
+
+    def fail(self, error: DiptychError) -> None:
+        """End the attempt after what is buffered."""
+        self.over = True
+        self._error = self._error or error
+        self.wake(self._stream.now())
+
+
+def _size(event: decode_pb2.Event, kind: str | None) -> int:
+    if kind == "tokens":
+        tokens = event.tokens
+        size = len(tokens.token_ids) * _TOKEN_BYTES + len(tokens.text)
+        if tokens.logprobs:
+            size += sum(entry.ByteSize() for entry in tokens.logprobs)
+        return size
+    return event.prompt_logprobs.ByteSize() if kind == "prompt_logprobs" else 0
+
+
+class DecodeStream:
+    """Args:
+    channel: to the worker; not closed here.
+    on_change: called when the stream goes up or down.
+    on_news: called with what the worker tells of clients' own attempts.
+    pace: shared by all streams of this event loop.
+    """
+
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        worker_id: str,
+        *,
+        pace: TokenPace | None = None,
+        clock: Clock | None = None,
+        on_change: Callable[[], None] | None = None,
+        on_news: Callable[[decode_pb2.TicketNews], None] | None = None,
+        max_buffered_bytes: int = MAX_BUFFERED_BYTES,
+    ) -> None:
+        self._channel = channel
+        self._worker_id = worker_id
+        self.pace = pace or TokenPace()
+        self.now = (clock or MonotonicClock()).now
+        self._on_change = on_change
+        self._on_news = on_news
+        self.client_door: decode_pb2.ClientDoor | None = None
+        """Where clients may come with tickets; None: nowhere."""
+        self._max_buffered_bytes = max_buffered_bytes
+        self._attempts: dict[str, Attempt] = {}
+        self._commands: asyncio.Queue[decode_pb2.Command | None] | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._late: set[Attempt] = set()
+        self._late_timer: asyncio.TimerHandle | None = None
+        self.num_drops = 0
+        self.num_batches = 0
+        """Rises with every message: a sign of life."""
+
+    @property
+    def up(self) -> bool:
+        return self._commands is not None
+
+    @property
+    def num_attempts(self) -> int:
+        return len(self._attempts)
+
+    def start(self) -> None:
+        if self._task is None:
+            self._task = asyncio.create_task(self._run(), name=f"attach-{self._worker_id}")
+
+    async def close(self, why: str = "the router is stopping") -> None:
+        """Break the stream: its attempts end with WorkerLostError. Idempotent."""
+        task, self._task = self._task, None
+        self._down(why)
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    def open(self, submit: decode_pb2.Submit) -> Attempt:
+        """Submit an attempt. Raises: WorkerLostError when the stream is down, InvalidRequestError when it is too large."""
+        if self._commands is None:
+            raise WorkerLostError(f"decode worker {self._worker_id} cannot be reached")
+        if submit.ByteSize() > MAX_MESSAGE_BYTES - _COMMAND_OVERHEAD_BYTES:
+            # gRPC would break the whole stream over it, and with it every other request.
+            raise InvalidRequestError(f"the request takes {submit.ByteSize()} bytes on the wire: too many")
+        attempt = Attempt(self, submit.attempt, self._max_buffered_bytes)
+        self._attempts[submit.attempt] = attempt
+        self._commands.put_nowait(decode_pb2.Command(submit=submit))
+        return attempt
+
+    def forget(self, attempt: str, *, cancel: bool) -> None:
+        if self._attempts.pop(attempt, None) is not None and cancel and self._commands is not None:
+            self._commands.put_nowait(decode_pb2.Command(cancel=decode_pb2.Cancel(attempt=attempt)))
+
+    def wake_in_time(self, attempt: Attempt) -> None:
+        """Tokens came: they are due at once, or when the pace says. One timer for all attempts that wait for that."""
+        now = self.now()
+        wait_s = self.pace.wait_s(attempt.woken_at, now)
+        if not wait_s:
+            attempt.wake(now)
+            return
+        self._late.add(attempt)
+        if self._late_timer is None:
+            self._late_timer = asyncio.get_running_loop().call_later(wait_s, self._wake_late)
+
+    def _wake_late(self) -> None:
+        """All of them: who comes a little early for its own gap must not wait for a second timer."""
+        late, self._late, self._late_timer = self._late, set(), None
+        now = self.now()
+        for attempt in late:
+            attempt.wake(now)
+
+    def fail_attempts(self, why: str) -> None:
+        """The worker is considered dead though the stream still stands: end its attempts, and tell it to stop them."""
+        for attempt in list(self._attempts.values()):
+            self.forget(attempt.id, cancel=True)
+            attempt.fail(WorkerLostError(f"decode worker {self._worker_id} was lost: {why}"))
+
+    async def _run(self) -> None:
+        pause_s = _PAUSE_S
+        while True:
+            why = "cannot be reached"
+            try:
+                async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+                    await self._channel.channel_ready()
+                pause_s = _PAUSE_S
+                why = await self._serve()
+            except TimeoutError:
+                pass
+            except grpc.aio.UsageError:
+                return  # the channel was closed under us
+            finally:
+                self._down(why)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+
+    async def _serve(self) -> str:
+        """One stream from its opening to its end. Returns why it ended."""
+        commands: asyncio.Queue[decode_pb2.Command | None] = asyncio.Queue()
+        stub = decode_pb2_grpc.DecodeStub(self._channel)  # type: ignore[no-untyped-call]
+        call = stub.Attach(_drain(commands))
+        self._commands = commands
+        self._notify()
+        try:
+            async for batch in call:
+                self.num_batches += 1
+                for event in batch.events:
+                    self._deliver(event)
+                if batch.HasField("client_door"):
+                    self.client_door = batch.client_door
+                if self._on_news is not None:
+                    for news in batch.ticket_news:
+                        self._on_news(news)
+        except grpc.aio.AioRpcError as err:
+            return f"{err.code().name}: {err.details()}"
+        finally:
+            commands.put_nowait(None)
+            call.cancel()
+        return "it closed the stream"
+
+    def _deliver(self, event: decode_pb2.Event) -> None:
+        attempt = self._attempts.get(event.attempt)
+        if attempt is None:
+            return  # cancelled meanwhile
+        if event.WhichOneof("event") is None:
+            log.warning("event of an unknown kind", worker=self._worker_id)
+            return
+        attempt.put(event)
+        if attempt.over:
+            self._attempts.pop(event.attempt, None)
+
+    def _down(self, why: str) -> None:
+        if self._late_timer is not None:
+            self._late_timer.cancel()
+            self._late, self._late_timer = set(), None
+        was_up, self._commands, self.client_door = self.up, None, None
+        attempts, self._attempts = list(self._attempts.values()), {}
+        for attempt in attempts:
+            attempt.fail(WorkerLostError(f"decode worker {self._worker_id} was lost: {why}"))
+        if was_up:
+            self.num_drops += 1
+            say = (
+                log.warning if attempts else log.info
+            )  # without any it is what the end of a worker or a router looks like
+            say("stream to decode went down", worker=self._worker_id, why=why, attempts=len(attempts))
+            self._notify()
+
+    def _notify(self) -> None:
+        if self._on_change is not None:
+            self._on_change()
+
+
+async def _drain(commands: asyncio.Queue[decode_pb2.Command | None]) -> AsyncIterator[decode_pb2.Command]:
+    while (command := await commands.get()) is not None:
+        yield command

@@ -1,0 +1,142 @@
+"""Keeps the block index up with the workers: tails their event streams, notices what was lost, fetches snapshots."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+import structlog
+
+from diptych.common.clock import Clock
+from diptych.common.errors import DiptychError
+from diptych.common.store import Store, StoreError
+from diptych.common.worker_record import WorkerRecord
+from diptych.router.cluster.event_watch import EventWatch
+from diptych.router.cluster.members import Member, Members
+from diptych.router.cluster.worker_link import WorkerLink
+from diptych.router.placement.index import BlockIndex
+
+log = structlog.get_logger(__name__)
+
+_TAIL_BLOCK_S = 0.25
+_BEHIND_S = 1.5
+_SNAPSHOT_PAUSE_S = 0.5
+
+
+class IndexFollower:
+    """Args:
+    poll_s: pause while there is no worker.
+    dead_s: a worker that is silent for longer is asked nothing.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        index: BlockIndex,
+        members: Members[WorkerLink],
+        event_watch: EventWatch,
+        *,
+        clock: Clock,
+        poll_s: float,
+        dead_s: float,
+    ) -> None:
+        self._store = store
+        self._index = index
+        self._members = members
+        self._event_watch = event_watch
+        self._clock = clock
+        self._poll_s = poll_s
+        self._dead_s = dead_s
+        self._cursors: dict[str, str] = {}
+        self._snapshots: dict[str, asyncio.Task[None]] = {}
+
+    def begin(self, worker_id: str) -> None:
+        """A new life: its stream is read from the start."""
+        self._cursors[worker_id] = "0"
+
+    def forget(self, worker_id: str) -> None:
+        self._index.forget(worker_id)
+        self._cursors.pop(worker_id, None)
+
+    async def close(self) -> None:
+        tasks = list(self._snapshots.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def watch_tail(self, record: WorkerRecord, now: float) -> None:
+        """A lease that stays ahead of the index means that the stream's last events were lost."""
+        member = self._members.get(record.worker_id)
+        if member is None:
+            return
+        position = (record.event_epoch, record.event_sequence, record.host_event_sequence)
+        if not self._index.is_behind(record.worker_id, *position):
+            member.behind_since = None
+        elif member.behind_since is None:
+            member.behind_since = now
+        elif now - member.behind_since > _BEHIND_S:
+            member.behind_since = None
+            self._index.lose_track(record.worker_id)
+            self._event_watch.resynced(record.worker_id)
+
+    def mute_workers(self, known: Mapping[str, str]) -> dict[str, str]:
+        """Workers whose cache the index cannot follow, and why. `known`: those that were told before."""
+        now = self._clock.now()
+        mute: dict[str, str] = {}
+        for member in self._members.all():
+            record = member.record
+            why = self._event_watch.why(
+                record.worker_id,
+                num_events=self._index.num_events(record.worker_id),
+                lease_sequence=record.event_sequence,
+                mode=self._index.mode(record.worker_id),
+                now=now,
+            )
+            if why:
+                mute[record.worker_id] = why
+                if record.worker_id not in known:
+                    log.warning("a worker's cache cannot be followed", worker=record.worker_id, why=why)
+        return mute
+
+    async def run(self) -> None:
+        while True:
+            cursors = dict(self._cursors)
+            if not cursors:
+                await asyncio.sleep(self._poll_s)
+                continue
+            try:
+                found = await self._store.read_events(cursors, block_s=_TAIL_BLOCK_S)
+            except StoreError:
+                await asyncio.sleep(_TAIL_BLOCK_S)
+                continue
+            for worker_id, events in found.items():
+                if worker_id in self._cursors and events:
+                    self._index.apply_all(worker_id, [event for _, event in events])
+                    self._cursors[worker_id] = events[-1][0]
+
+    def fetch_snapshots(self) -> None:
+        for worker_id in self._index.needs_snapshot():
+            member = self._members.get(worker_id)
+            if member is None or worker_id in self._snapshots or member.link.silent_s > self._dead_s:
+                continue
+            task = asyncio.create_task(self._fetch_snapshot(member), name=f"snapshot-{worker_id}")
+            self._snapshots[worker_id] = task
+
+    async def _fetch_snapshot(self, member: Member[WorkerLink]) -> None:
+        worker_id = member.record.worker_id
+        try:
+            dump = await member.link.dump_blocks()
+            self._index.load_snapshot(
+                worker_id,
+                member.record.incarnation,
+                epoch=dump.epoch,
+                sequence=dump.sequence,
+                keys=dump.keys,
+                host_sequence=dump.host_sequence,
+                host_keys=dump.host_keys,
+            )
+        except DiptychError as err:
+            log.warning("no snapshot of a worker's cache", worker=worker_id, error=err.message)
+        finally:
+            # The pause bounds how often a worker whose stream stays broken is asked.
+            asyncio.get_running_loop().call_later(_SNAPSHOT_PAUSE_S, self._snapshots.pop, worker_id, None)

@@ -1,0 +1,38 @@
+"""Which workers may be placed on now, by role. Pure but for telling the breakers how large each pool is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diptych.router.cluster.breaker import Breakers
+from diptych.router.cluster.compatibility import RouterCheck
+from diptych.router.cluster.members import Members
+from diptych.router.placement.placer import Candidate
+
+
+def usable_sides(
+    known: Members[Any], breakers: Breakers, check: RouterCheck, now: float
+) -> tuple[dict[str, list[Candidate]], dict[str, str]]:
+    """The usable workers by role, and why the others are not."""
+    sides: dict[str, list[Candidate]] = {}
+    unusable = {}
+    for role in ("prefill", "decode"):
+        members = [member for member in known.all() if member.record.role == role]
+        breakers.set_pool(role, [member.record.worker_id for member in members])
+        usable, left_alone = [], []
+        for member in members:
+            name = member.record.worker_id
+            candidate = Candidate(member.record, member.read_at, check.header(member.record))
+            if why := known.why_unplaceable(member, now):
+                unusable[name] = why
+            elif why := breakers.why_not(name, now):
+                unusable[name] = why
+                left_alone.append(candidate)
+            else:
+                usable.append(candidate)
+        if not usable:  # a worker that fails often is better than none
+            usable = left_alone
+            for candidate in left_alone:
+                del unusable[candidate.record.worker_id]
+        sides[role] = usable
+    return sides, unusable

@@ -1,0 +1,155 @@
+"""This router's connection to one life of a worker: its channel, a probe that says whether it lives and makes progress,
+the snapshot of its cache, and for a decode worker the stream of requests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import grpc
+import structlog
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from diptych.common.block_identity import KEY_BYTES
+from diptych.common.errors import InternalError
+from diptych.common.tls import ClusterTls
+from diptych.common.worker_record import WorkerRecord
+from diptych.router.cluster.decode_stream import DecodeStream
+from diptych.router.requests.token_pace import TokenPace
+from diptych.rpc.channels import open_channel
+from diptych.rpc.errors import from_rpc_error
+from diptych.rpc.v1 import decode_pb2, worker_pb2, worker_pb2_grpc
+
+log = structlog.get_logger(__name__)
+
+_DUMP_TIMEOUT_S = 10.0
+_MAX_DUMP_KEYS = 4_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class CacheDump:
+    """Block keys of both tiers, and the last event of each that they include."""
+
+    epoch: int
+    sequence: int
+    host_sequence: int
+    keys: list[bytes]
+    host_keys: list[bytes]
+
+
+class WorkerLink:
+    """Args:
+    record: the lease under which the worker was found; address and incarnation never change within a link.
+    heard_s: seconds in which this process could hear anybody, see listening.py.
+    probe_s: pause between probes; each may take as long as `dead_s`.
+    on_news: what a decode worker tells of clients' own attempts.
+    pace: of tokens, see DecodeStream.
+    on_change: called when the worker becomes usable or stops being so.
+    """
+
+    def __init__(
+        self,
+        record: WorkerRecord,
+        *,
+        heard_s: Callable[[], float],
+        probe_s: float,
+        dead_s: float,
+        on_change: Callable[[], None],
+        tls: ClusterTls | None = None,
+        on_news: Callable[[decode_pb2.TicketNews], None] | None = None,
+        pace: TokenPace | None = None,
+    ) -> None:
+        self.worker_id = record.worker_id
+        self.incarnation = record.incarnation
+        self._heard_s = heard_s
+        self._probe_s = probe_s
+        self._dead_s = dead_s
+        self._on_change = on_change
+        self._channel = open_channel(record.address, tls)
+        self.decode = (
+            DecodeStream(self._channel, record.worker_id, pace=pace, on_change=on_change, on_news=on_news)
+            if record.role == "decode"
+            else None
+        )
+        self._tasks: list[asyncio.Task[None]] = []
+        self._serving = False
+        self._probed = False
+        self._last_answer = heard_s()
+        self._batches_seen = 0
+
+    def start(self) -> None:
+        if self.decode is not None:
+            self.decode.start()
+        self._tasks.append(asyncio.create_task(self._probe_loop(), name=f"probe-{self.worker_id}"))
+
+    async def close(self, why: str) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks = []
+        if self.decode is not None:
+            await self.decode.close(why)
+        await self._channel.close()
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds of listening since the last sign of life: an answer to a probe, whatever it said, or a message of its
+        stream."""
+        now = self._heard_s()
+        if self.decode is not None and self.decode.num_batches != self._batches_seen:
+            self._batches_seen, self._last_answer = self.decode.num_batches, now
+        return now - self._last_answer
+
+    def why_not(self) -> str:
+        """Why nothing can be placed there now, or ""."""
+        if self.silent_s > self._dead_s:
+            return f"does not answer (for {self.silent_s:.1f} s)"
+        if not self._probed:
+            return "is being connected"
+        if not self._serving:
+            return "says that it is not serving"
+        if self.decode is not None and not self.decode.up:
+            return "its request stream is down"
+        return ""
+
+    async def _probe_loop(self) -> None:
+        stub = health_pb2_grpc.HealthStub(self._channel)
+        while True:
+            before = self.why_not()
+            try:
+                answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=self._dead_s)
+                self._serving = answer.status == health_pb2.HealthCheckResponse.SERVING
+                self._last_answer, self._probed = self._heard_s(), True
+            except grpc.aio.AioRpcError as err:
+                if err.code() is grpc.StatusCode.UNIMPLEMENTED:
+                    self._serving, self._last_answer, self._probed = True, self._heard_s(), True
+                elif err.code() is grpc.StatusCode.UNAVAILABLE:
+                    self._serving = False  # refused or reset: known at once
+            except grpc.aio.UsageError:
+                return
+            if self.why_not() != before:
+                self._on_change()
+            await asyncio.sleep(self._probe_s)
+
+    async def dump_blocks(self) -> CacheDump:
+        """What the worker's prefix cache holds. Raises: DiptychError."""
+        stub = worker_pb2_grpc.WorkerStub(self._channel)  # type: ignore[no-untyped-call]
+        held: tuple[list[bytes], list[bytes]] = ([], [])
+        position = None
+        try:
+            async for part in stub.DumpBlocks(worker_pb2.DumpBlocksRequest(), timeout=_DUMP_TIMEOUT_S):
+                for keys, blob in zip(held, (part.block_keys, part.host_block_keys), strict=True):
+                    if len(blob) % KEY_BYTES or len(keys) + len(blob) // KEY_BYTES > _MAX_DUMP_KEYS:
+                        raise InternalError(f"{self.worker_id}: a dump of {len(blob)} bytes makes no sense")
+                    keys += [blob[i : i + KEY_BYTES] for i in range(0, len(blob), KEY_BYTES)]
+                if position is not None and position != (part.epoch, part.sequence, part.host_sequence):
+                    raise InternalError(f"{self.worker_id}: the parts of a dump are of different moments")
+                position = (part.epoch, part.sequence, part.host_sequence)
+        except grpc.aio.AioRpcError as err:
+            raise from_rpc_error(err) from None
+        except grpc.aio.UsageError:
+            raise InternalError(f"{self.worker_id}: the channel was closed") from None
+        if position is None:
+            raise InternalError(f"{self.worker_id}: an empty dump")
+        return CacheDump(*position, *held)

@@ -1,0 +1,150 @@
+"""A tenant's tokens (or requests) a minute, shared by all routers: each leases about a second of them from the store and spends
+them here, and may spend its share of what nobody has used before the store was asked.
+
+    store: one bucket a tenant, refilled by its limit --slice, in the background--> lease --check, spend--> requests
+
+No request waits for the store. What a router has left of its lease and its part of the bucket as it last heard of it (an equal
+one for each router) is let in at once, so a burst may use up what is unused; what it took of the bucket is repaid from there
+before anything else, and one that has used half of what it may take asks at once. R routers together let in at most what the
+bucket holds and R slices more, besides the end of what runs already; and, where routers hear late of what others took, at once
+at most (R - 1) / R of a bucket more, which is repaid first. While the store is away each router grants its share of the limit,
+by the routers it heard of last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from diptych.common.errors import QuotaExceededError
+from diptych.common.store import BudgetStore, StoreError
+from diptych.router.api.auth_limits import PERIOD_S, TenantQuotas
+
+SLICE_S = 1.0
+INTERVAL_S = 0.25
+_LEAST_S = 0.02
+"""Between two exchanges with the store."""
+_IDLE_S = 60.0
+_ROUNDING = 1e-6
+"""What a sum of many spent tokens may be off by: what `remaining` told is let in."""
+
+
+@dataclass(slots=True)
+class _Lease:
+    """Args:
+    tokens: left to spend; below zero: to be repaid before anything else.
+    owed: lent by ourselves before the store was asked.
+    level: of the bucket, as it was heard of at `asked_at`; it refills meanwhile.
+    """
+
+    tokens: float
+    owed: float
+    level: float
+    asked_at: float
+    used_at: float
+
+
+class SharedQuotas(TenantQuotas):
+    """Args:
+    num_routers: how many there are now, this one included.
+    """
+
+    def __init__(
+        self,
+        per_minute: Callable[[str], int],
+        *,
+        now: Callable[[], float],
+        store: BudgetStore,
+        num_routers: Callable[[], int] = lambda: 1,
+        unit: str = "tokens",
+    ) -> None:
+        super().__init__(per_minute, now=now, unit=unit)
+        self._store = store
+        self._num_routers = num_routers
+        self._leases: dict[str, _Lease] = {}
+        self._low = asyncio.Event()
+        """Some tenant has used half of what it may spend before the store is asked."""
+
+    def check(self, tenant: str) -> None:
+        limit = self._per_minute(tenant)
+        if limit and (left := self._left(self._lease(tenant, limit), limit)) < 1.0 - _ROUNDING:
+            retry_s = max(INTERVAL_S, (1.0 - left) * PERIOD_S / limit)
+            raise QuotaExceededError(f"the quota of {limit} {self.unit} a minute is used up", retry_after_s=retry_s)
+
+    def spend(self, tenant: str, amount: int) -> None:
+        limit = self._per_minute(tenant)
+        if limit:
+            lease = self._lease(tenant, limit)
+            lease.tokens -= amount
+            if self._left(lease, limit) < self._bucket(lease, limit) / self._count() / 2:
+                self._low.set()
+
+    def headers(self, tenant: str) -> dict[str, str]:
+        """What remains is what this router lets in now; the reset is the whole bucket's."""
+        limit = self._per_minute(tenant)
+        if not limit:
+            return {}
+        lease = self._lease(tenant, limit)
+        level = min(float(limit), lease.tokens - lease.owed + self._bucket(lease, limit))
+        return self._told(limit, level, remaining=min(float(limit), self._left(lease, limit)))
+
+    def _count(self) -> int:
+        return max(1, self._num_routers())
+
+    def _bucket(self, lease: _Lease, limit: int) -> float:
+        """Of the bucket, if the other routers took nothing since it was heard of."""
+        return min(float(limit), lease.level + (self._now() - lease.asked_at) * limit / PERIOD_S)
+
+    def _left(self, lease: _Lease, limit: int) -> float:
+        """What may be spent now."""
+        return lease.tokens - lease.owed + self._bucket(lease, limit) / self._count()
+
+    def _lease(self, tenant: str, limit: int) -> _Lease:
+        now, lease = self._now(), self._leases.get(tenant)
+        if lease is None:
+            first = _slice(limit)
+            lease = self._leases[tenant] = _Lease(first, first, float(limit), now, now)
+        lease.used_at = now
+        return lease
+
+    def _name(self, tenant: str) -> str:
+        """Tenants' names may hold anything; keys of the store may not."""
+        kind = b"" if self.unit == "tokens" else self.unit.encode()
+        return hashlib.blake2b(tenant.encode(), digest_size=16, person=kind).hexdigest()
+
+    async def run(self) -> None:
+        while True:
+            await self.exchange()
+            await asyncio.sleep(_LEAST_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(INTERVAL_S - _LEAST_S):
+                    await self._low.wait()
+            self._low.clear()
+
+    async def exchange(self) -> None:
+        """Fill every lease up to a slice; what an idle tenant has left goes back."""
+        for tenant, lease in list(self._leases.items()):
+            limit, now = self._per_minute(tenant), self._now()
+            idle = not limit or now - lease.used_at > _IDLE_S
+            want = -lease.tokens if idle else _slice(limit) - lease.tokens
+            want += lease.owed
+            if idle:
+                del self._leases[tenant]
+            if not limit or abs(want) < 1.0:
+                continue
+            try:
+                granted, lease.level = await self._store.lease_tokens(self._name(tenant), per_minute=limit, want=want)
+            except StoreError:
+                share = limit / PERIOD_S * (now - lease.asked_at) / self._count()
+                granted = max(0.0, min(want, share))
+            lease.asked_at = now
+            paid = min(max(0.0, granted), lease.owed)
+            lease.owed -= paid
+            lease.tokens += granted - paid
+
+
+def _slice(limit: int) -> float:
+    return max(1.0, limit / PERIOD_S * SLICE_S)

@@ -1,0 +1,109 @@
+"""Where requests wait in the router, on the event loop, in the order of gate.py and turns.py.
+
+enter -> room, nobody waits -> in at once
+      -> else a turn; let in as prompts get computed or requests end -> in | deadline | left
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from diptych.common.errors import OverloadedError, RequestDeadlineError
+from diptych.router.fairness.capacity_gate import Gate, Room
+from diptych.router.fairness.deficit_round_robin import Entry, Share
+
+MAX_WAITING = 4096
+"""Of one tenant alone; where several wait, an equal part of each: nobody is refused for what others sent."""
+_LOOK_S = 0.05
+"""Between two looks at what other routers and leases told; this router's own news is acted on at once."""
+
+_Turn = asyncio.Future[None]
+
+
+class Turnstile:
+    """Args:
+    room, window_s, share: see Gate.
+    """
+
+    def __init__(
+        self,
+        room: Room,
+        *,
+        window_s: float,
+        share: Callable[[str], Share] = lambda _: Share(),
+        most: int = MAX_WAITING,
+    ) -> None:
+        self._gate: Gate[_Turn] = Gate(room, _admit, window_s=window_s, share=share)
+        self._most = most
+        self._looking: asyncio.TimerHandle | None = None
+
+    def __len__(self) -> int:
+        return len(self._gate)
+
+    def use_shares(self, share: Callable[[str], Share]) -> None:
+        self._gate.share = share
+
+    @property
+    def passing(self) -> int:
+        return self._gate.passing
+
+    def may_pass(self, tenant: str, tokens: int, *, doubtful: bool = False) -> bool:
+        """See Gate."""
+        return self._gate.may_pass(tenant, tokens, doubtful=doubtful)
+
+    def written(self, tenant: str, tokens: int) -> None:
+        """Tokens of an answer of this tenant came; while others wait they count in its turns."""
+        self._gate.written(tenant, tokens)
+
+    def let_in(self) -> None:
+        """There may be more room than before."""
+        self._gate.let_in()
+
+    async def enter(self, tenant: str, tokens: int, *, priority: int, left_s: float) -> None:
+        """Returns when it is the request's turn: what it takes has to be reserved before anything else is awaited.
+
+        Raises: OverloadedError when too many wait; RequestDeadlineError after `left_s`.
+        """
+        if self.may_pass(tenant, tokens):
+            return
+        if self._gate.too_many(tenant, self._most):
+            raise OverloadedError("too many of your requests wait for their turn", retry_after_s=self._gate.window_s)
+        turn = asyncio.get_running_loop().create_future()
+        entry = self._gate.wait(tenant, tokens, turn, priority=priority)
+        self._gate.let_in()
+        self._look_later()
+        try:
+            async with asyncio.timeout(left_s):
+                await turn
+        except TimeoutError:
+            raise RequestDeadlineError("the request's deadline passed before its turn came") from None
+        finally:
+            self._gate.leave(entry)
+            if turn.done() and not turn.cancelled():
+                self._gate.arrived(entry)
+                if len(self._gate):
+                    self._look_later()
+
+    def _look_later(self) -> None:
+        if self._looking is None:
+            self._looking = asyncio.get_running_loop().call_later(_LOOK_S, self._look)
+
+    def _look(self) -> None:
+        self._looking = None
+        self.let_in()
+        if len(self._gate):
+            self._look_later()
+
+    def close(self) -> None:
+        """Waiting requests end by their own deadline or with the frontend."""
+        if self._looking is not None:
+            self._looking.cancel()
+            self._looking = None
+
+
+def _admit(entry: Entry[_Turn]) -> bool:
+    if entry.item.done():
+        return False
+    entry.item.set_result(None)
+    return True

@@ -1,0 +1,187 @@
+"""One line of the log for each request, however it ended: served, refused, failed or cancelled.
+
+A face opens it, whoever learns something adds it (contextvars lead there), and the face writes it at the end. Several prompts in
+one request are one line: their tokens are summed, their workers named together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+import structlog
+
+from diptych.common.errors import DiptychError, InternalError, RequestCancelledError
+from diptych.router.observe.explain import Story
+from diptych.router.requests.messages import FinishedEvent, GenerateSpec, PreparedRequest
+
+_LOGGER = "diptych.access"
+_MAX_UNCHECKED = 128
+_MAX_ERROR = 500
+_log = structlog.get_logger(_LOGGER)
+
+
+def switch(on: bool) -> None:
+    """Whether requests have their line at all, where lines of level INFO are written."""
+    logging.getLogger(_LOGGER).setLevel(logging.NOTSET if on else logging.WARNING)
+
+
+@dataclass(slots=True)
+class Access:
+    """What is known of one request. Args:
+    face: http, grpc or lookaside. route: "POST /v1/completions", or a gRPC method.
+    status: of HTTP; 0: there is none.
+    """
+
+    face: str
+    route: str
+    began: float = field(default_factory=time.monotonic)
+    status: int = 0
+    request_id: str = ""
+    label: str = ""
+    tenant: str = ""
+    model: str = ""
+    reason: str = ""
+    error: str = ""
+    """Of the error that ended it."""
+    started: bool = False
+    cancelled: bool = False
+    finish_reason: str = ""
+    prefill: list[str] = field(default_factory=list)
+    decode: list[str] = field(default_factory=list)
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    queue_s: float = 0.0
+    ttft_s: float = 0.0
+    quiet: bool = False
+    """A probe or a scrape: told at level DEBUG only."""
+
+    def asked(self, spec: GenerateSpec) -> None:
+        """Before anything of it was checked."""
+        self.tenant = spec.tenant
+        for name, value in (("label", spec.request_id), ("model", spec.model)):
+            if isinstance(value, str) and len(value) <= _MAX_UNCHECKED:
+                setattr(self, name, value)
+
+    def prepared(self, request: PreparedRequest) -> None:
+        self.request_id = self.request_id or request.request_id
+        self.label, self.tenant, self.model = request.label, request.tenant, request.model
+        self.prompt_tokens += len(request.prompt_token_ids)
+
+    def fail(self, reason: str, message: str = "") -> None:
+        """The first reason counts."""
+        if reason == RequestCancelledError.reason:
+            self.cancelled = True
+        elif not self.reason:
+            self.reason, self.error = reason, message[:_MAX_ERROR]
+
+    def failed(self, error: DiptychError) -> None:
+        """A caller's mistake is told without its words: they may quote the request."""
+        at = f"at {error.param}" if error.param else ""
+        self.fail(error.reason, error.message if error.http_status >= 500 else at)
+
+    def placed(self, story: Story) -> None:
+        """Where it went, as far as is known at its end."""
+        facts, placement = story.facts, story.placement
+        if facts is not None:
+            decode, prefill = facts.decode, facts.prefill
+        elif placement is not None:
+            chosen = placement.chosen.prefill
+            decode = placement.decode.worker_id
+            prefill = decode if chosen is None else chosen.worker_id
+        else:
+            return
+        for known, name in ((self.decode, decode), (self.prefill, prefill)):
+            if name and name not in known:
+                known.append(name)
+        self.queue_s = max(self.queue_s, story.waited_s)
+        self.ttft_s = max(self.ttft_s, story.ttft_s)
+
+    def finished(self, reason: str, completion_tokens: int, cached_tokens: int) -> None:
+        self.finish_reason = reason
+        self.completion_tokens += completion_tokens
+        self.cached_tokens += cached_tokens
+
+    @property
+    def outcome(self) -> str:
+        """Where both an error and somebody's leaving are known, the error came first."""
+        if self.reason:
+            return "failed" if self.started else "refused"
+        if self.cancelled:
+            return "cancelled"
+        return "refused" if self.status >= 400 else "served"
+
+    def write(self, now: float | None = None) -> None:
+        """Args:
+        now: on the clock of `began`; None: the monotonic one.
+        """
+        say = _log.debug if self.quiet else _log.info
+        known = {
+            "request_id": self.request_id,
+            "label": self.label,
+            "tenant": self.tenant,
+            "model": self.model,
+            "reason": self.reason,
+            "error": self.error,
+            "finish_reason": self.finish_reason,
+            "prefill": " ".join(self.prefill),
+            "decode": " ".join(self.decode),
+            "status": self.status,
+        }
+        if self.prompt_tokens:
+            known |= {
+                "prompt_tokens": self.prompt_tokens,
+                "cached_tokens": self.cached_tokens,
+                "completion_tokens": self.completion_tokens,
+                "queue_s": round(self.queue_s, 4),
+                "ttft_s": round(self.ttft_s, 4),
+            }
+        say(
+            "request",
+            face=self.face,
+            route=self.route,
+            outcome=self.outcome,
+            **{name: value for name, value in known.items() if value != ""},
+            total_s=round((time.monotonic() if now is None else now) - self.began, 4),
+        )
+
+
+current_access: ContextVar[Access | None] = ContextVar("current_access", default=None)
+
+
+@contextmanager
+def logged(access: Access) -> Iterator[Access]:
+    """The line of what happens inside; an error that comes out is in it."""
+    before = current_access.set(access)
+    try:
+        yield access
+    except DiptychError as error:
+        access.failed(error)
+        raise
+    except (asyncio.CancelledError, GeneratorExit):
+        access.cancelled = True
+        raise
+    except Exception:
+        access.fail(InternalError.reason)
+        raise
+    finally:
+        current_access.reset(before)
+        access.write()
+
+
+def note_end(story: Story, event: FinishedEvent | None) -> None:
+    """A request of the current line has ended: well if there is an event; else it failed, or somebody left."""
+    access = current_access.get()
+    if access is None:
+        return
+    access.placed(story)
+    if event is None:
+        access.cancelled = True
+    else:
+        access.finished(event.reason.value, event.usage.completion_tokens, event.usage.cached_tokens)

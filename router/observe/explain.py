@@ -1,0 +1,88 @@
+"""The explanation of an answer: decode's facts and the router's placement in one object. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from diptych.router.placement.index import IndexMode
+from diptych.router.placement.types import Placement, Terms
+from diptych.rpc.v1 import types_pb2
+
+_MAX_CANDIDATES = 32
+
+
+@dataclass(slots=True)
+class Story:
+    """What the router knows of one request; fills up while it lives.
+
+    Args:
+        notes: what did not go the planned way at the router, put before decode's own notes.
+        facts: decode's part, once it has ended well.
+        ttft_s: from the request's arrival to its first token; 0.0: none was seen.
+    """
+
+    request_id: str
+    placement: Placement | None = None
+    mode: IndexMode = IndexMode.GUESS
+    waited_s: float = 0.0
+    notes: list[str] = field(default_factory=list)
+    facts: types_pb2.Explanation | None = None
+    cached_tokens: int = 0
+    ttft_s: float = 0.0
+
+    @property
+    def predicted_ttft_s(self) -> float:
+        """From arrival: what passed before the placement, and what placement expected after it."""
+        return self.waited_s + self.placement.chosen.ttft_ms / 1000.0 if self.placement is not None else 0.0
+
+    @property
+    def predicted_cached_tokens(self) -> int:
+        return self.placement.chosen.cached_tokens if self.placement is not None else 0
+
+    def tell(self) -> types_pb2.Explanation:
+        whole = types_pb2.Explanation()
+        if self.facts is not None:
+            whole.CopyFrom(self.facts)
+        whole.request_id = self.request_id
+        placement = self.placement
+        planned: Sequence[str] = placement.notes if placement is not None else ()
+        decodes = list(whole.notes)
+        del whole.notes[:]
+        whole.notes.extend([*planned, *self.notes, *decodes])
+        whole.ttft_s = self.ttft_s
+        whole.cached_tokens = self.cached_tokens
+        if placement is not None:
+            whole.index_mode = self.mode.value
+            whole.policy = placement.policy
+            whole.predicted_ttft_s = self.predicted_ttft_s
+            whole.predicted_cached_tokens = self.predicted_cached_tokens
+            whole.candidates.extend(candidates_of(placement))
+        return whole
+
+
+def candidates_of(placement: Placement) -> list[types_pb2.PlacementTerms]:
+    """The cheapest candidates, cheapest first, the chosen one among them."""
+    shown = placement.best(_MAX_CANDIDATES)
+    if placement.chosen not in shown:
+        shown[-1:] = [placement.chosen]
+    return [_terms(terms, terms == placement.chosen) for terms in shown]
+
+
+def _terms(terms: Terms, chosen: bool) -> types_pb2.PlacementTerms:
+    prefill = terms.prefill
+    return types_pb2.PlacementTerms(
+        prefill_worker_id=prefill.worker_id if prefill is not None else "",
+        decode_worker_id=terms.decode.worker_id,
+        queue_ms=terms.queue_ms,
+        prefill_ms=terms.prefill_ms,
+        transfer_ms=terms.transfer_ms,
+        decode_load_ms=terms.decode_load_ms,
+        stall_ms=terms.stall_ms,
+        total_ms=terms.total_ms,
+        prefill_hit_tokens=prefill.hit_tokens if prefill is not None else 0,
+        decode_hit_tokens=terms.decode.hit_tokens,
+        chosen=chosen,
+        prefill_host_tokens=prefill.host_tokens if prefill is not None else 0,
+        decode_host_tokens=terms.decode.host_tokens,
+    )

@@ -1,0 +1,306 @@
+"""What the router counts and times, on its own monotonic clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from diptych.common.clock import Clock
+from diptych.common.errors import DiptychError
+from diptych.common.metrics import (
+    E2E_BUCKETS_S,
+    ITL_BUCKETS_S,
+    STAGE_BUCKETS_S,
+    TOKEN_BUCKETS,
+    TTFT_BUCKETS_S,
+    Metrics,
+)
+from diptych.router.observe.explain import Story
+from diptych.router.observe.live_series import LiveSeries
+from diptych.router.observe.tenant_metrics import TenantMetrics
+from diptych.router.requests.messages import FinishedEvent, PreparedRequest, TokenEvent, UsageInfo
+
+
+class RouterMetrics(Metrics):
+    """Args:
+    degraded: read at every scrape: whether the store is away or takes no writes.
+    mode_degraded: the same: whether some worker's cache cannot be followed.
+    kv_usage: the same: mean share of KV blocks in use on the decode workers that this router sees.
+    waiting_turn: the same: requests that wait for their turn.
+    copies: the same: hot prefixes that were copied on purpose.
+    by_tenant: have series with tenants' names, too.
+    """
+
+    def __init__(
+        self,
+        *,
+        degraded: Callable[[], bool] = lambda: False,
+        mode_degraded: Callable[[], bool] = lambda: False,
+        kv_usage: Callable[[], float] = lambda: 0.0,
+        waiting_turn: Callable[[], float] = lambda: 0.0,
+        copies: Callable[[], float] = lambda: 0.0,
+        by_tenant: bool = False,
+    ) -> None:
+        super().__init__()
+        self.live = LiveSeries()
+        self.tenants = TenantMetrics(self) if by_tenant else None
+        self.running = self.gauge("num_requests_running", "Requests that this router relays now")
+        self.waiting = self.gauge("num_requests_waiting", "Requests that wait for their first token")
+        self.tokenize = self.histogram(
+            "tokenize_seconds", "Checks, template and tokenizer, the wait for a thread included", STAGE_BUCKETS_S
+        )
+        self.stages = {
+            "queue": self.histogram(
+                "request_queue_time_seconds",
+                "At the router, for decode's blocks, and in prefill's queue",
+                E2E_BUCKETS_S,
+            ),
+            "prefill": self.histogram(
+                "request_prefill_time_seconds", "From the prompt's turn to the first token", STAGE_BUCKETS_S
+            ),
+            "transfer": self.histogram(
+                "request_transfer_time_seconds", "From the first token until all KV was on decode", STAGE_BUCKETS_S
+            ),
+            "decode": self.histogram("request_decode_time_seconds", "From the first token to the last", E2E_BUCKETS_S),
+        }
+        self.inference = self.histogram(
+            "request_inference_time_seconds", "From the prompt's turn to the last token", E2E_BUCKETS_S
+        )
+        self.second_token = self.histogram(
+            "first_to_second_token_seconds", "The gap in which the hand-off shows", ITL_BUCKETS_S
+        )
+        self.fallbacks = self.counter("fallbacks", "What did not go as placed: where the work went instead", ["to"])
+        self.prefill_faults = self.counter(
+            "prefill_faults", "Prefill workers that decode gave up on, by reason", ["reason"]
+        )
+        self.ttft = self.histogram(
+            "time_to_first_token_seconds", "From a request's arrival to its first token", TTFT_BUCKETS_S
+        )
+        self.itl = self.histogram("inter_token_latency_seconds", "Time per token after the first", ITL_BUCKETS_S)
+        self.e2e = self.histogram("e2e_request_latency_seconds", "From arrival to the end of an answer", E2E_BUCKETS_S)
+        self.request_prompt = self.histogram("request_prompt_tokens", "Prompt tokens of a request", TOKEN_BUCKETS)
+        self.request_generation = self.histogram(
+            "request_generation_tokens", "Generated tokens of a request", TOKEN_BUCKETS
+        )
+        self.requests = self.counter("requests", "Requests that came, also those that were refused")
+        self.prompt_tokens = self.counter("prompt_tokens", "Prompt tokens of requests that had their first token")
+        self.cached_tokens = self.counter("prompt_tokens_cached", "Of those, the ones that no worker had to compute")
+        self.generation_tokens = self.counter(
+            "generation_tokens", "Tokens that were streamed, and those of answers that best_of held back"
+        )
+        self.unfinished_tokens = self.counter(
+            "unfinished_tokens", "Of both, those of requests that failed or whose client left", ["of"]
+        )
+        self.success = self.counter("request_success", "Answers by the reason of their end", ["finished_reason"])
+        self.errors = self.counter("request_errors", "Requests that failed, by reason", ["reason"])
+        self.placements = self.counter("placements", "Attempts by where the prompt was to be computed", ["prefill"])
+        self.replacements = self.counter("replacements", "Requests that were placed again before their first token")
+        self.admission = self.counter("admission", "Requests as admission judged them", ["verdict"])
+        self.judged_refusals = self.counter(
+            "admission_refusals_judged",
+            "Requests that admission would have refused, by whether that had been right",
+            ["right"],
+        )
+        self.tickets = self.counter("placement_tickets", "Placement tickets by what became of them", ["outcome"])
+        self.kv_bytes = self.counter("kv_transfer_bytes", "Bytes of KV that crossed from prefill to decode")
+        self.predicted_cached = self.counter(
+            "predicted_cached_tokens", "Cached prompt tokens as placement expected them"
+        )
+        self.cached_error = self.counter(
+            "predicted_cached_tokens_error", "Prompt tokens by which that expectation was off, either way"
+        )
+        self.ttft_error = self.histogram(
+            "predicted_ttft_error_seconds", "Difference between expected and seen time to first token", TTFT_BUCKETS_S
+        )
+        self.regret = self.histogram(
+            "placement_regret_seconds", "How much later than expected the first token came", TTFT_BUCKETS_S
+        )
+        self.gauge(
+            "mode_degraded", "1 while placement by cache has no news of some worker's cache and is by load there"
+        ).set_function(lambda: float(mode_degraded()))
+        self.gauge("requests_waiting_turn", "Requests that wait in the router for their turn").set_function(
+            waiting_turn
+        )
+        self.gauge(
+            "hot_prefix_copies", "Requests that were placed to make another copy of a hot prefix, since the start"
+        ).set_function(copies)
+        self.gauge(
+            "kv_cache_usage_perc", "Mean share of KV blocks in use on the decode workers that this router sees"
+        ).set_function(kv_usage)
+        self.gauge(
+            "degraded", "1 while the store is away or takes no writes: the view of the cluster may be old"
+        ).set_function(lambda: float(degraded()))
+
+    def refused(self, reason: str, tenant: str) -> None:
+        """A request was never let in, or failed where nothing else counts it."""
+        self.requests.inc()
+        self.failed(reason, tenant)
+
+    def failed(self, reason: str, tenant: str) -> None:
+        """A request that is counted has failed."""
+        self.errors.labels(reason).inc()
+        if self.tenants is not None:
+            self.tenants.failed(tenant, reason)
+
+    def answered(self, reason: str, tenant: str, usage: UsageInfo, total_s: float, kv_bytes: int, now: float) -> None:
+        """A request has ended well. `total_s`: from its arrival. `usage`: its own tokens, without those that an attempt before
+        it has given out."""
+        self.success.labels(reason).inc()
+        self.e2e.observe(total_s)
+        self.request_prompt.observe(usage.prompt_tokens)
+        self.request_generation.observe(usage.completion_tokens)
+        self.kv_bytes.inc(kv_bytes)
+        if self.tenants is not None:
+            self.tenants.finished(tenant)
+        self.live.finished(now)
+
+    def first_token(self, ttft_s: float, tenant: str, now: float) -> None:
+        """`ttft_s`: from the request's arrival."""
+        self.ttft.observe(ttft_s)
+        self.live.first_token(ttft_s, now)
+        if self.tenants is not None:
+            self.tenants.first_token(tenant, ttft_s)
+
+    def computed(self, prompt_tokens: int, cached_tokens: int, tenant: str, now: float) -> None:
+        """A request's prompt, once; with its first token, whatever becomes of it then."""
+        self.prompt_tokens.inc(prompt_tokens)
+        self.cached_tokens.inc(cached_tokens)
+        self.live.computed(prompt_tokens, cached_tokens, now)
+        if self.tenants is not None:
+            self.tenants.computed(tenant, prompt_tokens, cached_tokens)
+
+    def unfinished(self, prompt_tokens: int, generation_tokens: int) -> None:
+        """Of a request that had its first token and was not answered."""
+        self.unfinished_tokens.labels("prompt").inc(prompt_tokens)
+        self.unfinished_tokens.labels("generation").inc(generation_tokens)
+
+    def pace(self, between_s: float, count: int, now: float) -> None:
+        """`count` tokens came, each so long after the one before it."""
+        self.itl.observe(between_s, count)
+        self.live.tokens(count, now, between_s)
+
+    def written(self, count: int, tenant: str) -> None:
+        """Tokens of an answer came, or are known to have been drawn for it."""
+        self.generation_tokens.inc(count)
+        if self.tenants is not None:
+            self.tenants.tokens(tenant, count)
+
+    def split(self, story: Story, total_s: float) -> None:
+        """Where a request's time went. `total_s`: from its arrival to its last token. Decode's times are on its own clock and
+        are only ever added up; no clock is subtracted from another's."""
+        facts = story.facts
+        if facts is None or story.ttft_s <= 0:
+            return
+        queue_s = story.waited_s + facts.reserved_s + facts.prefill_queue_s
+        decode_s = max(0.0, total_s - story.ttft_s)
+        parts = {"queue": queue_s, "decode": decode_s}
+        if facts.first_token_s > 0:
+            parts["prefill"] = max(0.0, facts.first_token_s - facts.reserved_s - facts.prefill_queue_s)
+        if facts.kv_complete_s > 0 and facts.kv_bytes:
+            parts["transfer"] = max(0.0, facts.kv_complete_s - facts.first_token_s)
+        for name, seconds in parts.items():
+            self.stages[name].observe(seconds)
+            self.live.stage(name, seconds)
+        self.inference.observe(max(0.0, total_s - queue_s))
+
+    def went(self, story: Story, faults: Sequence[str]) -> None:
+        """Count what did not go as placed. `faults`: reasons of the prefill workers that decode gave up on, in order."""
+        for reason in faults:
+            self.prefill_faults.labels(reason).inc()
+        placement, facts = story.placement, story.facts
+        if placement is None or facts is None or placement.local_prefill:
+            return
+        if facts.local_prefill:
+            self.fallbacks.labels("local_prefill" if faults else "decode_cache").inc()
+        elif faults:
+            self.fallbacks.labels("other_prefill").inc()
+
+    def judged(self, would_have_come: bool | None) -> None:
+        """Of a request that admission would have refused: whether it met its target. None: nobody would have."""
+        if would_have_come is not None:
+            self.judged_refusals.labels("no" if would_have_come else "yes").inc()
+
+    def predictions(self, story: Story) -> None:
+        """A request has ended well: what was expected of it, against what came."""
+        self.predicted_cached.inc(story.predicted_cached_tokens)
+        self.cached_error.inc(abs(story.predicted_cached_tokens - story.cached_tokens))
+        if story.ttft_s > 0:
+            late_s = story.ttft_s - story.predicted_ttft_s
+            self.ttft_error.observe(abs(late_s))
+            self.regret.observe(max(0.0, late_s))
+
+
+class RequestTimer:
+    """One request's share of the metrics. Exactly one of finished, failed, left ends it."""
+
+    def __init__(self, metrics: RouterMetrics, request: PreparedRequest, clock: Clock) -> None:
+        self._metrics, self._request, self._clock = metrics, request, clock
+        self._last: dict[int, float] = {}
+        """Of each choice: when its last token came."""
+        self._over = False
+        self._tokens = 0
+        metrics.requests.inc()
+        metrics.running.inc()
+        metrics.waiting.inc()
+
+    def tokens(self, event: TokenEvent) -> None:
+        count = len(event.token_ids)
+        if not count:
+            return
+        now = self._clock.now()
+        metrics, tenant = self._metrics, self._request.tenant
+        metrics.written(count, tenant)
+        last = self._last.get(event.choice)
+        if last is None:
+            if not self._last:
+                metrics.waiting.dec()
+                metrics.first_token(now - self._request.arrived, tenant, now)
+                metrics.computed(len(self._request.prompt_token_ids), event.cached_tokens, tenant, now)
+            metrics.live.tokens(1, now)
+            last = now  # tokens in the first message beside the first came at the same moment
+            pairs = count - 1
+        else:
+            pairs = count
+            if self._tokens == 1 and self._request.sampling.num_choices == 1:
+                metrics.second_token.observe(now - last)
+                metrics.live.stage("second_token", now - last)
+        self._tokens += count
+        if pairs:
+            metrics.pace((now - last) / pairs, pairs, now)
+        self._last[event.choice] = now
+
+    def finished(self, event: FinishedEvent, kv_bytes: int) -> None:
+        if not self._close():
+            return
+        now, request, metrics, usage = self._clock.now(), self._request, self._metrics, event.usage
+        if not self._last:  # all of it had been given out before
+            metrics.computed(usage.prompt_tokens, usage.cached_tokens, request.tenant, now)
+        own = usage.completion_tokens - len(request.resume_after)
+        if own > self._tokens:  # of choices that were not among the best
+            metrics.written(own - self._tokens, request.tenant)
+            metrics.live.tokens(own - self._tokens, now)
+        usage = UsageInfo(usage.prompt_tokens, own, usage.cached_tokens)
+        metrics.answered(event.reason.value, request.tenant, usage, now - request.arrived, kv_bytes, now)
+
+    def failed(self, error: DiptychError) -> None:
+        if self._close():
+            self._not_answered(error.reason)
+            self._metrics.live.failed(self._clock.now())
+
+    def left(self) -> None:
+        """The client went away; nothing to do when the request has ended."""
+        if self._close():
+            self._not_answered("CLIENT_LEFT")
+
+    def _not_answered(self, reason: str) -> None:
+        self._metrics.failed(reason, self._request.tenant)
+        if self._last:
+            self._metrics.unfinished(len(self._request.prompt_token_ids), self._tokens)
+
+    def _close(self) -> bool:
+        if self._over:
+            return False
+        self._over = True
+        self._metrics.running.dec()
+        if not self._last:
+            self._metrics.waiting.dec()
+        return True

@@ -1,0 +1,58 @@
+"""The status page: three static files out of the package and one JSON document that they ask for every second.
+
+The files hold nothing that is secret and need no key; /status.json does, and the page asks its reader for one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.responses import Response
+
+from diptych.router.api.auth import current_caller
+from diptych.router.api.http_errors import json_response
+
+Status = Callable[[str], dict[str, Any]]
+"""By tenant."""
+
+_FILES = {
+    "/status": ("status.html", "text/html; charset=utf-8"),
+    "/status.css": ("status.css", "text/css; charset=utf-8"),
+    "/status.js": ("status.js", "text/javascript; charset=utf-8"),
+}
+STATIC_PATHS = frozenset(_FILES)
+_HEADERS = {
+    # Nothing from elsewhere, no inline code: labels of requests, which clients choose, are shown on this page.
+    "content-security-policy": "default-src 'self'; img-src 'self' data:; "
+    "frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+
+
+@cache
+def _read(name: str) -> bytes:
+    return resources.files("diptych.router.observe").joinpath("static", name).read_bytes()
+
+
+def add_status(app: FastAPI, status: Status, version: str) -> None:
+    """Add the page's routes to the application."""
+
+    def add(path: str, name: str, media_type: str) -> None:
+        @app.get(path, include_in_schema=False)
+        async def static() -> Response:
+            return Response(_read(name), headers=_HEADERS, media_type=media_type)
+
+    for path, (name, media_type) in _FILES.items():
+        add(path, name, media_type)
+
+    @app.get("/status.json")
+    async def status_json() -> Response:
+        """What this router knows of the cluster, and its own last minutes."""
+        content = status(current_caller.get().tenant) | {"version": version}
+        return json_response(content, headers={"cache-control": "no-store"})

@@ -1,0 +1,395 @@
+"""Block keys and which workers hold them, in flat numpy tables: 33 bytes a slot for up to 64 workers, 41 with a host tier.
+
+    key (lo, hi) --the low bits of lo, of hi--> two buckets of 8 slots; a key lies in one of the 16
+
+A key goes into the emptier bucket; when both are full one that lies there moves to its other one. There is no probing beyond
+the two, so that removing leaves no tombstone. From a load of 0.65 on every key that is added splits a bucket (linear hashing:
+bucket b splits into b and b + round, in order) until all are split, so that no call pays for a doubling; the arrays are made
+for the largest table at once, and memory that was never written costs nothing. Bit c of a slot's mask says that the worker of
+column c holds the block in that tier. Keys are digests: their bits are evenly spread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from diptych.common.block_identity import KEY_BYTES
+from diptych.router.placement.native.lookup import Found, NativeLookup
+
+DEVICE, HOST = 0, 1
+NUM_TIERS = 2
+_WAYS = 8
+_WORD = 64
+_CHUNK = 128
+"""Keys that are looked up at once; below 256, so that runs inside a chunk are counted in bytes."""
+_ROWS = np.arange(_CHUNK)
+_TOUCH_EVERY = 4
+"""One lookup in four marks what it found: enough to tell the hot from the cold, and a quarter of the writes."""
+_MAX_LOAD = 0.65
+"""Of the slots, from which on buckets are split; with two choices a full pair of buckets is then rare."""
+_MIN_LOAD = 1 / 16
+"""Below this load an overflow is no reason to grow: the keys are not evenly spread, and one is dropped."""
+_MIN_SPLITS = 32
+_MAX_STAMP = 2**32 - 2**20
+
+Keys = npt.NDArray[np.uint64]
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+
+def as_keys(keys: Sequence[bytes]) -> Keys:
+    """[n, 2] of the two halves of each key."""
+    return np.frombuffer(b"".join(keys), dtype=np.uint64).reshape(-1, 2)
+
+
+@dataclass(slots=True)
+class Runs:
+    """By column: how many leading keys the worker holds in any tier, and how many of those in its host tier only (None:
+    there is no host tier). `any`: somebody holds the first one."""
+
+    blocks: Ints
+    host_blocks: Ints | None
+    any: bool
+
+
+class BlockTable:
+    """`counts`: [tier, column], blocks held.
+
+    Args:
+        max_keys: a few more may be held; beyond twice as many some are dropped.
+    """
+
+    def __init__(self, max_keys: int = 1_000_000) -> None:
+        self._round = 64  # a power of two: buckets when the present round of splits began
+        self._num_buckets = self._round
+        self._capacity = max(self._round, 1 << (max(1, max_keys) // _WAYS * 2).bit_length())
+        self._lo = np.zeros((self._capacity, _WAYS), np.uint64)
+        self._hi = np.zeros((self._capacity, _WAYS), np.uint64)
+        self._tag = np.zeros((self._capacity, _WAYS), np.uint32)  # the upper half of lo: a lookup reads nothing else
+        self._used = np.zeros((self._capacity, _WAYS), np.bool_)
+        self._stamp = np.zeros(self._capacity * _WAYS, np.uint32)
+        self._words = 1
+        # By tier, a mask of [slots] for each 64 workers; the host tier's only once it is used.
+        self._masks: list[list[Keys]] = [self._no_masks(), []]
+        self._now = 1
+        self._num_lookups = 0
+        self._num_used = 0
+        self._nobody = np.zeros(_WORD, np.int64)
+        self.counts = np.zeros((NUM_TIERS, _WORD), np.int64)
+        self.num_dropped = 0
+
+    def _no_masks(self) -> list[Keys]:
+        return [np.zeros(self._capacity * _WAYS, np.uint64) for _ in range(self._words)]
+
+    @property
+    def num_keys(self) -> int:
+        return self._num_used
+
+    @property
+    def nbytes(self) -> int:
+        """Of the buckets in use."""
+        arrays: list[Any] = [self._lo, self._hi, self._tag, self._used, self._stamp]
+        arrays += self._masks[DEVICE] + self._masks[HOST]
+        return int(sum(array.nbytes for array in arrays)) * self._num_buckets // self._capacity
+
+    def reserve_columns(self, num_columns: int) -> None:
+        """Make room for workers of columns below `num_columns`."""
+        words = -(-num_columns // _WORD)
+        if words > self._words:
+            more = words - self._words
+            self._words = words
+            for masks in filter(None, self._masks):
+                masks += [np.zeros(self._capacity * _WAYS, np.uint64) for _ in range(more)]
+            self._nobody = np.zeros(words * _WORD, np.int64)
+            self.counts = np.pad(self.counts, ((0, 0), (0, more * _WORD)))
+
+    # ---- finding -------------------------------------------------------------------------------------------------
+
+    def _buckets(self, keys: Keys) -> Ints:
+        """[n, 2], the two buckets of each key."""
+        if self._num_buckets == self._round:
+            return (keys & np.uint64(self._round - 1)).view(np.int64)
+        buckets = (keys & np.uint64(2 * self._round - 1)).view(np.int64)
+        buckets -= self._round * (buckets >= self._num_buckets)  # not split yet
+        return buckets
+
+    def _find(self, keys: Keys) -> tuple[Ints, Bools]:
+        """(slot of each key, whether the key is there); the slot of a missing key means nothing."""
+        buckets = self._buckets(keys)
+        shown = self._lo.take(buckets, axis=0).reshape(len(keys), 2 * _WAYS)
+        place = (shown == keys[:, :1]).argmax(axis=1)
+        slots = np.where(place < _WAYS, buckets[:, 0] * _WAYS, buckets[:, 1] * _WAYS - _WAYS) + place
+        found = (self._lo.ravel().take(slots) == keys[:, 0]) & (self._hi.ravel().take(slots) == keys[:, 1])
+        return slots, found & self._used.ravel().take(slots)
+
+    def runs(self, keys: Keys) -> Runs:
+        """How far each worker's blocks reach into `keys`; now and then marks what was found as lately used.
+
+        In the two buckets, which the low bits name, 32 more bits are compared: once in some hundred million keys a wrong match
+        adds a block to an estimate. Changes compare whole keys.
+        """
+        self._num_lookups += 1
+        touches = self._num_lookups % _TOUCH_EVERY == 0
+        host_masks = self._masks[HOST] if self._masks[HOST] and self.counts[HOST].any() else None
+        blocks: Ints | None = None
+        touched: list[Ints] = []
+        host_blocks = np.zeros_like(self._nobody) if host_masks is not None else None
+        tags = keys.view(np.uint32)[:, 1:2]
+        alive: list[Any] = [None] * self._words
+        for start in range(0, len(keys), _CHUNK):
+            part = keys[start : start + _CHUNK]
+            slots = self._leading_slots(part, tags[start : start + _CHUNK])
+            if not len(slots):
+                break
+            depth = 0
+            for word in range(self._words):
+                device = self._masks[DEVICE][word].take(slots)
+                masks = device if host_masks is None else device | host_masks[word].take(slots)
+                if alive[word] is not None:
+                    masks[0] &= alive[word]
+                held = np.bitwise_and.accumulate(masks)
+                alive[word] = held[-1]
+                reach = len(held) if held[-1] else int(np.count_nonzero(held))
+                if not reach:
+                    continue
+                blocks = np.zeros_like(self._nobody) if blocks is None else blocks
+                columns = slice(word * _WORD, (word + 1) * _WORD)
+                _put_prefixes(held[:reach], blocks[columns])
+                if host_blocks is not None:
+                    host_blocks[columns] += _count(held & ~device)
+                depth = max(depth, reach)
+            touched.append(slots[:depth])
+            if depth < len(part):
+                break
+        if touches and touched:
+            self._touch(np.concatenate(touched))
+        return Runs(self._nobody if blocks is None else blocks, host_blocks, blocks is not None)
+
+    def hits_into(self, lookup: NativeLookup, keys: Keys, most_blocks: int, hits_at: int, host_at: int) -> Found:
+        """`runs` in C, for the group that `lookup` was made for: tokens are written to its places at these addresses."""
+        self._num_lookups += 1
+        host_masks = self._masks[HOST] if self._masks[HOST] and self.counts[HOST].any() else None
+        lookup.follow(self._tag, self._stamp, self._masks[DEVICE], host_masks, self._num_buckets, self._round)
+        now = 0
+        if self._num_lookups % _TOUCH_EVERY == 0:
+            self._age(len(keys))
+            now = self._now
+        return lookup.find(keys, now, most_blocks, hits_at, host_at)
+
+    def _leading_slots(self, keys: Keys, tags: Any) -> Ints:
+        """Slots of the keys, up to the first that is not there."""
+        buckets = self._buckets(keys)
+        same = self._tag.take(buckets, axis=0).reshape(len(keys), 2 * _WAYS) == tags
+        (at,) = same.ravel().nonzero()
+        rows = at >> 4
+        if len(rows) > len(keys) or (rows != _ROWS[: len(rows)]).any():
+            # One is missing, or one was found twice: its two buckets are the same.
+            rows, first = np.unique(rows, return_index=True)
+            in_turn = rows == _ROWS[: len(rows)]
+            at = at[first[: len(rows) if in_turn.all() else int(in_turn.argmin())]]
+        slots: Ints = buckets.ravel().take(at >> 3)
+        slots <<= 3
+        slots += at & 7
+        return slots
+
+    def _touch(self, slots: Ints) -> None:
+        """Lately used, the first ones most: a chain is forgotten from its end."""
+        self._age(len(slots))
+        if len(slots):
+            self._stamp[slots] = np.arange(self._now, self._now - len(slots), -1)
+
+    def _age(self, count: int) -> None:
+        if self._now > _MAX_STAMP:
+            self._stamp >>= 1
+            self._now >>= 1
+        self._now += count
+
+    def keys_of(self, column: int, tier: int = DEVICE) -> Keys:
+        """[n, 2], in no order."""
+        slots = self._slots_of(column, (tier,))
+        return np.stack((self._lo.ravel()[slots], self._hi.ravel()[slots]), axis=1)
+
+    def _slots_of(self, column: int, tiers: Sequence[int]) -> Ints:
+        word, bit = column // _WORD, np.uint64(1 << column % _WORD)
+        size = self._num_buckets * _WAYS
+        held = np.zeros(size, np.bool_)
+        for tier in tiers:
+            if self._masks[tier]:
+                held |= (self._masks[tier][word][:size] & bit) != 0
+        return np.flatnonzero(held)
+
+    # ---- changing ------------------------------------------------------------------------------------------------
+
+    def add(self, keys: Keys, column: int, tier: int = DEVICE) -> None:
+        """The worker holds these blocks; parents before their children. Repeats are harmless."""
+        if not self._masks[tier]:
+            self._masks[tier] = self._no_masks()
+        while len(keys):
+            slots, found = self._find(keys)
+            self._hold(slots[found], column, tier)
+            keys = keys[~found]
+            if not len(keys):
+                return
+            self._make_room(len(keys))
+            slots, free = self._free_slots(keys)
+            if not free.all():
+                stuck = keys[~free]
+                if not self._kick(stuck):
+                    if not self._is_full():
+                        self._split(max(_MIN_SPLITS, self._round // 64))
+                        continue
+                    self.num_dropped += len(stuck)
+                    keys, slots = keys[free], slots[free]
+                else:
+                    continue
+            slots, first = np.unique(slots, return_index=True)
+            self._lo.ravel()[slots], self._hi.ravel()[slots] = keys[first, 0], keys[first, 1]
+            self._tag.ravel()[slots] = keys[first, 0] >> np.uint64(32)
+            self._used.ravel()[slots] = True
+            self._num_used += len(slots)
+            order = np.argsort(first)  # the order of the keys, for the stamps
+            self._hold(slots[order], column, tier)
+            rest = np.ones(len(keys), np.bool_)
+            rest[first] = False
+            keys = keys[rest]
+
+    def _free_slots(self, keys: Keys) -> tuple[Ints, Bools]:
+        """(a free slot in the emptier bucket of each key, whether there is one)."""
+        buckets = self._buckets(keys)
+        used = self._used.take(buckets, axis=0)  # [n, 2, ways]
+        fill = used.sum(axis=2)
+        which = (fill[:, 1] < fill[:, 0]).astype(np.int64)
+        rows = np.arange(len(keys))
+        slots = buckets[rows, which] * _WAYS + used[rows, which].argmin(axis=1)
+        return slots, fill[rows, which] < _WAYS
+
+    def _hold(self, slots: Ints, column: int, tier: int) -> None:
+        word, bit = column // _WORD, np.uint64(1 << column % _WORD)
+        mask = self._masks[tier][word]
+        fresh = slots[(mask[slots] & bit) == 0]
+        if len(fresh):
+            self.counts[tier, column] += len(np.unique(fresh))
+            mask[fresh] |= bit
+        self._touch(slots)
+
+    def remove(self, keys: Keys, column: int, tier: int = DEVICE) -> None:
+        if self._masks[tier] and len(keys):
+            slots, found = self._find(keys)
+            self._release(np.unique(slots[found]), column, (tier,))
+
+    def clear(self, column: int, tiers: Sequence[int] = (DEVICE, HOST)) -> None:
+        self._release(self._slots_of(column, tiers), column, tiers)
+
+    def trim(self, column: int, keep: int) -> None:
+        """Forget the least lately used blocks of a worker until at most `keep` are left. Scans the table."""
+        slots = self._slots_of(column, (DEVICE, HOST))
+        excess = len(slots) - keep
+        if excess > 0:
+            oldest = np.argpartition(self._stamp[slots], excess - 1)[:excess]
+            self._release(slots[oldest], column, (DEVICE, HOST))
+
+    def _release(self, slots: Ints, column: int, tiers: Sequence[int]) -> None:
+        """`slots`: without repeats."""
+        word, bit = column // _WORD, np.uint64(1 << column % _WORD)
+        for tier in tiers:
+            if self._masks[tier]:
+                mask = self._masks[tier][word]
+                held = slots[(mask[slots] & bit) != 0]
+                mask[held] &= ~bit
+                self.counts[tier, column] -= len(held)
+        used = np.zeros(len(slots), np.bool_)
+        for mask in (*self._masks[DEVICE], *self._masks[HOST]):
+            used |= mask[slots] != 0
+        self._used.ravel()[slots] = used
+        self._num_used -= len(slots) - int(np.count_nonzero(used))
+        gone = slots[~used]  # a free slot must not hide a key that lives in the other bucket
+        self._lo.ravel()[gone] = self._hi.ravel()[gone] = 0
+        self._tag.ravel()[gone] = 0
+
+    # ---- growing -------------------------------------------------------------------------------------------------
+
+    def _is_full(self) -> bool:
+        """Whether more buckets cannot be had, or would not help."""
+        return self._num_buckets >= self._capacity or self._num_used < self._num_buckets * _WAYS * _MIN_LOAD
+
+    def _make_room(self, num_keys: int) -> None:
+        """A round of splits begins at the highest load, and goes on with every key."""
+        left = num_keys
+        while left > 0 and self._num_buckets < self._capacity:
+            load = (self._num_used + num_keys - left) / (self._num_buckets * _WAYS)
+            if self._num_buckets == self._round and load < _MAX_LOAD:
+                left -= max(1, int((_MAX_LOAD - load) * self._num_buckets * _WAYS) + 1)
+            else:
+                left -= self._split(max(_MIN_SPLITS, left))
+
+    def _kick(self, keys: Keys) -> bool:
+        """Move a key out of the full buckets of each of these. False: of one of them nothing can move."""
+        for pair in self._buckets(keys).tolist():
+            for slot in (bucket * _WAYS + way for bucket in pair for way in range(_WAYS)):
+                resident = np.array([[self._lo.ravel()[slot], self._hi.ravel()[slot]]], np.uint64)
+                first, second = self._buckets(resident)[0].tolist()
+                other = second if first == slot // _WAYS else first
+                if not self._used[other].all():
+                    to = other * _WAYS + int(self._used[other].argmin())
+                    self._move(np.array([slot]), np.array([to]))
+                    break
+            else:
+                return False
+        return True
+
+    def _move(self, old: Ints, new: Ints) -> None:
+        for flat in (self._lo.ravel(), self._hi.ravel(), self._tag.ravel(), self._used.ravel(), self._stamp):
+            flat[new] = flat[old]
+            flat[old] = 0
+        for mask in (*self._masks[DEVICE], *self._masks[HOST]):
+            mask[new] = mask[old]
+            mask[old] = 0
+
+    def _split(self, count: int) -> int:
+        """Split the next `count` buckets, at most to the end of the round. Returns how many were."""
+        first = self._num_buckets - self._round
+        count = min(count, self._round - first)
+        slots = np.flatnonzero(self._used[first : first + count].ravel()) + first * _WAYS
+        lo, hi = self._lo.ravel()[slots], self._hi.ravel()[slots]
+        by_lo = (lo & np.uint64(self._round - 1)).view(np.int64) == slots // _WAYS
+        going = (np.where(by_lo, lo, hi) & np.uint64(self._round)) != 0
+        old = slots[going]
+        self._move(old, old + self._round * _WAYS)
+        self._num_buckets += count
+        if self._num_buckets == 2 * self._round:
+            self._round *= 2
+        return count
+
+
+def _put_prefixes(held: Keys, counts: Ints) -> None:
+    """`held`: [keys] of masks, each a subset of the one before. Adds to counts[bit], how many keys' masks have the bit: few of
+    them differ, so this goes by the places where a bit ends."""
+    (changes,) = (held[1:] != held[:-1]).nonzero()
+    ends = changes.tolist()
+    kinds = held.take(changes).tolist()
+    ends.append(len(held) - 1)
+    kinds.append(int(held[-1]))
+    kinds.append(0)
+    for i, end in enumerate(ends):
+        ending = kinds[i] & ~kinds[i + 1]
+        while ending:
+            bit = ending & -ending
+            counts[bit.bit_length() - 1] += end + 1
+            ending ^= bit
+
+
+def _count(held: Keys) -> npt.NDArray[np.uint8]:
+    """[keys] of masks -> [64], how many keys' masks have the bit. Eight counters, of a byte each, are added at once."""
+    bits = np.unpackbits(held.view(np.uint8), bitorder="little").view(np.uint64).reshape(-1, _WAYS)
+    counted: Keys = np.add.reduce(bits, axis=0)
+    return counted.view(np.uint8)
+
+
+def to_bytes(keys: Keys) -> list[bytes]:
+    raw = np.ascontiguousarray(keys).tobytes()
+    return [raw[i : i + KEY_BYTES] for i in range(0, len(raw), KEY_BYTES)]

@@ -1,0 +1,315 @@
+"""Where a request runs: the (prefill, decode) pair with the least cost in milliseconds. Pure; all pairs at once.
+
+    cost(P, D) = queue(P) + uncached tokens on P / prefill rate(P) + bytes to move / link(P, D) + decode load(D)
+    cost(D)    = queue(D) + uncached tokens on D / prefill rate(D) + stall of D's sequences     + decode load(D)
+
+Before a prompt the worker ends its step and computes at most as much of every other one that is there (common/equal_shares.py):
+so the queue of a short prompt is short. P's hit saves compute, D's hit saves bytes; a hit in a host tier is charged the copy
+back. Local prefill on D is a candidate only when few tokens are uncached there, or when no prefill worker is usable: an idle
+cluster still disaggregates.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from diptych.router.placement.types import (
+    Placement,
+    PlacementRequest,
+    Rejected,
+    Terms,
+    WorkerView,
+    usable_hit_tokens,
+)
+from diptych.router.placement.worker_arrays import Bools, ClusterSnapshot, Floats, Ints
+
+__all__ = [
+    "ClusterSnapshot",
+    "Placement",
+    "PlacementRequest",
+    "Rejected",
+    "Terms",
+    "WorkerView",
+    "choose_placement",
+    "usable_hit_tokens",
+]
+
+LOCAL_BIAS_MS = 1.0
+COLOCATED_SLACK_MS = 1000.0
+TIE_FRACTION, TIE_MS = 0.02, 0.5
+MAX_SPARES = 8
+"""Prefill workers that a placement names, the choice among them: decode tries them in turn."""
+
+Choice = tuple[int | None, int]
+"""(index of the prefill worker, or None for local prefill; index of the decode worker, 0 to D - 1)"""
+
+
+@dataclass(slots=True, eq=False)
+class Costs:
+    """Every candidate's charge in milliseconds.
+
+    Args:
+        remote: [P, D], infinite where not a candidate.
+        local: [D], the same; None: local prefill is no candidate anywhere.
+        queue, compute: [P + D].
+        sequences, decode_load: [D].
+        colocated: a decode worker was made a candidate for the margin's sake.
+    """
+
+    request: PlacementRequest
+    snapshot: ClusterSnapshot
+    remote: Floats
+    local: Floats | None
+    queue: Floats
+    compute: Floats
+    sequences: Floats
+    decode_load: Floats
+    colocated: bool = False
+    least_remote: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.least_remote = float(self.remote.min()) if self.remote.size else np.inf
+
+    @property
+    def any(self) -> bool:
+        """Whether there is a candidate."""
+        return self.least_remote < np.inf or self.least_local < np.inf
+
+    @property
+    def least_local(self) -> float:
+        return float(self.local.min(initial=np.inf)) if self.local is not None else np.inf
+
+    def draw(self, rng: random.Random) -> Choice:
+        """The cheapest, near-equal ones by power of two choices over pending placements."""
+        remote, local = self.remote, self.local
+        pending = self.snapshot.loads.pending_requests
+        num_prefill = self.snapshot.fleet.num_prefill
+        least_remote = self.least_remote
+        if local is not None and (full := _holds_all(self.request, self.snapshot)) is not None:
+            remote = np.where(full, np.inf, remote)
+            least_remote = float(remote.min()) if remote.size else np.inf
+        least_local = self.least_local
+        least = min(least_local, least_remote)
+        limit = least + max(TIE_MS, least * TIE_FRACTION)
+        if local is not None and least_local <= least_remote:
+            (ties,) = (local <= limit).nonzero()
+            d = min((int(ties[i]) for i in _two(len(ties), rng)), key=lambda d: (pending[num_prefill + d], local[d]))
+            return None, d
+        (ties,) = (remote.ravel() <= limit).nonzero()
+        first, second = _two(len(ties), rng)
+        width = remote.shape[1]
+        p, d = divmod(int(ties[first]), width)
+        if first != second:
+            other_p, other_d = divmod(int(ties[second]), width)
+            mine, others = pending[p] + pending[num_prefill + d], pending[other_p] + pending[num_prefill + other_d]
+            if (others, remote[other_p, other_d]) < (mine, remote[p, d]):
+                return other_p, other_d
+        return p, d
+
+    def order(self, d: int) -> Sequence[int]:
+        """The prefill workers that fit decode worker `d`, cheapest first, at most MAX_SPARES."""
+        column = self.remote[:, d]
+        cheapest = column.argsort(kind="stable")[:MAX_SPARES].tolist()
+        return cheapest if self.snapshot.fleet.all_fit else [i for i in cheapest if np.isfinite(column[i])]
+
+    def terms(self, choice: Choice) -> Terms:
+        p, d = choice
+        at = self.snapshot.fleet.num_prefill + d
+        decode = self.snapshot.view(at)
+        load = float(self.decode_load[d])
+        if p is None:
+            compute = float(self.compute[at])
+            stall = compute * float(self.sequences[d]) + LOCAL_BIAS_MS
+            return Terms(None, decode, float(self.queue[at]), compute, 0.0, load, stall)
+        queue, compute = float(self.queue[p]), float(self.compute[p])
+        transfer = float(self.remote[p, d]) - queue - compute - load
+        return Terms(self.snapshot.view(p), decode, queue, compute, transfer, load, 0.0)
+
+    def best(self, limit: int | None) -> list[Terms]:
+        """The cheapest candidates, cheapest first."""
+        num_local = 0 if self.local is None else len(self.local)
+        flat = self.remote.ravel()
+        if self.local is not None:
+            flat = np.concatenate((self.local, flat))  # local first: it wins a tie
+        choices: list[Choice] = [
+            (None, int(i)) if i < num_local else divmod(int(i) - num_local, self.snapshot.fleet.num_decode)
+            for i in np.argsort(flat, kind="stable")[:limit]
+            if np.isfinite(flat[i])
+        ]
+        return [self.terms(choice) for choice in choices]
+
+
+class Picker(Protocol):
+    """A policy: which of the candidates is taken. At least one cost is finite."""
+
+    @property
+    def name(self) -> str: ...
+
+    def pick(self, costs: Costs, rng: random.Random) -> Choice: ...
+
+
+class CheapestPair:
+    """The cheapest candidate; near-equal ones are drawn by power of two choices over pending placements."""
+
+    name = "cost"
+
+    def pick(self, costs: Costs, rng: random.Random) -> Choice:
+        return costs.draw(rng)
+
+
+def _two(count: int, rng: random.Random) -> tuple[int, int]:
+    """Two different indexes below `count`; the same twice when there is only one."""
+    first, second = int(rng.random() * count), int(rng.random() * (count - 1))
+    return (first, second + (second >= first)) if count > 1 else (0, 0)
+
+
+CHEAPEST = CheapestPair()
+
+
+def choose_placement(
+    request: PlacementRequest,
+    snapshot: ClusterSnapshot,
+    now: float,
+    rng: random.Random,
+    policy: Picker = CHEAPEST,
+) -> Placement | Rejected:
+    """Charge every candidate and let the policy take one."""
+    costs = candidate_costs(request, snapshot, now)
+    if not costs.any:
+        return Rejected(tuple(_why_nobody(snapshot)))
+    p, d = policy.pick(costs, rng)
+    notes: tuple[str, ...] = ()
+    alone = colocated(costs) if p is not None else None
+    if alone is not None:
+        p, d = None, alone
+        notes = (f"colocated: cheaper than any prefill worker by more than {request.colocated_margin:.0%}",)
+    order = costs.order(d)
+    if p is not None and order[:1] != [p]:
+        order = [p, *(i for i in order if i != p)]
+    elif not order and not notes:
+        notes = ("no usable prefill worker: local prefill",)
+    elif p is None and alone is None:
+        fresh = request.num_prompt_tokens - costs.snapshot.view(costs.snapshot.fleet.num_prefill + d).hit_tokens
+        most = request.local_prefill_max_tokens
+        few = f"{fresh} tokens of at most {most} (local_prefill_max_tokens)"
+        notes = (f"local prefill: {few}, cheaper on decode",)
+    return Placement(
+        costs.terms((p, d)), costs.snapshot, tuple(order), costs.best, notes, policy.name, alone is not None
+    )
+
+
+def colocated(costs: Costs) -> int | None:
+    """The decode worker that would be enough cheaper than the cheapest pair, so that disaggregating never costs more than the
+    margin; the charges stay what they are, and it becomes a candidate."""
+    request, snapshot = costs.request, costs.snapshot
+    allowed = request.allow_local_fallback and request.local_prefill_max_tokens > 0
+    if not allowed or costs.least_remote <= COLOCATED_SLACK_MS or not np.isfinite(request.colocated_margin):
+        return None
+    first = snapshot.fleet.num_prefill
+    local: Floats = (
+        costs.queue[first:] + costs.decode_load + costs.compute[first:] * (1.0 + costs.sequences) + LOCAL_BIAS_MS
+    )
+    local[list(snapshot.barred)] = np.inf
+    d = int(local.argmin())
+    if costs.least_remote <= (1.0 + request.colocated_margin) * float(local[d]) + COLOCATED_SLACK_MS:
+        return None
+    costs.colocated = True
+    if costs.local is None:
+        costs.local = np.full(len(local), np.inf)
+    costs.local[d] = local[d]
+    return d
+
+
+def candidate_costs(request: PlacementRequest, snapshot: ClusterSnapshot, now: float) -> Costs:
+    fleet, loads = snapshot.fleet, snapshot.loads
+    first_decode = fleet.num_prefill
+    # What waits there: reported, less what was computed since, or placed by us, whichever is more (the report includes
+    # our own placements as soon as it is younger than they are).
+    queue = loads.pending_tokens * fleet.token_ms
+    np.maximum(queue, fleet.idle_at_ms - 1000.0 * now, out=queue)
+    hits = loads.hit_tokens
+    uncached: Ints | int = request.num_prompt_tokens if hits is None else request.num_prompt_tokens - hits
+    compute = uncached * fleet.token_ms
+    # Of every other prompt a worker computes no more before this one than it has itself (common/equal_shares.py), behind the
+    # step that runs.
+    before = np.maximum(loads.pending_requests, fleet.requests) * compute
+    before += fleet.prompt_step_ms
+    np.minimum(queue, before, out=queue)
+    row: Floats = np.maximum(fleet.sequences, loads.pending_requests[first_decode:])
+    sequences = row
+    decode_load = fleet.step_ms * sequences
+    row = decode_load
+    if loads.host_tokens is not None:
+        copy_back = loads.host_tokens * fleet.host_token_ms
+        compute += copy_back
+        if request.wants_kv:
+            row = row + copy_back[first_decode:]
+    to_first_token = queue + compute
+    column = to_first_token[:first_decode, None]
+    if request.wants_kv:
+        remote: Floats = fleet.move_ms * (uncached if isinstance(uncached, int) else uncached[first_decode:])
+        remote += column
+        remote += row
+        remote += fleet.handoff_ms
+    else:
+        remote = fleet.handoff_ms + column
+        remote += row
+    local = _local_costs(request, snapshot, queue, compute, sequences, decode_load)
+    if snapshot.barred:
+        remote[:, list(snapshot.barred)] = np.inf
+        if local is not None:
+            local[list(snapshot.barred)] = np.inf
+    return Costs(request, snapshot, remote, local, queue, compute, sequences, decode_load)
+
+
+def _local_costs(
+    request: PlacementRequest,
+    snapshot: ClusterSnapshot,
+    queue: Floats,
+    compute: Floats,
+    sequences: Floats,
+    decode_load: Floats,
+) -> Floats | None:
+    fleet, hits = snapshot.fleet, snapshot.loads.hit_tokens
+    first_decode = fleet.num_prefill
+    fallback = request.allow_local_fallback and fleet.any_alone
+    least = request.num_prompt_tokens - request.local_prefill_max_tokens
+    if not fallback and least > 0 and (hits is None or int(hits[first_decode:].max(initial=0)) < least):
+        return None
+    may: Bools = np.full(fleet.num_decode, least <= 0) if hits is None else hits[first_decode:] >= least
+    if fallback:
+        may |= fleet.alone
+    if not may.any():
+        return None
+    local: Floats = queue[first_decode:] + decode_load + compute[first_decode:] * (1.0 + sequences) + LOCAL_BIAS_MS
+    local[~may] = np.inf
+    return local
+
+
+def _holds_all(request: PlacementRequest, snapshot: ClusterSnapshot) -> Bools | None:
+    """[D]: all of the prompt that a cache can hold lies on this decode worker, which may compute the rest (less than a
+    block): no prefill worker is needed, whatever the two rates, measured on other lengths, say about so few tokens."""
+    if snapshot.loads.hit_tokens is None:
+        return None
+    hits = snapshot.loads.hit_tokens[snapshot.fleet.num_prefill :]
+    left = request.num_prompt_tokens - hits
+    few: Bools = left <= np.minimum(snapshot.fleet.block_size, request.local_prefill_max_tokens)
+    full: Bools = few & (left > 0) & (hits > 0)
+    return full if full.any() else None
+
+
+def _why_nobody(snapshot: ClusterSnapshot) -> Sequence[str]:
+    reasons = [f"{worker_id}: {why}" for worker_id, why in sorted(snapshot.unusable.items())]
+    for (prefill, decode), differences in sorted(snapshot.incompatible.items()):
+        if differences:
+            reasons.append(f"{prefill} and {decode} do not fit: {'; '.join(differences)}")
+    if snapshot.fleet.num_decode == len(snapshot.barred):
+        reasons.insert(0, "no usable decode worker")
+    elif not snapshot.fleet.num_prefill:
+        reasons.insert(0, "no usable prefill worker")
+    return reasons

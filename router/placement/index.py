@@ -1,0 +1,314 @@
+"""Which worker holds which KV blocks, folded from the workers' event streams. Pure: no clock, no sockets.
+
+    GUESS --snapshot--> EXACT --gap, newer epoch, missed tail--> STALE --snapshot--> EXACT
+      ^                   |  ^______________ cleared _____________|
+      |__ new incarnation_|
+
+A worker's events carry (incarnation, epoch, tier, sequence); each tier of an epoch counts its own. The next event of a tier
+has sequence + 1; "cleared" opens a new epoch and voids everything before it, in all tiers. Repeats are ignored, a hole makes
+the tier STALE until a snapshot arrives; events that come meanwhile wait in a bounded buffer and are replayed on top of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from diptych.common.store import TIERS, KvEvent
+from diptych.router.placement.block_table import DEVICE, HOST, BlockTable, Keys, Runs, as_keys, to_bytes
+from diptych.router.placement.native.lookup import Found, NativeLookup
+
+_MAX_WAITING_EVENTS = 4096
+_TRIM_FRACTION = 8
+"""A worker over its share loses 1/8 of it at once: the scan for the oldest is paid for many blocks together."""
+
+
+class IndexMode(Enum):
+    """How far the index of a worker can be trusted."""
+
+    EXACT = "EXACT"
+    STALE = "STALE"
+    GUESS = "GUESS"
+
+
+@dataclass(slots=True)
+class _Stream:
+    """One tier's events."""
+
+    sequence: int = 0
+    mode: IndexMode = IndexMode.GUESS
+    waiting: list[KvEvent] = field(default_factory=list)
+
+    def lose_track(self) -> None:
+        if self.mode is IndexMode.EXACT:
+            self.mode = IndexMode.STALE
+
+    def wait(self, event: KvEvent) -> None:
+        if len(self.waiting) >= _MAX_WAITING_EVENTS:
+            self.waiting.clear()  # leaves a hole, which the snapshot after next will close
+        self.waiting.append(event)
+
+
+@dataclass(slots=True)
+class _Worker:
+    incarnation: str
+    column: int
+    epoch: int
+    streams: tuple[_Stream, _Stream] = field(default_factory=lambda: (_Stream(), _Stream()))
+    truncated: bool = False
+    num_events: int = 0
+
+
+class BlockIndex:
+    """Args:
+    max_blocks: blocks held for all workers together; each worker gets an equal share, beyond it what was used least lately
+        is dropped, so that a busy worker pushes out only its own.
+    """
+
+    def __init__(self, max_blocks: int = 2_000_000) -> None:
+        if max_blocks < 1:
+            raise ValueError(f"max_blocks={max_blocks}: must be at least 1")
+        self._max_blocks = max_blocks
+        self._workers: dict[str, _Worker] = {}
+        self._free_columns: list[int] = []
+        self._table = BlockTable(max_blocks)
+
+    @property
+    def num_keys(self) -> int:
+        """Different blocks in the index."""
+        return self._table.num_keys
+
+    @property
+    def num_columns(self) -> int:
+        """Above every worker's column."""
+        return len(self._workers) + len(self._free_columns)
+
+    @property
+    def nbytes(self) -> int:
+        return self._table.nbytes
+
+    def _limit(self) -> int:
+        return max(1, self._max_blocks // max(1, len(self._workers)))
+
+    # ---- who is there --------------------------------------------------------------------------------------------
+
+    def register(self, worker_id: str, incarnation: str, epoch: int, sequence: int, host_sequence: int = 0) -> None:
+        """A worker's lease says where its event streams stand. Another incarnation starts from nothing."""
+        worker = self._workers.get(worker_id)
+        if worker is not None and worker.incarnation == incarnation:
+            return
+        self.forget(worker_id)
+        column = self._free_columns.pop() if self._free_columns else len(self._workers)
+        self._table.reserve_columns(column + 1)
+        worker = self._workers[worker_id] = _Worker(incarnation, column, epoch)
+        for stream, position in zip(worker.streams, (sequence, host_sequence), strict=True):
+            if position == 0:  # nothing was stored in this epoch yet: we know all of it
+                stream.mode = IndexMode.EXACT
+        for other in self._workers.values():
+            self._bound(other)
+
+    def is_behind(self, worker_id: str, epoch: int, sequence: int, host_sequence: int = 0) -> bool:
+        """Whether the lease speaks of events that the index has not seen."""
+        worker = self._workers.get(worker_id)
+        if worker is None or epoch < worker.epoch:
+            return False
+        device, host = worker.streams
+        return epoch > worker.epoch or sequence > device.sequence or host_sequence > host.sequence
+
+    def lose_track(self, worker_id: str) -> None:
+        """Events of this worker went missing: STALE until the next snapshot."""
+        if worker_id in self._workers:
+            for stream in self._workers[worker_id].streams:
+                stream.lose_track()
+
+    def forget(self, worker_id: str) -> None:
+        worker = self._workers.pop(worker_id, None)
+        if worker is not None:
+            self._table.clear(worker.column)
+            self._free_columns.append(worker.column)
+
+    # ---- folding -------------------------------------------------------------------------------------------------
+
+    def apply(self, worker_id: str, event: KvEvent) -> None:
+        self.apply_all(worker_id, (event,))
+
+    def apply_all(self, worker_id: str, events: Iterable[KvEvent]) -> None:
+        """Fold events in the order in which they came; neighbours of one kind cost as much as one. Events of an unknown
+        worker or of another incarnation are ignored."""
+        worker = self._workers.get(worker_id)
+        if worker is None:
+            return
+        changes = _Changes(self._table, worker.column)
+        for event in events:
+            if event.incarnation == worker.incarnation:
+                worker.num_events += 1
+                self._apply(worker, event, changes)
+        changes.write()
+        self._bound(worker)
+
+    def _apply(self, worker: _Worker, event: KvEvent, changes: _Changes) -> None:
+        stream = worker.streams[TIERS.index(event.tier)]
+        if event.kind == "cleared":
+            if stream.mode is IndexMode.GUESS or (event.epoch, event.sequence) > (worker.epoch, stream.sequence):
+                self._clear(worker, event, changes)
+        elif stream.mode is not IndexMode.EXACT:
+            stream.wait(event)
+        elif not _fold(worker, event, changes):
+            stream.lose_track()
+            stream.wait(event)
+
+    def _clear(self, worker: _Worker, event: KvEvent, changes: _Changes) -> None:
+        changes.drop()
+        self._table.clear(worker.column)
+        worker.truncated = False
+        worker.epoch = event.epoch
+        for stream in worker.streams:
+            stream.sequence, stream.mode = 0, IndexMode.EXACT
+        worker.streams[TIERS.index(event.tier)].sequence = event.sequence
+        for stream in worker.streams:
+            _replay(worker, stream, changes)
+
+    def load_snapshot(
+        self,
+        worker_id: str,
+        incarnation: str,
+        *,
+        epoch: int,
+        sequence: int,
+        keys: Sequence[bytes],
+        host_sequence: int = 0,
+        host_keys: Sequence[bytes] = (),
+    ) -> None:
+        """What the worker holds after event `sequence` (and `host_sequence`) of `epoch`. One of another incarnation, or older
+        than what was folded already, is ignored."""
+        worker = self._workers.get(worker_id)
+        if worker is None or worker.incarnation != incarnation:
+            return
+        exact = [stream for stream in worker.streams if stream.mode is IndexMode.EXACT]
+        if exact and epoch < worker.epoch:
+            return
+        worker.truncated = worker.truncated and epoch == worker.epoch
+        changes = _Changes(self._table, worker.column)
+        for tier, position, held in ((DEVICE, sequence, keys), (HOST, host_sequence, host_keys)):
+            stream = worker.streams[tier]
+            if stream.mode is IndexMode.EXACT and (epoch, position) < (worker.epoch, stream.sequence):
+                continue
+            self._table.clear(worker.column, (tier,))
+            self._table.add(as_keys(held), worker.column, tier)
+            if tier == DEVICE:
+                worker.truncated = False
+            stream.sequence, stream.mode = position, IndexMode.EXACT
+        worker.epoch = epoch
+        for stream in worker.streams:
+            _replay(worker, stream, changes)
+        changes.write()
+        self._bound(worker)
+
+    def _bound(self, worker: _Worker) -> None:
+        limit = self._limit()
+        if int(self._table.counts[:, worker.column].sum()) > limit:
+            self._table.trim(worker.column, limit - limit // _TRIM_FRACTION)
+            worker.truncated = True
+
+    # ---- questions -----------------------------------------------------------------------------------------------
+
+    def needs_snapshot(self) -> list[str]:
+        return [
+            name
+            for name, worker in self._workers.items()
+            if any(stream.mode is not IndexMode.EXACT for stream in worker.streams)
+        ]
+
+    def mode(self, worker_id: str) -> IndexMode:
+        """The worst of the worker's tiers; STALE also when its blocks did not all fit."""
+        worker = self._workers.get(worker_id)
+        if worker is None:
+            return IndexMode.GUESS
+        device, host = worker.streams
+        if IndexMode.GUESS in (device.mode, host.mode):
+            return IndexMode.GUESS
+        exact = device.mode is host.mode is IndexMode.EXACT and not worker.truncated
+        return IndexMode.EXACT if exact else IndexMode.STALE
+
+    def num_events(self, worker_id: str) -> int:
+        """Events that came from this life of the worker, whatever became of them."""
+        worker = self._workers.get(worker_id)
+        return worker.num_events if worker is not None else 0
+
+    def num_blocks(self, worker_id: str) -> int:
+        """Blocks of the worker, counted in each tier."""
+        worker = self._workers.get(worker_id)
+        return int(self._table.counts[:, worker.column].sum()) if worker is not None else 0
+
+    def keys_of(self, worker_id: str, tier: int = DEVICE) -> set[bytes]:
+        worker = self._workers.get(worker_id)
+        return set(to_bytes(self._table.keys_of(worker.column, tier))) if worker is not None else set()
+
+    def column(self, worker_id: str) -> int | None:
+        """Where the worker stands in the answers of `runs`; valid until it is forgotten."""
+        worker = self._workers.get(worker_id)
+        return worker.column if worker is not None else None
+
+    def runs(self, keys: Keys) -> Runs:
+        """For every worker at once, the length of the longest run of `keys`, from the first one on, that it holds."""
+        return self._table.runs(keys)
+
+    def hits_into(self, lookup: NativeLookup, keys: Keys, most_blocks: int, hits_at: int, host_at: int) -> Found:
+        """See BlockTable.hits_into."""
+        return self._table.hits_into(lookup, keys, most_blocks, hits_at, host_at)
+
+    def hit_blocks(self, worker_id: str, keys: Sequence[bytes]) -> int:
+        column = self.column(worker_id)
+        return 0 if column is None or not keys else int(self.runs(as_keys(keys)).blocks[column])
+
+
+class _Changes:
+    """Neighbouring changes of one kind, written to the table together."""
+
+    def __init__(self, table: BlockTable, column: int) -> None:
+        self._table = table
+        self._column = column
+        self._kind = ("stored", DEVICE)
+        self._keys: list[bytes] = []
+
+    def note(self, event: KvEvent) -> None:
+        kind = (event.kind, TIERS.index(event.tier))
+        if kind != self._kind:
+            self.write()
+            self._kind = kind
+        self._keys += event.keys
+
+    def drop(self) -> None:
+        self._keys = []
+
+    def write(self) -> None:
+        keys, self._keys = self._keys, []
+        if keys:
+            kind, tier = self._kind
+            change = self._table.add if kind == "stored" else self._table.remove
+            change(as_keys(keys), self._column, tier)
+
+
+def _fold(worker: _Worker, event: KvEvent, changes: _Changes) -> bool:
+    """Apply an event of an EXACT tier. False: something is missing before it."""
+    stream = worker.streams[TIERS.index(event.tier)]
+    if event.epoch < worker.epoch or (event.epoch == worker.epoch and event.sequence <= stream.sequence):
+        return True  # a repeat
+    if event.epoch > worker.epoch or event.sequence != stream.sequence + 1:
+        return False
+    stream.sequence = event.sequence
+    changes.note(event)
+    return True
+
+
+def _replay(worker: _Worker, stream: _Stream, changes: _Changes) -> None:
+    if stream.mode is not IndexMode.EXACT:
+        return
+    waiting = sorted(stream.waiting, key=lambda event: (event.epoch, event.sequence))
+    stream.waiting = []
+    for i, event in enumerate(waiting):
+        if not _fold(worker, event, changes):
+            stream.mode = IndexMode.STALE
+            stream.waiting = waiting[i:]
+            return

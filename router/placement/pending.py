@@ -1,0 +1,81 @@
+"""Pending placements shared among routers through the store, in the background, so that several do not stampede one worker.
+
+    every interval_s: write this router's sums if they changed (or half their life is over), read those of the others
+
+No request waits for it. A router that dies is forgotten when its row's life ends; while the store is away the others' sums are
+kept for as long, then dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import structlog
+
+from diptych.common.clock import Clock
+from diptych.common.store import PendingStore, StoreError
+from diptych.router.placement.reservations import Reservations
+
+INTERVAL_S = 0.1
+TTL_S = 3.0
+
+log = structlog.get_logger(__name__)
+
+
+class PendingShare:
+    """Args:
+    router_id: unique among the routers of the cluster; what stands behind a "." tells the models of one router apart.
+    """
+
+    def __init__(
+        self,
+        store: PendingStore,
+        reservations: Reservations,
+        router_id: str,
+        *,
+        clock: Clock,
+        interval_s: float = INTERVAL_S,
+        ttl_s: float = TTL_S,
+    ) -> None:
+        self._store = store
+        self._reservations = reservations
+        self._router_id = router_id
+        self._clock = clock
+        self._interval_s = interval_s
+        self._ttl_s = ttl_s
+        self._written: dict[str, tuple[int, int]] = {}
+        self._written_at = -ttl_s
+        self._read_at = clock.now()
+        self.num_others = 0
+        self.failing = ""
+        """Why the last exchange failed, or ""."""
+
+    async def run(self) -> None:
+        while True:
+            await self.exchange()
+            await asyncio.sleep(self._interval_s)
+
+    async def exchange(self) -> None:
+        """Write what changed and read the others once."""
+        mine = self._reservations.mine()
+        now = self._clock.now()
+        try:
+            if mine != self._written or (mine and now - self._written_at > self._ttl_s / 2):
+                await self._store.put_pending(self._router_id, mine, ttl_s=self._ttl_s)
+                self._written, self._written_at = mine, now
+            rows = await self._store.list_pending()
+        except StoreError as err:
+            self.failing = str(err)
+            if self._clock.now() - self._read_at > self._ttl_s:
+                self._reservations.set_others({})
+            return
+        self.failing = ""
+        rows.pop(self._router_id, None)
+        others: dict[str, tuple[int, int]] = {}
+        for row in rows.values():
+            for worker_id, (tokens, requests) in row.items():
+                before = others.get(worker_id, (0, 0))
+                others[worker_id] = (before[0] + tokens, before[1] + requests)
+        self._reservations.set_others(others)
+        self._read_at = self._clock.now()
+        self.num_others = len({name.partition(".")[0] for name in rows} - {self._router_id.partition(".")[0]})

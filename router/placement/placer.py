@@ -1,0 +1,280 @@
+"""From a prompt to a placement: joins the index, the reservations and the usable workers' records. No I/O, no waiting."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+import numpy as np
+
+from diptych.common.block_identity import IdentityHeader, block_keys
+from diptych.common.worker_record import WorkerRecord
+from diptych.router.placement.block_table import Keys, as_keys
+from diptych.router.placement.cost import CHEAPEST, Picker, choose_placement
+from diptych.router.placement.index import BlockIndex
+from diptych.router.placement.native.library import MAX_COLUMNS, Library, address
+from diptych.router.placement.native.lookup import Found, NativeLookup
+from diptych.router.placement.policies import policy_by_name
+from diptych.router.placement.replication import LEAST_TOKENS, AwayFrom, Replication
+from diptych.router.placement.reservations import Reservations
+from diptych.router.placement.types import Placement, PlacementRequest, Rejected
+from diptych.router.placement.worker_arrays import ClusterSnapshot, Fleet, Ints, Loads
+
+_AFFINITY_BLOCKS = 16
+_PREFIX_TOKENS = 512
+"""What requests must share, at most, to count as one hot prefix."""
+_ALL = slice(None)
+
+Life = tuple[str, str]
+"""(worker id, incarnation)"""
+
+
+_salted = lru_cache(4096)(IdentityHeader.with_salt)
+
+
+@dataclass(slots=True)
+class Prompt:
+    """A prompt and, once for each way of naming blocks, the identities of its blocks."""
+
+    token_ids: Sequence[int]
+    salt: bytes = b""
+    _keys: dict[IdentityHeader, Keys] = field(default_factory=dict)
+
+    def keys(self, header: IdentityHeader, library: Library | None = None) -> Keys:
+        """[blocks, 2]. `library`: hashes in C."""
+        keys = self._keys.get(header)
+        if keys is None:
+            salted = _salted(header, self.salt)
+            if library is None:
+                keys = as_keys(block_keys(salted, self.token_ids))
+            else:
+                keys = library.block_keys(salted, self.token_ids)
+            self._keys[header] = keys
+        return keys
+
+    def know(self, header: IdentityHeader, keys: Keys) -> None:
+        """The identities are known already."""
+        self._keys[header] = keys
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A usable worker. `header`: how it names blocks; None: unknown, so no hit is ever found."""
+
+    record: WorkerRecord
+    read_at: float
+    header: IdentityHeader | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Group:
+    """Workers that name blocks alike: their places in the fleet (None: they are all of it) and columns in the index."""
+
+    header: IdentityHeader
+    at: Ints | None
+    columns: Ints
+    lookup: NativeLookup | None
+
+
+class Placer:
+    """Args:
+    policy: who is taken among the candidates.
+    replication: copies hot prefixes on purpose, under the policy "cost"; None: they are only copied where queues are long.
+    library: looks prompts up in C; None: in numpy.
+    """
+
+    def __init__(
+        self,
+        index: BlockIndex,
+        reservations: Reservations,
+        rng: random.Random,
+        policy: Picker = CHEAPEST,
+        replication: Replication | None = None,
+        library: Library | None = None,
+    ) -> None:
+        self._replication = replication if policy.name == CHEAPEST.name else None
+        self._library = library
+        self._found: Ints | None = None
+        """[2, workers]: where a lookup in C writes hits and those of the host tier; None: lookups are in numpy."""
+        self._index = index
+        self._reservations = reservations
+        self._rng = rng
+        self.policy = policy
+        self._wants_affinity = policy.name == "session-affinity"
+        self._fleet = Fleet.of((), ())
+        self._speeds: dict[str, float] = {}
+        self._reserved = np.empty(0, np.int64)
+        self._groups: list[_Group] = []
+        self._is_parted = False
+        """One lookup does not tell of everybody."""
+        self._lives: dict[Life, int] = {}
+
+    @staticmethod
+    def of(
+        index: BlockIndex,
+        reservations: Reservations,
+        rng: random.Random,
+        *,
+        policy: str = CHEAPEST.name,
+        hot_prefix_copies: bool = False,
+        library: Library | None = None,
+    ) -> Placer:
+        """As the router's settings ask for it; benchmarks make theirs in the same way. Raises: ConfigError."""
+        replication = Replication() if hot_prefix_copies else None
+        return Placer(index, reservations, rng, policy_by_name(policy), replication, library)
+
+    def set_fleet(
+        self,
+        prefill: Sequence[Candidate],
+        decode: Sequence[Candidate],
+        incompatible: Mapping[tuple[str, str], Sequence[str]],
+        unusable: Mapping[str, str],
+    ) -> None:
+        """Who is there, until the next call. To be called whenever a record, a worker's usability or the index's workers
+        changed."""
+        one, other = ([(candidate.record, candidate.read_at) for candidate in side] for side in (prefill, decode))
+        self._fleet = Fleet.of(one, other, incompatible, unusable)
+        self._speeds = self._fleet.prompt_tokens_per_s()
+        self._reservations.backlog.set_rates(self._speeds)
+        candidates = [*prefill, *decode]
+        self._reserved = self._reservations.columns([candidate.record.worker_id for candidate in candidates])
+        members: dict[IdentityHeader, list[tuple[int, int]]] = {}
+        for i, candidate in enumerate(candidates):
+            column = self._index.column(candidate.record.worker_id)
+            if candidate.header is not None and column is not None:
+                members.setdefault(candidate.header, []).append((i, column))
+        self._groups = []
+        library = self._library if self._index.num_columns <= MAX_COLUMNS else None
+        for header, pairs in members.items():
+            at, columns = np.array(pairs, np.int64).T
+            lookup = None if library is None else NativeLookup(library, at, columns, header.block_size)
+            self._groups.append(_Group(header, None if len(at) == len(candidates) else at, columns, lookup))
+        self._is_parted = len(self._groups) > 1 or any(group.at is not None for group in self._groups)
+        self._found = None if library is None else np.zeros((2, len(candidates)), np.int64)
+        self._lives = {(c.record.worker_id, c.record.incarnation): i for i, c in enumerate(decode)}
+
+    @property
+    def num_copies(self) -> int:
+        """Copies of hot prefixes that were made on purpose."""
+        return self._replication.num_copies if self._replication is not None else 0
+
+    @property
+    def fleet(self) -> Fleet:
+        return self._fleet
+
+    def has_room(
+        self, window_s: float, tenant: str, tokens: int, beside: float = 0.0, *, doubtful: bool = False
+    ) -> bool:
+        """See gate.Room. `doubtful`: count what is doubtful (see Reservations)."""
+        before = self._reservations.backlog.before
+        return not self._speeds or any(
+            before(worker_id, tenant, tokens, doubtful=doubtful) + beside < window_s * speed
+            for worker_id, speed in self._speeds.items()
+        )
+
+    def name_blocks(self, prompt: Prompt) -> None:
+        """In every way in which a usable worker names them."""
+        for group in self._groups:
+            prompt.keys(group.header, self._library)
+
+    def uncached_tokens(self, prompt: Prompt) -> int:
+        """Of the prompt, as many as have to be computed where most of it is cached."""
+        hits = self.snapshot(prompt).loads.hit_tokens
+        return max(1, len(prompt.token_ids) - (0 if hits is None else int(hits.max(initial=0))))
+
+    def snapshot(self, prompt: Prompt | None = None, exclude: frozenset[Life] = frozenset()) -> ClusterSnapshot:
+        """The usable workers with this prompt's hits. `exclude`: lives that must not be chosen as decode."""
+        barred = tuple(self._lives[life] for life in exclude if life in self._lives) if exclude else ()
+        tokens, requests = self._reservations.at(self._reserved)
+        hit, host = self._hits(prompt)
+        return ClusterSnapshot(self._fleet, Loads(hit, host, tokens, requests), barred)
+
+    def _hits(self, prompt: Prompt | None) -> tuple[Ints | None, Ints | None]:
+        """(hit tokens, those of them in host tiers only), by worker; None: nowhere."""
+        hit: Ints | None = None
+        host: Ints | None = None
+        if prompt is None:
+            return hit, host
+        if self._found is not None:
+            return self._native_hits(self._found, prompt)
+        for group in self._groups:
+            runs = self._index.runs(prompt.keys(group.header, self._library))
+            if not runs.any:
+                continue
+            block_size = group.header.block_size
+            usable = runs.blocks.take(group.columns)
+            # The last prompt token is always computed.
+            np.minimum(usable, max(0, len(prompt.token_ids) - 1) // block_size, out=usable)
+            if runs.host_blocks is not None:
+                host = np.zeros(len(self._fleet.records), np.int64) if host is None else host
+                host[_ALL if group.at is None else group.at] = block_size * np.minimum(
+                    runs.host_blocks.take(group.columns), usable
+                )
+            usable *= block_size
+            if group.at is None:
+                hit = usable
+            else:
+                hit = np.zeros(len(self._fleet.records), np.int64) if hit is None else hit
+                hit[group.at] = usable
+        return hit, host
+
+    def _native_hits(self, into: Ints, prompt: Prompt) -> tuple[Ints | None, Ints | None]:
+        """`_hits` in C."""
+        most = Found.NOTHING
+        if self._is_parted:
+            into[:] = 0
+        at = address(into)
+        for group in self._groups:
+            assert group.lookup is not None
+            # The last prompt token is always computed.
+            blocks = max(0, len(prompt.token_ids) - 1) // group.header.block_size
+            keys = prompt.keys(group.header, self._library)
+            most = max(most, self._index.hits_into(group.lookup, keys, blocks, at, at + into.strides[0]))
+        if most is Found.NOTHING:
+            return None, None
+        hit, host = into.copy()  # the next lookup writes there, too
+        return hit, host if most is Found.HITS_WITH_HOST_TIER else None
+
+    def place(
+        self, request: PlacementRequest, prompt: Prompt, now: float, exclude: frozenset[Life] = frozenset()
+    ) -> Placement | Rejected:
+        snapshot = self.snapshot(prompt, exclude)
+        if self._wants_affinity and not request.affinity and self._groups:
+            keys = prompt.keys(self._groups[0].header, self._library)[:_AFFINITY_BLOCKS]
+            request = replace(request, affinity=keys[-1].tobytes() if len(keys) else b"")
+        placement = choose_placement(request, snapshot, now, self._rng, self.policy)
+        if self._replication is not None and snapshot.loads.hit_tokens is not None and isinstance(placement, Placement):
+            return self._copied(self._replication, placement, request, prompt, snapshot, now)
+        return placement
+
+    def _copied(
+        self,
+        replication: Replication,
+        placement: Placement,
+        request: PlacementRequest,
+        prompt: Prompt,
+        snapshot: ClusterSnapshot,
+        now: float,
+    ) -> Placement | Rejected:
+        """The placement, or, when the prefix is too hot for those that hold it, one that makes a copy."""
+        prefill = placement.chosen.prefill
+        if prefill is None or prefill.hit_tokens < LEAST_TOKENS or snapshot.loads.hit_tokens is None:
+            return placement
+        hits = snapshot.loads.hit_tokens[: self._fleet.num_prefill]
+        holders = hits >= min(prefill.hit_tokens, _PREFIX_TOKENS)
+        num_holders = int(holders.sum())
+        if num_holders in (0, len(holders)):
+            return placement
+        group = self._groups[0]
+        blocks = min(prefill.hit_tokens, _PREFIX_TOKENS) // group.header.block_size
+        prefix = prompt.keys(group.header, self._library)[max(0, blocks - 1)].tobytes()
+        load = replication.on_placed(prefix, placement.chosen.prefill_ms / 1000.0, num_holders, now)
+        if not load:
+            return placement
+        copy = choose_placement(request, snapshot, now, self._rng, AwayFrom(holders))
+        if isinstance(copy, Placement) and copy.chosen.prefill is not None:
+            note = f"hot prefix: a copy on {copy.chosen.prefill.worker_id}, its {num_holders} holders are at {load:.0%}"
+            copy.notes = (*copy.notes, note)
+        return copy

@@ -1,0 +1,230 @@
+"""The usable workers as arrays: `Fleet` holds what changes with a lease, `Loads` what changes with every request. Pure.
+
+Arrays over workers have the prefill workers first, then the decode workers: what both need is computed for all at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from diptych.common.worker_record import WorkerRecord
+from diptych.router.placement.types import WorkerView
+
+DEFAULT_PREFILL_TOKENS_PER_S = 200.0
+DEFAULT_DECODE_STEP_S = 0.03
+DEFAULT_LINK_BYTES_PER_S = 400e6
+DEFAULT_HOST_BYTES_PER_S = 2e9
+HANDOFF_MS = 5.0
+"""Fixed price of a hand-off: a call to prefill, the announcements, the acknowledgements."""
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+Lease = tuple[WorkerRecord, float]
+"""A record and when it was read."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fleet:
+    """P prefill and D decode workers.
+
+    Args:
+        records, reported_at: all P + D.
+        token_ms: to compute a prompt token (not measured yet: the mean of the role, else a default).
+        host_token_ms: to copy a token's KV back from the host tier.
+        idle_at_ms: when what was reported as queued will have been computed.
+        prompt_step_ms: a step that computes prompts.
+        requests: reported as running or waiting, at least 1 where prompt tokens are reported.
+        sequences, step_ms, block_size: [D]; reported as running or waiting; one decode step.
+        fits: [P, D], whether KV may cross. all_fit, alone: whether that is so for all, and [D] for nobody.
+        move_ms: [P, D], to move one token's KV.
+        handoff_ms: [P, D], the fixed price of a pair, infinite where KV may not cross.
+        incompatible, unusable: for a human, by pair of ids and by id.
+    """
+
+    num_prefill: int
+    records: tuple[WorkerRecord, ...]
+    reported_at: Floats
+    token_ms: Floats
+    host_token_ms: Floats
+    idle_at_ms: Floats
+    prompt_step_ms: Floats
+    requests: Floats
+    sequences: Floats
+    step_ms: Floats
+    block_size: Ints
+    fits: Bools
+    all_fit: bool
+    alone: Bools
+    any_alone: bool
+    move_ms: Floats
+    handoff_ms: Floats
+    incompatible: Mapping[tuple[str, str], Sequence[str]] = field(default_factory=dict)
+    unusable: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def num_decode(self) -> int:
+        return len(self.records) - self.num_prefill
+
+    def prompt_tokens_per_s(self) -> dict[str, float]:
+        """How many prompt tokens each prefill worker (without any: each decode worker) computes a second, by id; empty: it is
+        known of none."""
+        side = slice(0, self.num_prefill) if self.num_prefill else slice(0, None)
+        records = self.records[side]
+        if not any(record.load.prefill_tokens_per_s for record in records):
+            return {}
+        return {r.worker_id: 1000.0 / float(ms) for r, ms in zip(records, self.token_ms[side], strict=True)}
+
+    @staticmethod
+    def of(
+        prefill: Sequence[Lease],
+        decode: Sequence[Lease],
+        incompatible: Mapping[tuple[str, str], Sequence[str]] | None = None,
+        unusable: Mapping[str, str] | None = None,
+    ) -> Fleet:
+        incompatible = incompatible or {}
+        leases = [*prefill, *decode]
+        records = tuple(record for record, _ in leases)
+        reported_at = np.array([at for _, at in leases], np.float64)
+        token_ms = np.concatenate([_token_ms(prefill), _token_ms(decode)])
+        waiting = np.array([record.load.waiting_prompt_tokens for record in records], np.float64)
+        fits = _fits(prefill, decode, incompatible)
+        alone: Bools = ~np.logical_or.reduce(fits, axis=0)
+        requests = np.array([record.load.num_running + record.load.num_waiting for record in records], np.float64)
+        sequences = requests[len(prefill) :].copy()
+        np.maximum(requests, waiting > 0, out=requests)
+        on_decode = [record for record, _ in decode]
+        return Fleet(
+            num_prefill=len(prefill),
+            records=records,
+            reported_at=reported_at,
+            token_ms=token_ms,
+            host_token_ms=1000.0
+            * np.array([record.kv_bytes_per_token for record in records], np.float64)
+            / _measured([record.load.host_bytes_per_s for record in records], DEFAULT_HOST_BYTES_PER_S),
+            idle_at_ms=1000.0 * reported_at + waiting * token_ms,
+            prompt_step_ms=1000.0 * np.array([record.load.prompt_step_s for record in records], np.float64),
+            requests=requests,
+            sequences=sequences,
+            step_ms=1000.0 * _measured([r.load.decode_step_s for r in on_decode], DEFAULT_DECODE_STEP_S),
+            block_size=np.array([r.block_size for r in on_decode], np.int64),
+            fits=fits,
+            all_fit=bool(fits.all()),
+            alone=alone,
+            any_alone=bool(alone.any()),
+            move_ms=_move_ms(prefill, decode),
+            handoff_ms=np.where(fits, HANDOFF_MS, np.inf),
+            incompatible=dict(incompatible),
+            unusable=dict(unusable or {}),
+        )
+
+
+def _token_ms(leases: Sequence[Lease]) -> Floats:
+    return 1000.0 / _measured([lease[0].load.prefill_tokens_per_s for lease in leases], DEFAULT_PREFILL_TOKENS_PER_S)
+
+
+def _measured(values: Sequence[float], default: float) -> Floats:
+    array = np.array(values, np.float64)
+    known = array[array > 0]
+    array[array <= 0] = known.mean() if len(known) else default
+    return array
+
+
+def _fits(
+    prefill: Sequence[Lease], decode: Sequence[Lease], incompatible: Mapping[tuple[str, str], Sequence[str]]
+) -> Bools:
+    fits = np.ones((len(prefill), len(decode)), np.bool_)
+    if any(incompatible.values()):
+        for p, (one, _) in enumerate(prefill):
+            for d, (other, _) in enumerate(decode):
+                fits[p, d] = not incompatible.get((one.worker_id, other.worker_id))
+    return fits
+
+
+def _move_ms(prefill: Sequence[Lease], decode: Sequence[Lease]) -> Floats:
+    measured = [rate for record, _ in decode for rate in record.load.link_bytes_per_s.values() if rate > 0]
+    mean = sum(measured) / len(measured) if measured else DEFAULT_LINK_BYTES_PER_S
+    table = np.empty((len(prefill), len(decode)), np.float64)
+    for d, (record, _) in enumerate(decode):
+        links = record.load.link_bytes_per_s
+        table[:, d] = 1000.0 * record.kv_bytes_per_token / mean
+        for p, (other, _) in enumerate(prefill):
+            if rate := links.get(other.worker_id, 0.0):
+                table[p, d] = 1000.0 * record.kv_bytes_per_token / rate
+    return table
+
+
+@dataclass(slots=True, eq=False)
+class Loads:
+    """What this request finds at each of the P + D workers; see WorkerView. None: nobody has any."""
+
+    hit_tokens: Ints | None
+    host_tokens: Ints | None
+    pending_tokens: Ints
+    pending_requests: Ints
+
+
+@dataclass(slots=True, eq=False)
+class ClusterSnapshot:
+    """Args:
+    barred: indexes (0 to D - 1) of decode workers that failed for this request.
+    """
+
+    fleet: Fleet
+    loads: Loads
+    barred: tuple[int, ...] = ()
+
+    @staticmethod
+    def of(
+        prefill: Sequence[WorkerView],
+        decode: Sequence[WorkerView],
+        incompatible: Mapping[tuple[str, str], Sequence[str]] | None = None,
+        unusable: Mapping[str, str] | None = None,
+    ) -> ClusterSnapshot:
+        one, other = ([(view.record, view.reported_at) for view in views] for views in (prefill, decode))
+        views = [*prefill, *decode]
+        loads = Loads(
+            np.array([view.hit_tokens for view in views], np.int64),
+            np.array([view.host_tokens for view in views], np.int64),
+            np.array([view.pending_tokens for view in views], np.int64),
+            np.array([view.pending_requests for view in views], np.int64),
+        )
+        return ClusterSnapshot(Fleet.of(one, other, incompatible, unusable), loads)
+
+    @property
+    def prefill(self) -> tuple[WorkerView, ...]:
+        return tuple(self.view(i) for i in range(self.fleet.num_prefill))
+
+    @property
+    def decode(self) -> tuple[WorkerView, ...]:
+        first = self.fleet.num_prefill
+        return tuple(self.view(first + i) for i in range(self.fleet.num_decode) if i not in self.barred)
+
+    @property
+    def unusable(self) -> dict[str, str]:
+        barred = {self.fleet.records[self.fleet.num_prefill + i].worker_id for i in self.barred}
+        return {**self.fleet.unusable, **dict.fromkeys(barred, "failed for this request")}
+
+    @property
+    def incompatible(self) -> Mapping[tuple[str, str], Sequence[str]]:
+        return self.fleet.incompatible
+
+    def record(self, index: int) -> WorkerRecord:
+        """`index`: 0 to P + D - 1."""
+        return self.fleet.records[index]
+
+    def view(self, index: int) -> WorkerView:
+        """`index`: as of `record`."""
+        loads = self.loads
+        return WorkerView(
+            self.fleet.records[index],
+            0 if loads.hit_tokens is None else int(loads.hit_tokens[index]),
+            0 if loads.host_tokens is None else int(loads.host_tokens[index]),
+            int(loads.pending_tokens[index]),
+            int(loads.pending_requests[index]),
+            float(self.fleet.reported_at[index]),
+        )

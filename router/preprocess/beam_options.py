@@ -1,0 +1,60 @@
+"""Beam search as requests ask for it: vLLM's fields, old and new, turned into those of SamplingParams."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from diptych.common.errors import InvalidRequestError
+from diptych.common.sampling import SamplingParams, check_sampling
+from diptych.router.requests.messages import GenerateSpec
+
+DRAWS_NOTHING = {"temperature": 0.0, "top_p": 1.0, "top_k": 0}
+"""What stands in for the model's own defaults: they are made for drawing."""
+
+
+def wants_beams(spec: GenerateSpec) -> bool:
+    """`use_beam_search`, or a `beam_width` alone. Raises: InvalidRequestError naming the field."""
+    wanted, width = spec.use_beam_search, spec.sampling.get("beam_width")
+    if wanted is not None and not isinstance(wanted, bool):
+        raise InvalidRequestError("use_beam_search must be true or false", param="use_beam_search")
+    if wanted is False and width:
+        raise InvalidRequestError(
+            "beam_width is for beam search only, and use_beam_search is false", param="beam_width"
+        )
+    return bool(wanted or width)
+
+
+def beam_fields(spec: GenerateSpec) -> dict[str, object]:
+    """Arguments of check_sampling, in place of those given. With beam search but no beam_width, best_of is the width, as it
+    used to be in vLLM, or n."""
+    if not wants_beams(spec) or "beam_width" in spec.sampling:
+        return {}
+    return {"beam_width": spec.sampling.get("best_of", spec.sampling.get("n", 1)), "best_of": 0}
+
+
+def sampling_of(
+    spec: GenerateSpec,
+    *,
+    vocab_size: int,
+    seed: int,
+    max_tokens: int,
+    defaults: Mapping[str, object],
+    bad_words: object = None,
+) -> SamplingParams:
+    """The spec's sampling values, checked and complete.
+
+    Args:
+        seed, max_tokens, defaults: of a request without them; the defaults are for drawing.
+        bad_words: as token ids; None: none.
+    Raises: InvalidRequestError naming the parameter.
+    """
+    values = {
+        "seed": seed,
+        "max_tokens": max_tokens,
+        **(DRAWS_NOTHING if wants_beams(spec) else defaults),
+        **spec.sampling,
+        **beam_fields(spec),
+        "bad_words": () if bad_words is None else bad_words,
+        "grammar": spec.grammar,
+    }
+    return check_sampling(vocab_size=vocab_size, **values)

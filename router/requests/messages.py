@@ -1,0 +1,228 @@
+"""What the router's faces (gRPC, OpenAI) and its frontend say to each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from diptych.common.sampling import FinishReason, SamplingParams
+from diptych.router.api.packed_ids import PackedIds
+from diptych.rpc.v1 import types_pb2
+
+Explanation = types_pb2.Explanation
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    id: str
+    max_model_len: int
+    created: int
+    """Unix seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateSpec:
+    """A request as it came in: values are untrusted objects and None means not given.
+
+    Exactly one of prompt (str), token_ids (list of int) and messages (list of {"role": str, "content": str}) is given.
+
+    Args:
+        model: empty: the only model.
+        sampling: what was given of the table common.sampling.SAMPLING, the grammar aside; bad_words are texts. None of the
+            values is None.
+        request_id: the caller's label, printable ASCII of at most 128 bytes.
+        local_prefill_max_tokens: None: the router's setting.
+        failure_policy: "fail" | "recompute" | "retry" | "" (the default: retry, then recompute).
+        priority: lower goes first, where the workers schedule by priority; None: 0.
+        timeout_s: seconds the caller will wait; capped by the router's setting.
+        grammar: a common.grammar.Grammar.
+        default_max_tokens: of a request without max_tokens; None: what the context leaves. Never more than that.
+        use_beam_search: with a beam_width it goes without saying; see router.beam_options.
+        tools: JSON schemas of functions, for the chat template.
+        more_text: characters of the conversation beside its content, about: its calls and tools.
+        add_special_tokens: let the tokenizer add its own to `prompt`.
+        add_generation_prompt: the chat template opens the assistant's turn. continue_final_message: the answer goes on in the
+            last message instead.
+        truncate_prompt_tokens: a longer prompt is cut to so many tokens; -1: to what leaves room for the answer.
+        truncation_side: "left" (the default) drops its beginning, "right" its end.
+        cache_salt: parts the tenant's cache further; at most 128 bytes.
+        echo: the answer begins with the prompt.
+        idempotency_key: printable ASCII of at most 128 bytes.
+        resume_after: the answer's first tokens, which the caller has: it goes on behind them. Needs a seed.
+        tenant: whose cache is used; decided by the face, never taken from the body.
+        traceparent: the caller's W3C trace context.
+        sampling_key: what decides `sampling`; b"": nobody knows.
+    """
+
+    model: object = ""
+    prompt: object = None
+    token_ids: object = None
+    messages: object = None
+    more_text: int = 0
+    sampling: Mapping[str, object] = field(default_factory=dict)
+    default_max_tokens: int | None = None
+    request_id: object = ""
+    explain: bool = False
+    local_prefill_max_tokens: object = None
+    failure_policy: object = ""
+    priority: object = None
+    timeout_s: object = None
+    use_beam_search: object = None
+    grammar: object = None
+    tools: object = None
+    chat_template_kwargs: object = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    truncate_prompt_tokens: object = None
+    truncation_side: object = None
+    cache_salt: object = None
+    echo: bool = False
+    idempotency_key: object = ""
+    resume_after: object = None
+    tenant: str = ""
+    traceparent: str = ""
+    sampling_key: bytes = b""
+
+
+@dataclass(slots=True)
+class PreparedRequest:
+    """Checked and tokenized; every default is filled in. Nobody changes one: it is not frozen because making one would take four
+    times as long.
+
+    Args:
+        request_id: minted by the router.
+        label: the caller's own id, or empty.
+        failure_policy: number of router.proto FailurePolicy.
+        arrived, deadline: on the router's monotonic clock.
+        traceparent: the caller's W3C trace context; operation: as OpenTelemetry's GenAI conventions name it.
+        group: of workers that answers it, see router/placement/rollout.py.
+        thinking: the prompt ends within the model's thoughts.
+        owner: salt of the tenant, who may ask about the request later; cache_salt may be parted further.
+        echo: text that the answer begins with. echo_offsets: where each prompt token begins in it; empty: nobody asked, or
+            the echo is the tokens' own text.
+        resume_after: tokens of the answer that the caller has already.
+        packed: the prompt's ids as the client sent them; None: it sent something else.
+        repeated: the sampling values of an earlier request, which these are but for the seed; None: nobody knows one.
+    """
+
+    request_id: str
+    label: str
+    model: str
+    prompt_token_ids: Sequence[int]
+    sampling: SamplingParams
+    cache_salt: bytes
+    explain: bool
+    local_prefill_max_tokens: int
+    failure_policy: int
+    arrived: float
+    deadline: float
+    tenant: str = ""
+    priority: int = 0
+    traceparent: str = ""
+    operation: str = "text_completion"
+    group: str = "stable"
+    thinking: bool = False
+    echo: str = ""
+    echo_offsets: tuple[int, ...] = ()
+    idempotency_key: str = ""
+    resume_after: tuple[int, ...] = ()
+    repeated: SamplingParams | None = None
+    packed: PackedIds | None = None
+    owner: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFeatures:
+    """What the faces need to know of the model.
+
+    Args:
+        tool_parser: name of the parser of its tool calls, see router/tools/registry.py; "none": it makes none.
+        reasoning: it writes its thoughts between <think> and </think>.
+        takes_tools: its chat template shows them to it.
+        takes_effort: its chat template tells it how hard to think.
+    """
+
+    tool_parser: str = "none"
+    reasoning: bool = False
+    takes_tools: bool = False
+    takes_effort: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Natural logarithms of the model's own probabilities at one token's place.
+
+    Args:
+        rank: 1 for the likeliest token.
+        top: (token id, logprob) of the likeliest ones, best first; as many as were asked for.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StartedEvent:
+    """A decode worker accepted the request."""
+
+    request_id: str
+    model: str
+    prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """Tokens offset, offset + 1, ... of a choice and the text that became certain with them (may be empty). `logprobs`: one
+    a token, if they were asked for. `cached_tokens`: of the prompt, with the request's first tokens."""
+
+    offset: int
+    token_ids: tuple[int, ...]
+    text: str
+    choice: int = 0
+    logprobs: tuple[TokenLogprob, ...] = ()
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobsEvent:
+    """Of prompt tokens first_token, first_token + 1, ...; the prompt's first token has none. An attempt that follows another
+    may tell them again. All come before the first token of the answer. `prompt`: which one, of several."""
+
+    first_token: int
+    logprobs: tuple[TokenLogprob, ...]
+    prompt: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceFinishedEvent:
+    """One of several choices has ended; nothing more of it comes."""
+
+    choice: int
+    reason: FinishReason
+    stop_string: str
+    stop_token_id: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class UsageInfo:
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedEvent:
+    """The last event. `explanation` is None unless the request asked for it. With several choices the usage is that of all,
+    and how each of them ended was told by its ChoiceFinishedEvent."""
+
+    reason: FinishReason
+    usage: UsageInfo
+    stop_string: str
+    stop_token_id: int | None
+    explanation: Explanation | None
+
+
+GenerateEvent = StartedEvent | TokenEvent | PromptLogprobsEvent | ChoiceFinishedEvent | FinishedEvent

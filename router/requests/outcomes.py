@@ -1,0 +1,43 @@
+"""What an attempt's end says about the workers that had part in it. Tells the breakers; decides nothing itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from diptych.common.errors import RequestCancelledError
+from diptych.router.placement.types import Placement
+from diptych.rpc.v1 import decode_pb2
+
+
+class Judges(Protocol):
+    """See Cluster."""
+
+    def on_outcome(self, worker_id: str, reason: str) -> None: ...
+
+
+def tell_outcome(
+    cluster: Judges,
+    placement: Placement,
+    *,
+    reason: str,
+    prefill: str = "",
+    faults: Sequence[decode_pb2.PrefillFault] = (),
+) -> None:
+    """Args:
+    reason: of the error that ended it, "" if it ended well.
+    prefill: the worker that computed the prompt, where that is known.
+    faults: prefill workers that decode gave up on.
+    """
+    for fault in faults:
+        cluster.on_outcome(fault.worker_id, fault.reason)
+    if faults and reason == faults[-1].reason:
+        reason = RequestCancelledError.reason  # decode only passes on what happened to prefill
+    decode = placement.decode.worker_id
+    cluster.on_outcome(decode, reason)
+    if prefill and prefill != decode:
+        cluster.on_outcome(prefill, "")
+    chosen = placement.chosen.prefill
+    told = {fault.worker_id for fault in faults} | {prefill}
+    if chosen is not None and chosen.worker_id not in told:
+        cluster.on_outcome(chosen.worker_id, RequestCancelledError.reason)

@@ -1,0 +1,236 @@
+"""Placements for clients that stream from decode themselves: one call, or many over one long-lived stream.
+
+messages in -> each placement: prepare, grant -> replies, in any order; those that came during a write go into one message
+a client that does not read its replies is not read either; after UNREAD_S its stream ends with OVERLOADED
+a stream that breaks takes the placements that were not answered with it; tickets that are out stay good
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Sequence
+from functools import partial
+
+import grpc
+import structlog
+
+from diptych.common.errors import DiptychError, InternalError, NoWorkerError, OverloadedError
+from diptych.router.api.auth import current_caller
+from diptych.router.api.grpc_requests import parse, spec_from
+from diptych.router.api.interface import Door
+from diptych.router.api.packed_ids import PackedIds
+from diptych.router.requests.lookaside import MAX_UNHEARD
+from diptych.router.requests.messages import PreparedRequest
+from diptych.rpc.errors import errors_to_status, to_failure
+from diptych.rpc.v1 import router_pb2
+
+log = structlog.get_logger(__name__)
+
+_MAX_IN_FLIGHT = 4096
+MAX_UNREAD_BYTES = 1024 * 1024
+"""Of replies that wait to be written, beyond which nothing more is read. One message of the client's is finished all the same."""
+UNREAD_S = 30.0
+_TOGETHER, _TOKENS_TOGETHER = 32, 32_768
+_MAX_REMEMBERED, _MAX_REMEMBERED_BYTES = 256, 512
+
+
+class PlacementDesk:
+    """One client's stream."""
+
+    def __init__(self, door: Door) -> None:
+        self._door = door
+        self._tenant = current_caller.get().tenant
+        self._replies: list[bytes] = []
+        """Encoded as PlacementsResponse each: joined they are one."""
+        self._unread_bytes = 0
+        self._ready = asyncio.Event()
+        self._written = asyncio.Event()
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._closed = False
+        self.closed = False
+        """Nothing is written any more."""
+        self._granted: deque[str] = deque(maxlen=MAX_UNHEARD)
+        """The latest attempts."""
+        self._before: dict[bytes, PreparedRequest] = {}
+        """By all of a request but its token ids, one that was prepared: of such a stream they mostly repeat."""
+
+    async def read(self, bodies: AsyncIterator[bytes]) -> None:
+        """Until the client closes its side. Raises: InvalidRequestError for what is no message of ours."""
+        try:
+            async for body in bodies:
+                message = parse(router_pb2.PlacementsRequest, body)
+                await self._take(message.places)
+                for number in message.withdrawn:
+                    if task := self._tasks.pop(number, None):
+                        task.cancel()
+                while self._unread_bytes > MAX_UNREAD_BYTES:
+                    self._written.clear()
+                    await self._written.wait()
+        finally:
+            self._closed = True
+            self._ready.set()
+
+    async def _take(self, places: Iterable[router_pb2.PlaceRequest]) -> None:
+        """All of one message: those of token ids, in which nothing waits, are placed together, a number at a time: what was
+        placed goes out while others are, and nobody else waits for all of them."""
+        ready: list[tuple[int, PreparedRequest]] = []
+        num_tokens = 0
+        for request in places:
+            if request.request.WhichOneof("input") == "token_ids":
+                if (prepared := await self._prepared(request)) is not None:
+                    ready.append((request.id, prepared))
+                    num_tokens += len(prepared.prompt_token_ids)
+                if len(ready) >= _TOGETHER or num_tokens >= _TOKENS_TOGETHER:
+                    self._place(ready)
+                    ready, num_tokens = [], 0
+                    await asyncio.sleep(0)
+            elif len(self._tasks) >= _MAX_IN_FLIGHT:
+                self._refuse(request.id, OverloadedError("too many placements of this stream wait", retry_after_s=1.0))
+            else:
+                task = self._tasks[request.id] = asyncio.create_task(self._answer(request))
+                task.add_done_callback(partial(self._forget, request.id))
+        if ready:
+            self._place(ready)
+
+    def _forget(self, number: int, task: asyncio.Task[None]) -> None:
+        if self._tasks.get(number) is task:
+            del self._tasks[number]
+
+    async def _answer(self, request: router_pb2.PlaceRequest) -> None:
+        if (prepared := await self._prepared(request)) is not None:
+            self._place([(request.id, prepared)])
+
+    async def _prepared(self, request: router_pb2.PlaceRequest) -> PreparedRequest | None:
+        """None: it was refused."""
+        try:
+            return await self._prepare(request)
+        except DiptychError as error:
+            self._refuse(request.id, error)
+        except Exception as error:  # one placement must not take the stream's others with it
+            self._fail([request.id], error)
+        return None
+
+    async def _prepare(self, request: router_pb2.PlaceRequest) -> PreparedRequest:
+        """Raises: DiptychError."""
+        asked = request.request
+        if not _may_repeat(asked):
+            return await _prepare(self._door, request, self._tenant)
+        prompt = PackedIds.of(asked.token_ids)
+        asked.ClearField("token_ids")
+        rest = asked.SerializeToString()
+        before = self._before.get(rest)
+        if before is not None:
+            draws_seed, remaining_s = not asked.sampling.HasField("seed"), request.remaining_s or None
+            return self._door.prepare_again(before, prompt, remaining_s, draws_seed=draws_seed)
+        asked.token_ids.MergeFromString(prompt.packed)
+        prepared = await _prepare(self._door, request, self._tenant)
+        if len(rest) <= _MAX_REMEMBERED_BYTES:
+            if len(self._before) >= _MAX_REMEMBERED:
+                self._before.clear()
+            self._before[rest] = prepared
+        return prepared
+
+    def _place(self, ready: Sequence[tuple[int, PreparedRequest]]) -> None:
+        try:
+            outcomes = self._door.place([prepared for _, prepared in ready])
+        except Exception as error:
+            self._fail([number for number, _ in ready], error)
+            return
+        replies = []
+        for (number, _), outcome in zip(ready, outcomes, strict=True):
+            if isinstance(outcome, DiptychError):
+                replies.append(router_pb2.PlaceReply(id=number, failure=to_failure(outcome)))
+            else:
+                self._granted.append(outcome.attempt)
+                replies.append(router_pb2.PlaceReply(id=number, placed=outcome))
+        self._reply(replies)
+
+    def _fail(self, numbers: Iterable[int], error: Exception) -> None:
+        """A bug of ours."""
+        log.error("placements failed", error=repr(error), exc_info=error)
+        for number in numbers:
+            self._refuse(number, InternalError("internal error"))
+
+    def _refuse(self, number: int, error: DiptychError) -> None:
+        self._reply([router_pb2.PlaceReply(id=number, failure=to_failure(error))])
+
+    def _reply(self, replies: Sequence[router_pb2.PlaceReply]) -> None:
+        encoded = router_pb2.PlacementsResponse(replies=replies).SerializeToString()
+        self._replies.append(encoded)
+        self._unread_bytes += len(encoded)
+        self._ready.set()
+
+    async def next(self) -> bytes | None:
+        """A PlacementsResponse with all replies that are there; waits for one. None: the client has closed its side, and all is
+        said."""
+        while not self._replies:
+            if self._closed and not self._tasks:
+                return None
+            self._ready.clear()
+            if self._closed:
+                await asyncio.wait(list(self._tasks.values()), return_when=asyncio.FIRST_COMPLETED)
+            else:
+                await self._ready.wait()
+        replies, self._replies = self._replies, []
+        self._unread_bytes = 0
+        self._written.set()
+        return replies[0] if len(replies) == 1 else b"".join(replies)
+
+    def close(self) -> None:
+        self.closed = True
+        for task in self._tasks.values():
+            task.cancel()
+        self._door.tickets_left(self._granted)
+
+
+async def serve_placements(door: Door, bodies: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+    desk = PlacementDesk(door)
+    reader = asyncio.create_task(desk.read(bodies), name="placements reader")
+    async with errors_to_status(context):  # outermost: an end waits for what was written before it to be read
+        try:
+            while (message := await desk.next()) is not None:
+                await _write(context, message)
+            await reader  # what was wrong with the client's messages ends the call as an error
+        finally:
+            reader.cancel()
+            desk.close()
+            await asyncio.gather(reader, return_exceptions=True)
+
+
+async def _write(context: grpc.aio.ServicerContext, message: bytes) -> None:
+    """Raises: OverloadedError."""
+    try:
+        async with asyncio.timeout(UNREAD_S):
+            await context.write(message)
+    except TimeoutError:
+        raise OverloadedError(f"the replies of this stream were not read for {UNREAD_S:.0f} s") from None
+
+
+async def place(door: Door, request: router_pb2.PlaceRequest, tenant: str) -> router_pb2.Placed:
+    """Raises: DiptychError."""
+    (outcome,) = door.place([await _prepare(door, request, tenant)])
+    if isinstance(outcome, DiptychError):
+        raise outcome
+    return outcome
+
+
+def _may_repeat(asked: router_pb2.GenerateRequest) -> bool:
+    """Whether nothing in it is of this one request, but for its token ids and perhaps its seed."""
+    return (
+        asked.WhichOneof("input") == "token_ids"
+        and asked.sampling.HasField("max_tokens")
+        and not asked.request_id
+        and not asked.idempotency_key
+        and not asked.HasField("resume_after")
+    )
+
+
+async def _prepare(door: Door, request: router_pb2.PlaceRequest, tenant: str) -> PreparedRequest:
+    asked = request.request
+    spec, offer = spec_from(asked, request.remaining_s or None, door.features(asked.model), tenant)
+    if offer.names or (asked.split and asked.WhichOneof("input") == "chat"):
+        raise NoWorkerError("no ticket: the router takes this answer apart")
+    if asked.idempotency_key:
+        raise NoWorkerError("no ticket: the router keeps idempotency keys")
+    return await door.prepare(spec)

@@ -1,0 +1,307 @@
+"""One request from its placement to its end: submits, places again where that is allowed, checks what decode streams.
+The life cycle is router/requests/lifecycle.py's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import structlog
+
+from diptych.common.clock import Clock
+from diptych.common.errors import (
+    DiptychError,
+    InternalError,
+    InvalidRequestError,
+    NoWorkerError,
+    OverloadedError,
+    RequestCancelledError,
+    RequestDeadlineError,
+    StaleReferenceError,
+    WorkerLostError,
+)
+from diptych.common.ids import new_attempt_id
+from diptych.router.cluster.cluster import Cluster, Life, Prompt
+from diptych.router.cluster.decode_stream import Attempt
+from diptych.router.fairness.admission import Judgement
+from diptych.router.observe.explain import Story
+from diptych.router.observe.metrics import RouterMetrics
+from diptych.router.placement.recent import Decision
+from diptych.router.placement.types import Placement
+from diptych.router.requests.lifecycle import IllegalMoveError, Lifecycle, Move
+from diptych.router.requests.messages import (
+    ChoiceFinishedEvent,
+    FinishedEvent,
+    GenerateEvent,
+    PreparedRequest,
+    PromptLogprobsEvent,
+    StartedEvent,
+    TokenEvent,
+    TokenLogprob,
+    UsageInfo,
+)
+from diptych.router.requests.outcomes import tell_outcome
+from diptych.router.requests.submission import submit_of, wish_of
+from diptych.rpc.convert import finish_reason_from_proto, logprobs_from_proto
+from diptych.rpc.errors import from_failure
+from diptych.rpc.v1 import decode_pb2, router_pb2
+
+log = structlog.get_logger(__name__)
+
+_REPLACE_WAIT_S = 1.0
+_REPLACEABLE = (StaleReferenceError, WorkerLostError, NoWorkerError, OverloadedError)
+
+
+class Relay:
+    """Use `next` until FinishedEvent or an error, and `close` in any case."""
+
+    def __init__(self, cluster: Cluster, request: PreparedRequest, metrics: RouterMetrics, clock: Clock) -> None:
+        self._cluster = cluster
+        self._request = request
+        self._metrics = metrics
+        self._clock = clock
+        self._prompt = Prompt(request.prompt_token_ids, request.cache_salt)
+        resumed = len(request.resume_after)
+        self._life = Lifecycle(num_tokens=resumed, offsets={0: resumed})
+        self._started = False
+        self._attempt: Attempt | None = None
+        self._judgement: Judgement | None = None
+        self._story = Story(request.request_id)
+        self._decision = Decision(
+            request_id=request.request_id,
+            label=request.label,
+            prompt_tokens=len(request.prompt_token_ids),
+            arrived=request.arrived,
+            owner=request.owner,
+            story=self._story,
+        )
+        self._judged = True
+        """The workers of the attempt were told apart from their errors."""
+        self._excluded: frozenset[Life] = frozenset()
+        self.kv_bytes = 0
+        self.traceparent = ""
+        """The router's span of this request, for decode."""
+
+    async def next(self) -> GenerateEvent:
+        """StartedEvent once decode accepted, then TokenEvent*, then FinishedEvent. Raises: DiptychError."""
+        while True:
+            try:
+                if self._attempt is None:
+                    await self._wait_for_turn()
+                    self._submit()
+                event = self._translate(await self._receive())
+            except IllegalMoveError as err:
+                self._judge(InternalError.reason)
+                self.close()
+                log.error("decode broke the protocol", request_id=self._request.request_id, story=str(err))
+                raise InternalError("the decode worker broke the protocol; the answer was stopped") from err
+            except DiptychError as err:
+                await self._place_again(err)
+                continue
+            if event is not None:
+                return event
+
+    @property
+    def story(self) -> Story:
+        return self._story
+
+    def close(self) -> None:
+        """Cancel what still runs and release what is reserved. Idempotent, never blocks."""
+        if not self._life.ended:
+            self._life.on(Move.CANCEL)
+            self._decision.outcome = RequestCancelledError.reason
+        self._drop_attempt()
+
+    def _drop_attempt(self) -> None:
+        attempt, self._attempt = self._attempt, None
+        if attempt is not None:
+            attempt.cancel()
+            self._cluster.reservations.release(attempt.id)
+            self._judge(RequestCancelledError.reason)
+
+    def _judge(self, reason: str, faults: Sequence[decode_pb2.PrefillFault] = ()) -> None:
+        """Tell the breakers how the attempt ended. `reason`: "" if well."""
+        placement = self._story.placement
+        if self._judged or placement is None:
+            return
+        self._judged = True
+        facts = self._story.facts
+        prefill = facts.prefill if facts is not None else ""
+        tell_outcome(self._cluster, placement, reason=reason, prefill=prefill, faults=faults)
+
+    # ---- placing -------------------------------------------------------------------------------------------------
+
+    async def _wait_for_turn(self) -> None:
+        """Only the first time: what is placed again has had its turn. Raises: OverloadedError, RequestDeadlineError."""
+        if not self._life.num_replacements:
+            request, turnstile = self._request, self._cluster.turnstile
+            tokens = len(request.prompt_token_ids)
+            if not turnstile.may_pass(request.tenant, tokens):
+                tokens = self._cluster.uncached_tokens(self._prompt)
+            await turnstile.enter(request.tenant, tokens, priority=request.priority, left_s=self._left_s())
+
+    def _submit(self) -> None:
+        request = self._request
+        wish = wish_of(request)
+        story = self._story
+        placement = story.placement = self._cluster.place(wish, self._prompt, self._excluded)
+        story.mode = self._cluster.index_mode(placement)
+        story.waited_s = self._clock.now() - request.arrived
+        if not self._life.num_replacements:
+            self._cluster.decisions.add(self._decision)
+            self._cluster.retry_budget.on_request()
+            self._admit(placement)
+        submit = submit_of(request, placement, new_attempt_id(), self._left_s(), self.traceparent)
+        self._life.on(Move.SUBMIT)
+        self._attempt = self._cluster.open(placement, submit, request.tenant)
+        self._judged = False
+        self._metrics.placements.labels("local" if placement.local_prefill else "remote").inc()
+        if self._life.num_replacements:
+            self._metrics.replacements.inc()
+            self._metrics.fallbacks.labels("other_decode").inc()
+
+    def _admit(self, placement: Placement) -> None:
+        """Raises: OverloadedError when the request is not worth starting."""
+        request = self._request
+        judgement = self._cluster.judge(placement, self._story.waited_s, request.deadline - request.arrived)
+        self._judgement = judgement
+        self._metrics.admission.labels(judgement.verdict.value).inc()
+        if judgement.error is not None:
+            raise judgement.error
+
+    def _left_s(self) -> float:
+        left_s = self._request.deadline - self._clock.now()
+        if left_s <= 0:
+            raise RequestDeadlineError("the request's deadline passed before it could be placed")
+        return left_s
+
+    async def _place_again(self, error: DiptychError) -> None:
+        """Get ready for another submit, or raise the error."""
+        if self._story.placement is None and isinstance(error, NoWorkerError) and await self._worker_comes():
+            return
+        fails = self._request.failure_policy == router_pb2.FAILURE_POLICY_FAIL
+        placement = self._story.placement
+        self._judge(error.reason)
+        fails = fails or (self._judgement is not None and error is self._judgement.error)
+        may = not fails and isinstance(error, _REPLACEABLE) and self._life.may_replace
+        if placement is None or not may or not self._cluster.retry_budget.take():
+            self._fail(error)
+            raise error
+        self._drop_attempt()
+        self._life.on(Move.REPLACE)
+        record = placement.decode.record
+        self._excluded |= {(record.worker_id, record.incarnation)}
+        self._story.notes.append(f"decode {placement.decode.worker_id} {error.reason}: placed again")
+        self._story.placement = None
+        log.warning("placing again", request_id=self._request.request_id, error=error.message)
+        waited_until = self._clock.now() + _REPLACE_WAIT_S
+        while not self._cluster.snapshot(exclude=self._excluded).decode:
+            left_s = min(waited_until, self._request.deadline) - self._clock.now()
+            if left_s <= 0:
+                self._fail(error)
+                raise error
+            await self._cluster.wait_for_change(min(left_s, 0.1))
+
+    async def _worker_comes(self) -> bool:
+        """Whether a decode worker turned up where none was, while the cluster may be between two (see settling.py)."""
+        if self._cluster.snapshot(exclude=self._excluded).decode:
+            return False  # it is something else that speaks against them
+        while (left_s := min(self._cluster.settling.left_s(), self._request.deadline - self._clock.now())) > 0:
+            await self._cluster.wait_for_change(min(left_s, 0.1))
+            if self._cluster.snapshot(exclude=self._excluded).decode:
+                return True
+        return False
+
+    def _fail(self, error: DiptychError) -> None:
+        if not self._life.ended:
+            self._life.on(Move.FAIL)
+        self._decision.outcome = error.reason
+        self._drop_attempt()
+
+    # ---- relaying ------------------------------------------------------------------------------------------------
+
+    async def _receive(self) -> decode_pb2.Event:
+        assert self._attempt is not None
+        left_s = self._request.deadline - self._clock.now()
+        try:
+            if self._attempt.has_event and left_s > 0:
+                return await self._attempt.next()  # does not wait: no timer is needed
+            async with asyncio.timeout(max(0.0, left_s)):
+                return await self._attempt.next()
+        except TimeoutError:
+            raise RequestDeadlineError("the request's deadline passed") from None
+
+    def _translate(self, event: decode_pb2.Event) -> GenerateEvent | None:
+        """Raises: the failure that decode reports; IllegalMoveError."""
+        kind = event.WhichOneof("event")
+        if kind == "accepted":
+            self._life.on(Move.ACCEPT)
+            if self._started:
+                return None
+            self._started = True
+            return StartedEvent(self._request.request_id, self._request.model, len(self._request.prompt_token_ids))
+        if kind == "tokens":
+            delta = event.tokens
+            if self._life.num_tokens == len(self._request.resume_after) and self._attempt is not None:
+                self._cluster.reservations.prompt_computed(self._attempt.id)
+                self._story.ttft_s = self._clock.now() - self._request.arrived
+                self._story.cached_tokens = event.cached_tokens
+                self._metrics.predictions(self._story)
+                if self._judgement is not None:
+                    self._metrics.judged(self._cluster.admission.on_first_token(self._judgement, self._story.ttft_s))
+            self._life.on_tokens(delta.offset, len(delta.token_ids), delta.choice)
+            self._cluster.turnstile.written(self._request.tenant, len(delta.token_ids))
+            logprobs = tuple(logprobs_from_proto(entry, TokenLogprob) for entry in delta.logprobs)
+            return TokenEvent(
+                delta.offset, tuple(delta.token_ids), delta.text, delta.choice, logprobs, event.cached_tokens
+            )
+        if kind == "prompt_logprobs":
+            entries = event.prompt_logprobs
+            known = tuple(logprobs_from_proto(entry, TokenLogprob) for entry in entries.logprobs)
+            return PromptLogprobsEvent(entries.first_token, known)
+        if kind == "choice_finished":
+            ended = event.choice_finished
+            return ChoiceFinishedEvent(
+                ended.choice,
+                finish_reason_from_proto(ended.finish_reason),
+                ended.stop_string,
+                ended.stop_token_id if ended.HasField("stop_token_id") else None,
+            )
+        if event.end.HasField("failure"):
+            error = from_failure(event.end.failure)
+            self._judge(error.reason, event.end.prefill_faults)
+            raise error
+        self._life.on(Move.END)
+        finished = self._finished(event.end.finished)
+        self._judge("", event.end.prefill_faults)
+        self._metrics.went(self._story, [fault.reason for fault in event.end.prefill_faults])
+        self._drop_attempt()
+        return finished
+
+    def _finished(self, message: router_pb2.Finished) -> FinishedEvent:
+        usage = message.usage
+        sampling = self._request.sampling
+        withheld = sampling.num_choices > sampling.n  # those of choices that were not among the best count, unseen
+        if usage.completion_tokens < len(self._request.resume_after):
+            # The engine looks for the end in these tokens, too: a stop among them is the caller's error, not decode's.
+            raise InvalidRequestError("the answer ends before the last of these tokens", param="resume_after")
+        if usage.completion_tokens != self._life.num_tokens and not withheld:
+            raise InternalError(
+                f"decode counted {usage.completion_tokens} tokens, {self._life.num_tokens} were streamed"
+            )
+        self.kv_bytes = message.explanation.kv_bytes
+        story = self._story
+        story.facts, story.cached_tokens = message.explanation, usage.cached_tokens
+        self._decision.outcome = "finished"
+        if self._judgement is not None and usage.completion_tokens > 1 and sampling.num_choices == 1:
+            answer_s = self._clock.now() - self._request.arrived - story.ttft_s
+            self._cluster.admission.on_pace(self._judgement, answer_s / (usage.completion_tokens - 1))
+        self._metrics.split(story, self._clock.now() - self._request.arrived)
+        self._cluster.on_computed(message.explanation.prefill, usage.prompt_tokens - usage.cached_tokens)
+        return FinishedEvent(
+            reason=finish_reason_from_proto(message.finish_reason),
+            usage=UsageInfo(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens),
+            stop_string=message.stop_string,
+            stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
+            explanation=story.tell() if self._request.explain else None,
+        )

@@ -1,0 +1,101 @@
+"""From a checked request and its placement to what decode is sent. Pure."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from diptych.common.worker_record import WorkerRecord
+from diptych.router.placement.cost import MAX_SPARES
+from diptych.router.placement.types import Placement, PlacementRequest
+from diptych.router.requests.messages import PreparedRequest
+from diptych.rpc.convert import sampling_to_proto
+from diptych.rpc.v1 import decode_pb2, router_pb2, types_pb2
+
+COLOCATED_MARGIN = 1.0
+"""A pair is expected to cost at most twice what the cheapest decode worker alone would, and a second."""
+_MARGIN_S, _MARGIN_FRACTION = 0.05, 0.05
+
+
+def wish_of(request: PreparedRequest) -> PlacementRequest:
+    """What the request asks of a placement."""
+    return PlacementRequest(
+        num_prompt_tokens=len(request.prompt_token_ids),
+        local_prefill_max_tokens=request.local_prefill_max_tokens,
+        wants_kv=request.sampling.max_tokens > 1,
+        colocated_margin=COLOCATED_MARGIN,
+        allow_local_fallback=request.failure_policy != router_pb2.FAILURE_POLICY_FAIL,
+        group=request.group,
+    )
+
+
+def submit_of(
+    request: PreparedRequest,
+    placement: Placement,
+    attempt: str,
+    left_s: float,
+    traceparent: str = "",
+    *,
+    with_prompt: bool = True,
+) -> decode_pb2.Submit:
+    """Args:
+    left_s: until the request's deadline, above 0. Decode gets a little less, so that its typed end arrives before our own timer.
+    with_prompt: False: without its tokens.
+    """
+    record = placement.snapshot.record
+    submit = decode_pb2.Submit(
+        attempt=attempt,
+        request_id=request.request_id,
+        prompt_token_ids=request.prompt_token_ids if with_prompt else (),
+        sampling=sampling_to_proto(request.sampling) if request.repeated is None else _repeated(request.repeated),
+        placement=decode_pb2.Placement(
+            decode=_ref(placement.decode.record),
+            prefill=[_ref(record(index)) for index in placement.order[:MAX_SPARES]],
+            local_prefill=placement.local_prefill,
+            local_prefill_max_tokens=(
+                len(request.prompt_token_ids) if placement.colocated else request.local_prefill_max_tokens
+            ),
+        ),
+        remaining_s=left_s - min(_MARGIN_S, left_s * _MARGIN_FRACTION),
+        cache_salt=request.cache_salt,
+        priority=request.priority,
+        output_token_ids=request.resume_after,
+        failure_policy=request.failure_policy,  # type: ignore[arg-type]  # a number of that enum
+        traceparent=traceparent,
+    )
+    if request.repeated is not None:
+        submit.sampling.seed = request.sampling.seed
+    return submit
+
+
+def claims_of(request: PreparedRequest, placement: Placement, attempt: str, left_s: float, epoch: int) -> bytes:
+    """A TicketClaims, encoded. (To put a submission into one and encode that would copy it first.)"""
+    packed = request.packed
+    submit = submit_of(request, placement, attempt, left_s, request.traceparent, with_prompt=packed is None)
+    body = submit.SerializeToString() + (b"" if packed is None else packed.as_prompt())
+    return _SUBMIT + _size(len(body)) + body + decode_pb2.TicketClaims(epoch=epoch).SerializeToString()
+
+
+_SUBMIT = bytes([decode_pb2.TicketClaims.SUBMIT_FIELD_NUMBER << 3 | 2])
+
+
+def _size(number: int) -> bytes:
+    """As protobuf writes a length."""
+    out = bytearray()
+    while number > 0x7F:
+        out.append(number & 0x7F | 0x80)
+        number >>= 7
+    out.append(number)
+    return bytes(out)
+
+
+_repeated = lru_cache(256)(sampling_to_proto)
+
+
+def _ref(record: WorkerRecord) -> types_pb2.WorkerRef:
+    return _made_ref(record.worker_id, record.incarnation, record.address)
+
+
+@lru_cache(4096)
+def _made_ref(worker_id: str, incarnation: str, address: str) -> types_pb2.WorkerRef:
+    """Shared: to be put into another message, which copies it."""
+    return types_pb2.WorkerRef(worker_id=worker_id, incarnation=incarnation, address=address)

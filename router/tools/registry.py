@@ -1,0 +1,69 @@
+"""Which parser reads a model's tool calls and thoughts: a registry by name, and a guess from the model's chat template.
+
+A plug-in is an entry point of group `diptych.tool_parsers`: its name is the parser's, its object a ToolFactory. If that has
+an attribute `call_form`, calls can be promised in it (tool_choice required or by name).
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Collection, Mapping
+from importlib.metadata import entry_points
+
+from diptych.common.errors import ConfigError
+from diptych.router.tools.choice_grammar import HERMES_FORM, LLAMA3_JSON_FORM, MISTRAL_FORM, CallForm
+from diptych.router.tools.parsers import HermesParser, Llama3JsonParser, MistralParser
+from diptych.router.tools.pieces import ToolParser
+
+ToolFactory = Callable[[Collection[str], Callable[[], str]], ToolParser]
+"""(names of the functions that were offered, maker of call ids) -> the parser of one answer."""
+
+BUILT_IN: Mapping[str, ToolFactory] = {
+    "hermes": HermesParser,
+    "llama3-json": Llama3JsonParser,
+    "mistral": MistralParser,
+}
+FORMS: Mapping[str, CallForm] = {
+    "hermes": HERMES_FORM,
+    "llama3-json": LLAMA3_JSON_FORM,
+    "mistral": MISTRAL_FORM,
+}
+GROUP = "diptych.tool_parsers"
+_MARKS = (("<tool_call>", "hermes"), ("[TOOL_CALLS]", "mistral"), ('"parameters": dictionary', "llama3-json"))
+
+
+def tool_factory(name: str) -> ToolFactory:
+    """Raises: ConfigError when nobody has registered such a parser."""
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    for point in entry_points(group=GROUP, name=name):
+        factory: ToolFactory = point.load()
+        return factory
+    known = ", ".join([*BUILT_IN, *(point.name for point in entry_points(group=GROUP))])
+    raise ConfigError("tool_call_parser", name, f"is unknown; known: auto, none, {known}")
+
+
+def call_form(name: str) -> CallForm | None:
+    """How calls are written that this parser reads; None: nobody has said. Raises: ConfigError as tool_factory."""
+    if name in FORMS:
+        return FORMS[name]
+    form: CallForm | None = getattr(tool_factory(name), "call_form", None)
+    return form
+
+
+def guess_tool_parser(template: str) -> str:
+    """The parser of the calls that this chat template teaches; "none" when it shows none that we know."""
+    return next((name for mark, name in _MARKS if mark in template), "none")
+
+
+def new_call_id() -> str:
+    return "call_" + secrets.token_hex(12)
+
+
+def new_mistral_id() -> str:
+    """Mistral's templates take nothing but nine letters and digits."""
+    return secrets.token_hex(5)[:9]
+
+
+def id_maker(name: str) -> Callable[[], str]:
+    return new_mistral_id if name == "mistral" else new_call_id
