@@ -17,7 +17,7 @@ import grpc
 import grpc.aio
 
 from diptych.client import wire
-from diptych.client.doorway import Doorway, Visit
+from diptych.client.direct_stream import DirectRequest, DirectStream
 from diptych.client.exchange import Exchange
 from diptych.client.placing import Placer
 from diptych.common.errors import DiptychError, RequestDeadlineError
@@ -47,7 +47,7 @@ class Lookaside:
     ) -> None:
         self._tls = tls
         self._channels: list[Any] = []
-        self._doorways: dict[str, Doorway] = {}
+        self._doorways: dict[str, DirectStream] = {}
         self._placer = Placer(
             lambda: wire.placements_method(router)(metadata=metadata), lambda error: wire.typed(error, address)
         )
@@ -58,7 +58,7 @@ class Lookaside:
         placed = await self._placer.place(request, remaining_s, min(remaining_s, PLACE_PATIENCE_S))
         return DirectAnswer(placed, self._doorway(placed).visit(placed.attempt, placed.ticket, remaining_s), began)
 
-    def _doorway(self, placed: router_pb2.Placed) -> Doorway:
+    def _doorway(self, placed: router_pb2.Placed) -> DirectStream:
         doorway = self._doorways.get(placed.address)
         if doorway is None:
             if not placed.tls:
@@ -67,7 +67,7 @@ class Lookaside:
                 tls = self._tls or wire.Tls()
                 channel = grpc.aio.secure_channel(placed.address, tls.credentials(), options=wire.tls_options(tls))
             self._channels.append(channel)
-            doorway = Doorway(lambda: wire.attach_method(channel)(), placed.address)
+            doorway = DirectStream(lambda: wire.attach_method(channel)(), placed.address)
             self._doorways[placed.address] = doorway
         return doorway
 
@@ -84,7 +84,7 @@ class DirectAnswer:
         began: when the router was asked, on the loop's clock.
     """
 
-    def __init__(self, placed: router_pb2.Placed, visit: Visit, began: float) -> None:
+    def __init__(self, placed: router_pb2.Placed, visit: DirectRequest, began: float) -> None:
         self._placed = placed
         self._began = began
         self._visit = visit

@@ -20,10 +20,10 @@ from diptych.decode.admission import GiveUp, Local, Remote, choose_route, next_a
 from diptych.decode.explain import Facts, choice_finished, end_of
 from diptych.decode.lifecycle import Life, State
 from diptych.decode.outbox import Events
-from diptych.decode.remote_leg import LegHooks, LegTools, RemoteLeg
+from diptych.decode.refetch_policy import choose_refetch_source, remote_s
+from diptych.decode.remote_prefill import LegHooks, LegTools, RemotePrefill
 from diptych.decode.spans import AttemptSpan
 from diptych.decode.submission import Submission
-from diptych.decode.way_back import choose_way_back, remote_s
 from diptych.engine.grammar.program import Program
 from diptych.engine.messages import (
     AddRequest,
@@ -175,7 +175,7 @@ class Attempt:
     def _way_back(self, num_tokens: int) -> WorkerRef | None:
         tools, links = self._tools, self._tools.links.snapshot()
         kv_bytes = num_tokens * tools.kv_bytes_per_token
-        return choose_way_back(
+        return choose_refetch_source(
             num_tokens * self._local_s_per_token,
             [
                 (ref, remote_s(tools.rates, links.get(name), name, num_tokens=num_tokens, kv_bytes=kv_bytes))
@@ -323,7 +323,7 @@ class Attempt:
         self._facts.prefill_faults.append((ref.worker_id, error.reason))
         self._take(next_after_failure(self._sub.policy, ref, error, rest))
 
-    def _new_leg(self, ref: WorkerRef, num_cached: int) -> RemoteLeg:
+    def _new_leg(self, ref: WorkerRef, num_cached: int) -> RemotePrefill:
         sub = self._sub
         remaining_s = sub.remaining_s - self._elapsed()
         # Tokens left to sample after those that went out already; the first of a one-token answer needs no KV.
@@ -344,7 +344,7 @@ class Attempt:
             cache_salt=sub.cache_salt,
             priority=sub.priority,
         )
-        return RemoteLeg(
+        return RemotePrefill(
             self._tools,
             LegHooks(self._on_first_token, self._on_first_candidates, self._on_kv_complete, self._on_prompt_logprobs),
             attempt=sub.attempt,

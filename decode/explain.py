@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from diptych.decode.remote_leg_facts import LegFacts
+from diptych.decode.remote_prefill_facts import LegFacts
 from diptych.engine.messages import ChoiceFinished, Finished
 from diptych.rpc import convert
 from diptych.rpc.v1 import decode_pb2, router_pb2, types_pb2

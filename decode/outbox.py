@@ -51,22 +51,22 @@ class Outbox:
         self._events: list[decode_pb2.Event] = []
         self._tokens: dict[tuple[str, int], decode_pb2.Event] = {}
         self._bytes = 0
-        self._door: decode_pb2.ClientDoor | None = None
-        self._news: dict[str, decode_pb2.TicketNews] = {}
+        self._door: decode_pb2.DirectEndpoint | None = None
+        self._news: dict[str, decode_pb2.TicketStatus] = {}
         self._ready = asyncio.Event()
         self._closed = False
         self.overflowed = False
 
-    def door(self, door: decode_pb2.ClientDoor) -> None:
+    def door(self, door: decode_pb2.DirectEndpoint) -> None:
         """The clients' door as it is now; the latest counts."""
         self._door = door
         self._ready.set()
 
-    def news(self, news: decode_pb2.TicketNews) -> None:
+    def news(self, news: decode_pb2.TicketStatus) -> None:
         """Of an attempt that a client brought; one message for what waits of it."""
         if self._closed or self.overflowed:
             return
-        self._news.setdefault(news.attempt, decode_pb2.TicketNews()).MergeFrom(news)
+        self._news.setdefault(news.attempt, decode_pb2.TicketStatus()).MergeFrom(news)
         self._grow(news.ByteSize() + _EVENT_BYTES)
 
     def accepted(self, attempt: str) -> None:
@@ -124,7 +124,7 @@ class Outbox:
             await self._ready.wait()
         if self.overflowed:
             raise OverloadedError(f"the router reads too slowly: more than {self._max_bytes} bytes wait for it")
-        batch = decode_pb2.StepBatch(events=self._events, client_door=self._door, ticket_news=self._news.values())
+        batch = decode_pb2.StepBatch(events=self._events, direct_endpoint=self._door, ticket_status=self._news.values())
         self._events, self._news, self._door = [], {}, None
         self._tokens = {}
         self._bytes = 0

@@ -12,15 +12,15 @@ import grpc
 from diptych.common.errors import DiptychError
 from diptych.common.secret import derive_key, load_secret
 from diptych.common.ticket import PURPOSE
-from diptych.decode.intake import Intake
+from diptych.decode.attempt_manager import Intake
+from diptych.decode.direct_server import DirectEndpoint
 from diptych.decode.link_rate import LinkRates
-from diptych.decode.lookaside import ClientDoor
-from diptych.decode.remote_leg import LegTools
+from diptych.decode.refetch_policy import PrefillRates
+from diptych.decode.remote_prefill import LegTools
 from diptych.decode.service import DecodeServicer
+from diptych.decode.slab_unpacker import SlabUnpacker
 from diptych.decode.submission import Limits
-from diptych.decode.tickets import TicketDesk
-from diptych.decode.unpack_desk import UnpackDesk
-from diptych.decode.way_back import PrefillRates
+from diptych.decode.ticket_verifier import TicketVerifier
 from diptych.engine.messages import EngineEvent
 from diptych.kvtransfer.planner import shape_of
 from diptych.rpc.channels import open_channel
@@ -51,7 +51,7 @@ class DecodeRole:
         tools = LegTools(
             peers=self._peers,
             reader=reader,
-            desk=UnpackDesk(runtime.engine, reader),
+            desk=SlabUnpacker(runtime.engine, reader),
             links=self._links,
             rates=PrefillRates(),
             clock=runtime.clock,
@@ -70,10 +70,10 @@ class DecodeRole:
             max_attempts=config.max_queue,
             compile_grammar=None if self._grammars is None else self._grammars.compile_with_mask,
         )
-        self._door: ClientDoor | None = None
+        self._door: DirectEndpoint | None = None
         if config.client_port is not None:
             key = derive_key(load_secret(Path(config.secret_file)), PURPOSE)
-            self._door = ClientDoor(config, self.intake, TicketDesk(key, now=runtime.clock.now))
+            self._door = DirectEndpoint(config, self.intake, TicketVerifier(key, now=runtime.clock.now))
 
     def add_to(self, server: grpc.aio.Server) -> None:
         add_decode(DecodeServicer(self.intake), server)

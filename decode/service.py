@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import grpc
 
-from diptych.decode.intake import Intake, Session
+from diptych.decode.attempt_manager import Intake, Session
 from diptych.rpc.errors import errors_to_status
 from diptych.rpc.v1 import decode_pb2, decode_pb2_grpc
 

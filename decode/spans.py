@@ -5,7 +5,7 @@ from __future__ import annotations
 from diptych.common.errors import DiptychError
 from diptych.common.tracing import TRACEPARENT, Span, tracing
 from diptych.decode.explain import Facts
-from diptych.decode.remote_leg_facts import LegFacts
+from diptych.decode.remote_prefill_facts import LegFacts
 from diptych.decode.submission import Submission
 
 

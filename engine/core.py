@@ -13,8 +13,9 @@ from typing import TypeVar
 from diptych.common.block_identity import IdentityHeader
 from diptych.common.clock import Clock
 from diptych.common.errors import ConfigError, DiptychError, InternalError, OverloadedError
+from diptych.engine.async_unpacks import AsyncUnpacks
 from diptych.engine.config import EngineConfig
-from diptych.engine.flight import Flight, Lead
+from diptych.engine.in_flight_step import InFlightStep, PlanTimer
 from diptych.engine.messages import (
     AddRequest,
     BlockCopy,
@@ -33,9 +34,10 @@ from diptych.engine.messages import (
     StepResult,
     UnpackRange,
 )
-from diptych.engine.pulls import Pulls
-from diptych.engine.runner import ModelRunner, OutOfDeviceMemory, StepAborted, StepsAhead, TellsLayers
-from diptych.engine.sched import ahead, handover, remote, report, results
+from diptych.engine.runner import AsyncModelRunner, ModelRunner, OutOfDeviceMemory, ReportsLayerProgress, StepAborted
+from diptych.engine.sched import async_scheduling as ahead
+from diptych.engine.sched import prefill_completion as handover
+from diptych.engine.sched import remote, report, results
 from diptych.engine.sched.admission import ModelLimits
 from diptych.engine.sched.layer_groups import LayerGroups
 from diptych.engine.sched.output import DetokenizerFactory
@@ -87,18 +89,18 @@ class EngineCore:
         self.steps = 0
         self._runner = runner
         self._clock = clock
-        self._device = runner if isinstance(runner, StepsAhead) and runner.steps_ahead else None
+        self._device = runner if isinstance(runner, AsyncModelRunner) and runner.steps_ahead else None
         self._goes_ahead = config.steps_ahead
-        self._flight: Flight | None = None
-        self._lead = Lead()
+        self._flight: InFlightStep | None = None
+        self._lead = PlanTimer()
         self._landed_at = 0.0
         self.steps_ahead = 0
         """Steps that were launched before the one before them had landed."""
         self._on_launched: Callable[[], None] = lambda: None
         self._check = config.check_invariants
         self._answers: list[EngineEvent] = []
-        self._pulls = Pulls()
-        self._tells_layers = runner if isinstance(runner, TellsLayers) and runner.tells_layers else None
+        self._pulls = AsyncUnpacks()
+        self._tells_layers = runner if isinstance(runner, ReportsLayerProgress) and runner.tells_layers else None
         self._before_packing: Callable[[], None] = lambda: None
         self._on_packed_early: Callable[[], None] = lambda: None
         self.events_may_wait = False
@@ -126,7 +128,7 @@ class EngineCore:
         self._before_packing, self._on_packed_early = take_grants, packed_early
 
     @property
-    def computes_here(self) -> bool:
+    def is_synchronous(self) -> bool:
         """No step is on a device when `step` returns."""
         return self._device is None
 
@@ -196,7 +198,7 @@ class EngineCore:
             start = self._clock.now()
         if copied is None or not out.seqs:
             return copied is None
-        if self._device is not None and self._goes_ahead and ahead.may_fly(self.scheduler, out):
+        if self._device is not None and self._goes_ahead and ahead.can_run_ahead(self.scheduler, out):
             self._flight = self._launch(self._device, out, None)
             return True
         self._execute(out, cancelled, start)
@@ -205,7 +207,7 @@ class EngineCore:
         self.events_may_wait = self._device is not None and only_decodes and out.num_decode > _FEW_DECODES
         return True
 
-    def _launch_ahead(self, flight: Flight) -> Flight | None:
+    def _launch_ahead(self, flight: InFlightStep) -> InFlightStep | None:
         assert self._device is not None
         out = None if flight.step.failed else ahead.plan(self.scheduler, self._clock.now())
         copied = self._copy_blocks()
@@ -217,7 +219,9 @@ class EngineCore:
             self._lead.launched(late=flight.step.done())
         return behind
 
-    def _launch(self, device: StepsAhead, out: SchedulerOutput, before: SchedulerOutput | None) -> Flight | None:
+    def _launch(
+        self, device: AsyncModelRunner, out: SchedulerOutput, before: SchedulerOutput | None
+    ) -> InFlightStep | None:
         step = self._attempt(out, lambda: device.launch(out.seqs, out.sources))
         if step is None:
             return None
@@ -227,9 +231,9 @@ class EngineCore:
             self._landed_at = now
             step.draw()
         self._on_launched()
-        return Flight(out, step, now)
+        return InFlightStep(out, step, now)
 
-    def _land(self, behind: Flight | None) -> None:
+    def _land(self, behind: InFlightStep | None) -> None:
         flight, self._flight = self._flight, behind
         assert flight is not None
         result = self._attempt(flight.out, flight.step.result)
@@ -337,7 +341,7 @@ class EngineCore:
         self.scheduler.pace.observe_copy(self._clock.now() - start, num_moved * block_bytes)
         return True
 
-    def _pack_layers_of(self, out: SchedulerOutput, runner: TellsLayers) -> None:
+    def _pack_layers_of(self, out: SchedulerOutput, runner: ReportsLayerProgress) -> None:
         """Have the step pack its last chunks' layers as they come, where that wins."""
         groups, packing = LayerGroups(self.scheduler, out), self.scheduler.packing
 

@@ -11,7 +11,7 @@ from diptych.engine.messages import BlockCopy, ScheduledSeq, StepResult
 
 
 class FakeDeviceRunner(FakeRunner):
-    """Implements StepsAhead. Draws that depend on history are made of what `draw` found there, and there must be no less: a plan
+    """Implements AsyncModelRunner. Draws that depend on history are made of what `draw` found there, no less: a plan
     that runs ahead of its tokens fails. A step is computed when its result is asked for, or when something comes that a device
     does in the same order: another step's result, execute, copies, pack. `unpack` writes at once, as a pull beside the steps
     does: what a step that is still on the device reads or writes must not be anybody else's by then.

@@ -166,7 +166,7 @@ class StepThread:
             if self._stopping:
                 core.land()
                 return
-            if core.computes_here and not (worked and core.events_may_wait):
+            if core.is_synchronous and not (worked and core.events_may_wait):
                 self._flush()  # first tokens, and answers to ranges, do not wait for the step; on a device its launch sends them
             self._stats = core.stats(busy_since=self._clock.now())
             worked = core.step(self._cancelled)

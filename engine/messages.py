@@ -23,12 +23,12 @@ from enum import Enum
 
 from diptych.common.errors import DiptychError
 from diptych.common.sampling import FinishReason, SamplingParams
-from diptych.engine.answers import BlockCounts as BlockCounts
-from diptych.engine.answers import CacheDump as CacheDump
-from diptych.engine.answers import EngineAudit as EngineAudit
-from diptych.engine.answers import EngineStats as EngineStats
 from diptych.engine.grammar.program import Program
 from diptych.engine.overlap import Overlap
+from diptych.engine.stats import BlockCounts as BlockCounts
+from diptych.engine.stats import CacheDump as CacheDump
+from diptych.engine.stats import EngineAudit as EngineAudit
+from diptych.engine.stats import EngineStats as EngineStats
 from diptych.engine.step_messages import BlockCopy as BlockCopy
 from diptych.engine.step_messages import Candidate as Candidate
 from diptych.engine.step_messages import ComputedFrom as ComputedFrom

@@ -16,7 +16,7 @@ class OutOfDeviceMemory(Exception):
     """A step needs more memory than the device has left; nothing of it counts, and the runner works on."""
 
 
-class Pull(Protocol):
+class CopyHandle(Protocol):
     """KV on its way into blocks beside the steps. The blocks are nobody else's before it is done."""
 
     def done(self) -> bool:
@@ -59,7 +59,7 @@ class StepInFlight(Protocol):
 
 
 @runtime_checkable
-class StepsAhead(Protocol):
+class AsyncModelRunner(Protocol):
     """A runner that may have a device of its own: the host is free from a step's launch on."""
 
     steps_ahead: bool
@@ -80,7 +80,7 @@ class StepsAhead(Protocol):
 
 
 @runtime_checkable
-class TellsLayers(Protocol):
+class ReportsLayerProgress(Protocol):
     """A runner that says how far its step has come: the KV of those layers lies in the pool."""
 
     tells_layers: bool
@@ -129,7 +129,7 @@ class ModelRunner(Protocol):
 
     def unpack(
         self, block_ids: Sequence[int], num_tokens: int, src: Payload, layers: range | None = None
-    ) -> Pull | None:
+    ) -> CopyHandle | None:
         """The inverse of pack; slots past num_tokens in the tail block are left alone.
 
         Returns: None: done, `src` is free. A Pull (only of a DeviceRange): it has begun; `src` and the blocks are in use

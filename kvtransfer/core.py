@@ -26,10 +26,10 @@ from diptych.kvtransfer.api import KvAddress, PeerRef, ReceivedSlab, TransferAud
 from diptych.kvtransfer.config import TransferConfig
 from diptych.kvtransfer.handle import SlabHandle, new_key, sign
 from diptych.kvtransfer.layout import Ring, payload_capacity, write_frame
-from diptych.kvtransfer.publish_side import PublishSide
-from diptych.kvtransfer.publishing import PublisherLedger
-from diptych.kvtransfer.read_side import ReadSide
-from diptych.kvtransfer.reading import ReaderLedger
+from diptych.kvtransfer.publisher import PublishSide
+from diptych.kvtransfer.publisher_ledger import PublisherLedger
+from diptych.kvtransfer.reader import ReadSide
+from diptych.kvtransfer.reader_ledger import ReaderLedger
 from diptych.kvtransfer.transport import Transport, peer_key
 
 log = logging.getLogger(__name__)

@@ -36,8 +36,8 @@ from diptych.kvtransfer import handle as handles
 from diptych.kvtransfer.api import KvAddress, PeerRef
 from diptych.kvtransfer.gpu_memory import SharedMemory
 from diptych.kvtransfer.gpu_ring import GpuRing
-from diptych.kvtransfer.interfaces import host_identity
 from diptych.kvtransfer.layout import HEADER_BYTES, TRAILER_BYTES, Ring, frame_generation
+from diptych.kvtransfer.net_interfaces import host_identity
 from diptych.kvtransfer.transport import (
     MAX_MESSAGE_BYTES,
     NoteArrived,

@@ -36,11 +36,11 @@ from blake3 import blake3
 
 from diptych.common.errors import TransferError
 from diptych.kvtransfer.api import KvAddress, PeerRef
-from diptych.kvtransfer.carrier import carried_by_tcp, tcp_bytes_received
-from diptych.kvtransfer.interfaces import numeric, ucx_address_family
 from diptych.kvtransfer.layout import Ring
+from diptych.kvtransfer.net_interfaces import numeric, ucx_address_family
 from diptych.kvtransfer.nixl_parts import Answers, Peer, Read, load_nixl
 from diptych.kvtransfer.peer_book import TOKEN_BYTES, PeerBook, pack_parts, unpack_parts
+from diptych.kvtransfer.tcp_counters import carried_by_tcp, tcp_bytes_received
 from diptych.kvtransfer.transport import (
     MAX_MESSAGE_BYTES,
     NoteArrived,

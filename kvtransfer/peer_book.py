@@ -13,7 +13,7 @@ from typing import Generic, Protocol, TypeVar
 
 from diptych.common.errors import TransferError
 from diptych.kvtransfer.api import KvAddress, PeerRef
-from diptych.kvtransfer.interfaces import why_unreachable
+from diptych.kvtransfer.net_interfaces import why_unreachable
 from diptych.kvtransfer.transport import PeerLost, TransportEvent, peer_key
 
 TOKEN_BYTES = 16

@@ -31,8 +31,8 @@ import numpy as np
 
 from diptych.common.errors import ConfigError, TransferError
 from diptych.kvtransfer.api import KvAddress, PeerRef
-from diptych.kvtransfer.interfaces import interface_of, numeric, ucx_address_family
 from diptych.kvtransfer.layout import HEADER_BYTES, Ring, read_refusal
+from diptych.kvtransfer.net_interfaces import interface_of, numeric, ucx_address_family
 from diptych.kvtransfer.peer_book import TOKEN_BYTES, PeerBook, pack_parts, unpack_parts
 from diptych.kvtransfer.transport import (
     MAX_MESSAGE_BYTES,

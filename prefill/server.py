@@ -10,9 +10,9 @@ import grpc
 from diptych.common.errors import DiptychError
 from diptych.engine.messages import EngineEvent, GrantSlabs
 from diptych.engine.overlap import Overlap
-from diptych.prefill.handoff import Handoffs
 from diptych.prefill.request import Limits
 from diptych.prefill.service import PrefillServicer
+from diptych.prefill.sessions import PrefillSessions
 from diptych.rpc.stubs import add_prefill
 from diptych.worker.config import WorkerConfig
 from diptych.worker.process import run_process
@@ -24,7 +24,7 @@ class PrefillRole:
 
     def __init__(self, runtime: WorkerRuntime) -> None:
         runner = runtime.model.runner
-        self.handoffs = Handoffs(
+        self.handoffs = PrefillSessions(
             runtime.engine,
             runtime.transfer,
             Limits(runtime.worker_id, runtime.incarnation, runner.vocab_size, runner.max_model_len, runner.block_size),

@@ -7,7 +7,7 @@ from contextlib import aclosing
 
 import grpc
 
-from diptych.prefill.handoff import Handoffs
+from diptych.prefill.sessions import PrefillSessions
 from diptych.prefill.spans import traced
 from diptych.rpc.channels import trace_context
 from diptych.rpc.errors import errors_to_status
@@ -15,7 +15,7 @@ from diptych.rpc.v1 import prefill_pb2, prefill_pb2_grpc
 
 
 class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
-    def __init__(self, handoffs: Handoffs) -> None:
+    def __init__(self, handoffs: PrefillSessions) -> None:
         self._handoffs = handoffs
 
     async def Prefill(

@@ -29,7 +29,7 @@ from diptych.router.config import RouterConfig
 from diptych.router.fairness.budgets import SharedQuotas
 from diptych.router.fairness.deficit_round_robin import Share
 from diptych.router.observe.access_log import Access, current_access, note_end
-from diptych.router.observe.explain import Story
+from diptych.router.observe.explain import RequestTrace
 from diptych.router.observe.metrics import RequestTimer, RouterMetrics
 from diptych.router.observe.request_span import RequestSpan, traced
 from diptych.router.placement.native.library import choose_library
@@ -39,18 +39,18 @@ from diptych.router.requests.messages import (
     Explanation,
     FinishedEvent,
     GenerateEvent,
-    GenerateSpec,
     ModelFeatures,
     ModelInfo,
-    PreparedRequest,
     StartedEvent,
     TokenEvent,
+    UncheckedRequest,
     UsageInfo,
+    ValidatedRequest,
 )
 from diptych.router.requests.relay import Relay
 from diptych.router.requests.shadow import Shadows
-from diptych.router.requests.submission import wish_of
-from diptych.router.served_model import ServedModel, Surroundings, belongs_to, load_folders, make_model
+from diptych.router.requests.submission import placement_request
+from diptych.router.served_model import ServedModel, SharedDependencies, belongs_to, load_folders, make_model
 from diptych.rpc.v1 import router_pb2
 
 __all__ = [
@@ -58,9 +58,9 @@ __all__ = [
     "FinishedEvent",
     "Frontend",
     "GenerateEvent",
-    "GenerateSpec",
+    "UncheckedRequest",
     "ModelInfo",
-    "PreparedRequest",
+    "ValidatedRequest",
     "StartedEvent",
     "TokenEvent",
     "UsageInfo",
@@ -137,7 +137,7 @@ class Frontend:
             self._models[folder.name] = make_model(
                 config,
                 folder,
-                Surroundings(self._store, library, secret, self.metrics, self._clock, self._rng),
+                SharedDependencies(self._store, library, secret, self.metrics, self._clock, self._rng),
                 router_id=named,
                 is_mine=partial(belongs_to, checks, number),
             )
@@ -198,7 +198,7 @@ class Frontend:
         """What the model's tokens stand for. Raises: ModelNotFoundError."""
         return self._of(model).folder.token_bytes
 
-    async def tokenize(self, spec: GenerateSpec) -> list[int]:
+    async def tokenize(self, spec: UncheckedRequest) -> list[int]:
         """Token ids of the spec's prompt or messages. Raises: as `prepare` does for them."""
         return await self._of(spec.model).intake.tokenize(spec)
 
@@ -206,7 +206,7 @@ class Frontend:
         """Text of token ids, special tokens included. Raises: InvalidRequestError, ModelNotFoundError."""
         return await self._of(model).intake.detokenize(model, token_ids)
 
-    async def prepare(self, spec: GenerateSpec) -> PreparedRequest:
+    async def prepare(self, spec: UncheckedRequest) -> ValidatedRequest:
         """Check everything and tokenize (off the event loop).
 
         Raises: InvalidRequestError (PromptTooLongError) naming the parameter, ModelNotFoundError, OverloadedError.
@@ -222,8 +222,8 @@ class Frontend:
         return prepared
 
     def prepare_again(
-        self, before: PreparedRequest, prompt: PackedIds, timeout_s: float | None, *, draws_seed: bool
-    ) -> PreparedRequest:
+        self, before: ValidatedRequest, prompt: PackedIds, timeout_s: float | None, *, draws_seed: bool
+    ) -> ValidatedRequest:
         """See Intake.prepare_again. Raises: as prepare."""
         began = self._clock.now()
         try:
@@ -233,7 +233,7 @@ class Frontend:
             self._refused(err, before.tenant)
             raise
 
-    def _refused(self, error: DiptychError, tenant: str, request: PreparedRequest | None = None) -> None:
+    def _refused(self, error: DiptychError, tenant: str, request: ValidatedRequest | None = None) -> None:
         """Count it. Who wants a ticket has no face that writes the log's line: it is written here."""
         self.metrics.refused(error.reason, tenant)
         if current_access.get() is None:
@@ -243,7 +243,7 @@ class Frontend:
             access.failed(error)
             access.write()
 
-    def _counted(self, prepared: PreparedRequest, began: float) -> PreparedRequest:
+    def _counted(self, prepared: ValidatedRequest, began: float) -> ValidatedRequest:
         took_s = self._clock.now() - began
         self.metrics.tokenize.observe(took_s)
         self.metrics.live.stage("tokenize", took_s)
@@ -251,7 +251,7 @@ class Frontend:
             prepared = replace(prepared, group=self._rollout.choose(prepared.request_id))
         return prepared
 
-    async def generate(self, request: PreparedRequest) -> AsyncIterator[GenerateEvent]:
+    async def generate(self, request: ValidatedRequest) -> AsyncIterator[GenerateEvent]:
         """StartedEvent, TokenEvent*, FinishedEvent. Leaving the iterator (aclose) cancels the request on decode.
 
         Raises (while iterating): a DiptychError; before StartedEvent nothing of the answer was produced.
@@ -262,7 +262,7 @@ class Frontend:
                     outcome.well |= isinstance(event, FinishedEvent)
                     yield event
 
-    async def _generate(self, request: PreparedRequest) -> AsyncGenerator[GenerateEvent, None]:
+    async def _generate(self, request: ValidatedRequest) -> AsyncGenerator[GenerateEvent, None]:
         relay = Relay(self._of(request.model).cluster, request, self.metrics, self._clock)
         if self._shadows is not None and self._rollout.is_shadowed(request.request_id):
             self._shadows.start(request)
@@ -298,7 +298,7 @@ class Frontend:
             timer.left()
             span.left()
 
-    async def _run_shadow(self, request: PreparedRequest) -> AsyncIterator[GenerateEvent]:
+    async def _run_shadow(self, request: ValidatedRequest) -> AsyncIterator[GenerateEvent]:
         """As `generate`, without a trace in metrics."""
         relay = Relay(self._of(request.model).cluster, request, self._shadow_metrics, self._clock)
         try:
@@ -309,7 +309,7 @@ class Frontend:
             relay.close()
 
     def place(
-        self, requests: Sequence[PreparedRequest], spend: Callable[[str, int], None] = lambda _, __: None
+        self, requests: Sequence[ValidatedRequest], spend: Callable[[str, int], None] = lambda _, __: None
     ) -> list[router_pb2.Placed | DiptychError]:
         """For each a ticket with which the client takes the request to its decode worker, or why there is none (see
         Lookaside.grant). `spend` gets (tenant, tokens) of the answers."""
@@ -390,17 +390,17 @@ class Frontend:
             "counters": self.metrics.totals(),
         }
 
-    def what_if(self, request: PreparedRequest, pool: str) -> router_pb2.WhatIfResponse:
+    def what_if(self, request: ValidatedRequest, pool: str) -> router_pb2.WhatIfResponse:
         """Where the request would go now, or (`pool` like "4P4D") among as many idle workers. Nothing is run.
 
         Raises: InvalidRequestError naming the pool, NoWorkerError.
         """
-        cluster, wish = self._of(request.model).cluster, wish_of(request)
+        cluster, wish = self._of(request.model).cluster, placement_request(request)
         if pool:
-            story = Story(request.request_id, cluster.what_if(wish, pool))
+            story = RequestTrace(request.request_id, cluster.what_if(wish, pool))
         else:
             placement = cluster.place(wish, Prompt(request.prompt_token_ids, request.cache_salt))
-            story = Story(request.request_id, placement, cluster.index_mode(placement))
+            story = RequestTrace(request.request_id, placement, cluster.index_mode(placement))
         return router_pb2.WhatIfResponse(explanation=story.tell(), prompt_tokens=len(request.prompt_token_ids))
 
 

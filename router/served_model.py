@@ -142,7 +142,7 @@ def belongs_to(checks: Sequence[RouterCheck], index: int, record: WorkerRecord) 
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class SharedDependencies:
     """What the models of a router share."""
 
     store: Store
@@ -156,7 +156,7 @@ class Surroundings:
 def make_model(
     config: RouterConfig,
     folder: ModelFolder,
-    around: Surroundings,
+    around: SharedDependencies,
     *,
     router_id: str,
     is_mine: Callable[[WorkerRecord], bool],

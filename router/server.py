@@ -33,14 +33,14 @@ from diptych.common.tls import ServerTls, load_server_tls
 from diptych.common.tracing import tracing
 from diptych.router.api.auth import Authenticator
 from diptych.router.api.auth_grpc import KeyInterceptor
-from diptych.router.api.auth_limits import MeteredDoor, TenantQuotas
+from diptych.router.api.auth_limits import MeteredRouterApi, TenantQuotas
 from diptych.router.api.grpc_service import SERVICE, RouterService
 from diptych.router.api.http_app import create_app, guarded
 from diptych.router.api.http_body import Bodies
 from diptych.router.api.http_guard import MAX_HEADER_BYTES
 from diptych.router.api.http_options import HttpOptions
 from diptych.router.api.http_protocol import HttpProtocol
-from diptych.router.api.interface import Door
+from diptych.router.api.interface import RouterApi
 from diptych.router.config import RouterConfig
 from diptych.router.fairness.budgets import SharedQuotas
 from diptych.router.frontend import Frontend
@@ -210,14 +210,14 @@ class Faces:
 
     async def start(
         self,
-        door: Door,
+        door: RouterApi,
         metrics: Metrics,
         status: Status | None = None,
         budgets: Callable[[Callable[[str], int], str], SharedQuotas] | None = None,
     ) -> RouterAddresses:
         """Open both doors; health follows `door.ready()`, /metrics shows `metrics`, the status page `status`. `budgets` makes the
         tenants' quotas that routers share; without it they are this router's own."""
-        metered: MeteredDoor | None = None
+        metered: MeteredRouterApi | None = None
         shared: list[SharedQuotas] = []
         if self._keys is not None:
             own: list[TenantQuotas] = []
@@ -228,7 +228,7 @@ class Faces:
                     own.append(TenantQuotas(limit, now=time.monotonic, unit=unit))
             tokens, requests = shared or own
             refused = metrics.refused if isinstance(metrics, RouterMetrics) else lambda reason, tenant: None
-            door = metered = MeteredDoor(door, tokens, refused, requests=requests)
+            door = metered = MeteredRouterApi(door, tokens, refused, requests=requests)
         self._grpc.add_generic_rpc_handlers((RouterService(door, self._bodies).handler(),))
         await self._health.install(self._grpc)
         if self._reflection:
@@ -287,7 +287,7 @@ class Faces:
         self._bodies.close()
         self._socket.close()
 
-    async def _follow_readiness(self, door: Door) -> None:
+    async def _follow_readiness(self, door: RouterApi) -> None:
         while True:
             await self._health.set(door.ready()[0])
             await asyncio.sleep(HEALTH_INTERVAL_S)

@@ -23,8 +23,8 @@ from diptych.common.addresses import host_port
 from diptych.common.clock import Clock
 from diptych.common.errors import ConfigError, DiptychError
 from diptych.common.metrics import PREFIX, TOKEN_BUCKETS, Metrics
-from diptych.engine.answers import AGE_BUCKETS_S, Ages
 from diptych.engine.messages import EngineStats
+from diptych.engine.stats import AGE_BUCKETS_S, Ages
 from diptych.kvtransfer.api import PeerRef, ReceivedSlab, SlabReader, Transfer, TransferAudit
 from diptych.kvtransfer.handle import SlabHandle
 

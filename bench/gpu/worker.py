@@ -20,9 +20,12 @@ from diptych.bench.gpu.step import LLAMA_8B, random_weights
 from diptych.common.block_identity import IdentityHeader, golden_key
 from diptych.common.compat import Compat
 from diptych.common.logging import setup_logging
-from diptych.decode import attempt, remote_leg, unpack_desk
+from diptych.decode import attempt
+from diptych.decode import remote_prefill as remote_leg
+from diptych.decode import slab_unpacker as unpack_desk
 from diptych.decode.server import DecodeRole
-from diptych.engine import core, pulls
+from diptych.engine import async_unpacks as pulls
+from diptych.engine import core
 from diptych.engine.exec.attention import attention_version
 from diptych.engine.exec.kv_pool import KV_LAYOUT
 from diptych.engine.exec.model_config import parse_config
@@ -30,8 +33,9 @@ from diptych.engine.exec.model_runner import TorchModelRunner
 from diptych.engine.exec.sampler import SAMPLER_VERSION
 from diptych.engine.messages import EngineEvent, TokensOut
 from diptych.kvtransfer import core as transfer_core
-from diptych.kvtransfer import publish_side, read_side
-from diptych.prefill import handoff
+from diptych.kvtransfer import publisher as publish_side
+from diptych.kvtransfer import reader as read_side
+from diptych.prefill import sessions as handoff
 from diptych.prefill.server import PrefillRole
 from diptych.worker.config import WorkerConfig
 from diptych.worker.model import LoadedModel
@@ -108,15 +112,15 @@ def trace() -> None:
     wrap(core.EngineCore, "_launch", "launch")
     wrap(core.EngineCore, "_land", "land")
     wrap(core.EngineCore, "_pack", "pack")
-    wrap(pulls.Pulls, "take_done", "pulls")
-    wrap(handoff.Handoffs, "on_step", "P events")
-    wrap(handoff.Leg, "_publish", "P publish")
+    wrap(pulls.AsyncUnpacks, "take_done", "pulls")
+    wrap(handoff.PrefillSessions, "on_step", "P events")
+    wrap(handoff.PrefillSession, "_publish", "P publish")
     wrap(publish_side.PublishSide, "_on_request", "P asked")
     wrap(read_side.ReadSide, "want", "D want")
     wrap(transfer_core.TransferCore, "_delivered", "D delivered")
-    wrap(remote_leg.RemoteLeg, "_handles", "D announced")
-    wrap(remote_leg.RemoteLeg, "_first_token", "D first token")
-    wrap(unpack_desk.UnpackDesk, "on_unpacked", "D unpacked")
+    wrap(remote_leg.RemotePrefill, "_handles", "D announced")
+    wrap(remote_leg.RemotePrefill, "_first_token", "D first token")
+    wrap(unpack_desk.SlabUnpacker, "on_unpacked", "D unpacked")
     wrap(attempt.Attempt, "_on_kv_complete", "D complete")
     wrap(attempt.Attempt, "on_tokens", "D tokens")
 

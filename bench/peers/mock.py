@@ -174,7 +174,7 @@ class StepStream:
         self._steps = steps
         self._routers = routers
         self._out: list[bytes] = []
-        self._news: dict[str, decode_pb2.TicketNews] = {}
+        self._news: dict[str, decode_pb2.TicketStatus] = {}
         """As a worker's outbox has it: one message for what waits of an attempt."""
         self._ready = asyncio.Event()
         self.running: dict[bytes, list[int]] = {}
@@ -183,8 +183,8 @@ class StepStream:
         self._out.append(piece)
         self._ready.set()
 
-    def put_news(self, news: decode_pb2.TicketNews) -> None:
-        self._news.setdefault(news.attempt, decode_pb2.TicketNews()).MergeFrom(news)
+    def put_news(self, news: decode_pb2.TicketStatus) -> None:
+        self._news.setdefault(news.attempt, decode_pb2.TicketStatus()).MergeFrom(news)
         self._ready.set()
 
     def begin(self, submit: decode_pb2.Submit) -> None:
@@ -192,14 +192,14 @@ class StepStream:
         self.put(decode_pb2.StepBatch(events=[event]).SerializeToString())
         self.running[submit.attempt.encode()] = [0, submit.sampling.max_tokens, len(submit.prompt_token_ids)]
         self._steps.add_stream(self)
-        self._tell(decode_pb2.TicketNews(attempt=submit.attempt, taken=True))
+        self._tell(decode_pb2.TicketStatus(attempt=submit.attempt, taken=True))
 
     def step(self) -> None:
         for attempt, state in list(self.running.items()):
             if state[0] < state[1]:
                 self.put(_field(1, _field(1, attempt) + _TOKENS[state[0]]))
                 if not state[0]:
-                    self._tell(decode_pb2.TicketNews(attempt=attempt.decode(), first_token=True))
+                    self._tell(decode_pb2.TicketStatus(attempt=attempt.decode(), first_token=True))
                 state[0] += 1
             else:
                 del self.running[attempt]
@@ -212,9 +212,9 @@ class StepStream:
         )
         event = decode_pb2.Event(attempt=attempt, end=decode_pb2.End(finished=finished))
         self.put(decode_pb2.StepBatch(events=[event]).SerializeToString())
-        self._tell(decode_pb2.TicketNews(attempt=attempt, ended=True, completion_tokens=state[1], finished=finished))
+        self._tell(decode_pb2.TicketStatus(attempt=attempt, ended=True, completion_tokens=state[1], finished=finished))
 
-    def _tell(self, news: decode_pb2.TicketNews) -> None:
+    def _tell(self, news: decode_pb2.TicketStatus) -> None:
         for router in self._routers or ():
             router.put_news(news)
 
@@ -225,7 +225,7 @@ class StepStream:
             out, self._out = self._out, []
             if self._news:
                 news, self._news = self._news, {}
-                out.append(decode_pb2.StepBatch(ticket_news=news.values()).SerializeToString())
+                out.append(decode_pb2.StepBatch(ticket_status=news.values()).SerializeToString())
             yield b"".join(out)
 
 
@@ -260,8 +260,8 @@ class GrpcDoors:
     async def _router(self, commands: AsyncIterator[decode_pb2.Command], _: Any) -> AsyncIterator[bytes]:
         stream = StepStream(self._steps, None)
         self._routers.append(stream)
-        door = decode_pb2.ClientDoor(address=self.client_address, ticket_epoch=1)
-        stream.put(decode_pb2.StepBatch(client_door=door).SerializeToString())
+        door = decode_pb2.DirectEndpoint(address=self.client_address, ticket_epoch=1)
+        stream.put(decode_pb2.StepBatch(direct_endpoint=door).SerializeToString())
 
         async def read() -> None:
             async for command in commands:

@@ -24,7 +24,7 @@ from diptych.common.store import KvEvent
 from diptych.common.worker_record import WorkerLoad, WorkerRecord
 from diptych.router.fairness.capacity_gate import Gate
 from diptych.router.fairness.deficit_round_robin import Entry
-from diptych.router.placement.cost import Picker
+from diptych.router.placement.cost import PlacementPolicy
 from diptych.router.placement.index import BlockIndex
 from diptych.router.placement.placer import Candidate, Placer, Prompt
 from diptych.router.placement.replication import Replication
@@ -112,7 +112,7 @@ class Simulation:
     policy: who is taken among the candidates; the request's number is its `affinity` if `by_session` is False.
     """
 
-    def __init__(self, config: SimConfig, policy: Picker, seed: int = 0, *, by_session: bool = True) -> None:
+    def __init__(self, config: SimConfig, policy: PlacementPolicy, seed: int = 0, *, by_session: bool = True) -> None:
         self._config = config
         self._by_session = by_session
         self.now = 0.0

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from diptych.engine.exec.native.library import choose_moves
 from diptych.engine.messages import BlockCopy, CopyKind, DeviceRange, Payload
-from diptych.engine.runner import Pull
+from diptych.engine.runner import CopyHandle
 from diptych.kernels import kv_pack
 from diptych.kernels.native.api import HugePages
 from diptych.kernels.paged_attention import layer_rows, layer_slots
@@ -32,7 +32,7 @@ class BlockMover(Protocol):
 
     def launch_pulls(self) -> None: ...
 
-    def pull(self, block_ids: Sequence[int], num_tokens: int, src: DeviceRange) -> Pull: ...
+    def pull(self, block_ids: Sequence[int], num_tokens: int, src: DeviceRange) -> CopyHandle: ...
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -117,7 +117,7 @@ class KvPool:
 
     def unpack(
         self, block_ids: Sequence[int], num_tokens: int, src: Payload, layers: range | None = None
-    ) -> Pull | None:
+    ) -> CopyHandle | None:
         """See ModelRunner.unpack. Raises: ValueError."""
         if isinstance(src, DeviceRange):
             return self._gpu_mover(layers).pull(block_ids, num_tokens, src)

@@ -24,7 +24,7 @@ from diptych.engine.exec.sampling import draw_step, want_prompt_rows
 from diptych.engine.exec.weights import DecoderWeights, load_weights
 from diptych.engine.messages import BlockCopy, Payload, ScheduledSeq, StepResult
 from diptych.engine.provenance import Provenance, note_step
-from diptych.engine.runner import OutOfDeviceMemory, Pull, StepInFlight
+from diptych.engine.runner import CopyHandle, OutOfDeviceMemory, StepInFlight
 from diptych.kernels.dispatch import NATIVE, TORCH, TRITON, choose_backend
 from diptych.kernels.native.api import Library
 
@@ -284,7 +284,7 @@ class TorchModelRunner:
 
     @torch.inference_mode()
     def launch(self, seqs: Sequence[ScheduledSeq], sources: Sequence[int] = ()) -> StepInFlight:
-        """See StepsAhead.launch. Raises: OutOfDeviceMemory; InternalError when a sequence breaks the scheduler's promises."""
+        """See AsyncModelRunner.launch. Raises: OutOfDeviceMemory; InternalError when a sequence breaks a promise."""
         fused = self._fused
         if fused is None:
             raise InternalError(f"the {self.backend} backend takes no steps ahead")
@@ -343,7 +343,7 @@ class TorchModelRunner:
     @torch.inference_mode()
     def unpack(
         self, block_ids: Sequence[int], num_tokens: int, src: Payload, layers: range | None = None
-    ) -> Pull | None:
+    ) -> CopyHandle | None:
         """See ModelRunner.unpack. Raises: InternalError when blocks or bytes do not fit the tokens."""
         if self._provenance is not None:
             self._provenance.forget(block_ids)

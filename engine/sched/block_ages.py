@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-from diptych.engine.answers import AGE_BUCKETS_S, Ages, BlockAgeStats
+from diptych.engine.stats import AGE_BUCKETS_S, Ages, BlockAgeStats
 
 
 class _Counts:

@@ -163,7 +163,7 @@ class KvCacheManager:
         self.host.give(request.swapped)
         request.swapped = []
 
-    def distrust(self, request: Request) -> None:
+    def invalidate(self, request: Request) -> None:
         """Nothing that this request read or wrote stays in the prefix cache."""
         self.pool.discard(request.block_ids)
 

@@ -80,7 +80,7 @@ def _goes_to_host(scheduler: Scheduler, request: Request) -> bool:
     return worth and scheduler.kv.swap_out(request)
 
 
-def make_way(scheduler: Scheduler) -> None:
+def preempt_for_priority(scheduler: Scheduler) -> None:
     """Let the next waiting request have what running ones of a worse class hold, if that is enough for it."""
     policy, kv = scheduler.policy, scheduler.kv
     while (request := scheduler.waiting.head(may_compute=True)) is not None:
@@ -94,7 +94,7 @@ def make_way(scheduler: Scheduler) -> None:
         preempt(scheduler, max(victims, key=policy.rank))
 
 
-def park_surplus(scheduler: Scheduler) -> None:
+def enforce_max_num_seqs(scheduler: Scheduler) -> None:
     """After a fork more run than max_num_seqs allows: the last by rank wait."""
     while scheduler.free_slots() < 0:
         running = (r for r in scheduler.running() if r.mode is not KvMode.PREFILL)

@@ -22,7 +22,7 @@ from diptych.common.block_identity import BlockHasher, IdentityHeader
 from diptych.engine.messages import EngineRequest, KvMode, ScheduledSeq
 
 if TYPE_CHECKING:
-    from diptych.engine.runner import Pull
+    from diptych.engine.runner import CopyHandle
     from diptych.engine.sched.beams import Beams
     from diptych.engine.sched.choices import Choices
     from diptych.engine.sched.output import OutputProcessor
@@ -159,7 +159,7 @@ class Request(_EveryStep):
         """REMOTE: indices of the blocks whose KV was unpacked."""
         self.layers_in: dict[int, int] = {}
         """REMOTE: of blocks that come layer by layer, a bit for each layer that was unpacked."""
-        self.pulls: list[Pull] = []
+        self.pulls: list[CopyHandle] = []
         """REMOTE: what still writes into its blocks."""
         self.kv_complete = False
         self.flights = 0

@@ -14,7 +14,8 @@ from diptych.engine.messages import (
     TokenLogprobs,
     TokensOut,
 )
-from diptych.engine.sched import beams, handover
+from diptych.engine.sched import beams
+from diptych.engine.sched import prefill_completion as handover
 from diptych.engine.sched.request import Request
 from diptych.engine.sched.step import SchedulerOutput
 
@@ -127,7 +128,7 @@ def take_token(scheduler: Scheduler, request: Request, token: int, logprobs: Tok
 
 def _failed(scheduler: Scheduler, request: Request, i: int, result: StepResult) -> bool:
     if i in result.bad_rows:
-        scheduler.kv.distrust(request)
+        scheduler.kv.invalidate(request)
         why = f"the model gave unusable logits for attempt {request.public}: {result.bad_rows[i]}"
         scheduler.fail(request, InternalError(why))
         return True

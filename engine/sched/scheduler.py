@@ -40,7 +40,6 @@ from diptych.engine.sched.beams import Beams
 from diptych.engine.sched.choices import Choices
 from diptych.engine.sched.kv_cache_manager import KvCacheManager
 from diptych.engine.sched.output import DetokenizerFactory
-from diptych.engine.sched.pace import MIN_MEASURED_TOKENS, Pace
 from diptych.engine.sched.packing import Packing
 from diptych.engine.sched.passing import Passing
 from diptych.engine.sched.policies import make_policy
@@ -48,6 +47,7 @@ from diptych.engine.sched.queues import WaitingQueues
 from diptych.engine.sched.request import Request, State
 from diptych.engine.sched.step import SchedulerOutput
 from diptych.engine.sched.swap_cost import Rates, restore_is_cheaper
+from diptych.engine.sched.throughput import MIN_MEASURED_TOKENS, ThroughputEstimator
 
 _FILL_S = 0.05
 """What a step that ends a prompt may take beyond that, under a policy that passes. On a GPU that is no limit."""
@@ -78,7 +78,7 @@ class Scheduler:
         self.packing = Packing(
             config.block_size, limits.kv_bytes_per_token, config.slab_quota_per_peer, limits.num_layers
         )
-        self.pace = Pace(
+        self.pace = ThroughputEstimator(
             config.max_step_time_s,
             config.initial_prefill_tokens_per_s,
             max(config.block_size, MIN_MEASURED_TOKENS),
@@ -101,7 +101,7 @@ class Scheduler:
         """Beams that are computed and wait, with their blocks, for the others of their attempt."""
         self.growing: list[Request] = []
         """Decoding requests whose next token needs a block of its own; whoever makes the need says so here."""
-        self.lingering: list[Request] = []
+        self.deferred_free: list[Request] = []
         """Ended while a step with them is on the device: their blocks go back when it has landed."""
         self.not_ahead: Counter[str] = Counter()
         """Steps that were not launched before the last one had landed, by the reason."""
@@ -197,7 +197,7 @@ class Scheduler:
         self.packing.drop(request)
         request.end_pulls()
         if request.flights:
-            self.lingering.append(request)
+            self.deferred_free.append(request)
         else:
             self.kv.free(request)
         request.move(state)
@@ -217,9 +217,9 @@ class Scheduler:
         self.kv.pool.ages.now = now
         out = SchedulerOutput()
         if self.groups:
-            preemption.park_surplus(self)
+            preemption.enforce_max_num_seqs(self)
         if self.policy.preempts:
-            preemption.make_way(self)
+            preemption.preempt_for_priority(self)
         self.passing.begin_step(self)
         self._schedule_decode(out)
         budget = self.config.max_num_batched_tokens - out.num_decode
@@ -438,4 +438,4 @@ class Scheduler:
 
     def check(self) -> list[str]:
         """Laws that do not hold: of blocks, and of the load that routers place by."""
-        return self.kv.check(chain(self.requests.values(), self.lingering)) + report.load_violations(self)
+        return self.kv.check(chain(self.requests.values(), self.deferred_free)) + report.load_violations(self)

@@ -12,7 +12,7 @@ from diptych.engine.sched.request import Request
 class SchedulerOutput:
     """One step. `seqs` goes to the runner; `requests` is aligned with it; the first `num_decode` of both are decoding.
 
-    `sources`: of a step that was planned ahead, see StepsAhead.launch; empty: every token is known.
+    `sources`: of a step that was planned ahead, see AsyncModelRunner.launch; empty: every token is known.
     `ends_prompt`: some prompt is computed after it; `num_filled`: tokens behind that of prompts which are not."""
 
     seqs: list[ScheduledSeq] = field(default_factory=list)

@@ -14,15 +14,15 @@ from typing import cast
 
 from diptych.common.errors import DiptychError, QuotaExceededError
 from diptych.common.token_bytes import Tokens
-from diptych.router.api.interface import Door
+from diptych.router.api.interface import RouterApi
 from diptych.router.api.packed_ids import PackedIds
 from diptych.router.requests.messages import (
     GenerateEvent,
-    GenerateSpec,
     ModelFeatures,
     ModelInfo,
-    PreparedRequest,
     TokenEvent,
+    UncheckedRequest,
+    ValidatedRequest,
 )
 from diptych.rpc.v1 import router_pb2
 
@@ -84,7 +84,7 @@ class TenantQuotas:
             del self._levels[tenant]
 
 
-class MeteredDoor:
+class MeteredRouterApi:
     """A door that takes tenants' quotas into account.
 
     Args:
@@ -94,7 +94,7 @@ class MeteredDoor:
 
     def __init__(
         self,
-        door: Door,
+        door: RouterApi,
         quotas: TenantQuotas,
         on_refused: Callable[[str, str], None] = lambda reason, tenant: None,
         *,
@@ -122,13 +122,13 @@ class MeteredDoor:
     def tokens(self, model: object = "") -> Tokens:
         return self._door.tokens(model)
 
-    async def tokenize(self, spec: GenerateSpec) -> list[int]:
+    async def tokenize(self, spec: UncheckedRequest) -> list[int]:
         return await self._door.tokenize(spec)
 
     async def detokenize(self, model: object, token_ids: object) -> str:
         return await self._door.detokenize(model, token_ids)
 
-    async def prepare(self, spec: GenerateSpec) -> PreparedRequest:
+    async def prepare(self, spec: UncheckedRequest) -> ValidatedRequest:
         """Raises: QuotaExceededError, and what the door raises."""
         self._check(spec.tenant)
         prepared = await self._door.prepare(spec)
@@ -136,8 +136,8 @@ class MeteredDoor:
         return prepared
 
     def prepare_again(
-        self, before: PreparedRequest, prompt: PackedIds, timeout_s: float | None, *, draws_seed: bool
-    ) -> PreparedRequest:
+        self, before: ValidatedRequest, prompt: PackedIds, timeout_s: float | None, *, draws_seed: bool
+    ) -> ValidatedRequest:
         """Raises: as prepare."""
         self._check(before.tenant)
         prepared = self._door.prepare_again(before, prompt, timeout_s, draws_seed=draws_seed)
@@ -158,11 +158,11 @@ class MeteredDoor:
     def explain(self, request_id: str, tenant: str) -> router_pb2.ExplainResponse:
         return self._door.explain(request_id, tenant)
 
-    def what_if(self, request: PreparedRequest, pool: str) -> router_pb2.WhatIfResponse:
+    def what_if(self, request: ValidatedRequest, pool: str) -> router_pb2.WhatIfResponse:
         return self._door.what_if(request, pool)
 
     def place(
-        self, requests: Sequence[PreparedRequest], spend: Callable[[str, int], None] = lambda _, __: None
+        self, requests: Sequence[ValidatedRequest], spend: Callable[[str, int], None] = lambda _, __: None
     ) -> list[router_pb2.Placed | DiptychError]:
         def spent(tenant: str, num_tokens: int) -> None:
             self._quotas.spend(tenant, num_tokens)
@@ -173,7 +173,7 @@ class MeteredDoor:
     def tickets_left(self, attempts: Iterable[str]) -> None:
         self._door.tickets_left(attempts)
 
-    async def generate(self, request: PreparedRequest) -> AsyncIterator[GenerateEvent]:
+    async def generate(self, request: ValidatedRequest) -> AsyncIterator[GenerateEvent]:
         events = cast(AsyncGenerator[GenerateEvent, None], self._door.generate(request))
         async with aclosing(events):
             async for event in events:

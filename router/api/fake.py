@@ -17,14 +17,14 @@ from diptych.router.requests.messages import (
     Explanation,
     FinishedEvent,
     GenerateEvent,
-    GenerateSpec,
     ModelFeatures,
     ModelInfo,
-    PreparedRequest,
     PromptLogprobsEvent,
     StartedEvent,
     TokenEvent,
+    UncheckedRequest,
     UsageInfo,
+    ValidatedRequest,
 )
 from diptych.rpc.v1 import router_pb2, types_pb2
 
@@ -41,7 +41,7 @@ def _bytes_of(token_id: int) -> bytes:
     return bytes([token_id - 100]) if 100 <= token_id < 356 else f"<{token_id}>".encode()
 
 
-class FakeDoor:
+class FakeRouterApi:
     """Args:
     script: the steps after StartedEvent; every request plays it from the start.
     refuse: raised by `prepare`.
@@ -54,7 +54,7 @@ class FakeDoor:
         self.script = script
         self.refuse = refuse
         self.before_start = before_start
-        self.specs: list[GenerateSpec] = []
+        self.specs: list[UncheckedRequest] = []
         self.metrics = Metrics()
         self.model_features = ModelFeatures()
         self.reasons: list[str] = []
@@ -78,7 +78,7 @@ class FakeDoor:
     def tokens(self, model: object = "") -> Tokens:
         return ByteTokens(_bytes_of)
 
-    async def tokenize(self, spec: GenerateSpec) -> list[int]:
+    async def tokenize(self, spec: UncheckedRequest) -> list[int]:
         self.specs.append(spec)
         if self.refuse is not None:
             raise self.refuse
@@ -96,7 +96,7 @@ class FakeDoor:
         if model not in ("", MODEL):
             raise ModelNotFoundError(f"model {model!r} is not served here", param="model")
 
-    async def prepare(self, spec: GenerateSpec) -> PreparedRequest:
+    async def prepare(self, spec: UncheckedRequest) -> ValidatedRequest:
         self.specs.append(spec)
         if self.refuse is not None:
             raise self.refuse
@@ -106,7 +106,7 @@ class FakeDoor:
         if spec.prompt == "" or not ids:
             raise InvalidRequestError("the prompt is empty", param="prompt" if spec.token_ids is None else "token_ids")
         self.prepared += 1
-        return PreparedRequest(
+        return ValidatedRequest(
             request_id=REQUEST_ID,
             label=str(spec.request_id),
             model=MODEL,
@@ -127,8 +127,8 @@ class FakeDoor:
         )
 
     def prepare_again(
-        self, before: PreparedRequest, prompt: PackedIds, timeout_s: float | None, *, draws_seed: bool
-    ) -> PreparedRequest:
+        self, before: ValidatedRequest, prompt: PackedIds, timeout_s: float | None, *, draws_seed: bool
+    ) -> ValidatedRequest:
         if self.refuse is not None:
             raise self.refuse
         self.prepared += 1
@@ -140,20 +140,20 @@ class FakeDoor:
             raise InvalidRequestError("this router remembers no request of yours with that id", param="request_id")
         return router_pb2.ExplainResponse(explanation=Explanation(request_id=request_id), outcome="finished")
 
-    def what_if(self, request: PreparedRequest, pool: str) -> router_pb2.WhatIfResponse:
+    def what_if(self, request: ValidatedRequest, pool: str) -> router_pb2.WhatIfResponse:
         if pool == "nonsense":
             raise InvalidRequestError("pool must look like 4P4D", param="pool")
         return router_pb2.WhatIfResponse(prompt_tokens=len(request.prompt_token_ids))
 
     def place(
-        self, requests: Sequence[PreparedRequest], spend: Callable[[str, int], None] = lambda _, __: None
+        self, requests: Sequence[ValidatedRequest], spend: Callable[[str, int], None] = lambda _, __: None
     ) -> list[router_pb2.Placed | DiptychError]:
         return [NoWorkerError("there is no worker behind this door") for _ in requests]
 
     def tickets_left(self, attempts: Iterable[str]) -> None:
         pass
 
-    async def generate(self, request: PreparedRequest) -> AsyncIterator[GenerateEvent]:
+    async def generate(self, request: ValidatedRequest) -> AsyncIterator[GenerateEvent]:
         self.running += 1
         complete = False
         try:

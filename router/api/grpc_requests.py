@@ -1,4 +1,4 @@
-"""From the bytes of a gRPC request to a GenerateSpec. Pure."""
+"""From the bytes of a gRPC request to a UncheckedRequest. Pure."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from google.protobuf.message import DecodeError, Message
 from diptych.common.errors import InvalidRequestError
 from diptych.common.sampling import SAMPLING
 from diptych.router.api.grpc_tools import chat_of, grammar_of
-from diptych.router.requests.messages import GenerateSpec, ModelFeatures
-from diptych.router.tools.options import Offer, text_beside
+from diptych.router.requests.messages import ModelFeatures, UncheckedRequest
+from diptych.router.tools.options import ToolOptions, text_beside
 from diptych.rpc.convert import early_stopping_from_proto
 from diptych.rpc.v1 import router_pb2, types_pb2
 
@@ -38,7 +38,7 @@ def parse(kind: type[_Message], body: bytes) -> _Message:
 
 def spec_from(
     request: router_pb2.GenerateRequest, remaining_s: float | None, features: ModelFeatures, tenant: str = ""
-) -> tuple[GenerateSpec, Offer]:
+) -> tuple[UncheckedRequest, ToolOptions]:
     """What to generate, and the tools. Raises: InvalidRequestError naming the field."""
     kind = request.WhichOneof("input")
     if kind is None:
@@ -49,7 +49,7 @@ def spec_from(
     messages, offer = chat_of(request, features)
     wire = sampling.SerializeToString()
     short = len(wire) <= _MAX_REMEMBERED_BYTES
-    spec = GenerateSpec(
+    spec = UncheckedRequest(
         model=request.model,
         prompt=request.prompt if kind == "prompt" else None,
         token_ids=_few(request.token_ids.token_ids, "token_ids", MAX_TOKEN_IDS) if kind == "token_ids" else None,
@@ -77,7 +77,7 @@ def spec_from(
 
 
 def _sampling_values(wire: bytes) -> Mapping[str, object]:
-    """See GenerateSpec.sampling."""
+    """See UncheckedRequest.sampling."""
     found: dict[str, Any] = {}
     for field, value in types_pb2.SamplingParams.FromString(wire).ListFields():
         name = field.name

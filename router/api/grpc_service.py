@@ -16,20 +16,20 @@ from diptych.router.api.auth import current_caller
 from diptych.router.api.grpc_requests import parse, spec_from
 from diptych.router.api.grpc_tools import Splitter
 from diptych.router.api.http_body import Bodies
-from diptych.router.api.interface import Door, accepted
+from diptych.router.api.interface import RouterApi, accepted
 from diptych.router.observe.access_log import Access, logged
 from diptych.router.requests.messages import (
     ChoiceFinishedEvent,
     FinishedEvent,
     GenerateEvent,
-    GenerateSpec,
     ModelFeatures,
     PromptLogprobsEvent,
     StartedEvent,
     TokenEvent,
+    UncheckedRequest,
 )
 from diptych.router.requests.placements import place, serve_placements
-from diptych.router.tools.options import Offer
+from diptych.router.tools.options import ToolOptions
 from diptych.rpc.channels import trace_context
 from diptych.rpc.convert import finish_reason_to_proto, logprobs_to_proto
 from diptych.rpc.errors import errors_to_status
@@ -45,7 +45,7 @@ class RouterService:
     Args: bodies: where large requests are read; closed by whoever brings it.
     """
 
-    def __init__(self, door: Door, bodies: Bodies | None = None) -> None:
+    def __init__(self, door: RouterApi, bodies: Bodies | None = None) -> None:
         self._door = door
         self._bodies = bodies or Bodies()
 
@@ -80,7 +80,7 @@ class RouterService:
     async def _generate(self, body: bytes, context: grpc.aio.ServicerContext, access: Access) -> None:
         remaining_s = context.time_remaining()
 
-        def read() -> tuple[router_pb2.GenerateRequest, ModelFeatures, GenerateSpec, Offer]:
+        def read() -> tuple[router_pb2.GenerateRequest, ModelFeatures, UncheckedRequest, ToolOptions]:
             request = parse(router_pb2.GenerateRequest, body)
             features = self._door.features(request.model)
             return request, features, *spec_from(request, remaining_s, features)
@@ -132,7 +132,7 @@ class RouterService:
     async def _what_if(self, body: bytes, context: grpc.aio.ServicerContext) -> router_pb2.WhatIfResponse:
         remaining_s = context.time_remaining()
 
-        def read() -> tuple[router_pb2.WhatIfRequest, GenerateSpec]:
+        def read() -> tuple[router_pb2.WhatIfRequest, UncheckedRequest]:
             request = parse(router_pb2.WhatIfRequest, body)
             return request, spec_from(request.request, remaining_s, self._door.features(request.request.model))[0]
 

@@ -13,17 +13,17 @@ from diptych.common.errors import InvalidRequestError
 from diptych.common.grammar import Grammar, GrammarKind
 from diptych.common.token_bytes import ByteTokens
 from diptych.router.api.openai_choice import Choice
-from diptych.router.api.openai_format import Scene, Wishes, make_choice
+from diptych.router.api.openai_format import ResponseContext, ResponseOptions, make_choice
 from diptych.router.api.openai_requests import Items, validate
 from diptych.router.preprocess.structured import Wanted, plain_grammar, schema_grammar
 from diptych.router.requests.messages import ChoiceFinishedEvent as ChoiceEnd
-from diptych.router.requests.messages import FinishedEvent, GenerateEvent, ModelFeatures, PreparedRequest, TokenEvent
+from diptych.router.requests.messages import FinishedEvent, GenerateEvent, ModelFeatures, TokenEvent, ValidatedRequest
 from diptych.router.tools.options import (
     MAX_MESSAGES,
     MAX_TOOLS,
     ChatMessage,
-    Offer,
     Tool,
+    ToolOptions,
     offer_tools,
     template_messages,
 )
@@ -46,12 +46,14 @@ class _Chat(BaseModel):
     tools: Items[Tool]
 
 
-def chat_of(request: router_pb2.GenerateRequest, features: ModelFeatures) -> tuple[list[dict[str, Any]] | None, Offer]:
+def chat_of(
+    request: router_pb2.GenerateRequest, features: ModelFeatures
+) -> tuple[list[dict[str, Any]] | None, ToolOptions]:
     """(messages for the chat template, tools). Raises: InvalidRequestError naming the field."""
     if request.WhichOneof("input") != "chat":
         if request.tools or request.tool_name or request.tool_choice == router_pb2.TOOL_CHOICE_REQUIRED:
             raise InvalidRequestError("tools are for chat only", param="tools")
-        return None, Offer()
+        return None, ToolOptions()
     for name, given, most in (("messages", request.chat.messages, MAX_MESSAGES), ("tools", request.tools, MAX_TOOLS)):
         if len(given) > most:
             raise InvalidRequestError(f"{name} takes at most {most} entries, got {len(given)}", param=name)
@@ -70,7 +72,7 @@ def chat_of(request: router_pb2.GenerateRequest, features: ModelFeatures) -> tup
     return template_messages(chat.messages), offer
 
 
-def grammar_of(sampling: types_pb2.SamplingParams, offer: Offer) -> Grammar | None:
+def grammar_of(sampling: types_pb2.SamplingParams, offer: ToolOptions) -> Grammar | None:
     """Raises: InvalidRequestError naming `grammar`."""
     wanted = Wanted(_own_grammar(sampling), "grammar") if sampling.HasField("grammar") else None
     found = offer.grammar_with(wanted)
@@ -94,15 +96,19 @@ class Splitter:
 
     @classmethod
     def of(
-        cls, request: router_pb2.GenerateRequest, offer: Offer, prepared: PreparedRequest, features: ModelFeatures
+        cls,
+        request: router_pb2.GenerateRequest,
+        offer: ToolOptions,
+        prepared: ValidatedRequest,
+        features: ModelFeatures,
     ) -> Splitter | None:
         """Raises: InvalidRequestError when an answer is to be taken apart from its middle on."""
         if not (offer.names or (request.split and request.WhichOneof("input") == "chat")):
             return None
         if prepared.resume_after:
             raise InvalidRequestError("resume_after: an answer is taken apart from its beginning", param="resume_after")
-        wishes = Wishes(tool_names=offer.names, parallel_tool_calls=not request.single_tool_call)
-        scene = Scene(prepared, 0, features, ByteTokens(lambda _: b""))
+        wishes = ResponseOptions(tool_names=offer.names, parallel_tool_calls=not request.single_tool_call)
+        scene = ResponseContext(prepared, 0, features, ByteTokens(lambda _: b""))
         return cls([make_choice(index, wishes, scene, chat=True) for index in range(prepared.sampling.n)])
 
     def fill(self, response: router_pb2.GenerateResponse, event: GenerateEvent) -> None:

@@ -20,14 +20,14 @@ from diptych.common.metrics import CONTENT_TYPE, Metrics
 from diptych.common.tracing import TRACEPARENT
 from diptych.router.api import http_errors
 from diptych.router.api.auth import Authenticator, current_caller
-from diptych.router.api.auth_limits import MeteredDoor
+from diptych.router.api.auth_limits import MeteredRouterApi
 from diptych.router.api.http_body import Bodies, read_body
 from diptych.router.api.http_errors import WARNING_HEADER, json_response, retry_headers, warning_headers
 from diptych.router.api.http_guard import GuardMiddleware
 from diptych.router.api.http_request_id import RequestIdMiddleware
 from diptych.router.api.http_response import GenerationResponse
 from diptych.router.api.http_routes import add_index
-from diptych.router.api.interface import Door
+from diptych.router.api.interface import RouterApi
 from diptych.router.api.openai_fields import UnknownFields
 from diptych.router.api.openai_requests import (
     Call,
@@ -42,7 +42,7 @@ from diptych.router.api.openai_responses import ResponsesRequest, responses_call
 from diptych.router.api.openai_tokenize import DetokenizeRequest, TokenizeRequest, tokenize_spec
 from diptych.router.observe.access_log import current_access
 from diptych.router.observe.status_page import Status, add_status
-from diptych.router.requests.messages import GenerateSpec, ModelInfo
+from diptych.router.requests.messages import ModelInfo, UncheckedRequest
 
 EXPLAIN_HEADER = "x-diptych-explain"
 LABEL_HEADER = "x-request-id"
@@ -63,9 +63,9 @@ _BODIES: tuple[type[BaseModel], ...] = (
 
 
 def create_app(
-    door: Door,
+    door: RouterApi,
     metrics: Metrics,
-    quotas: MeteredDoor | None = None,
+    quotas: MeteredRouterApi | None = None,
     status: Status | None = None,
     bodies: Bodies | None = None,
     *,
@@ -119,7 +119,7 @@ def package_version() -> str:
 
 
 def _add_generation(
-    app: FastAPI, door: Door, bodies: Bodies, quotas: MeteredDoor | None, unknown: UnknownFields
+    app: FastAPI, door: RouterApi, bodies: Bodies, quotas: MeteredRouterApi | None, unknown: UnknownFields
 ) -> None:
     def limits(tenant: str) -> dict[str, str]:
         return {} if quotas is None else quotas.headers(tenant)
@@ -144,10 +144,10 @@ def _add_generation(
         return await answer(request, responses_call)
 
 
-def _add_tokens(app: FastAPI, door: Door, bodies: Bodies, unknown: UnknownFields) -> None:
+def _add_tokens(app: FastAPI, door: RouterApi, bodies: Bodies, unknown: UnknownFields) -> None:
     @app.post("/tokenize", openapi_extra=_body_schema("TokenizeRequest"))
     async def tokenize(request: Request) -> Response:
-        def made(body: dict[str, Any]) -> tuple[GenerateSpec, bool, dict[str, str]]:
+        def made(body: dict[str, Any]) -> tuple[UncheckedRequest, bool, dict[str, str]]:
             warning = warning_headers(note_unknown(TokenizeRequest, body, {}, unknown))
             return *tokenize_spec(body, door.features(body.get("model"))), warning
 
@@ -174,7 +174,7 @@ def _add_tokens(app: FastAPI, door: Door, bodies: Bodies, unknown: UnknownFields
         return json_response({"prompt": await door.detokenize(body.model, body.tokens)}, headers=warning)
 
 
-def _add_models(app: FastAPI, door: Door) -> None:
+def _add_models(app: FastAPI, door: RouterApi) -> None:
     def shown(model: ModelInfo) -> dict[str, Any]:
         return {
             "id": model.id,
@@ -196,7 +196,7 @@ def _add_models(app: FastAPI, door: Door) -> None:
         raise ModelNotFoundError(f"model {name!r} is not served here", param="model")
 
 
-def _add_operations(app: FastAPI, door: Door, metrics: Metrics) -> None:
+def _add_operations(app: FastAPI, door: RouterApi, metrics: Metrics) -> None:
     @app.get("/health")
     @app.get("/live")
     async def live() -> Response:

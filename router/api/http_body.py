@@ -19,7 +19,7 @@ import numpy as np
 from starlette.requests import ClientDisconnect, Request
 
 from diptych.common.errors import DiptychError, InvalidRequestError
-from diptych.router.preprocess.bounded_executor import LONG_BYTES, Lanes
+from diptych.router.preprocess.bounded_executor import LONG_BYTES, BoundedExecutor
 
 MAX_BODY_BYTES = 8 * 1024 * 1024
 BODY_TIMEOUT_S = 30.0
@@ -72,7 +72,7 @@ class Bodies:
     """Work on bodies: that on a small one is done at once, that on a large one on a thread."""
 
     def __init__(self) -> None:
-        self._lanes = Lanes("large request bodies", "body")
+        self._lanes = BoundedExecutor("large request bodies", "body")
 
     async def object_of(self, body: bytes, make: Callable[[dict[str, Any]], _T]) -> _T:
         """What `make` makes of the body's object. Raises: as parse_object and `make` do, OverloadedError."""

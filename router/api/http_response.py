@@ -18,12 +18,12 @@ from starlette.types import Receive, Scope, Send
 
 from diptych.common.errors import DiptychError, InternalError
 from diptych.router.api.http_errors import error_response, json_response, warning_headers
-from diptych.router.api.interface import Door, accepted
+from diptych.router.api.interface import RouterApi, accepted
 from diptych.router.api.openai_answers import PING
-from diptych.router.api.openai_format import Form, Scene
+from diptych.router.api.openai_format import ResponseContext, ResponseFormatter
 from diptych.router.api.openai_requests import Call
 from diptych.router.requests.batch import all_accepted
-from diptych.router.requests.messages import FinishedEvent, GenerateEvent, PreparedRequest
+from diptych.router.requests.messages import FinishedEvent, GenerateEvent, ValidatedRequest
 
 PING_S = 15.0
 SEND_TIMEOUT_S = 60.0
@@ -47,7 +47,7 @@ class GenerationResponse(Response):
 
     def __init__(
         self,
-        door: Door,
+        door: RouterApi,
         call: Call,
         *,
         now: Callable[[], float] = time.time,
@@ -63,7 +63,7 @@ class GenerationResponse(Response):
         self._warning = warning_headers(call.warnings)
         self._ping_s = ping_s
         self._send_timeout_s = send_timeout_s
-        self._form: Form | None = None
+        self._form: ResponseFormatter | None = None
         self._streaming = False
         self._last_write = 0.0
         self._writing_since: float | None = None
@@ -92,7 +92,7 @@ class GenerationResponse(Response):
             request_id = prepared.request_id
             more = tuple([await self._door.prepare(spec) for spec in call.more])
             tokens, features = self._door.tokens(prepared.model), self._door.features(prepared.model)
-            scene = Scene(prepared, int(self._now()), features, tokens, more)
+            scene = ResponseContext(prepared, int(self._now()), features, tokens, more)
             self._form = form = call.make_form(scene)
             async with self._accepted(prepared, more) as events:
                 if call.stream:
@@ -111,7 +111,7 @@ class GenerationResponse(Response):
 
     @asynccontextmanager
     async def _accepted(
-        self, prepared: PreparedRequest, more: tuple[PreparedRequest, ...]
+        self, prepared: ValidatedRequest, more: tuple[ValidatedRequest, ...]
     ) -> AsyncIterator[AsyncIterator[GenerateEvent]]:
         if more:
             async with all_accepted(self._door, (prepared, *more)) as events:
@@ -120,7 +120,9 @@ class GenerationResponse(Response):
             async with accepted(self._door, prepared) as (_, events):
                 yield events
 
-    async def _stream(self, form: Form, request_id: str, events: AsyncIterator[GenerateEvent], send: Send) -> None:
+    async def _stream(
+        self, form: ResponseFormatter, request_id: str, events: AsyncIterator[GenerateEvent], send: Send
+    ) -> None:
         headers = _SSE_HEADERS | {"x-request-id": request_id} | self._extra_headers()
         raw = [(name.encode(), value.encode()) for name, value in headers.items()]
         await send({"type": "http.response.start", "status": 200, "headers": raw})
@@ -156,7 +158,9 @@ class GenerationResponse(Response):
     def _extra_headers(self) -> dict[str, str]:
         return self._limit_headers() | self._warning
 
-    async def _collect(self, form: Form, request_id: str, events: AsyncIterator[GenerateEvent]) -> Response:
+    async def _collect(
+        self, form: ResponseFormatter, request_id: str, events: AsyncIterator[GenerateEvent]
+    ) -> Response:
         async for event in events:
             if isinstance(event, FinishedEvent):
                 body = form.whole(event)

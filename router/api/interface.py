@@ -11,16 +11,16 @@ from diptych.common.token_bytes import Tokens
 from diptych.router.api.packed_ids import PackedIds
 from diptych.router.requests.messages import (
     GenerateEvent,
-    GenerateSpec,
     ModelFeatures,
     ModelInfo,
-    PreparedRequest,
     StartedEvent,
+    UncheckedRequest,
+    ValidatedRequest,
 )
 from diptych.rpc.v1 import router_pb2
 
 
-class Door(Protocol):
+class RouterApi(Protocol):
     """See Frontend."""
 
     def models(self) -> list[ModelInfo]: ...
@@ -31,32 +31,32 @@ class Door(Protocol):
 
     def tokens(self, model: object = "") -> Tokens: ...
 
-    async def tokenize(self, spec: GenerateSpec) -> list[int]: ...
+    async def tokenize(self, spec: UncheckedRequest) -> list[int]: ...
 
     async def detokenize(self, model: object, token_ids: object) -> str: ...
 
-    async def prepare(self, spec: GenerateSpec) -> PreparedRequest: ...
+    async def prepare(self, spec: UncheckedRequest) -> ValidatedRequest: ...
 
     def prepare_again(
-        self, before: PreparedRequest, prompt: PackedIds, timeout_s: float | None, *, draws_seed: bool
-    ) -> PreparedRequest: ...
+        self, before: ValidatedRequest, prompt: PackedIds, timeout_s: float | None, *, draws_seed: bool
+    ) -> ValidatedRequest: ...
 
     def explain(self, request_id: str, tenant: str) -> router_pb2.ExplainResponse: ...
 
-    def what_if(self, request: PreparedRequest, pool: str) -> router_pb2.WhatIfResponse: ...
+    def what_if(self, request: ValidatedRequest, pool: str) -> router_pb2.WhatIfResponse: ...
 
     def place(
-        self, requests: Sequence[PreparedRequest], spend: Callable[[str, int], None] = ...
+        self, requests: Sequence[ValidatedRequest], spend: Callable[[str, int], None] = ...
     ) -> list[router_pb2.Placed | DiptychError]: ...
 
     def tickets_left(self, attempts: Iterable[str]) -> None: ...
 
-    def generate(self, request: PreparedRequest) -> AsyncIterator[GenerateEvent]: ...
+    def generate(self, request: ValidatedRequest) -> AsyncIterator[GenerateEvent]: ...
 
 
 @asynccontextmanager
 async def accepted(
-    door: Door, prepared: PreparedRequest
+    door: RouterApi, prepared: ValidatedRequest
 ) -> AsyncIterator[tuple[StartedEvent, AsyncIterator[GenerateEvent]]]:
     """The request's start and the events after it; leaving the block cancels what still runs.
 

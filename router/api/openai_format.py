@@ -27,10 +27,10 @@ from diptych.router.requests.messages import (
     FinishedEvent,
     GenerateEvent,
     ModelFeatures,
-    PreparedRequest,
     PromptLogprobsEvent,
     TokenEvent,
     UsageInfo,
+    ValidatedRequest,
 )
 from diptych.router.tools.pieces import CallArguments, CallStart, Content, Piece, Reasoning
 from diptych.router.tools.reasoning import ReasoningSplitter
@@ -38,7 +38,7 @@ from diptych.router.tools.registry import id_maker, tool_factory
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class ResponseOptions:
     """What a request says about the form of its answer.
 
     Args:
@@ -62,7 +62,7 @@ class Wishes:
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class ResponseContext:
     """What an answer needs to know beside its events.
 
     Args:
@@ -70,18 +70,18 @@ class Scene:
         more: the further prompts of a completion.
     """
 
-    prepared: PreparedRequest
+    prepared: ValidatedRequest
     created: int
     features: ModelFeatures
     tokens: Tokens
-    more: tuple[PreparedRequest, ...] = ()
+    more: tuple[ValidatedRequest, ...] = ()
 
     @property
     def num_choices(self) -> int:
         return self.prepared.sampling.n * (1 + len(self.more))
 
 
-class Form(Protocol):
+class ResponseFormatter(Protocol):
     """Feed it every event, in order: `chunks` while streaming, else `absorb`, then `whole`."""
 
     def begin(self) -> bytes:
@@ -106,7 +106,7 @@ class _Answer:
     chunk_kind = ""
     bytes_prefix = ""
 
-    def __init__(self, wishes: Wishes, scene: Scene, *, chat: bool) -> None:
+    def __init__(self, wishes: ResponseOptions, scene: ResponseContext, *, chat: bool) -> None:
         self.wishes = wishes
         self.prepared = scene.prepared
         self.created = scene.created
@@ -245,7 +245,7 @@ class _Answer:
 class ChatForm(_Answer):
     prefix, kind, chunk_kind = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, wishes: Wishes, scene: Scene) -> None:
+    def __init__(self, wishes: ResponseOptions, scene: ResponseContext) -> None:
         super().__init__(wishes, scene, chat=True)
         self._logprobs = scene.prepared.sampling.logprobs is not None
 
@@ -317,7 +317,7 @@ class CompletionForm(_Answer):
     prefix, kind, chunk_kind = "cmpl-", "text_completion", "text_completion"
     bytes_prefix = "bytes:"
 
-    def __init__(self, wishes: Wishes, scene: Scene) -> None:
+    def __init__(self, wishes: ResponseOptions, scene: ResponseContext) -> None:
         super().__init__(wishes, scene, chat=False)
         most = scene.prepared.sampling.logprobs
         self._wants_logprobs = most is not None
@@ -328,7 +328,7 @@ class CompletionForm(_Answer):
     def _prompt_number(self, choice: Choice) -> int:
         return choice.index // self.prepared.sampling.n
 
-    def _prompt_of(self, choice: Choice) -> PreparedRequest:
+    def _prompt_of(self, choice: Choice) -> ValidatedRequest:
         return self.prompts[self._prompt_number(choice)]
 
     def _echo_logprobs(self, choice: Choice) -> dict[str, Any]:
@@ -392,7 +392,7 @@ class CompletionForm(_Answer):
         return shown
 
 
-def make_choice(index: int, wishes: Wishes, scene: Scene, *, chat: bool) -> Choice:
+def make_choice(index: int, wishes: ResponseOptions, scene: ResponseContext, *, chat: bool) -> Choice:
     """Completions are given out as they are; chat answers are taken apart."""
     if not chat:
         return Choice(index)

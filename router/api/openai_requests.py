@@ -19,15 +19,21 @@ from diptych.router.api.openai_fields import (
     UnknownFields,
     refuse_unbuilt,
 )
-from diptych.router.api.openai_format import ChatForm, CompletionForm, Form, Scene, Wishes
+from diptych.router.api.openai_format import (
+    ChatForm,
+    CompletionForm,
+    ResponseContext,
+    ResponseFormatter,
+    ResponseOptions,
+)
 from diptych.router.preprocess.structured import wanted_grammar
 from diptych.router.requests.batch import MAX_PROMPTS
-from diptych.router.requests.messages import GenerateSpec, ModelFeatures
+from diptych.router.requests.messages import ModelFeatures, UncheckedRequest
 from diptych.router.tools.options import (
     MAX_MESSAGES,
     ChatMessage,
-    Offer,
     Tool,
+    ToolOptions,
     offer_tools,
     template_messages,
     text_beside,
@@ -155,11 +161,11 @@ class Call:
     what was ignored, for the caller.
     """
 
-    spec: GenerateSpec
+    spec: UncheckedRequest
     stream: bool
-    make_form: Callable[[Scene], Form]
+    make_form: Callable[[ResponseContext], ResponseFormatter]
     renamed: Mapping[str, str]
-    more: tuple[GenerateSpec, ...] = ()
+    more: tuple[UncheckedRequest, ...] = ()
     warnings: tuple[str, ...] = ()
 
 
@@ -243,7 +249,7 @@ def _prompts(given: str | list[Any]) -> list[str | list[int]]:
     return given
 
 
-def grammar_of(request: Sampled, offer: Offer | None = None) -> tuple[Grammar | None, dict[str, str]]:
+def grammar_of(request: Sampled, offer: ToolOptions | None = None) -> tuple[Grammar | None, dict[str, str]]:
     """The answer's grammar, and the name under which an error of it is told.
 
     Raises: InvalidRequestError naming the field.
@@ -258,7 +264,7 @@ def _plain(value: Any) -> Any:
 
 
 def spec_fields(request: Sampled, sampling: Mapping[str, object]) -> dict[str, Any]:
-    """Arguments of a GenerateSpec that every kind of request fills in alike.
+    """Arguments of a UncheckedRequest that every kind of request fills in alike.
 
     Args: sampling: values that this kind of request tells in another way; None: not given.
     """
@@ -275,18 +281,18 @@ def spec_fields(request: Sampled, sampling: Mapping[str, object]) -> dict[str, A
     }
 
 
-def _spec(request: _Common, sampling: Mapping[str, object], **more: Any) -> GenerateSpec:
+def _spec(request: _Common, sampling: Mapping[str, object], **more: Any) -> UncheckedRequest:
     if request.stream_options is not None and not request.stream:
         raise InvalidRequestError("stream_options is for stream=true only", param="stream_options")
     for name in ("prompt_logprobs", "best_of", "use_beam_search", "beam_width"):
         if request.stream and getattr(request, name) not in (None, False):
             raise InvalidRequestError(f"{name} is for stream=false only", param=name)
-    return GenerateSpec(**spec_fields(request, sampling) | more)
+    return UncheckedRequest(**spec_fields(request, sampling) | more)
 
 
-def _wishes(request: _Common, **more: Any) -> Wishes:
+def _wishes(request: _Common, **more: Any) -> ResponseOptions:
     options = request.stream_options or StreamOptions()
-    return Wishes(
+    return ResponseOptions(
         include_usage=bool(options.include_usage),
         continuous_usage=bool(options.continuous_usage_stats),
         return_token_ids=bool(request.return_token_ids),

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from diptych.common.errors import InvalidRequestError
 from diptych.router.api.openai_fields import RESPONSES_NOT_BUILT, UnknownFields, refuse_unbuilt
-from diptych.router.api.openai_format import Wishes
+from diptych.router.api.openai_format import ResponseOptions
 from diptych.router.api.openai_requests import (
     Call,
     Items,
@@ -28,7 +28,7 @@ from diptych.router.api.openai_requests import (
     validate,
 )
 from diptych.router.api.openai_responses_format import ResponsesForm
-from diptych.router.requests.messages import GenerateSpec, ModelFeatures
+from diptych.router.requests.messages import ModelFeatures, UncheckedRequest
 from diptych.router.tools.options import MAX_MESSAGES, FunctionTool, Tool, called_arguments, offer_tools, text_beside
 
 _ROLES = ("user", "assistant", "system", "developer")
@@ -119,7 +119,7 @@ def responses_call(body: dict[str, Any], *, features: ModelFeatures, unknown: Un
         "chat_template_kwargs": _effort(request, features, warnings),
     }
     renamed |= {"messages": "input", "max_tokens": "max_output_tokens"}
-    wishes = Wishes(tool_names=offer.names, parallel_tool_calls=parallel, include_reasoning=False)
+    wishes = ResponseOptions(tool_names=offer.names, parallel_tool_calls=parallel, include_reasoning=False)
     told = {
         "instructions": request.instructions,
         "max_output_tokens": request.max_output_tokens,
@@ -131,7 +131,12 @@ def responses_call(body: dict[str, Any], *, features: ModelFeatures, unknown: Un
         "user": request.user,
     }
     return Call(
-        GenerateSpec(**fields), bool(request.stream), partial(ResponsesForm, told, wishes), renamed, (), tuple(warnings)
+        UncheckedRequest(**fields),
+        bool(request.stream),
+        partial(ResponsesForm, told, wishes),
+        renamed,
+        (),
+        tuple(warnings),
     )
 
 

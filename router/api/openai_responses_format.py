@@ -17,7 +17,7 @@ from diptych.common.errors import DiptychError
 from diptych.common.sampling import FinishReason
 from diptych.router.api.http_errors import error_body
 from diptych.router.api.openai_answers import explanation_object
-from diptych.router.api.openai_format import Scene, Wishes, make_choice
+from diptych.router.api.openai_format import ResponseContext, ResponseOptions, make_choice
 from diptych.router.requests.messages import FinishedEvent, GenerateEvent, TokenEvent
 from diptych.router.tools.pieces import CallArguments, CallStart, Content, Piece
 
@@ -29,7 +29,7 @@ class ResponsesForm:
         told: what the response says about its request.
     """
 
-    def __init__(self, told: Mapping[str, Any], wishes: Wishes, scene: Scene) -> None:
+    def __init__(self, told: Mapping[str, Any], wishes: ResponseOptions, scene: ResponseContext) -> None:
         self._told = told
         self._scene = scene
         self._choice = make_choice(0, wishes, scene, chat=True)

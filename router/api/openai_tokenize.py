@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from diptych.common.errors import InvalidRequestError
 from diptych.router.api.openai_requests import Items, ending, validate
-from diptych.router.requests.messages import GenerateSpec, ModelFeatures
+from diptych.router.requests.messages import ModelFeatures, UncheckedRequest
 from diptych.router.tools.options import ChatMessage, Tool, offer_tools, template_messages, text_beside
 
 
@@ -36,14 +36,14 @@ class DetokenizeRequest(BaseModel):
     tokens: Items[int]
 
 
-def tokenize_spec(body: dict[str, Any], features: ModelFeatures) -> tuple[GenerateSpec, bool]:
+def tokenize_spec(body: dict[str, Any], features: ModelFeatures) -> tuple[UncheckedRequest, bool]:
     """(what to tokenize, whether the tokens' texts are wanted). Raises: InvalidRequestError naming the field."""
     request = validate(TokenizeRequest, body)
     if (request.prompt is None) == (request.messages is None):
         raise InvalidRequestError("give one of prompt and messages", param="prompt")
     tools = offer_tools(request.tools, None, features).shown
     messages = None if request.messages is None else template_messages(request.messages)
-    spec = GenerateSpec(
+    spec = UncheckedRequest(
         model=request.model,
         prompt=request.prompt,
         messages=messages,

@@ -27,7 +27,7 @@ from diptych.router.cluster.members import Members
 from diptych.router.cluster.startup_grace import Settling
 from diptych.router.cluster.usable import usable_sides
 from diptych.router.cluster.worker_link import WorkerLink
-from diptych.router.fairness.admission import Admission, Judgement
+from diptych.router.fairness.admission import Admission, AdmissionDecision
 from diptych.router.fairness.wait_queue import Turnstile
 from diptych.router.observe.status_view import cluster_status
 from diptych.router.placement.cost import CHEAPEST, Placement, PlacementRequest, Rejected, choose_placement
@@ -132,7 +132,7 @@ class Cluster:
         self._old_view = ""
         """Why the view may be old, or ""."""
         self._pair_seen = not require_prefill
-        self.on_ticket_news: Callable[[decode_pb2.TicketNews], None] = lambda _: None
+        self.on_ticket_news: Callable[[decode_pb2.TicketStatus], None] = lambda _: None
 
     def _open_link(self, record: WorkerRecord) -> WorkerLink:
         return WorkerLink(
@@ -340,7 +340,7 @@ class Cluster:
             raise NoWorkerError("; ".join(answer.reasons))
         return answer
 
-    def judge(self, placement: Placement, waited_s: float, allowed_s: float) -> Judgement:
+    def judge(self, placement: Placement, waited_s: float, allowed_s: float) -> AdmissionDecision:
         """Whether the request is worth starting there. `waited_s`, `allowed_s`: from its arrival, until now and at most."""
         ttft_s = waited_s + placement.chosen.ttft_ms / 1000.0
         tpot_s = placement.decode.record.load.decode_step_s
@@ -370,12 +370,12 @@ class Cluster:
             if self.breakers.on_placed(worker_id, now):
                 self._fleet_is_old = True
 
-    def client_door(self, life: Life) -> decode_pb2.ClientDoor | None:
+    def direct_endpoint(self, life: Life) -> decode_pb2.DirectEndpoint | None:
         """Where clients may take tickets for this life of a decode worker; None: nowhere, or it is gone."""
         member = self._members.get(life[0])
         if member is None or member.link.incarnation != life[1] or member.link.decode is None:
             return None
-        return member.link.decode.client_door
+        return member.link.decode.direct_endpoint
 
     def on_outcome(self, worker_id: str, reason: str) -> None:
         """How a request ended at a worker. `reason`: of the error, or ""; what speaks neither for nor against the worker

@@ -178,7 +178,7 @@ class DecodeStream:
         pace: TokenPace | None = None,
         clock: Clock | None = None,
         on_change: Callable[[], None] | None = None,
-        on_news: Callable[[decode_pb2.TicketNews], None] | None = None,
+        on_news: Callable[[decode_pb2.TicketStatus], None] | None = None,
         max_buffered_bytes: int = MAX_BUFFERED_BYTES,
     ) -> None:
         self._channel = channel
@@ -187,7 +187,7 @@ class DecodeStream:
         self.now = (clock or MonotonicClock()).now
         self._on_change = on_change
         self._on_news = on_news
-        self.client_door: decode_pb2.ClientDoor | None = None
+        self.direct_endpoint: decode_pb2.DirectEndpoint | None = None
         """Where clients may come with tickets; None: nowhere."""
         self._max_buffered_bytes = max_buffered_bytes
         self._attempts: dict[str, Attempt] = {}
@@ -289,10 +289,10 @@ class DecodeStream:
                 self.num_batches += 1
                 for event in batch.events:
                     self._deliver(event)
-                if batch.HasField("client_door"):
-                    self.client_door = batch.client_door
+                if batch.HasField("direct_endpoint"):
+                    self.direct_endpoint = batch.direct_endpoint
                 if self._on_news is not None:
-                    for news in batch.ticket_news:
+                    for news in batch.ticket_status:
                         self._on_news(news)
         except grpc.aio.AioRpcError as err:
             return f"{err.code().name}: {err.details()}"
@@ -316,7 +316,7 @@ class DecodeStream:
         if self._late_timer is not None:
             self._late_timer.cancel()
             self._late, self._late_timer = set(), None
-        was_up, self._commands, self.client_door = self.up, None, None
+        was_up, self._commands, self.direct_endpoint = self.up, None, None
         attempts, self._attempts = list(self._attempts.values()), {}
         for attempt in attempts:
             attempt.fail(WorkerLostError(f"decode worker {self._worker_id} was lost: {why}"))

@@ -97,7 +97,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer, worker_pb2_grpc.WorkerServicer)
         out = _Out()
         self._routers.append(out)
         if self.ticket_key is not None:
-            out.put(decode_pb2.ClientDoor(address=self.client_address, ticket_epoch=self.ticket_epoch))
+            out.put(decode_pb2.DirectEndpoint(address=self.client_address, ticket_epoch=self.ticket_epoch))
 
         async def read() -> None:
             async for command in request_iterator:
@@ -118,7 +118,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer, worker_pb2_grpc.WorkerServicer)
         self.submits.append(submit)
         task = out.answers[submit.attempt] = asyncio.create_task(self._answer(submit, out))
         if out.client:
-            self.tell(decode_pb2.TicketNews(attempt=submit.attempt, taken=True))
+            self.tell(decode_pb2.TicketStatus(attempt=submit.attempt, taken=True))
             task.add_done_callback(lambda done: self._left(submit.attempt) if done.cancelled() else None)
 
     def drop(self, attempt: str, out: _Out) -> None:
@@ -129,14 +129,14 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer, worker_pb2_grpc.WorkerServicer)
     def _left(self, attempt: str) -> None:
         """What a decode worker tells of an attempt that its client has cancelled."""
         sent, reason = self.sent.get(attempt, 0), RequestCancelledError.reason
-        self.tell(decode_pb2.TicketNews(attempt=attempt, ended=True, completion_tokens=sent, reason=reason))
+        self.tell(decode_pb2.TicketStatus(attempt=attempt, ended=True, completion_tokens=sent, reason=reason))
 
     def break_clients(self) -> None:
         """Break the streams of all clients; new ones may come."""
         for out in self.clients:
             out.fail()
 
-    def tell(self, news: decode_pb2.TicketNews) -> None:
+    def tell(self, news: decode_pb2.TicketStatus) -> None:
         for out in self._routers:
             out.put(news)
 
@@ -145,7 +145,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer, worker_pb2_grpc.WorkerServicer)
         if self.refuse is not None:
             out.put(decode_pb2.Event(attempt=attempt, end=decode_pb2.End(failure=to_failure(self.refuse))))
             if out.client:
-                self.tell(decode_pb2.TicketNews(attempt=attempt, ended=True, reason=self.refuse.reason))
+                self.tell(decode_pb2.TicketStatus(attempt=attempt, ended=True, reason=self.refuse.reason))
             return
         await self.accept.wait()
         out.put(decode_pb2.Event(attempt=attempt, accepted=decode_pb2.Accepted()))
@@ -162,7 +162,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer, worker_pb2_grpc.WorkerServicer)
                 out.put(decode_pb2.Event(attempt=attempt, tokens=tokens, cached_tokens=cached))
                 self.sent[attempt] = self.sent.get(attempt, 0) + len(ids)
                 if offset == 0 and out.client:
-                    self.tell(decode_pb2.TicketNews(attempt=attempt, first_token=True, cached_tokens=cached))
+                    self.tell(decode_pb2.TicketStatus(attempt=attempt, first_token=True, cached_tokens=cached))
             await asyncio.sleep(0)
         finished = router_pb2.Finished(
             finish_reason=types_pb2.FINISH_REASON_LENGTH,
@@ -175,7 +175,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer, worker_pb2_grpc.WorkerServicer)
         )
         out.put(decode_pb2.Event(attempt=attempt, end=decode_pb2.End(finished=finished)))
         if out.client:
-            news = decode_pb2.TicketNews(attempt=attempt, ended=True, completion_tokens=count, finished=finished)
+            news = decode_pb2.TicketStatus(attempt=attempt, ended=True, completion_tokens=count, finished=finished)
             self.tell(news)
 
 
@@ -185,7 +185,7 @@ class _Out:
     def __init__(self, *, client: bool = False) -> None:
         self.client = client
         self.answers: dict[str, asyncio.Task[None]] = {}
-        self._waiting: list[decode_pb2.Event | decode_pb2.ClientDoor | decode_pb2.TicketNews] = []
+        self._waiting: list[decode_pb2.Event | decode_pb2.DirectEndpoint | decode_pb2.TicketStatus] = []
         self._ready = asyncio.Event()
         self.broken = False
 
@@ -193,7 +193,7 @@ class _Out:
         self.broken = True
         self._ready.set()
 
-    def put(self, what: decode_pb2.Event | decode_pb2.ClientDoor | decode_pb2.TicketNews) -> None:
+    def put(self, what: decode_pb2.Event | decode_pb2.DirectEndpoint | decode_pb2.TicketStatus) -> None:
         self._waiting.append(what)
         self._ready.set()
 
@@ -203,8 +203,8 @@ class _Out:
         waiting, self._waiting = self._waiting, []
         return decode_pb2.StepBatch(
             events=[what for what in waiting if isinstance(what, decode_pb2.Event)],
-            client_door=next((what for what in waiting if isinstance(what, decode_pb2.ClientDoor)), None),
-            ticket_news=[what for what in waiting if isinstance(what, decode_pb2.TicketNews)],
+            direct_endpoint=next((what for what in waiting if isinstance(what, decode_pb2.DirectEndpoint)), None),
+            ticket_status=[what for what in waiting if isinstance(what, decode_pb2.TicketStatus)],
         )
 
     async def close(self, reader: asyncio.Task[None]) -> None:

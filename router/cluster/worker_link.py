@@ -57,7 +57,7 @@ class WorkerLink:
         dead_s: float,
         on_change: Callable[[], None],
         tls: ClusterTls | None = None,
-        on_news: Callable[[decode_pb2.TicketNews], None] | None = None,
+        on_news: Callable[[decode_pb2.TicketStatus], None] | None = None,
         pace: TokenPace | None = None,
     ) -> None:
         self.worker_id = record.worker_id

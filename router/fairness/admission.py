@@ -57,7 +57,7 @@ class Verdict(Enum):
 
 
 @dataclass(slots=True)
-class Judgement:
+class AdmissionDecision:
     """Of one request; see Admission.judge. Times in seconds, 0.0: no expectation."""
 
     verdict: Verdict
@@ -86,13 +86,13 @@ class Admission:
         if self.mode not in MODES:
             raise ConfigError("admission", self.mode, f"must be one of {', '.join(MODES)}")
 
-    def judge(self, ttft_s: float, tpot_s: float, allowed_s: float, rng: random.Random) -> Judgement:
+    def judge(self, ttft_s: float, tpot_s: float, allowed_s: float, rng: random.Random) -> AdmissionDecision:
         """Args:
         ttft_s, tpot_s: as placement expects them, uncalibrated; ttft_s from the request's arrival.
         allowed_s: from its arrival to its deadline.
         """
         limit_s = min(self.max_ttft_s, allowed_s) if self.max_ttft_s else allowed_s
-        judgement = Judgement(Verdict.ADMITTED, ttft_s, tpot_s, limit_s)
+        judgement = AdmissionDecision(Verdict.ADMITTED, ttft_s, tpot_s, limit_s)
         if self.mode == "off":
             return judgement
         low_ttft, _ = self.ttft.band(ttft_s)
@@ -110,14 +110,14 @@ class Admission:
         judgement.error = OverloadedError(f"shed before any work: {what}", retry_after_s=retry_s)
         return judgement
 
-    def on_first_token(self, judgement: Judgement, seen_s: float) -> bool | None:
+    def on_first_token(self, judgement: AdmissionDecision, seen_s: float) -> bool | None:
         """`seen_s`: from arrival. Whether a refusal would have been false; None: nobody wanted one."""
         self.ttft.on_seen(judgement.ttft_s, seen_s)
         if judgement.verdict is not Verdict.WOULD_REFUSE:
             return None
         return seen_s <= judgement.ttft_limit_s
 
-    def on_pace(self, judgement: Judgement, seen_s: float) -> None:
+    def on_pace(self, judgement: AdmissionDecision, seen_s: float) -> None:
         """`seen_s`: per token after the first."""
         if judgement.tpot_s:
             self.tpot.on_seen(judgement.tpot_s, seen_s)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
-from diptych.router.fairness.deficit_round_robin import Entry, Share, Turns
+from diptych.router.fairness.deficit_round_robin import DeficitRoundRobin, Entry, Share
 
 T = TypeVar("T")
 
@@ -50,7 +50,7 @@ class Gate(Generic[T]):
         self._admit = admit
         self.window_s = window_s
         self.share = share
-        self._turns: Turns[T] = Turns()
+        self._turns: DeficitRoundRobin[T] = DeficitRoundRobin()
         self._passing: set[Entry[T]] = set()
         """Those that were let in and have not come to be placed yet."""
 

@@ -75,7 +75,7 @@ class _Flow(Generic[T]):
         return self.by_size[0][-1] if self.by_size else None
 
 
-class Turns(Generic[T]):
+class DeficitRoundRobin(Generic[T]):
     """Args:
     quantum: tokens that a tenant of weight 1 is given at each visit.
     """

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 import structlog
 
 from diptych.common.errors import DiptychError, InternalError, RequestCancelledError
-from diptych.router.observe.explain import Story
-from diptych.router.requests.messages import FinishedEvent, GenerateSpec, PreparedRequest
+from diptych.router.observe.explain import RequestTrace
+from diptych.router.requests.messages import FinishedEvent, UncheckedRequest, ValidatedRequest
 
 _LOGGER = "diptych.access"
 _MAX_UNCHECKED = 128
@@ -62,14 +62,14 @@ class Access:
     quiet: bool = False
     """A probe or a scrape: told at level DEBUG only."""
 
-    def asked(self, spec: GenerateSpec) -> None:
+    def asked(self, spec: UncheckedRequest) -> None:
         """Before anything of it was checked."""
         self.tenant = spec.tenant
         for name, value in (("label", spec.request_id), ("model", spec.model)):
             if isinstance(value, str) and len(value) <= _MAX_UNCHECKED:
                 setattr(self, name, value)
 
-    def prepared(self, request: PreparedRequest) -> None:
+    def prepared(self, request: ValidatedRequest) -> None:
         self.request_id = self.request_id or request.request_id
         self.label, self.tenant, self.model = request.label, request.tenant, request.model
         self.prompt_tokens += len(request.prompt_token_ids)
@@ -86,7 +86,7 @@ class Access:
         at = f"at {error.param}" if error.param else ""
         self.fail(error.reason, error.message if error.http_status >= 500 else at)
 
-    def placed(self, story: Story) -> None:
+    def placed(self, story: RequestTrace) -> None:
         """Where it went, as far as is known at its end."""
         facts, placement = story.facts, story.placement
         if facts is not None:
@@ -175,7 +175,7 @@ def logged(access: Access) -> Iterator[Access]:
         access.write()
 
 
-def note_end(story: Story, event: FinishedEvent | None) -> None:
+def note_end(story: RequestTrace, event: FinishedEvent | None) -> None:
     """A request of the current line has ended: well if there is an event; else it failed, or somebody left."""
     access = current_access.get()
     if access is None:

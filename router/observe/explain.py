@@ -13,7 +13,7 @@ _MAX_CANDIDATES = 32
 
 
 @dataclass(slots=True)
-class Story:
+class RequestTrace:
     """What the router knows of one request; fills up while it lives.
 
     Args:

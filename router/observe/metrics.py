@@ -14,10 +14,10 @@ from diptych.common.metrics import (
     TTFT_BUCKETS_S,
     Metrics,
 )
-from diptych.router.observe.explain import Story
+from diptych.router.observe.explain import RequestTrace
 from diptych.router.observe.live_series import LiveSeries
 from diptych.router.observe.tenant_metrics import TenantMetrics
-from diptych.router.requests.messages import FinishedEvent, PreparedRequest, TokenEvent, UsageInfo
+from diptych.router.requests.messages import FinishedEvent, TokenEvent, UsageInfo, ValidatedRequest
 
 
 class RouterMetrics(Metrics):
@@ -184,7 +184,7 @@ class RouterMetrics(Metrics):
         if self.tenants is not None:
             self.tenants.tokens(tenant, count)
 
-    def split(self, story: Story, total_s: float) -> None:
+    def split(self, story: RequestTrace, total_s: float) -> None:
         """Where a request's time went. `total_s`: from its arrival to its last token. Decode's times are on its own clock and
         are only ever added up; no clock is subtracted from another's."""
         facts = story.facts
@@ -202,7 +202,7 @@ class RouterMetrics(Metrics):
             self.live.stage(name, seconds)
         self.inference.observe(max(0.0, total_s - queue_s))
 
-    def went(self, story: Story, faults: Sequence[str]) -> None:
+    def went(self, story: RequestTrace, faults: Sequence[str]) -> None:
         """Count what did not go as placed. `faults`: reasons of the prefill workers that decode gave up on, in order."""
         for reason in faults:
             self.prefill_faults.labels(reason).inc()
@@ -219,7 +219,7 @@ class RouterMetrics(Metrics):
         if would_have_come is not None:
             self.judged_refusals.labels("no" if would_have_come else "yes").inc()
 
-    def predictions(self, story: Story) -> None:
+    def predictions(self, story: RequestTrace) -> None:
         """A request has ended well: what was expected of it, against what came."""
         self.predicted_cached.inc(story.predicted_cached_tokens)
         self.cached_error.inc(abs(story.predicted_cached_tokens - story.cached_tokens))
@@ -232,7 +232,7 @@ class RouterMetrics(Metrics):
 class RequestTimer:
     """One request's share of the metrics. Exactly one of finished, failed, left ends it."""
 
-    def __init__(self, metrics: RouterMetrics, request: PreparedRequest, clock: Clock) -> None:
+    def __init__(self, metrics: RouterMetrics, request: ValidatedRequest, clock: Clock) -> None:
         self._metrics, self._request, self._clock = metrics, request, clock
         self._last: dict[int, float] = {}
         """Of each choice: when its last token came."""

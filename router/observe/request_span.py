@@ -7,10 +7,10 @@ from dataclasses import replace
 from diptych.common.clock import Clock
 from diptych.common.errors import DiptychError
 from diptych.common.tracing import PROVIDER, tracing
-from diptych.router.requests.messages import FinishedEvent, GenerateSpec, PreparedRequest
+from diptych.router.requests.messages import FinishedEvent, UncheckedRequest, ValidatedRequest
 
 
-def traced(prepared: PreparedRequest, spec: GenerateSpec) -> PreparedRequest:
+def traced(prepared: ValidatedRequest, spec: UncheckedRequest) -> ValidatedRequest:
     """With the caller's trace context and the operation's name, where anybody wants them."""
     if not (tracing.on or spec.traceparent):
         return prepared
@@ -21,7 +21,7 @@ def traced(prepared: PreparedRequest, spec: GenerateSpec) -> PreparedRequest:
 class RequestSpan:
     """From the request's arrival to its end; exactly one of finished, failed, left ends it."""
 
-    def __init__(self, request: PreparedRequest, clock: Clock) -> None:
+    def __init__(self, request: ValidatedRequest, clock: Clock) -> None:
         sampling = request.sampling
         self._span = tracing.start(
             f"{request.operation} {request.model}",

@@ -144,7 +144,7 @@ class Costs:
         return [self.terms(choice) for choice in choices]
 
 
-class Picker(Protocol):
+class PlacementPolicy(Protocol):
     """A policy: which of the candidates is taken. At least one cost is finite."""
 
     @property
@@ -176,7 +176,7 @@ def choose_placement(
     snapshot: ClusterSnapshot,
     now: float,
     rng: random.Random,
-    policy: Picker = CHEAPEST,
+    policy: PlacementPolicy = CHEAPEST,
 ) -> Placement | Rejected:
     """Charge every candidate and let the policy take one."""
     costs = candidate_costs(request, snapshot, now)

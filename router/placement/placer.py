@@ -12,15 +12,15 @@ import numpy as np
 from diptych.common.block_identity import IdentityHeader, block_keys
 from diptych.common.worker_record import WorkerRecord
 from diptych.router.placement.block_table import Keys, as_keys
-from diptych.router.placement.cost import CHEAPEST, Picker, choose_placement
+from diptych.router.placement.cost import CHEAPEST, PlacementPolicy, choose_placement
 from diptych.router.placement.index import BlockIndex
 from diptych.router.placement.native.library import MAX_COLUMNS, Library, address
 from diptych.router.placement.native.lookup import Found, NativeLookup
 from diptych.router.placement.policies import policy_by_name
-from diptych.router.placement.replication import LEAST_TOKENS, AwayFrom, Replication
+from diptych.router.placement.replication import LEAST_TOKENS, ExcludeHolders, Replication
 from diptych.router.placement.reservations import Reservations
 from diptych.router.placement.types import Placement, PlacementRequest, Rejected
-from diptych.router.placement.worker_arrays import ClusterSnapshot, Fleet, Ints, Loads
+from diptych.router.placement.worker_arrays import ClusterSnapshot, Ints, RequestLoads, WorkerArrays
 
 _AFFINITY_BLOCKS = 16
 _PREFIX_TOKENS = 512
@@ -90,7 +90,7 @@ class Placer:
         index: BlockIndex,
         reservations: Reservations,
         rng: random.Random,
-        policy: Picker = CHEAPEST,
+        policy: PlacementPolicy = CHEAPEST,
         replication: Replication | None = None,
         library: Library | None = None,
     ) -> None:
@@ -103,7 +103,7 @@ class Placer:
         self._rng = rng
         self.policy = policy
         self._wants_affinity = policy.name == "session-affinity"
-        self._fleet = Fleet.of((), ())
+        self._fleet = WorkerArrays.of((), ())
         self._speeds: dict[str, float] = {}
         self._reserved = np.empty(0, np.int64)
         self._groups: list[_Group] = []
@@ -135,7 +135,7 @@ class Placer:
         """Who is there, until the next call. To be called whenever a record, a worker's usability or the index's workers
         changed."""
         one, other = ([(candidate.record, candidate.read_at) for candidate in side] for side in (prefill, decode))
-        self._fleet = Fleet.of(one, other, incompatible, unusable)
+        self._fleet = WorkerArrays.of(one, other, incompatible, unusable)
         self._speeds = self._fleet.prompt_tokens_per_s()
         self._reservations.backlog.set_rates(self._speeds)
         candidates = [*prefill, *decode]
@@ -161,7 +161,7 @@ class Placer:
         return self._replication.num_copies if self._replication is not None else 0
 
     @property
-    def fleet(self) -> Fleet:
+    def fleet(self) -> WorkerArrays:
         return self._fleet
 
     def has_room(
@@ -189,7 +189,7 @@ class Placer:
         barred = tuple(self._lives[life] for life in exclude if life in self._lives) if exclude else ()
         tokens, requests = self._reservations.at(self._reserved)
         hit, host = self._hits(prompt)
-        return ClusterSnapshot(self._fleet, Loads(hit, host, tokens, requests), barred)
+        return ClusterSnapshot(self._fleet, RequestLoads(hit, host, tokens, requests), barred)
 
     def _hits(self, prompt: Prompt | None) -> tuple[Ints | None, Ints | None]:
         """(hit tokens, those of them in host tiers only), by worker; None: nowhere."""
@@ -273,7 +273,7 @@ class Placer:
         load = replication.on_placed(prefix, placement.chosen.prefill_ms / 1000.0, num_holders, now)
         if not load:
             return placement
-        copy = choose_placement(request, snapshot, now, self._rng, AwayFrom(holders))
+        copy = choose_placement(request, snapshot, now, self._rng, ExcludeHolders(holders))
         if isinstance(copy, Placement) and copy.chosen.prefill is not None:
             note = f"hot prefix: a copy on {copy.chosen.prefill.worker_id}, its {num_holders} holders are at {load:.0%}"
             copy.notes = (*copy.notes, note)

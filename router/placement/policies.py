@@ -12,7 +12,7 @@ from hashlib import blake2b
 import numpy as np
 
 from diptych.common.errors import ConfigError
-from diptych.router.placement.cost import CheapestPair, Choice, Costs, Picker
+from diptych.router.placement.cost import CheapestPair, Choice, Costs, PlacementPolicy
 
 _RANDOM_SESSION_BYTES = 8
 
@@ -95,12 +95,12 @@ def _weight(session: bytes, worker_id: str) -> bytes:
     return blake2b(worker_id.encode(), key=session[:64], digest_size=8).digest()
 
 
-POLICIES: Mapping[str, Callable[[], Picker]] = {
+POLICIES: Mapping[str, Callable[[], PlacementPolicy]] = {
     kind.name: kind for kind in (CheapestPair, RoundRobin, RandomChoice, LeastLoaded, PowerOfTwo, SessionAffinity)
 }
 
 
-def policy_by_name(name: str) -> Picker:
+def policy_by_name(name: str) -> PlacementPolicy:
     """A policy with a state of its own. Raises: ConfigError."""
     if name not in POLICIES:
         raise ConfigError("placement_policy", name, f"must be one of {', '.join(POLICIES)}")

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from itertools import islice
 
-from diptych.router.observe.explain import Story
+from diptych.router.observe.explain import RequestTrace
 from diptych.rpc.v1 import types_pb2
 
 _SHOWN = re.compile(r"(?:(?:chatcmpl|cmpl)-|(?:resp|msg|fc)_)(req-[0-9a-f]+)(?:_\d+)?")
@@ -27,7 +27,7 @@ class Decision:
     prompt_tokens: int
     arrived: float
     owner: bytes
-    story: Story
+    story: RequestTrace
     outcome: str = "running"
 
     def explain(self) -> types_pb2.Explanation:

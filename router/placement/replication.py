@@ -62,7 +62,7 @@ class Replication:
 
 
 @dataclass(slots=True)
-class AwayFrom:
+class ExcludeHolders:
     """The cheapest pair whose prefill worker is none of the holders ([P]); where there is none, the cheapest."""
 
     holders: Bools

@@ -29,7 +29,7 @@ Lease = tuple[WorkerRecord, float]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Fleet:
+class WorkerArrays:
     """P prefill and D decode workers.
 
     Args:
@@ -85,7 +85,7 @@ class Fleet:
         decode: Sequence[Lease],
         incompatible: Mapping[tuple[str, str], Sequence[str]] | None = None,
         unusable: Mapping[str, str] | None = None,
-    ) -> Fleet:
+    ) -> WorkerArrays:
         incompatible = incompatible or {}
         leases = [*prefill, *decode]
         records = tuple(record for record, _ in leases)
@@ -98,7 +98,7 @@ class Fleet:
         sequences = requests[len(prefill) :].copy()
         np.maximum(requests, waiting > 0, out=requests)
         on_decode = [record for record, _ in decode]
-        return Fleet(
+        return WorkerArrays(
             num_prefill=len(prefill),
             records=records,
             reported_at=reported_at,
@@ -159,7 +159,7 @@ def _move_ms(prefill: Sequence[Lease], decode: Sequence[Lease]) -> Floats:
 
 
 @dataclass(slots=True, eq=False)
-class Loads:
+class RequestLoads:
     """What this request finds at each of the P + D workers; see WorkerView. None: nobody has any."""
 
     hit_tokens: Ints | None
@@ -174,8 +174,8 @@ class ClusterSnapshot:
     barred: indexes (0 to D - 1) of decode workers that failed for this request.
     """
 
-    fleet: Fleet
-    loads: Loads
+    fleet: WorkerArrays
+    loads: RequestLoads
     barred: tuple[int, ...] = ()
 
     @staticmethod
@@ -187,13 +187,13 @@ class ClusterSnapshot:
     ) -> ClusterSnapshot:
         one, other = ([(view.record, view.reported_at) for view in views] for views in (prefill, decode))
         views = [*prefill, *decode]
-        loads = Loads(
+        loads = RequestLoads(
             np.array([view.hit_tokens for view in views], np.int64),
             np.array([view.host_tokens for view in views], np.int64),
             np.array([view.pending_tokens for view in views], np.int64),
             np.array([view.pending_requests for view in views], np.int64),
         )
-        return ClusterSnapshot(Fleet.of(one, other, incompatible, unusable), loads)
+        return ClusterSnapshot(WorkerArrays.of(one, other, incompatible, unusable), loads)
 
     @property
     def prefill(self) -> tuple[WorkerView, ...]:

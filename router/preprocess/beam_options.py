@@ -6,13 +6,13 @@ from collections.abc import Mapping
 
 from diptych.common.errors import InvalidRequestError
 from diptych.common.sampling import SamplingParams, check_sampling
-from diptych.router.requests.messages import GenerateSpec
+from diptych.router.requests.messages import UncheckedRequest
 
 DRAWS_NOTHING = {"temperature": 0.0, "top_p": 1.0, "top_k": 0}
 """What stands in for the model's own defaults: they are made for drawing."""
 
 
-def wants_beams(spec: GenerateSpec) -> bool:
+def wants_beams(spec: UncheckedRequest) -> bool:
     """`use_beam_search`, or a `beam_width` alone. Raises: InvalidRequestError naming the field."""
     wanted, width = spec.use_beam_search, spec.sampling.get("beam_width")
     if wanted is not None and not isinstance(wanted, bool):
@@ -24,7 +24,7 @@ def wants_beams(spec: GenerateSpec) -> bool:
     return bool(wanted or width)
 
 
-def beam_fields(spec: GenerateSpec) -> dict[str, object]:
+def beam_fields(spec: UncheckedRequest) -> dict[str, object]:
     """Arguments of check_sampling, in place of those given. With beam search but no beam_width, best_of is the width, as it
     used to be in vLLM, or n."""
     if not wants_beams(spec) or "beam_width" in spec.sampling:
@@ -33,7 +33,7 @@ def beam_fields(spec: GenerateSpec) -> dict[str, object]:
 
 
 def sampling_of(
-    spec: GenerateSpec,
+    spec: UncheckedRequest,
     *,
     vocab_size: int,
     seed: int,

@@ -78,7 +78,7 @@ class _Lane:
             self._bytes, self._seconds = self._bytes * _MEMORY_S / self._seconds, _MEMORY_S
 
 
-class Lanes:
+class BoundedExecutor:
     """Args:
     what: that waits, for the words of a refusal.
     name: of the threads.

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 
 from diptych.common.errors import InvalidRequestError, PromptTooLongError
-from diptych.router.requests.messages import GenerateSpec
+from diptych.router.requests.messages import UncheckedRequest
 
 _MAX_LABEL_BYTES = 128
 
@@ -56,7 +56,7 @@ def timeout(value: object, default: float) -> float:
     return float(value)
 
 
-def input_name(spec: GenerateSpec) -> str:
+def input_name(spec: UncheckedRequest) -> str:
     given = [name for name in ("prompt", "token_ids", "messages") if getattr(spec, name) is not None]
     if len(given) != 1:
         raise InvalidRequestError("exactly one of prompt, token_ids and messages must be given", param="prompt")

@@ -1,4 +1,4 @@
-"""From an untrusted GenerateSpec to a PreparedRequest: everything is checked and filled in here, once.
+"""From an untrusted UncheckedRequest to a ValidatedRequest: everything is checked and filled in here, once.
 
 model, label, policy, limits -> length -> tokens (off the event loop, see lanes.py) -> context -> sampling, seed
 """
@@ -21,7 +21,7 @@ from diptych.common.secret import further_salt
 from diptych.common.tokenizer import GenerationDefaults, TextLimit
 from diptych.router.api.packed_ids import PackedIds, Unpack, unpack
 from diptych.router.preprocess.beam_options import beam_fields, sampling_of
-from diptych.router.preprocess.bounded_executor import Lanes
+from diptych.router.preprocess.bounded_executor import BoundedExecutor
 from diptych.router.preprocess.checks import (
     check_ids,
     check_room,
@@ -34,7 +34,7 @@ from diptych.router.preprocess.checks import (
     timeout,
 )
 from diptych.router.preprocess.text_bound import TextBound
-from diptych.router.requests.messages import GenerateSpec, PreparedRequest
+from diptych.router.requests.messages import UncheckedRequest, ValidatedRequest
 from diptych.router.tools.reasoning import CLOSE, OPEN
 from diptych.rpc.v1 import router_pb2
 
@@ -81,7 +81,7 @@ class TextToIds(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """A prompt as text. `offsets`: see PreparedRequest."""
+    """A prompt as text. `offsets`: see ValidatedRequest."""
 
     text: str
     offsets: tuple[int, ...] = ()
@@ -138,14 +138,14 @@ class Intake:
         self._salt = salt
         self._clock = clock
         self._rng = rng
-        self._lanes = Lanes("prompts for the tokenizer", "tokenizer")
+        self._lanes = BoundedExecutor("prompts for the tokenizer", "tokenizer")
         self._known: dict[tuple[bytes, int], SamplingParams] = {}
         """Sampling values that were checked, but for a seed that was not given."""
 
     def close(self) -> None:
         self._lanes.close()
 
-    async def prepare(self, spec: GenerateSpec) -> PreparedRequest:
+    async def prepare(self, spec: UncheckedRequest) -> ValidatedRequest:
         """Raises: InvalidRequestError and PromptTooLongError naming the parameter, ModelNotFoundError, OverloadedError,
         RequestDeadlineError."""
         arrived = self._clock.now()
@@ -179,7 +179,7 @@ class Intake:
         if thinking and sampling.grammar is not None:  # it is about the answer, not about the thoughts before it
             sampling = replace(sampling, grammar=replace(sampling.grammar, free_until=CLOSE))
         echo = await self._echo(spec, token_ids) if spec.echo else Echo("")
-        return PreparedRequest(
+        return ValidatedRequest(
             request_id=new_request_id(),
             label=own_label,
             model=limits.model,
@@ -202,8 +202,8 @@ class Intake:
         )
 
     def prepare_again(
-        self, before: PreparedRequest, prompt: PackedIds, timeout_s: float | None, *, draws_seed: bool
-    ) -> PreparedRequest:
+        self, before: ValidatedRequest, prompt: PackedIds, timeout_s: float | None, *, draws_seed: bool
+    ) -> ValidatedRequest:
         """As `prepare`, for a request of token ids that is like one before in everything else.
 
         Args:
@@ -221,7 +221,7 @@ class Intake:
             check_ids(tuple(token_ids), self._tokenizer.vocab_size, limits.max_model_len())
         check_room(before.sampling.max_tokens, room)
         repeated = before.repeated or before.sampling
-        return PreparedRequest(  # twice as fast as `replace`
+        return ValidatedRequest(  # twice as fast as `replace`
             request_id=new_request_id(),
             label=before.label,
             model=before.model,
@@ -244,7 +244,7 @@ class Intake:
         tail = self._tokenizer.decode(token_ids[-_THINK_TAIL_TOKENS:], skip_special_tokens=False)
         return tail.rstrip().endswith(OPEN)
 
-    def _resume_after(self, spec: GenerateSpec, sampling: SamplingParams) -> tuple[int, ...]:
+    def _resume_after(self, spec: UncheckedRequest, sampling: SamplingParams) -> tuple[int, ...]:
         """Raises: InvalidRequestError when the rest could not be what would have come."""
         if spec.resume_after is None:
             return ()
@@ -263,7 +263,7 @@ class Intake:
             there = self._limits.model
             raise ModelNotFoundError(f"the model {name!r} does not exist; there is {there!r}", param="model")
 
-    async def tokenize(self, spec: GenerateSpec) -> list[int]:
+    async def tokenize(self, spec: UncheckedRequest) -> list[int]:
         """Token ids of the spec's input. Raises: InvalidRequestError, ModelNotFoundError, OverloadedError."""
         self._check_model(spec.model)
         return await self._token_ids(spec, input_name(spec))
@@ -275,7 +275,7 @@ class Intake:
         decode = partial(self._tokenizer.decode, ids, skip_special_tokens=False)
         return await self._lanes.run(decode, _BYTES_A_TOKEN * len(ids))
 
-    async def _echo(self, spec: GenerateSpec, token_ids: list[int]) -> Echo:
+    async def _echo(self, spec: UncheckedRequest, token_ids: list[int]) -> Echo:
         size = _BYTES_A_TOKEN * len(token_ids)
         if not isinstance(spec.prompt, str):
             return Echo(await self._lanes.run(partial(self._tokenizer.decode, token_ids), size))
@@ -306,7 +306,7 @@ class Intake:
                     found.append(ids)
         return found
 
-    async def _token_ids(self, spec: GenerateSpec, param: str) -> list[int]:
+    async def _token_ids(self, spec: UncheckedRequest, param: str) -> list[int]:
         most = self._most_tokens(spec)
         bound = self._limits.text_bound if most is None else None
         more: dict[str, Any] = {} if bound is None else {"limit": bound.limit(self._limits.max_model_len())}
@@ -338,7 +338,7 @@ class Intake:
             return ids
         return ids[:most] if spec.truncation_side == "right" else ids[-most:]
 
-    def _most_tokens(self, spec: GenerateSpec) -> int | None:
+    def _most_tokens(self, spec: UncheckedRequest) -> int | None:
         """To how many tokens the prompt is to be cut; None: not at all. Raises: InvalidRequestError."""
         if spec.truncation_side not in (None, "left", "right"):
             raise InvalidRequestError("truncation_side must be left or right", param="truncation_side")
@@ -375,7 +375,7 @@ class Intake:
             )
         return context - num_prompt_tokens
 
-    def _what_fits(self, spec: GenerateSpec, num_prompt_tokens: int, room: int) -> int:
+    def _what_fits(self, spec: UncheckedRequest, num_prompt_tokens: int, room: int) -> int:
         """The most of a default for max_tokens: what the context leaves, and any decode worker has KV blocks for. The KV of the
         last token is never computed."""
         if "max_tokens" in spec.sampling:
@@ -384,7 +384,7 @@ class Intake:
         pool = self._limits.pool_tokens(width if type(width) is int and width > 0 else 1)
         return room if pool is None else max(1, min(room, pool + 1 - num_prompt_tokens))
 
-    def _sampling(self, spec: GenerateSpec, room: int, bad_words: object) -> SamplingParams:
+    def _sampling(self, spec: UncheckedRequest, room: int, bad_words: object) -> SamplingParams:
         """`room`: the most of a default for max_tokens."""
         if not spec.sampling_key or spec.grammar is not None or "bad_words" in spec.sampling:
             return self._check_sampling(spec, room, bad_words)
@@ -396,7 +396,7 @@ class Intake:
             known = self._known[key] = self._check_sampling(spec, room, bad_words)
         return known if "seed" in spec.sampling else with_seed(known, self._rng.getrandbits(63))
 
-    def _check_sampling(self, spec: GenerateSpec, room: int, bad_words: object) -> SamplingParams:
+    def _check_sampling(self, spec: UncheckedRequest, room: int, bad_words: object) -> SamplingParams:
         for name in ("n", "best_of", "beam_width"):
             value = spec.sampling.get(name)
             if type(value) is int and value > MAX_CHOICES:

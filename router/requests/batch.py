@@ -11,15 +11,15 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-from diptych.router.api.interface import Door, accepted
+from diptych.router.api.interface import RouterApi, accepted
 from diptych.router.requests.messages import (
     ChoiceFinishedEvent,
     FinishedEvent,
     GenerateEvent,
-    PreparedRequest,
     PromptLogprobsEvent,
     TokenEvent,
     UsageInfo,
+    ValidatedRequest,
 )
 
 MAX_PROMPTS = 64
@@ -28,7 +28,9 @@ _MAX_AHEAD = 256
 
 
 @asynccontextmanager
-async def all_accepted(door: Door, requests: Sequence[PreparedRequest]) -> AsyncIterator[AsyncIterator[GenerateEvent]]:
+async def all_accepted(
+    door: RouterApi, requests: Sequence[ValidatedRequest]
+) -> AsyncIterator[AsyncIterator[GenerateEvent]]:
     """The events after all starts; leaving the block cancels what still runs.
 
     Raises: the DiptychError with which the first of them failed before a decode worker had accepted it.
@@ -36,7 +38,7 @@ async def all_accepted(door: Door, requests: Sequence[PreparedRequest]) -> Async
     starts: list[asyncio.Future[None]] = [asyncio.get_running_loop().create_future() for _ in requests]
     events: asyncio.Queue[tuple[int, GenerateEvent | BaseException]] = asyncio.Queue(_MAX_AHEAD)
 
-    async def run(number: int, request: PreparedRequest) -> None:
+    async def run(number: int, request: ValidatedRequest) -> None:
         try:
             async with accepted(door, request) as (_, answer):
                 starts[number].set_result(None)
@@ -59,7 +61,7 @@ async def all_accepted(door: Door, requests: Sequence[PreparedRequest]) -> Async
 
 
 async def _merged(
-    requests: Sequence[PreparedRequest], events: asyncio.Queue[tuple[int, GenerateEvent | BaseException]]
+    requests: Sequence[ValidatedRequest], events: asyncio.Queue[tuple[int, GenerateEvent | BaseException]]
 ) -> AsyncIterator[GenerateEvent]:
     ends: dict[int, FinishedEvent] = {}
     told: set[int] = set()

@@ -25,16 +25,16 @@ from diptych.common.errors import (
 from diptych.common.ids import new_attempt_id
 from diptych.common.ticket import seal
 from diptych.router.cluster.cluster import Cluster, Life, Prompt
-from diptych.router.fairness.admission import Judgement, Verdict
+from diptych.router.fairness.admission import AdmissionDecision, Verdict
 from diptych.router.observe.access_log import Access
-from diptych.router.observe.explain import Story
+from diptych.router.observe.explain import RequestTrace
 from diptych.router.observe.metrics import RouterMetrics
 from diptych.router.placement.recent import Decision
 from diptych.router.placement.reservations import Reservation
 from diptych.router.placement.types import Placement
-from diptych.router.requests.messages import PreparedRequest, UsageInfo
-from diptych.router.requests.outcomes import tell_outcome
-from diptych.router.requests.submission import claims_of, wish_of
+from diptych.router.requests.messages import UsageInfo, ValidatedRequest
+from diptych.router.requests.outcomes import record_outcome
+from diptych.router.requests.submission import claims_of, placement_request
 from diptych.rpc.convert import finish_reason_from_proto
 from diptych.rpc.v1 import decode_pb2, router_pb2
 
@@ -59,13 +59,13 @@ Spend = Callable[[str, int], None]
 class _Chosen:
     """Placed and held."""
 
-    request: PreparedRequest
+    request: ValidatedRequest
     placement: Placement
-    judgement: Judgement
+    judgement: AdmissionDecision
     life: Life
-    door: decode_pb2.ClientDoor
+    door: decode_pb2.DirectEndpoint
     attempt: str
-    story: Story
+    story: RequestTrace
 
 
 @dataclass(slots=True)
@@ -74,7 +74,7 @@ class _Grant:
     decision: Decision
     spend: Spend
     tenant: str
-    judgement: Judgement
+    judgement: AdmissionDecision
     until: float
     """When it is released whatever happens: until its first token the ticket's end, then the deadline."""
     deadline: float
@@ -112,7 +112,7 @@ class Lookaside:
         """Tickets whose end is not known yet."""
         return len(self._grants)
 
-    def grant(self, requests: Sequence[PreparedRequest], spend: Spend) -> list[router_pb2.Placed | DiptychError]:
+    def grant(self, requests: Sequence[ValidatedRequest], spend: Spend) -> list[router_pb2.Placed | DiptychError]:
         """For each, a ticket for the worker that it belongs on, where it is held pending; or why there is none: NoWorkerError,
         also when the chosen worker lets no clients in, others wait for their turn or too many tickets of the tenant are not used;
         OverloadedError when the request is not worth starting; RequestDeadlineError.
@@ -139,7 +139,7 @@ class Lookaside:
         placed = iter([_placed(one, ticket) for one, ticket in zip(good, tickets, strict=True)])
         return [next(placed) if isinstance(one, _Chosen) else one for one in chosen]
 
-    def _choose(self, request: PreparedRequest, prompt: Prompt, now: float) -> _Chosen | DiptychError:
+    def _choose(self, request: ValidatedRequest, prompt: Prompt, now: float) -> _Chosen | DiptychError:
         cluster = self._cluster
         if request.deadline <= now:
             return RequestDeadlineError("the request's deadline passed before it could be placed")
@@ -149,13 +149,13 @@ class Lookaside:
         if not cluster.turnstile.may_pass(request.tenant, len(request.prompt_token_ids), doubtful=True):
             return NoWorkerError("no ticket: requests wait for their turn at the router")
         try:
-            placement = cluster.place(wish_of(request), prompt)
+            placement = cluster.place(placement_request(request), prompt)
         except NoWorkerError as error:
             return error
         judgement = cluster.judge(placement, now - request.arrived, request.deadline - request.arrived)
         record = placement.decode.record
         life = (record.worker_id, record.incarnation)
-        door = cluster.client_door(life)
+        door = cluster.direct_endpoint(life)
         if door is None and judgement.error is None:  # it is judged where it is asked for then
             return NoWorkerError(f"{record.worker_id} takes requests from routers only")
         self._judged[judgement.verdict].inc()
@@ -164,7 +164,7 @@ class Lookaside:
         attempt = new_attempt_id()
         cluster.hold(placement, attempt, request.tenant, len(request.prompt_token_ids), doubtful=True)
         self._unheard[request.tenant] = unheard + 1
-        return _Chosen(request, placement, judgement, life, door, attempt, Story(request.request_id, placement))
+        return _Chosen(request, placement, judgement, life, door, attempt, RequestTrace(request.request_id, placement))
 
     def _remember(self, one: _Chosen, now: float, spend: Spend) -> None:
         request, placement, story = one.request, one.placement, one.story
@@ -195,7 +195,7 @@ class Lookaside:
 
     # ---- what is heard -------------------------------------------------------------------------------------------
 
-    def on_news(self, news: decode_pb2.TicketNews) -> None:
+    def on_news(self, news: decode_pb2.TicketStatus) -> None:
         """What a decode worker tells of an attempt; of another router's it means nothing here."""
         grant = self._grants.get(news.attempt)
         if grant is None:
@@ -235,7 +235,7 @@ class Lookaside:
         self._metrics.judged(self._cluster.admission.on_first_token(grant.judgement, story.ttft_s))
         self._cluster.reservations.prompt_computed(attempt)
 
-    def _on_end(self, grant: _Grant, news: decode_pb2.TicketNews) -> None:
+    def _on_end(self, grant: _Grant, news: decode_pb2.TicketStatus) -> None:
         cluster, metrics, story = self._cluster, self._metrics, grant.decision.story
         if news.completion_tokens:
             grant.spend(grant.tenant, news.completion_tokens)
@@ -245,7 +245,7 @@ class Lookaside:
         between_s = self._paced(grant, news.completion_tokens, now)
         if not news.HasField("finished"):
             if story.placement is not None:
-                tell_outcome(cluster, story.placement, reason=news.reason, faults=news.prefill_faults)
+                record_outcome(cluster, story.placement, reason=news.reason, faults=news.prefill_faults)
             self._unfinished(grant, news.completion_tokens)
             if news.reason == RequestCancelledError.reason:
                 metrics.refused("CLIENT_LEFT", grant.tenant)
@@ -258,7 +258,7 @@ class Lookaside:
         story.facts, story.cached_tokens = finished.explanation, usage.cached_tokens
         if story.placement is not None:
             prefill = finished.explanation.prefill
-            tell_outcome(cluster, story.placement, reason="", prefill=prefill, faults=news.prefill_faults)
+            record_outcome(cluster, story.placement, reason="", prefill=prefill, faults=news.prefill_faults)
         total_s = now - grant.decision.arrived
         reason = _finish_reason(finished.finish_reason)
         grant.end = (reason, usage)
@@ -307,7 +307,7 @@ class Lookaside:
             if until > now:
                 break
             self._set_aside(attempt)
-        gone = {life for life in self._lives() if self._cluster.client_door(life) is None}
+        gone = {life for life in self._lives() if self._cluster.direct_endpoint(life) is None}
         for attempt, grant in list(self._grants.items()):
             if now > grant.until or grant.life in gone:
                 self._unfinished(grant, 0)

@@ -21,7 +21,7 @@ class ModelInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class GenerateSpec:
+class UncheckedRequest:
     """A request as it came in: values are untrusted objects and None means not given.
 
     Exactly one of prompt (str), token_ids (list of int) and messages (list of {"role": str, "content": str}) is given.
@@ -86,7 +86,7 @@ class GenerateSpec:
 
 
 @dataclass(slots=True)
-class PreparedRequest:
+class ValidatedRequest:
     """Checked and tokenized; every default is filled in. Nobody changes one: it is not frozen because making one would take four
     times as long.
 

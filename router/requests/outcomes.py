@@ -10,14 +10,14 @@ from diptych.router.placement.types import Placement
 from diptych.rpc.v1 import decode_pb2
 
 
-class Judges(Protocol):
+class OutcomeSink(Protocol):
     """See Cluster."""
 
     def on_outcome(self, worker_id: str, reason: str) -> None: ...
 
 
-def tell_outcome(
-    cluster: Judges,
+def record_outcome(
+    cluster: OutcomeSink,
     placement: Placement,
     *,
     reason: str,

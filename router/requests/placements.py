@@ -18,10 +18,10 @@ import structlog
 from diptych.common.errors import DiptychError, InternalError, NoWorkerError, OverloadedError
 from diptych.router.api.auth import current_caller
 from diptych.router.api.grpc_requests import parse, spec_from
-from diptych.router.api.interface import Door
+from diptych.router.api.interface import RouterApi
 from diptych.router.api.packed_ids import PackedIds
 from diptych.router.requests.lookaside import MAX_UNHEARD
-from diptych.router.requests.messages import PreparedRequest
+from diptych.router.requests.messages import ValidatedRequest
 from diptych.rpc.errors import errors_to_status, to_failure
 from diptych.rpc.v1 import router_pb2
 
@@ -38,7 +38,7 @@ _MAX_REMEMBERED, _MAX_REMEMBERED_BYTES = 256, 512
 class PlacementDesk:
     """One client's stream."""
 
-    def __init__(self, door: Door) -> None:
+    def __init__(self, door: RouterApi) -> None:
         self._door = door
         self._tenant = current_caller.get().tenant
         self._replies: list[bytes] = []
@@ -52,7 +52,7 @@ class PlacementDesk:
         """Nothing is written any more."""
         self._granted: deque[str] = deque(maxlen=MAX_UNHEARD)
         """The latest attempts."""
-        self._before: dict[bytes, PreparedRequest] = {}
+        self._before: dict[bytes, ValidatedRequest] = {}
         """By all of a request but its token ids, one that was prepared: of such a stream they mostly repeat."""
 
     async def read(self, bodies: AsyncIterator[bytes]) -> None:
@@ -74,7 +74,7 @@ class PlacementDesk:
     async def _take(self, places: Iterable[router_pb2.PlaceRequest]) -> None:
         """All of one message: those of token ids, in which nothing waits, are placed together, a number at a time: what was
         placed goes out while others are, and nobody else waits for all of them."""
-        ready: list[tuple[int, PreparedRequest]] = []
+        ready: list[tuple[int, ValidatedRequest]] = []
         num_tokens = 0
         for request in places:
             if request.request.WhichOneof("input") == "token_ids":
@@ -101,7 +101,7 @@ class PlacementDesk:
         if (prepared := await self._prepared(request)) is not None:
             self._place([(request.id, prepared)])
 
-    async def _prepared(self, request: router_pb2.PlaceRequest) -> PreparedRequest | None:
+    async def _prepared(self, request: router_pb2.PlaceRequest) -> ValidatedRequest | None:
         """None: it was refused."""
         try:
             return await self._prepare(request)
@@ -111,7 +111,7 @@ class PlacementDesk:
             self._fail([request.id], error)
         return None
 
-    async def _prepare(self, request: router_pb2.PlaceRequest) -> PreparedRequest:
+    async def _prepare(self, request: router_pb2.PlaceRequest) -> ValidatedRequest:
         """Raises: DiptychError."""
         asked = request.request
         if not _may_repeat(asked):
@@ -131,7 +131,7 @@ class PlacementDesk:
             self._before[rest] = prepared
         return prepared
 
-    def _place(self, ready: Sequence[tuple[int, PreparedRequest]]) -> None:
+    def _place(self, ready: Sequence[tuple[int, ValidatedRequest]]) -> None:
         try:
             outcomes = self._door.place([prepared for _, prepared in ready])
         except Exception as error:
@@ -184,7 +184,7 @@ class PlacementDesk:
         self._door.tickets_left(self._granted)
 
 
-async def serve_placements(door: Door, bodies: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+async def serve_placements(door: RouterApi, bodies: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
     desk = PlacementDesk(door)
     reader = asyncio.create_task(desk.read(bodies), name="placements reader")
     async with errors_to_status(context):  # outermost: an end waits for what was written before it to be read
@@ -207,7 +207,7 @@ async def _write(context: grpc.aio.ServicerContext, message: bytes) -> None:
         raise OverloadedError(f"the replies of this stream were not read for {UNREAD_S:.0f} s") from None
 
 
-async def place(door: Door, request: router_pb2.PlaceRequest, tenant: str) -> router_pb2.Placed:
+async def place(door: RouterApi, request: router_pb2.PlaceRequest, tenant: str) -> router_pb2.Placed:
     """Raises: DiptychError."""
     (outcome,) = door.place([await _prepare(door, request, tenant)])
     if isinstance(outcome, DiptychError):
@@ -226,7 +226,7 @@ def _may_repeat(asked: router_pb2.GenerateRequest) -> bool:
     )
 
 
-async def _prepare(door: Door, request: router_pb2.PlaceRequest, tenant: str) -> PreparedRequest:
+async def _prepare(door: RouterApi, request: router_pb2.PlaceRequest, tenant: str) -> ValidatedRequest:
     asked = request.request
     spec, offer = spec_from(asked, request.remaining_s or None, door.features(asked.model), tenant)
     if offer.names or (asked.split and asked.WhichOneof("input") == "chat"):

@@ -23,8 +23,8 @@ from diptych.common.errors import (
 from diptych.common.ids import new_attempt_id
 from diptych.router.cluster.cluster import Cluster, Life, Prompt
 from diptych.router.cluster.decode_stream import Attempt
-from diptych.router.fairness.admission import Judgement
-from diptych.router.observe.explain import Story
+from diptych.router.fairness.admission import AdmissionDecision
+from diptych.router.observe.explain import RequestTrace
 from diptych.router.observe.metrics import RouterMetrics
 from diptych.router.placement.recent import Decision
 from diptych.router.placement.types import Placement
@@ -33,15 +33,15 @@ from diptych.router.requests.messages import (
     ChoiceFinishedEvent,
     FinishedEvent,
     GenerateEvent,
-    PreparedRequest,
     PromptLogprobsEvent,
     StartedEvent,
     TokenEvent,
     TokenLogprob,
     UsageInfo,
+    ValidatedRequest,
 )
-from diptych.router.requests.outcomes import tell_outcome
-from diptych.router.requests.submission import submit_of, wish_of
+from diptych.router.requests.outcomes import record_outcome
+from diptych.router.requests.submission import placement_request, submit_of
 from diptych.rpc.convert import finish_reason_from_proto, logprobs_from_proto
 from diptych.rpc.errors import from_failure
 from diptych.rpc.v1 import decode_pb2, router_pb2
@@ -55,7 +55,7 @@ _REPLACEABLE = (StaleReferenceError, WorkerLostError, NoWorkerError, OverloadedE
 class Relay:
     """Use `next` until FinishedEvent or an error, and `close` in any case."""
 
-    def __init__(self, cluster: Cluster, request: PreparedRequest, metrics: RouterMetrics, clock: Clock) -> None:
+    def __init__(self, cluster: Cluster, request: ValidatedRequest, metrics: RouterMetrics, clock: Clock) -> None:
         self._cluster = cluster
         self._request = request
         self._metrics = metrics
@@ -65,8 +65,8 @@ class Relay:
         self._life = Lifecycle(num_tokens=resumed, offsets={0: resumed})
         self._started = False
         self._attempt: Attempt | None = None
-        self._judgement: Judgement | None = None
-        self._story = Story(request.request_id)
+        self._judgement: AdmissionDecision | None = None
+        self._story = RequestTrace(request.request_id)
         self._decision = Decision(
             request_id=request.request_id,
             label=request.label,
@@ -102,7 +102,7 @@ class Relay:
                 return event
 
     @property
-    def story(self) -> Story:
+    def story(self) -> RequestTrace:
         return self._story
 
     def close(self) -> None:
@@ -127,7 +127,7 @@ class Relay:
         self._judged = True
         facts = self._story.facts
         prefill = facts.prefill if facts is not None else ""
-        tell_outcome(self._cluster, placement, reason=reason, prefill=prefill, faults=faults)
+        record_outcome(self._cluster, placement, reason=reason, prefill=prefill, faults=faults)
 
     # ---- placing -------------------------------------------------------------------------------------------------
 
@@ -142,7 +142,7 @@ class Relay:
 
     def _submit(self) -> None:
         request = self._request
-        wish = wish_of(request)
+        wish = placement_request(request)
         story = self._story
         placement = story.placement = self._cluster.place(wish, self._prompt, self._excluded)
         story.mode = self._cluster.index_mode(placement)

@@ -12,7 +12,7 @@ from diptych.common.errors import DiptychError
 from diptych.common.ids import new_request_id
 from diptych.common.metrics import Metrics
 from diptych.router.placement.rollout import SHADOW
-from diptych.router.requests.messages import FinishedEvent, GenerateEvent, PreparedRequest
+from diptych.router.requests.messages import FinishedEvent, GenerateEvent, ValidatedRequest
 
 log = structlog.get_logger(__name__)
 
@@ -25,14 +25,14 @@ class Shadows:
     run: streams a request's answer, as the frontend does for real ones, but counts it nowhere.
     """
 
-    def __init__(self, run: Callable[[PreparedRequest], AsyncIterator[GenerateEvent]], metrics: Metrics) -> None:
+    def __init__(self, run: Callable[[ValidatedRequest], AsyncIterator[GenerateEvent]], metrics: Metrics) -> None:
         self._run = run
         self._tasks: set[asyncio.Task[None]] = set()
         self._requests = metrics.counter(
             "shadow_requests", "Copies sent to the shadow group, by how they ended", ["outcome"]
         )
 
-    def start(self, request: PreparedRequest) -> None:
+    def start(self, request: ValidatedRequest) -> None:
         """Copy the request, unless enough copies run already."""
         if len(self._tasks) >= MAX_SHADOWS:
             self._requests.labels(_DROPPED).inc()
@@ -50,7 +50,7 @@ class Shadows:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _follow(self, copy: PreparedRequest) -> None:
+    async def _follow(self, copy: ValidatedRequest) -> None:
         outcome = "CANCELLED"
         try:
             async for event in self._run(copy):

@@ -7,7 +7,7 @@ from functools import lru_cache
 from diptych.common.worker_record import WorkerRecord
 from diptych.router.placement.cost import MAX_SPARES
 from diptych.router.placement.types import Placement, PlacementRequest
-from diptych.router.requests.messages import PreparedRequest
+from diptych.router.requests.messages import ValidatedRequest
 from diptych.rpc.convert import sampling_to_proto
 from diptych.rpc.v1 import decode_pb2, router_pb2, types_pb2
 
@@ -16,7 +16,7 @@ COLOCATED_MARGIN = 1.0
 _MARGIN_S, _MARGIN_FRACTION = 0.05, 0.05
 
 
-def wish_of(request: PreparedRequest) -> PlacementRequest:
+def placement_request(request: ValidatedRequest) -> PlacementRequest:
     """What the request asks of a placement."""
     return PlacementRequest(
         num_prompt_tokens=len(request.prompt_token_ids),
@@ -29,7 +29,7 @@ def wish_of(request: PreparedRequest) -> PlacementRequest:
 
 
 def submit_of(
-    request: PreparedRequest,
+    request: ValidatedRequest,
     placement: Placement,
     attempt: str,
     left_s: float,
@@ -67,7 +67,7 @@ def submit_of(
     return submit
 
 
-def claims_of(request: PreparedRequest, placement: Placement, attempt: str, left_s: float, epoch: int) -> bytes:
+def claims_of(request: ValidatedRequest, placement: Placement, attempt: str, left_s: float, epoch: int) -> bytes:
     """A TicketClaims, encoded. (To put a submission into one and encode that would copy it first.)"""
     packed = request.packed
     submit = submit_of(request, placement, attempt, left_s, request.traceparent, with_prompt=packed is None)

@@ -140,7 +140,7 @@ def text_beside(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, An
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class ToolOptions:
     """Args:
     shown: for the chat template; None: the model is shown no tools.
     names: of the functions that may be called.
@@ -182,7 +182,7 @@ class Offer:
 
 def offer_tools(
     tools: Sequence[Tool] | None, choice: object, features: ModelFeatures, *, parallel: bool = True
-) -> Offer:
+) -> ToolOptions:
     """Args:
         parallel: several calls may come.
     Raises: InvalidRequestError for a tool_choice or a model that cannot have tools, and for schemas over the caps.
@@ -191,7 +191,7 @@ def offer_tools(
     if not tools:
         if named or choice == "required":
             raise InvalidRequestError("tool_choice asks for a call, and there are no tools", param="tool_choice")
-        return Offer()
+        return ToolOptions()
     if len(tools) > MAX_TOOLS:
         raise InvalidRequestError(f"at most {MAX_TOOLS} tools, got {len(tools)}", param="tools")
     shown = [tool.model_dump(exclude_unset=True) for tool in tools]
@@ -200,7 +200,7 @@ def offer_tools(
         if tool.function.parameters:
             check_schema(tool.function.parameters, "tools")
     if choice == "none":
-        return Offer()
+        return ToolOptions()
     if features.tool_parser == "none" or not features.takes_tools:
         raise InvalidRequestError(
             "this model's chat template knows no tools that could be read back (see --tool-call-parser)", param="tools"
@@ -214,10 +214,10 @@ def offer_tools(
     functions = tuple(Function(f.name, f.parameters, bool(f.strict)) for f in (tool.function for tool in tools))
     if named:
         wanted = [function for function in functions if function.name == named]
-        return Offer(shown, (named,), required_calls(form, wanted, several=False))
+        return ToolOptions(shown, (named,), required_calls(form, wanted, several=False))
     if choice == "required":
-        return Offer(shown, names, required_calls(form, functions, several=parallel))
-    return Offer(shown, names, None, functions, form, several=parallel)
+        return ToolOptions(shown, names, required_calls(form, functions, several=parallel))
+    return ToolOptions(shown, names, None, functions, form, several=parallel)
 
 
 def _named(choice: object) -> str:

@@ -34,7 +34,7 @@ class TicketClaims(_message.Message):
     epoch: int
     def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., epoch: _Optional[int] = ...) -> None: ...
 
-class ClientDoor(_message.Message):
+class DirectEndpoint(_message.Message):
     __slots__ = ("address", "tls", "ticket_epoch")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     TLS_FIELD_NUMBER: _ClassVar[int]
@@ -97,16 +97,16 @@ class Cancel(_message.Message):
     def __init__(self, attempt: _Optional[str] = ...) -> None: ...
 
 class StepBatch(_message.Message):
-    __slots__ = ("events", "client_door", "ticket_news")
+    __slots__ = ("events", "direct_endpoint", "ticket_status")
     EVENTS_FIELD_NUMBER: _ClassVar[int]
-    CLIENT_DOOR_FIELD_NUMBER: _ClassVar[int]
-    TICKET_NEWS_FIELD_NUMBER: _ClassVar[int]
+    DIRECT_ENDPOINT_FIELD_NUMBER: _ClassVar[int]
+    TICKET_STATUS_FIELD_NUMBER: _ClassVar[int]
     events: _containers.RepeatedCompositeFieldContainer[Event]
-    client_door: ClientDoor
-    ticket_news: _containers.RepeatedCompositeFieldContainer[TicketNews]
-    def __init__(self, events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ..., client_door: _Optional[_Union[ClientDoor, _Mapping]] = ..., ticket_news: _Optional[_Iterable[_Union[TicketNews, _Mapping]]] = ...) -> None: ...
+    direct_endpoint: DirectEndpoint
+    ticket_status: _containers.RepeatedCompositeFieldContainer[TicketStatus]
+    def __init__(self, events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ..., direct_endpoint: _Optional[_Union[DirectEndpoint, _Mapping]] = ..., ticket_status: _Optional[_Iterable[_Union[TicketStatus, _Mapping]]] = ...) -> None: ...
 
-class TicketNews(_message.Message):
+class TicketStatus(_message.Message):
     __slots__ = ("attempt", "first_token", "ended", "completion_tokens", "reason", "taken", "finished", "prefill_faults", "cached_tokens")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]

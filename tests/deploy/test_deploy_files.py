@@ -27,7 +27,7 @@ from diptych.common.tracing import ENDPOINT_VARIABLES
 from diptych.engine.messages import EngineStats
 from diptych.router.config import RouterConfig
 from diptych.router.observe.metrics import RouterMetrics
-from diptych.router.requests.messages import GenerateEvent, PreparedRequest
+from diptych.router.requests.messages import GenerateEvent, ValidatedRequest
 from diptych.router.requests.shadow import Shadows
 from diptych.worker.config import WorkerConfig
 from diptych.worker.metrics import WorkerMetrics
@@ -158,7 +158,7 @@ def test_the_boards_are_what_their_tables_say() -> None:
     )
 
 
-async def _no_events(request: PreparedRequest) -> AsyncIterator[GenerateEvent]:
+async def _no_events(request: ValidatedRequest) -> AsyncIterator[GenerateEvent]:
     for event in ():
         yield event
 

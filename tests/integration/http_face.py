@@ -9,7 +9,7 @@ import grpc.aio
 import httpx
 import openai
 
-from diptych.router.api.fake import FakeDoor
+from diptych.router.api.fake import FakeRouterApi
 from diptych.router.api.http_options import HttpOptions
 from diptych.router.server import Faces
 
@@ -19,7 +19,7 @@ grpc.aio.init_grpc_aio()  # its poller thread lives as long as the process; it m
 
 
 @asynccontextmanager
-async def serving(door: FakeDoor, options: HttpOptions | None = None) -> AsyncIterator[str]:
+async def serving(door: FakeRouterApi, options: HttpOptions | None = None) -> AsyncIterator[str]:
     """The base URL of a router whose frontend is `door`."""
     faces = Faces("127.0.0.1", 0, 0, options=options)
     try:
@@ -29,13 +29,13 @@ async def serving(door: FakeDoor, options: HttpOptions | None = None) -> AsyncIt
 
 
 @asynccontextmanager
-async def http(door: FakeDoor, options: HttpOptions | None = None) -> AsyncIterator[httpx.AsyncClient]:
+async def http(door: FakeRouterApi, options: HttpOptions | None = None) -> AsyncIterator[httpx.AsyncClient]:
     async with serving(door, options) as url, httpx.AsyncClient(base_url=url, timeout=WAIT_S) as client:
         yield client
 
 
 @asynccontextmanager
-async def openai_client(door: FakeDoor) -> AsyncIterator[openai.AsyncOpenAI]:
+async def openai_client(door: FakeRouterApi) -> AsyncIterator[openai.AsyncOpenAI]:
     async with (
         serving(door) as url,
         openai.AsyncOpenAI(base_url=url + "/v1", api_key="none", max_retries=0, timeout=WAIT_S) as client,

@@ -15,7 +15,7 @@ from diptych.common.store_memory import MemoryStore
 from diptych.common.worker_record import WorkerRecord
 from diptych.router.cluster.fake_decode import FakeDecode
 from diptych.router.config import RouterConfig
-from diptych.router.frontend import Frontend, GenerateSpec
+from diptych.router.frontend import Frontend, UncheckedRequest
 
 waiting = sys.modules["diptych_test_waiting"]
 BLOCK_SIZE = 16
@@ -108,7 +108,9 @@ class Fleet:
         await self.until(lambda: (len(cluster.snapshot().decode), len(cluster.snapshot().prefill)) == (decode, prefill))
 
     async def ask(self, max_tokens=3, num_prompt=40, **changes):
-        spec = GenerateSpec(token_ids=[1] * num_prompt, sampling={"max_tokens": max_tokens}, explain=True, **changes)
+        spec = UncheckedRequest(
+            token_ids=[1] * num_prompt, sampling={"max_tokens": max_tokens}, explain=True, **changes
+        )
         return [event async for event in self.frontend.generate(await self.frontend.prepare(spec))]
 
     def no_reservations(self):

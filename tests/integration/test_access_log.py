@@ -158,7 +158,7 @@ async def test_5_4_a_request_that_is_cancelled_has_one_line(world: Any, lines: L
 
 async def test_5_4_a_ticket_has_one_line_at_its_end(world: Any, lines: Lines) -> None:
     fleet, decode, _, sdk, key = world
-    await fleet.until(lambda: fleet.frontend._cluster.client_door(("d0", "i1")) is not None)
+    await fleet.until(lambda: fleet.frontend._cluster.direct_endpoint(("d0", "i1")) is not None)
     async with AsyncClient(sdk.address, api_key=key, lookaside=True, timeout_s=WAIT_S) as client:
         told = await client.generate(token_ids=PROMPT, max_tokens=3, request_id="mine", explain=True)
         line = await line_of(

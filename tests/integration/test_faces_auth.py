@@ -24,7 +24,7 @@ from diptych.common.errors import ConfigError
 from diptych.common.tls import load_server_tls
 from diptych.router.api.auth import Authenticator
 from diptych.router.api.auth_keys import add_key, public_id, revoke_key
-from diptych.router.api.fake import FakeDoor, hello_script
+from diptych.router.api.fake import FakeRouterApi, hello_script
 from diptych.router.api.http_app import create_app
 from diptych.router.server import Faces
 from diptych.rpc.channels import open_channel
@@ -44,7 +44,7 @@ class Clock:
 
 
 @asynccontextmanager
-async def serving(door: FakeDoor, **options: Any) -> AsyncIterator[tuple[str, str]]:
+async def serving(door: FakeRouterApi, **options: Any) -> AsyncIterator[tuple[str, str]]:
     faces = Faces("127.0.0.1", 0, 0, **options)
     try:
         addresses = await faces.start(door, door.metrics)
@@ -60,7 +60,7 @@ def file(tmp_path: Path) -> Path:
 
 async def test_metrics_and_readiness_are_open_where_that_was_said(file: Path) -> None:
     add_key(file, "acme", now=0.0)
-    async with serving(FakeDoor(hello_script()), keys=Authenticator(file, now=Clock()), open_metrics=True) as (
+    async with serving(FakeRouterApi(hello_script()), keys=Authenticator(file, now=Clock()), open_metrics=True) as (
         address,
         _,
     ):
@@ -71,7 +71,7 @@ async def test_metrics_and_readiness_are_open_where_that_was_said(file: Path) ->
 
 async def test_every_route_but_liveness_needs_a_key(file: Path) -> None:
     key, _ = add_key(file, "acme", now=0.0)
-    door = FakeDoor(hello_script())
+    door = FakeRouterApi(hello_script())
     routes = [route for route in create_app(door, door.metrics).routes if isinstance(route, Route)]
     paths = sorted({route.path for route in routes})
     assert {CHAT, "/metrics", "/ready", "/openapi.json", "/v1/models"} <= set(paths)
@@ -98,7 +98,7 @@ async def test_every_route_but_liveness_needs_a_key(file: Path) -> None:
 
 async def test_the_openai_client_knows_the_error(file: Path) -> None:
     key, _ = add_key(file, "acme", now=0.0)
-    async with serving(FakeDoor(hello_script()), keys=Authenticator(file, now=Clock())) as (address, _):
+    async with serving(FakeRouterApi(hello_script()), keys=Authenticator(file, now=Clock())) as (address, _):
         for api_key in (key, "wrong"):
             client = openai.AsyncOpenAI(base_url=f"http://{address}/v1", api_key=api_key, max_retries=0, timeout=WAIT_S)
             async with client:
@@ -111,7 +111,7 @@ async def test_the_openai_client_knows_the_error(file: Path) -> None:
 
 async def test_every_grpc_method_needs_a_key(file: Path) -> None:
     key, _ = add_key(file, "acme", now=0.0)
-    door = FakeDoor(hello_script())
+    door = FakeRouterApi(hello_script())
     names = ["/diptych.rpc.v1.Router/Generate", "/diptych.rpc.v1.Router/ListModels", "/grpc.health.v1.Health/Check"]
     names += ["/grpc.health.v1.Health/Watch", "/no.such.Service/Method", "/diptych.rpc.v1.Router/Nothing"]
     async with serving(door, keys=Authenticator(file, now=Clock())) as (_, address):
@@ -138,7 +138,7 @@ async def test_every_grpc_method_needs_a_key(file: Path) -> None:
 
 async def test_concurrent_callers_keep_their_tenants_apart(file: Path) -> None:
     keys = {tenant: add_key(file, tenant, now=0.0)[0] for tenant in ("a", "b")}
-    door = FakeDoor(hello_script())
+    door = FakeRouterApi(hello_script())
     async with serving(door, keys=Authenticator(file, now=Clock())) as (http, address):
 
         async def by_grpc(tenant: str) -> None:
@@ -158,7 +158,7 @@ async def test_concurrent_callers_keep_their_tenants_apart(file: Path) -> None:
 async def test_a_revoked_key_stops_working_while_the_router_runs(file: Path) -> None:
     key, _ = add_key(file, "acme", now=0.0)
     clock = Clock()
-    async with serving(FakeDoor(hello_script()), keys=Authenticator(file, now=clock)) as (address, _):
+    async with serving(FakeRouterApi(hello_script()), keys=Authenticator(file, now=clock)) as (address, _):
         async with httpx.AsyncClient(
             base_url=f"http://{address}", headers={"authorization": f"Bearer {key}"}
         ) as client:
@@ -170,7 +170,7 @@ async def test_a_revoked_key_stops_working_while_the_router_runs(file: Path) -> 
 
 async def test_a_quota_is_429_on_both_faces(file: Path) -> None:
     key, _ = add_key(file, "acme", now=0.0, tokens_per_minute=5)
-    door = FakeDoor(hello_script())
+    door = FakeRouterApi(hello_script())
     async with serving(door, keys=Authenticator(file, now=Clock())) as (address, grpc_address):
         headers = {"authorization": f"Bearer {key}"}
         async with httpx.AsyncClient(base_url=f"http://{address}", headers=headers, timeout=WAIT_S) as client:
@@ -191,7 +191,7 @@ async def test_a_quota_is_429_on_both_faces(file: Path) -> None:
 async def test_requests_a_minute_are_a_quota_of_their_own(file: Path) -> None:
     """Whatever becomes of them: one that cannot be used counts, too."""
     key, _ = add_key(file, "acme", now=0.0, requests_per_minute=2)
-    door = FakeDoor(hello_script())
+    door = FakeRouterApi(hello_script())
     async with serving(door, keys=Authenticator(file, now=Clock())) as (address, grpc_address):
         headers = {"authorization": f"Bearer {key}"}
         async with httpx.AsyncClient(base_url=f"http://{address}", headers=headers, timeout=WAIT_S) as client:
@@ -211,7 +211,7 @@ async def test_requests_a_minute_are_a_quota_of_their_own(file: Path) -> None:
 
 
 async def test_headers_over_the_cap_are_431() -> None:
-    async with serving(FakeDoor(hello_script())) as (address, _):
+    async with serving(FakeRouterApi(hello_script())) as (address, _):
         async with httpx.AsyncClient(base_url=f"http://{address}", timeout=WAIT_S) as client:
             fits = await client.get("/live", headers={"x-a": "b" * 30_000})
             assert fits.status_code == 200
@@ -236,7 +236,7 @@ async def test_headers_over_the_cap_are_431() -> None:
 
 @pytest.mark.parametrize("label", [b"caf\xe9", b"x" * 129, b"a\tb"])
 async def test_a_label_that_is_no_label_is_400(label: bytes) -> None:
-    async with serving(FakeDoor(hello_script())) as (address, _):
+    async with serving(FakeRouterApi(hello_script())) as (address, _):
         async with httpx.AsyncClient(base_url=f"http://{address}", timeout=WAIT_S) as client:
             answer = await client.post(CHAT, json=BODY, headers=[(b"x-request-id", label)])
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "x-request-id")
@@ -253,7 +253,7 @@ async def test_tls_on_both_faces(tmp_path: Path, file: Path) -> None:
     tls = load_server_tls(tmp_path / "cert.pem", tmp_path / "key.pem")
     trust = ssl.create_default_context(cafile=str(tmp_path / "ca.pem"))
     keys = Authenticator(file, now=Clock())
-    async with serving(FakeDoor(hello_script()), tls=tls, keys=keys) as (http, address):
+    async with serving(FakeRouterApi(hello_script()), tls=tls, keys=keys) as (http, address):
         headers = {"authorization": f"Bearer {key}"}
         async with httpx.AsyncClient(base_url=f"https://{http}", verify=trust, headers=headers) as client:
             streamed = await client.post(CHAT, json=BODY | {"stream": True})

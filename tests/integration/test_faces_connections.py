@@ -12,7 +12,7 @@ import grpc.aio
 import pytest
 from diptych_test_http_face import WAIT_S, http, serving
 
-from diptych.router.api.fake import FakeDoor, hello_script
+from diptych.router.api.fake import FakeRouterApi, hello_script
 from diptych.router.api.http_options import HttpOptions
 
 CHAT = "/v1/chat/completions"
@@ -32,14 +32,14 @@ async def said_to(url: str, data: bytes) -> bytes:
 
 @pytest.mark.parametrize("data", [b"", b"P", b"POST /v1/chat/comp"])
 async def test_connections_that_send_nothing_or_half_a_head_are_closed(data: bytes) -> None:
-    async with serving(FakeDoor([]), HttpOptions(head_timeout_s=0.1)) as url:
+    async with serving(FakeRouterApi([]), HttpOptions(head_timeout_s=0.1)) as url:
         answer = await said_to(url, data)
     assert answer == b"" or answer.startswith(b"HTTP/1.1 408")
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 async def test_content_length_with_transfer_encoding_is_refused_and_closed(order: tuple[int, int]) -> None:
-    door = FakeDoor(hello_script())
+    door = FakeRouterApi(hello_script())
     both = (b"Content-Length: 6\r\n", b"Transfer-Encoding: chunked\r\n")
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\n" + both[order[0]] + both[order[1]] + b"\r\n"
     smuggled = b"GET /live HTTP/1.1\r\nHost: a\r\n\r\n"
@@ -54,7 +54,7 @@ async def test_content_length_with_transfer_encoding_is_refused_and_closed(order
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "zstd", "identity, gzip", "GZIP"])
 async def test_a_compressed_body_is_415(encoding: str) -> None:
-    door = FakeDoor(hello_script())
+    door = FakeRouterApi(hello_script())
     async with http(door) as client:
         for path in (CHAT, "/v1/completions", "/v1/responses", "/tokenize", "/detokenize"):
             answer = await client.post(path, content=gzip.compress(ASK), headers={"content-encoding": encoding})
@@ -66,7 +66,7 @@ async def test_a_compressed_body_is_415(encoding: str) -> None:
 
 
 async def test_a_grpc_client_at_the_http_port_is_told_so() -> None:
-    async with serving(FakeDoor([])) as url, grpc.aio.insecure_channel(url.removeprefix("http://")) as channel:
+    async with serving(FakeRouterApi([])) as url, grpc.aio.insecure_channel(url.removeprefix("http://")) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await channel.unary_unary("/diptych.rpc.v1.RouterService/ListModels")(b"", timeout=WAIT_S)
     assert "http1.x server" in str(caught.value.details())
@@ -74,5 +74,5 @@ async def test_a_grpc_client_at_the_http_port_is_told_so() -> None:
 
 async def test_an_offer_of_http2_is_answered_in_http1() -> None:
     offer = {"connection": "Upgrade, HTTP2-Settings", "upgrade": "h2c", "http2-settings": "AAMAAABkAAQAAP__"}
-    async with http(FakeDoor(hello_script())) as client:
+    async with http(FakeRouterApi(hello_script())) as client:
         assert (await client.post(CHAT, content=ASK, headers=offer)).status_code == 200

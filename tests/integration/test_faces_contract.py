@@ -14,7 +14,7 @@ from diptych_test_openai_contract import read
 
 from diptych.common.errors import OverloadedError, WorkerLostError
 from diptych.common.sampling import FinishReason
-from diptych.router.api.fake import MODEL, FakeDoor, Step, hello_script
+from diptych.router.api.fake import MODEL, FakeRouterApi, Step, hello_script
 from diptych.router.requests.messages import (
     ChoiceFinishedEvent,
     FinishedEvent,
@@ -134,7 +134,7 @@ def data_of(path: str, text: str) -> list[str]:
 async def test_every_answer_and_chunk_fits_the_schema(
     name: str, path: str, script: list[Step], fields: dict[str, Any]
 ) -> None:
-    door = FakeDoor(script)
+    door = FakeRouterApi(script)
     door.model_features = CALLER
     async with http(door) as client:
         whole = await ask(client, path, fields, stream=False)
@@ -159,8 +159,8 @@ async def test_every_answer_and_chunk_fits_the_schema(
 
 
 async def test_every_failure_fits_the_schema() -> None:
-    door = FakeDoor([TokenEvent(0, (1,), "He"), WorkerLostError("gone")])
-    full = FakeDoor([], refuse=OverloadedError("full"))
+    door = FakeRouterApi([TokenEvent(0, (1,), "He"), WorkerLostError("gone")])
+    full = FakeRouterApi([], refuse=OverloadedError("full"))
     async with http(door) as client, http(full) as busy:
         for path in KINDS:
             answers = [
@@ -184,7 +184,7 @@ async def test_every_failure_fits_the_schema() -> None:
 
 
 async def test_models_fit_the_schema() -> None:
-    async with http(FakeDoor([])) as client:
+    async with http(FakeRouterApi([])) as client:
         assert [model.id for model in read("models", (await client.get("/v1/models")).content).data] == [MODEL]
         read("model", (await client.get(f"/v1/models/{MODEL}")).content)
 
@@ -200,7 +200,7 @@ INTEGERS: list[tuple[str, dict[str, Any], int, int]] = [
 async def test_integers_have_the_ranges_of_the_schema(
     field: str, beside: dict[str, Any], least: int, most: int
 ) -> None:
-    async with http(FakeDoor(LOGPROBS)) as client:
+    async with http(FakeRouterApi(LOGPROBS)) as client:
         for value in (least, most):
             answer = await client.post(CHAT, json=ASK[CHAT] | beside | {field: value})
             assert answer.status_code != 400, (value, answer.text)

@@ -13,7 +13,7 @@ import pytest
 from diptych.client import AsyncClient, NoWorkerError, RetryPolicy, UnreachableError, WorkerLostError
 from diptych.common.errors import ConfigError
 from diptych.router import server
-from diptych.router.api.fake import FakeDoor, hello_script
+from diptych.router.api.fake import FakeRouterApi, hello_script
 from diptych.router.requests.messages import TokenEvent
 from diptych.router.server import Faces, drain
 
@@ -29,7 +29,7 @@ async def test_draining(ends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "CLOSE_S", WAIT_S)
     gate = asyncio.Event()
     after = hello_script()[1:] if ends else [WorkerLostError("the router stops")]
-    door = FakeDoor([TokenEvent(0, (10,), "Hello"), gate, *after])
+    door = FakeRouterApi([TokenEvent(0, (10,), "Hello"), gate, *after])
     faces = Faces("127.0.0.1", 0, 0)
     addresses = await faces.start(door, door.metrics)
     async with (

@@ -14,7 +14,7 @@ import pytest
 
 from diptych.router.api.auth import Authenticator
 from diptych.router.api.auth_keys import add_key
-from diptych.router.api.fake import FakeDoor, hello_script
+from diptych.router.api.fake import FakeRouterApi, hello_script
 from diptych.router.server import Faces
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -59,7 +59,7 @@ async def test_without_a_router_it_ends_with_a_code_and_words(name: str) -> None
 async def test_example(name: str, tmp_path: Path) -> None:
     key, _ = add_key(tmp_path / "keys.json", "acme", now=0.0)
     faces = Faces("127.0.0.1", 0, 0, keys=Authenticator(tmp_path / "keys.json", now=time.monotonic))
-    door = FakeDoor(hello_script())
+    door = FakeRouterApi(hello_script())
     try:
         addresses = await faces.start(door, door.metrics)
         target = addresses.grpc if name.startswith("sdk_") else f"http://{addresses.http}/v1"

@@ -11,7 +11,7 @@ from diptych_test_http_face import http, openai_client
 from diptych.common.errors import WorkerLostError
 from diptych.common.grammar import Grammar, GrammarKind, Tags
 from diptych.common.sampling import FinishReason
-from diptych.router.api.fake import MODEL, FakeDoor, Step, hello_script
+from diptych.router.api.fake import MODEL, FakeRouterApi, Step, hello_script
 from diptych.router.requests.messages import FinishedEvent, ModelFeatures, TokenEvent, UsageInfo
 
 CHAT = "/v1/chat/completions"
@@ -27,7 +27,7 @@ def says(*texts: str, reason: FinishReason = FinishReason.STOP) -> list[Step]:
 
 
 async def test_tool_calls_there_and_back() -> None:
-    door = FakeDoor(says("Well.\n<tool", '_call>{"name": "add", "arguments": {"a"', ": 1}}</tool_call>"))
+    door = FakeRouterApi(says("Well.\n<tool", '_call>{"name": "add", "arguments": {"a"', ": 1}}</tool_call>"))
     door.model_features = CALLER
     async with openai_client(door) as client:
         ask: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "tools": [TOOL]}
@@ -55,7 +55,7 @@ async def test_tool_calls_there_and_back() -> None:
 
 
 async def test_promised_calls_are_grammars() -> None:
-    door = FakeDoor(says('<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'))
+    door = FakeRouterApi(says('<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'))
     door.model_features = CALLER
     other = {"type": "function", "function": {"name": "sub", "parameters": {"type": "object"}, "strict": True}}
     async with http(door) as client:
@@ -91,7 +91,7 @@ async def test_tools_with_response_format() -> None:
     form = {"type": "json_schema", "json_schema": {"name": "place", "schema": PLACE}}
     strict = {"type": "function", "function": TOOL["function"] | {"strict": True}}
     flat = {"type": "function", "name": "add", "parameters": {"type": "object"}}
-    door = FakeDoor(says(said))
+    door = FakeRouterApi(says(said))
 
     def grammar() -> Grammar:
         found = door.specs[-1].grammar
@@ -156,7 +156,7 @@ async def test_tools_that_cannot_be_had_are_400() -> None:
         (CALLER, {"chat_template_kwargs": {"a": [1]}}, "chat_template_kwargs"),
         (CALLER, {"chat_template_kwargs": {str(i): 1 for i in range(17)}}, "chat_template_kwargs"),
     ]
-    door = FakeDoor(hello_script())
+    door = FakeRouterApi(hello_script())
     async with http(door) as client:
         for features, body, param in bad:
             door.model_features = features
@@ -171,7 +171,7 @@ async def test_tools_that_cannot_be_had_are_400() -> None:
 
 async def test_function_calls_in_responses() -> None:
     call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
-    door = FakeDoor(says("Well.", call[:20], call[20:]))
+    door = FakeRouterApi(says("Well.", call[:20], call[20:]))
     door.model_features = CALLER
     tool: dict[str, Any] = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": False}
     async with openai_client(door) as client:
@@ -205,7 +205,7 @@ CUT = '{"city": "Par'
 
 async def test_a_truncated_call_is_taken_back() -> None:
     """What we hand out at finish_reason length comes back in the history, on every face."""
-    door = FakeDoor(says('<tool_call>{"name": "add", "arguments": ', CUT, reason=FinishReason.LENGTH))
+    door = FakeRouterApi(says('<tool_call>{"name": "add", "arguments": ', CUT, reason=FinishReason.LENGTH))
     door.model_features = CALLER
     tool: Any = {"type": "function", "name": "add", "parameters": {"type": "object"}}
     async with openai_client(door) as client:
@@ -232,7 +232,7 @@ async def test_a_truncated_call_is_taken_back() -> None:
 
 @pytest.mark.parametrize("arguments", ["[", "[1]", "null", "3", '"a"', '{"a": "\\ud83d"}', "{" * 9000, "1" * 5000])
 async def test_arguments_that_are_no_object_stay_text(arguments: str) -> None:
-    door = FakeDoor(hello_script())
+    door = FakeRouterApi(hello_script())
     call = {"id": "a", "function": {"name": "f", "arguments": arguments}}
     async with http(door) as client:
         answer = await client.post(CHAT, json={"messages": [{"role": "assistant", "tool_calls": [call]}, *MESSAGES]})
@@ -242,7 +242,7 @@ async def test_arguments_that_are_no_object_stay_text(arguments: str) -> None:
 
 
 async def test_responses() -> None:
-    door = FakeDoor(hello_script())
+    door = FakeRouterApi(hello_script())
     async with openai_client(door) as client:
         answer = await client.responses.create(model=MODEL, input="Hi", instructions="Be brief", max_output_tokens=9)
         assert (answer.output_text, answer.status) == ("Hello there", "completed")
@@ -275,10 +275,10 @@ async def test_responses() -> None:
 
 
 async def test_responses_that_are_cut_and_that_fail() -> None:
-    async with http(FakeDoor(says("a", reason=FinishReason.LENGTH))) as client:
+    async with http(FakeRouterApi(says("a", reason=FinishReason.LENGTH))) as client:
         body = (await client.post("/v1/responses", json={"input": "a"})).json()
         assert (body["status"], body["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
-    async with http(FakeDoor([TokenEvent(0, (1,), "He"), WorkerLostError("gone")])) as client:
+    async with http(FakeRouterApi([TokenEvent(0, (1,), "He"), WorkerLostError("gone")])) as client:
         answer = await client.post("/v1/responses", json={"input": "a", "stream": True})
         assert answer.text.rstrip().rsplit("\n\n", 1)[-1].startswith("event: error\n")
         assert "response.completed" not in answer.text
@@ -292,14 +292,14 @@ async def test_responses_that_are_cut_and_that_fail() -> None:
         ({"input": "a", "max_output_tokens": 0}, "max_output_tokens"),
         ({"input": "a", "tools": [TOOL]}, "tools"),
     ]
-    async with http(FakeDoor(hello_script())) as client:
+    async with http(FakeRouterApi(hello_script())) as client:
         for body, param in bad:
             answer = await client.post("/v1/responses", json=body)
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), body
 
 
 async def test_tokenize_and_back() -> None:
-    door = FakeDoor([])
+    door = FakeRouterApi([])
     async with http(door) as client:
         answer = (await client.post("/tokenize", json={"prompt": "h\u00e9", "return_token_strs": True})).json()
         assert (answer["count"], answer["tokens"], answer["max_model_len"]) == (3, [204, 295, 269], 2048)

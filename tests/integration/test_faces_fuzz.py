@@ -17,7 +17,7 @@ import schemathesis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from diptych.router.api.fake import FakeDoor, hello_script
+from diptych.router.api.fake import FakeRouterApi, hello_script
 from diptych.router.requests.messages import ModelFeatures
 from diptych.router.server import Faces
 from diptych.rpc.v1 import router_pb2, types_pb2
@@ -38,7 +38,7 @@ class Router:
     """Faces on a loop of their own, for tests that are not async."""
 
     def __init__(self) -> None:
-        self.door = FakeDoor(hello_script())
+        self.door = FakeRouterApi(hello_script())
         self.door.model_features = ModelFeatures("hermes", reasoning=True, takes_tools=True)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="router under test")

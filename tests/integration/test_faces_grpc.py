@@ -36,7 +36,7 @@ from diptych.client import (
     UnreachableError,
     WorkerLostError,
 )
-from diptych.router.api.fake import MODEL, REQUEST_ID, FakeDoor, Step, hello_script
+from diptych.router.api.fake import MODEL, REQUEST_ID, FakeRouterApi, Step, hello_script
 from diptych.router.api.grpc_service import SERVICE
 from diptych.router.requests.messages import TokenEvent
 from diptych.router.server import Faces
@@ -52,7 +52,7 @@ grpc.aio.init_grpc_aio()  # its poller thread lives as long as the process; it m
 
 
 @asynccontextmanager
-async def serving(door: FakeDoor) -> AsyncIterator[str]:
+async def serving(door: FakeRouterApi) -> AsyncIterator[str]:
     """The gRPC address of a router whose frontend is `door`."""
     faces = Faces("127.0.0.1", 0, 0)
     try:
@@ -62,7 +62,7 @@ async def serving(door: FakeDoor) -> AsyncIterator[str]:
 
 
 @asynccontextmanager
-async def sdk(door: FakeDoor, **options: Any) -> AsyncIterator[AsyncClient]:
+async def sdk(door: FakeRouterApi, **options: Any) -> AsyncIterator[AsyncClient]:
     # A deadline that no test reaches: a call that should be cancelled must not end by it.
     async with serving(door) as address, AsyncClient(address, timeout_s=10 * WAIT_S, **options) as client:
         yield client
@@ -95,7 +95,7 @@ async def in_thread(work: Callable[[], Any]) -> Any:
 
 
 async def test_async_whole_answer_and_models() -> None:
-    door = FakeDoor(hello_script())
+    door = FakeRouterApi(hello_script())
     async with sdk(door) as client:
         answer = await client.generate(prompt="Hi", max_tokens=7, stop="!", seed=3, explain=True, request_id="mine")
         models = await client.list_models()
@@ -119,7 +119,7 @@ def check_hello(answer: Completion) -> None:
 
 
 async def test_sync_client() -> None:
-    door = FakeDoor(hello_script())
+    door = FakeRouterApi(hello_script())
 
     def work(address: str) -> tuple[Completion, list[Delta], Completion]:
         with Client(address, timeout_s=WAIT_S) as client:
@@ -136,36 +136,36 @@ async def test_sync_client() -> None:
 
 
 async def test_errors_are_typed_and_carry_details() -> None:
-    async with sdk(FakeDoor(hello_script())) as client:
+    async with sdk(FakeRouterApi(hello_script())) as client:
         with pytest.raises(InvalidRequestError) as caught:
             await client.generate(prompt="Hi", temperature=float("nan"))
         assert caught.value.param == "temperature"
         with pytest.raises(ModelNotFoundError):
             await client.generate(prompt="Hi", model="other")
-    async with sdk(FakeDoor([], refuse=OverloadedError("full", retry_after_s=2.5))) as client:
+    async with sdk(FakeRouterApi([], refuse=OverloadedError("full", retry_after_s=2.5))) as client:
         with pytest.raises(OverloadedError) as shed:
             await client.generate(prompt="Hi")
         assert shed.value.retry_after_s == 2.5
-    async with sdk(FakeDoor([TokenEvent(0, (1,), "a"), WorkerLostError("d0 is gone")])) as client:
+    async with sdk(FakeRouterApi([TokenEvent(0, (1,), "a"), WorkerLostError("d0 is gone")])) as client:
         stream = client.stream(prompt="Hi")
         with pytest.raises(WorkerLostError, match="d0"):
             _ = [delta async for delta in stream]
         with pytest.raises(StreamBrokenError):
             _ = stream.result
-    async with sdk(FakeDoor([ValueError("secret")])) as client:
+    async with sdk(FakeRouterApi([ValueError("secret")])) as client:
         with pytest.raises(DiptychError) as bug:
             await client.generate(prompt="Hi")
         assert "secret" not in bug.value.message
 
 
 async def test_an_answer_that_just_ends_raises() -> None:
-    async with sdk(FakeDoor([TokenEvent(0, (1,), "a")])) as client:
+    async with sdk(FakeRouterApi([TokenEvent(0, (1,), "a")])) as client:
         with pytest.raises(DiptychError, match="without its end"):
             await client.generate(prompt="Hi")
 
 
 async def test_a_gap_raises_and_cancels() -> None:
-    door = FakeDoor([TokenEvent(0, (1,), "a"), TokenEvent(5, (1,), "a"), None])
+    door = FakeRouterApi([TokenEvent(0, (1,), "a"), TokenEvent(5, (1,), "a"), None])
     async with sdk(door) as client:
         with pytest.raises(StreamBrokenError, match="a gap") as broken:
             await client.generate(prompt="Hi")
@@ -177,7 +177,7 @@ ENDLESS: list[Step] = [TokenEvent(0, (1,), "a"), None]
 
 
 async def test_leaving_the_async_iterator_cancels() -> None:
-    door = FakeDoor(ENDLESS)
+    door = FakeRouterApi(ENDLESS)
 
     async def break_out(client: AsyncClient) -> None:
         async for _ in client.stream(prompt="Hi"):
@@ -236,7 +236,7 @@ async def test_leaving_the_async_iterator_cancels() -> None:
 
 
 async def test_leaving_the_sync_iterator_cancels() -> None:
-    door = FakeDoor(ENDLESS)
+    door = FakeRouterApi(ENDLESS)
 
     def break_out(client: Client) -> None:
         for _ in client.stream(prompt="Hi"):
@@ -272,7 +272,7 @@ async def test_leaving_the_sync_iterator_cancels() -> None:
 
 
 async def test_the_deadline_ends_the_call() -> None:
-    door = FakeDoor(ENDLESS)
+    door = FakeRouterApi(ENDLESS)
     async with sdk(door) as client:
         with pytest.raises(RequestDeadlineError):
             await client.generate(prompt="Hi", timeout_s=1.0)
@@ -280,13 +280,13 @@ async def test_the_deadline_ends_the_call() -> None:
 
 
 async def test_unavailable_is_tried_again_before_the_first_message() -> None:
-    door = FakeDoor(hello_script(), refuse=NoWorkerError("nobody yet"))
+    door = FakeRouterApi(hello_script(), refuse=NoWorkerError("nobody yet"))
     async with sdk(door, retry=RetryPolicy(max_tries=10_000, budget_s=WAIT_S)) as client:
         task = asyncio.ensure_future(client.generate(prompt="Hi"))
         await until(lambda: len(door.specs) >= 2)
         door.refuse = None
         assert (await task).text == "Hello there"
-    door = FakeDoor([], refuse=NoWorkerError("nobody"))
+    door = FakeRouterApi([], refuse=NoWorkerError("nobody"))
     async with sdk(door, retry=ONCE) as client:
         with pytest.raises(NoWorkerError):
             await client.generate(prompt="Hi")
@@ -294,7 +294,7 @@ async def test_unavailable_is_tried_again_before_the_first_message() -> None:
 
 
 async def test_an_address_without_a_router_is_unreachable() -> None:
-    async with serving(FakeDoor([])) as address:
+    async with serving(FakeRouterApi([])) as address:
         pass
     async with AsyncClient(address, retry=ONCE) as client:
         with pytest.raises(UnreachableError, match=address):
@@ -320,7 +320,7 @@ def raw_generate(channel: grpc.aio.Channel) -> Callable[..., Any]:
     ],
 )
 async def test_bytes_that_are_no_request_are_the_callers_error(body: bytes, param: str) -> None:
-    door = FakeDoor(hello_script())
+    door = FakeRouterApi(hello_script())
     async with serving(door) as address, open_channel(address) as channel:
         with pytest.raises(grpc.RpcError) as caught:
             async for _ in raw_generate(channel)(body, timeout=WAIT_S):
@@ -340,7 +340,7 @@ async def test_bytes_that_are_no_request_are_the_callers_error(body: bytes, para
 
 
 async def test_health_follows_readiness() -> None:
-    door = FakeDoor([])
+    door = FakeRouterApi([])
     async with serving(door) as address, open_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
 

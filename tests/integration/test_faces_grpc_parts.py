@@ -14,7 +14,7 @@ from diptych.client import AsyncClient, InvalidRequestError, RetryPolicy
 from diptych.common.errors import WorkerLostError
 from diptych.common.grammar import Grammar, GrammarKind, Tags
 from diptych.common.sampling import FinishReason
-from diptych.router.api.fake import FakeDoor, Step, hello_script
+from diptych.router.api.fake import FakeRouterApi, Step, hello_script
 from diptych.router.requests.messages import ChoiceFinishedEvent, FinishedEvent, ModelFeatures, TokenEvent, UsageInfo
 from diptych.router.server import Faces
 
@@ -27,7 +27,7 @@ grpc.aio.init_grpc_aio()
 
 
 @asynccontextmanager
-async def sdk(door: FakeDoor, **options: Any) -> AsyncIterator[AsyncClient]:
+async def sdk(door: FakeRouterApi, **options: Any) -> AsyncIterator[AsyncClient]:
     faces = Faces("127.0.0.1", 0, 0)
     try:
         address = (await faces.start(door, door.metrics)).grpc
@@ -53,7 +53,7 @@ async def test_thoughts_content_and_calls_come_apart() -> None:
         ": 1}}</tool_call>",
         "\n<to",
     )
-    door = FakeDoor(says(*parts))
+    door = FakeRouterApi(says(*parts))
     door.model_features = CALLER
     async with sdk(door) as client:
         whole = await client.generate(**ASK, tools=[TOOL])
@@ -90,7 +90,7 @@ async def test_several_choices_come_apart_each() -> None:
         ChoiceFinishedEvent(1, FinishReason.STOP, "", None),
         end(2),
     ]
-    door = FakeDoor(steps)
+    door = FakeRouterApi(steps)
     door.model_features = CALLER
     async with sdk(door) as client:
         answer = await client.generate(**ASK, n=2, tools=[TOOL], tool_choice="auto", parallel_tool_calls=False)
@@ -100,7 +100,7 @@ async def test_several_choices_come_apart_each() -> None:
 
 
 async def test_a_truncated_call_is_taken_back() -> None:
-    door = FakeDoor(hello_script())
+    door = FakeRouterApi(hello_script())
     door.model_features = CALLER
     call = {"id": "c", "name": "add", "arguments": '{"city": "Par'}
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": [call]}]
@@ -111,7 +111,7 @@ async def test_a_truncated_call_is_taken_back() -> None:
 
 
 async def test_grammars_and_promised_calls_on_the_wire() -> None:
-    door = FakeDoor(hello_script())
+    door = FakeRouterApi(hello_script())
     door.model_features = CALLER
     async with sdk(door) as client:
 
@@ -152,7 +152,7 @@ async def test_grammars_and_promised_calls_on_the_wire() -> None:
     ],
 )
 async def test_what_cannot_be_had_names_its_field(options, param) -> None:
-    door = FakeDoor(hello_script())
+    door = FakeRouterApi(hello_script())
     door.model_features = CALLER
     async with sdk(door) as client:
         with pytest.raises(InvalidRequestError) as caught:
@@ -163,7 +163,7 @@ async def test_what_cannot_be_had_names_its_field(options, param) -> None:
 async def test_a_stream_that_breaks_is_resumed_if_asked() -> None:
     script = says("a", "", "bc", "d", "")
     broken: list[Step] = [*script[:3], WorkerLostError("gone")]
-    door = FakeDoor(broken)
+    door = FakeRouterApi(broken)
     async with sdk(door, retry=RetryPolicy(base_s=0.01)) as client:
         with pytest.raises(WorkerLostError):
             await client.generate(**ASK)

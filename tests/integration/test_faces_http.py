@@ -9,7 +9,7 @@ import pytest
 from diptych_test_http_face import events, http, openai_client
 
 from diptych.common.errors import NoWorkerError, WorkerLostError
-from diptych.router.api.fake import MODEL, REQUEST_ID, FakeDoor, hello_script
+from diptych.router.api.fake import MODEL, REQUEST_ID, FakeRouterApi, hello_script
 from diptych.router.requests.messages import TokenEvent
 
 CHAT = "/v1/chat/completions"
@@ -17,7 +17,7 @@ MESSAGES: list[Any] = [{"role": "user", "content": "Hi"}]
 
 
 async def test_openai_client_whole_answer() -> None:
-    door = FakeDoor(hello_script())
+    door = FakeRouterApi(hello_script())
     async with openai_client(door) as client:
         answer = await client.chat.completions.create(
             model=MODEL,
@@ -54,7 +54,7 @@ async def test_openai_client_whole_answer() -> None:
 
 
 async def test_openai_client_stream() -> None:
-    door = FakeDoor(hello_script())
+    door = FakeRouterApi(hello_script())
     async with openai_client(door) as client:
         stream = await client.chat.completions.create(
             model=MODEL, messages=MESSAGES, stream=True, stream_options={"include_usage": True}
@@ -72,7 +72,7 @@ async def test_openai_client_stream() -> None:
 
 
 async def test_openai_client_completions() -> None:
-    door = FakeDoor(hello_script())
+    door = FakeRouterApi(hello_script())
     async with openai_client(door) as client:
         answer = await client.completions.create(model=MODEL, prompt=[5, 6, 7])
         stream = await client.completions.create(model=MODEL, prompt="text", stream=True)
@@ -84,7 +84,7 @@ async def test_openai_client_completions() -> None:
 
 
 async def test_openai_client_several_prompts() -> None:
-    door = FakeDoor(hello_script())
+    door = FakeRouterApi(hello_script())
     async with openai_client(door) as client:
         prompts: list[Any] = ["one", "two", "three"]
         answer = await client.completions.create(
@@ -113,10 +113,10 @@ async def test_openai_client_several_prompts() -> None:
 async def test_one_of_several_prompts_fails() -> None:
     """Before anything was said it is a plain error; after that it ends the stream, and the others are cancelled."""
     body = {"prompt": ["a", "b"], "stream": True}
-    refusing = FakeDoor([], before_start=[NoWorkerError("nobody")])
+    refusing = FakeRouterApi([], before_start=[NoWorkerError("nobody")])
     async with http(refusing) as client:
         assert (await client.post("/v1/completions", json=body)).status_code == 503
-    breaking = FakeDoor([TokenEvent(0, (1,), "He"), WorkerLostError("decode d0 is gone")])
+    breaking = FakeRouterApi([TokenEvent(0, (1,), "He"), WorkerLostError("decode d0 is gone")])
     async with http(breaking) as client:
         answer = await client.post("/v1/completions", json=body)
     assert answer.status_code == 200
@@ -126,7 +126,7 @@ async def test_one_of_several_prompts_fails() -> None:
 
 @pytest.mark.parametrize("seed", [-1, -(2**63), 2**63 - 1, 2**64 - 1])
 async def test_the_seed_takes_signed_64_bits(seed: int) -> None:
-    door = FakeDoor(hello_script())
+    door = FakeRouterApi(hello_script())
     async with http(door) as client:
         for path, body in (
             (CHAT, {"messages": MESSAGES}),
@@ -140,7 +140,7 @@ async def test_the_seed_takes_signed_64_bits(seed: int) -> None:
 
 async def test_stream_on_the_wire() -> None:
     body = {"messages": MESSAGES, "stream": True, "return_token_ids": True}
-    async with http(FakeDoor(hello_script())) as client:
+    async with http(FakeRouterApi(hello_script())) as client:
         answer = await client.post(CHAT, json=body, headers={"x-diptych-explain": "1"})
     assert answer.status_code == 200
     assert answer.headers["content-type"].startswith("text/event-stream")
@@ -156,7 +156,7 @@ async def test_stream_on_the_wire() -> None:
 
 
 async def test_health_readiness_metrics_version() -> None:
-    door = FakeDoor([])
+    door = FakeRouterApi([])
     async with http(door) as client:
         assert (await client.get("/health")).status_code == 200
         assert (await client.get("/live")).status_code == 200

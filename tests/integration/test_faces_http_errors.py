@@ -12,7 +12,7 @@ import pytest
 from diptych_test_http_face import WAIT_S, events, http, serving
 
 from diptych.common.errors import NoWorkerError, OverloadedError, RequestDeadlineError, WorkerLostError
-from diptych.router.api.fake import MODEL, FakeDoor, Step, hello_script
+from diptych.router.api.fake import MODEL, FakeRouterApi, Step, hello_script
 from diptych.router.requests.messages import TokenEvent
 
 CHAT = "/v1/chat/completions"
@@ -130,7 +130,7 @@ BAD_BODIES: list[tuple[str, bytes | dict[str, Any], str | None]] = [
 
 
 async def test_bad_bodies_are_400_and_name_the_field() -> None:
-    door = FakeDoor(hello_script())
+    door = FakeRouterApi(hello_script())
     async with http(door) as client:
         for path, body, param in BAD_BODIES:
             content = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -163,7 +163,7 @@ async def test_neutral_values_of_unbuilt_fields_pass_and_unknown_ones_warn_once(
         "stop": None,
         "frobnicate": {"deep": [1]},
     }
-    async with http(FakeDoor(hello_script())) as client:
+    async with http(FakeRouterApi(hello_script())) as client:
         for _ in range(3):
             assert (await client.post(CHAT, json=body)).status_code == 200
     warnings = [record.getMessage() for record in caplog.records if "unknown field" in record.getMessage()]
@@ -175,7 +175,7 @@ async def test_a_body_over_the_cap_is_413() -> None:
         for _ in range(20):
             yield b" " * 1024 * 1024
 
-    async with http(FakeDoor(hello_script())) as client:
+    async with http(FakeRouterApi(hello_script())) as client:
         declared = await client.post(CHAT, content=b" " * (8 * 1024 * 1024 + 1))
         assert declared.status_code == 413
         streamed = await client.post(CHAT, content=endless())
@@ -184,11 +184,11 @@ async def test_a_body_over_the_cap_is_413() -> None:
 
 
 async def test_errors_before_the_start_are_plain_answers() -> None:
-    table: list[tuple[FakeDoor, int, str | None]] = [
-        (FakeDoor([], refuse=OverloadedError("full", retry_after_s=2.5)), 529, "3"),
-        (FakeDoor([], before_start=[NoWorkerError("nobody")]), 503, "1"),
-        (FakeDoor([], before_start=[RequestDeadlineError("late")]), 504, None),
-        (FakeDoor([], before_start=[ValueError("a bug")]), 500, None),
+    table: list[tuple[FakeRouterApi, int, str | None]] = [
+        (FakeRouterApi([], refuse=OverloadedError("full", retry_after_s=2.5)), 529, "3"),
+        (FakeRouterApi([], before_start=[NoWorkerError("nobody")]), 503, "1"),
+        (FakeRouterApi([], before_start=[RequestDeadlineError("late")]), 504, None),
+        (FakeRouterApi([], before_start=[ValueError("a bug")]), 500, None),
     ]
     for door, status, retry_after in table:
         async with http(door) as client:
@@ -201,7 +201,7 @@ async def test_errors_before_the_start_are_plain_answers() -> None:
 
 
 async def test_unknown_model_and_unknown_route_are_404() -> None:
-    async with http(FakeDoor(hello_script())) as client:
+    async with http(FakeRouterApi(hello_script())) as client:
         answer = await client.post(CHAT, json={"messages": MESSAGES, "model": "other"})
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
         assert (await client.get("/v1/models/other")).status_code == 404
@@ -215,7 +215,7 @@ async def test_unknown_model_and_unknown_route_are_404() -> None:
 @pytest.mark.parametrize("failure", [WorkerLostError("decode d0 is gone"), ValueError("a bug")])
 async def test_a_failure_in_mid_stream_is_an_event_without_done(failure: Exception) -> None:
     script: list[Step] = [TokenEvent(0, (1,), "He"), failure]
-    async with http(FakeDoor(script)) as client:
+    async with http(FakeRouterApi(script)) as client:
         answer = await client.post(CHAT, json={"messages": MESSAGES, "stream": True})
         whole = await client.post(CHAT, json={"messages": MESSAGES})
     assert answer.status_code == 200
@@ -228,7 +228,7 @@ async def test_a_failure_in_mid_stream_is_an_event_without_done(failure: Excepti
 
 
 async def test_a_stream_that_just_ends_is_an_error() -> None:
-    async with http(FakeDoor([TokenEvent(0, (1,), "He")])) as client:
+    async with http(FakeRouterApi([TokenEvent(0, (1,), "He")])) as client:
         streamed = await client.post(CHAT, json={"messages": MESSAGES, "stream": True})
         whole = await client.post(CHAT, json={"messages": MESSAGES})
     assert "error" in json.loads(events(streamed.text)[-1])
@@ -238,7 +238,7 @@ async def test_a_stream_that_just_ends_is_an_error() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("started", [False, True])
 async def test_a_client_that_leaves_cancels(stream: bool, started: bool) -> None:
-    door = FakeDoor([TokenEvent(0, (1,), "He"), None]) if started else FakeDoor([], before_start=[None])
+    door = FakeRouterApi([TokenEvent(0, (1,), "He"), None]) if started else FakeRouterApi([], before_start=[None])
     async with serving(door) as url:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rsplit(":", 1)[1]))
         body = json.dumps({"messages": MESSAGES, "stream": stream}).encode()

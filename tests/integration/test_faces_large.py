@@ -20,12 +20,12 @@ from diptych.common.tokenizer import GenerationDefaults
 from diptych.router.api import grpc_service as service
 from diptych.router.api import http_app as openai_api
 from diptych.router.api import http_body
-from diptych.router.api.fake import FakeDoor, hello_script
+from diptych.router.api.fake import FakeRouterApi, hello_script
 from diptych.router.api.http_body import MAX_VALUES, count_values
-from diptych.router.preprocess.bounded_executor import LONG_BYTES, MAX_WAITING_BYTES, Lanes
+from diptych.router.preprocess.bounded_executor import LONG_BYTES, MAX_WAITING_BYTES, BoundedExecutor
 from diptych.router.preprocess.preprocessor import Intake, IntakeLimits
 from diptych.router.preprocess.text_bound import TextBound
-from diptych.router.requests.messages import GenerateSpec
+from diptych.router.requests.messages import UncheckedRequest
 from diptych.router.server import Faces
 from diptych.router.tools.options import MAX_MESSAGES
 
@@ -53,7 +53,7 @@ def threads(monkeypatch):
 
 
 async def test_large_bodies_leave_the_loop_and_small_ones_do_not(threads):
-    async with http(FakeDoor(hello_script())) as client:
+    async with http(FakeRouterApi(hello_script())) as client:
         for size, where in ((10, "MainThread"), (LONG_BYTES + 1, "body-long_0")):
             answer = await client.post(TEXT, json={"prompt": "Hi", "max_tokens": 3, "zz": "a" * size})
             assert answer.status_code == 200
@@ -64,7 +64,7 @@ async def test_large_bodies_leave_the_loop_and_small_ones_do_not(threads):
 async def test_the_grpc_face_does_the_same(threads):
     faces = Faces("127.0.0.1", 0, 0)
     try:
-        address = (await faces.start(door := FakeDoor(hello_script()), door.metrics)).grpc
+        address = (await faces.start(door := FakeRouterApi(hello_script()), door.metrics)).grpc
         async with AsyncClient(address) as client:
             await client.generate(prompt="Hi")
             await client.generate(prompt="a" * (LONG_BYTES + 1))
@@ -83,7 +83,7 @@ async def test_the_grpc_face_does_the_same(threads):
     ],
 )
 async def test_too_many_are_counted_and_refused(path, body, words):
-    async with http(FakeDoor(hello_script())) as client:
+    async with http(FakeRouterApi(hello_script())) as client:
         answer = await client.post(path, content=body, headers={"content-type": "application/json"})
         assert answer.status_code == 400
         assert words in answer.json()["error"]["message"]
@@ -147,22 +147,22 @@ def intake(words):
 async def test_a_text_that_cannot_fit_is_not_cut_into_tokens(intake, words):
     for text in ("a" * 240_001, "é" * 120_001):
         with pytest.raises(PromptTooLongError, match="bytes of text; more than 240000 cannot fit") as caught:
-            await intake.prepare(GenerateSpec(prompt=text, sampling={"max_tokens": 1}))
+            await intake.prepare(UncheckedRequest(prompt=text, sampling={"max_tokens": 1}))
         assert caught.value.param == "prompt"
-    assert (await intake.prepare(GenerateSpec(prompt="a" * 240_000, sampling={"max_tokens": 1}))).prompt_token_ids == (
-        1,
-    )
-    cut = GenerateSpec(prompt="a " * 200_000, sampling={"max_tokens": 1}, truncate_prompt_tokens=5)
+    assert (
+        await intake.prepare(UncheckedRequest(prompt="a" * 240_000, sampling={"max_tokens": 1}))
+    ).prompt_token_ids == (1,)
+    cut = UncheckedRequest(prompt="a " * 200_000, sampling={"max_tokens": 1}, truncate_prompt_tokens=5)
     assert len((await intake.prepare(cut)).prompt_token_ids) == 5
 
 
 async def test_short_prompts_do_not_wait_behind_long_ones(intake, words):
     long = [
-        asyncio.create_task(intake.prepare(GenerateSpec(prompt="wait" + "a" * 100_000, sampling={"max_tokens": 1})))
+        asyncio.create_task(intake.prepare(UncheckedRequest(prompt="wait" + "a" * 100_000, sampling={"max_tokens": 1})))
         for _ in "abc"
     ]
     await waiting.until(lambda: words.seen, "a long prompt is being cut")
-    assert (await intake.prepare(GenerateSpec(prompt="a b", sampling={"max_tokens": 1}))).prompt_token_ids == (1, 1)
+    assert (await intake.prepare(UncheckedRequest(prompt="a b", sampling={"max_tokens": 1}))).prompt_token_ids == (1, 1)
     assert not any(task.done() for task in long)
     words.go.set()
     await asyncio.gather(*long)
@@ -171,11 +171,11 @@ async def test_short_prompts_do_not_wait_behind_long_ones(intake, words):
 
 async def test_nobody_waits_for_the_tokenizer_longer_than_he_wants(intake):
     with pytest.raises(RequestDeadlineError):
-        await intake.prepare(GenerateSpec(prompt="wait", sampling={"max_tokens": 1}, timeout_s=0.01))
+        await intake.prepare(UncheckedRequest(prompt="wait", sampling={"max_tokens": 1}, timeout_s=0.01))
 
 
 async def test_what_waits_is_bounded_by_its_bytes():
-    lanes, go = Lanes("texts", "lane", max_wait_s=60.0), threading.Event()
+    lanes, go = BoundedExecutor("texts", "lane", max_wait_s=60.0), threading.Event()
     work = [asyncio.create_task(lanes.run(partial(go.wait, 60), MAX_WAITING_BYTES // 4)) for _ in range(4)]
     await asyncio.sleep(0)
     with pytest.raises(OverloadedError, match="too many texts are waiting"):

@@ -15,7 +15,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from diptych.common.errors import ConfigError
 from diptych.router.api.auth import Authenticator
 from diptych.router.api.auth_keys import add_key
-from diptych.router.api.fake import FakeDoor, hello_script
+from diptych.router.api.fake import FakeRouterApi, hello_script
 from diptych.router.config import RouterConfig
 from diptych.router.server import Faces
 
@@ -34,7 +34,7 @@ def described(address: str) -> dict[str, set[str]]:
 
 
 async def ask(faces: Faces) -> dict[str, set[str]]:
-    door = FakeDoor(hello_script())
+    door = FakeRouterApi(hello_script())
     try:
         addresses = await faces.start(door, door.metrics)
         return await asyncio.to_thread(described, addresses.grpc)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from diptych_test_http_face import http
 
-from diptych.router.api.fake import FakeDoor, hello_script
+from diptych.router.api.fake import FakeRouterApi, hello_script
 from diptych.router.requests.messages import ModelFeatures
 
 PATH = "/v1/responses"
@@ -79,7 +79,7 @@ CODEX: dict[str, Any] = {
 
 
 async def test_the_body_of_a_coding_agent() -> None:
-    door = FakeDoor(hello_script())
+    door = FakeRouterApi(hello_script())
     door.model_features = CALLER
     async with http(door) as client:
         answer = await client.post(PATH, json=CODEX)
@@ -123,7 +123,7 @@ async def test_the_body_of_a_coding_agent() -> None:
 
 
 async def test_the_effort_reaches_a_template_that_knows_it() -> None:
-    door = FakeDoor(hello_script())
+    door = FakeRouterApi(hello_script())
     door.model_features = ModelFeatures(takes_effort=True)
     async with http(door) as client:
         answer = await client.post(PATH, json={"input": "Hi", "reasoning": {"effort": "low"}})
@@ -175,7 +175,7 @@ def one(**item: Any) -> dict[str, Any]:
     ],
 )
 async def test_what_cannot_be_had_in_responses_is_named(body: dict[str, Any], param: str, words: str) -> None:
-    door = FakeDoor(hello_script())
+    door = FakeRouterApi(hello_script())
     door.model_features = CALLER
     async with http(door) as client:
         answer = await client.post(PATH, content=json.dumps(body))

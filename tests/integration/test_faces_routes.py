@@ -8,7 +8,7 @@ import pytest
 from diptych_test_http_face import http
 
 from diptych.common.errors import ConfigError
-from diptych.router.api.fake import FakeDoor, hello_script
+from diptych.router.api.fake import FakeRouterApi, hello_script
 from diptych.router.api.http_options import HttpOptions
 from diptych.router.config import RouterConfig
 
@@ -18,7 +18,7 @@ PAGE = "https://app.example:8443"
 
 
 async def test_head_answers_as_get_without_a_body() -> None:
-    async with http(FakeDoor([])) as client:
+    async with http(FakeRouterApi([])) as client:
         for path in ("/live", "/health", "/ready", "/v1/models", "/metrics", "/version", "/openapi.json", "/", "/docs"):
             get, head = await client.get(path), await client.head(path)
             assert (head.status_code, head.content) == (200, b""), path
@@ -29,7 +29,7 @@ async def test_head_answers_as_get_without_a_body() -> None:
 
 
 async def test_the_root_and_docs_say_where_things_are() -> None:
-    async with http(FakeDoor([])) as client:
+    async with http(FakeRouterApi([])) as client:
         for path in ("/", "/docs"):
             told = (await client.get(path)).json()
             assert told["openapi"] == "/openapi.json"
@@ -43,11 +43,11 @@ async def test_the_root_and_docs_say_where_things_are() -> None:
 
 async def test_cors_by_a_flag() -> None:
     asks = {"origin": PAGE, "access-control-request-method": "POST", "access-control-request-headers": "authorization"}
-    async with http(FakeDoor(hello_script())) as client:
+    async with http(FakeRouterApi(hello_script())) as client:
         assert (await client.options(CHAT, headers=asks)).status_code == 405
         answer = await client.post(CHAT, json=ASK, headers={"origin": PAGE})
         assert "access-control-allow-origin" not in answer.headers
-    async with http(FakeDoor(hello_script()), HttpOptions(cors_origins=(PAGE,))) as client:
+    async with http(FakeRouterApi(hello_script()), HttpOptions(cors_origins=(PAGE,))) as client:
         may = await client.options(CHAT, headers=asks)
         assert (may.status_code, may.headers["access-control-allow-origin"]) == (200, PAGE)
         assert "POST" in may.headers["access-control-allow-methods"]
@@ -61,7 +61,7 @@ async def test_cors_by_a_flag() -> None:
         other = {"origin": "https://evil.example"}
         assert (await client.options(CHAT, headers=asks | other)).status_code == 400
         assert "access-control-allow-origin" not in (await client.post(CHAT, json=ASK, headers=other)).headers
-    async with http(FakeDoor(hello_script()), HttpOptions(cors_origins=("*",))) as client:
+    async with http(FakeRouterApi(hello_script()), HttpOptions(cors_origins=("*",))) as client:
         answer = await client.post(CHAT, json=ASK, headers={"origin": PAGE})
         assert answer.headers["access-control-allow-origin"] == "*"
         assert "access-control-allow-credentials" not in answer.headers
@@ -88,7 +88,7 @@ MISSPELT = ASK | {"max_token": 5, "frobnicate": {"deep": [1]}, "line\nbreak": 1}
 
 
 async def test_unknown_fields_are_named_in_a_header() -> None:
-    async with http(FakeDoor(hello_script())) as client:
+    async with http(FakeRouterApi(hello_script())) as client:
         for stream in (False, True):
             answer = await client.post(CHAT, json=MISSPELT | {"stream": stream})
             assert answer.status_code == 200
@@ -111,7 +111,7 @@ async def test_unknown_fields_are_named_in_a_header() -> None:
             CHAT, json=ASK | {"user": "me", "store": True, "metadata": {}, "service_tier": "auto"}
         )
         assert "x-diptych-warning" not in clean.headers
-    door = FakeDoor([], before_start=[ConfigError("a", "b", "c")])
+    door = FakeRouterApi([], before_start=[ConfigError("a", "b", "c")])
     async with http(door) as client:
         failed = await client.post(CHAT, json=MISSPELT)
         assert failed.status_code >= 500
@@ -119,7 +119,7 @@ async def test_unknown_fields_are_named_in_a_header() -> None:
 
 
 async def test_unknown_fields_are_refused_by_a_flag() -> None:
-    door = FakeDoor(hello_script())
+    door = FakeRouterApi(hello_script())
     async with http(door, HttpOptions(unknown_fields="refuse")) as client:
         for path, body in (
             (CHAT, ASK),
@@ -164,7 +164,7 @@ async def test_unknown_fields_are_refused_by_a_flag() -> None:
     ],
 )
 async def test_routes_that_are_not_had_are_404_with_words(method: str, path: str, words: str) -> None:
-    async with http(FakeDoor([])) as client:
+    async with http(FakeRouterApi([])) as client:
         answer = await client.request(method, path)
     error = answer.json()["error"]
     assert (answer.status_code, error["type"], error["code"]) == (404, "not_found_error", "unknown_url")
@@ -174,7 +174,7 @@ async def test_routes_that_are_not_had_are_404_with_words(method: str, path: str
 
 
 async def test_a_method_that_a_route_does_not_take_is_405_with_words() -> None:
-    async with http(FakeDoor([])) as client:
+    async with http(FakeRouterApi([])) as client:
         for method, path, takes in (
             ("GET", CHAT, "POST"),
             ("DELETE", "/v1/models/m", "GET"),

@@ -9,7 +9,7 @@ import pytest
 from diptych_test_http_face import events, http
 
 from diptych.common.sampling import FinishReason
-from diptych.router.api.fake import FakeDoor, Step, hello_script
+from diptych.router.api.fake import FakeRouterApi, Step, hello_script
 from diptych.router.requests.messages import ChoiceFinishedEvent, FinishedEvent, TokenEvent, UsageInfo
 
 FACES: list[tuple[str, dict[str, Any]]] = [
@@ -20,7 +20,7 @@ BOTH = {"include_usage": True, "continuous_usage_stats": True}
 
 
 async def chunks_of(script: list[Step], path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    async with http(FakeDoor(script)) as client:
+    async with http(FakeRouterApi(script)) as client:
         answer = await client.post(path, json=body | {"stream": True})
     assert answer.status_code == 200, answer.text
     *chunks, done = events(answer.text)
@@ -57,7 +57,7 @@ async def test_continuous_usage_stats_of_several_choices(path: str, body: dict[s
 
 async def test_continuous_usage_stats_of_a_wrong_type_is_refused() -> None:
     path, body = FACES[0]
-    async with http(FakeDoor(hello_script())) as client:
+    async with http(FakeRouterApi(hello_script())) as client:
         options = {"stream_options": {"continuous_usage_stats": "yes"}, "stream": True}
         answer = await client.post(path, json=body | options)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "stream_options")

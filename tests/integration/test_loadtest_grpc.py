@@ -12,13 +12,13 @@ from diptych.loadtest.result import RunRecord, measure
 from diptych.loadtest.target import TargetError
 from diptych.router.api.auth import Authenticator
 from diptych.router.api.auth_keys import add_key
-from diptych.router.api.fake import MODEL, FakeDoor, hello_script
+from diptych.router.api.fake import MODEL, FakeRouterApi, hello_script
 from diptych.router.server import Faces
 
 grpc.aio.init_grpc_aio()  # its poller thread lives as long as the process; it must not look like a leak of the first test
 
 
-async def bench(door: FakeDoor, **more: object) -> tuple[str, RunRecord]:
+async def bench(door: FakeRouterApi, **more: object) -> tuple[str, RunRecord]:
     settings = {
         "num_requests": 6,
         "request_rate": 50.0,
@@ -42,7 +42,7 @@ async def bench(door: FakeDoor, **more: object) -> tuple[str, RunRecord]:
 
 
 async def test_answers_over_grpc_are_whole_and_explained():
-    model, run = await bench(FakeDoor(hello_script()))
+    model, run = await bench(FakeRouterApi(hello_script()))
     assert model == MODEL
     assert run.summary.outcomes == {"ok": 6}
     assert run.summary.counted_by == {"token_ids": 6}
@@ -53,12 +53,12 @@ async def test_answers_over_grpc_are_whole_and_explained():
 
 @pytest.mark.parametrize("form", ["text", "messages"])
 async def test_every_form_of_prompt(form):
-    _, run = await bench(FakeDoor(hello_script()), prompt_form=form, api="grpc", num_requests=2)
+    _, run = await bench(FakeRouterApi(hello_script()), prompt_form=form, api="grpc", num_requests=2)
     assert run.summary.outcomes == {"ok": 2}
 
 
 async def test_a_shed_request_is_a_refusal():
-    door = FakeDoor(hello_script())
+    door = FakeRouterApi(hello_script())
     door.refuse = OverloadedError("busy", retry_after_s=1.0)
     _, run = await bench(door, num_requests=3, warmup=0)
     assert run.summary.outcomes == {"refused": 3}
@@ -82,7 +82,7 @@ async def test_tenants_are_known_to_the_server_by_their_keys(tmp_path, scheme):
     config = BenchConfig(
         num_requests=12, request_rate=100.0, input_len="8", output_len="8", tenants="gold:1,free:1", tenant_keys=keys
     )
-    door = FakeDoor(hello_script())
+    door = FakeRouterApi(hello_script())
     faces = Faces("127.0.0.1", 0, 0, keys=Authenticator(served, now=lambda: 0.0))
     try:
         addresses = await faces.start(door, door.metrics)

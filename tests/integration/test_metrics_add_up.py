@@ -11,13 +11,13 @@ from diptych.common.errors import DiptychError, InvalidRequestError, OverloadedE
 from diptych.common.secret import derive_key
 from diptych.common.ticket import PURPOSE
 from diptych.router.api.grpc_service import RouterService
-from diptych.router.requests.messages import GenerateSpec, StartedEvent, TokenEvent
+from diptych.router.requests.messages import StartedEvent, TokenEvent, UncheckedRequest
 from diptych.rpc.channels import bind, new_server
 
 
 async def leave(fleet, *, after_tokens):
     """A request that is left once so many of its tokens have come."""
-    request = await fleet.frontend.prepare(GenerateSpec(token_ids=[1] * 40, sampling={"max_tokens": 50}))
+    request = await fleet.frontend.prepare(UncheckedRequest(token_ids=[1] * 40, sampling={"max_tokens": 50}))
     events = fleet.frontend.generate(request)
     seen = 0
     async for event in events:
@@ -46,7 +46,7 @@ async def test_of_relayed_requests(fleet, metric_laws):
         decode.hold_from = -1
         decode.go.set()
     with pytest.raises(InvalidRequestError):
-        await fleet.frontend.prepare(GenerateSpec(token_ids=[10**6]))
+        await fleet.frontend.prepare(UncheckedRequest(token_ids=[10**6]))
     decode.skip_offset = 1
     with pytest.raises(DiptychError):
         await fleet.ask(max_tokens=3)  # breaks the protocol after its first token
@@ -84,7 +84,7 @@ async def test_of_requests_with_tickets(fleet, metric_laws):
     await fleet.add("p0", "prefill")
     decode = await fleet.add("d0", ticket_key=derive_key(fleet.secret, PURPOSE))
     await fleet.until_ready()
-    await fleet.until(lambda: fleet.frontend._cluster.client_door(("d0", "i1")) is not None)
+    await fleet.until(lambda: fleet.frontend._cluster.direct_endpoint(("d0", "i1")) is not None)
     async with served(fleet) as address, AsyncClient(address, lookaside=True, timeout_s=60.0) as client:
         await client.generate(token_ids=[1] * 40, max_tokens=5)
         await client.generate(token_ids=[1] * 40, max_tokens=1)

@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 
 from diptych.common.errors import DiptychError, TransferError, WorkerLostError
+from diptych.decode.liveness_timer import LivenessTimer
 from diptych.decode.server import DecodeRole
-from diptych.decode.silence import Silence
 from diptych.rpc.v1 import router_pb2
 from diptych.worker.process import make_transfer
 from diptych.worker.refs import WorkerRef
@@ -241,8 +241,8 @@ async def test_computing_and_queueing_for_long_is_not_silence(
     pd: ModuleType, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens = await undisturbed(pd, expected)
-    words, hear = [], Silence.heard
-    monkeypatch.setattr(Silence, "heard", lambda silence: words.append(silence) or hear(silence))
+    words, hear = [], LivenessTimer.heard
+    monkeypatch.setattr(LivenessTimer, "heard", lambda silence: words.append(silence) or hear(silence))
     async with (
         two_prefill_one_decode(pd, silence_s=SILENCE_S) as (cluster, prefill),
         pd.FakeRouter(cluster.decode.address) as router,

@@ -52,8 +52,8 @@ class Guest:
         async with asyncio.timeout(60):
             while not events or not events[-1].HasField("end"):
                 batch = await self._call.read()
-                assert not batch.HasField("client_door")
-                assert not batch.ticket_news
+                assert not batch.HasField("direct_endpoint")
+                assert not batch.ticket_status
                 for event in batch.events:
                     self._events[event.attempt].append(event)
                 if cancel_after_first and events:
@@ -71,16 +71,16 @@ class Ear:
     def __init__(self, address: str) -> None:
         self._channel = open_channel(address)
         self._call = DecodeStub(self._channel).Attach()
-        self.door: decode_pb2.ClientDoor | None = None
-        self.news: list[decode_pb2.TicketNews] = []
+        self.door: decode_pb2.DirectEndpoint | None = None
+        self.news: list[decode_pb2.TicketStatus] = []
 
     async def until(self, condition) -> None:
         async with asyncio.timeout(60):
             while not condition():
                 batch = await self._call.read()
-                if batch.HasField("client_door"):
-                    self.door = batch.client_door
-                self.news += batch.ticket_news
+                if batch.HasField("direct_endpoint"):
+                    self.door = batch.direct_endpoint
+                self.news += batch.ticket_status
 
     async def close(self) -> None:
         self._call.cancel()
@@ -132,7 +132,7 @@ async def test_a_ticket_is_as_good_as_a_routers_submit(pd, place):
     await ear.until(lambda: ear.news and ear.news[-1].ended)
     assert {news.attempt for news in ear.news} == {"a"}
     assert (ear.news[0].taken, ear.news[0].ended) == (True, False)
-    told = decode_pb2.TicketNews()
+    told = decode_pb2.TicketStatus()
     for news in ear.news:  # what waits together comes as one
         told.MergeFrom(news)
     assert (told.first_token, told.completion_tokens, told.reason) == (True, 8, "")

@@ -16,7 +16,7 @@ from diptych.common.errors import TransferError
 from diptych.common.sampling import SamplingParams
 from diptych.engine.messages import EngineRequest, KvMode, ScheduledSeq
 from diptych.engine.sched import scheduler as sched
-from diptych.prefill import handoff
+from diptych.prefill import sessions as handoff
 from diptych.rpc.convert import sampling_to_proto
 from diptych.rpc.v1 import prefill_pb2, router_pb2
 
@@ -207,13 +207,13 @@ async def test_cached_prefixes_and_chunks_are_vouched_for(pd: ModuleType) -> Non
 async def test_a_worker_that_does_not_say_what_it_computed_is_refused(
     pd: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    say_first = handoff.Leg._say_first
+    say_first = handoff.PrefillSession._say_first
 
-    def silent(self: handoff.Leg, first: prefill_pb2.FirstTokens) -> None:
+    def silent(self: handoff.PrefillSession, first: prefill_pb2.FirstTokens) -> None:
         self._computed_from = None
         say_first(self, first)
 
-    monkeypatch.setattr(handoff.Leg, "_say_first", silent)
+    monkeypatch.setattr(handoff.PrefillSession, "_say_first", silent)
     await refused(pd, pd.fake_model, "does not say what it computed")
 
 

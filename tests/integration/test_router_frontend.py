@@ -18,7 +18,7 @@ from diptych.common.store import KvEvent
 from diptych.common.worker_record import WorkerLoad
 from diptych.router.cluster.cluster import Prompt
 from diptych.router.cluster.fake_decode import FakeDecode
-from diptych.router.frontend import FinishedEvent, GenerateSpec, StartedEvent
+from diptych.router.frontend import FinishedEvent, StartedEvent, UncheckedRequest
 from diptych.router.observe.access_log import Access, logged
 from diptych.router.placement.types import PlacementRequest
 
@@ -71,7 +71,7 @@ async def test_what_if_runs_nothing(fleet):
     await fleet.add("p0", "prefill")
     decode = await fleet.add("d0")
     await fleet.until_ready()
-    prepared = await fleet.frontend.prepare(GenerateSpec(token_ids=[1] * 40))
+    prepared = await fleet.frontend.prepare(UncheckedRequest(token_ids=[1] * 40))
     here = fleet.frontend.what_if(prepared, "").explanation
     assert [(c.prefill_worker_id, c.decode_worker_id) for c in here.candidates] == [("p0", "d0")]
     there = fleet.frontend.what_if(prepared, "4P2D")
@@ -102,10 +102,10 @@ async def test_a_worker_without_events_is_said(fleet):
 
 async def test_prompt_text_and_chat_are_tokenized(fleet):
     await fleet.until(lambda: True)
-    prepared = await fleet.frontend.prepare(GenerateSpec(prompt="w1 w2 w3"))
+    prepared = await fleet.frontend.prepare(UncheckedRequest(prompt="w1 w2 w3"))
     assert prepared.prompt_token_ids == (1, 2, 3)
     assert prepared.sampling.max_tokens == 512 - 3
-    chat = await fleet.frontend.prepare(GenerateSpec(messages=[{"role": "user", "content": "w4 w5"}]))
+    chat = await fleet.frontend.prepare(UncheckedRequest(messages=[{"role": "user", "content": "w4 w5"}]))
     assert chat.prompt_token_ids == (4, 5)
 
 
@@ -115,9 +115,9 @@ async def test_a_default_for_max_tokens_fits_the_smallest_decode_pool(fleet):
     await fleet.add("d1", num_blocks=7)
     await fleet.until(lambda: fleet.frontend._cluster.pool_tokens(1) == 7 * 16)
     assert fleet.frontend._cluster.pool_tokens(2) == 3 * 16
-    prepared = await fleet.frontend.prepare(GenerateSpec(prompt="w1 w2 w3"))
+    prepared = await fleet.frontend.prepare(UncheckedRequest(prompt="w1 w2 w3"))
     assert prepared.sampling.max_tokens == 7 * 16 + 1 - 3
-    explicit = await fleet.frontend.prepare(GenerateSpec(prompt="w1 w2 w3", sampling={"max_tokens": 200}))
+    explicit = await fleet.frontend.prepare(UncheckedRequest(prompt="w1 w2 w3", sampling={"max_tokens": 200}))
     assert explicit.sampling.max_tokens == 200
 
 

@@ -42,7 +42,7 @@ async def world(fleet):
     await fleet.add("p0", "prefill")
     decode = await fleet.add("d0", ticket_key=key)
     await fleet.until_ready()
-    await fleet.until(lambda: fleet.frontend._cluster.client_door(("d0", "i1")) is not None)
+    await fleet.until(lambda: fleet.frontend._cluster.direct_endpoint(("d0", "i1")) is not None)
     async with served(fleet) as address, AsyncClient(address, lookaside=True, timeout_s=600.0) as client:
         yield fleet, decode, client
 

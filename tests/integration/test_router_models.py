@@ -15,7 +15,7 @@ from diptych.common.errors import ConfigError, InvalidRequestError, ModelNotFoun
 from diptych.common.secret import derive_key, tenant_salt
 from diptych.common.store import KvEvent
 from diptych.common.ticket import PURPOSE
-from diptych.router.frontend import GenerateSpec
+from diptych.router.frontend import UncheckedRequest
 from diptych.router.server import Faces
 
 
@@ -52,11 +52,11 @@ async def test_requests_go_to_the_workers_of_the_model_that_they_name(two, other
     await two.ask(model="tiny")
     assert (len(tiny.submits), len(big.submits)) == (1, 1)
     for name in ("tiny", "big"):  # each with its own vocabulary
-        spec = GenerateSpec(model=name, prompt="w50")
+        spec = UncheckedRequest(model=name, prompt="w50")
         assert await two.frontend.tokenize(spec) == [50 if name == "tiny" else 47]
         assert two.frontend.tokens(name).of(1) == b"w1"
     with pytest.raises(InvalidRequestError, match="47"):
-        await two.frontend.prepare(GenerateSpec(model="big", token_ids=[50]))
+        await two.frontend.prepare(UncheckedRequest(model="big", token_ids=[50]))
     told = two.frontend.status("")
     assert (told["model"], [one["model"] for one in told["more_models"]]) == ("tiny", ["big"])
     assert two.no_reservations()
@@ -111,7 +111,7 @@ async def test_each_model_has_blocks_of_its_own(two, other_folder):
     big = two.frontend._models["big"].cluster
     await two.until(lambda: big._index.hit_blocks("p1", keys) == 4)
     for name, cached in (("big", 48), ("tiny", 0)):
-        prepared = await two.frontend.prepare(GenerateSpec(model=name, token_ids=[1] * 64))
+        prepared = await two.frontend.prepare(UncheckedRequest(model=name, token_ids=[1] * 64))
         why = two.frontend.what_if(prepared, "").explanation
         assert [c.prefill_hit_tokens for c in why.candidates] == [cached]
         assert why.candidates[0].prefill_worker_id == ("p1" if name == "big" else "p0")

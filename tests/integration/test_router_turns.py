@@ -9,13 +9,13 @@ from diptych.common.errors import NoWorkerError, RequestDeadlineError
 from diptych.common.secret import tenant_salt
 from diptych.common.worker_record import WorkerLoad
 from diptych.router.fairness.deficit_round_robin import Share
-from diptych.router.frontend import GenerateSpec
+from diptych.router.frontend import UncheckedRequest
 
 SLOW = WorkerLoad(prefill_tokens_per_s=100.0)
 
 
 async def send(fleet, tenant, **more):
-    spec = GenerateSpec(token_ids=[1] * 40, sampling={"max_tokens": 2}, tenant=tenant, **more)
+    spec = UncheckedRequest(token_ids=[1] * 40, sampling={"max_tokens": 2}, tenant=tenant, **more)
     return [event async for event in fleet.frontend.generate(await fleet.frontend.prepare(spec))]
 
 
@@ -33,7 +33,7 @@ async def test_a_tenant_with_ten_times_the_requests_gets_its_share(model_folder,
             asyncio.create_task(send(fleet, tenant)) for _ in range(6) for tenant in ("modest", "double", "double")
         ]
         await fleet.until(lambda: fleet.frontend.metrics.value("requests_waiting_turn") > 0)
-        spec = GenerateSpec(token_ids=[1] * 40, sampling={"max_tokens": 2}, tenant="greedy")
+        spec = UncheckedRequest(token_ids=[1] * 40, sampling={"max_tokens": 2}, tenant="greedy")
         (refused,) = fleet.frontend.place([await fleet.frontend.prepare(spec)])
         assert isinstance(refused, NoWorkerError)
         assert "ticket" in refused.message

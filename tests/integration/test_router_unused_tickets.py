@@ -26,7 +26,7 @@ async def world(fleet):
     await fleet.add("p0", "prefill", load=WorkerLoad(prefill_tokens_per_s=20.0))
     await fleet.add("d0", ticket_key=derive_key(fleet.secret, PURPOSE))
     await fleet.until_ready()
-    await fleet.until(lambda: fleet.frontend._cluster.client_door(("d0", "i1")) is not None)
+    await fleet.until(lambda: fleet.frontend._cluster.direct_endpoint(("d0", "i1")) is not None)
     server = new_server()
     port = bind(server, "127.0.0.1", 0)
     server.add_generic_rpc_handlers((RouterService(fleet.frontend).handler(),))

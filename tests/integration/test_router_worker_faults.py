@@ -13,7 +13,7 @@ from diptych.common.errors import (
     StaleReferenceError,
     WorkerLostError,
 )
-from diptych.router.frontend import GenerateSpec, StartedEvent, TokenEvent
+from diptych.router.frontend import StartedEvent, TokenEvent, UncheckedRequest
 
 
 async def test_a_decode_worker_that_fails_is_left_alone_and_comes_back(fleet):
@@ -51,7 +51,7 @@ async def test_worker_killed_in_mid_stream_is_a_typed_error(fleet):
     decode = await fleet.add("d0")
     await fleet.until_ready()
     decode.hold_from = 1  # the answer cannot be over before the kill
-    prepared = await fleet.frontend.prepare(GenerateSpec(token_ids=[1] * 20, sampling={"max_tokens": 200}))
+    prepared = await fleet.frontend.prepare(UncheckedRequest(token_ids=[1] * 20, sampling={"max_tokens": 200}))
     events = fleet.frontend.generate(prepared)
     assert isinstance(await anext(events), StartedEvent)
     assert isinstance(await anext(events), TokenEvent)
@@ -67,7 +67,9 @@ async def test_worker_killed_before_a_token_is_replaced(fleet):
     first = await fleet.add("d0")
     await fleet.until_ready()
     first.go.clear()
-    prepared = await fleet.frontend.prepare(GenerateSpec(token_ids=[1] * 20, sampling={"max_tokens": 2}, explain=True))
+    prepared = await fleet.frontend.prepare(
+        UncheckedRequest(token_ids=[1] * 20, sampling={"max_tokens": 2}, explain=True)
+    )
     events = fleet.frontend.generate(prepared)
     assert isinstance(await anext(events), StartedEvent)
     second = await fleet.add("d1")
@@ -100,7 +102,7 @@ async def test_leaving_the_iterator_cancels_on_decode(fleet):
     await fleet.until_ready()
     decode.hold_from = 1
     events = fleet.frontend.generate(
-        await fleet.frontend.prepare(GenerateSpec(token_ids=[1] * 20, sampling={"max_tokens": 200}))
+        await fleet.frontend.prepare(UncheckedRequest(token_ids=[1] * 20, sampling={"max_tokens": 200}))
     )
     await anext(events)
     await anext(events)

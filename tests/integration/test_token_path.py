@@ -196,7 +196,7 @@ async def _running(pd, folder: Path, tmp_path: Path) -> AsyncIterator[Served]:
         await frontend.start()
         addresses = await faces.start(frontend, frontend.metrics)
         life = (worker.worker_id, worker.incarnation)
-        await until(lambda: frontend.ready()[0] and frontend._cluster.client_door(life) is not None)
+        await until(lambda: frontend.ready()[0] and frontend._cluster.direct_endpoint(life) is not None)
         yield Served(addresses.http, addresses.grpc, gate, lambda: worker.role.intake.num_attempts)
     finally:
         gate.disarm()

@@ -17,7 +17,7 @@ from diptych.common.errors import WorkerLostError
 from diptych.common.sampling import FinishReason, SamplingParams
 from diptych.common.tracing import tracing
 from diptych.router.observe.request_span import RequestSpan, traced
-from diptych.router.requests.messages import FinishedEvent, GenerateSpec, PreparedRequest, UsageInfo
+from diptych.router.requests.messages import FinishedEvent, UncheckedRequest, UsageInfo, ValidatedRequest
 
 CALLER = "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"
 PROMPT = [(7 * i + 3) % 1000 for i in range(70)]
@@ -97,9 +97,9 @@ async def test_without_an_endpoint_a_callers_context_still_travels(pd: ModuleTyp
         assert answer.finished is not None
 
 
-def prepared(clock: FakeClock) -> PreparedRequest:
-    plain = PreparedRequest("r", "", "m", (1, 2, 3), SamplingParams(4), b"", False, 0, 0, clock.now(), clock.now() + 9)
-    return traced(plain, GenerateSpec(messages=[], traceparent=CALLER))
+def prepared(clock: FakeClock) -> ValidatedRequest:
+    plain = ValidatedRequest("r", "", "m", (1, 2, 3), SamplingParams(4), b"", False, 0, 0, clock.now(), clock.now() + 9)
+    return traced(plain, UncheckedRequest(messages=[], traceparent=CALLER))
 
 
 def test_the_routers_span_has_the_genai_attributes(exported: InMemorySpanExporter) -> None:

@@ -14,7 +14,7 @@ from diptych.cli.up.readiness import first_answer, is_ready
 from diptych.common.tls import load_server_tls
 from diptych.router.api.auth import Authenticator
 from diptych.router.api.auth_keys import add_key
-from diptych.router.api.fake import FakeDoor, hello_script
+from diptych.router.api.fake import FakeRouterApi, hello_script
 from diptych.router.server import Faces
 
 grpc.aio.init_grpc_aio()
@@ -35,7 +35,7 @@ async def test_the_probes_know_key_and_certificate(tmp_path: Path, monkeypatch: 
     api_key, _ = add_key(tmp_path / "keys.json", "acme", now=0.0)
     keys = Authenticator(tmp_path / "keys.json", now=time.monotonic)
     faces = Faces("127.0.0.1", 0, 0, keys=keys, tls=load_server_tls(cert, key))
-    door = FakeDoor(hello_script())
+    door = FakeRouterApi(hello_script())
     try:
         host, _, port = (await faces.start(door, door.metrics)).http.rpartition(":")
 

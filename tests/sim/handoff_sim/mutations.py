@@ -14,17 +14,17 @@ from unittest import mock
 
 from diptych.common.errors import TransferError
 from diptych.decode.coverage import Coverage
-from diptych.decode.unpack_desk import UnpackDesk
+from diptych.decode.slab_unpacker import SlabUnpacker
 from diptych.engine.messages import RangePacked
 from diptych.engine.sched.layer_groups import LayerGroups
 from diptych.engine.sched.packing import PackJob
-from diptych.kvtransfer import read_side
+from diptych.kvtransfer import reader as read_side
 from diptych.kvtransfer.handle import Refusal
 from diptych.kvtransfer.ledger import DropPeer, SlabState
-from diptych.kvtransfer.publishing import Acked, PublisherLedger, Released, SendDone, Tick
-from diptych.kvtransfer.reading import FailRead, Finished, ReaderLedger, Received
-from diptych.kvtransfer.reading import Tick as ReaderTick
-from diptych.prefill.handoff import Handoffs
+from diptych.kvtransfer.publisher_ledger import Acked, PublisherLedger, Released, SendDone, Tick
+from diptych.kvtransfer.reader_ledger import FailRead, Finished, ReaderLedger, Received
+from diptych.kvtransfer.reader_ledger import Tick as ReaderTick
+from diptych.prefill.sessions import PrefillSessions
 
 Patch = Callable[[], Any]
 MUTATIONS: dict[str, Patch] = {}
@@ -187,17 +187,17 @@ def a_released_attempt_frees_nothing() -> Any:
 
 @mutation
 def a_range_packed_too_late_keeps_its_grant() -> Any:
-    original = Handoffs.on_step
+    original = PrefillSessions.on_step
 
-    def on_step(self: Handoffs, events: Any) -> None:
+    def on_step(self: PrefillSessions, events: Any) -> None:
         original(self, [e for e in events if not isinstance(e, RangePacked) or e.attempt in self._legs])
 
-    return mock.patch.object(Handoffs, "on_step", on_step)
+    return mock.patch.object(PrefillSessions, "on_step", on_step)
 
 
 @mutation
 def legs_of_a_silent_decode_worker_go_on() -> Any:
-    return mock.patch.object(Handoffs, "on_silent", return_value=None)
+    return mock.patch.object(PrefillSessions, "on_silent", return_value=None)
 
 
 @mutation
@@ -283,16 +283,16 @@ def a_peer_has_no_quota() -> Any:
 
 @mutation
 def a_slab_is_finished_while_it_is_unpacked() -> Any:
-    original = UnpackDesk.unpack
+    original = SlabUnpacker.unpack
 
-    async def unpack(self: UnpackDesk, attempt: str, slab: Any, *, last: bool = False) -> bool:
+    async def unpack(self: SlabUnpacker, attempt: str, slab: Any, *, last: bool = False) -> bool:
         try:
             return await original(self, attempt, slab, last=last)
         except BaseException:
             self._reader.finish(slab)
             raise
 
-    return mock.patch.object(UnpackDesk, "unpack", unpack)
+    return mock.patch.object(SlabUnpacker, "unpack", unpack)
 
 
 @mutation

@@ -10,20 +10,20 @@ from handoff_sim.engine import BLOCK, COMPAT, LAYERS, LAYOUT, MAX_LEN, VOCAB, Co
 from handoff_sim.links import Node
 from handoff_sim.wire import SimTransport
 
-from diptych.decode.intake import Intake
+from diptych.decode.attempt_manager import Intake
 from diptych.decode.link_rate import LinkRates
-from diptych.decode.remote_leg import LegTools
+from diptych.decode.refetch_policy import PrefillRates
+from diptych.decode.remote_prefill import LegTools
+from diptych.decode.slab_unpacker import SlabUnpacker
 from diptych.decode.submission import Limits as DecodeLimits
-from diptych.decode.unpack_desk import UnpackDesk
-from diptych.decode.way_back import PrefillRates
 from diptych.engine.messages import EngineEvent, GrantSlabs, RangePacked, SlabGrant
 from diptych.engine.overlap import Overlap
 from diptych.kvtransfer.config import TransferConfig
 from diptych.kvtransfer.core import TICK_S, TransferCore
 from diptych.kvtransfer.handle import SlabHandle
 from diptych.kvtransfer.ledger import SlabState
-from diptych.prefill.handoff import Handoffs
 from diptych.prefill.request import Limits as PrefillLimits
+from diptych.prefill.sessions import PrefillSessions
 from diptych.rpc import convert
 from diptych.rpc.v1 import worker_pb2
 from diptych.worker import wire
@@ -131,7 +131,7 @@ class PrefillNode:
         self.readers: Callable[[], list[DecodeNode]] = list
         self.engine = SimEngine(context, self.node, lambda events: self.handoffs.on_step(events))
         limits = PrefillLimits(worker_id, incarnation, VOCAB, MAX_LEN, BLOCK)
-        self.handoffs = Handoffs(
+        self.handoffs = PrefillSessions(
             self.engine,  # type: ignore[arg-type]
             self,
             limits,
@@ -229,7 +229,7 @@ class DecodeNode:
             await self.transfer.core.forget(peer)
 
         self.peers = PeerDirectory(COMPAT, forget=forget, handshake_timeout_s=0.5, open_channel=open_channel)
-        self.desk = UnpackDesk(self.engine, self.transfer.core)  # type: ignore[arg-type]
+        self.desk = SlabUnpacker(self.engine, self.transfer.core)  # type: ignore[arg-type]
         self.transfer.transport.lent = lambda: {
             slab.local_slab for slab, _ in self.desk._open.values() if slab is not None
         }

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from diptych.decode import silence as silence_module
-from diptych.decode.silence import Silence
+from diptych.decode import liveness_timer as silence_module
+from diptych.decode.liveness_timer import LivenessTimer
 
 
 async def test_silence_ends_the_wait_and_a_word_starts_it_anew(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,7 +26,7 @@ async def test_silence_ends_the_wait_and_a_word_starts_it_anew(monkeypatch: pyte
                 await pause(0)
 
     monkeypatch.setattr(silence_module, "asyncio", SimpleNamespace(sleep=tick))
-    silence = Silence(6.0)
+    silence = LivenessTimer(6.0)
     task = asyncio.create_task(silence.lasts())
     for _ in range(10):
         await tell(5)
@@ -39,7 +39,7 @@ async def test_silence_ends_the_wait_and_a_word_starts_it_anew(monkeypatch: pyte
 
 
 async def test_a_stop_of_this_process_counts_as_one_tick() -> None:
-    silence = Silence(0.06)
+    silence = LivenessTimer(0.06)
     task = asyncio.create_task(silence.lasts())
     await asyncio.sleep(0)
     time.sleep(0.15)  # noqa: ASYNC251  # sleep: the loop stands still, as under SIGSTOP

@@ -3,7 +3,7 @@ import pytest
 from diptych.common.clock import FakeClock
 from diptych.common.errors import InvalidRequestError, TicketRefusedError
 from diptych.common.ticket import MAGIC, seal, unseal
-from diptych.decode.tickets import TicketDesk
+from diptych.decode.ticket_verifier import TicketVerifier
 from diptych.rpc.v1 import decode_pb2
 
 KEY = bytes(range(32))
@@ -22,7 +22,7 @@ def clock():
 
 @pytest.fixture
 def desk(clock):
-    return TicketDesk(KEY, now=clock.now, epoch_s=10.0)
+    return TicketVerifier(KEY, now=clock.now, epoch_s=10.0)
 
 
 def test_a_ticket_brings_what_was_signed_with_the_shorter_deadline(desk):

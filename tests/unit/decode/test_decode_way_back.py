@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diptych.decode.way_back import PrefillRates, choose_way_back, remote_s
+from diptych.decode.refetch_policy import PrefillRates, choose_refetch_source, remote_s
 from diptych.worker.refs import WorkerRef
 
 P0, P1 = WorkerRef("p0", "i", "a:1"), WorkerRef("p1", "i", "a:2")
@@ -24,7 +24,7 @@ P0, P1 = WorkerRef("p0", "i", "a:1"), WorkerRef("p1", "i", "a:2")
     ],
 )
 def test_the_fastest_that_is_faster_than_here(candidates, chosen):
-    assert choose_way_back(1.0, candidates) == chosen
+    assert choose_refetch_source(1.0, candidates) == chosen
 
 
 def test_queue_prefill_and_link_add_up():

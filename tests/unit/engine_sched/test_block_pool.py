@@ -7,9 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from diptych.engine.answers import AGE_BUCKETS_S
 from diptych.engine.messages import BlocksEvicted, BlocksStored, CacheCleared
 from diptych.engine.sched.block_pool import BlockPool
+from diptych.engine.stats import AGE_BUCKETS_S
 
 
 def key(i: int) -> bytes:

@@ -18,7 +18,7 @@ from diptych.engine.config import EngineConfig
 from diptych.engine.fake_runner import FakeRunner
 from diptych.engine.messages import AddRequest, EngineRequest, Failed, Finished, KvMode, TokensOut
 from diptych.engine.offline import OfflineEngine
-from diptych.engine.sched.pace import Pace
+from diptych.engine.sched.throughput import ThroughputEstimator
 
 FIXED_S, PROMPT_ROW_S, DECODE_ROW_S = 0.006, 0.00115, 0.0015
 """Of a model of 135 million weights on two cores of 2026."""
@@ -128,7 +128,7 @@ def test_a_local_prompt_on_a_decode_worker_is_computed_in_small_steps_too(kit):
 
 
 def test_the_cap_follows_the_size_of_the_decode_step():
-    pace = Pace(0.5, 1000.0, 16, mixed_step_time_s=0.05)
+    pace = ThroughputEstimator(0.5, 1000.0, 16, mixed_step_time_s=0.05)
     assert pace.decode_s(8) == 0.0
     pace.observe(0.02, 0, 8)
     pace.observe(0.08, 0, 32)
@@ -139,5 +139,5 @@ def test_the_cap_follows_the_size_of_the_decode_step():
     assert pace.prefill_cap(8, backlog=2000) == 30
     assert pace.prefill_cap(8, backlog=4000) == 80  # four seconds of prompts: twice the time
     assert pace.prefill_cap(8, backlog=10**6) == 480  # never beyond any step's bound
-    assert Pace(None, 1000.0, 16, mixed_step_time_s=0.05).prefill_cap(0) is None
-    assert Pace(0.5, 100.0, 16, mixed_step_time_s=0.01).prefill_cap(4) == 16
+    assert ThroughputEstimator(None, 1000.0, 16, mixed_step_time_s=0.05).prefill_cap(0) is None
+    assert ThroughputEstimator(0.5, 100.0, 16, mixed_step_time_s=0.01).prefill_cap(4) == 16

@@ -10,8 +10,8 @@ from diptych.engine.config import EngineConfig
 from diptych.engine.fake_runner import FakeRunner
 from diptych.engine.messages import AddRequest, Admitted, BlocksStored, Cancel, Failed, Finished, KvMode, TokensOut
 from diptych.engine.runner import StepAborted
-from diptych.engine.sched.pace import Pace
 from diptych.engine.sched.request import LEGAL_MOVES, IllegalMoveError, State
+from diptych.engine.sched.throughput import ThroughputEstimator
 
 
 def recording(kit, num_blocks=64, **fields):
@@ -94,7 +94,7 @@ def test_the_time_budget_caps_the_chunk_from_the_measured_rate(kit):
 
 
 def test_pace_always_grants_a_little_and_does_not_learn_from_tiny_chunks():
-    pace = Pace(0.5, 1.0, 16)
+    pace = ThroughputEstimator(0.5, 1.0, 16)
     assert pace.prefill_cap(0) == 16
     pace.observe(1.0, 2, 0)
     assert pace.prefill_tokens_per_s == 0.0
@@ -102,7 +102,7 @@ def test_pace_always_grants_a_little_and_does_not_learn_from_tiny_chunks():
     pace.observe(0.3, 100, 4)
     assert pace.prefill_tokens_per_s == pytest.approx(500)
     assert pace.prefill_cap(4) == 200
-    assert Pace(None, 1.0, 16).prefill_cap(3) is None
+    assert ThroughputEstimator(None, 1.0, 16).prefill_cap(3) is None
 
 
 def test_a_remote_request_passes_one_that_only_lacks_token_budget(kit):

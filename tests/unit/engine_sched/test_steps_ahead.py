@@ -40,7 +40,7 @@ def outcome(events, attempt):
 def at_rest(engine):
     counts = engine.core.scheduler.kv.pool.counts
     assert counts.running == counts.reserved == 0
-    assert not engine.core.scheduler.lingering
+    assert not engine.core.scheduler.deferred_free
     assert not engine.core.scheduler.requests
 
 
@@ -89,7 +89,7 @@ def test_blocks_of_who_ended_stay_its_own_until_the_step_has_landed(kit):
     assert core.plan_at is not None
     engine.send(Cancel("a"))
     assert [type(e) for e in core.take_events()].count(Failed) == 1
-    assert core.scheduler.lingering
+    assert core.scheduler.deferred_free
     assert all(core.scheduler.kv.pool.refs(block) for block in held)
     assert core.step()  # what is on the device lands, and is nobody's
     assert not any(isinstance(event, TokensOut) for event in core.take_events())

@@ -11,15 +11,15 @@ import xxhash
 from diptych.common.clock import FakeClock
 from diptych.common.errors import DiptychError
 from diptych.engine.messages import SlabGrant
-from diptych.kvtransfer import publishing as pub
-from diptych.kvtransfer import reading as rd
+from diptych.kvtransfer import publisher_ledger as pub
+from diptych.kvtransfer import reader_ledger as rd
 from diptych.kvtransfer.api import PeerRef
 from diptych.kvtransfer.faults import FaultyTransport
 from diptych.kvtransfer.handle import SlabHandle, sign
 from diptych.kvtransfer.inproc import InprocTransport
 from diptych.kvtransfer.layout import HEADER_BYTES, Ring, RingSpec, payload_capacity, write_frame
-from diptych.kvtransfer.publish_side import PublishSide
-from diptych.kvtransfer.read_side import ReadSide
+from diptych.kvtransfer.publisher import PublishSide
+from diptych.kvtransfer.reader import ReadSide
 
 KEY = b"k" * 32
 LAYOUT = 7

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from diptych.common.errors import TransferError
-from diptych.kvtransfer import publishing as pub
-from diptych.kvtransfer import reading as rd
+from diptych.kvtransfer import publisher_ledger as pub
+from diptych.kvtransfer import reader_ledger as rd
 from diptych.kvtransfer.handle import SlabHandle
 from diptych.kvtransfer.ledger import DropPeer
 

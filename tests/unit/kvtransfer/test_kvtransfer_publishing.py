@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from diptych.kvtransfer import publishing as pub
+from diptych.kvtransfer import publisher_ledger as pub
 from diptych.kvtransfer.handle import Refusal
 from diptych.kvtransfer.ledger import DropPeer, IllegalMoveError, SlabState, SlabTable
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from diptych.common.errors import TransferError
-from diptych.kvtransfer import reading as rd
+from diptych.kvtransfer import reader_ledger as rd
 from diptych.kvtransfer.ledger import DropPeer
 
 BAD = TransferError("damaged")

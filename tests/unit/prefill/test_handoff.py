@@ -33,8 +33,8 @@ from diptych.engine.messages import (
     TokensOut,
 )
 from diptych.kvtransfer.handle import SlabHandle
-from diptych.prefill.handoff import Handoffs
 from diptych.prefill.request import Limits
+from diptych.prefill.sessions import PrefillSessions
 from diptych.rpc.convert import sampling_to_proto
 from diptych.rpc.v1 import prefill_pb2, types_pb2
 
@@ -71,10 +71,10 @@ class FakePublisher:
 
 
 @pytest.fixture
-def parts() -> tuple[Handoffs, ScriptedEngine, FakePublisher]:
+def parts() -> tuple[PrefillSessions, ScriptedEngine, FakePublisher]:
     engine, publisher = ScriptedEngine(), FakePublisher()
     limits = Limits("p0", "life", vocab_size=100, max_model_len=256, block_size=16)
-    return Handoffs(engine, publisher, limits, max_legs=2), engine, publisher  # type: ignore[arg-type]
+    return PrefillSessions(engine, publisher, limits, max_legs=2), engine, publisher  # type: ignore[arg-type]
 
 
 def request(attempt: str = "a/1", **changes: object) -> prefill_pb2.PrefillRequest:
@@ -242,7 +242,7 @@ async def test_a_leg_with_nothing_to_say_says_that_it_lives_but_not_for_a_stuck_
         return why
 
     limits = Limits("p0", "life", vocab_size=100, max_model_len=256, block_size=16)
-    handoffs = Handoffs(engine, publisher, limits, max_legs=2, alive_every_s=0.01, why_stuck=why_stuck)
+    handoffs = PrefillSessions(engine, publisher, limits, max_legs=2, alive_every_s=0.01, why_stuck=why_stuck)
     async with aclosing(handoffs.serve(request())) as events:
         assert await kind(events) == "alive"
         handoffs.on_step([Admitted("a/1", 0), packed(1, 0, 16)])

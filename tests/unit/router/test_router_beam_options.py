@@ -6,12 +6,12 @@ import pytest
 
 from diptych.common.errors import InvalidRequestError
 from diptych.router.preprocess.beam_options import beam_fields
-from diptych.router.requests.messages import GenerateSpec
+from diptych.router.requests.messages import UncheckedRequest
 
 
 def spec_of(given):
     sampling = {name: value for name, value in given.items() if name != "use_beam_search"}
-    return GenerateSpec(use_beam_search=given.get("use_beam_search"), sampling=sampling)
+    return UncheckedRequest(use_beam_search=given.get("use_beam_search"), sampling=sampling)
 
 
 @pytest.mark.parametrize(

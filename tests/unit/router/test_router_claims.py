@@ -8,7 +8,7 @@ import pytest
 from diptych.common.sampling import SamplingParams
 from diptych.router.api.packed_ids import PackedIds
 from diptych.router.placement.types import Placement, Terms, WorkerView
-from diptych.router.requests.messages import PreparedRequest
+from diptych.router.requests.messages import ValidatedRequest
 from diptych.router.requests.submission import claims_of, submit_of
 from diptych.rpc.v1 import decode_pb2, router_pb2
 
@@ -31,7 +31,9 @@ def placement():
 def test_claims_are_the_message(count, known):
     ids = [(7919 * i) % 50_000 for i in range(count)]
     sampling = SamplingParams(4)
-    request = PreparedRequest("req", "", "m", tuple(ids), sampling, b"salt", False, 0, 0, 0.0, 9.0, traceparent="00-ab")
+    request = ValidatedRequest(
+        "req", "", "m", tuple(ids), sampling, b"salt", False, 0, 0, 0.0, 9.0, traceparent="00-ab"
+    )
     expected = decode_pb2.TicketClaims(submit=submit_of(request, placement(), "att", 5.0, "00-ab"), epoch=3)
     assert list(expected.submit.prompt_token_ids) == ids
     assert [ref.worker_id for ref in expected.submit.placement.prefill] == ["d0", "d0"]
@@ -44,6 +46,6 @@ def test_claims_are_the_message(count, known):
 
 def test_a_repeated_request_keeps_its_own_seed():
     first = SamplingParams(4, seed=1)
-    request = PreparedRequest("r", "", "m", (1,), replace(first, seed=2), b"", False, 0, 0, 0.0, 9.0, repeated=first)
+    request = ValidatedRequest("r", "", "m", (1,), replace(first, seed=2), b"", False, 0, 0, 0.0, 9.0, repeated=first)
     assert submit_of(request, placement(), "att", 5.0).sampling.seed == 2
     assert submit_of(replace(request, repeated=None, sampling=first), placement(), "att", 5.0).sampling.seed == 1

@@ -1,5 +1,5 @@
 from diptych.router.cluster.event_watch import EventWatch
-from diptych.router.observe.explain import Story
+from diptych.router.observe.explain import RequestTrace
 from diptych.router.placement.index import IndexMode
 from diptych.router.placement.recent import Decision, Decisions
 
@@ -38,7 +38,7 @@ def test_an_index_that_stays_untrusted():
 
 
 def decision(request_id, label=""):
-    return Decision(request_id, label, 1, 0.0, b"", Story(request_id))
+    return Decision(request_id, label, 1, 0.0, b"", RequestTrace(request_id))
 
 
 def test_decisions_are_found_by_id_and_label_and_bounded():

@@ -9,7 +9,7 @@ from diptych.common.tokenizer import GenerationDefaults
 from diptych.router.api.openai_fields import UnknownFields
 from diptych.router.api.openai_requests import chat_call, completion_call
 from diptych.router.preprocess.preprocessor import Intake, IntakeLimits
-from diptych.router.requests.messages import GenerateSpec, ModelFeatures
+from diptych.router.requests.messages import ModelFeatures, UncheckedRequest
 from diptych.rpc.v1 import router_pb2
 
 
@@ -62,7 +62,7 @@ def intake(words):
 
 
 async def test_defaults_are_filled_in(intake):
-    request = await intake.prepare(GenerateSpec(prompt="a bb ccc", tenant="x"))
+    request = await intake.prepare(UncheckedRequest(prompt="a bb ccc", tenant="x"))
     assert request.prompt_token_ids == (1, 2, 3)
     sampling = request.sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.max_tokens) == (0.6, 40, 1.0, 17)
@@ -70,7 +70,7 @@ async def test_defaults_are_filled_in(intake):
     assert (request.arrived, request.deadline) == (50.0, 650.0)
     assert request.local_prefill_max_tokens == 64
     assert request.request_id.startswith("req-")
-    again = await intake.prepare(GenerateSpec(prompt="a"))
+    again = await intake.prepare(UncheckedRequest(prompt="a"))
     assert again.sampling.seed != sampling.seed
 
 
@@ -97,20 +97,22 @@ def with_pool(intake, blocks, size=4):
 async def test_a_default_for_max_tokens_fits_the_pools(intake):
     """A pool below the context: what is not said is what fits; what is said and does not fit is decode's to refuse."""
     with_pool(intake, 3)
-    for spec in (GenerateSpec(prompt="a bb ccc"), GenerateSpec(prompt="a bb ccc", default_max_tokens=16)):
+    for spec in (UncheckedRequest(prompt="a bb ccc"), UncheckedRequest(prompt="a bb ccc", default_max_tokens=16)):
         assert (await intake.prepare(spec)).sampling.max_tokens == 12 + 1 - 3
-    assert (await intake.prepare(GenerateSpec(prompt="a bb", default_max_tokens=5))).sampling.max_tokens == 5
+    assert (await intake.prepare(UncheckedRequest(prompt="a bb", default_max_tokens=5))).sampling.max_tokens == 5
     assert (
-        await intake.prepare(GenerateSpec(prompt="a bb ccc", sampling={"max_tokens": 17}))
+        await intake.prepare(UncheckedRequest(prompt="a bb ccc", sampling={"max_tokens": 17}))
     ).sampling.max_tokens == 17
-    beams = GenerateSpec(prompt="a bb ccc", sampling={"beam_width": 3}, use_beam_search=True)
+    beams = UncheckedRequest(prompt="a bb ccc", sampling={"beam_width": 3}, use_beam_search=True)
     assert (await intake.prepare(beams)).sampling.max_tokens == 4 + 1 - 3
-    assert (await intake.prepare(GenerateSpec(prompt="x " * 15))).sampling.max_tokens == 1  # decode says what is wrong
-    cut = GenerateSpec(prompt="x " * 19, truncate_prompt_tokens=-1, sampling={"max_tokens": 4})
+    assert (
+        await intake.prepare(UncheckedRequest(prompt="x " * 15))
+    ).sampling.max_tokens == 1  # decode says what is wrong
+    cut = UncheckedRequest(prompt="x " * 19, truncate_prompt_tokens=-1, sampling={"max_tokens": 4})
     prepared = await intake.prepare(cut)
     assert (len(prepared.prompt_token_ids), prepared.sampling.max_tokens) == (9, 4)
     with_pool(intake, 100)
-    assert (await intake.prepare(GenerateSpec(prompt="a bb ccc"))).sampling.max_tokens == 17
+    assert (await intake.prepare(UncheckedRequest(prompt="a bb ccc"))).sampling.max_tokens == 17
 
 
 async def test_calls_and_tools_count_as_text(intake):
@@ -144,7 +146,7 @@ async def test_calls_and_tools_count_as_text(intake):
 
 
 async def test_what_is_given_wins(intake):
-    spec = GenerateSpec(
+    spec = UncheckedRequest(
         model="tiny",
         token_ids=[5],
         sampling={"temperature": 0, "top_k": 0, "seed": 3, "max_tokens": 19, "stop": ["x"], "ignore_eos": True},
@@ -159,7 +161,7 @@ async def test_what_is_given_wins(intake):
     assert (request.sampling.top_k, request.sampling.seed, request.sampling.max_tokens) == (0, 3, 19)
     assert (request.label, request.local_prefill_max_tokens, request.deadline) == ("mine", 0, 52.0)
     assert request.failure_policy == router_pb2.FAILURE_POLICY_RECOMPUTE
-    assert (await intake.prepare(GenerateSpec(token_ids=[5], timeout_s=1e9))).deadline == 650.0
+    assert (await intake.prepare(UncheckedRequest(token_ids=[5], timeout_s=1e9))).deadline == 650.0
 
 
 @pytest.mark.parametrize(
@@ -209,61 +211,61 @@ async def test_what_is_given_wins(intake):
 )
 async def test_bad_input_names_the_parameter(intake, fields, param, error):
     with pytest.raises(error) as caught:
-        await intake.prepare(GenerateSpec(**fields))
+        await intake.prepare(UncheckedRequest(**fields))
     assert caught.value.param == param
     assert type(caught.value) is error
 
 
 async def test_bad_numbers_are_refused_before_the_tokenizer_works(intake, words):
     with pytest.raises(InvalidRequestError):
-        await intake.prepare(GenerateSpec(prompt="a b", sampling={"temperature": -1}))
+        await intake.prepare(UncheckedRequest(prompt="a b", sampling={"temperature": -1}))
     assert words.calls == 0
 
 
 async def test_words_that_are_bad_are_banned_in_both_places_of_a_text(intake, words):
     words.encode = lambda text, add=True, *, param="prompt": [len(text)]
-    request = await intake.prepare(GenerateSpec(prompt="a", sampling={"bad_words": ["sky "]}))
+    request = await intake.prepare(UncheckedRequest(prompt="a", sampling={"bad_words": ["sky "]}))
     assert request.sampling.bad_words == ((3,), (4,))
     for bad in ("sky", [1], [" "], ["x" * 300], ["a"] * 200):
         with pytest.raises(InvalidRequestError) as caught:
-            await intake.prepare(GenerateSpec(prompt="a", sampling={"bad_words": bad}))
+            await intake.prepare(UncheckedRequest(prompt="a", sampling={"bad_words": bad}))
         assert caught.value.param == "bad_words"
 
 
 @pytest.mark.parametrize("field", ["n", "best_of", "beam_width"])
 async def test_choices_are_capped(intake, field):
     with pytest.raises(InvalidRequestError) as caught:
-        await intake.prepare(GenerateSpec(prompt="a", sampling={field: 17}))
+        await intake.prepare(UncheckedRequest(prompt="a", sampling={field: 17}))
     assert caught.value.param == field
 
 
 async def test_the_priority_is_a_32_bit_number(intake):
-    assert (await intake.prepare(GenerateSpec(prompt="a"))).priority == 0
-    assert (await intake.prepare(GenerateSpec(prompt="a", priority=-7))).priority == -7
+    assert (await intake.prepare(UncheckedRequest(prompt="a"))).priority == 0
+    assert (await intake.prepare(UncheckedRequest(prompt="a", priority=-7))).priority == -7
     for bad in (2**31, "high", 1.5, True):
         with pytest.raises(InvalidRequestError) as caught:
-            await intake.prepare(GenerateSpec(prompt="a", priority=bad))
+            await intake.prepare(UncheckedRequest(prompt="a", priority=bad))
         assert caught.value.param == "priority"
 
 
 async def test_beam_search_leaves_the_defaults_for_drawing_out(intake):
-    drawn = (await intake.prepare(GenerateSpec(prompt="a"))).sampling
+    drawn = (await intake.prepare(UncheckedRequest(prompt="a"))).sampling
     assert (drawn.temperature, drawn.beam_width) != (0.0, 3)
-    sampling = (await intake.prepare(GenerateSpec(prompt="a", use_beam_search=True, sampling={"n": 3}))).sampling
+    sampling = (await intake.prepare(UncheckedRequest(prompt="a", use_beam_search=True, sampling={"n": 3}))).sampling
     assert (sampling.beam_width, sampling.n, sampling.best_of) == (3, 3, 0)
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.0, 1.0, 0)
     with pytest.raises(InvalidRequestError) as caught:
-        await intake.prepare(GenerateSpec(prompt="a", use_beam_search=True, sampling={"temperature": 0.7}))
+        await intake.prepare(UncheckedRequest(prompt="a", use_beam_search=True, sampling={"temperature": 0.7}))
     assert caught.value.param == "temperature"
 
 
 async def test_echo_and_thoughts_are_told_to_the_faces(intake, words):
-    request = await intake.prepare(GenerateSpec(prompt="a bb", echo=True, tenant="t"))
+    request = await intake.prepare(UncheckedRequest(prompt="a bb", echo=True, tenant="t"))
     assert (request.echo, request.thinking, request.tenant) == ("a bb", False, "t")
-    assert (await intake.prepare(GenerateSpec(token_ids=[1, 2], echo=True))).echo == "x xx"
+    assert (await intake.prepare(UncheckedRequest(token_ids=[1, 2], echo=True))).echo == "x xx"
     words.decode = lambda ids, *, skip_special_tokens=True: "<|assistant|><think>\n"
-    assert (await intake.prepare(GenerateSpec(messages=[{"role": "user", "content": "a"}]))).thinking
-    assert not (await intake.prepare(GenerateSpec(prompt="a"))).thinking
+    assert (await intake.prepare(UncheckedRequest(messages=[{"role": "user", "content": "a"}]))).thinking
+    assert not (await intake.prepare(UncheckedRequest(prompt="a"))).thinking
 
 
 async def test_tools_and_switches_reach_the_template(intake, words):
@@ -275,7 +277,7 @@ async def test_tools_and_switches_reach_the_template(intake, words):
 
     words.encode_chat = encode_chat
     tools, switches = [{"type": "function"}], {"enable_thinking": False}
-    spec = GenerateSpec(messages=[{"role": "user", "content": "a"}], tools=tools, chat_template_kwargs=switches)
+    spec = UncheckedRequest(messages=[{"role": "user", "content": "a"}], tools=tools, chat_template_kwargs=switches)
     assert await intake.tokenize(spec) == [1]
     assert seen == {"tools": tools, "extra": switches}
 
@@ -302,13 +304,13 @@ async def test_detokenize(intake):
 )
 async def test_long_prompts_are_cut_where_that_is_asked_for(intake, wish, ids):
     for given in ({"prompt": "a bb ccc"}, {"token_ids": [1, 2, 3]}):
-        assert (await intake.prepare(GenerateSpec(**given, **wish))).prompt_token_ids == ids
+        assert (await intake.prepare(UncheckedRequest(**given, **wish))).prompt_token_ids == ids
 
 
 async def test_ids_over_the_context_may_be_cut(intake):
     with pytest.raises(PromptTooLongError):
-        await intake.prepare(GenerateSpec(token_ids=[1] * 30))
-    request = await intake.prepare(GenerateSpec(token_ids=[1] * 30, truncate_prompt_tokens=5))
+        await intake.prepare(UncheckedRequest(token_ids=[1] * 30))
+    request = await intake.prepare(UncheckedRequest(token_ids=[1] * 30, truncate_prompt_tokens=5))
     assert request.prompt_token_ids == (1,) * 5
 
 
@@ -328,13 +330,13 @@ async def test_ids_over_the_context_may_be_cut(intake):
 )
 async def test_bad_cuts_and_salts_name_the_field(intake, wish):
     with pytest.raises(InvalidRequestError) as error:
-        await intake.prepare(GenerateSpec(prompt="a", **wish))
+        await intake.prepare(UncheckedRequest(prompt="a", **wish))
     assert error.value.param == next(iter(wish))
 
 
 async def test_a_salt_of_the_callers_parts_within_its_tenant(intake):
     async def salt(tenant, text=None):
-        request = await intake.prepare(GenerateSpec(prompt="a", tenant=tenant, cache_salt=text))
+        request = await intake.prepare(UncheckedRequest(prompt="a", tenant=tenant, cache_salt=text))
         assert request.owner == tenant.encode()
         return request.cache_salt
 
@@ -353,7 +355,7 @@ async def test_a_salt_of_the_callers_parts_within_its_tenant(intake):
 
 async def test_an_echo_is_of_the_tokens_that_are_kept(intake):
     """Issue 15, 4.9."""
-    whole = GenerateSpec(prompt="a bb ccc dddd", echo=True, sampling={"logprobs": 1})
+    whole = UncheckedRequest(prompt="a bb ccc dddd", echo=True, sampling={"logprobs": 1})
     request = await intake.prepare(whole)
     assert (request.echo, request.echo_offsets) == ("a bb ccc dddd", (0, 1, 4, 8))
     request = await intake.prepare(replace(whole, sampling={}))

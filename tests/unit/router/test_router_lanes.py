@@ -9,14 +9,14 @@ from functools import partial
 import pytest
 
 from diptych.common.errors import OverloadedError
-from diptych.router.preprocess.bounded_executor import LONG_BYTES, MAX_WAITING_BYTES, Lanes
+from diptych.router.preprocess.bounded_executor import LONG_BYTES, MAX_WAITING_BYTES, BoundedExecutor
 
 HELD_S = 60.0
 
 
 async def test_hundreds_of_short_ones_at_once_are_served():
     """Item 4.16: the 65th was refused, though 64 take 0.4 s."""
-    lanes, go = Lanes("texts", "lane"), threading.Event()
+    lanes, go = BoundedExecutor("texts", "lane"), threading.Event()
 
     def work(number):
         assert go.wait(HELD_S)
@@ -33,7 +33,7 @@ async def test_hundreds_of_short_ones_at_once_are_served():
 async def slow_lanes(size, took_s):
     """Lanes that have seen that so many bytes take so long."""
     now = [0.0]
-    lanes = Lanes("texts", "lane", now=lambda: now[0])
+    lanes = BoundedExecutor("texts", "lane", now=lambda: now[0])
 
     def work():
         now[0] += took_s
@@ -65,7 +65,7 @@ async def test_what_would_wait_for_too_long_is_refused(size):
 
 
 async def test_the_long_do_not_count_for_the_short():
-    lanes, go = Lanes("texts", "lane"), threading.Event()
+    lanes, go = BoundedExecutor("texts", "lane"), threading.Event()
     tasks = [asyncio.create_task(lanes.run(partial(go.wait, HELD_S), MAX_WAITING_BYTES // 8)) for _ in range(2)]
     await asyncio.sleep(0)
     assert await lanes.run(lambda: 5, 100) == 5
@@ -75,7 +75,7 @@ async def test_the_long_do_not_count_for_the_short():
 
 
 async def test_what_has_not_begun_in_time_is_refused_and_what_has_ends():
-    lanes, go = Lanes("texts", "lane", max_wait_s=0.05), threading.Event()
+    lanes, go = BoundedExecutor("texts", "lane", max_wait_s=0.05), threading.Event()
     begun = [asyncio.create_task(lanes.run(partial(go.wait, HELD_S), 10)) for _ in range(2)]
     await asyncio.sleep(0)
     with pytest.raises(OverloadedError, match="too many texts are waiting"):
@@ -88,7 +88,7 @@ async def test_what_has_not_begun_in_time_is_refused_and_what_has_ends():
 
 
 async def test_who_is_cancelled_while_waiting_takes_no_room():
-    lanes, go = Lanes("texts", "lane"), threading.Event()
+    lanes, go = BoundedExecutor("texts", "lane"), threading.Event()
     begun = [asyncio.create_task(lanes.run(partial(go.wait, HELD_S), 10)) for _ in range(2)]
     await asyncio.sleep(0)
     gone = [asyncio.create_task(lanes.run(lambda: None, LONG_BYTES)) for _ in range(200)]

@@ -10,15 +10,15 @@ from diptych.common.clock import FakeClock
 from diptych.common.errors import WorkerLostError
 from diptych.common.metrics import ITL_BUCKETS_S, TOKEN_BUCKETS, Metrics
 from diptych.common.sampling import FinishReason, SamplingParams
-from diptych.router.observe.explain import Story
+from diptych.router.observe.explain import RequestTrace
 from diptych.router.observe.metrics import RequestTimer, RouterMetrics
 from diptych.router.placement.types import Placement, Terms, WorkerView
-from diptych.router.requests.messages import FinishedEvent, PreparedRequest, TokenEvent, UsageInfo
+from diptych.router.requests.messages import FinishedEvent, TokenEvent, UsageInfo, ValidatedRequest
 from diptych.rpc.v1 import types_pb2
 
 
 def request(arrived):
-    return PreparedRequest("r", "", "m", (1, 2), SamplingParams(4), b"", False, 0, 0, arrived, arrived + 9)
+    return ValidatedRequest("r", "", "m", (1, 2), SamplingParams(4), b"", False, 0, 0, arrived, arrived + 9)
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def clock():
 def story(ttft_s, cached):
     view = WorkerView(None, hit_tokens=48)
     placement = Placement(Terms(view, WorkerView(None), 100.0, 200.0, 5.0, 0.0, 0.0), None, (), list)
-    return Story("r", placement, waited_s=0.1, ttft_s=ttft_s, cached_tokens=cached)
+    return RequestTrace("r", placement, waited_s=0.1, ttft_s=ttft_s, cached_tokens=cached)
 
 
 def test_predictions_are_held_against_what_came():
@@ -278,7 +278,7 @@ def test_figures_add_up_however_requests_end(metric_laws, seed):
                 more_choices += bool(sent) and choice not in sent
                 sent[choice] = sent.get(choice, 0) + count
             if count and len(sent) == 1 and sent[choice] == count:
-                metrics.predictions(Story("r", ttft_s=0.5))
+                metrics.predictions(RequestTrace("r", ttft_s=0.5))
             continue
         running.remove((timer, made, sent))
         if move == "finish" and (sent or made.resume_after):
@@ -303,7 +303,7 @@ def test_tokens_of_choices_that_were_held_back_count_as_at_decode(clock, metric_
     metrics = RouterMetrics()
     timer = RequestTimer(metrics, with_choices(clock.now(), 1, best_of=3), clock)
     timer.tokens(TokenEvent(0, (7, 8), "ab", cached_tokens=1))
-    metrics.predictions(Story("r", ttft_s=0.5))
+    metrics.predictions(RequestTrace("r", ttft_s=0.5))
     timer.finished(finished(completion=6), 0)
     figures = metric_laws.Figures.parse(metrics.expose().decode())
     assert figures.total("generation_tokens_total") == figures.total("request_generation_tokens_sum") == 6

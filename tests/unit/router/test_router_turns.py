@@ -8,7 +8,7 @@ from diptych.bench.router.decision import make_record
 from diptych.common.errors import OverloadedError, RequestDeadlineError
 from diptych.common.worker_record import WorkerLoad
 from diptych.router.fairness.capacity_gate import Gate
-from diptych.router.fairness.deficit_round_robin import QUANTUM, Share, Turns
+from diptych.router.fairness.deficit_round_robin import QUANTUM, DeficitRoundRobin, Share
 from diptych.router.fairness.wait_queue import Turnstile
 from diptych.router.placement.index import BlockIndex
 from diptych.router.placement.placer import Candidate, Placer
@@ -23,7 +23,7 @@ def drained(turns):
 
 
 def test_within_a_tenant_priority_then_age():
-    turns = Turns()
+    turns = DeficitRoundRobin()
     for item, priority in (("a", 0), ("b", 5), ("c", -1), ("d", 0)):
         turns.add("t", 10, item, share=Share(), priority=priority)
     assert [entry.item for entry in drained(turns)] == ["c", "a", "d", "b"]
@@ -31,7 +31,7 @@ def test_within_a_tenant_priority_then_age():
 
 
 def test_a_lower_rank_goes_first_and_removed_ones_cost_nothing():
-    turns = Turns()
+    turns = DeficitRoundRobin()
     turns.add("batch", 1, "late", share=Share(rank=1))
     left = turns.add("t", 10**6, "left", share=Share())
     turns.add("t", 1, "first", share=Share())
@@ -42,7 +42,7 @@ def test_a_lower_rank_goes_first_and_removed_ones_cost_nothing():
 
 
 def test_ten_times_as_many_requests_get_no_more():
-    turns = Turns()
+    turns = DeficitRoundRobin()
     for i in range(1000):
         turns.add("greedy", 300, i, share=Share())
     for i in range(100):
@@ -57,7 +57,7 @@ def test_the_published_bound_holds_over_every_stretch(seed):
     rng = random.Random(seed)
     weights = {"a": 1.0, "b": rng.choice([0.5, 2.0, 3.0]), "c": rng.choice([1.0, 10.0])}
     largest = rng.choice([50, 2000, 100_000])
-    turns = Turns()
+    turns = DeficitRoundRobin()
     for tenant, weight in weights.items():
         for _ in range(rng.randint(200, 400)):
             turns.add(tenant, rng.randint(1, largest), tenant, share=Share(weight))
@@ -77,7 +77,7 @@ def test_the_published_bound_holds_over_every_stretch(seed):
 
 
 def test_answers_count_as_prompts_do():
-    turns = Turns()
+    turns = DeficitRoundRobin()
     for i in range(200):
         turns.add("writer", 100, i, share=Share())
         turns.add("reader", 100, i, share=Share())
@@ -93,7 +93,7 @@ def test_answers_count_as_prompts_do():
 
 
 def test_a_debt_outlasts_an_empty_queue_but_not_the_time_in_which_somebody_waits():
-    turns = Turns(quantum=100)
+    turns = DeficitRoundRobin(quantum=100)
 
     def add(tenant, count=1):
         for i in range(count):
@@ -117,7 +117,7 @@ def test_the_bound_holds_with_answers(seed):
     rng = random.Random(seed)
     weights = {"a": 1.0, "b": rng.choice([0.5, 3.0])}
     largest, longest = rng.choice([50, 2000]), rng.choice([10, 5000])
-    turns, served, owed = Turns(), dict.fromkeys(weights, 0.0), dict.fromkeys(weights, 0)
+    turns, served, owed = DeficitRoundRobin(), dict.fromkeys(weights, 0.0), dict.fromkeys(weights, 0)
     for tenant in weights:
         for _ in range(400):
             turns.add(tenant, rng.randint(1, largest), tenant, share=Share(weights[tenant]))
@@ -139,7 +139,7 @@ def test_the_bound_holds_with_answers(seed):
 
 
 def test_a_huge_request_takes_no_endless_rounds():
-    turns = Turns(quantum=1)
+    turns = DeficitRoundRobin(quantum=1)
     for tenant in "ab":
         turns.add(tenant, 10**9, tenant, share=Share(0.001))
     assert len(drained(turns)) == 2

@@ -12,11 +12,11 @@ from diptych.common.clock import FakeClock
 from diptych.common.errors import AuthenticationError, ConfigError, QuotaExceededError
 from diptych.router.api.auth import Authenticator, Caller
 from diptych.router.api.auth_keys import add_key, load_keys, public_id, revoke_key
-from diptych.router.api.auth_limits import MAX_TENANTS, MeteredDoor, TenantQuotas
-from diptych.router.api.fake import FakeDoor
+from diptych.router.api.auth_limits import MAX_TENANTS, MeteredRouterApi, TenantQuotas
+from diptych.router.api.fake import FakeRouterApi
 from diptych.router.api.interface import accepted
 from diptych.router.config import RouterConfig
-from diptych.router.requests.messages import GenerateSpec, TokenEvent
+from diptych.router.requests.messages import TokenEvent, UncheckedRequest
 
 
 @pytest.fixture
@@ -135,10 +135,10 @@ def test_a_quota_is_spent_and_comes_back() -> None:
 
 
 async def test_leaving_a_metered_answer_leaves_the_door_s() -> None:
-    door = FakeDoor([TokenEvent(0, (1, 2), "a"), None])
+    door = FakeRouterApi([TokenEvent(0, (1, 2), "a"), None])
     quotas = TenantQuotas(lambda tenant: 60, now=FakeClock().now)
-    metered = MeteredDoor(door, quotas)
-    prepared = await metered.prepare(GenerateSpec(prompt="a", tenant="t"))
+    metered = MeteredRouterApi(door, quotas)
+    prepared = await metered.prepare(UncheckedRequest(prompt="a", tenant="t"))
     async with accepted(metered, prepared) as (_, events):
         await anext(events)
     assert (door.running, door.cancelled) == (0, 1)

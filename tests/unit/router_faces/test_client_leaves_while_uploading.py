@@ -3,13 +3,13 @@
 import pytest
 
 from diptych.common.metrics import Metrics
-from diptych.router.api.fake import FakeDoor
+from diptych.router.api.fake import FakeRouterApi
 from diptych.router.api.http_app import create_app
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize"])
 async def test_half_a_body_and_then_gone(path):
-    door = FakeDoor(())
+    door = FakeRouterApi(())
     app = create_app(door, Metrics())
     scope = {
         "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http",

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from diptych.common.errors import NoWorkerError
-from diptych.router.api.fake import FakeDoor, Step, hello_script
+from diptych.router.api.fake import FakeRouterApi, Step, hello_script
 from diptych.router.api.http_response import GenerationResponse
 from diptych.router.api.openai_fields import UnknownFields, refuse_unbuilt
 from diptych.router.api.openai_requests import chat_call
@@ -44,7 +44,7 @@ class Connection:
         return b"".join(message.get("body", b"") for message in self.sent)
 
 
-def make_response(door: FakeDoor, *, stream: bool = True, **settings: Any) -> GenerationResponse:
+def make_response(door: FakeRouterApi, *, stream: bool = True, **settings: Any) -> GenerationResponse:
     body = {"messages": [{"role": "user", "content": "a"}], "stream": stream}
     return GenerationResponse(door, chat_call(body, features=ModelFeatures(), unknown=UnknownFields()), **settings)
 
@@ -54,7 +54,7 @@ async def test_silence_is_filled_with_pings() -> None:
     script: list[Step] = [TokenEvent(0, (1,), "a"), gate, *hello_script()[-1:]]
     connection = Connection()
     answer = asyncio.create_task(
-        make_response(FakeDoor(script), ping_s=0.003)(SCOPE, connection.receive, connection.send)
+        make_response(FakeRouterApi(script), ping_s=0.003)(SCOPE, connection.receive, connection.send)
     )
     async with asyncio.timeout(60):
         while connection.body.count(b": ping\n\n") < 3:
@@ -68,7 +68,7 @@ async def test_silence_is_filled_with_pings() -> None:
 async def test_no_ping_before_the_answer_began() -> None:
     gate = asyncio.Event()
     connection = Connection()
-    door = FakeDoor(hello_script(), before_start=[gate])
+    door = FakeRouterApi(hello_script(), before_start=[gate])
     answer = asyncio.create_task(make_response(door, ping_s=0.001)(SCOPE, connection.receive, connection.send))
     async with asyncio.timeout(60):
         while not door.running:
@@ -83,7 +83,7 @@ async def test_no_ping_before_the_answer_began() -> None:
 
 
 async def test_a_client_that_takes_nothing_is_given_up() -> None:
-    door = FakeDoor([TokenEvent(0, (1,), "a"), None])
+    door = FakeRouterApi([TokenEvent(0, (1,), "a"), None])
     connection = Connection(stuck_after=2)
     async with asyncio.timeout(60):
         await make_response(door, ping_s=0.003, send_timeout_s=0.01)(SCOPE, connection.receive, connection.send)
@@ -92,7 +92,7 @@ async def test_a_client_that_takes_nothing_is_given_up() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_ends_the_request(stream: bool) -> None:
-    door = FakeDoor([None])
+    door = FakeRouterApi([None])
     connection = Connection()
     answer = asyncio.create_task(make_response(door, stream=stream)(SCOPE, connection.receive, connection.send))
     async with asyncio.timeout(60):
@@ -106,7 +106,7 @@ async def test_a_client_that_leaves_ends_the_request(stream: bool) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_failure_before_the_start_has_its_own_status(stream: bool) -> None:
     connection = Connection()
-    door = FakeDoor([], before_start=[NoWorkerError("nobody", retry_after_s=0.2)])
+    door = FakeRouterApi([], before_start=[NoWorkerError("nobody", retry_after_s=0.2)])
     await make_response(door, stream=stream)(SCOPE, connection.receive, connection.send)
     start = connection.sent[0]
     headers = dict(start["headers"])

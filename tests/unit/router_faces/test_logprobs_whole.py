@@ -12,18 +12,18 @@ from diptych.common.errors import InternalError
 from diptych.common.sampling import FinishReason, SamplingParams
 from diptych.common.token_bytes import ByteTokens
 from diptych.router.api.openai_fields import UnknownFields
-from diptych.router.api.openai_format import Form, Scene
+from diptych.router.api.openai_format import ResponseContext, ResponseFormatter
 from diptych.router.api.openai_logprobs import TokenNames, chat_logprobs
 from diptych.router.api.openai_requests import completion_call
 from diptych.router.requests.messages import (
     FinishedEvent,
     GenerateEvent,
     ModelFeatures,
-    PreparedRequest,
     PromptLogprobsEvent,
     TokenEvent,
     TokenLogprob,
     UsageInfo,
+    ValidatedRequest,
 )
 
 EMOJI = "\U0001f642".encode()
@@ -54,30 +54,30 @@ def entry(token_id: int, logprob: float = -1.0, *top: tuple[int, float]) -> Toke
     return TokenLogprob(token_id, logprob, 1, top)
 
 
-def make_form(body: dict[str, Any], prompts: list[list[int]], **prepared: Any) -> Form:
+def make_form(body: dict[str, Any], prompts: list[list[int]], **prepared: Any) -> ResponseFormatter:
     """The form that a completions body gets."""
     call = completion_call({"prompt": prompts, **body}, features=ModelFeatures(), unknown=UnknownFields())
     spec = call.spec
     given: dict[str, Any] = {name: spec.sampling.get(name) for name in ("logprobs", "prompt_logprobs")}
     sampling = SamplingParams(max_tokens=4, n=body.get("n", 1), **given)
     made = [
-        PreparedRequest(
+        ValidatedRequest(
             request_id="r", label="", model="m", prompt_token_ids=tuple(ids), sampling=sampling, cache_salt=b"", explain=False,
             local_prefill_max_tokens=64, failure_policy=0, arrived=0.0, deadline=1.0, echo=text_of(ids) if spec.echo else "",
         )
         for ids in prompts
     ]  # fmt: skip
     made = [replace(one, **prepared) for one in made]
-    return call.make_form(Scene(made[0], 1700000000, ModelFeatures(), tokens(), tuple(made[1:])))
+    return call.make_form(ResponseContext(made[0], 1700000000, ModelFeatures(), tokens(), tuple(made[1:])))
 
 
-def whole(form: Form, *events: GenerateEvent) -> list[dict[str, Any]]:
+def whole(form: ResponseFormatter, *events: GenerateEvent) -> list[dict[str, Any]]:
     for event in events:
         form.absorb(event)
     return form.whole(FINISHED)["choices"]
 
 
-def streamed(form: Form, *events: GenerateEvent) -> list[dict[str, Any]]:
+def streamed(form: ResponseFormatter, *events: GenerateEvent) -> list[dict[str, Any]]:
     """The choices of a stream, put together."""
     raw = form.begin() + b"".join(map(form.chunks, [*events, FINISHED]))
     choices: dict[int, dict[str, Any]] = {}

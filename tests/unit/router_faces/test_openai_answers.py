@@ -11,20 +11,20 @@ import pytest
 from diptych.common.sampling import FinishReason, SamplingParams
 from diptych.common.token_bytes import ByteTokens
 from diptych.router.api.openai_answers import DONE, explanation_object
-from diptych.router.api.openai_format import ChatForm, CompletionForm, Scene, Wishes
+from diptych.router.api.openai_format import ChatForm, CompletionForm, ResponseContext, ResponseOptions
 from diptych.router.requests.messages import (
     ChoiceFinishedEvent,
     FinishedEvent,
     ModelFeatures,
-    PreparedRequest,
     PromptLogprobsEvent,
     TokenEvent,
     TokenLogprob,
     UsageInfo,
+    ValidatedRequest,
 )
 from diptych.rpc.v1 import types_pb2
 
-PREPARED = PreparedRequest(
+PREPARED = ValidatedRequest(
     request_id="req-1",
     label="",
     model="m",
@@ -48,14 +48,14 @@ def make_form(
     *,
     chat: bool = True,
     features: ModelFeatures | None = None,
-    prepared: PreparedRequest = PREPARED,
+    prepared: ValidatedRequest = PREPARED,
     **wishes: Any,
 ) -> Any:
-    scene = Scene(prepared, 1700000000, features or ModelFeatures(), ByteTokens(token_bytes, {9}))
-    return (ChatForm if chat else CompletionForm)(Wishes(**wishes), scene)
+    scene = ResponseContext(prepared, 1700000000, features or ModelFeatures(), ByteTokens(token_bytes, {9}))
+    return (ChatForm if chat else CompletionForm)(ResponseOptions(**wishes), scene)
 
 
-def prepared_with(*, thinking: bool = False, echo: str = "", **sampling: Any) -> PreparedRequest:
+def prepared_with(*, thinking: bool = False, echo: str = "", **sampling: Any) -> ValidatedRequest:
     return replace(PREPARED, sampling=SamplingParams(max_tokens=4, **sampling), thinking=thinking, echo=echo)
 
 

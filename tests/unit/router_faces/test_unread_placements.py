@@ -5,7 +5,7 @@ import asyncio
 import grpc
 import pytest
 
-from diptych.router.api.fake import FakeDoor
+from diptych.router.api.fake import FakeRouterApi
 from diptych.router.requests import placements
 from diptych.router.requests.placements import serve_placements
 from diptych.rpc.v1 import router_pb2
@@ -51,7 +51,7 @@ class Bodies:
         return router_pb2.PlacementsRequest(places=places).SerializeToString()
 
 
-class Door(FakeDoor):
+class RouterApi(FakeRouterApi):
     given_back = 0
 
     def tickets_left(self, attempts):
@@ -66,7 +66,7 @@ def ids(context):
 async def test_nothing_more_is_taken_in_and_the_stream_ends_typed(monkeypatch):
     monkeypatch.setattr(placements, "MAX_UNREAD_BYTES", 5000)
     monkeypatch.setattr(placements, "UNREAD_S", 0.05)
-    context, bodies, door = Context(), Bodies(), Door([])
+    context, bodies, door = Context(), Bodies(), RouterApi([])
     with pytest.raises(grpc.aio.AbortError):
         await serve_placements(door, bodies, context)
     assert context.code is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -77,7 +77,7 @@ async def test_nothing_more_is_taken_in_and_the_stream_ends_typed(monkeypatch):
 async def test_a_client_that_reads_late_gets_everything(monkeypatch):
     monkeypatch.setattr(placements, "MAX_UNREAD_BYTES", 5000)
     context, bodies = Context(), Bodies(most=200)
-    serving = asyncio.create_task(serve_placements(Door([]), bodies, context))
+    serving = asyncio.create_task(serve_placements(RouterApi([]), bodies, context))
     for _ in range(500):
         await asyncio.sleep(0)
     assert 2 < bodies.taken < 20

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from diptych.common.errors import TransferError
-from diptych.engine.answers import AGE_BUCKETS_S, Ages, BlockAgeStats
 from diptych.engine.messages import EngineStats
+from diptych.engine.stats import AGE_BUCKETS_S, Ages, BlockAgeStats
 from diptych.kvtransfer.api import KvAddress, PeerRef, ReceivedSlab
 from diptych.kvtransfer.handle import SlabHandle
 from diptych.worker.metrics import WorkerMetrics

@@ -12,7 +12,7 @@ from diptych.kvtransfer.convert import ConvertedRange
 from diptych.worker.ports import Engine
 
 
-class UnpackDesk:
+class SlabUnpacker:
     """The slab belongs to the step thread from UnpackRange until RangeUnpacked, so it is finished here and nowhere else."""
 
     def __init__(self, engine: Engine, reader: SlabReader) -> None:

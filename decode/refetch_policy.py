@@ -59,7 +59,7 @@ def remote_s(
     return compute_s + kv_bytes / link_bytes_per_s
 
 
-def choose_way_back(local_s: float, candidates: Sequence[tuple[WorkerRef, float | None]]) -> WorkerRef | None:
+def choose_refetch_source(local_s: float, candidates: Sequence[tuple[WorkerRef, float | None]]) -> WorkerRef | None:
     """The prefill worker that is faster than this one, the fastest of several; None: stay here."""
     known = [(seconds, i) for i, (_, seconds) in enumerate(candidates) if seconds is not None and seconds < local_s]
     return candidates[min(known)[1]][0] if known else None

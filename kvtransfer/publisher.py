@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from diptych.engine.messages import SlabGrant
 from diptych.kvtransfer import handle as handles
-from diptych.kvtransfer import publishing as pub
+from diptych.kvtransfer import publisher_ledger as pub
 from diptych.kvtransfer import transport as wire
 from diptych.kvtransfer.api import SlabCounts
 from diptych.kvtransfer.handle import Refusal, SlabHandle

@@ -24,7 +24,7 @@ from diptych.engine.step_messages import UNKNOWN_TOKEN, ScheduledSeq
 if TYPE_CHECKING:
     from diptych.engine.sched.scheduler import Scheduler
 
-__all__ = ["UNKNOWN_TOKEN", "ended", "host_reason", "landed", "launched", "may_fly", "plan"]
+__all__ = ["UNKNOWN_TOKEN", "ended", "host_reason", "landed", "launched", "can_run_ahead", "plan"]
 
 
 def host_reason(seq: ScheduledSeq) -> str:
@@ -34,7 +34,7 @@ def host_reason(seq: ScheduledSeq) -> str:
     return "choices" if seq.num_draws != 1 else ""
 
 
-def may_fly(scheduler: Scheduler, out: SchedulerOutput) -> bool:
+def can_run_ahead(scheduler: Scheduler, out: SchedulerOutput) -> bool:
     """Can the step be launched, and another one behind it, before its tokens are read?"""
     if out.num_decode < len(out.seqs):
         scheduler.not_ahead["prompt"] += 1
@@ -125,11 +125,11 @@ def landed(scheduler: Scheduler, out: SchedulerOutput, behind: SchedulerOutput |
         request.flights -= 1
         if behind is None:
             request.flight_row = -1
-    if scheduler.lingering:
+    if scheduler.deferred_free:
         staying = []
-        for request in scheduler.lingering:
+        for request in scheduler.deferred_free:
             if request.flights:
                 staying.append(request)
             else:
                 scheduler.kv.free(request)
-        scheduler.lingering = staying
+        scheduler.deferred_free = staying

@@ -13,13 +13,13 @@ _AFTER_LATE, _AFTER_GOOD = 1.5, 0.995
 
 
 @dataclass(frozen=True, slots=True)
-class Flight:
+class InFlightStep:
     out: SchedulerOutput
     step: StepInFlight
     begun: float
 
 
-class Lead:
+class PlanTimer:
     """When to plan. Late, so that whoever arrives while a step runs takes part in the next one; not too late, or the device
     waits. The margin before a step's expected end grows when the device was found waiting, and shrinks slowly otherwise."""
 

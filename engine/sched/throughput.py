@@ -11,7 +11,7 @@ MIN_MEASURED_TOKENS = 16
 """A chunk below this is all overhead: its rate says nothing about a larger one."""
 
 
-class Pace:
+class ThroughputEstimator:
     """Durations come in by `observe` and `observe_copy`; no clock inside.
 
     Args:

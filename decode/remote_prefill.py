@@ -9,7 +9,7 @@
 A call that is silent for `silence_s` is over: a stopped worker breaks no connection.
 
 Any failure before `complete` ends the leg with a typed error. Cancelling the task cancels the gRPC call, by which prefill
-frees everything of the leg; slabs that the step thread unpacks just then are given back by the UnpackDesk.
+frees everything of the leg; slabs that the step thread unpacks just then are given back by the SlabUnpacker.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from diptych.common.errors import (
 from diptych.common.prompt_digest import prompt_digest
 from diptych.decode.coverage import Coverage
 from diptych.decode.link_rate import LinkRates
-from diptych.decode.remote_leg_facts import LegFacts
-from diptych.decode.silence import Silence
+from diptych.decode.liveness_timer import LivenessTimer
+from diptych.decode.refetch_policy import PrefillRates
+from diptych.decode.remote_prefill_facts import LegFacts
+from diptych.decode.slab_unpacker import SlabUnpacker
 from diptych.decode.spans import LegSpan
-from diptych.decode.unpack_desk import UnpackDesk
-from diptych.decode.way_back import PrefillRates
 from diptych.engine.messages import DeviceRange
 from diptych.kvtransfer.api import ReceivedSlab, SlabReader
 from diptych.kvtransfer.convert import RangeConverter
@@ -58,7 +58,7 @@ class LegTools:
 
     peers: PeerDirectory
     reader: SlabReader
-    desk: UnpackDesk
+    desk: SlabUnpacker
     links: LinkRates
     clock: Clock
     kv_bytes_per_token: int
@@ -85,7 +85,7 @@ class LegHooks:
     on_prompt_logprobs: Callable[[types_pb2.PromptLogprobs], None]
 
 
-class RemoteLeg:
+class RemotePrefill:
     """Args:
     attempt: the attempt whose blocks are filled; the request carries the leg's own id.
     ref: the prefill worker to ask.
@@ -123,7 +123,7 @@ class RemoteLeg:
         """Until it is vouched for."""
         self._choices_due = set() if request.output_token_ids else set(range(num_choices))
         self._window = asyncio.Semaphore(tools.reads_in_flight)
-        self._silence = Silence(tools.silence_s)
+        self._silence = LivenessTimer(tools.silence_s)
         self._called = 0.0
         self._computed_at = 0.0
         self._given = 0

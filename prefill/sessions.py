@@ -16,7 +16,7 @@
                     or decode says nothing for a whole slab lease
                     -> CLOSED: engine Cancel, transfer.release; ranges that are packed later go back as free grants
 
-A slab that was packed for a leg that is gone by then never leaves the worker: Handoffs returns its grant.
+A slab that was packed for a leg that is gone by then never leaves the worker: PrefillSessions returns its grant.
 
 Decode gives a silent worker up. So a leg says PrefillAlive whenever it had nothing else to say for `alive_every_s`, as long as
 the engine makes progress: a stopped process says nothing, and neither does one whose engine hangs.
@@ -93,8 +93,8 @@ class LegState(Enum):
     CLOSED = "closed"
 
 
-class Leg:
-    """One call's state. Engine and transfer speak to it through Handoffs; the call reads `events`."""
+class PrefillSession:
+    """One call's state. Engine and transfer speak to it through PrefillSessions; the call reads `events`."""
 
     def __init__(self, request: LegRequest, publisher: SlabPublisher) -> None:
         self.request = request
@@ -190,7 +190,7 @@ class Leg:
         self._events.put_nowait(event)
 
 
-class Handoffs:
+class PrefillSessions:
     """All legs of this prefill worker.
 
     Args:
@@ -215,7 +215,7 @@ class Handoffs:
         self._max_legs = max_legs
         self._alive_every_s = alive_every_s
         self._why_stuck = why_stuck
-        self._legs: dict[str, Leg] = {}
+        self._legs: dict[str, PrefillSession] = {}
         self._accepting = True
         self._idle = asyncio.Event()
         self._idle.set()
@@ -245,7 +245,7 @@ class Handoffs:
             raise InvalidRequestError(f"attempt {attempt} is here already", param="attempt")
         if len(self._legs) >= self._max_legs:
             raise OverloadedError(f"{len(self._legs)} prompts are here already", retry_after_s=1.0)
-        leg = self._legs[attempt] = Leg(request, self._publisher)
+        leg = self._legs[attempt] = PrefillSession(request, self._publisher)
         self._idle.clear()
         timer = asyncio.get_running_loop().call_later(
             request.remaining_s, leg.fail, RequestDeadlineError("the leg's deadline passed")
@@ -266,7 +266,7 @@ class Handoffs:
             timer.cancel()
             self._close(attempt, leg)
 
-    def _close(self, attempt: str, leg: Leg) -> None:
+    def _close(self, attempt: str, leg: PrefillSession) -> None:
         self._legs.pop(attempt, None)
         if leg.state is not LegState.SETTLING:
             self._engine.send(Cancel(attempt))

@@ -14,7 +14,7 @@ from diptych.common.errors import DiptychError, RequestCancelledError, RequestDe
 from diptych.rpc.v1 import decode_pb2
 
 
-class Doorway(Pipe):
+class DirectStream(Pipe):
     """Args:
     open_call: of Lookaside.Attach at this worker.
     address: for the text of errors.
@@ -23,13 +23,13 @@ class Doorway(Pipe):
     def __init__(self, open_call: Callable[[], Any], address: str) -> None:
         super().__init__(open_call)
         self._address = address
-        self._visits: dict[str, Visit] = {}
+        self._visits: dict[str, DirectRequest] = {}
         self._redeem: list[decode_pb2.Redeem] = []
         self._cancel: list[str] = []
 
-    def visit(self, attempt: str, ticket: bytes, remaining_s: float) -> Visit:
+    def visit(self, attempt: str, ticket: bytes, remaining_s: float) -> DirectRequest:
         """Hand in a ticket."""
-        visit = self._visits[attempt] = Visit(self, attempt, remaining_s)
+        visit = self._visits[attempt] = DirectRequest(self, attempt, remaining_s)
         self._redeem.append(decode_pb2.Redeem(attempt=attempt, ticket=ticket, remaining_s=remaining_s))
         self._send()
         return visit
@@ -63,14 +63,14 @@ class Doorway(Pipe):
             visit.fail(WorkerLostError(f"the decode worker at {self._address} was lost: {why}"))
 
 
-class Visit:
+class DirectRequest:
     """One request's events there. Read with `next` until End or an error.
 
     Args:
         remaining_s: until the client's deadline, at which the visit ends.
     """
 
-    def __init__(self, doorway: Doorway, attempt: str, remaining_s: float) -> None:
+    def __init__(self, doorway: DirectStream, attempt: str, remaining_s: float) -> None:
         self._doorway = doorway
         self._attempt = attempt
         self._events: deque[decode_pb2.Event] = deque()

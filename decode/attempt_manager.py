@@ -22,7 +22,7 @@ from diptych.common.errors import (
 from diptych.common.grammar import Grammar
 from diptych.decode.attempt import Attempt, CompileGrammar
 from diptych.decode.outbox import Events, Outbox
-from diptych.decode.remote_leg import LegTools
+from diptych.decode.remote_prefill import LegTools
 from diptych.decode.submission import Limits, parse_submit
 from diptych.engine.grammar.program import Program
 from diptych.engine.messages import (
@@ -102,7 +102,7 @@ class Intake:
         self._attempts: dict[str, tuple[Attempt, Session]] = {}
         self._sessions: set[Session] = set()
         self._routers: set[Session] = set()
-        self._door: decode_pb2.ClientDoor | None = None
+        self._door: decode_pb2.DirectEndpoint | None = None
         self._idle = asyncio.Event()
         self._idle.set()
         self._accepting = True
@@ -132,13 +132,13 @@ class Intake:
         self._sessions.discard(session)
         self._routers.discard(session)
 
-    def set_door(self, door: decode_pb2.ClientDoor) -> None:
+    def set_door(self, door: decode_pb2.DirectEndpoint) -> None:
         """Every router is told where clients may come, and with tickets of which epoch."""
         self._door = door
         for session in self._routers:
             session.outbox.door(door)
 
-    def tell_routers(self, news: decode_pb2.TicketNews) -> None:
+    def tell_routers(self, news: decode_pb2.TicketStatus) -> None:
         for session in list(self._routers):
             session.outbox.news(news)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from diptych.engine.messages import RangeUnpacked, UnpackRange
-from diptych.engine.runner import Pull
+from diptych.engine.runner import CopyHandle
 from diptych.engine.sched.remote import UnpackJob, unpacked
 from diptych.engine.sched.scheduler import Scheduler
 
@@ -19,10 +19,10 @@ from diptych.engine.sched.scheduler import Scheduler
 class _Begun:
     command: UnpackRange
     job: UnpackJob
-    pull: Pull
+    pull: CopyHandle
 
 
-class Pulls:
+class AsyncUnpacks:
     """Those of one engine, in the order in which they were begun."""
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Pulls:
     def first_is_done(self) -> bool:
         return bool(self._begun) and self._begun[0].pull.done()
 
-    def begin(self, command: UnpackRange, job: UnpackJob, pull: Pull) -> None:
+    def begin(self, command: UnpackRange, job: UnpackJob, pull: CopyHandle) -> None:
         job.request.pulls.append(pull)
         self._begun.append(_Begun(command, job, pull))
 

@@ -18,7 +18,7 @@ from diptych.rpc.v1 import decode_pb2
 EPOCH_S = 30.0
 
 
-class TicketDesk:
+class TicketVerifier:
     """Args:
     key: of the cluster's tickets.
     now: seconds on a monotonic clock.

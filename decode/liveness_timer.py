@@ -7,7 +7,7 @@ import asyncio
 _TICKS = 6
 
 
-class Silence:
+class LivenessTimer:
     """Counts short waits of its own and not seconds: after a stop of this process (or an event loop that was held up) the
     peer's words lie in the socket unread, and one late tick is all that has passed.
 

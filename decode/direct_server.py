@@ -17,9 +17,9 @@ import structlog
 from diptych.common.addresses import host_port, is_wildcard
 from diptych.common.errors import ConfigError, DiptychError
 from diptych.common.tls import load_server_tls
-from diptych.decode.intake import Intake, Session
+from diptych.decode.attempt_manager import Intake, Session
 from diptych.decode.outbox import Outbox
-from diptych.decode.tickets import TicketDesk
+from diptych.decode.ticket_verifier import TicketVerifier
 from diptych.rpc.channels import bind, new_server
 from diptych.rpc.errors import errors_to_status, to_failure
 from diptych.rpc.stubs import add_lookaside
@@ -35,7 +35,7 @@ _STOP_S = 1.0
 class Witness:
     """A client's outbox, with a report of each attempt's first token and end to the routers."""
 
-    def __init__(self, outbox: Outbox, tell: Callable[[decode_pb2.TicketNews], None]) -> None:
+    def __init__(self, outbox: Outbox, tell: Callable[[decode_pb2.TicketStatus], None]) -> None:
         self._outbox = outbox
         self._tell = tell
         self._sent = 0
@@ -55,14 +55,14 @@ class Witness:
     ) -> None:
         self._outbox.tokens(attempt, offset, token_ids, text, choice, logprobs, cached_tokens)
         if not self._sent:
-            self._tell(decode_pb2.TicketNews(attempt=attempt, first_token=True, cached_tokens=cached_tokens))
+            self._tell(decode_pb2.TicketStatus(attempt=attempt, first_token=True, cached_tokens=cached_tokens))
         self._sent += len(token_ids)
 
     def end(self, attempt: str, end: decode_pb2.End) -> None:
         self._outbox.end(attempt, end)
         well = end.HasField("finished")
         self._tell(
-            decode_pb2.TicketNews(
+            decode_pb2.TicketStatus(
                 attempt=attempt,
                 ended=True,
                 completion_tokens=end.finished.usage.completion_tokens if well else self._sent,
@@ -74,7 +74,7 @@ class Witness:
 
 
 class LookasideServicer(decode_pb2_grpc.LookasideServicer):
-    def __init__(self, intake: Intake, desk: TicketDesk) -> None:
+    def __init__(self, intake: Intake, desk: TicketVerifier) -> None:
         self._intake = intake
         self._desk = desk
 
@@ -109,16 +109,16 @@ class LookasideServicer(decode_pb2_grpc.LookasideServicer):
         except DiptychError as error:
             session.outbox.end(message.attempt, decode_pb2.End(failure=to_failure(error)))
             return
-        self._intake.tell_routers(decode_pb2.TicketNews(attempt=submit.attempt, taken=True))
+        self._intake.tell_routers(decode_pb2.TicketStatus(attempt=submit.attempt, taken=True))
         self._intake.submit(session, submit, Witness(session.outbox, self._intake.tell_routers))
 
 
-class ClientDoor:
+class DirectEndpoint:
     """Args:
     desk: of the cluster's tickets, with this worker's epochs.
     """
 
-    def __init__(self, config: WorkerConfig, intake: Intake, desk: TicketDesk) -> None:
+    def __init__(self, config: WorkerConfig, intake: Intake, desk: TicketVerifier) -> None:
         self._config = config
         self._intake = intake
         self._desk = desk
@@ -148,7 +148,9 @@ class ClientDoor:
 
     async def _epochs(self, tls: bool) -> None:
         while True:
-            self._intake.set_door(decode_pb2.ClientDoor(address=self.address, tls=tls, ticket_epoch=self._desk.epoch))
+            self._intake.set_door(
+                decode_pb2.DirectEndpoint(address=self.address, tls=tls, ticket_epoch=self._desk.epoch)
+            )
             await asyncio.sleep(self._desk.next_epoch_in_s)
 
     async def close(self) -> None:

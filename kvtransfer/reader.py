@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from diptych.common.errors import DiptychError, StaleReferenceError, TransferError
 from diptych.kvtransfer import handle as handles
-from diptych.kvtransfer import reading as rd
+from diptych.kvtransfer import reader_ledger as rd
 from diptych.kvtransfer import transport as wire
 from diptych.kvtransfer.api import PeerRef, SlabCounts
 from diptych.kvtransfer.handle import SlabHandle
