@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import grpc
 
+from diptych.engine.api import EngineClient
 from diptych.rpc.errors import errors_to_status
 from diptych.rpc.v1 import worker_pb2, worker_pb2_grpc
-
-if TYPE_CHECKING:
-    from diptych.worker.runtime import WorkerRuntime
 
 KEYS_PER_MESSAGE = 65_536
 """Of each tier: at most 2 MiB a message."""
 
 
+class WorkerFacts(Protocol):
+    """What the service needs of the runtime that it answers for."""
+
+    engine: EngineClient
+
+    def info(self) -> worker_pb2.GetInfoResponse: ...
+
+    async def audit(self, *, full: bool) -> worker_pb2.AuditResponse: ...
+
+    def worker_stats(self) -> worker_pb2.GetStatsResponse: ...
+
+
 class WorkerServicer(worker_pb2_grpc.WorkerServicer):
-    def __init__(self, runtime: WorkerRuntime) -> None:
+    def __init__(self, runtime: WorkerFacts) -> None:
         self._runtime = runtime
 
     async def GetInfo(
