@@ -32,6 +32,7 @@ from diptych.cli.up.processes import free_port
 
 RESULT = Path(__file__).resolve().parent.parent / "router/bench/results/beside.json"
 SCENES = ("alone", "beside others' long ones", "beside its own long ones")
+_IN_SHORT = dict(zip(SCENES, ("alone", "others' long", "own long"), strict=True))
 SHORT = (1, 128)
 LONG = (6000, 3000, 1500)
 PAUSE_S = 0.2
@@ -166,11 +167,11 @@ def _draw(result: dict[str, Any], before: dict[str, Any] | None, path: Path) -> 
     for pool in result["pools"]:
         for size in SHORT:
             rows: dict[str, float] = {}
-            for label, told in (("before, ", before), ("", result)):
+            for label, told in (("", result), ("was: ", before)):
                 if told is not None and pool in told["pools"]:
                     for name, scene in told["pools"][pool].items():
-                        rows[label + name] = scene["short"][str(size)]["p99_s"]
-            panels.append((f"p99 TTFT in s, {size} tokens, {pool}", rows))
+                        rows[label + _IN_SHORT[name]] = scene["short"][str(size)]["p99_s"]
+            panels.append((f"p99 TTFT in s, prompts of {size}, {pool}", rows))
     path.write_text(bars(panels, columns=2), encoding="utf-8")
 
 
@@ -182,6 +183,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=RESULT)
     parser.add_argument("--before", type=Path, default=None)
     given = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the cluster is stopped
     result: dict[str, Any] = {
         "surroundings": surroundings(),
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
