@@ -58,6 +58,7 @@ check: $(VENV)/.dev ## format, lint, types, import contracts, wire contract, ban
 	@$(BIN)/buf lint
 	@$(BIN)/python .ci/check_proto.py
 	@$(BIN)/python .ci/check_bans.py
+	@$(BIN)/python docs/make_sampling.py --check
 	@$(BIN)/python docs/make_sdk_reference.py --check
 
 proto: $(VENV)/.dev ## generate rpc/v1 from proto/
@@ -66,7 +67,8 @@ proto: $(VENV)/.dev ## generate rpc/v1 from proto/
 model: $(VENV)/.serve ## fetch and convert the default model, once
 	@$(BIN)/diptych model
 
-sdk-reference: $(VENV)/.dev ## write docs/sdk.md from the SDK's docstrings
+sdk-reference: $(VENV)/.dev ## write the SDK's sampling keywords from their table, and docs/sdk.md from the SDK's docstrings
+	@$(BIN)/python docs/make_sampling.py
 	@$(BIN)/python docs/make_sdk_reference.py
 
 golden: $(VENV)/.dev model ## compute the reference token ids again, with transformers

@@ -13,6 +13,7 @@ from diptych.client.async_client import AsyncClient, AsyncStream
 from diptych.client.errors import StreamBrokenError, UnreachableError
 from diptych.client.exchange import RetryPolicy
 from diptych.client.request import GenerateOptions
+from diptych.client.sampling_options import SamplingOptions
 from diptych.client.sync_client import Client, Stream
 from diptych.client.types import (
     Choice,
@@ -75,6 +76,7 @@ __all__ = [
     "RequestCancelledError",
     "RequestDeadlineError",
     "RetryPolicy",
+    "SamplingOptions",
     "StaleReferenceError",
     "Stream",
     "StreamBrokenError",

@@ -4,9 +4,10 @@ fails."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any
 
 from diptych.client.request_parts import add_message, check_size, may_resume, set_grammar, set_tools
+from diptych.client.sampling_options import SamplingOptions
 from diptych.common.errors import InvalidRequestError
 from diptych.rpc.v1 import router_pb2, types_pb2
 
@@ -18,8 +19,9 @@ FAILURE_POLICIES = {
 }
 
 
-class GenerateOptions(TypedDict, total=False):
-    """Keywords of `generate` and `stream`. Exactly one of prompt, token_ids and messages; all else is optional.
+class GenerateOptions(SamplingOptions, total=False):
+    """Keywords of `generate` and `stream`, with those of SamplingOptions. Exactly one of prompt, token_ids and messages; all
+    else is optional.
 
     Args:
         prompt: text, used as it is (no chat template).
@@ -27,30 +29,6 @@ class GenerateOptions(TypedDict, total=False):
         messages: chat messages, each {"role": ..., "content": ...}; the model's chat template is applied. An assistant's
             may have tool_calls (ToolCall values, or mappings with id, name and arguments) and reasoning, a tool's has the
             tool_call_id that it answers.
-        max_tokens: at least 1; default: as many as fit into the model's context.
-        temperature: 0 (greedy) to 2. Defaults of temperature, top_p and top_k are the model's own.
-        top_p: above 0, at most 1 (off).
-        top_k: 0 or -1: off.
-        seed: -2**63 .. 2**64 - 1; the same seed draws the same tokens, and a negative one those of seed + 2**64. Drawn by the
-            router when absent.
-        stop: a string or several; text is cut before the first that appears.
-        stop_token_ids: token ids that end the answer.
-        ignore_eos: go on after the model's end-of-text token.
-        min_p: 0 (off) to 1.
-        presence_penalty, frequency_penalty: -2 to 2.
-        repetition_penalty: above 0; 1 is off.
-        logit_bias: token id -> what is added to its logit, -100 to 100.
-        allowed_token_ids: nothing else is drawn.
-        bad_words: texts that the answer does not hold.
-        min_tokens: tokens before which nothing ends the answer.
-        include_stop_str_in_output: the text ends with the stop string instead of before it.
-        n: number of choices. best_of: choices that are computed, of which the n likeliest come back.
-        beam_width: beam search with so many beams, of which the n best answers come back; it draws nothing.
-        length_penalty: beam search: sums of logprobs are divided by the length to this power; default 1.
-        early_stopping: beam search: True: end once beam_width answers are finished; "never": only when no beam can better
-            them, however long it becomes; default: when none can at its present length.
-        logprobs: of each token and of so many of the likeliest ones at its place (0 to 20).
-        prompt_logprobs: the same of the prompt's tokens.
         json_schema, regex, choice, ebnf: what the answer must look like, one of them: a JSON schema, a regular expression, one
             of several texts, a grammar. It is checked before anything is computed.
         compact_json: with json_schema: no white space but one space behind each comma and colon. Else the model may write up to
@@ -78,30 +56,6 @@ class GenerateOptions(TypedDict, total=False):
     prompt: str | None
     token_ids: Sequence[int] | None
     messages: Sequence[Mapping[str, Any]] | None
-    max_tokens: int | None
-    temperature: float | None
-    top_p: float | None
-    top_k: int | None
-    seed: int | None
-    stop: str | Sequence[str] | None
-    stop_token_ids: Sequence[int]
-    ignore_eos: bool
-    min_p: float | None
-    presence_penalty: float | None
-    frequency_penalty: float | None
-    repetition_penalty: float | None
-    logit_bias: Mapping[int, float] | None
-    allowed_token_ids: Sequence[int] | None
-    bad_words: Sequence[str] | None
-    min_tokens: int | None
-    include_stop_str_in_output: bool
-    n: int | None
-    best_of: int | None
-    beam_width: int | None
-    length_penalty: float | None
-    early_stopping: bool | str
-    logprobs: int | None
-    prompt_logprobs: int | None
     model: str
     request_id: str
     timeout_s: float | None
@@ -124,29 +78,13 @@ class GenerateOptions(TypedDict, total=False):
 
 
 _KNOWN = frozenset(GenerateOptions.__annotations__)
+_NO_SAMPLING = types_pb2.SamplingParams()
 _SAMPLING_SCALARS = frozenset(
-    (
-        "max_tokens",
-        "temperature",
-        "top_p",
-        "top_k",
-        "seed",
-        "min_p",
-        "presence_penalty",
-        "frequency_penalty",
-        "repetition_penalty",
-        "min_tokens",
-        "include_stop_str_in_output",
-        "n",
-        "best_of",
-        "beam_width",
-        "length_penalty",
-        "logprobs",
-        "prompt_logprobs",
-        "ignore_eos",
-    )
-)
-_SAMPLING_LISTS = frozenset(("stop_token_ids", "allowed_token_ids", "bad_words"))
+    name for name in SamplingOptions.__annotations__ if isinstance(getattr(_NO_SAMPLING, name), (float, int))
+) - {"early_stopping"}
+_SAMPLING_LISTS = frozenset(
+    name for name in SamplingOptions.__annotations__ if hasattr(getattr(_NO_SAMPLING, name), "extend")
+) - {"stop"}
 _PLAIN = frozenset(
     ("model", "request_id", "explain", "local_prefill_max_tokens", "priority", "idempotency_key", "split")
 )

@@ -119,7 +119,7 @@ class SamplingParams:
         (), Ids(MAX_ALLOWED_TOKEN_IDS), "drawing", "nothing else is drawn; empty: no such limit",
         at_most=MAX_ALLOWED_TOKEN_IDS)
     bad_words: tuple[tuple[int, ...], ...] = row(
-        (), BadWords(), "drawing", "texts that the answer does not hold", at_most=MAX_BAD_WORDS)
+        (), BadWords(), "drawing", "at most 128 texts that the answer does not hold", at_most=MAX_BAD_WORDS)
     min_tokens: int = row(
         0, Integer(), "the end", "tokens before which nothing but max_tokens ends the answer", required=True)
     include_stop_str_in_output: bool = row(

@@ -106,7 +106,7 @@ def page() -> str:
     exported = [(name, getattr(sdk, name)) for name in sdk.__all__]
     classes = [(name, value) for name, value in exported if isinstance(value, type)]
     errors = [value for _, value in classes if issubclass(value, DiptychError)]
-    first = ["Client", "Stream", "AsyncClient", "AsyncStream", "GenerateOptions"]
+    first = ["Client", "Stream", "AsyncClient", "AsyncStream", "GenerateOptions", "SamplingOptions"]
     others = sorted(
         (pair for pair in classes if not issubclass(pair[1], DiptychError)),
         key=lambda pair: (first.index(pair[0]) if pair[0] in first else len(first), pair[0]),
