@@ -7,7 +7,6 @@ one request are one line: their tokens are summed, their workers named together.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,15 +19,18 @@ from diptych.common.errors import DiptychError, InternalError, RequestCancelledE
 from diptych.router.observe.explain import RequestTrace
 from diptych.router.requests.messages import FinishedEvent, UncheckedRequest, ValidatedRequest
 
-_LOGGER = "diptych.access"
 _MAX_UNCHECKED = 128
 _MAX_ERROR = 500
-_log = structlog.get_logger(_LOGGER)
+_log = structlog.get_logger("diptych.access")
+
+
+class _Switch:
+    on = True
 
 
 def switch(on: bool) -> None:
-    """Whether requests have their line at all, where lines of level INFO are written."""
-    logging.getLogger(_LOGGER).setLevel(logging.NOTSET if on else logging.WARNING)
+    """Whether requests of this process have their line at all."""
+    _Switch.on = on
 
 
 @dataclass(slots=True)
@@ -121,6 +123,8 @@ class Access:
         """Args:
         now: on the clock of `began`; None: the monotonic one.
         """
+        if not _Switch.on:
+            return
         say = _log.debug if self.quiet else _log.info
         known = {
             "request_id": self.request_id,

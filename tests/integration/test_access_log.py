@@ -21,6 +21,7 @@ from diptych.common.secret import derive_key
 from diptych.common.ticket import PURPOSE
 from diptych.router.api.auth import Authenticator
 from diptych.router.api.auth_keys import add_key
+from diptych.router.observe import access_log
 from diptych.router.server import Faces
 
 Lines = list[MutableMapping[str, Any]]
@@ -218,3 +219,13 @@ async def test_5_4_a_planned_drain_is_no_warning(world: Any, lines: Lines) -> No
     await fleet.until(lambda: any(one["event"] == "worker left" for one in lines))
     await fleet.frontend.close()
     assert [one for one in lines if one["log_level"] not in ("info", "debug")] == []
+
+
+async def test_the_lines_can_be_switched_off(world: Any, lines: Lines) -> None:
+    _, _, http, _, _ = world
+    access_log.switch(False)
+    try:
+        assert (await http.post("/v1/completions", json=BODY)).status_code == 200
+    finally:
+        access_log.switch(True)
+    assert [one for one in lines if one["event"] == "request"] == []
