@@ -26,11 +26,11 @@ from typing import Any
 
 import httpx
 
-from diptych.bench.router.report import surroundings
+from diptych.bench.router.report import RESULTS, surroundings
 from diptych.bench.router.svg import bars
 from diptych.cli.up.processes import free_port
 
-RESULT = Path(__file__).resolve().parent.parent / "router/bench/results/beside.json"
+RESULT = RESULTS / "beside.json"
 SCENES = ("alone", "beside others' long ones", "beside its own long ones")
 _IN_SHORT = dict(zip(SCENES, ("alone", "others' long", "own long"), strict=True))
 SHORT = (1, 128)
