@@ -1,78 +1,23 @@
 """Whoever decodes waits for prompts no longer than a bound, by measured cost, and prompts go on all the same.
 
-The machine is a model: a step takes `FIXED_S` and something a row; the scheduler learns it from the durations alone.
+The machine is a model (`bench_mixed_steps`): the scheduler learns it from durations alone, as it does a real one.
 """
 
 from __future__ import annotations
 
-import random
-from dataclasses import dataclass
-
-import numpy as np
 import pytest
+from diptych.engine.bench.bench_mixed_steps import Machine, serve
 
 from diptych.common.block_identity import IdentityHeader
 from diptych.common.clock import FakeClock
-from diptych.common.sampling import SamplingParams
 from diptych.engine.config import EngineConfig
 from diptych.engine.fake_runner import FakeRunner
-from diptych.engine.messages import AddRequest, EngineRequest, Failed, Finished, KvMode, TokensOut
+from diptych.engine.messages import AddRequest, KvMode
 from diptych.engine.offline import OfflineEngine
 from diptych.engine.sched.throughput import ThroughputEstimator
 
-FIXED_S, PROMPT_ROW_S, DECODE_ROW_S = 0.006, 0.00115, 0.0015
-"""Of a model of 135 million weights on two cores of 2026."""
 BLOCK = 16
 IDENTITY = IdentityHeader(b"k" * 32, "m", "t", "u", BLOCK)
-
-
-@dataclass
-class Outcome:
-    tokens_per_s: float
-    gaps_ms: np.ndarray
-    first_token_s: np.ndarray
-
-    def gap_ms(self, percent):
-        return float(np.percentile(self.gaps_ms, percent))
-
-
-def serve(users, waves, *, num_prompt=256, num_outputs=64, slower=1.0, **settings):
-    """Closed loop: each of the users asks again as soon as it has its answer."""
-    clock, rng = FakeClock(), random.Random(5)
-
-    def compute(seqs):
-        rows = sum(len(seq.token_ids) for seq in seqs)
-        decodes = sum(len(seq.token_ids) == 1 for seq in seqs)
-        clock.advance(slower * (FIXED_S + PROMPT_ROW_S * (rows - decodes) + DECODE_ROW_S * decodes))
-
-    runner = FakeRunner(2000, BLOCK, before_execute=compute, num_layers=1, head_dim=1, vocab_size=50_000)
-    config = EngineConfig(2000, BLOCK, enable_prefix_caching=False, **settings)
-    engine = OfflineEngine(runner, config, IDENTITY, clock=clock)
-    sampling = SamplingParams(max_tokens=num_outputs, ignore_eos=True)
-    added, told, left = {}, {}, users * waves
-
-    def ask():
-        nonlocal left
-        if left:
-            left -= 1
-            attempt = f"r{left}"
-            added[attempt], told[attempt] = clock.now(), []
-            engine.send(AddRequest(EngineRequest(attempt, tuple(rng.choices(range(50_000), k=num_prompt)), sampling)))
-
-    for _ in range(users):
-        ask()
-    began, ended = clock.now(), 0
-    while ended < users * waves:
-        for event in engine.step():
-            assert not isinstance(event, Failed), event
-            if isinstance(event, TokensOut):
-                told[event.attempt].append(clock.now())
-            elif isinstance(event, Finished):
-                ended += 1
-                ask()
-    gaps = np.concatenate([np.diff(times) for times in told.values()]) * 1e3
-    first = np.array([times[0] - added[attempt] for attempt, times in told.items()])
-    return Outcome(users * waves * num_outputs / (clock.now() - began), gaps, first)
 
 
 @pytest.mark.parametrize("waves", [1, 4])
@@ -93,10 +38,10 @@ def test_more_than_the_machine_can_serve_stretches_steps_instead_of_starving_pro
 
 
 def test_a_machine_whose_decode_steps_take_longer_than_the_bound_computes_prompts_half_of_its_time():
-    settings = {"num_prompt": 64, "slower": 10.0}
-    slow = serve(8, 1, **settings)
+    machine = Machine().slower(10)
+    slow = serve(8, 1, machine, num_prompt=64)
     assert slow.gap_ms(99) <= 2.2 * 180  # a decode step of eight takes 180 ms there
-    assert slow.tokens_per_s >= 0.85 * serve(8, 1, mixed_step_time_s=None, **settings).tokens_per_s
+    assert slow.tokens_per_s >= 0.85 * serve(8, 1, machine, num_prompt=64, mixed_step_time_s=None).tokens_per_s
 
 
 def test_without_decoding_sequences_steps_are_as_large_as_ever():
@@ -111,7 +56,7 @@ def test_a_local_prompt_on_a_decode_worker_is_computed_in_small_steps_too(kit):
 
     def compute(seqs):
         chunks.append([len(seq.token_ids) for seq in seqs if len(seq.token_ids) > 1])
-        clock.advance(FIXED_S + PROMPT_ROW_S * sum(len(seq.token_ids) for seq in seqs))
+        clock.advance(Machine().duration_s(seqs))
 
     runner = FakeRunner(200, BLOCK, before_execute=compute)
     engine = OfflineEngine(runner, EngineConfig(200, BLOCK), IDENTITY, clock=clock)
