@@ -59,6 +59,7 @@ check: $(VENV)/.dev ## format, lint, types, import contracts, wire contract, ban
 	@$(BIN)/python .ci/check_proto.py
 	@$(BIN)/python .ci/check_bans.py
 	@$(BIN)/python docs/make_sampling.py --check
+	@$(BIN)/python .ci/check_c.py
 	@$(BIN)/python docs/make_sdk_reference.py --check
 
 proto: $(VENV)/.dev ## generate rpc/v1 from proto/

@@ -59,6 +59,17 @@ def _width_flags(lanes: int | None) -> tuple[str, ...]:
     return (f"-DLANES={lanes}", *(_INSTRUCTIONS[lanes] if platform.machine() == "x86_64" else ()))
 
 
+def _check_ours(path: Path) -> None:
+    """Whoever may write there chooses what code we load. Raises: NativeError where that is another than this user or root."""
+    facts = path.stat()
+    if facts.st_uid not in (os.geteuid(), 0):
+        raise NativeError(
+            f"{path} belongs to user {facts.st_uid}: libraries are loaded from a folder of one's own only"
+        )
+    if facts.st_mode & 0o022:
+        raise NativeError(f"{path} is writable by others (mode {facts.st_mode & 0o7777:o}): chmod go-w {path}")
+
+
 def _cpu_features() -> str:
     """What -march=native depends on: a folder may be shared by machines that differ."""
     info = Path("/proc/cpuinfo")
@@ -94,14 +105,18 @@ class CSources:
 
         Args:
             lanes: floats of a vector: 4, 8 or 16; None: as many as a register here holds.
-        Raises: NativeError when there is no compiler, it fails, or the folder cannot be written.
+        Raises: NativeError when there is no compiler, it fails, or the folder cannot be written; when others could have put a
+            library there.
         """
         compiler = compiler or find_compiler()
         target = self.library_path(target_folder, compiler, lanes)
         if target.exists():
+            _check_ours(target_folder)
+            _check_ours(target)
             return target
         try:
-            target_folder.mkdir(parents=True, exist_ok=True)
+            target_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _check_ours(target_folder)
             # Processes that start together: one compiles, the others wait for it. The system lets go of a dead owner's lock,
             # and a compiler that hangs is stopped by its owner.
             with (target_folder / "lock").open("w") as lock:
