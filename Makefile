@@ -50,7 +50,7 @@ test-full: $(VENV)/.dev model ## every test that needs no GPU and no root
 test-hostile: $(VENV)/.dev model ## the tests throttled, on one core, beside busy loops, at other widths of vectors, without a compiler: 75 minutes
 	@$(BIN)/python -P tests/hostile.py $(ARGS)
 
-check: $(VENV)/.dev ## format, lint, types, import contracts, wire contract, banned calls
+check: $(VENV)/.dev ## format, lint, types, import contracts, wire contract, banned calls, warnings of C, generated pages
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
