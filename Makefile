@@ -30,7 +30,7 @@ PIP := $(BIN)/python -m pip --quiet
 STEP := .ci/with_progress.sh
 PROTO_SOURCES := $(wildcard proto/diptych/rpc/v1/*.proto)
 
-.PHONY: help check sdk-reference test test-full test-hostile up down proto model golden sim sdk-wheel bench bench-router bench-beside bench-engine bench-kv bench-vllm test-gpu bench-gpu bench-gpu-pair bench-gpu-http wheels wheels-gpu secrets images charts test-containers clean
+.PHONY: help check sdk-reference test test-full test-hostile up down proto model golden sim sdk-wheel bench bench-router bench-beside bench-engine bench-kv bench-vllm test-gpu bench-gpu bench-gpu-pair bench-gpu-http wheels wheels-gpu secrets images charts test-clients test-containers clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -42,10 +42,10 @@ down: ## stop the cluster that `make up` started
 	@if [ -x $(BIN)/diptych ]; then exec $(BIN)/diptych down; else echo "no cluster runs: nothing was ever set up here"; fi
 
 test: $(VENV)/.dev model ## the tests, with one real cluster; under ten minutes on two cores
-	@$(BIN)/pytest -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder -m "not slow and not gpu and not netns and not containers" $(ARGS)
+	@$(BIN)/pytest -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder -m "not slow and not gpu and not netns and not containers and not clients" $(ARGS)
 
 test-full: $(VENV)/.dev model ## every test that needs no GPU and no root
-	@$(BIN)/pytest -m "not gpu and not netns and not containers" $(ARGS)
+	@$(BIN)/pytest -m "not gpu and not netns and not containers and not clients" $(ARGS)
 
 test-hostile: $(VENV)/.dev model ## the tests throttled, on one core, beside busy loops, at other widths of vectors, without a compiler: 75 minutes
 	@$(BIN)/python -P tests/hostile.py $(ARGS)
@@ -141,6 +141,17 @@ images: ## the images of compose.yaml; BASE_IMAGE=, CONTAINER_TOOL=docker|podman
 	  $(CONTAINER_TOOL) build -f deploy/Dockerfile --target $$target --build-arg BASE_IMAGE=$(BASE_IMAGE) \
 	    --build-arg TORCH_VERSION=$(TORCH_VERSION) --build-arg TORCH_INDEX_ARGS="$(TORCH_INDEX_ARGS)" $(IMAGE_ARGS) \
 	    -t localhost/$$name:dev .; done
+
+# Third-party clients in an environment of their own (3 GB); torch first, so that none of them brings a CUDA build.
+CLIENTS_VENV ?= .venv-clients
+test-clients: $(VENV)/.dev model $(CLIENTS_VENV)/.ready ## openai, LiteLLM, LangChain, lm-eval, guidellm and aiperf as they come, with exact counts; CLIENTS_VENV= their environment
+	@CLIENTS_VENV="$(abspath $(CLIENTS_VENV))" $(BIN)/pytest -m clients $(ARGS) tests/clients
+
+$(CLIENTS_VENV)/.ready: tests/clients/requirements.txt $(VENV)/.python
+	@$(BIN)/python -m venv $(CLIENTS_VENV)
+	@$(STEP) "torch for the clients" $(CLIENTS_VENV)/bin/python -m pip install --quiet $(TORCH_INDEX_ARGS) "torch==$(TORCH_VERSION)"
+	@$(STEP) "clients" $(CLIENTS_VENV)/bin/python -m pip install --quiet -r tests/clients/requirements.txt
+	@touch $@
 
 charts: $(VENV)/.dev $(BIN)/helm ## lint and render the Helm chart, and check it against Kubernetes' schemas
 	@$(BIN)/pytest $(ARGS) tests/deploy/test_helm.py

@@ -6,7 +6,7 @@ import asyncio
 import random
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -256,7 +256,12 @@ class Frontend:
 
         Raises (while iterating): a DiptychError; before StartedEvent nothing of the answer was produced.
         """
-        with self._keys.running(request.tenant, request.idempotency_key) as outcome:
+        with ExitStack() as stack:
+            try:
+                outcome = stack.enter_context(self._keys.running(request.tenant, request.idempotency_key))
+            except DiptychError as err:
+                self.metrics.refused(err.reason, request.tenant)
+                raise
             async with aclosing(self._generate(request)) as events:
                 async for event in events:
                     outcome.well |= isinstance(event, FinishedEvent)

@@ -42,7 +42,7 @@ assert _spec is not None
 assert _spec.loader is not None
 machine = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(machine)
-MARKS = "not slow and not gpu and not netns and not containers"
+MARKS = "not slow and not gpu and not netns and not containers and not clients"
 PROCESSES = 2
 PERIOD_S = 0.1
 PROGRESS_S = 30.0

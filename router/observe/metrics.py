@@ -81,7 +81,7 @@ class RouterMetrics(Metrics):
         self.request_generation = self.histogram(
             "request_generation_tokens", "Generated tokens of a request", TOKEN_BUCKETS
         )
-        self.requests = self.counter("requests", "Requests that came, also those that were refused")
+        self.requests = self.counter("requests", "Requests that could be read, also those that were refused")
         self.prompt_tokens = self.counter("prompt_tokens", "Prompt tokens of requests that had their first token")
         self.cached_tokens = self.counter("prompt_tokens_cached", "Of those, the ones that no worker had to compute")
         self.generation_tokens = self.counter(

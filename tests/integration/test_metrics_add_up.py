@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from diptych.client import AsyncClient
-from diptych.common.errors import DiptychError, InvalidRequestError, OverloadedError
+from diptych.common.errors import DiptychError, DuplicateRequestError, InvalidRequestError, OverloadedError
 from diptych.common.secret import derive_key
 from diptych.common.ticket import PURPOSE
 from diptych.router.api.grpc_service import RouterService
@@ -47,6 +47,9 @@ async def test_of_relayed_requests(fleet, metric_laws):
         decode.go.set()
     with pytest.raises(InvalidRequestError):
         await fleet.frontend.prepare(UncheckedRequest(token_ids=[10**6]))
+    await fleet.ask(idempotency_key="once")
+    with pytest.raises(DuplicateRequestError):
+        await fleet.ask(idempotency_key="once")
     decode.skip_offset = 1
     with pytest.raises(DiptychError):
         await fleet.ask(max_tokens=3)  # breaks the protocol after its first token
@@ -60,12 +63,12 @@ async def test_of_relayed_requests(fleet, metric_laws):
     assert second.submits
     figures = figures_of(fleet, metric_laws)
     assert not metric_laws.check_router(figures)
-    assert figures.total("requests_total") == 9
-    assert figures.total("request_success_total") == 3
+    assert figures.total("requests_total") == 11
+    assert figures.total("request_success_total") == 4
     assert figures.total("request_errors_total", reason="CLIENT_LEFT") == 3
     assert figures.total("unfinished_tokens_total", of="prompt") == 3 * 40
     assert figures.total("unfinished_tokens_total", of="generation") >= 1 + 2 + 1
-    assert figures.total("prompt_tokens_cached_total") == 16 * 6
+    assert figures.total("prompt_tokens_cached_total") == 16 * 7
 
 
 @asynccontextmanager
