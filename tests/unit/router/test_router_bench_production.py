@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 
-from diptych.bench.router.decision import HEADER, ResponseContext
+from diptych.bench.router.decision import HEADER, Scene
 from diptych.common.clock import FakeClock
 from diptych.common.store_memory import MemoryStore
 from diptych.router.cluster.cluster import Cluster
@@ -44,7 +44,7 @@ def in_production(clock: FakeClock) -> Placer:
 
 
 async def test_the_benchmark_builds_what_production_builds():
-    scene = ResponseContext(8, 100_000, library=choose_library("auto"))
+    scene = Scene(8, 100_000, library=choose_library("auto"))
     placer = in_production(FakeClock())
     records = [scene.placer.fleet.records[i] for i in range(8)]
     for record in records:

@@ -48,7 +48,7 @@ def a_worker(name, role, header, chance):
     )  # fmt: skip
 
 
-class ResponseContext:
+class Scene:
     """The same index, workers and pending work behind two placers."""
 
     def __init__(self, seed, library, num_workers=12, policy="cost", host=True, headers=HEADERS, replicates=False):
@@ -128,7 +128,7 @@ def same(one, other):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_both_place_alike(seed, library):
-    scene = ResponseContext(seed, library, host=seed % 3 > 0, headers=HEADERS[: 1 + seed % 2])
+    scene = Scene(seed, library, host=seed % 3 > 0, headers=HEADERS[: 1 + seed % 2])
     told = [scene.ask() for _ in range(30)]
     for one, other in told:
         same(one, other)
@@ -136,27 +136,27 @@ def test_both_place_alike(seed, library):
 
 
 def test_both_place_alike_beyond_64_workers(library):
-    scene = ResponseContext(5, library, num_workers=150)
+    scene = Scene(5, library, num_workers=150)
     for _ in range(4):
         same(*scene.ask())
 
 
 @pytest.mark.parametrize("policy", ["random", "round-robin", "least-loaded", "power-of-two", "session-affinity"])
 def test_other_policies_see_the_same_charges(policy, library):
-    scene = ResponseContext(3, library, policy=policy)
+    scene = Scene(3, library, policy=policy)
     for _ in range(20):
         same(*scene.ask())
 
 
 def test_copies_of_hot_prefixes_go_to_the_same_worker(library):
-    scene = ResponseContext(8, library, headers=HEADERS[:1], replicates=True)
+    scene = Scene(8, library, headers=HEADERS[:1], replicates=True)
     for _ in range(40):
         same(*scene.ask(local_prefill_max_tokens=0))
     assert scene.placers[0].num_copies == scene.placers[1].num_copies > 0
 
 
 def test_a_worker_that_computes_alone_for_the_margins_sake_is_the_same(library):
-    scene = ResponseContext(2, library, headers=HEADERS[:1])
+    scene = Scene(2, library, headers=HEADERS[:1])
     told = []
     for i in range(100, 3000):
         scene.reservations.reserve(str(i), Reservation(f"p{i % 6}", "d0", 50_000))
@@ -175,7 +175,7 @@ def test_nobody_and_nothing_cached(library):
 
 
 def test_an_explanation_told_later_is_of_the_time_of_the_decision(library):
-    scene = ResponseContext(4, library, headers=HEADERS[:1])
+    scene = Scene(4, library, headers=HEADERS[:1])
     one, other = scene.ask(wants_kv=True)
     before = other.best(None)
     for i in range(100, 160):
