@@ -23,6 +23,9 @@ class Benchmark:
 BENCHMARKS: dict[str, Benchmark] = {
     "engine": Benchmark("engine.vs_transformers", "our engine beside transformers, in one run", "bench-engine"),
     "scheduler": Benchmark("engine.scheduler", "a step of the scheduler, by the number of sequences"),
+    "mixed-steps": Benchmark(
+        "engine.mixed_steps", "what a bound on mixed steps gives and costs, on a modelled machine"
+    ),
     "kernels": Benchmark("kernels.kernels", "each Triton kernel beside its floor", "bench-gpu"),
     "matmul": Benchmark("kernels.matmul", "matrix products beside cuBLAS"),
     "gpu-step": Benchmark("gpu.step", "whole steps of an 8B model on one GPU", "bench-gpu"),

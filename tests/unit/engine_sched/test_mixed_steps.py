@@ -1,13 +1,13 @@
 """Whoever decodes waits for prompts no longer than a bound, by measured cost, and prompts go on all the same.
 
-The machine is a model (`bench_mixed_steps`): the scheduler learns it from durations alone, as it does a real one.
+The machine is a model (`bench.engine.mixed_steps`): the scheduler learns it from durations alone, as it does a real one.
 """
 
 from __future__ import annotations
 
 import pytest
-from diptych.engine.bench.bench_mixed_steps import Machine, serve
 
+from diptych.bench.engine.mixed_steps import Machine, serve
 from diptych.common.block_identity import IdentityHeader
 from diptych.common.clock import FakeClock
 from diptych.engine.config import EngineConfig
