@@ -107,8 +107,12 @@ async def test_sixteen_at_once_equal_local(pd: ModuleType) -> None:
         await cluster.nothing_left()
 
 
-async def received(worker: WorkerRuntime) -> int:
-    return (await worker.transfer.audit()).bytes_received
+async def read_and_settled(reader: WorkerRuntime, publisher: WorkerRuntime) -> bool:
+    """KV arrived, and its publisher has heard of it: no slab is out."""
+    if not (await reader.transfer.audit()).bytes_received:
+        return False
+    slabs = (await publisher.transfer.audit()).slabs
+    return slabs.free == slabs.total
 
 
 async def test_reads_overlap_with_compute(pd: ModuleType) -> None:
@@ -125,7 +129,7 @@ async def test_reads_overlap_with_compute(pd: ModuleType) -> None:
         prompt = [(3 * i) % 1000 for i in range(640)]
         answer = router.submit(cluster.submit_message(attempt="a", prompt=prompt))
         try:
-            await waiting.until(lambda: received(cluster.decode), "KV arrives")
+            await waiting.until(lambda: read_and_settled(cluster.decode, cluster.prefill[0]), "KV arrives")
         finally:
             arrived.set()
         await router.ended("a")
