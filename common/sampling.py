@@ -12,9 +12,6 @@ from diptych.common.errors import InvalidRequestError
 from diptych.common.grammar import Grammar, check_grammar
 from diptych.common.sampling_table import (
     MAX_ALLOWED_TOKEN_IDS,
-    MAX_BAD_WORDS,
-    MAX_LOGIT_BIAS,
-    MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
     BadWords,
     Biases,
@@ -100,10 +97,9 @@ class SamplingParams:
     top_k: int = row(0, TopK(), "drawing", "0 or -1: off", default_text="the model's", required=True)
     ignore_eos: bool = row(False, Flag(), "the end", "go on after the model's end-of-text token")
     stop_token_ids: tuple[int, ...] = row(
-        (), Ids(MAX_STOP_TOKEN_IDS), "the end", "token ids that end the answer", at_most=MAX_STOP_TOKEN_IDS)
+        (), Ids(MAX_STOP_TOKEN_IDS), "the end", "token ids that end the answer")
     stop: tuple[str, ...] = row(
-        (), Stops(), "the end", "a string or several, 256 bytes each; text is cut before the first that appears",
-        at_most=MAX_STOP_STRINGS)
+        (), Stops(), "the end", "a string or several, 256 bytes each; text is cut before the first that appears")
     min_p: float = row(0.0, Number(0.0, 1.0), "drawing", "0 (off) to 1", required=True)
     presence_penalty: float = row(
         0.0, Number(-2.0, 2.0), "drawing", "-2 to 2; subtracted from the logits of tokens among the outputs", required=True)
@@ -114,12 +110,11 @@ class SamplingParams:
         "above 0, at most 10; divides (multiplies, if negative) the logits of tokens in prompt or outputs; 1 is off",
         required=True)
     logit_bias: tuple[tuple[int, float], ...] = row(
-        (), Biases(), "drawing", "token id -> what is added to its logit, -100 to 100", at_most=MAX_LOGIT_BIAS)
+        (), Biases(), "drawing", "token id -> what is added to its logit, -100 to 100")
     allowed_token_ids: tuple[int, ...] = row(
-        (), Ids(MAX_ALLOWED_TOKEN_IDS), "drawing", "nothing else is drawn; empty: no such limit",
-        at_most=MAX_ALLOWED_TOKEN_IDS)
+        (), Ids(MAX_ALLOWED_TOKEN_IDS), "drawing", "nothing else is drawn; empty: no such limit")
     bad_words: tuple[tuple[int, ...], ...] = row(
-        (), BadWords(), "drawing", "at most 128 texts that the answer does not hold", at_most=MAX_BAD_WORDS)
+        (), BadWords(), "drawing", "at most 128 texts that the answer does not hold")
     min_tokens: int = row(
         0, Integer(), "the end", "tokens before which nothing but max_tokens ends the answer", required=True)
     include_stop_str_in_output: bool = row(

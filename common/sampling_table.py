@@ -44,7 +44,6 @@ class Row:
         group: where it acts; it stands with the others of its group in the documentation.
         text: what it does, in one or two sentences of Markdown, for clients.
         default_text: the client's, in words, where that is not the field's default.
-        at_most: entries, of a list.
         required: a proto message inside the cluster without it is refused; else its absence means the default. For the
             parameters of the first protocol only: senders of an older version know no others.
         responses: the Responses API takes it under this name, too.
@@ -55,10 +54,14 @@ class Row:
     group: str
     text: str
     default_text: str = ""
-    at_most: int = 0
     required: bool = False
     responses: bool = True
     since: str = FIRST_VERSION
+
+    @property
+    def at_most(self) -> int:
+        """Entries of a list; 0: it is none."""
+        return getattr(self.check, "at_most", 0)
 
     @property
     def scalar(self) -> bool:
@@ -169,6 +172,7 @@ class Ids:
 
 class Stops:
     type_name = "str | Sequence[str]"
+    at_most = MAX_STOP_STRINGS
 
     def __call__(self, value: object, param: str, vocab_size: int, /) -> tuple[str, ...]:
         if not isinstance(value, (list, tuple)):
@@ -191,6 +195,7 @@ class Biases:
     """From {token id: bias}, whose keys may be digits (JSON has no other keys), or from pairs."""
 
     type_name = "Mapping[int, float]"
+    at_most = MAX_LOGIT_BIAS
     _bias = Number(-100.0, 100.0)
     _token = Ids(1)
 
@@ -218,6 +223,7 @@ class BadWords:
     """As token id sequences: texts have become such by then."""
 
     type_name = "Sequence[str]"
+    at_most = MAX_BAD_WORDS
     _word = Ids(MAX_BAD_WORD_TOKENS)
 
     def __call__(self, value: object, param: str, vocab_size: int, /) -> tuple[tuple[int, ...], ...]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, fields
 from typing import Any, Protocol, TypeVar
 
 from diptych.common.compat import Compat
@@ -102,14 +103,14 @@ def grammar_from_proto(message: types_pb2.Grammar) -> Grammar:
 
 def sampling_to_proto(sampling: SamplingParams) -> types_pb2.SamplingParams:
     """Every optional field is set."""
-    fields: dict[str, Any] = dict(zip(_PROTO_NAMES, sampling_values(sampling), strict=True))
-    fields["logit_bias"] = dict(sampling.logit_bias) if sampling.logit_bias else None
+    values: dict[str, Any] = dict(zip(_PROTO_NAMES, sampling_values(sampling), strict=True))
+    values["logit_bias"] = dict(sampling.logit_bias) if sampling.logit_bias else None
     if sampling.bad_words:
-        fields["bad_word_ids"] = [types_pb2.TokenSequence(token_ids=word) for word in sampling.bad_words]
-    fields["early_stopping"] = _EARLY_TO_PROTO[sampling.early_stopping]
+        values["bad_word_ids"] = [types_pb2.TokenSequence(token_ids=word) for word in sampling.bad_words]
+    values["early_stopping"] = _EARLY_TO_PROTO[sampling.early_stopping]
     if sampling.grammar is not None:
-        fields["grammar"] = grammar_to_proto(sampling.grammar)
-    return types_pb2.SamplingParams(**fields)
+        values["grammar"] = grammar_to_proto(sampling.grammar)
+    return types_pb2.SamplingParams(**values)
 
 
 def early_stopping_from_proto(value: int) -> EarlyStopping:
@@ -164,22 +165,7 @@ def finish_reason_from_proto(value: int) -> FinishReason:
 
 
 def compat_to_proto(compat: Compat) -> worker_pb2.Compat:
-    return worker_pb2.Compat(
-        model=compat.model,
-        model_revision=compat.model_revision,
-        tokenizer_revision=compat.tokenizer_revision,
-        num_layers=compat.num_layers,
-        num_kv_heads=compat.num_kv_heads,
-        head_dim=compat.head_dim,
-        block_size=compat.block_size,
-        kv_dtype=compat.kv_dtype,
-        kv_layout=compat.kv_layout,
-        tensor_parallel_size=compat.tensor_parallel_size,
-        attention_version=compat.attention_version,
-        sampler_version=compat.sampler_version,
-        protocol_version=compat.protocol_version,
-        block_identity_golden=compat.block_identity_golden,
-    )
+    return worker_pb2.Compat(**asdict(compat))
 
 
 def compat_from_proto(message: worker_pb2.Compat) -> Compat:
@@ -192,22 +178,7 @@ def compat_from_proto(message: worker_pb2.Compat) -> Compat:
             raise IncompatibleWorkersError(f"handshake: {field} is empty")
     if message.kv_dtype not in KV_DTYPES:
         raise IncompatibleWorkersError(f"handshake: kv_dtype {message.kv_dtype!r} is not one of {', '.join(KV_DTYPES)}")
-    return Compat(
-        model=message.model,
-        model_revision=message.model_revision,
-        tokenizer_revision=message.tokenizer_revision,
-        num_layers=message.num_layers,
-        num_kv_heads=message.num_kv_heads,
-        head_dim=message.head_dim,
-        block_size=message.block_size,
-        kv_dtype=message.kv_dtype,
-        kv_layout=message.kv_layout,
-        tensor_parallel_size=message.tensor_parallel_size,
-        attention_version=message.attention_version,
-        sampler_version=message.sampler_version,
-        protocol_version=message.protocol_version,
-        block_identity_golden=message.block_identity_golden,
-    )
+    return Compat(**{field.name: getattr(message, field.name) for field in fields(Compat)})
 
 
 def check_remaining(remaining_s: float) -> float:

@@ -11,7 +11,7 @@ from google.protobuf.message import DecodeError, Message
 from diptych.common.errors import InvalidRequestError
 from diptych.common.sampling import SAMPLING
 from diptych.router.api.grpc_tools import chat_of, grammar_of
-from diptych.router.requests.messages import ModelFeatures, UncheckedRequest
+from diptych.router.requests.messages import FAILURE_POLICIES, ModelFeatures, UncheckedRequest
 from diptych.router.tools.options import ToolOptions, text_beside
 from diptych.rpc.convert import early_stopping_from_proto
 from diptych.rpc.v1 import router_pb2, types_pb2
@@ -20,12 +20,7 @@ _Message = TypeVar("_Message", bound=Message)
 _MAX_REMEMBERED_BYTES = 512
 MAX_TOKEN_IDS = 1_000_000
 """Of one prompt, whatever the model: only its context is checked later."""
-_POLICIES = {
-    router_pb2.FAILURE_POLICY_UNSPECIFIED: "",
-    router_pb2.FAILURE_POLICY_FAIL: "fail",
-    router_pb2.FAILURE_POLICY_RECOMPUTE: "recompute",
-    router_pb2.FAILURE_POLICY_RETRY: "retry",
-}
+_POLICIES = {number: name for name, number in FAILURE_POLICIES.items()}
 
 
 def parse(kind: type[_Message], body: bytes) -> _Message:

@@ -51,13 +51,8 @@ _UNION_FORMS = {
     "guided_json": "an object or its text",
 }
 _UNCHANGED = (
-    "use_beam_search",
-    "local_prefill_max_tokens",
-    "priority",
-    "truncate_prompt_tokens",
-    "truncation_side",
-    "cache_salt",
-)
+    "use_beam_search", "local_prefill_max_tokens", "priority", "truncate_prompt_tokens", "truncation_side", "cache_salt",
+)  # fmt: skip
 """Fields that go into the spec as they are."""
 _TYPES: Mapping[str, Any] = {
     "float": float,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -34,9 +34,8 @@ from diptych.router.preprocess.checks import (
     timeout,
 )
 from diptych.router.preprocess.text_bound import TextBound
-from diptych.router.requests.messages import UncheckedRequest, ValidatedRequest
+from diptych.router.requests.messages import FAILURE_POLICIES, UncheckedRequest, ValidatedRequest
 from diptych.router.tools.reasoning import CLOSE, OPEN
-from diptych.rpc.v1 import router_pb2
 
 _MAX_KNOWN = 1024
 _MAX_DETOKENIZED = 1_000_000
@@ -45,13 +44,6 @@ _THINK_TAIL_TOKENS = 8
 _BYTES_A_TOKEN = 4
 MAX_CHOICES = 16
 """Of one request, also with best_of."""
-
-FAILURE_POLICIES: Mapping[str, int] = {
-    "": router_pb2.FAILURE_POLICY_UNSPECIFIED,
-    "fail": router_pb2.FAILURE_POLICY_FAIL,
-    "recompute": router_pb2.FAILURE_POLICY_RECOMPUTE,
-    "retry": router_pb2.FAILURE_POLICY_RETRY,
-}
 
 
 class TextToIds(Protocol):

@@ -7,9 +7,15 @@ from dataclasses import dataclass, field
 
 from diptych.common.sampling import FinishReason, SamplingParams
 from diptych.router.api.packed_ids import PackedIds
-from diptych.rpc.v1 import types_pb2
+from diptych.rpc.v1 import router_pb2, types_pb2
 
 Explanation = types_pb2.Explanation
+FAILURE_POLICIES: Mapping[str, int] = {
+    "": router_pb2.FAILURE_POLICY_UNSPECIFIED,
+    "fail": router_pb2.FAILURE_POLICY_FAIL,
+    "recompute": router_pb2.FAILURE_POLICY_RECOMPUTE,
+    "retry": router_pb2.FAILURE_POLICY_RETRY,
+}
 
 
 @dataclass(frozen=True, slots=True)
