@@ -22,7 +22,7 @@ import triton.language as tl
 ENABLED = True
 """Tests switch it off, to compare."""
 MAX_ROWS = 128
-"""Kernels of larger steps fill the GPU by themselves, and lose a little by it: measured, see bench/gpu/NOTES.md."""
+"""Kernels of larger steps fill the GPU by themselves, and lose a little by it: measured, see docs/measurements/gpu-kernels.md."""
 
 
 @triton.jit

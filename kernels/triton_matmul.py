@@ -78,7 +78,7 @@ def _small_matmul_kernel(
 
 @dataclass(frozen=True, slots=True)
 class MatmulShape:
-    """How one launch is cut; chosen by measurement: see bench/gpu/NOTES.md.
+    """How one launch is cut; chosen by measurement: see docs/measurements/gpu-kernels.md.
 
     Args:
         splits: of the inputs.
@@ -97,8 +97,8 @@ _SPLIT_COLUMNS, _SPLIT_BLOCK = 32, 256
 
 
 def choose_shape(num_rows: int, num_columns: int, size: int, *, silu: bool) -> MatmulShape | None:
-    """The cut that was the fastest inside a decode step (see bench/gpu/NOTES.md): enough programs for every multiprocessor,
-    and some 100 KB in flight on each. None: cuBLAS is as fast."""
+    """The shape that was the fastest inside a decode step (see docs/measurements/gpu-kernels.md): enough programs for
+    every multiprocessor, and some 100 KB in flight on each. None: cuBLAS is as fast."""
     if silu:
         return MatmulShape(64, 128, 4, 3) if num_rows <= _FEW_ROWS else MatmulShape(64, 64, 8, 4)
     splits = 4 if size >= 8192 else 2
