@@ -39,9 +39,14 @@ async def test_with_the_checksum_the_answer_is_right_and_says_what_happened(clus
 async def test_without_it_the_answer_is_wrong(cluster_module, tmp_path: Path):
     """So the identity tests would notice: the KV that decode uses is the KV that crossed."""
     flags = ("--worker-args", "--fault-corrupt-every 1 --no-verify-checksum")
-    with cluster_module.running_cluster(tmp_path, *flags) as running:
-        try:
-            ids = list((await generate(running)).token_ids)
-        except DiptychError:
-            ids = []  # logits that are no numbers are refused
-        assert ids != LONG["output_ids"]
+    try:
+        with cluster_module.running_cluster(tmp_path, *flags) as running:
+            try:
+                ids = list((await generate(running)).token_ids)
+            except DiptychError:
+                ids = []  # logits that are no numbers are refused
+            assert ids != LONG["output_ids"]
+    except AssertionError as failed:
+        # What a flipped bit makes of a number is another thing on each CPU: the start's own request may be refused so, too.
+        if "unusable logits" not in str(failed):
+            raise
