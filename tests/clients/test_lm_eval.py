@@ -10,7 +10,8 @@ import pytest
 
 pytestmark = [pytest.mark.clients, pytest.mark.multiproc]
 
-TOLERANCE = 1e-4
+TOLERANCE, RELATIVE = 1e-4, 5e-6
+"""Sums of many tokens' logarithms in 32 bits: the rounding grows with the sum (seen: 2.4e-6 of -48.9)."""
 QUESTIONS: list[dict[str, Any]] = [
     {"question": "The capital of France is", "choices": ["Paris", "Rome", "\u7a7a"], "answer": 0},
     {
@@ -106,7 +107,8 @@ def test_log_likelihoods_are_those_of_transformers(form, clients, cluster, tasks
     more = ("--batch_size", "3" if form == "batches" else "1")
     samples = evaluate(clients, tasks, tmp_path, "capitals", "local-completions", arguments, *more)
     found = likelihoods(samples)
-    assert [value for value, _ in found] == pytest.approx([value for value, _ in expected], abs=TOLERANCE)
+    numbers = pytest.approx([value for value, _ in expected], abs=TOLERANCE, rel=RELATIVE)
+    assert [value for value, _ in found] == numbers
     assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
     counted(requests=sum(len(one["choices"]) for one in QUESTIONS))
 
