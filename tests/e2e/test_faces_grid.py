@@ -84,7 +84,7 @@ def same(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> None:
         assert (first is None) == (second is None)
         for x, y in zip(first or (), second or (), strict=True):
             assert x[:3] == y[:3]
-            assert x[3] == pytest.approx(y[3], abs=1e-5)
+            assert x[3] == pytest.approx(y[3], abs=1e-4)  # without a compiler: torch adds up by the shape of a step
         one["logprobs"], other["logprobs"] = first, second
 
 
@@ -234,4 +234,4 @@ def test_prompt_logprobs_and_echo(http, alone) -> None:
     assert apart["logprobs"]["tokens"] == together["logprobs"]["tokens"]
     first, *rest = apart["logprobs"]["token_logprobs"]
     assert first is None
-    assert rest == pytest.approx(together["logprobs"]["token_logprobs"][1:], abs=1e-5)
+    assert rest == pytest.approx(together["logprobs"]["token_logprobs"][1:], abs=1e-4)
