@@ -1,7 +1,7 @@
 """Prompts that were placed on each worker and are not computed yet; how much of a tenant's own a request finds before it. Pure.
 
 Workers compute prompts in the order in which they would end if all were computed at once, in equal shares by tenant and then by
-request (common/equal_shares.py). So of every other prompt a request finds at most as many tokens before it as it has itself, and
+request (common/equal_shares.py). So a request finds before it those that have no more left than it has, not the longer ones, and
 other tenants' take at most an equal share. How far they are meanwhile is told by the worker's measured rate, until the first
 tokens tell it; a part of each counts until then, so that a worker that stands still is not given more and more.
 """
@@ -88,15 +88,15 @@ class Backlog:
         self._workers = {n: w for n, w in self._workers.items() if n in rates or w.certain or w.doubtful or w.others}
 
     def before(self, worker_id: str, tenant: str, size: int, *, doubtful: bool = False) -> float:
-        """Tokens of the tenant's own prompts that the worker computes before a request of `size` that comes now. `doubtful`:
-        count those, too."""
+        """Tokens of the tenant's own prompts that the worker computes before a request of `size` that comes now: of those that
+        have no more left than it has. The longer ones come after it, whatever they have left. `doubtful`: count those, too."""
         worker = self._worker(worker_id)
         left = worker.shares.left
-        own = sum(
-            min(size, max(left(attempt), tokens * _UNSURE))
+        own = [
+            max(left(attempt), tokens * _UNSURE)
             for attempt, (whose, tokens) in worker.certain.items()
             if whose == tenant
-        )
+        ]
         if doubtful:
-            own += sum(min(size, tokens) for whose, tokens in worker.doubtful.values() if whose == tenant)
-        return own
+            own += [tokens for whose, tokens in worker.doubtful.values() if whose == tenant]
+        return sum(tokens for tokens in own if tokens <= size)

@@ -63,8 +63,9 @@ class Gate(Generic[T]):
         """Tokens that were let in and are not placed yet."""
         return sum(entry.tokens for entry in self._passing)
 
-    def _has_room(self, tenant: str, tokens: int, beside: int = 0, *, doubtful: bool = False) -> bool:
-        before = beside + sum(min(tokens, entry.tokens) for entry in self._passing if entry.tenant == tenant)
+    def _has_room(self, tenant: str, tokens: int, *, doubtful: bool = False) -> bool:
+        passing = (entry.tokens for entry in self._passing if entry.tenant == tenant)
+        before = sum(passed for passed in passing if passed <= tokens)
         return not self.window_s or self._room(self.window_s, tenant, tokens, before, doubtful=doubtful)
 
     def may_pass(self, tenant: str, tokens: int, *, doubtful: bool = False) -> bool:
@@ -103,8 +104,4 @@ class Gate(Generic[T]):
 
     def _passer(self, turn: Entry[T]) -> Entry[T] | None:
         """Who may go before the one whose turn it is, and for whom there is no room."""
-        for entry in self._turns.may_pass(turn):
-            # Of the same tenant, the one that it passes would have been before it.
-            if self._has_room(entry.tenant, entry.tokens, entry.tokens if entry.tenant == turn.tenant else 0):
-                return entry
-        return None
+        return next((e for e in self._turns.may_pass(turn) if self._has_room(e.tenant, e.tokens)), None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from diptych.bench.router.simulation import SimConfig, Simulation
@@ -46,9 +46,12 @@ def bound_s(short, others):
     longs=st.lists(
         st.tuples(st.floats(0, 20), st.integers(1000, 8000), st.sampled_from(["me", "b", "c"])), min_size=1, max_size=10
     ),
-    tokens=st.integers(1, 300),
+    tokens=st.integers(1, 900),
     at=st.floats(0, 25),
 )
+@example(num_prefill=1, longs=[(0.0, 1000, "me"), (0.0, 1000, "me")], tokens=250, at=0.0)
+@example(num_prefill=1, longs=[(0.0, 8000, "me"), (0.0, 8000, "me")], tokens=260, at=0.0)
+@example(num_prefill=2, longs=[(0.0, 8000, "me")] * 4, tokens=900, at=1.0)
 @settings(max_examples=60, deadline=None)
 def test_a_short_request_beside_any_mix_of_long_ones(num_prefill, longs, tokens, at):
     others = [request(number, when, size, tenant) for number, (when, size, tenant) in enumerate(longs)]

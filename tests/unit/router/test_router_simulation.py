@@ -47,7 +47,8 @@ def test_turns_keep_a_tenant_with_ten_times_the_chats_from_the_others():
         tenant: summary([o for o in outcomes if o.request.tenant == tenant])["ttft_p50_s"]
         for tenant in ("greedy", "modest")
     }
-    assert p50["modest"] * 10 < p50["greedy"]
+    assert p50["modest"] < 1.5
+    assert p50["modest"] * 5 < p50["greedy"]
 
 
 @pytest.mark.parametrize("name", [*POLICIES, TREE, COPIES])
