@@ -88,7 +88,7 @@ class BridgedStream:
 
     @property
     def result(self) -> Completion:
-        """The whole answer. Raises: StreamBrokenError while the stream has not ended properly."""
+        """The whole answer. Raises: StreamBrokenError unless the stream has ended properly."""
         return self._stream.result
 
     def __iter__(self) -> Iterator[Delta]:

@@ -34,6 +34,6 @@ class UnreachableError(DiptychError):
 
 
 class StreamBrokenError(DiptychError):
-    """A stream ended without its proper end: what came of the answer is not whole."""
+    """A stream ended without its end mark: the answer is incomplete."""
 
     grpc_code, http_status, reason = 13, 500, "STREAM_BROKEN"

@@ -29,23 +29,23 @@ class GenerateOptions(SamplingOptions, total=False):
         messages: chat messages, each {"role": ..., "content": ...}; the model's chat template is applied. An assistant's
             may have tool_calls (ToolCall values, or mappings with id, name and arguments) and reasoning, a tool's has the
             tool_call_id that it answers.
-        json_schema, regex, choice, ebnf: what the answer must look like, one of them: a JSON schema, a regular expression, one
-            of several texts, a grammar. It is checked before anything is computed.
-        compact_json: with json_schema: no white space but one space behind each comma and colon. Else the model may write up to
-            16 characters of it in one place.
+        json_schema, regex, choice, ebnf: a constraint for the answer, at most one of them: a JSON schema, a regular
+            expression, a list of texts, a grammar. It is checked before anything is computed.
+        compact_json: with json_schema: no white space except one space after each comma and colon. Otherwise the model
+            may write up to 16 characters of it in one place.
         tools: functions that the model may call, each {"name", "description", "parameters": a JSON schema, "strict"}, or in
             the form of the OpenAI API. Chat only.
-        tool_choice: "auto", "none", "required", or a function's name: it is called.
+        tool_choice: "auto", "none", "required", or the name of the function that must be called.
         parallel_tool_calls: False: one call at most.
-        split: take a chat answer apart into content, reasoning and tool_calls; always done when there are tools.
-        idempotency_key: the router refuses a second request of this key while the first runs and for a while after it has
-            ended well (DuplicateRequestError). Printable ASCII, at most 128 bytes.
-        resume: when the stream breaks after tokens have come, go on behind them by itself, within the retry budget. The
-            tokens and the text are what they would have been. For one choice, without split.
-        resume_after: the answer's first tokens, from a stream that broke elsewhere: only what comes behind them is sent.
-            Needs the seed of that stream.
+        split: split a chat answer into content, reasoning and tool_calls; always done with tools.
+        idempotency_key: the router refuses a second request of this key while the first runs and for a while after it
+            has succeeded (DuplicateRequestError). Printable ASCII, at most 128 bytes.
+        resume: when the stream breaks after tokens have arrived, continue after them, within the retry budget. Tokens and
+            text are those of an undisturbed run. For one choice, without split.
+        resume_after: the answer's first tokens, from a stream that broke in another process: only later tokens are
+            sent. Needs the seed of that stream.
         model: name of the model; may be left out when the cluster serves one.
-        request_id: a label of yours (printable ASCII, at most 128 bytes) for logs.
+        request_id: a label for logs (printable ASCII, at most 128 bytes).
         timeout_s: deadline of the whole call, retries included; default DEFAULT_TIMEOUT_S (600 s).
         explain: fill in Completion.explanation.
         local_prefill_max_tokens: most uncached prompt tokens that a decode worker may compute itself; 0: never.

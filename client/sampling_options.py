@@ -7,7 +7,7 @@ from typing import TypedDict
 
 
 class SamplingOptions(TypedDict, total=False):
-    """How the tokens are drawn, and where the answer ends. All keywords are optional; None is not given.
+    """Sampling, and the end of the answer. All keywords are optional; None means not given.
 
     Args:
         max_tokens: most tokens of the answer, at least 1. Default: what the context leaves; 16 in

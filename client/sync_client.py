@@ -77,7 +77,7 @@ class Client:
             return stream.result
 
     def stream(self, **options: Unpack[GenerateOptions]) -> Stream | BridgedStream:
-        """An answer as it grows. The call begins with the first step of the iteration. Keywords: see GenerateOptions.
+        """Stream an answer. The call begins with the first iteration. Keywords: see GenerateOptions.
 
         Raises: InvalidRequestError at once for values that cannot be sent; everything else while iterating.
         """
@@ -141,12 +141,12 @@ class Stream:
 
     @property
     def seed(self) -> int | None:
-        """Of the draws, for `resume_after` elsewhere; None before the router's first message."""
+        """The seed of the sampling, for `resume_after` in another process; None before the router's first message."""
         return self._exchange.seed if self._exchange else None
 
     @property
     def result(self) -> Completion:
-        """The whole answer. Raises: StreamBrokenError while the stream has not ended properly."""
+        """The whole answer. Raises: StreamBrokenError unless the stream has ended properly."""
         if self._exchange is None:
             raise StreamBrokenError("there is no result: the stream was not read")
         return self._exchange.result()

@@ -94,7 +94,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class PlacementTerms:
-    """What one candidate pair was charged, in milliseconds. An empty `prefill_worker_id` is local prefill on decode."""
+    """The cost of one candidate pair, in milliseconds. An empty `prefill_worker_id` is local prefill on decode."""
 
     prefill_worker_id: str
     decode_worker_id: str
@@ -113,7 +113,7 @@ class PlacementTerms:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Why an answer came from where it did.
+    """How an answer was placed and computed.
 
     `prefill` and `decode` are worker ids; `transport` is the path that moved `kv_bytes` bytes of KV in `kv_ranges`
     ranges ("none" when nothing moved), of which `kv_ranges_overlapped` had been read before the last chunk was
@@ -149,10 +149,14 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A whole answer. `finish_reason` is "stop", "length" or "tool_calls"; `stop_string` and `stop_token_id` say what ended it,
-    if one of the request's did; `seed` is that of the draws. `explanation` is None unless the request asked for it. With n > 1
-    these are of choice 0, and `choices` holds all of them. `prompt_logprobs`: of all prompt tokens but the first. Where the
-    answer was taken apart (`split`, tools), `content`, `reasoning` and `tool_calls` are its parts; else they are empty."""
+    """A whole answer.
+
+    `finish_reason` is "stop", "length" or "tool_calls". `stop_string` and `stop_token_id` name what ended the answer, if
+    one of the request's did. `seed` is the seed of the sampling. `explanation` is None unless the request asked for it.
+    With n > 1 these are of choice 0, and `choices` holds all of them. `prompt_logprobs` covers all prompt tokens but the
+    first. Where the answer was split (`split`, tools), `content`, `reasoning` and `tool_calls` are its parts; else they
+    are empty.
+    """
 
     text: str
     token_ids: tuple[int, ...]
@@ -174,6 +178,8 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
+    """A served model. `max_model_len`: tokens of prompt and answer together; `created`: seconds since 1970."""
+
     id: str
     max_model_len: int
     created: int

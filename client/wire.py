@@ -27,7 +27,7 @@ SERVICE = "/diptych.rpc.v1.Router/"
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """How to reach a router that speaks TLS.
+    """TLS settings of a connection to a router.
 
     Args:
         ca_file: PEM file of the authorities to trust; None: those that gRPC brings.

@@ -67,13 +67,13 @@ class ModelNotFoundError(DiptychError):
 
 
 class DuplicateRequestError(DiptychError):
-    """A request with this idempotency key runs, or has ended well."""
+    """A request with this idempotency key runs, or has succeeded."""
 
     grpc_code, http_status, reason = 6, 409, "DUPLICATE_REQUEST"
 
 
 class AuthenticationError(DiptychError):
-    """No API key, or one that is not valid."""
+    """No API key, or an invalid one."""
 
     grpc_code, http_status, reason = 16, 401, "UNAUTHENTICATED"
 
@@ -85,13 +85,13 @@ class PermissionDeniedError(DiptychError):
 
 
 class QuotaExceededError(DiptychError):
-    """The tenant's quota is used up for now; `retry_after_s` says when to come back."""
+    """The tenant's quota is used up for now; `retry_after_s` says when to retry."""
 
     grpc_code, http_status, reason, retryable = 8, 429, "QUOTA_EXCEEDED", True
 
 
 class OverloadedError(DiptychError):
-    """Refused before any work, because too much waits; `retry_after_s` says when to come back."""
+    """Rejected before any work, because too many requests wait; `retry_after_s` says when to retry."""
 
     grpc_code, http_status, reason, retryable = 8, 529, "OVERLOADED", True
 
@@ -127,7 +127,7 @@ class TicketRefusedError(DiptychError):
 
 
 class StaleReferenceError(DiptychError):
-    """A handle or placement names an earlier life of a worker."""
+    """A handle or placement names an earlier incarnation of a worker."""
 
     grpc_code, http_status, reason, retryable = 9, 500, "STALE_REFERENCE", True
 
@@ -139,7 +139,7 @@ class TransferError(DiptychError):
 
 
 class IncompatibleWorkersError(DiptychError):
-    """Two workers, or a worker and the router, differ in something that must be equal; the message says in what."""
+    """Two workers, or a worker and the router, differ in a value that must be equal; the message names it."""
 
     grpc_code, http_status, reason = 9, 503, "INCOMPATIBLE_WORKERS"
 

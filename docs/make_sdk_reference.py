@@ -91,7 +91,7 @@ def error_rows(errors: list[type[DiptychError]]) -> Iterator[str]:
     yield from (
         "## Errors",
         "",
-        "Every failure is a `DiptychError`; `except` the class that you can do something about.",
+        "Every failure is a `DiptychError`. Catch the class that your program can handle.",
         "",
     )
     yield from ("| class | below | gRPC code | HTTP status | may be tried again | when |", "|---|---|---|---|---|---|")
