@@ -295,6 +295,8 @@ def run(
     began = time.monotonic()
     said = ""
     with contextlib.ExitStack() as stack:
+        if group is not None:
+            stack.callback(_remove, group)  # the last of all, also after Ctrl-C
         stack.enter_context(busy_loops(condition.busy_loops))
         process = child.start(
             [sys.executable, "-I", "-S", "-c", _PREPARE, *wanted, *command],
@@ -318,8 +320,6 @@ def run(
                 told = now
                 print(f"{condition.name}: {progress_of(log)} after {now - began:.0f} s", flush=True)
     seconds = time.monotonic() - began
-    if group is not None:
-        _remove(group)
     counts, failed = read_log(log)
     if not said and (process.returncode not in (0, 1) or not counts):
         said = f"pytest ended with {process.returncode}: see {log}"
