@@ -18,10 +18,10 @@ from diptych.common.errors import DiptychError, InternalError, RequestDeadlineEr
 from diptych.common.grammar import Grammar
 from diptych.decode.admission import GiveUp, Local, Remote, choose_route, next_after_failure
 from diptych.decode.explain import Facts, choice_finished, end_of
-from diptych.decode.lifecycle import Life, State
+from diptych.decode.lifecycle import AttemptLifecycle, State
 from diptych.decode.outbox import Events
 from diptych.decode.refetch_policy import choose_refetch_source, remote_s
-from diptych.decode.remote_prefill import LegHooks, LegTools, RemotePrefill
+from diptych.decode.remote_prefill import RemotePrefill, RemotePrefillCallbacks, RemotePrefillContext
 from diptych.decode.spans import AttemptSpan
 from diptych.decode.submission import Submission
 from diptych.engine.grammar.program import Program
@@ -70,7 +70,7 @@ class Attempt:
         submission: Submission,
         outbox: Events,
         engine: Engine,
-        tools: LegTools,
+        tools: RemotePrefillContext,
         *,
         path: str,
         forget: Callable[[str], None],
@@ -82,7 +82,7 @@ class Attempt:
         self._tools = tools
         self._path = path
         self._forget = forget
-        self._life = Life(submission.attempt)
+        self._life = AttemptLifecycle(submission.attempt)
         self._began = tools.clock.now()
         self._outputs: dict[int, list[int]] = {0: list(submission.output_token_ids)}
         """Tokens that the client has or that went out, by choice."""
@@ -346,7 +346,9 @@ class Attempt:
         )
         return RemotePrefill(
             self._tools,
-            LegHooks(self._on_first_token, self._on_first_candidates, self._on_kv_complete, self._on_prompt_logprobs),
+            RemotePrefillCallbacks(
+                self._on_first_token, self._on_first_candidates, self._on_kv_complete, self._on_prompt_logprobs
+            ),
             attempt=sub.attempt,
             ref=ref,
             request=request,

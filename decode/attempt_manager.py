@@ -22,7 +22,7 @@ from diptych.common.errors import (
 from diptych.common.grammar import Grammar
 from diptych.decode.attempt import Attempt, CompileGrammar
 from diptych.decode.outbox import Events, Outbox
-from diptych.decode.remote_prefill import LegTools
+from diptych.decode.remote_prefill import RemotePrefillContext
 from diptych.decode.submission import Limits, parse_submit
 from diptych.engine.grammar.program import Program
 from diptych.engine.messages import (
@@ -50,7 +50,7 @@ async def _no_grammars(grammar: Grammar) -> tuple[Program, bytes]:
 class Session:
     """One router's stream, or one client's, and the attempts that came over it."""
 
-    def __init__(self, intake: Intake, *, max_buffer_bytes: int) -> None:
+    def __init__(self, intake: AttemptManager, *, max_buffer_bytes: int) -> None:
         self._intake = intake
         self.attempts: set[str] = set()
         self.outbox = Outbox(
@@ -75,7 +75,7 @@ class Session:
         self._intake.close_session(self)
 
 
-class Intake:
+class AttemptManager:
     """Args:
     max_attempts: attempts held at once, running and waiting; beyond it a Submit is refused with OverloadedError.
     compile_grammar: None: requests with a grammar are refused.
@@ -84,7 +84,7 @@ class Intake:
     def __init__(
         self,
         engine: Engine,
-        tools: LegTools,
+        tools: RemotePrefillContext,
         limits: Limits,
         *,
         path: str,

@@ -1,6 +1,6 @@
 """The clients' door: requests that clients bring themselves, with a ticket that a router signed.
 
-    client --Redeem(ticket)--> ClientSession --checked Submit--> Intake --> Attempt --events--> Witness --> client
+    client --Redeem(ticket)--> ClientSession --checked Submit--> AttemptManager --> Attempt --events--> TicketObserver --> client
                                                                      \\--taken, first token, end--> every router
 
 It listens on a port of its own, where nothing else is served: the worker's other port belongs to the private network.
@@ -17,7 +17,7 @@ import structlog
 from diptych.common.addresses import host_port, is_wildcard
 from diptych.common.errors import ConfigError, DiptychError
 from diptych.common.tls import load_server_tls
-from diptych.decode.attempt_manager import Intake, Session
+from diptych.decode.attempt_manager import AttemptManager, Session
 from diptych.decode.outbox import Outbox
 from diptych.decode.ticket_verifier import TicketVerifier
 from diptych.rpc.channels import bind, new_server
@@ -32,7 +32,7 @@ _MAX_BUFFER_BYTES = 8 * 1024 * 1024
 _STOP_S = 1.0
 
 
-class Witness:
+class TicketObserver:
     """A client's outbox, with a report of each attempt's first token and end to the routers."""
 
     def __init__(self, outbox: Outbox, tell: Callable[[decode_pb2.TicketStatus], None]) -> None:
@@ -74,7 +74,7 @@ class Witness:
 
 
 class LookasideServicer(decode_pb2_grpc.LookasideServicer):
-    def __init__(self, intake: Intake, desk: TicketVerifier) -> None:
+    def __init__(self, intake: AttemptManager, desk: TicketVerifier) -> None:
         self._intake = intake
         self._desk = desk
 
@@ -110,7 +110,7 @@ class LookasideServicer(decode_pb2_grpc.LookasideServicer):
             session.outbox.end(message.attempt, decode_pb2.End(failure=to_failure(error)))
             return
         self._intake.tell_routers(decode_pb2.TicketStatus(attempt=submit.attempt, taken=True))
-        self._intake.submit(session, submit, Witness(session.outbox, self._intake.tell_routers))
+        self._intake.submit(session, submit, TicketObserver(session.outbox, self._intake.tell_routers))
 
 
 class DirectEndpoint:
@@ -118,7 +118,7 @@ class DirectEndpoint:
     desk: of the cluster's tickets, with this worker's epochs.
     """
 
-    def __init__(self, config: WorkerConfig, intake: Intake, desk: TicketVerifier) -> None:
+    def __init__(self, config: WorkerConfig, intake: AttemptManager, desk: TicketVerifier) -> None:
         self._config = config
         self._intake = intake
         self._desk = desk

@@ -40,7 +40,7 @@ _MOVES: dict[State, frozenset[State]] = {
 }
 
 
-class Life:
+class AttemptLifecycle:
     """The state of one attempt and how it came there."""
 
     def __init__(self, attempt: str) -> None:

@@ -53,7 +53,7 @@ log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class LegTools:
+class RemotePrefillContext:
     """What all legs of a worker share."""
 
     peers: PeerDirectory
@@ -75,7 +75,7 @@ class LegTools:
 
 
 @dataclass(frozen=True, slots=True)
-class LegHooks:
+class RemotePrefillCallbacks:
     """Called on the event loop as facts become known."""
 
     on_first_token: Callable[[prefill_pb2.FirstToken], None]
@@ -95,8 +95,8 @@ class RemotePrefill:
 
     def __init__(
         self,
-        tools: LegTools,
-        hooks: LegHooks,
+        tools: RemotePrefillContext,
+        hooks: RemotePrefillCallbacks,
         *,
         attempt: str,
         ref: WorkerRef,

@@ -12,11 +12,11 @@ import grpc
 from diptych.common.errors import DiptychError
 from diptych.common.secret import derive_key, load_secret
 from diptych.common.ticket import PURPOSE
-from diptych.decode.attempt_manager import Intake
+from diptych.decode.attempt_manager import AttemptManager
 from diptych.decode.direct_server import DirectEndpoint
 from diptych.decode.link_rate import LinkRates
 from diptych.decode.refetch_policy import PrefillRates
-from diptych.decode.remote_prefill import LegTools
+from diptych.decode.remote_prefill import RemotePrefillContext
 from diptych.decode.service import DecodeServicer
 from diptych.decode.slab_unpacker import SlabUnpacker
 from diptych.decode.submission import Limits
@@ -48,7 +48,7 @@ class DecodeRole:
             allow_conversion=config.allow_kv_conversion,
             open_channel=partial(open_channel, tls=runtime.cluster_tls),
         )
-        tools = LegTools(
+        tools = RemotePrefillContext(
             peers=self._peers,
             reader=reader,
             desk=SlabUnpacker(runtime.engine, reader),
@@ -62,7 +62,7 @@ class DecodeRole:
             silence_s=config.leg_silence_s,
             renew_every_s=config.slab_lease_s / 6,
         )
-        self.intake = Intake(
+        self.intake = AttemptManager(
             runtime.engine,
             tools,
             Limits(runtime.worker_id, runtime.incarnation, runner.vocab_size, runner.max_model_len),

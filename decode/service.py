@@ -7,13 +7,13 @@ from collections.abc import AsyncIterator
 
 import grpc
 
-from diptych.decode.attempt_manager import Intake, Session
+from diptych.decode.attempt_manager import AttemptManager, Session
 from diptych.rpc.errors import errors_to_status
 from diptych.rpc.v1 import decode_pb2, decode_pb2_grpc
 
 
 class DecodeServicer(decode_pb2_grpc.DecodeServicer):
-    def __init__(self, intake: Intake) -> None:
+    def __init__(self, intake: AttemptManager) -> None:
         self._intake = intake
 
     async def Attach(

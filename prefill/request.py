@@ -26,14 +26,14 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class LegRequest:
+class PrefillSessionRequest:
     engine_request: EngineRequest
     request_id: str
     decode: WorkerRef
     remaining_s: float
 
 
-def parse_request(message: prefill_pb2.PrefillRequest, limits: Limits) -> LegRequest:
+def parse_request(message: prefill_pb2.PrefillRequest, limits: Limits) -> PrefillSessionRequest:
     """Check everything that comes from the wire.
 
     Raises: InvalidRequestError or PromptTooLongError naming the field; StaleReferenceError when another life of this
@@ -66,7 +66,7 @@ def parse_request(message: prefill_pb2.PrefillRequest, limits: Limits) -> LegReq
     mask = message.first_token_mask
     if mask and len(mask) != 4 * mask_words(limits.vocab_size):
         raise InvalidRequestError(f"first_token_mask has {len(mask)} bytes", param="first_token_mask")
-    return LegRequest(
+    return PrefillSessionRequest(
         engine_request=EngineRequest(
             attempt=message.attempt,
             prompt_token_ids=prompt,

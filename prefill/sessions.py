@@ -56,7 +56,7 @@ from diptych.engine.messages import (
 )
 from diptych.kvtransfer.api import SlabPublisher
 from diptych.kvtransfer.transport import peer_key
-from diptych.prefill.request import LegRequest, Limits, parse_request
+from diptych.prefill.request import Limits, PrefillSessionRequest, parse_request
 from diptych.rpc.convert import logprobs_to_proto
 from diptych.rpc.v1 import prefill_pb2, types_pb2
 from diptych.worker import wire
@@ -96,7 +96,7 @@ class LegState(Enum):
 class PrefillSession:
     """One call's state. Engine and transfer speak to it through PrefillSessions; the call reads `events`."""
 
-    def __init__(self, request: LegRequest, publisher: SlabPublisher) -> None:
+    def __init__(self, request: PrefillSessionRequest, publisher: SlabPublisher) -> None:
         self.request = request
         self.state = LegState.QUEUED
         self.peer = peer_key(request.decode.worker_id, request.decode.incarnation)

@@ -224,7 +224,7 @@ class Frontend:
     def prepare_again(
         self, before: ValidatedRequest, prompt: PackedIds, timeout_s: float | None, *, draws_seed: bool
     ) -> ValidatedRequest:
-        """See Intake.prepare_again. Raises: as prepare."""
+        """See RequestPreprocessor.prepare_again. Raises: as prepare."""
         began = self._clock.now()
         try:
             intake = self._of(before.model).intake

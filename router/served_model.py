@@ -34,7 +34,7 @@ from diptych.router.config import RouterConfig
 from diptych.router.fairness.admission import Admission
 from diptych.router.observe.metrics import RouterMetrics
 from diptych.router.placement.native.library import Library
-from diptych.router.preprocess.preprocessor import Intake, IntakeLimits
+from diptych.router.preprocess.preprocessor import PreprocessLimits, RequestPreprocessor
 from diptych.router.preprocess.text_bound import TextBound, read_text_bound
 from diptych.router.requests.lookaside import Lookaside
 from diptych.router.requests.messages import ModelFeatures
@@ -71,7 +71,7 @@ class ServedModel:
 
     folder: ModelFolder
     cluster: Cluster
-    intake: Intake
+    intake: RequestPreprocessor
     lookaside: Lookaside | None
     max_model_len: Callable[[], int]
     sweeping: asyncio.Task[None] | None = None
@@ -186,7 +186,7 @@ def make_model(
         """The smallest of the setting, the model's own limit, and the workers'."""
         return min(filter(None, (folder.context, cluster.max_model_len())), default=1)
 
-    limits = IntakeLimits(
+    limits = PreprocessLimits(
         model=folder.name,
         max_model_len=max_model_len,
         max_prompt_bytes=config.max_prompt_bytes,
@@ -195,7 +195,7 @@ def make_model(
         text_bound=folder.text_bound,
         pool_tokens=cluster.pool_tokens,
     )
-    intake = Intake(
+    intake = RequestPreprocessor(
         folder.tokenizer,
         limits,
         defaults=folder.defaults,

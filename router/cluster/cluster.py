@@ -34,7 +34,7 @@ from diptych.router.placement.cost import CHEAPEST, Placement, PlacementRequest,
 from diptych.router.placement.index import BlockIndex, IndexMode
 from diptych.router.placement.native.library import Library
 from diptych.router.placement.pending import PendingShare
-from diptych.router.placement.placer import Life, Placer, Prompt
+from diptych.router.placement.placer import Incarnation, Placer, Prompt
 from diptych.router.placement.recent import Decisions
 from diptych.router.placement.reservations import Reservation, Reservations
 from diptych.router.placement.rollout import CANARY, OTHER_GROUP, STABLE, Groups, Rollout
@@ -44,7 +44,7 @@ from diptych.router.requests.retry_budget import RetryBudget
 from diptych.router.requests.token_pace import TokenPace
 from diptych.rpc.v1 import decode_pb2
 
-__all__ = ["Cluster", "Life", "Prompt"]
+__all__ = ["Cluster", "Incarnation", "Prompt"]
 
 log = structlog.get_logger(__name__)
 
@@ -105,7 +105,7 @@ class Cluster:
         self._dead_s = dead_s
         self.settling = Settling(clock, settle_s)
         self._index = BlockIndex()
-        self._pairs: dict[tuple[Life, Life], list[str]] = {}
+        self._pairs: dict[tuple[Incarnation, Incarnation], list[str]] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._closing: set[asyncio.Task[None]] = set()
         self.reservations = Reservations(clock.now)
@@ -257,7 +257,7 @@ class Cluster:
     ) -> bool:
         return self._refresh().has_room(window_s, tenant, tokens, beside, doubtful=doubtful)
 
-    def snapshot(self, prompt: Prompt | None = None, exclude: frozenset[Life] = frozenset()) -> ClusterSnapshot:
+    def snapshot(self, prompt: Prompt | None = None, exclude: frozenset[Incarnation] = frozenset()) -> ClusterSnapshot:
         """Usable workers with this prompt's hits. `exclude`: lives that must not be chosen as decode."""
         return self._refresh().snapshot(prompt, exclude)
 
@@ -316,7 +316,9 @@ class Cluster:
         """Ahead of `place`, which would do it."""
         self._refresh().name_blocks(prompt)
 
-    def place(self, request: PlacementRequest, prompt: Prompt, exclude: frozenset[Life] = frozenset()) -> Placement:
+    def place(
+        self, request: PlacementRequest, prompt: Prompt, exclude: frozenset[Incarnation] = frozenset()
+    ) -> Placement:
         """Raises: NoWorkerError with the reasons."""
         placer, now = self._refresh(), self._clock.now()
         answer = placer.place(request, prompt, now, exclude | self._groups.others(request.group))
@@ -370,7 +372,7 @@ class Cluster:
             if self.breakers.on_placed(worker_id, now):
                 self._fleet_is_old = True
 
-    def direct_endpoint(self, life: Life) -> decode_pb2.DirectEndpoint | None:
+    def direct_endpoint(self, life: Incarnation) -> decode_pb2.DirectEndpoint | None:
         """Where clients may take tickets for this life of a decode worker; None: nowhere, or it is gone."""
         member = self._members.get(life[0])
         if member is None or member.link.incarnation != life[1] or member.link.decode is None:

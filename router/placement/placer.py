@@ -27,7 +27,7 @@ _PREFIX_TOKENS = 512
 """What requests must share, at most, to count as one hot prefix."""
 _ALL = slice(None)
 
-Life = tuple[str, str]
+Incarnation = tuple[str, str]
 """(worker id, incarnation)"""
 
 
@@ -109,7 +109,7 @@ class Placer:
         self._groups: list[_Group] = []
         self._is_parted = False
         """One lookup does not tell of everybody."""
-        self._lives: dict[Life, int] = {}
+        self._lives: dict[Incarnation, int] = {}
 
     @staticmethod
     def of(
@@ -184,7 +184,7 @@ class Placer:
         hits = self.snapshot(prompt).loads.hit_tokens
         return max(1, len(prompt.token_ids) - (0 if hits is None else int(hits.max(initial=0))))
 
-    def snapshot(self, prompt: Prompt | None = None, exclude: frozenset[Life] = frozenset()) -> ClusterSnapshot:
+    def snapshot(self, prompt: Prompt | None = None, exclude: frozenset[Incarnation] = frozenset()) -> ClusterSnapshot:
         """The usable workers with this prompt's hits. `exclude`: lives that must not be chosen as decode."""
         barred = tuple(self._lives[life] for life in exclude if life in self._lives) if exclude else ()
         tokens, requests = self._reservations.at(self._reserved)
@@ -238,7 +238,7 @@ class Placer:
         return hit, host if most is Found.HITS_WITH_HOST_TIER else None
 
     def place(
-        self, request: PlacementRequest, prompt: Prompt, now: float, exclude: frozenset[Life] = frozenset()
+        self, request: PlacementRequest, prompt: Prompt, now: float, exclude: frozenset[Incarnation] = frozenset()
     ) -> Placement | Rejected:
         snapshot = self.snapshot(prompt, exclude)
         if self._wants_affinity and not request.affinity and self._groups:

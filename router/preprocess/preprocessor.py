@@ -89,7 +89,7 @@ def _echo_of(prompt: str, spans: list[tuple[int, int]], kept: int, *, from_left:
 
 
 @dataclass(frozen=True, slots=True)
-class IntakeLimits:
+class PreprocessLimits:
     """Args:
     model: the name clients use.
     max_model_len: asked at every request: prompt plus answer, in tokens.
@@ -106,7 +106,7 @@ class IntakeLimits:
     pool_tokens: Callable[[int], int | None] = lambda num_beams: None
 
 
-class Intake:
+class RequestPreprocessor:
     """Args:
     salt: of a tenant's block identities.
     unpack: see router.packed_ids.
@@ -115,7 +115,7 @@ class Intake:
     def __init__(
         self,
         tokenizer: TextToIds,
-        limits: IntakeLimits,
+        limits: PreprocessLimits,
         *,
         defaults: GenerationDefaults,
         salt: Callable[[str], bytes],

@@ -24,7 +24,7 @@ from diptych.common.errors import (
 )
 from diptych.common.ids import new_attempt_id
 from diptych.common.ticket import seal
-from diptych.router.cluster.cluster import Cluster, Life, Prompt
+from diptych.router.cluster.cluster import Cluster, Incarnation, Prompt
 from diptych.router.fairness.admission import AdmissionDecision, Verdict
 from diptych.router.observe.access_log import Access
 from diptych.router.observe.explain import RequestTrace
@@ -62,7 +62,7 @@ class _Chosen:
     request: ValidatedRequest
     placement: Placement
     judgement: AdmissionDecision
-    life: Life
+    life: Incarnation
     door: decode_pb2.DirectEndpoint
     attempt: str
     story: RequestTrace
@@ -70,7 +70,7 @@ class _Chosen:
 
 @dataclass(slots=True)
 class _Grant:
-    life: Life
+    life: Incarnation
     decision: Decision
     spend: Spend
     tenant: str
@@ -313,7 +313,7 @@ class Lookaside:
                 self._unfinished(grant, 0)
                 self._release(attempt, "lapsed", "LAPSED")
 
-    def _lives(self) -> set[Life]:
+    def _lives(self) -> set[Incarnation]:
         return {grant.life for grant in self._grants.values()}
 
     async def run(self) -> None:

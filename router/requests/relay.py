@@ -21,7 +21,7 @@ from diptych.common.errors import (
     WorkerLostError,
 )
 from diptych.common.ids import new_attempt_id
-from diptych.router.cluster.cluster import Cluster, Life, Prompt
+from diptych.router.cluster.cluster import Cluster, Incarnation, Prompt
 from diptych.router.cluster.decode_stream import Attempt
 from diptych.router.fairness.admission import AdmissionDecision
 from diptych.router.observe.explain import RequestTrace
@@ -77,7 +77,7 @@ class Relay:
         )
         self._judged = True
         """The workers of the attempt were told apart from their errors."""
-        self._excluded: frozenset[Life] = frozenset()
+        self._excluded: frozenset[Incarnation] = frozenset()
         self.kv_bytes = 0
         self.traceparent = ""
         """The router's span of this request, for decode."""

@@ -23,7 +23,7 @@ from diptych.router.api import http_body
 from diptych.router.api.fake import FakeRouterApi, hello_script
 from diptych.router.api.http_body import MAX_VALUES, count_values
 from diptych.router.preprocess.bounded_executor import LONG_BYTES, MAX_WAITING_BYTES, BoundedExecutor
-from diptych.router.preprocess.preprocessor import Intake, IntakeLimits
+from diptych.router.preprocess.preprocessor import PreprocessLimits, RequestPreprocessor
 from diptych.router.preprocess.text_bound import TextBound
 from diptych.router.requests.messages import UncheckedRequest
 from diptych.router.server import Faces
@@ -135,8 +135,8 @@ def words():
 
 @pytest.fixture
 def intake(words):
-    limits = IntakeLimits("m", lambda: 40_000, 4 << 20, 64, 600.0, TextBound(6))
-    made = Intake(
+    limits = PreprocessLimits("m", lambda: 40_000, 4 << 20, 64, 600.0, TextBound(6))
+    made = RequestPreprocessor(
         words, limits, defaults=GenerationDefaults(), salt=str.encode, clock=FakeClock(), rng=random.Random(1)
     )
     yield made

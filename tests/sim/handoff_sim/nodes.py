@@ -10,10 +10,10 @@ from handoff_sim.engine import BLOCK, COMPAT, LAYERS, LAYOUT, MAX_LEN, VOCAB, Co
 from handoff_sim.links import Node
 from handoff_sim.wire import SimTransport
 
-from diptych.decode.attempt_manager import Intake
+from diptych.decode.attempt_manager import AttemptManager
 from diptych.decode.link_rate import LinkRates
 from diptych.decode.refetch_policy import PrefillRates
-from diptych.decode.remote_prefill import LegTools
+from diptych.decode.remote_prefill import RemotePrefillContext
 from diptych.decode.slab_unpacker import SlabUnpacker
 from diptych.decode.submission import Limits as DecodeLimits
 from diptych.engine.messages import EngineEvent, GrantSlabs, RangePacked, SlabGrant
@@ -233,12 +233,12 @@ class DecodeNode:
         self.transfer.transport.lent = lambda: {
             slab.local_slab for slab, _ in self.desk._open.values() if slab is not None
         }
-        tools = LegTools(
+        tools = RemotePrefillContext(
             peers=self.peers, reader=self.transfer.core, desk=self.desk, links=LinkRates(), rates=PrefillRates(),
             clock=context.loop, kv_bytes_per_token=16, num_layers=LAYERS, reads_in_flight=2,
             read_base_s=context.sizes.read_base_s, silence_s=context.sizes.silence_s, renew_every_s=context.sizes.lease_s / 4,
         )  # type: ignore[arg-type]  # fmt: skip
-        self.intake = Intake(
+        self.intake = AttemptManager(
             self.engine,  # type: ignore[arg-type]
             tools,
             DecodeLimits(worker_id, incarnation, VOCAB, MAX_LEN),

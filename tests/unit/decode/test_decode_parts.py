@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from diptych.common.errors import OverloadedError, TransferError
 from diptych.decode.coverage import Coverage
-from diptych.decode.lifecycle import Life, State
+from diptych.decode.lifecycle import AttemptLifecycle, State
 from diptych.decode.link_rate import LinkRates
 from diptych.decode.outbox import Outbox
 from diptych.rpc.v1 import decode_pb2
@@ -96,7 +96,7 @@ def test_link_rates_follow_the_readings_and_bound_the_deadline() -> None:
 
 
 def test_an_illegal_move_tells_the_story() -> None:
-    life = Life("a")
+    life = AttemptLifecycle("a")
     life.move(State.FETCHING)
     life.move(State.ENDED)
     with pytest.raises(RuntimeError, match="a: admitting -> fetching -> ended cannot go to decoding"):

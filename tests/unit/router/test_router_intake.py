@@ -8,7 +8,7 @@ from diptych.common.errors import InvalidRequestError, ModelNotFoundError, Promp
 from diptych.common.tokenizer import GenerationDefaults
 from diptych.router.api.openai_fields import UnknownFields
 from diptych.router.api.openai_requests import chat_call, completion_call
-from diptych.router.preprocess.preprocessor import Intake, IntakeLimits
+from diptych.router.preprocess.preprocessor import PreprocessLimits, RequestPreprocessor
 from diptych.router.requests.messages import ModelFeatures, UncheckedRequest
 from diptych.rpc.v1 import router_pb2
 
@@ -42,14 +42,14 @@ def words():
 
 @pytest.fixture
 def intake(words):
-    limits = IntakeLimits(
+    limits = PreprocessLimits(
         model="tiny",
         max_model_len=lambda: 20,
         max_prompt_bytes=100,
         local_prefill_max_tokens=64,
         request_timeout_s=600.0,
     )
-    intake = Intake(
+    intake = RequestPreprocessor(
         words,
         limits,
         defaults=GenerationDefaults(temperature=0.6, top_k=40),
@@ -133,7 +133,7 @@ async def test_calls_and_tools_count_as_text(intake):
         tools = [{"type": "function", "function": {"name": "f", "description": description}}]
         return chat_call({"messages": messages, "tools": tools}, features=features, unknown=UnknownFields()).spec
 
-    large = IntakeLimits("tiny", lambda: 20, 1 << 20, 64, 600.0)
+    large = PreprocessLimits("tiny", lambda: 20, 1 << 20, 64, 600.0)
     small, intake._limits = intake._limits, large
     for spec in (chat(), chat("x" * 100_000), chat('{"a": "%s"}' % ("x" * 100_000)), chat(description="x" * 100_000)):
         await intake.tokenize(spec)
