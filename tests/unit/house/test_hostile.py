@@ -174,3 +174,24 @@ def test_a_run_that_takes_too_long_is_ended_and_failed(tmp_path):
     outcome = hostile.run(condition, [str(tmp_path)], tmp_path, ["-n", "0"], [0])
     assert outcome.said == "not done within 1 s"
     assert not outcome.passed
+
+
+def test_asked_to_end_it_leaves_nothing_behind(tmp_path):
+    (tmp_path / "test_long.py").write_text(
+        "import os, time\nfrom pathlib import Path\n\n"
+        "def test_long():\n"
+        "    Path(__file__).with_name('pid').write_text(str(os.getpid()))\n"
+        "    time.sleep(3600)  # sleep: ended with the run\n"
+    )
+    command = [sys.executable, "-P", str(ROOT / "tests" / "hostile.py"), *FLAGS, "--only", "throttled"]
+    process = subprocess.Popen([*command, "--out", str(tmp_path / "out"), str(tmp_path)])
+    try:
+        pid = tmp_path / "pid"
+        waiting.wait_until(lambda: pid.exists() and pid.read_text(), what="the test runs")
+        process.terminate()
+        assert process.wait(60) == 143
+    finally:
+        process.kill()
+        process.wait()
+    waiting.wait_until(lambda: not psutil.pid_exists(int(pid.read_text())), what="the test's process is gone")
+    assert not list(Path("/sys/fs/cgroup").glob(f"**/diptych-hostile-{process.pid}"))
