@@ -60,10 +60,11 @@ def pytest_unconfigure() -> None:
     _main_loop.close()
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """With several processes (make test): a file stays in one of them, and so do all that share a cluster. Those come
-    first: they take longest."""
+    first: they take longest. Before xdist's own hook, which writes the groups into the ids: after it they are not seen,
+    and every process starts every cluster."""
     if not config.pluginmanager.hasplugin("xdist"):
         return
     items.sort(key=lambda item: not _shared(item))  # stable
