@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from diptych.common.sampling import FinishReason
 from diptych.router.api.openai_answers import stop_reason
 from diptych.router.requests.messages import ChoiceFinishedEvent, FinishedEvent, TokenEvent, TokenLogprob
+from diptych.router.tools.json_scanner import ValueScanner
 from diptych.router.tools.pieces import CallArguments, CallStart, Content, Piece, Reasoning, ToolParser
 from diptych.router.tools.reasoning import ReasoningSplitter
 
@@ -17,6 +18,12 @@ class ToolCall:
     id: str
     name: str
     arguments: list[str] = field(default_factory=list)
+
+    @property
+    def cut(self) -> bool:
+        """Its arguments do not come to their end."""
+        value, text = ValueScanner(), "".join(self.arguments)
+        return text.startswith(("{", "[")) and not any(map(value.push, text))
 
 
 class Choice:
@@ -64,7 +71,8 @@ class Choice:
         if self._parser is not None:
             rest += self._parser.end()
         pieces = self._keep(rest)
-        calls = bool(self.calls) and event.reason is FinishReason.STOP
+        # A stop string may end the answer within a call: who reads "tool_calls" takes the arguments for JSON.
+        calls = bool(self.calls) and event.reason is FinishReason.STOP and not self.calls[-1].cut
         self.finish_reason = "tool_calls" if calls else event.reason.value
         self.stop_reason = stop_reason(event)
         return pieces

@@ -201,6 +201,7 @@ async def test_function_calls_in_responses() -> None:
 
 
 CUT = '{"city": "Par'
+_CALL_TO_ARGUMENTS = '<tool_call>{"name": "add", "arguments": '
 
 
 async def test_a_truncated_call_is_taken_back() -> None:
@@ -228,6 +229,20 @@ async def test_a_truncated_call_is_taken_back() -> None:
         responses: Any = door.specs[-1].messages
     for messages in (chat[1:], responses):
         assert messages[0]["tool_calls"][0]["function"] == {"name": "add", "arguments": CUT}
+
+
+@pytest.mark.parametrize("cut", [CUT, '{"city": "Paris"'])
+async def test_a_call_that_a_stop_string_cuts_is_no_call_to_make(cut: str) -> None:
+    """Who reads `tool_calls` takes the arguments for JSON."""
+    door = FakeRouterApi(says('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', _CALL_TO_ARGUMENTS, cut))
+    door.model_features = CALLER
+    async with openai_client(door) as client:
+        ask: dict[str, Any] = {"model": MODEL, "tools": [TOOL], "messages": MESSAGES, "stop": ["x"]}
+        choice = (await client.chat.completions.create(**ask)).choices[0]
+        chunks = [chunk async for chunk in await client.chat.completions.create(**ask, stream=True)]
+    said: Any = choice.message.tool_calls
+    assert [call.function.arguments for call in said] == ['{"a": 1}', cut]
+    assert (choice.finish_reason, chunks[-1].choices[0].finish_reason) == ("stop", "stop")
 
 
 @pytest.mark.parametrize("arguments", ["[", "[1]", "null", "3", '"a"', '{"a": "\\ud83d"}', "{" * 9000, "1" * 5000])
