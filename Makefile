@@ -42,7 +42,7 @@ down: ## stop the cluster that `make up` started
 	@if [ -x $(BIN)/diptych ]; then exec $(BIN)/diptych down; else echo "no cluster runs: nothing was ever set up here"; fi
 
 test: $(VENV)/.dev model ## the tests, with one real cluster; under ten minutes on two cores
-	@$(BIN)/pytest -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder -m "not slow and not gpu and not netns and not containers and not clients" $(ARGS)
+	@$(BIN)/pytest -n $(TEST_PROCESSES) --dist loadscope --no-loadscope-reorder -m "not slow and not gpu and not netns and not containers and not clients" $(ARGS)
 
 test-full: $(VENV)/.dev model ## every test that needs no GPU and no root
 	@$(BIN)/pytest -m "not gpu and not netns and not containers and not clients" $(ARGS)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -60,24 +62,37 @@ def pytest_unconfigure() -> None:
     _main_loop.close()
 
 
-@pytest.hookimpl(tryfirst=True)
+_CLUSTER = re.compile(r"^(?:async )?def test_\w+\([^)]*\b(?:cluster|colocated)\b", re.MULTILINE)
+
+
+@cache
+def _group(file: str) -> str:
+    """Of tests that run in one process, which starts what they share once: all files that use the shared cluster, all that
+    use the gated one, and else each file by itself."""
+    text = (ROOT / file).read_text(encoding="utf-8")
+    if _CLUSTER.search(text):
+        return "cluster"
+    return "gated" if "gated_cluster" in text else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """With several processes (make test). xdist's own groups are written into ids, which pytest 9.2 does not let it change: each
+    test went to any process, and each process started every cluster, 12 GB in all."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByGroup(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _group(nodeid.partition("::")[0])
+
+    return ByGroup(config, log)
+
+
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With several processes (make test): a file stays in one of them, and so do all that share a cluster. Those come
-    first: they take longest. Before xdist's own hook, which writes the groups into the ids: after it they are not seen,
-    and every process starts every cluster."""
-    if not config.pluginmanager.hasplugin("xdist"):
-        return
-    items.sort(key=lambda item: not _shared(item))  # stable
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(_shared(item) or item.nodeid.partition("::")[0]))
-
-
-def _shared(item: pytest.Item) -> str:
-    """The group of tests that share a cluster with this one; empty: it shares none."""
-    fixtures = set(getattr(item, "fixturenames", ()))
-    if "gated_cluster" in fixtures:
-        return "gated"
-    return "cluster" if fixtures & {"cluster", "colocated"} else ""
+    """Tests of shared clusters come first where several processes share the tests: they take longest."""
+    if config.pluginmanager.hasplugin("xdist"):
+        items.sort(key=lambda item: "/" in _group(item.nodeid.partition("::")[0]))  # stable
 
 
 def _load(name: str, path: Path) -> ModuleType:

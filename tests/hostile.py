@@ -286,7 +286,7 @@ def run(
     """One condition's run of pytest, in a process of its own."""
     log = out / f"{condition.name}.log"
     command = [
-        sys.executable, "-P", "-m", "pytest", "-q", "-n", str(PROCESSES), "--dist", "loadgroup", "--no-loadscope-reorder",
+        sys.executable, "-P", "-m", "pytest", "-q", "-n", str(PROCESSES), "--dist", "loadscope", "--no-loadscope-reorder",
         "-p", "no:cacheprovider", "-m", MARKS, "--durations=20", *flags, *selected,
     ]  # fmt: skip
     group = make_quota_group(PROCESSES / 4) if condition.quarter else None
