@@ -111,7 +111,7 @@ def page() -> str:
         (pair for pair in classes if not issubclass(pair[1], DiptychError)),
         key=lambda pair: (first.index(pair[0]) if pair[0] in first else len(first), pair[0]),
     )
-    lines = [HEAD, *doc(sdk), ""]
+    lines = [HEAD, "", *doc(sdk), ""]
     for name, value in others:
         lines += class_part(name, value)
     lines += error_rows(sorted(errors, key=lambda error: error.__name__))

@@ -6,6 +6,7 @@ python examples/sdk_form.py [host:port]
 from __future__ import annotations
 
 import sys
+import uuid
 
 from diptych.client import Client, DiptychError
 
@@ -24,7 +25,8 @@ def main(address: str = "127.0.0.1:50050") -> int:
             answer = client.generate(messages=ASK, json_schema=SCHEMA, max_tokens=64, temperature=0)
             print("fits the schema:", answer.text)
             # A broken stream goes on behind the tokens that are here; the key keeps it from running twice.
-            for delta in client.stream(messages=ASK, max_tokens=64, resume=True, idempotency_key="example-1"):
+            key = str(uuid.uuid4())  # one for each request, kept over its tries
+            for delta in client.stream(messages=ASK, max_tokens=64, resume=True, idempotency_key=key):
                 print(delta.text, end="", flush=True)
             print()
         except DiptychError as error:

@@ -1,6 +1,6 @@
 """`python -m diptych.bench.gpu.pair --out FILE`: prefill on one GPU, decode on another of the same host, real processes.
 
-    link       GPU memory of one process read by a kernel of the other (bench_gpu_link), beside a peer copy by the copy engine
+    link       GPU memory of one process read by a kernel of the other (bench/gpu/link.py), beside a peer copy by the copy engine
     hand-off   on an idle pair: from the first token leaving prefill's engine to the second token here, less one decode step
     load       Poisson arrivals; TTFT and inter-token latency
 
