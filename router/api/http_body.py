@@ -27,6 +27,7 @@ MAX_VALUES = 1_000_000
 """In one body: 64 prompts of 15,000 token ids."""
 MAX_INTEGER_DIGITS = 40
 """More digits than any field takes: a longer integer is replaced by one that is out of every range, and so refused by name."""
+_LENGTH_DIGITS = 19
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _QUOTE, _COMMA, _COLON = (ord(character) for character in '",:')
 
@@ -51,9 +52,11 @@ async def read_body(request: Request, *, limit: int = MAX_BODY_BYTES, timeout_s:
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.strip().lower() not in ("identity", ""):
         raise BodyEncodingError(f"content-encoding {encoding[:32]!r} is not taken: send the body as it is")
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and len(declared) < 20 and int(declared) > limit:
-        raise BodyTooLargeError(f"the body has {declared} bytes; at most {limit} are taken")
+    declared = request.headers.get("content-length", "").lstrip("0")
+    # A number of many digits is not read: it is too large, whatever it is.
+    if declared.isdecimal() and (len(declared) > _LENGTH_DIGITS or int(declared) > limit):
+        shown = declared if len(declared) <= _LENGTH_DIGITS else f"{declared[:_LENGTH_DIGITS]}..."
+        raise BodyTooLargeError(f"the body has {shown} bytes; at most {limit} are taken")
     parts: list[bytes] = []
     size = 0
     try:
