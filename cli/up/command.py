@@ -148,6 +148,8 @@ def run_detached(command: list[str], run_root: Path, timeout_s: float) -> int:
     folder.make()
     if folder.owner() is not None:
         raise ConfigError("run_dir", str(run_root), "a cluster runs from this folder already; stop it with `make down`")
+    # A shell that runs us in the background, as CI does, makes us ignore SIGINT; it must end what we start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     log = folder.logs / "up.log"
     with log.open("wb", buffering=0) as output:
         process = subprocess.Popen(
