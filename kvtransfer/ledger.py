@@ -1,8 +1,8 @@
 """The ledger of staging slabs: who owns each one. Pure: events and the time go in, actions come out.
 
-Each line is a move: state, event, state. Events are classes of publishing.py and reading.py.
+Each line is a move: state, event, state. Events are classes of publisher_ledger.py and reader_ledger.py.
 
-Prefill's ring (PublisherLedger, publishing.py):
+Prefill's ring (PublisherLedger, publisher_ledger.py):
 
     FREE        --Published-->   PACKED         the step thread packed a granted slab
     PACKED      --ReadAsked-->   IN_FLIGHT      the handle is valid: the send begins
@@ -16,7 +16,7 @@ Prefill's ring (PublisherLedger, publishing.py):
     QUARANTINED --SendDone-->    FREE
     QUARANTINED --PeerGone-->    FREE
 
-Decode's ring (ReaderLedger, reading.py):
+Decode's ring (ReaderLedger, reader_ledger.py):
 
     FREE        --ReadWanted-->  IN_FLIGHT      a slab is free, else the read waits for one; the receive is posted
     IN_FLIGHT   --Received-->    SETTLED        intact; damaged or refused: FREE

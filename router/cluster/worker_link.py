@@ -41,7 +41,7 @@ class CacheDump:
 class WorkerLink:
     """Args:
     record: the lease under which the worker was found; address and incarnation never change within a link.
-    heard_s: seconds in which this process could hear anybody, see listening.py.
+    heard_s: seconds in which this process could hear anybody, see loop_uptime.py.
     probe_s: pause between probes; each may take as long as `dead_s`.
     on_news: what a decode worker tells of clients' own attempts.
     pace: of tokens, see DecodeStream.

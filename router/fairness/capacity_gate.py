@@ -1,13 +1,15 @@
-"""Who may be placed now, and who waits for a turn: the same object in production (turnstile.py) and in the simulation. Pure.
+"""Who may be placed now, and who waits for a turn: the same object in production (wait_queue.py) and in the simulation. Pure.
 
     room, nobody waits -> in at once
-    else wait -> let_in, when prompts get computed or requests end: turns.py says whose turn it is -> passing -> placed
+    else wait -> let_in, when prompts get computed or requests end: deficit_round_robin.py says whose turn
+    -> passing -> placed
 
 Room is counted for each worker and each tenant alone, and for a request's size: of the tenant's prompts that are placed there and
 not computed yet, what the worker computes before the request, against what it computes in `window_s` (backlog.py). Workers
 compute tenants in equal shares and short prompts before long ones: so a short request finds little before it, and what other
 tenants sent takes no more than their shares. Beyond the window a worker's own queue would only take the order out of our hands.
-When there is no room for whose turn it is, others for which there is go first, at the price that turns.py names: so it is the
+When there is no room for whose turn it is, others for which there is go first, at the price that
+deficit_round_robin.py names: so it is the
 turns, with their weights, that say how much each tenant gets.
 """
 

@@ -12,7 +12,8 @@ over any stretch of time and however many requests each of them sends; M: prompt
 what its answers wrote between two of its turns (at most what those that run still may write). A tenant whose queue runs empty
 keeps no credit; it keeps its debt until nobody waits.
 
-Whose turn it is may be too large for now, and shorter ones may pass it (gate.py): they pay at once, and get into debt by at most
+Whose turn it is may be too large for now, and shorter ones may pass it (capacity_gate.py):
+they pay at once, and get into debt by at most
 quantum x weight and what the passed one gets, in proportion to the weights. So the difference may grow by another quantum and M
 over weight, and no further: by then the passed one has its turn first.
 """

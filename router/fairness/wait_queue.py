@@ -1,4 +1,4 @@
-"""Where requests wait in the router, on the event loop, in the order of gate.py and turns.py.
+"""Where requests wait in the router, on the event loop, in the order of capacity_gate.py and deficit_round_robin.py.
 
 enter -> room, nobody waits -> in at once
       -> else a turn; let in as prompts get computed or requests end -> in | deadline | left

@@ -1,6 +1,6 @@
 """From an untrusted UncheckedRequest to a ValidatedRequest: everything is checked and filled in here, once.
 
-model, label, policy, limits -> length -> tokens (off the event loop, see lanes.py) -> context -> sampling, seed
+model, label, policy, limits -> length -> tokens (off the event loop, see bounded_executor.py) -> context -> sampling, seed
 """
 
 from __future__ import annotations

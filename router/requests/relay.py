@@ -203,7 +203,7 @@ class Relay:
             await self._cluster.wait_for_change(min(left_s, 0.1))
 
     async def _worker_comes(self) -> bool:
-        """Whether a decode worker turned up where none was, while the cluster may be between two (see settling.py)."""
+        """Whether a decode worker turned up where none was, while the cluster may be between two (see startup_grace.py)."""
         if self._cluster.snapshot(exclude=self._excluded).decode:
             return False  # it is something else that speaks against them
         while (left_s := min(self._cluster.settling.left_s(), self._request.deadline - self._clock.now())) > 0:

@@ -235,7 +235,7 @@ async def test_what_answers_write_counts_in_their_tenants_turns():
         while wrote < done.count("writer"):
             gate.written("writer", 1024)
             wrote += 1
-    bound = QUANTUM + (512 + 1024) + 512 + (QUANTUM + 512)  # of turns.py; the last is what it may pass
+    bound = QUANTUM + (512 + 1024) + 512 + (QUANTUM + 512)  # of deficit_round_robin.py; the last is what it may pass
     assert 8 * 512 <= done.count("writer") * (512 + 1024) <= 8 * 512 + bound
     assert done.count("reader") == 8
     for task in tasks:
