@@ -12,6 +12,9 @@ Each condition runs the part of the suite that it can affect:
   loaded: what reaches `diptych.common.compiled.find_compiler`. A run with a print there told which folders do not (WITHOUT_C).
 * All at once (together, together-no-compiler): SMOKE, one test or a few of every kind that the others found something in.
 
+`throttled` leaves three quarters of the machine unused, and instructions do not depend on time: those three run beside it, one
+after the other. Whatever else is selected runs alone.
+
 Every result goes to hostile-out/: a log of each condition, and results.json.
 """
 
@@ -28,7 +31,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -93,6 +97,7 @@ class Condition:
     Args:
         leave_out: folders of tests that it cannot affect.
         smoke: it runs SMOKE, whatever was asked for.
+        with_throttled: it may run at the same time as `throttled`.
         quarter: the suite gets a quarter of a core for each of its processes.
         one_core: the suite and all its children are pinned to one core.
         busy_loops: processes that only compute, on the same cores.
@@ -104,6 +109,7 @@ class Condition:
     why: str
     leave_out: Mapping[str, str] = field(default_factory=dict)
     smoke: bool = False
+    with_throttled: bool = False
     quarter: bool = False
     one_core: bool = False
     busy_loops: int = 0
@@ -114,12 +120,20 @@ class Condition:
 NO_COMPILER = {"CC": "no-compiler-here"}
 TWO_LOOPS = 2
 CONDITIONS = (
-    Condition("throttled", "a quarter of a core for each process of the suite", quarter=True, limit_s=2400.0),
+    Condition("throttled", "a quarter of a core for each process of the suite", quarter=True, limit_s=3600.0),
     Condition("one-core", "pinned to one core", UNTIMED, one_core=True),
     Condition("busy", "two busy loops beside it", UNTIMED, busy_loops=TWO_LOOPS),
-    Condition("lanes-8", "vectors of 8 floats, as AVX2 has them", WITHOUT_C, env={"DIPTYCH_NATIVE_LANES": "8"}),
-    Condition("lanes-16", "vectors of 16 floats, as AVX-512 has them", WITHOUT_C, env={"DIPTYCH_NATIVE_LANES": "16"}),
-    Condition("no-compiler", "no C compiler: torch and numpy serve", WITHOUT_C, env=NO_COMPILER),
+    Condition(
+        "lanes-8", "vectors of 8 floats, as AVX2 has them", WITHOUT_C,
+        with_throttled=True, env={"DIPTYCH_NATIVE_LANES": "8"},
+    ),
+    Condition(
+        "lanes-16", "vectors of 16 floats, as AVX-512 has them", WITHOUT_C,
+        with_throttled=True, env={"DIPTYCH_NATIVE_LANES": "16"},
+    ),
+    Condition(
+        "no-compiler", "no C compiler: torch and numpy serve", WITHOUT_C, with_throttled=True, env=NO_COMPILER,
+    ),
     Condition(
         "together", "throttled, on one core, beside two busy loops, with vectors of 8 floats",
         smoke=True, quarter=True, one_core=True, busy_loops=TWO_LOOPS, env={"DIPTYCH_NATIVE_LANES": "8"},
@@ -281,9 +295,14 @@ def read_log(log: Path) -> tuple[dict[str, int], list[str]]:
 
 
 def run(
-    condition: Condition, selected: Sequence[str], out: Path, flags: Sequence[str], cores: Sequence[int]
+    condition: Condition,
+    selected: Sequence[str],
+    out: Path,
+    flags: Sequence[str],
+    cores: Sequence[int],
+    stop: threading.Event,
 ) -> Outcome:
-    """One condition's run of pytest, in a process of its own."""
+    """One condition's run of pytest, in a process of its own, which ends when `stop` is set."""
     log = out / f"{condition.name}.log"
     command = [
         sys.executable, "-P", "-m", "pytest", "-q", "-n", str(PROCESSES), "--dist", "loadscope", "--no-loadscope-reorder",
@@ -311,7 +330,9 @@ def run(
         print(f"{condition.name}: {condition.why}" + (f" (by {by})" if by else ""), flush=True)
         told = began
         while process.poll() is None:
-            time.sleep(0.2)
+            if stop.wait(0.2):
+                said = "ended from outside"
+                break
             now = time.monotonic()
             if now - began > condition.limit_s:
                 said = f"not done within {condition.limit_s:.0f} s"
@@ -342,6 +363,35 @@ def _remove(group: Path) -> None:
 
 
 # ---- all of them -----------------------------------------------------------------------------------------------------
+
+
+def order(conditions: Sequence[Condition]) -> list[list[list[Condition]]]:
+    """Stages one after the other, each of chains that run at the same time."""
+    throttled = [condition for condition in conditions if condition.name == "throttled"]
+    beside = [condition for condition in conditions if condition.with_throttled]
+    alone = [condition for condition in conditions if condition not in throttled + beside]
+    first = [chain for chain in (throttled, beside) if chain]
+    return [*([first] if first else []), *([[condition]] for condition in alone)]
+
+
+def run_all(conditions: Sequence[Condition], run_one: Callable[[Condition, threading.Event], Outcome]) -> list[Outcome]:
+    """Runs them in their order; whatever ends this ends all of them, with what they have started."""
+    stop = threading.Event()
+
+    def run_chain(chain: Sequence[Condition]) -> list[Outcome]:
+        return [run_one(condition, stop) for condition in chain if not stop.is_set()]
+
+    outcomes = []
+    for stage in order(conditions):
+        # What a thread starts lives no longer than the thread: see child.start.
+        with ThreadPoolExecutor(len(stage)) as pool:
+            try:
+                for chain in [pool.submit(run_chain, chain) for chain in stage]:
+                    outcomes += chain.result()
+            except BaseException:
+                stop.set()
+                raise
+    return outcomes
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
@@ -379,20 +429,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parse(arguments)
     given.out.mkdir(parents=True, exist_ok=True)
     cores = sorted(os.sched_getaffinity(0))
-    began, outcomes = time.monotonic(), []
-    for condition in CONDITIONS:
-        if condition.name not in given.only:
-            continue
+    began, done, lock = time.monotonic(), [], threading.Lock()
+
+    def run_one(condition: Condition, stop: threading.Event) -> Outcome:
         tests = selection(condition, given.smoke, given.tests)
-        outcome = run(condition, tests, given.out, given.pytest.split(), cores)
-        outcomes.append(outcome)
-        print(table([outcome]).partition("\n|---")[2].partition("\n")[2], flush=True)
-        body = {
-            "machine": machine.facts(),
-            "seconds": round(time.monotonic() - began, 1),
-            "conditions": [asdict(one) for one in outcomes],
-        }
-        (given.out / "results.json").write_text(json.dumps(body, indent=1) + "\n")
+        outcome = run(condition, tests, given.out, given.pytest.split(), cores, stop)
+        with lock:
+            done.append(outcome)
+            print(table([outcome]).partition("\n|---")[2].partition("\n")[2], flush=True)
+            body = {
+                "machine": machine.facts(),
+                "seconds": round(time.monotonic() - began, 1),
+                "conditions": [asdict(one) for one in done],
+            }
+            (given.out / "results.json").write_text(json.dumps(body, indent=1) + "\n")
+        return outcome
+
+    outcomes = run_all([condition for condition in CONDITIONS if condition.name in given.only], run_one)
     print(f"\n{table(outcomes)}\n{(time.monotonic() - began) / 60:.1f} minutes; results in {given.out}")
     return 0 if all(outcome.passed for outcome in outcomes) else 1
 

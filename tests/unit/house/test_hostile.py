@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import psutil
@@ -90,12 +91,53 @@ def test_conditions_reach_the_tests_and_failures_are_told(tmp_path, capsys, monk
     assert pinned["cores"] == 1
     assert lanes["cores"] == len(os.sched_getaffinity(0))
     told = json.loads((tmp_path / "out" / "results.json").read_text())
-    one, other = told["conditions"]
+    outcomes = {outcome["condition"]: outcome for outcome in told["conditions"]}
+    one, other = outcomes["one-core"], outcomes["lanes-8"]
     assert [name.rpartition("::")[2] for name in one["failed"]] == ["test_fails_on_one_core"]
     assert (one["tests"], other["tests"]) == (2, 2)
     assert bool(other["failed"]) is not both
     assert any(line.startswith("vectors: ") for line in told["machine"])
     assert "| one-core | 2 | 1 | 0 |" in capsys.readouterr().out
+
+
+def outcome_of(condition):
+    return hostile.Outcome(condition.name, "", 0.0, 1, [], 0)
+
+
+def test_instructions_run_beside_throttled_and_the_rest_alone():
+    both_run, now, beside, ran = threading.Barrier(2), [], {}, []
+
+    def run_one(condition, stop):
+        beside[condition.name] = list(now)
+        now.append(condition.name)
+        if condition.name in ("throttled", "lanes-8"):
+            both_run.wait(60)
+        ran.append(condition.name)
+        now.remove(condition.name)
+        return outcome_of(condition)
+
+    outcomes = hostile.run_all(hostile.CONDITIONS, run_one)
+    assert {outcome.condition for outcome in outcomes} == {condition.name for condition in hostile.CONDITIONS}
+    assert [name for name in ran if name != "throttled"][:3] == ["lanes-8", "lanes-16", "no-compiler"]
+    assert all(not beside[name] for name in ("one-core", "busy", "together", "together-no-compiler"))
+
+
+def test_a_fault_in_one_run_ends_what_runs_beside_it():
+    begun = threading.Event()
+    ran = []
+
+    def run_one(condition, stop):
+        ran.append(condition.name)
+        if condition.name == "throttled":
+            assert begun.wait(60)
+            raise RuntimeError("no folder for the log")
+        begun.set()
+        assert stop.wait(60), "nobody ended it"
+        return outcome_of(condition)
+
+    with pytest.raises(RuntimeError, match="no folder"):
+        hostile.run_all(hostile.CONDITIONS, run_one)
+    assert sorted(ran) == ["lanes-8", "throttled"]
 
 
 def test_a_run_without_tests_has_not_passed(tmp_path):
@@ -171,7 +213,7 @@ def test_a_run_that_takes_too_long_is_ended_and_failed(tmp_path):
         "import time\n\ndef test_long():\n    time.sleep(3600)  # sleep: ended by the limit\n"
     )
     condition = hostile.Condition("long", "too long", limit_s=1.0)
-    outcome = hostile.run(condition, [str(tmp_path)], tmp_path, ["-n", "0"], [0])
+    outcome = hostile.run(condition, [str(tmp_path)], tmp_path, ["-n", "0"], [0], threading.Event())
     assert outcome.said == "not done within 1 s"
     assert not outcome.passed
 
