@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -47,6 +48,16 @@ settings.load_profile("diptych")
 # Else the first who asks for the main thread's loop (pytest-asyncio does) has the policy make one that nobody closes.
 _main_loop = asyncio.new_event_loop()
 asyncio.set_event_loop(_main_loop)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """A test process of xdist inherits what we have set, and could not tell it from what the user set."""
+    node.workerinput["set_by_conftest"] = sorted(_SET_HERE)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    _SET_HERE.update(getattr(config, "workerinput", {}).get("set_by_conftest", ()))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
+
+from diptych.cli.up.config import usable_cores
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,4 +33,4 @@ class ClusterChoice:
 
     @property
     def threads(self) -> int:
-        return self.threads_per_worker or max(1, (os.cpu_count() or 1) // self.num_workers)
+        return self.threads_per_worker or max(1, usable_cores() // self.num_workers)

@@ -22,7 +22,7 @@ from types import FrameType
 from diptych.cli.settings.merge import child_environment
 from diptych.cli.up import embedded_redis
 from diptych.cli.up.cluster_plan import ClusterPlan
-from diptych.cli.up.config import UpConfig, threads_for
+from diptych.cli.up.config import UpConfig, threads_for, usable_cores
 from diptych.cli.up.gpus import Seat, describe_seats, find_gpus, seat_workers
 from diptych.cli.up.greeting import greeting, has_chat_template
 from diptych.cli.up.processes import ProcessIdentity, require_free_port, tail
@@ -102,7 +102,7 @@ def run_up(config: UpConfig, run_root: Path, resolve_model: Callable[[Stages], t
             stages.stage("model")
             model_folder, model_name = resolve_model(stages)
             stages.done(f"model {model_name} in {model_folder}")
-            threads = threads_for(config, os.cpu_count() or 1)
+            threads = threads_for(config, usable_cores())
             env = child_environment(UpConfig) | _thread_environment(threads)
             supervisor = Supervisor(env, cwd=folder.root)
             plan = ClusterPlan(config, folder, model_folder, model_name, threads, seats)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,6 +144,11 @@ class UpConfig:
     @property
     def num_workers(self) -> int:
         return self.prefill_workers + self.decode_workers
+
+
+def usable_cores() -> int:
+    """Cores that we may run on: taskset or a container's cpuset may leave fewer than the machine has."""
+    return len(os.sched_getaffinity(0))
 
 
 def threads_for(config: UpConfig, cores: int) -> int:

@@ -37,13 +37,13 @@ class Clients:
 
     def run(self, program: str, *arguments: str, more: Mapping[str, str] | None = None) -> str:
         """What a program of the environment writes to stdout; fails the test with all that it said."""
-        offline = {"HF_HOME": str(self.home), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+        offline_env = {"HF_HOME": str(self.home), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
         environment = {
             name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONSAFEPATH")
         }
         done = subprocess.run(
             [str(self.folder / "bin" / program), *arguments],
-            env=environment | offline | dict(more or {}), cwd=self.home, capture_output=True, text=True, timeout=WAIT_S,
+            env=environment | offline_env | dict(more or {}), cwd=self.home, capture_output=True, text=True, timeout=WAIT_S,
         )  # fmt: skip
         assert done.returncode == 0, (
             f"{program} ended with {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"

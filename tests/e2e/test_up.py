@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+from diptych.common.compiled import LANES_VARIABLE
 
 pytestmark = pytest.mark.multiproc
 
@@ -32,6 +35,26 @@ def test_it_says_where_it_serves_and_what_it_served(cluster):
         "from diptych.client import",
     ):
         assert words in output
+
+
+def test_1_the_shared_clusters_have_no_variable_that_a_user_does_not_set(cluster, colocated):
+    """With one test process, and with several: those inherit what tests/conftest.py has set."""
+    pytest_process = psutil.Process(os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid())
+    users = {  # /proc has what the process was started with, whatever it set later
+        name: value
+        for name, value in pytest_process.environ().items()
+        if name == LANES_VARIABLE or not name.startswith(("DIPTYCH_", "PYTEST_"))
+    }
+    for process in (cluster.process, colocated.process):
+        env = psutil.Process(process.pid).environ()
+        assert env.pop("DIPTYCH_RUN_DIR")
+        for each in (env, users):
+            each.pop("LC_CTYPE", None)  # Python sets it where the user has no locale
+        assert env == users
+    for child in cluster.state.children:
+        added = psutil.Process(child.pid).environ().keys() - users.keys() - {"LC_CTYPE", "DIPTYCH_RUN_DIR"}
+        assert not added & {"TRITON_INTERPRET"}
+        assert not {name for name in added if name.startswith("PYTEST_")}
 
 
 def test_second_up_from_the_same_folder_is_refused(cluster, cluster_module):

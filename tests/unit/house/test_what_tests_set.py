@@ -16,7 +16,7 @@ VARIABLE = re.compile(r"(?!PATH$|HOME$)[A-Z][A-Z0-9_]{3,}")
 
 
 def names_of_environments(tree: ast.AST) -> Iterator[str]:
-    """Constant keys of what is set: setenv(KEY), environ[KEY] = ..., and dicts that become an environment."""
+    """Constant keys of what is set: setenv(KEY), environ[KEY] = ..., and dicts that become an environment or a part of one."""
 
     def keys(node: ast.expr) -> Iterator[str]:
         for inner in ast.walk(node):
@@ -26,7 +26,7 @@ def names_of_environments(tree: ast.AST) -> Iterator[str]:
                         yield key.value
 
     def is_environment(name: str) -> bool:
-        return re.search(r"(^|_)env(_|$)", name.lower()) is not None
+        return re.search(r"(^|_)env(ironment)?(_|$)", name.lower()) is not None
 
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
@@ -46,6 +46,12 @@ def names_of_environments(tree: ast.AST) -> Iterator[str]:
                     name = target.id if isinstance(target, ast.Name) else target.attr
                     if is_environment(name):
                         yield from keys(node.value)
+        elif isinstance(node, ast.AugAssign):
+            if isinstance(node.target, ast.Name) and is_environment(node.target.id):
+                yield from keys(node.value)
+        elif isinstance(node, ast.BinOp):
+            if isinstance(node.op, ast.BitOr) and "environ" in ast.unparse(node):
+                yield from keys(node)
         elif isinstance(node, ast.Return) and node.value is not None and "env |" in ast.unparse(node.value):
             yield from keys(node.value)
 
