@@ -5,14 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from diptych.common.errors import ConfigError
+from diptych.kvtransfer import registry
 from diptych.kvtransfer.faults import FaultSpec
 from diptych.kvtransfer.layout import RingSpec
-
-TRANSPORTS = ("auto", "ucx", "nixl", "ipc", "ucx-gpu", "inproc")
-ON_GPU = ("ipc", "ucx-gpu")
-"""Their slabs lie in GPU memory."""
-AUTO_ORDER = ("nixl", "ucx")
-"""Best first: NIXL reads one-sided, and over shared memory within a host; both share UCX below."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,10 +15,8 @@ class TransferConfig:
     """Raises: ConfigError.
 
     Args:
-        transport: "auto" takes the first of AUTO_ORDER that is installed and passes the self-test, and says so; "inproc" is for
-            tests. Both workers of a pair must use the same one: install the same extras on both, or name it. "ipc" needs GPUs
-            of one host; where a host has several, "auto" tries it first, and then "ucx-gpu", which moves KV from GPU memory to
-            GPU memory over UCX, within a host and, with a NIC that can, between hosts.
+        transport: a name of kvtransfer/registry.py, or "auto": the first that passes its self-test here, named in the log. Both
+            workers of a pair must use the same one.
         device: "cpu" or "cuda": where the pool is.
         host: address of ours that the transport binds to and advertises; no other interface listens.
         slab_bytes: whole slab with header and trailer, a multiple of the page size.
@@ -48,10 +41,7 @@ class TransferConfig:
     faults: FaultSpec | None = field(default=None)
 
     def __post_init__(self) -> None:
-        if self.transport not in TRANSPORTS:
-            raise ConfigError("transport", self.transport, f"must be one of {', '.join(TRANSPORTS)}")
-        if self.transport in ON_GPU and self.device != "cuda":
-            raise ConfigError("transport", self.transport, f"needs GPUs: the KV pool is on {self.device}")
+        registry.check(self.transport, self.device)
         if not 0 < self.lease_s < float("inf"):
             raise ConfigError("lease_s", self.lease_s, "must be a positive number of seconds")
         for name in ("peer_quota", "quarantine_cap"):

@@ -24,9 +24,11 @@ from diptych.common import child as children
 from diptych.common.errors import TransferError
 from diptych.kvtransfer.api import KvAddress, PeerRef
 from diptych.kvtransfer.gpu_memory import DeviceMemory, GpuMemory
+from diptych.kvtransfer.gpu_path import DIRECT, path_of
 from diptych.kvtransfer.gpu_ring import GpuRing
 from diptych.kvtransfer.handle import SlabHandle, encode
 from diptych.kvtransfer.layout import RingSpec, payload_capacity, write_frame
+from diptych.kvtransfer.registry import TransportSite, transports
 from diptych.kvtransfer.self_test import HOPS, SelfTest, hop_s
 from diptych.kvtransfer.transport import ReceiveDone, RequestArrived, Transport
 
@@ -38,6 +40,7 @@ _ROUNDS = 6
 _SMALL_BYTES = 4096
 _PATTERN = bytes(range(1, 252))
 _ADDRESS = b"ADDRESS "
+_TRANSPORT = "ucx-gpu"
 _NAME, _LIFE = "self-test-p", "0"
 
 
@@ -55,8 +58,6 @@ def run_ucx_gpu_self_test(
         command: of the other process; None: this module on our device.
     Raises: TransferError.
     """
-    from diptych.kvtransfer.ucx_gpu import DIRECT, path_of
-
     words = list(command or (sys.executable, "-P", "-m", __name__, host, str(slab_bytes), str(_device_index())))
     spec = RingSpec(1, slab_bytes)
     address, handle = memory.allocate(spec.total_bytes)
@@ -65,7 +66,7 @@ def run_ucx_gpu_self_test(
         sink = make("self-test-d", "0")
         try:
             sink.register(ring := GpuRing(spec, address, handle))
-            peer = PeerRef(_NAME, _LIFE, KvAddress("ucx-gpu", host, 0, _say(child)))
+            peer = PeerRef(_NAME, _LIFE, KvAddress(_TRANSPORT, host, 0, _say(child)))
             rate, message_s = _measure(sink, ring, peer, memory)
         finally:
             sink.close()
@@ -172,13 +173,12 @@ def serve(source: Transport, ring: GpuRing, memory: DeviceMemory) -> None:
 
 
 def main() -> None:
-    from diptych.kvtransfer.ucx_gpu import UcxGpuTransport
-
     host, slab_bytes, device = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     memory = GpuMemory(device, lambda address, size_bytes: 0.0)
     spec = RingSpec(1, slab_bytes)
     ring = GpuRing(spec, *memory.allocate(spec.total_bytes))
-    serve(UcxGpuTransport(_NAME, _LIFE, host=host, memory=memory), ring, memory)
+    transport = transports()[_TRANSPORT].make(_NAME, _LIFE, TransportSite(host, spec, memory))
+    serve(transport, ring, memory)
 
 
 if __name__ == "__main__":

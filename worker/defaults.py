@@ -12,6 +12,7 @@ from typing import Any
 
 from diptych.engine.capacity import kibibytes
 from diptych.engine.config import EngineConfig
+from diptych.kvtransfer.registry import transports
 from diptych.worker.config import AUTO, MOST, WorkerConfig
 
 _ENGINE = EngineConfig(num_blocks=1)
@@ -83,7 +84,8 @@ def _on_gpu(config: WorkerConfig, device: DeviceFacts, model: ModelFacts) -> dic
     dtype = model.dtype if is_open(config, "dtype") else config.dtype
     per_token = model.kv_numbers_per_token * (4 if dtype == "float32" else 2)
     slab_bytes, why_bytes = config.slab_bytes, ""
-    if config.transport == "inproc":  # nothing leaves the process
+    spec = transports().get(config.transport)
+    if spec is not None and spec.in_process:
         slab_bytes, why_bytes = slab_bytes or CPU["slab_bytes"], "nothing leaves the process"
     if not slab_bytes:
         slab_bytes, why_bytes = _slab(per_token, device, config.num_slabs or GPU_SLABS)

@@ -226,7 +226,9 @@ def make_identity(config: WorkerConfig, model_rev: str, tokenizer_rev: str) -> I
 
 def _ring_on_gpu(config: WorkerConfig) -> int:
     """Bytes of the staging ring that may come to lie in GPU memory, once the transport is known."""
-    on_gpu = config.transport in ("ucx-gpu", "auto") or (config.role == "prefill" and config.transport == "ipc")
+    from diptych.kvtransfer.registry import candidates
+
+    on_gpu = any(config.role in spec.gpu_ring_roles for spec in candidates(config.transport, config.device))
     return config.num_slabs * config.slab_bytes if on_gpu else 0
 
 

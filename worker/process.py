@@ -20,6 +20,7 @@ from diptych.common.redis_store import RedisStore
 from diptych.common.store import Store
 from diptych.common.tracing import tracing
 from diptych.engine.collector import set_collector
+from diptych.kvtransfer import registry
 from diptych.kvtransfer.api import Transfer
 from diptych.kvtransfer.build import build_transfer
 from diptych.kvtransfer.config import TransferConfig
@@ -59,6 +60,8 @@ def run_process(config: WorkerConfig, make_role: RoleFactory) -> NoReturn:
 
     Raises: ConfigError when a setting cannot be used.
     """
+    if config.transport:
+        registry.check(config.transport, config.device, in_process=False)
     setup_logging(worker=config.effective_worker_id, role=config.role)
     raise_open_files()
     if tracing.configure(config.role, config.effective_worker_id):

@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from diptych.common.errors import ConfigError, TransferError
-from diptych.kvtransfer.inproc import InprocTransport
+from diptych.kvtransfer.layout import RingSpec
+from diptych.kvtransfer.registry import TransportSite, candidates, check
 from diptych.kvtransfer.self_test import run_self_test
 from diptych.kvtransfer.transport import Transport
 from diptych.loadtest.environment import look_around
@@ -51,9 +52,9 @@ def run_kv(transports: Sequence[str], slab_kib: Sequence[int], repeats: int, out
     ceiling = memcpy_rate() / 1e9
     print(f"{'transport':<12}{'path':<14}{'slab KiB':>10}{'GB/s':>8}{'memcpy':>8}{'share':>8}")
     for name in transports:
-        make = _factory(name)
         for kib in slab_kib:
             size = kib * 1024
+            make = _factory(name, size)
             try:
                 found = max((run_self_test(make, size) for _ in range(repeats)), key=lambda test: test.bytes_per_s)
             except TransferError as error:
@@ -71,12 +72,9 @@ def run_kv(transports: Sequence[str], slab_kib: Sequence[int], repeats: int, out
     return 0
 
 
-def _factory(name: str) -> Callable[[str, str], Transport]:
-    if name == "inproc":
-        return InprocTransport
-    if name == "ucx":
-        # Imported here: UCX reads its environment when it is loaded.
-        from diptych.kvtransfer.ucx import UcxTransport
-
-        return lambda worker_id, incarnation: UcxTransport(worker_id, incarnation, host="127.0.0.1")
-    raise ConfigError("transport", name, "must be ucx or inproc")
+def _factory(name: str, slab_bytes: int) -> Callable[[str, str], Transport]:
+    """Raises: ConfigError when there is no such transport in host memory."""
+    check(name, "cpu")
+    site = TransportSite("127.0.0.1", RingSpec(1, slab_bytes))
+    make = candidates(name, "cpu")[0].make
+    return lambda worker_id, incarnation: make(worker_id, incarnation, site)

@@ -171,8 +171,13 @@ class ClusterPlan:
         return ChildSpec(name, role, command, self._log(name), _SERVING_GROUP, env)
 
     def _transport(self) -> str:
-        """Workers that share one GPU can only meet by CUDA IPC without leaving it; "auto" expects the peer on another GPU."""
-        return "ipc" if self.seats and len({seat.gpu.visible for seat in self.seats.values()}) == 1 else ""
+        """Empty: the workers' default. Where all share one GPU it is named: `auto` expects the peer on another GPU."""
+        if not self.seats or len({seat.gpu.visible for seat in self.seats.values()}) > 1:
+            return ""
+        # Imported here: it takes numpy, which a plan without GPUs does without.
+        from diptych.kvtransfer.registry import transport_for_a_shared_gpu
+
+        return transport_for_a_shared_gpu()
 
     def _common_flags(self) -> list[str]:
         flags = {

@@ -15,9 +15,6 @@ _WORKER = WorkerConfig()
 """Where the defaults of a worker's settings come from."""
 _WORKERS_OWN = ("max_model_len", "num_blocks", "max_num_seqs", "max_num_batched_tokens")
 """0: the worker decides."""
-ON_GPU = ("ipc", "ucx-gpu")  # as kvtransfer.config, which takes numpy to import
-TRANSPORTS = ("", "auto", "ucx", "nixl", *ON_GPU)
-"""Empty: the device's own."""
 DEVICES = ("cpu", "cuda")
 
 
@@ -122,11 +119,14 @@ class UpConfig:
                 shlex.split(getattr(self, name))
             except ValueError as error:
                 raise ConfigError(name, getattr(self, name), f"cannot be split: {error}") from None
-        for name, known in (("dtype", (AUTO, *DTYPES)), ("transport", TRANSPORTS), ("device", DEVICES)):
+        for name, known in (("dtype", (AUTO, *DTYPES)), ("device", DEVICES)):
             if getattr(self, name) not in known:
                 raise ConfigError(name, getattr(self, name), f"must be one of {', '.join(filter(None, known))}")
-        if self.transport in ON_GPU and self.device != "cuda":
-            raise ConfigError("transport", self.transport, f"needs GPUs: the KV pool is on {self.device}")
+        if self.transport:
+            # Imported here: it takes numpy, which other commands do without.
+            from diptych.kvtransfer import registry
+
+            registry.check(self.transport, self.device, in_process=False)
         for name in ("prefill_gpus", "decode_gpus"):
             if self.gpu_numbers(name) and self.device != "cuda":
                 raise ConfigError(name, getattr(self, name), "needs --device cuda")

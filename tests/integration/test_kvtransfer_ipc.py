@@ -23,10 +23,10 @@ from diptych.kvtransfer.api import KvAddress, PeerRef
 from diptych.kvtransfer.build import build_transfer
 from diptych.kvtransfer.config import TransferConfig
 from diptych.kvtransfer.gpu_ring import GpuRing
-from diptych.kvtransfer.ipc import IpcTransport
 from diptych.kvtransfer.layout import RingSpec
 from diptych.kvtransfer.self_test import run_ipc_self_test
 from diptych.kvtransfer.thread import TransferThread
+from diptych.kvtransfer.transports.ipc import IpcTransport
 
 waiting = sys.modules["diptych_test_waiting"]
 
@@ -284,7 +284,7 @@ def test_the_self_test_tells_what_a_warm_message_costs(monkeypatch) -> None:
 
 
 async def test_ipc_without_gpus_is_refused_at_the_start() -> None:
-    with pytest.raises(ConfigError, match="needs GPUs"):
+    with pytest.raises(ConfigError, match="needs a KV pool on cuda"):
         TransferConfig(transport="ipc")
     with pytest.raises(ConfigError):
         build_transfer(

@@ -22,14 +22,16 @@ import pytest
 from diptych.common.errors import ConfigError, StaleReferenceError, TransferError
 from diptych.engine.messages import DeviceRange, RangePacked
 from diptych.kernels.kv_sum import kv_sum
-from diptych.kvtransfer import ucx_gpu
+from diptych.kvtransfer import gpu_path
 from diptych.kvtransfer.api import PeerRef
 from diptych.kvtransfer.build import build_transfer
 from diptych.kvtransfer.config import TransferConfig
+from diptych.kvtransfer.gpu_path import DIRECT, STAGED
 from diptych.kvtransfer.gpu_ring import GpuRing
 from diptych.kvtransfer.layout import RingSpec
 from diptych.kvtransfer.thread import TransferThread
-from diptych.kvtransfer.ucx_gpu import DIRECT, STAGED, UcxGpuTransport
+from diptych.kvtransfer.transports import ucx_gpu
+from diptych.kvtransfer.transports.ucx_gpu import UcxGpuTransport
 from diptych.kvtransfer.ucx_gpu_probe import run_ucx_gpu_self_test, serve
 
 waiting = sys.modules.get("diptych_test_waiting")  # not there in the other process, which this file is, too
@@ -190,7 +192,7 @@ async def test_who_was_forgotten_is_met_anew(pair, monkeypatch) -> None:
 
 @pytest.mark.parametrize(("slow", "path"), [(0.0, DIRECT), (1e18, STAGED)])
 async def test_the_second_large_payload_tells_the_path(pair, monkeypatch, caplog, slow, path) -> None:
-    monkeypatch.setattr(ucx_gpu, "SLOW_BYTES_PER_S", slow)
+    monkeypatch.setattr(gpu_path, "SLOW_BYTES_PER_S", slow)
     monkeypatch.setattr(ucx_gpu, "TELLING_BYTES", 1000)
     with caplog.at_level(logging.INFO):
         for seed, told in ((1, ""), (2, path), (3, path)):
@@ -201,7 +203,7 @@ async def test_the_second_large_payload_tells_the_path(pair, monkeypatch, caplog
 
 
 async def test_a_peer_on_another_path_than_the_required_one_is_refused(monkeypatch) -> None:
-    monkeypatch.setattr(ucx_gpu, "SLOW_BYTES_PER_S", 1e18)
+    monkeypatch.setattr(gpu_path, "SLOW_BYTES_PER_S", 1e18)
     monkeypatch.setattr(ucx_gpu, "TELLING_BYTES", 1000)
     pair = Pair(require=DIRECT)
     pair.reader.finish(await pair.read(await pair.publish("a", noise(1))))
@@ -237,7 +239,7 @@ def test_a_self_test_whose_other_process_fails_says_so() -> None:
 
 
 async def test_without_gpus_it_is_refused_at_the_start() -> None:
-    with pytest.raises(ConfigError, match="needs GPUs"):
+    with pytest.raises(ConfigError, match="needs a KV pool on cuda"):
         TransferConfig(transport="ucx-gpu")
     config = TransferConfig(transport="ucx-gpu", device="cuda")
     loop = asyncio.get_running_loop()

@@ -8,13 +8,11 @@ from types import SimpleNamespace
 import pytest
 
 from diptych.cli.up import command as up
-from diptych.cli.up import config as up_config
 from diptych.cli.up.cluster_plan import ClusterPlan
 from diptych.cli.up.config import UpConfig
 from diptych.cli.up.gpus import Gpu, choose_visible, describe_seats, find_gpus, seat_workers
 from diptych.cli.up.run_folder import RunFolder
 from diptych.common.errors import ConfigError
-from diptych.kvtransfer import config as kvtransfer
 
 GIB = 1 << 30
 FOUND = [(Gpu(str(i), "NVIDIA H200", 140 * GIB, 139 * GIB), f"GPU-{i}abc") for i in range(4)]
@@ -127,11 +125,6 @@ def test_nvml_is_asked(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     assert find_gpus({"CUDA_VISIBLE_DEVICES": "1"}) == [Gpu("1", "NVIDIA X", 11, 5)]
     assert len(find_gpus({})) == 2
-
-
-def test_up_knows_the_transports():
-    assert set(up_config.TRANSPORTS) - {""} == set(kvtransfer.TRANSPORTS) - {"inproc"}
-    assert up_config.ON_GPU == kvtransfer.ON_GPU
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,10 @@ from diptych.kvtransfer import reader_ledger as rd
 from diptych.kvtransfer.api import PeerRef
 from diptych.kvtransfer.faults import FaultyTransport
 from diptych.kvtransfer.handle import SlabHandle, sign
-from diptych.kvtransfer.inproc import InprocTransport
 from diptych.kvtransfer.layout import HEADER_BYTES, Ring, RingSpec, payload_capacity, write_frame
 from diptych.kvtransfer.publisher import PublishSide
 from diptych.kvtransfer.reader import ReadSide
+from diptych.kvtransfer.transports.inproc import InprocTransport
 
 KEY = b"k" * 32
 LAYOUT = 7

@@ -12,6 +12,7 @@ import numpy as np
 from diptych.common.errors import TransferError
 from diptych.kvtransfer.api import KvAddress, PeerRef
 from diptych.kvtransfer.layout import Ring
+from diptych.kvtransfer.registry import TransportSpec, register
 from diptych.kvtransfer.transport import (
     MAX_MESSAGE_BYTES,
     NoteArrived,
@@ -148,3 +149,13 @@ class InprocTransport:
             if other._wakeup is not None:
                 other._wakeup.set()
         return True
+
+
+register(
+    TransportSpec(
+        name="inproc",
+        summary="between workers of one process (tests, `diptych serve`)",
+        make=lambda worker_id, incarnation, site: InprocTransport(worker_id, incarnation),
+        in_process=True,
+    )
+)

@@ -34,6 +34,7 @@ from diptych.kvtransfer.api import KvAddress, PeerRef
 from diptych.kvtransfer.layout import HEADER_BYTES, Ring, read_refusal
 from diptych.kvtransfer.net_interfaces import interface_of, numeric, ucx_address_family
 from diptych.kvtransfer.peer_book import TOKEN_BYTES, PeerBook, pack_parts, unpack_parts
+from diptych.kvtransfer.registry import TransportSpec, register
 from diptych.kvtransfer.transport import (
     MAX_MESSAGE_BYTES,
     NoteArrived,
@@ -380,3 +381,13 @@ class UcxTransport:
         self._take_completed()
         alive = {id(p.endpoint) for p in self._pending.values()}
         self._events += [self._book.bury(e) for e in list(self._book.dying) if id(e) not in alive]
+
+
+register(
+    TransportSpec(
+        name="ucx",
+        summary="UCX; UCX_TLS names the path, by default TCP",
+        make=lambda worker_id, incarnation, site: UcxTransport(worker_id, incarnation, host=site.host),
+        auto_rank=40,
+    )
+)

@@ -25,25 +25,22 @@ import numpy as np
 
 from diptych.common.errors import TransferError
 from diptych.kvtransfer.gpu_memory import DeviceMemory
+from diptych.kvtransfer.gpu_path import DIRECT, path_of
 from diptych.kvtransfer.gpu_ring import GpuRing
 from diptych.kvtransfer.layout import HEADER_BYTES, TRAILER_BYTES, Ring, read_refusal
+from diptych.kvtransfer.registry import Make, TransportSite, TransportSpec, gpu_ring, register
+from diptych.kvtransfer.self_test import SelfTest
 from diptych.kvtransfer.transport import ReceiveDone, TransportEvent, Wakeup, sleep_on
-from diptych.kvtransfer.ucx import _TAG_DATA, UcxTransport, _Endpoint, _Pending
+from diptych.kvtransfer.transports.ucx import _TAG_DATA, UcxTransport, _Endpoint, _Pending
+from diptych.kvtransfer.ucx_gpu_probe import run_ucx_gpu_self_test
 
 log = logging.getLogger(__name__)
 
-DIRECT, STAGED = "ucx-gpu:direct", "ucx-gpu:staged"
-SLOW_BYTES_PER_S = 10e9
-"""Slower than this the payload went through host memory."""
 TELLING_BYTES = 4 << 20
 """A smaller payload does not tell its path: it is bound by latency."""
 _POLL_S = 0.00005
 _TAG_PAYLOAD = 0x4452 << 48
 _FRAME_BYTES = HEADER_BYTES + TRAILER_BYTES
-
-
-def path_of(bytes_per_s: float) -> str:
-    return DIRECT if bytes_per_s >= SLOW_BYTES_PER_S else STAGED
 
 
 @dataclass(slots=True)
@@ -191,3 +188,28 @@ class UcxGpuTransport(UcxTransport):
         self._large.pop(endpoint.name, None)
         self._paths.pop(endpoint.name, None)
         super()._bury(endpoint, why)
+
+
+def _make(worker_id: str, incarnation: str, site: TransportSite) -> UcxGpuTransport:
+    assert site.memory is not None
+    return UcxGpuTransport(worker_id, incarnation, host=site.host, memory=site.memory, require_path=site.require_path)
+
+
+def _self_test(make: Make, site: TransportSite) -> SelfTest:
+    assert site.memory is not None
+    return run_ucx_gpu_self_test(make, site.memory, site.host, site.ring.slab_bytes)
+
+
+register(
+    TransportSpec(
+        name="ucx-gpu",
+        summary="UCX from GPU memory to GPU memory, within a host and, with a NIC that can, between hosts",
+        make=_make,
+        self_test=_self_test,
+        make_ring=gpu_ring,
+        device="cuda",
+        gpu_ring_roles=frozenset({"prefill", "decode"}),
+        auto_rank=20,
+        auto_min_gpus=2,
+    )
+)

@@ -40,6 +40,7 @@ from diptych.kvtransfer.layout import Ring
 from diptych.kvtransfer.net_interfaces import numeric, ucx_address_family
 from diptych.kvtransfer.nixl_parts import Answers, Peer, Read, load_nixl
 from diptych.kvtransfer.peer_book import TOKEN_BYTES, PeerBook, pack_parts, unpack_parts
+from diptych.kvtransfer.registry import TransportSpec, register
 from diptych.kvtransfer.tcp_counters import carried_by_tcp, tcp_bytes_received
 from diptych.kvtransfer.transport import (
     MAX_MESSAGE_BYTES,
@@ -366,3 +367,15 @@ class NixlTransport:
         with contextlib.suppress(Exception):
             self._agent.remove_remote_agent(peer.agent)
         self._events.append(self._book.bury(peer))
+
+
+register(
+    TransportSpec(
+        name="nixl",
+        summary="one-sided reads by NIXL: shared memory within a host, RDMA or TCP between hosts",
+        make=lambda worker_id, incarnation, site: NixlTransport(
+            worker_id, incarnation, host=site.host, require_path=site.require_path
+        ),
+        auto_rank=30,
+    )
+)

@@ -36,8 +36,10 @@ from diptych.kvtransfer import handle as handles
 from diptych.kvtransfer.api import KvAddress, PeerRef
 from diptych.kvtransfer.gpu_memory import SharedMemory
 from diptych.kvtransfer.gpu_ring import GpuRing
-from diptych.kvtransfer.layout import HEADER_BYTES, TRAILER_BYTES, Ring, frame_generation
+from diptych.kvtransfer.layout import HEADER_BYTES, TRAILER_BYTES, Ring, RingSpec, frame_generation
 from diptych.kvtransfer.net_interfaces import host_identity
+from diptych.kvtransfer.registry import Make, TransportSite, TransportSpec, gpu_ring, register
+from diptych.kvtransfer.self_test import SelfTest, run_ipc_self_test
 from diptych.kvtransfer.transport import (
     MAX_MESSAGE_BYTES,
     NoteArrived,
@@ -92,6 +94,8 @@ class _Read:
 class IpcTransport:
     """See transport.Transport. Its ring is a GpuRing. Raises: TransferError when no socket can be had."""
 
+    name = "ipc"
+
     def __init__(self, worker_id: str, incarnation: str, *, host: str, memory: SharedMemory) -> None:
         self._me = (worker_id, incarnation)
         self._memory = memory
@@ -105,7 +109,7 @@ class IpcTransport:
         except OSError as error:
             raise TransferError(f"no Unix socket: {error}") from error
         self._host_identity = identity = host_identity()
-        self.address = KvAddress("ipc", host, 0, b"\n".join((self._token.hex().encode(), identity, name)))
+        self.address = KvAddress(self.name, host, 0, b"\n".join((self._token.hex().encode(), identity, name)))
         self._ring: GpuRing | None = None
         self._ring_handle = b""
         self._out: dict[str, _Link] = {}
@@ -135,7 +139,7 @@ class IpcTransport:
         for other in [k for k in self._out if k.rpartition("@")[0] == peer.worker_id]:
             self.drop(other, "the worker has started again")
         parts = peer.address.blob.split(b"\n")
-        if peer.address.transport != "ipc" or len(parts) != 3:
+        if peer.address.transport != self.name or len(parts) != 3:
             raise TransferError(f"{key} has no ipc address")
         token, identity, name = parts
         if identity != self._host_identity:
@@ -395,3 +399,34 @@ class IpcTransport:
                 with contextlib.suppress(TransferError):
                     self._memory.close(link.ring)
             self._events.append(PeerLost(link.name, link.lost))
+
+
+def _make(worker_id: str, incarnation: str, site: TransportSite) -> IpcTransport:
+    assert site.memory is not None
+    return IpcTransport(worker_id, incarnation, host=site.host, memory=site.memory)
+
+
+def _self_test(make: Make, site: TransportSite) -> SelfTest:
+    assert site.memory is not None
+    return run_ipc_self_test(make, site.memory, RingSpec(1, site.ring.slab_bytes))
+
+
+def _ring(site: TransportSite, role: str) -> Ring:
+    """Decode reads into its blocks: its slabs need no GPU memory."""
+    return GpuRing(site.ring) if role == "decode" else gpu_ring(site, role)
+
+
+register(
+    TransportSpec(
+        name="ipc",
+        summary="CUDA IPC between GPUs of one host",
+        make=_make,
+        self_test=_self_test,
+        make_ring=_ring,
+        device="cuda",
+        gpu_ring_roles=frozenset({"prefill"}),
+        auto_rank=10,
+        auto_min_gpus=2,
+        shares_a_gpu=True,
+    )
+)
