@@ -1,5 +1,5 @@
-"""The asyncio client. One client belongs to one event loop and holds one connection for any number of concurrent
-calls."""
+"""The asyncio client. One client belongs to one event loop and serves any number of concurrent calls over one
+connection."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import grpc.aio
 from diptych.client import wire
 from diptych.client.errors import StreamBrokenError
 from diptych.client.exchange import Attempts, Exchange, RetryPolicy
-from diptych.client.lookaside import Answer, DirectAnswer, Lookaside, RoutedAnswer, goes_another_way
+from diptych.client.lookaside import Answer, DirectAnswer, Lookaside, RoutedAnswer, may_fall_back
 from diptych.client.request import GenerateOptions, build_request
 from diptych.client.request_parts import may_go_directly
 from diptych.client.types import Completion, Delta, ModelInfo, models_from
@@ -61,13 +61,13 @@ class AsyncClient:
         self._metadata = wire.metadata(api_key)
         self._tls = tls
         self._channel: Any = None
-        self._wants_lookaside = lookaside
+        self._uses_lookaside = lookaside
         self._lookaside: Lookaside | None = None
 
     async def generate(self, **options: Unpack[GenerateOptions]) -> Completion:
         """Wait for the whole answer. Keywords: see GenerateOptions. Raises: DiptychError, see diptych.client.errors."""
         async with self.stream(**options) as stream:
-            stream._wants_whole = True
+            stream._without_deltas = True
             async for _ in stream:
                 pass
             return stream.result
@@ -122,15 +122,15 @@ class AsyncClient:
         return self._channel
 
     async def _answer(self, request: router_pb2.GenerateRequest, exchange: Exchange, *, directly: bool) -> Answer:
-        """Begin to ask. Raises: DiptychError."""
+        """Open the call at the decode worker (lookaside) or at the router. Raises: DiptychError."""
         channel = self._connected()
-        if directly and self._wants_lookaside and may_go_directly(request):
+        if directly and self._uses_lookaside and may_go_directly(request):
             if self._lookaside is None:
                 self._lookaside = Lookaside(channel, address=self.address, metadata=self._metadata, tls=self._tls)
             try:
                 return await self._lookaside.begin(request, exchange.remaining_s())
             except DiptychError as error:
-                if not goes_another_way(error, request, placing=True):
+                if not may_fall_back(error, request, placing=True):
                     raise
         call = wire.generate_method(channel)(request, timeout=exchange.remaining_s(), metadata=self._metadata)
         return RoutedAnswer(call, self.address)
@@ -156,8 +156,8 @@ class AsyncStream:
         self._exchange: Exchange | None = None
         self._answer: Answer | None = None
         self._directly = True
-        self._wants_whole = False
-        """Nobody looks at the deltas: what decode streams is taken in when all of it is there."""
+        self._without_deltas = False
+        """True: deltas are not delivered; DirectAnswer collects the answer and wakes the task once, at its end."""
         self._closed = False
 
     @property
@@ -207,11 +207,11 @@ class AsyncStream:
             try:
                 return await self._next_of(exchange)
             except DiptychError as error:
-                pause = self._another_way(exchange, error)
+                pause = self._pause_before_retry(exchange, error)
             except asyncio.CancelledError:
                 task = asyncio.current_task()
                 if self._closed and not (task and task.cancelling()):
-                    # not our task was cancelled but the call, by aclose() elsewhere
+                    # The call was cancelled (by `aclose` in another task), not this task.
                     raise RequestCancelledError("the stream was closed") from None
                 raise
             await asyncio.sleep(pause)
@@ -222,8 +222,8 @@ class AsyncStream:
             self._answer = await self._client._answer(exchange.request, exchange, directly=self._directly)
             if self._closed:
                 self._answer.cancel()
-        if self._wants_whole and isinstance(self._answer, DirectAnswer):
-            await self._answer.whole(exchange)
+        if self._without_deltas and isinstance(self._answer, DirectAnswer):
+            await self._answer.forward_all(exchange)
         while True:
             kind, event = await self._answer.next()
             if kind == "failure":
@@ -236,22 +236,23 @@ class AsyncStream:
             if delta is not None:
                 return delta
 
-    def _another_way(self, exchange: Exchange, error: DiptychError) -> float:
-        """Seconds to pause before it is tried again, elsewhere or for another time. Raises: `error` when it is final."""
+    def _pause_before_retry(self, exchange: Exchange, error: DiptychError) -> float:
+        """Seconds to wait before the request is sent again, to the router or to a worker. Raises: `error` when it is
+        final."""
         answer, self._answer = self._answer, None
         if answer is not None:
-            answer.cancel()  # an answer that breaks its promises still runs; of no effect on one that has ended
-        if isinstance(answer, DirectAnswer) and goes_another_way(error, self._request, placing=False):
+            answer.cancel()  # after a protocol violation the call is still open; no effect on an ended one
+        if isinstance(answer, DirectAnswer) and may_fall_back(error, self._request, placing=False):
             self._directly = False
-            self._request.sampling.seed = answer.seed  # the same tokens again
+            self._request.sampling.seed = answer.seed  # the same seed draws the same tokens
             exchange.resume()
             return 0.0
         return exchange.on_error(error)
 
 
 class _Deltas(AsyncIterator[Delta]):
-    """The iterator of one `async for`: nothing else holds it, so leaving the loop drops it, and dropping it cancels the
-    call."""
+    """The iterator of one `async for`. The loop holds the only reference, so leaving the loop deletes it, which cancels
+    the call."""
 
     def __init__(self, stream: AsyncStream, exchange: Exchange) -> None:
         self._stream = stream
@@ -268,6 +269,6 @@ class _Deltas(AsyncIterator[Delta]):
             raise
 
     def __del__(self) -> None:
-        # The collector may run on any thread; the call belongs to the loop's.
-        with contextlib.suppress(RuntimeError):  # a loop that is closed has no call left to cancel
+        # Garbage collection may run on any thread, but the call belongs to the loop's thread.
+        with contextlib.suppress(RuntimeError):  # a closed loop has no calls left to cancel
             self._loop.call_soon_threadsafe(self._stream._cancel)

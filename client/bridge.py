@@ -1,4 +1,4 @@
-"""The async client for callers without an event loop: a thread of its own runs the loop, answers cross in a queue."""
+"""The async client for callers without an event loop. A background thread runs the loop; a queue carries the deltas."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ _T = TypeVar("_T")
 
 
 class Bridge:
-    """Args:
-    make: makes the client, on the loop's thread. The thread starts with the first stream.
+    """Runs an AsyncClient on a background thread.
+
+    Args:
+        make: makes the client, on the loop's thread. The thread starts with the first stream.
     """
 
     def __init__(self, make: Callable[[], AsyncClient]) -> None:
@@ -49,7 +51,7 @@ class Bridge:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def close(self) -> None:
-        """Cancel what runs, and end the thread. Idempotent."""
+        """Cancel running calls and end the thread. Idempotent."""
         with self._lock:
             loop, thread, client = self._loop, self._thread, self._client
             self._loop = self._thread = self._client = None
@@ -124,7 +126,7 @@ async def _pump(stream: AsyncStream, deltas: queue.SimpleQueue[Delta | BaseExcep
 
 
 class _BridgedDeltas(Iterator[Delta]):
-    """The iterator of one `for`: dropping it cancels the request."""
+    """The iterator of one `for`; deleting it cancels the request."""
 
     def __init__(self, stream: BridgedStream) -> None:
         self._stream = stream
@@ -144,5 +146,5 @@ class _BridgedDeltas(Iterator[Delta]):
         raise found
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # a loop that is gone has nothing left to cancel
+        with contextlib.suppress(Exception):  # a closed loop has no calls left to cancel
             self._stream.close()

@@ -1,4 +1,4 @@
-"""Answers straight from a decode worker: all of this client's tickets for it over one stream."""
+"""Answers streamed directly by a decode worker. One stream carries all of this client's requests to that worker."""
 
 from __future__ import annotations
 
@@ -15,30 +15,32 @@ from diptych.rpc.v1 import decode_pb2
 
 
 class DirectStream(Pipe):
-    """Args:
-    open_call: of Lookaside.Attach at this worker.
-    address: for the text of errors.
+    """The stream to one decode worker.
+
+    Args:
+        open_call: opens Lookaside.Attach at this worker.
+        address: host:port, for error messages.
     """
 
     def __init__(self, open_call: Callable[[], Any], address: str) -> None:
         super().__init__(open_call)
         self._address = address
-        self._visits: dict[str, DirectRequest] = {}
+        self._requests: dict[str, DirectRequest] = {}
         self._redeem: list[decode_pb2.Redeem] = []
         self._cancel: list[str] = []
 
-    def visit(self, attempt: str, ticket: bytes, remaining_s: float) -> DirectRequest:
-        """Hand in a ticket."""
-        visit = self._visits[attempt] = DirectRequest(self, attempt, remaining_s)
+    def redeem(self, attempt: str, ticket: bytes, remaining_s: float) -> DirectRequest:
+        """Redeem a ticket at the worker."""
+        request = self._requests[attempt] = DirectRequest(self, attempt, remaining_s)
         self._redeem.append(decode_pb2.Redeem(attempt=attempt, ticket=ticket, remaining_s=remaining_s))
         self._send()
-        return visit
+        return request
 
     def forget(self, attempt: str) -> None:
-        self._visits.pop(attempt, None)
+        self._requests.pop(attempt, None)
 
     def leave(self, attempt: str) -> None:
-        if self._visits.pop(attempt, None) is not None and self._call is not None:
+        if self._requests.pop(attempt, None) is not None and self._call is not None:
             self._cancel.append(attempt)
             self._send()
 
@@ -51,27 +53,27 @@ class DirectStream(Pipe):
 
     def _incoming(self, message: decode_pb2.StepBatch) -> None:
         for event in message.events:
-            visit = self._visits.get(event.attempt)
-            if visit is not None:
-                visit.put(event)
+            request = self._requests.get(event.attempt)
+            if request is not None:
+                request.put(event)
 
     def _broken(self, error: grpc.RpcError | None) -> None:
         self._redeem, self._cancel = [], []
-        visits, self._visits = self._visits, {}
+        requests, self._requests = self._requests, {}
         why = error.details() if isinstance(error, grpc.Call) else "it closed the stream"
-        for visit in visits.values():
-            visit.fail(WorkerLostError(f"the decode worker at {self._address} was lost: {why}"))
+        for request in requests.values():
+            request.fail(WorkerLostError(f"the decode worker at {self._address} was lost: {why}"))
 
 
 class DirectRequest:
-    """One request's events there. Read with `next` until End or an error.
+    """The events of one request at the worker. Call `next` until it returns End or raises.
 
     Args:
-        remaining_s: until the client's deadline, at which the visit ends.
+        remaining_s: seconds until the client's deadline, at which the request is cancelled.
     """
 
-    def __init__(self, doorway: DirectStream, attempt: str, remaining_s: float) -> None:
-        self._doorway = doorway
+    def __init__(self, stream: DirectStream, attempt: str, remaining_s: float) -> None:
+        self._stream = stream
         self._attempt = attempt
         self._events: deque[decode_pb2.Event] = deque()
         self._error: DiptychError | None = None
@@ -79,7 +81,7 @@ class DirectRequest:
         self._sink: Callable[[decode_pb2.Event], None] | None = None
         self._over = False
         self.first_token_at: float | None = None
-        """On the loop's clock."""
+        """Seconds on the loop's clock."""
         self._timer = asyncio.get_running_loop().call_later(remaining_s, self._late)
 
     async def next(self) -> decode_pb2.Event:
@@ -91,11 +93,11 @@ class DirectRequest:
             await self._ready.wait()
         return self._events.popleft()
 
-    async def whole(self, sink: Callable[[decode_pb2.Event], None]) -> None:
-        """Until the end or an error, which `next` then raises; woken once.
+    async def forward_all(self, sink: Callable[[decode_pb2.Event], None]) -> None:
+        """Pass every event to `sink` until the end or an error; the task wakes once. `next` then raises the error.
 
         Args:
-            sink: is given every event as it comes; a DiptychError that it raises is the visit's.
+            sink: called with every event on arrival. A DiptychError raised by it cancels the request.
         """
         events, self._events = self._events, deque()
         for event in events:
@@ -109,7 +111,7 @@ class DirectRequest:
         if self.first_token_at is None and event.HasField("tokens"):
             self.first_token_at = asyncio.get_running_loop().time()
         if ended := event.HasField("end"):
-            self._doorway.forget(self._attempt)
+            self._stream.forget(self._attempt)
             self._timer.cancel()
         if self._sink is None:
             self._events.append(event)
@@ -134,8 +136,8 @@ class DirectRequest:
         self._ready.set()
 
     def leave(self, why: DiptychError | None = None) -> None:
-        """Cancel it there unless it has ended. Idempotent, never blocks."""
+        """Cancel the request at the worker unless it has ended. Idempotent, never blocks."""
         if self._over:
             return
-        self._doorway.leave(self._attempt)
+        self._stream.leave(self._attempt)
         self.fail(why or RequestCancelledError("the stream was closed"))

@@ -1,25 +1,24 @@
-"""What the SDK raises. Everything is a DiptychError, so one `except` catches all; the classes are also attributes of
-`diptych.client`.
+"""Exceptions of the SDK. All derive from DiptychError and are also attributes of `diptych.client`.
 
     DiptychError
-    |- InvalidRequestError       a parameter cannot be used; `.param` names it. Never retried
+    |- InvalidRequestError       a parameter is invalid; `.param` names it. Never retried
     |  |- PromptTooLongError
     |- ModelNotFoundError
-    |- DuplicateRequestError     a request of this idempotency key runs, or has ended well
-    |- AuthenticationError       no API key, or one that is not valid
-    |- PermissionDeniedError     the key is valid, but not for this
-    |- QuotaExceededError        the tenant's tokens are used up for now; `.retry_after_s`
+    |- DuplicateRequestError     a request with this idempotency key is running or has succeeded
+    |- AuthenticationError       no API key, or an invalid one
+    |- PermissionDeniedError     the key is valid but lacks the permission
+    |- QuotaExceededError        the tenant's token quota is used up; `.retry_after_s`
     |- OverloadedError           shed before any work; `.retry_after_s`
-    |- NoWorkerError             the router has nobody who could serve it. Retried before the first message
+    |- NoWorkerError             no worker can serve the request. Retried before the first message
     |- UnreachableError          no router at this address, or a broken connection. Retried before the first message
-    |- WorkerLostError           a worker died and the policy's retries are spent
+    |- WorkerLostError           a worker failed and the failure policy's retries are spent
     |- RequestDeadlineError      `timeout_s` passed
-    |- RequestCancelledError     cancelled: by you (close, leaving the iterator) or by the server
-    |- StreamBrokenError         the stream broke its promise: a gap or repeat of tokens, or an end without Finished
+    |- RequestCancelledError     cancelled by the caller (close, leaving the iterator) or by the server
+    |- StreamBrokenError         protocol violation: a gap or repeat of tokens, or an end without Finished
     |- TransferError, StaleReferenceError, IncompatibleWorkersError, InternalError   see diptych.common.errors
 
-`retryable` says whether trying again can help. After tokens have arrived the SDK tries again by itself only where `resume=True`
-allows it: behind those tokens.
+`retryable`: whether a retry can succeed. Once tokens have arrived, the SDK retries only with `resume=True`, and
+continues after those tokens.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""One call's life without I/O; the sync and the async client both drive it.
+r"""The state machine of one call, without I/O; the sync and the async client both drive it.
 
 WAITING --Started--> STREAMING --Finished--> FINISHED --end of stream--> (result)
-   |  \\--UNAVAILABLE, budget left--> WAITING (another try after `on_error`'s pause)
-   |                          \\--resumed elsewhere--> RESUMING --Started--> STREAMING, what was given already is held back
-STREAMING --cut, resume, budget left--> WAITING (the rest is asked for: see `request`)
+   |  \--UNAVAILABLE, budget left--> WAITING (next try after the pause that `on_error` returns)
+   |                          \--resumed elsewhere--> RESUMING --Started--> STREAMING, repeated tokens are dropped
+STREAMING --broken, resume, budget left--> WAITING (`request` then continues after the received tokens)
    any --error, gap, repeat, end without Finished--> FAILED (raised)
 """
 
@@ -35,14 +35,16 @@ from diptych.rpc.v1 import router_pb2, types_pb2
 
 UNAVAILABLE = 14
 _CUT = (UNAVAILABLE, 10)
-"""Codes of a stream that broke under the request: no connection, a worker or router that is gone."""
+"""gRPC codes of a stream that broke while it ran: UNAVAILABLE, ABORTED."""
 
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """Tries after UNAVAILABLE and before the first message: at most `max_tries` in all, and only while the pauses fit
-    into `budget_s`. A pause is drawn between half of and the whole of base_s * 2**n, and is never shorter than the
-    server's advice."""
+    """Retries after UNAVAILABLE, before the first message. At most `max_tries` in all, while the pauses fit into
+    `budget_s`.
+
+    A pause is uniform between half and all of base_s * 2**n, and never shorter than the server's Retry-After.
+    """
 
     max_tries: int = 4
     base_s: float = 0.1
@@ -63,7 +65,7 @@ class State(Enum):
 
 
 def checked_timeout(timeout_s: object) -> float:
-    """Raises: InvalidRequestError unless it is a positive, finite number of seconds: every call has a deadline."""
+    """Raises: InvalidRequestError unless `timeout_s` is a positive, finite number of seconds."""
     number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
     if not number or not 0.0 < timeout_s < math.inf:  # type: ignore[operator]
         raise InvalidRequestError("timeout_s must be a positive, finite number of seconds", param="timeout_s")
@@ -74,7 +76,7 @@ class Attempts:
     """Deadline and retries of one call.
 
     Args:
-        timeout_s: for the whole call, tries and pauses together.
+        timeout_s: for the whole call, including retries and pauses.
         now: seconds on a monotonic clock.
     """
 
@@ -88,7 +90,7 @@ class Attempts:
         self._paused_s = 0.0
 
     def remaining_s(self) -> float:
-        """Raises: RequestDeadlineError when nothing is left."""
+        """Raises: RequestDeadlineError when no time is left."""
         left = self._started + self._timeout_s - self._now()
         if left <= 0.0:
             raise RequestDeadlineError(f"no answer within timeout_s={self._timeout_s:g}", param="timeout_s")
@@ -99,8 +101,10 @@ class Attempts:
         return self._tries
 
     def pause_after(self, error: DiptychError, *, force: bool = False) -> float:
-        """Seconds to wait before the next try. Raises: `error` itself when it is not UNAVAILABLE (unless `force`) or the
-        budget is spent."""
+        """Seconds to wait before the next try.
+
+        Raises: `error` itself when it is not UNAVAILABLE (unless `force`) or the budget is spent.
+        """
         if (error.grpc_code != UNAVAILABLE and not force) or self._tries >= self._retry.max_tries:
             raise error
         pause = self._retry.pause_s(self._tries, error.retry_after_s, self._rng)
@@ -112,8 +116,8 @@ class Attempts:
 
 
 @dataclass(slots=True)
-class _Growing:
-    """A choice as it comes."""
+class _PartialChoice:
+    """The received part of one choice."""
 
     token_ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
@@ -122,13 +126,13 @@ class _Growing:
     text_size: int = 0
     repeated_ids: int = 0
     repeated_text: int = 0
-    """How much of the answer a resumed stream has told again."""
+    """Tokens and characters that the current stream has sent, including those received before it was resumed."""
     content: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
 
     def take(self, pieces: Sequence[router_pb2.Piece]) -> dict[str, Any]:
-        """The fields of a Delta that these pieces make."""
+        """Append the pieces. Returns: the Delta fields that they make."""
         content, reasoning, calls = [], [], []
         for piece in pieces:
             match piece.WhichOneof("piece"):
@@ -143,7 +147,9 @@ class _Growing:
                 case "call_arguments":
                     part = piece.call_arguments
                     if part.index != len(self.calls) - 1:
-                        raise StreamBrokenError(f"arguments of call {part.index} came, {len(self.calls)} have begun")
+                        raise StreamBrokenError(
+                            f"arguments of call {part.index} arrived, but {len(self.calls)} calls have begun"
+                        )
                     call = self.calls[-1]
                     self.calls[-1] = replace(call, arguments=call.arguments + part.text)
                     calls.append(ToolCallDelta(part.index, arguments=part.text))
@@ -152,7 +158,7 @@ class _Growing:
         return {"content": "".join(content), "reasoning": "".join(reasoning), "tool_calls": tuple(calls)}
 
     def choice(self, index: int, whole: router_pb2.Finished) -> Choice:
-        """`whole` says how an answer with one choice ended."""
+        """Args: whole: how the answer ended, if it has one choice."""
         end = whole if self.finished is None else self.finished
         return Choice(
             index=index,
@@ -169,11 +175,11 @@ class _Growing:
 
 
 class Exchange:
-    """Checks the stream's promises and puts the answer together.
+    """Checks the order of a stream's messages and assembles the answer.
 
     Args:
-        request: what is asked; see `request` below.
-        resume: go on behind the tokens when the stream breaks.
+        request: the original request; see the property `request`.
+        resume: continue after the received tokens when the stream breaks.
     """
 
     def __init__(
@@ -187,7 +193,7 @@ class Exchange:
         self._state = State.WAITING
         self._started: router_pb2.Started | None = None
         self._finished: router_pb2.Finished | None = None
-        self._choices: dict[int, _Growing] = {}
+        self._choices: dict[int, _PartialChoice] = {}
         self._prompt_logprobs: list[TokenLogprobs] = []
 
     def remaining_s(self) -> float:
@@ -200,7 +206,7 @@ class Exchange:
 
     @property
     def request(self) -> router_pb2.GenerateRequest:
-        """What the next call must ask: behind the tokens that are here, once there are any."""
+        """The request of the next call. Once tokens have arrived, it continues after them."""
         if self._started is None or not self._num_resumed:
             return self._request
         had = self._request.resume_after.token_ids
@@ -208,16 +214,16 @@ class Exchange:
 
     @property
     def seed(self) -> int | None:
-        """Of the draws; None before the router's first message."""
+        """The seed of the sampling; None before the router's first message."""
         return None if self._started is None else self._started.seed
 
     def on_message(self, message: router_pb2.GenerateResponse) -> Delta | None:
-        """Raises: StreamBrokenError when the message does not fit what came before."""
+        """Raises: StreamBrokenError when the message violates the protocol in this state."""
         kind = message.WhichOneof("event") or ""
         return self.on_event(kind, getattr(message, kind) if kind else None, message.pieces)
 
     def on_event(self, kind: str, event: Any, pieces: Sequence[router_pb2.Piece] = ()) -> Delta | None:
-        """`kind`: a field of GenerateResponse, `pieces`: the message's. Raises: as on_message."""
+        """Args: kind: a field of GenerateResponse; pieces: those of the message. Raises: as on_message."""
         if kind == "tokens" and self._state is State.STREAMING:
             return self._on_tokens(event, pieces)
         if kind == "started" and self._state in (State.WAITING, State.RESUMING):
@@ -228,50 +234,52 @@ class Exchange:
             self._choice(event.choice).finished = event
             return self._rest(event.choice, pieces)
         if kind == "prompt_logprobs" and self._state is State.STREAMING:
-            known = len(self._prompt_logprobs) + 1 - event.first_token  # more than none: told again
-            self._prompt_logprobs.extend(logprobs_from(entry) for entry in event.logprobs[max(0, known) :])
+            repeated = len(self._prompt_logprobs) + 1 - event.first_token  # more than 0: a resumed stream repeats them
+            self._prompt_logprobs.extend(logprobs_from(entry) for entry in event.logprobs[max(0, repeated) :])
             return None
         if kind == "finished" and self._state is State.STREAMING:
             self._finished = event
             self._state = State.FINISHED
             return self._rest(0, pieces)
-        raise self._broken(f"{kind or 'an unknown event'} came while the stream was {self._state.value}")
+        raise self._broken(f"{kind or 'an unknown event'} arrived while the stream was {self._state.value}")
 
     def on_unseen_tokens(self, tokens: router_pb2.TokenDelta) -> None:
-        """As on_event for tokens of which nobody looks at the Delta. Raises: as on_message."""
-        growing = self._choice(tokens.choice)
-        plain = self._state is State.STREAMING and growing.finished is None and not tokens.logprobs
-        told_once = growing.repeated_ids == len(growing.token_ids) == tokens.offset - self._first_offset
-        if not (plain and told_once):
+        """As on_event, for tokens whose Delta is not delivered. Raises: as on_message."""
+        partial = self._choice(tokens.choice)
+        plain = self._state is State.STREAMING and partial.finished is None and not tokens.logprobs
+        in_order = partial.repeated_ids == len(partial.token_ids) == tokens.offset - self._first_offset
+        if not (plain and in_order):
             self.on_event("tokens", tokens)
             return
         text = tokens.text
-        growing.token_ids += tokens.token_ids
-        growing.repeated_ids = len(growing.token_ids)
-        growing.texts.append(text)
-        growing.text_size += len(text)
-        growing.repeated_text += len(text)
+        partial.token_ids += tokens.token_ids
+        partial.repeated_ids = len(partial.token_ids)
+        partial.texts.append(text)
+        partial.text_size += len(text)
+        partial.repeated_text += len(text)
 
     def resume(self) -> None:
-        """The answer comes from the start again, from elsewhere: what was given to the caller already is held back, and has
-        to be the same. Raises: StreamBrokenError when it has ended."""
+        """The answer restarts on another stream. Tokens that the caller already has are compared and dropped.
+
+        Raises: StreamBrokenError when the answer has ended.
+        """
         if self._state not in (State.WAITING, State.STREAMING, State.RESUMING):
             raise self._broken(f"the stream was {self._state.value} and cannot be resumed")
         if self._state is State.STREAMING:
             self._state = State.RESUMING
-        for growing in self._choices.values():
-            growing.repeated_ids = growing.repeated_text = 0
+        for partial in self._choices.values():
+            partial.repeated_ids = partial.repeated_text = 0
 
     def on_end(self) -> None:
-        """The stream ended with status OK. Raises: StreamBrokenError unless Finished came."""
+        """The stream ended with status OK. Raises: StreamBrokenError unless Finished came before."""
         if self._state is not State.FINISHED:
             raise self._broken(f"the stream ended without Finished after {self._num_tokens()} tokens")
 
     def on_error(self, error: DiptychError) -> float:
-        """Seconds to pause before the call may be opened again. Raises: `error` when it is final."""
+        """Seconds to wait before the call may be opened again. Raises: `error` when it is final."""
         in_callers_words(error, self._request)
         resumes = self._state is State.STREAMING and self._resume and error.grpc_code in _CUT
-        # After a call that broke, the router may not know yet that it is over.
+        # After a broken call the router may still count that request as running.
         again = isinstance(error, DuplicateRequestError) and self._attempts.tries > 1
         if self._state not in (State.WAITING, State.RESUMING) and not resumes:
             self._state = State.FAILED
@@ -284,8 +292,8 @@ class Exchange:
         if resumes:
             self._num_resumed += 1
             self._state = State.WAITING
-            growing = self._choice(0)
-            growing.repeated_ids, growing.repeated_text = len(growing.token_ids), growing.text_size
+            partial = self._choice(0)
+            partial.repeated_ids, partial.repeated_text = len(partial.token_ids), partial.text_size
         return pause
 
     def result(self) -> Completion:
@@ -294,7 +302,7 @@ class Exchange:
         if self._state is not State.FINISHED or started is None or finished is None:
             raise StreamBrokenError(f"there is no result: the stream is {self._state.value}, not finished")
         self._choice(0)
-        choices = tuple(growing.choice(index, finished) for index, growing in sorted(self._choices.items()))
+        choices = tuple(partial.choice(index, finished) for index, partial in sorted(self._choices.items()))
         return Completion(
             text=choices[0].text,
             token_ids=choices[0].token_ids,
@@ -315,48 +323,48 @@ class Exchange:
         )
 
     def _rest(self, choice: int, pieces: Sequence[router_pb2.Piece]) -> Delta | None:
-        """What was held back until the choice's end."""
+        """Content that was held back until the choice's end."""
         if not pieces:
             return None
-        growing = self._choice(choice)
-        offset = self._first_offset + len(growing.token_ids)
-        return Delta(offset, (), "", choice, **growing.take(pieces))
+        partial = self._choice(choice)
+        offset = self._first_offset + len(partial.token_ids)
+        return Delta(offset, (), "", choice, **partial.take(pieces))
 
     def _on_tokens(self, tokens: router_pb2.TokenDelta, pieces: Sequence[router_pb2.Piece]) -> Delta | None:
-        growing = self._choice(tokens.choice)
-        expected = growing.repeated_ids
+        partial = self._choice(tokens.choice)
+        expected = partial.repeated_ids
         offset = tokens.offset - self._first_offset
         if offset != expected:
             kind = "a gap" if offset > expected else "a repeat"
             due = self._first_offset + expected
-            raise self._broken(f"{kind} in the tokens: offset {tokens.offset} came where {due} was due")
+            raise self._broken(f"{kind} in the tokens: got offset {tokens.offset}, expected {due}")
         ids, text, logprobs = tuple(tokens.token_ids), tokens.text, tokens.logprobs
-        known = len(growing.token_ids) - expected
-        growing.repeated_ids += len(ids)
-        growing.repeated_text += len(text)
-        if known > 0 or growing.finished is not None:  # told again by a resumed stream
-            again, ids = ids[:known], ids[known:]
-            if list(again) != growing.token_ids[expected : expected + len(again)]:
-                raise self._broken(f"the resumed answer has other tokens from {expected} on than before")
-            text = text[max(0, len(text) - (growing.repeated_text - growing.text_size)) :]
+        repeated = len(partial.token_ids) - expected
+        partial.repeated_ids += len(ids)
+        partial.repeated_text += len(text)
+        if repeated > 0 or partial.finished is not None:  # a resumed stream repeats them
+            again, ids = ids[:repeated], ids[repeated:]
+            if list(again) != partial.token_ids[expected : expected + len(again)]:
+                raise self._broken(f"the resumed answer differs from the first one at token {expected}")
+            text = text[max(0, len(text) - (partial.repeated_text - partial.text_size)) :]
             if not ids and not text:
                 return None
-            if growing.finished is not None:
-                raise self._broken(f"tokens of choice {tokens.choice} came after its end")
-        offset = self._first_offset + len(growing.token_ids)
+            if partial.finished is not None:
+                raise self._broken(f"tokens of choice {tokens.choice} arrived after its end")
+        offset = self._first_offset + len(partial.token_ids)
         given = tuple(logprobs_from(entry) for entry in logprobs[len(logprobs) - len(ids) :]) if logprobs else ()
-        growing.token_ids.extend(ids)
-        growing.texts.append(text)
-        growing.text_size += len(text)
-        growing.logprobs.extend(given)
-        parts = growing.take(pieces) if pieces else {}
+        partial.token_ids.extend(ids)
+        partial.texts.append(text)
+        partial.text_size += len(text)
+        partial.logprobs.extend(given)
+        parts = partial.take(pieces) if pieces else {}
         return Delta(offset, ids, text, tokens.choice, given, **parts)
 
-    def _choice(self, index: int) -> _Growing:
-        return self._choices.setdefault(index, _Growing())
+    def _choice(self, index: int) -> _PartialChoice:
+        return self._choices.setdefault(index, _PartialChoice())
 
     def _num_tokens(self) -> int:
-        return sum(len(growing.token_ids) for growing in self._choices.values())
+        return sum(len(partial.token_ids) for partial in self._choices.values())
 
     def _broken(self, message: str) -> StreamBrokenError:
         self._state = State.FAILED

@@ -1,10 +1,10 @@
-"""Lookaside: the router places a request and signs a ticket, the decode worker streams the answer to the client directly.
+"""Lookaside: the router places a request and signs a ticket; the decode worker streams the answer to the client.
 
-    place --ticket--> visit decode --Accepted--> Started, tokens, End --> Finished
-      |                  |-- refused, lost, broken: before or in the middle of the answer
-      `-- no ticket -----'---> the router's own Generate, with the same seed: what the caller has already is held back
+    place --ticket--> redeem at decode --Accepted--> Started, tokens, End --> Finished
+      |                  |-- refused, lost, broken: before or during the answer
+      `-- no ticket -----'---> the router's Generate, with the same seed; tokens that the caller already has are dropped
 
-What is the caller's fault (a bad value, no key, no quota, the deadline) is never tried a second way.
+Errors of the caller (a bad value, no key, no quota, the deadline) do not fall back to the router.
 """
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ from diptych.rpc.errors import from_failure
 from diptych.rpc.v1 import decode_pb2, router_pb2
 
 PLACE_PATIENCE_S = 5.0
-"""For an answer to a placement, before the router is asked to do it all."""
-_ANOTHER_WAY = frozenset({"TICKET_REFUSED", "STALE_REFERENCE", "WORKER_LOST", "NO_WORKER", "OVERLOADED", "UNREACHABLE"})
+"""Seconds to wait for a placement before falling back to the router's Generate."""
+_FALLBACK_REASONS = frozenset(
+    {"TICKET_REFUSED", "STALE_REFERENCE", "WORKER_LOST", "NO_WORKER", "OVERLOADED", "UNREACHABLE"}
+)
 
 
 class Lookaside:
-    """Of one client; belongs to one event loop.
+    """The direct streams of one client; belongs to one event loop.
 
     Args:
         router: the channel to the router.
-        tls: for decode workers that speak TLS.
+        tls: for decode workers that use TLS.
     """
 
     def __init__(
@@ -47,7 +49,7 @@ class Lookaside:
     ) -> None:
         self._tls = tls
         self._channels: list[Any] = []
-        self._doorways: dict[str, DirectStream] = {}
+        self._streams: dict[str, DirectStream] = {}
         self._placer = Placer(
             lambda: wire.placements_method(router)(metadata=metadata), lambda error: wire.typed(error, address)
         )
@@ -56,38 +58,38 @@ class Lookaside:
         """Raises: DiptychError."""
         began = asyncio.get_running_loop().time()
         placed = await self._placer.place(request, remaining_s, min(remaining_s, PLACE_PATIENCE_S))
-        return DirectAnswer(placed, self._doorway(placed).visit(placed.attempt, placed.ticket, remaining_s), began)
+        return DirectAnswer(placed, self._stream_to(placed).redeem(placed.attempt, placed.ticket, remaining_s), began)
 
-    def _doorway(self, placed: router_pb2.Placed) -> DirectStream:
-        doorway = self._doorways.get(placed.address)
-        if doorway is None:
+    def _stream_to(self, placed: router_pb2.Placed) -> DirectStream:
+        stream = self._streams.get(placed.address)
+        if stream is None:
             if not placed.tls:
                 channel = grpc.aio.insecure_channel(placed.address, options=wire.options())
             else:
                 tls = self._tls or wire.Tls()
                 channel = grpc.aio.secure_channel(placed.address, tls.credentials(), options=wire.tls_options(tls))
             self._channels.append(channel)
-            doorway = DirectStream(lambda: wire.attach_method(channel)(), placed.address)
-            self._doorways[placed.address] = doorway
-        return doorway
+            stream = DirectStream(lambda: wire.attach_method(channel)(), placed.address)
+            self._streams[placed.address] = stream
+        return stream
 
     async def close(self) -> None:
-        await asyncio.gather(self._placer.close(), *(doorway.close() for doorway in self._doorways.values()))
+        await asyncio.gather(self._placer.close(), *(stream.close() for stream in self._streams.values()))
         for channel in self._channels:
             await channel.close()
 
 
 class DirectAnswer:
-    """An answer as decode tells it, in the router's words.
+    """An answer from a decode worker, converted to the events of GenerateResponse.
 
     Args:
-        began: when the router was asked, on the loop's clock.
+        began: when the placement was requested, on the loop's clock.
     """
 
-    def __init__(self, placed: router_pb2.Placed, visit: DirectRequest, began: float) -> None:
+    def __init__(self, placed: router_pb2.Placed, direct: DirectRequest, began: float) -> None:
         self._placed = placed
         self._began = began
-        self._visit = visit
+        self._direct = direct
         self._over = False
 
     @property
@@ -98,22 +100,22 @@ class DirectAnswer:
         """(field of GenerateResponse, its value); ("", None) at the end. Raises: DiptychError."""
         if self._over:
             return "", None
-        return self._told(await self._visit.next())
+        return self._converted(await self._direct.next())
 
-    async def whole(self, exchange: Exchange) -> None:
-        """Tell the exchange all that `next` would give; an error is raised by the next `next`."""
+    async def forward_all(self, exchange: Exchange) -> None:
+        """Pass all events to the exchange. An error is raised by the following `next`."""
 
-        def tell(event: decode_pb2.Event) -> None:
+        def forward(event: decode_pb2.Event) -> None:
             if event.HasField("tokens"):
                 exchange.on_unseen_tokens(event.tokens)
                 return
-            kind, told = self._told(event)
+            kind, value = self._converted(event)
             if kind != "failure":
-                exchange.on_event(kind, told)
+                exchange.on_event(kind, value)
 
-        await self._visit.whole(tell)
+        await self._direct.forward_all(forward)
 
-    def _told(self, event: decode_pb2.Event) -> tuple[str, Any]:
+    def _converted(self, event: decode_pb2.Event) -> tuple[str, Any]:
         kind = event.WhichOneof("event")
         if kind == "tokens":
             return kind, event.tokens
@@ -128,7 +130,7 @@ class DirectAnswer:
         if kind != "end":
             return kind or "", getattr(event, kind) if kind else None
         if event.end.HasField("failure"):
-            self._visit.fail(from_failure(event.end.failure))
+            self._direct.fail(from_failure(event.end.failure))
             return "failure", event.end.failure
         self._over = True
         finished = event.end.finished
@@ -138,24 +140,24 @@ class DirectAnswer:
             del finished.explanation.notes[:]
             finished.explanation.MergeFrom(mine)
             finished.explanation.cached_tokens = finished.usage.cached_tokens
-            if self._visit.first_token_at is not None:
-                finished.explanation.ttft_s = self._visit.first_token_at - self._began
+            if self._direct.first_token_at is not None:
+                finished.explanation.ttft_s = self._direct.first_token_at - self._began
         else:
             finished.ClearField("explanation")
         return "finished", finished
 
     def cancel(self) -> None:
-        self._visit.leave()
+        self._direct.leave()
 
 
 class RoutedAnswer:
-    """An answer as the router relays it."""
+    """An answer relayed by the router."""
 
     def __init__(self, call: Any, address: str) -> None:
         self._call = call
         self._address = address
         self.pieces: Sequence[router_pb2.Piece] = ()
-        """Of the event that came last."""
+        """Those of the last event."""
 
     async def next(self) -> tuple[str, Any]:
         """("", None) at the end. Raises: DiptychError."""
@@ -170,14 +172,14 @@ class RoutedAnswer:
         return kind, getattr(message, kind, None)
 
     def cancel(self) -> None:
-        self._call.cancel()  # of no effect after the end
+        self._call.cancel()  # no effect after the end
 
 
-def goes_another_way(error: DiptychError, request: router_pb2.GenerateRequest, *, placing: bool) -> bool:
-    """Whether the router's own Generate may still bring the answer."""
-    if placing:  # what the router itself sheds it would shed again
-        return error.reason in _ANOTHER_WAY - {"OVERLOADED"} or isinstance(error, RequestDeadlineError)
-    return error.reason in _ANOTHER_WAY and request.failure_policy != router_pb2.FAILURE_POLICY_FAIL
+def may_fall_back(error: DiptychError, request: router_pb2.GenerateRequest, *, placing: bool) -> bool:
+    """Whether the router's Generate may still serve the request after this error."""
+    if placing:  # a router that shed the placement would shed the request, too
+        return error.reason in _FALLBACK_REASONS - {"OVERLOADED"} or isinstance(error, RequestDeadlineError)
+    return error.reason in _FALLBACK_REASONS and request.failure_policy != router_pb2.FAILURE_POLICY_FAIL
 
 
 Answer = DirectAnswer | RoutedAnswer

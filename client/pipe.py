@@ -1,8 +1,8 @@
-"""One long-lived bidirectional stream, shared by many requests: opened when it is first used, opened again after it broke.
+"""One long-lived bidirectional stream, shared by many requests. It is opened on first use, and again after a failure.
 
-    CLOSED --send--> OPEN --read fails, peer closes--> CLOSED (everybody who waits hears why) --send--> OPEN ...
+    CLOSED --send--> OPEN --read fails, peer closes--> CLOSED (pending requests fail with the reason) --send--> OPEN ...
 
-What is sent while a write is under way goes out together in the next one.
+Messages queued during a write are sent together in the next one.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ import grpc.aio
 
 
 class Pipe(ABC):
-    """Args:
-    open_call: opens the call; the reason of its end is a grpc.RpcError.
+    """A stream that is opened when needed; subclasses fill and read it.
+
+    Args:
+        open_call: opens the call. When it fails, the reason is a grpc.RpcError.
     """
 
     def __init__(self, open_call: Callable[[], Any]) -> None:
@@ -28,7 +30,7 @@ class Pipe(ABC):
         self._wake = asyncio.Event()
 
     def _send(self) -> None:
-        """Something is there for `_outgoing`."""
+        """Call it when `_outgoing` has something to send."""
         if self._call is None:
             call = self._call = self._open_call()
             self._tasks = (
@@ -45,7 +47,7 @@ class Pipe(ABC):
                 if (message := self._outgoing()) is not None:
                     await call.write(message)
         except (grpc.RpcError, asyncio.InvalidStateError):
-            pass  # the reader knows why
+            pass  # the reader reports the reason
 
     async def _read(self, call: Any) -> None:
         error: grpc.RpcError | None = None
@@ -63,17 +65,17 @@ class Pipe(ABC):
 
     @abstractmethod
     def _outgoing(self) -> Any:
-        """The next message, with all that waits; None: nothing does."""
+        """The next message, with everything queued; None: nothing is queued."""
 
     @abstractmethod
     def _incoming(self, message: Any) -> None: ...
 
     @abstractmethod
     def _broken(self, error: grpc.RpcError | None) -> None:
-        """The stream ended; None: its other side closed it. Nothing that waited will be answered."""
+        """The stream ended; pending requests get no answer. `error` is None when the peer closed it."""
 
     async def close(self) -> None:
-        """Idempotent; whoever waits hears of it."""
+        """Close the stream; pending requests fail. Idempotent."""
         tasks, self._tasks = self._tasks, ()
         if self._call is not None:
             self._call.cancel()

@@ -1,4 +1,4 @@
-"""Placements: many in flight over one stream to the router, told apart by number."""
+"""Placements: many in flight over one stream to the router, matched by id."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from diptych.rpc.v1 import router_pb2
 
 
 class Placer(Pipe):
-    """Args:
-    open_call: of Router.Placements.
-    typed: the error of a failed call.
+    """The placements of one client, over one stream to the router.
+
+    Args:
+        open_call: opens Router.Placements.
+        typed: converts the error of a failed call.
     """
 
     def __init__(self, open_call: Callable[[], Any], typed: Callable[[grpc.RpcError], DiptychError]) -> None:
@@ -32,9 +34,11 @@ class Placer(Pipe):
     async def place(
         self, request: router_pb2.GenerateRequest, remaining_s: float, patience_s: float
     ) -> router_pb2.Placed:
-        """Args:
+        """Place one request.
+
+        Args:
             remaining_s: until the request's deadline.
-            patience_s: until the answer; afterwards the placement is withdrawn.
+            patience_s: until the answer is given up and the placement withdrawn.
         Raises: DiptychError; UnreachableError when the stream broke.
         """
         self._number += 1
@@ -68,7 +72,7 @@ class Placer(Pipe):
         for reply in message.replies:
             answer = self._waiting.pop(reply.id, None)
             if answer is None or answer.done():
-                continue  # nobody waits any more: the ticket lapses
+                continue  # the caller gave up: the ticket expires unused
             if reply.HasField("placed"):
                 answer.set_result(reply.placed)
             else:

@@ -160,7 +160,7 @@ class Stream:
         """Cancel the call unless it has ended. Idempotent; safe from another thread."""
         self._closed = True
         if self._call is not None:
-            self._call.cancel()  # of no effect after the end
+            self._call.cancel()  # no effect after the end
 
     def __enter__(self) -> Self:
         return self
@@ -195,7 +195,7 @@ class Stream:
 
 
 class _Deltas(Iterator[Delta]):
-    """The iterator of one `for`: nothing else holds it, so leaving the loop drops it, and dropping it cancels the
+    """The iterator of one `for`. The loop holds the only reference, so leaving the loop deletes it, which cancels the
     call."""
 
     def __init__(self, stream: Stream, exchange: Exchange) -> None:
@@ -211,5 +211,5 @@ class _Deltas(Iterator[Delta]):
             raise
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # a channel that is gone already has nothing left to cancel
+        with contextlib.suppress(Exception):  # a closed channel has no calls left to cancel
             self._stream.close()

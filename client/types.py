@@ -1,4 +1,4 @@
-"""What a caller gets: plain frozen values, built from the wire's messages here and nowhere else."""
+"""Results of the SDK: frozen dataclasses, built from protobuf messages."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ FINISH_REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural logarithms of the model's own probabilities at one token's place, before temperature and penalties.
+    """Natural logarithms of the model's own probabilities at one position, before temperature and penalties.
 
-    `rank` is 1 for the likeliest token; `top` holds (token id, logprob) of the likeliest ones, best first.
+    `rank` is 1 for the likeliest token; `top` holds (token id, logprob) of the likeliest tokens, best first.
     """
 
     token_id: int
@@ -28,7 +28,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """`arguments`: a JSON object as text, unless the answer was cut."""
+    """`arguments`: a JSON object as text; incomplete if the answer was cut."""
 
     id: str
     name: str
@@ -47,11 +47,14 @@ class ToolCallDelta:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """Tokens with indices offset, offset + 1, ... among the choice's tokens. `text` is what became certain with them;
-    it may be empty (half a character, the beginning of a possible stop string). `logprobs`: one a token, if asked for.
+    """Tokens with indices offset, offset + 1, ... of one choice.
 
-    Where the answer is taken apart (`split`, tools), `content`, `reasoning` and `tool_calls` are what became certain of
-    each; the last Delta of a choice may hold the rest of them without a token."""
+    `text` is the text that these tokens complete. It may be empty: half a character, or the beginning of a possible
+    stop string. `logprobs`, if requested, has one entry per token.
+
+    Where the answer is split (`split`, tools), `content`, `reasoning` and `tool_calls` are the parts completed by these
+    tokens. The last Delta of a choice may hold the rest without a token.
+    """
 
     offset: int
     token_ids: tuple[int, ...]
@@ -94,7 +97,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class PlacementTerms:
-    """The cost of one candidate pair, in milliseconds. An empty `prefill_worker_id` is local prefill on decode."""
+    """The estimated cost of one worker pair, in milliseconds. An empty `prefill_worker_id`: decode computes the prompt."""
 
     prefill_worker_id: str
     decode_worker_id: str
@@ -115,9 +118,9 @@ class PlacementTerms:
 class Explanation:
     """How an answer was placed and computed.
 
-    `prefill` and `decode` are worker ids; `transport` is the path that moved `kv_bytes` bytes of KV in `kv_ranges`
-    ranges ("none" when nothing moved), of which `kv_ranges_overlapped` had been read before the last chunk was
-    computed. Times are seconds on decode's clock from the moment it got the request.
+    `prefill` and `decode` are worker ids. `transport` is the path that moved `kv_bytes` bytes of KV in `kv_ranges`
+    ranges ("none" when nothing moved); `kv_ranges_overlapped` of them were read before the last chunk was computed.
+    Times are seconds since the decode worker received the request.
     """
 
     request_id: str
@@ -151,11 +154,11 @@ class Explanation:
 class Completion:
     """A whole answer.
 
-    `finish_reason` is "stop", "length" or "tool_calls". `stop_string` and `stop_token_id` name what ended the answer, if
-    one of the request's did. `seed` is the seed of the sampling. `explanation` is None unless the request asked for it.
-    With n > 1 these are of choice 0, and `choices` holds all of them. `prompt_logprobs` covers all prompt tokens but the
-    first. Where the answer was split (`split`, tools), `content`, `reasoning` and `tool_calls` are its parts; else they
-    are empty.
+    `finish_reason` is "stop", "length" or "tool_calls". `stop_string` and `stop_token_id` name what ended the answer,
+    if one of the request's did. `seed` is the seed of the sampling. `explanation` is None unless requested. With n > 1
+    these are of choice 0, and `choices` holds all of them. `prompt_logprobs` covers all prompt tokens but the first.
+    `content`, `reasoning` and `tool_calls` are the parts of an answer that was split (`split`, tools); else they are
+    empty.
     """
 
     text: str

@@ -1,4 +1,4 @@
-"""What the two clients share around a channel: options, methods, the reading of a failed call."""
+"""gRPC plumbing shared by both clients: channel options, methods, and conversion of failed calls to errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from diptych.rpc.v1 import decode_pb2, router_pb2
 
 DEFAULT_ADDRESS = "127.0.0.1:50050"
 DEFAULT_TIMEOUT_S = 600.0
-"""Deadline of generate and stream."""
+"""Deadline of generate and stream, in seconds."""
 DEFAULT_LIST_TIMEOUT_S = 10.0
 
 SERVICE = "/diptych.rpc.v1.Router/"
@@ -30,8 +30,8 @@ class Tls:
     """TLS settings of a connection to a router.
 
     Args:
-        ca_file: PEM file of the authorities to trust; None: those that gRPC brings.
-        server_name: the name that the certificate must hold, where it is not the address's host.
+        ca_file: PEM file of the authorities to trust; None: the defaults of gRPC.
+        server_name: the name that the certificate must hold, if it is not the host of the address.
     """
 
     ca_file: str | None = None
@@ -43,9 +43,9 @@ class Tls:
 
 
 def metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
-    """What goes with every call. None: the key in DIPTYCH_API_KEY, if there is one.
+    """The metadata of every call. `api_key` None: the key in DIPTYCH_API_KEY, if set.
 
-    Raises: InvalidRequestError, without the key in it, when it cannot be sent.
+    Raises: InvalidRequestError, without the key in its text, for a key that cannot be sent.
     """
     key = os.environ.get("DIPTYCH_API_KEY", "") if api_key is None else api_key
     if not key:
@@ -66,7 +66,7 @@ def options() -> list[tuple[str, int]]:
 
 
 def generate_method(channel: Any) -> Callable[..., Any]:
-    """The call of a sync or an aio channel; it is opened by `method(request, timeout=...)`."""
+    """The Generate call of a sync or an aio channel; open it with `method(request, timeout=...)`."""
     method: Callable[..., Any] = channel.unary_stream(
         SERVICE + "Generate",
         request_serializer=router_pb2.GenerateRequest.SerializeToString,
@@ -85,7 +85,7 @@ def placements_method(channel: Any) -> Callable[..., Any]:
 
 
 def attach_method(channel: Any) -> Callable[..., Any]:
-    """At a decode worker's door for clients."""
+    """The Lookaside.Attach call of a decode worker."""
     method: Callable[..., Any] = channel.stream_stream(
         "/diptych.rpc.v1.Lookaside/Attach",
         request_serializer=decode_pb2.TicketCommands.SerializeToString,
@@ -104,8 +104,7 @@ def list_models_method(channel: Any) -> Callable[..., Any]:
 
 
 def typed(error: grpc.RpcError, address: str) -> DiptychError:
-    """The error of a failed call. UNAVAILABLE without details of ours comes from gRPC itself: the router was not
-    reached."""
+    """The DiptychError of a failed call. UNAVAILABLE without our details comes from gRPC: the router was not reached."""
     found = from_rpc_error(error)
     if isinstance(found, (NoWorkerError, OverloadedError)):
         trailers = error.trailing_metadata() if hasattr(error, "trailing_metadata") else None
@@ -122,7 +121,7 @@ _TOO_LARGE = re.compile(r"(CLIENT: |SERVER: )?(Sent|Received) message larger tha
 
 
 def _too_large(side: str | None, way: str) -> DiptychError:
-    """gRPC itself refused to carry a message: trying again would not help."""
+    """gRPC refused a message for its size: a retry would not help."""
     if way.lower() == "sent" or (side or "").upper().startswith("SERVER"):
         return InvalidRequestError("the request is larger than a message can be", param="request")
     return StreamBrokenError(
@@ -134,5 +133,5 @@ _CODE = re.compile(r" ?\(\d+\)$")
 
 
 def _plain(details: str) -> str:
-    """gRPC's own words end, behind addresses and layers, with those of the system: "Connection refused (111)"."""
+    """The last part of gRPC's message, as in "Connection refused (111)", without addresses and layers."""
     return _CODE.sub("", details.rpartition(": ")[2]) if "last error: " in details else details

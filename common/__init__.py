@@ -1,1 +1,1 @@
-"""What every room shares: types, errors, clock, ids, block identity, configuration. Imports no other room."""
+"""Types shared by all packages: errors, clock, ids, block identity, configuration. Imports no other package."""

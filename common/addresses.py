@@ -1,4 +1,4 @@
-"""Hosts and ports as text, of IPv4 and IPv6 alike. Nothing here looks a name up."""
+"""Hosts and ports as text, for IPv4 and IPv6. Nothing here resolves a name."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import re
 
 LOOPBACK, LOOPBACK_6 = "127.0.0.1", "::1"
 _SHORT_LOOPBACK = re.compile(r"127(\.\d{1,3}){1,3}")
-"""The system's resolver takes 127.1, too."""
+"""The system's resolver also accepts short forms such as 127.1."""
 
 
 def host_port(host: str, port: int) -> str:
-    """As it stands in URLs and in gRPC's addresses: an IPv6 address in brackets."""
+    """The form of URLs and gRPC addresses: an IPv6 address is in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def is_ipv6(host: str) -> bool:
-    """It is spelled as an IPv6 address."""
+    """Whether `host` is an IPv6 address."""
     return ":" in host
 
 
 def is_loopback(host: str) -> bool:
-    """Only processes of this host can reach it. Of names only those that mean this host everywhere are known."""
+    """Whether only processes of this host can reach `host`. A name counts only if it means this host everywhere."""
     name = host.rstrip(".").lower()
     if name == "localhost" or name.endswith(".localhost"):
         return True
@@ -34,7 +34,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_wildcard(host: str) -> bool:
-    """All addresses of a host: to listen on, nothing that a peer could be told."""
+    """Whether `host` means all addresses of a host. One can listen on it, but not connect to it."""
     try:
         return ipaddress.ip_address(host).is_unspecified
     except ValueError:
@@ -42,10 +42,10 @@ def is_wildcard(host: str) -> bool:
 
 
 def loopback_beside(host: str) -> str:
-    """The loopback address of `host`'s family."""
+    """The loopback address of the same family (IPv4 or IPv6) as `host`."""
     return LOOPBACK_6 if is_ipv6(host) else LOOPBACK
 
 
 def reachable(host: str) -> str:
-    """Where a process of this host reaches a server that listens on `host`."""
+    """The address at which a process of this host reaches a server that listens on `host`."""
     return loopback_beside(host) if is_wildcard(host) else host

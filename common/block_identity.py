@@ -1,8 +1,8 @@
-"""Identity of a KV block: one implementation for router and workers.
+"""Identity of a KV block; router and workers share this implementation.
 
-The key of block i is the 16-byte digest of one running keyed blake3 over a header and all tokens to the end of block i.
-The header holds everything besides the tokens that decides what the KV is: domain tag, model revision, tokenizer and
-template revision, KV dtype, block size, adapter, tenant salt; each length-prefixed, so that no two headers collide.
+The key of block i is a 16-byte digest: keyed blake3 over a header and all tokens up to the end of block i. The header
+holds everything besides the tokens that determines the KV: domain tag, model revision, tokenizer and template revision,
+KV dtype, block size, adapter, tenant salt. Each is length-prefixed, so two different headers never collide.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _DOMAIN = b"diptych kv block v1"
 
 @dataclass(frozen=True, slots=True)
 class IdentityHeader:
-    """What, besides the tokens, decides the content of a KV block.
+    """Everything besides the tokens that determines the content of a KV block.
 
     `key` is 32 bytes, derived from the cluster secret; `salt` is derived from the tenant by the router.
     """
@@ -34,7 +34,7 @@ class IdentityHeader:
     adapter: str = ""
     salt: bytes = b""
     _hash: int = field(init=False, repr=False, compare=False)
-    """Headers are looked up several times a request."""
+    """Cached: headers are hashed several times a request."""
 
     def __post_init__(self) -> None:
         if len(self.key) != 32:
@@ -49,7 +49,7 @@ class IdentityHeader:
 
     @property
     def opening(self) -> bytes:
-        """What is hashed before the tokens."""
+        """The bytes that are hashed before the tokens."""
         return _opening(self)
 
     def with_salt(self, salt: bytes) -> IdentityHeader:
@@ -75,17 +75,17 @@ def _opening(header: IdentityHeader) -> bytes:
 
 
 @lru_cache(1024)
-def _begun(header: IdentityHeader) -> Any:
-    """The hash after the header; to be copied."""
+def _header_hash(header: IdentityHeader) -> Any:
+    """The hash state after the header; copy it before use."""
     return blake3(_opening(header), key=header.key)
 
 
 class BlockHasher:
-    """Running hash of one request's tokens. Feed tokens in order; a key comes out for every block that fills up."""
+    """Running hash of one request's tokens, appended in order. Each full block adds a key."""
 
     def __init__(self, header: IdentityHeader) -> None:
         self._block_size = header.block_size
-        self._state = _begun(header).copy()
+        self._state = _header_hash(header).copy()
         self._partial = array("I")
         self.keys: list[bytes] = []
         """Keys of all full blocks so far, KEY_BYTES each."""
@@ -118,5 +118,5 @@ def block_keys(header: IdentityHeader, token_ids: Sequence[int]) -> list[bytes]:
 
 
 def golden_key(header: IdentityHeader) -> bytes:
-    """Identity of the fixed sequence 0 .. 2*block_size-1 without a salt: compared when a worker joins."""
+    """The key of the tokens 0 .. 2*block_size-1 without a salt; compared when a worker joins."""
     return block_keys(header.with_salt(b""), range(2 * header.block_size))[-1]

@@ -1,8 +1,8 @@
-"""A model's own chat template, rendered as transformers renders it, in a sandbox and with a bound on its output.
+"""A model's chat template, rendered as transformers renders it, in a sandbox and with bounded output.
 
-The template comes with the model, never from a client; the messages come from clients and are hostile. Text in a message
-that spells a special token (`<|im_end|>`) stays in the prompt as it is and is then read as that token: templates rely on
-it, and vLLM and SGLang do the same. Who must keep users from forging turns filters the messages before they come here.
+The template comes with the model, never from a client; the messages are untrusted. Text in a message that spells a
+special token (`<|im_end|>`) becomes that token: templates rely on it, and vLLM and SGLang do the same. To prevent
+forged turns, filter the messages before this module.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token",
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks the assistant's words for training; while serving it only renders its body."""
+    """`{% generation %}` marks the assistant's text for training; here it only renders its body."""
 
     tags = {"generation"}
 
@@ -79,7 +79,7 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self.source = source
         self.variables: frozenset[str] = frozenset(meta.find_undeclared_variables(environment.parse(source)))
-        """Names that the template reads."""
+        """Names of the variables that the template reads."""
 
     def render(
         self,
@@ -89,21 +89,22 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt's text.
+        """Render the prompt's text.
 
         Args:
             messages: role and content each; content is text or a list of text parts (joined by line breaks). A call's
-                arguments are an object, or text where they are none (an answer was cut in the middle of them): a template
-                that cannot print text is given {"arguments": text}.
-            tools: JSON schemas of functions, for templates that know tools.
+                arguments are an object, or text if an answer was cut in the middle of them. A template that cannot print text
+                gets {"arguments": text}.
+            tools: JSON schemas of functions, for templates that support tools.
             extra: further variables (`chat_template_kwargs`).
         Raises: InvalidRequestError naming the field: no messages, a wrong role or content, text that is not valid
-            Unicode, the template's own complaint, or more than MAX_RENDERED_CHARS characters of output.
+            Unicode, an
+            error raised by the template, or more than MAX_RENDERED_CHARS characters of output.
         """
         if not messages:
             raise InvalidRequestError("messages must hold at least one message", param="messages")
         if extra and (taken := sorted(_RESERVED & extra.keys())):
-            raise InvalidRequestError(f"{taken[0]} cannot be set here", param="chat_template_kwargs")
+            raise InvalidRequestError(f"{taken[0]} cannot be set in chat_template_kwargs", param="chat_template_kwargs")
         checked = [_check_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
         variables = {
             **self._special_tokens,
@@ -124,8 +125,8 @@ class ChatTemplate:
                 return self._rendered(variables | {"messages": wrapped})
         except InvalidRequestError:
             raise
-        except Exception as error:  # a template is a program: given odd messages it can fail in any way
-            raise InvalidRequestError(f"the model's chat template refused: {error}", param="messages") from error
+        except Exception as error:  # a template is a program and may raise anything
+            raise InvalidRequestError(f"the model's chat template failed: {error}", param="messages") from error
 
     def _rendered(self, variables: Mapping[str, Any]) -> str:
         pieces: list[str] = []
@@ -133,13 +134,15 @@ class ChatTemplate:
         for piece in self._template.generate(variables):
             size += len(piece)
             if size > MAX_RENDERED_CHARS:
-                raise InvalidRequestError(f"more than {MAX_RENDERED_CHARS} characters of prompt", param="messages")
+                raise InvalidRequestError(
+                    f"the rendered prompt has more than {MAX_RENDERED_CHARS} characters", param="messages"
+                )
             pieces.append(piece)
         return "".join(pieces)
 
 
 def _with_wrapped_arguments(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
-    """Messages whose calls all have an object of arguments; None: they have that already."""
+    """Messages in which all call arguments are objects; None: they already are."""
     found = False
     out = [dict(message) for message in messages]
     for message in out:
@@ -156,7 +159,7 @@ def _with_wrapped_arguments(messages: Sequence[Mapping[str, Any]]) -> list[dict[
 
 
 def check_text(text: str, param: str) -> bytes:
-    """As UTF-8. Raises: InvalidRequestError for a lone surrogate, which no UTF-8 and no tokenizer can express."""
+    """The text as UTF-8. Raises: InvalidRequestError for a lone surrogate, which UTF-8 cannot express."""
     try:
         return text.encode()
     except UnicodeEncodeError:
@@ -176,7 +179,7 @@ def _check_message(message: Mapping[str, Any], param: str) -> dict[str, Any]:
         content = "\n".join(_part_text(part, f"{param}.content[{i}]") for i, part in enumerate(content))
     elif content is not None:
         raise InvalidRequestError(f"{param}.content must be text or a list of parts", param=f"{param}.content")
-    elif role != "assistant":  # an assistant's turn may be tool calls alone
+    elif role != "assistant":  # an assistant message may consist of tool calls only
         raise InvalidRequestError(f"{param}.content is missing", param=f"{param}.content")
     return {**message, "content": content}
 
@@ -195,7 +198,7 @@ def load_chat_template(path: Path, tokenizer_config: Mapping[str, Any]) -> str |
     if file.is_file():
         return file.read_text(encoding="utf-8")
     source = tokenizer_config.get("chat_template")
-    if isinstance(source, list):  # several named templates; without tools the one called "default" is meant
+    if isinstance(source, list):  # several named templates; "default" is the one without tools
         source = next((entry.get("template") for entry in source if entry.get("name") == "default"), None)
     if source is not None and not isinstance(source, str):
         raise ConfigError("chat_template", type(source).__name__, "must be text")
@@ -203,7 +206,7 @@ def load_chat_template(path: Path, tokenizer_config: Mapping[str, Any]) -> str |
 
 
 def load_tool_template(path: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
-    """The template of its own that some models have for conversations with tools; None: theirs is the only one."""
+    """The separate template that some models have for tools; None: the model has one template."""
     file = path / TOOL_TEMPLATE_FILE
     if file.is_file():
         return file.read_text(encoding="utf-8")
@@ -215,7 +218,7 @@ def load_tool_template(path: Path, tokenizer_config: Mapping[str, Any]) -> str |
 
 
 def special_token_variables(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
-    """bos_token, eos_token, ... as the template sees them; a token that is not set is left out."""
+    """Template variables such as bos_token and eos_token; tokens that are not set are left out."""
     found = {}
     for name in _TOKEN_NAMES:
         value = tokenizer_config.get(name)

@@ -1,13 +1,14 @@
-"""Child processes that are started by exec alone, and that end with the thread that started them.
+"""Child processes that are started by exec and killed when the starting thread ends.
 
-    we --vfork + exec--> the tie (a bare interpreter) --exec--> the command
+    this process --vfork + exec--> launcher (a bare interpreter) --exec--> the command
 
-No code runs between fork and exec. A fork of a process that holds UCX, gRPC or CUDA runs their handlers, Python's at-fork
-hooks and destructors in the copy: the copy takes file descriptors out of an epoll set that it shares with us (UCX aborts),
-or waits for ever, with our ports and our memory, for a lock whose owner it does not have.
+No code runs between fork and exec. In a fork of a process with UCX, gRPC or CUDA, their handlers, Python's at-fork
+hooks and destructors would run in the copy. The copy would remove file descriptors from an epoll set shared with the
+parent (UCX aborts), or deadlock on a lock whose owner does not exist in the copy, while it holds the parent's ports and
+memory.
 
-The tie asks the kernel for SIGKILL at our end, looks whether we ended before it could ask, and becomes the command. The wish
-outlives exec, so it holds for any program, and also while that program hangs or is stopped. The kernel binds it to the thread
+The launcher sets PR_SET_PDEATHSIG to SIGKILL, exits if the parent has ended meanwhile, and execs the command. The
+setting survives exec, so it holds for any program, also one that hangs or is stopped. The kernel binds it to the thread
 that called `start`, not to the process: call it on a thread that lives as long as the child may.
 """
 
@@ -20,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-_TIE = (
+_LAUNCHER_CODE = (
     "import ctypes, os, sys\n"
     "if ctypes.CDLL(None).prctl(1, 9, 0, 0, 0): sys.exit('prctl(PR_SET_PDEATHSIG) failed')\n"
     "if os.getppid() != int(sys.argv[1]): os._exit(1)\n"
@@ -31,9 +32,9 @@ DEVNULL = subprocess.DEVNULL
 Stream = int | IO[bytes] | None
 
 
-def tied(command: Sequence[str]) -> list[str]:
-    """The command line that ties itself to this process, then becomes `command`."""
-    return [sys.executable, "-I", "-S", "-c", _TIE, str(os.getpid()), *command]
+def with_death_signal(command: Sequence[str]) -> list[str]:
+    """The command line that sets the parent-death signal and then execs `command`."""
+    return [sys.executable, "-I", "-S", "-c", _LAUNCHER_CODE, str(os.getpid()), *command]
 
 
 def start(
@@ -46,15 +47,15 @@ def start(
     stderr: Stream = None,
     new_session: bool = False,
 ) -> subprocess.Popen[bytes]:
-    """Start a child that has none of our descriptors but those named, and is killed when the calling thread ends.
+    """Start a child that inherits only the given descriptors and is killed when the calling thread ends.
 
     Args:
         command: its program is a path, or found by PATH.
-        env: the child's whole environment; None: ours.
-        new_session: a Ctrl-C on the terminal reaches us alone.
+        env: the child's whole environment; None: this process's.
+        new_session: a Ctrl-C on the terminal does not reach the child.
     """
     return subprocess.Popen(
-        tied(command),
+        with_death_signal(command),
         env=None if env is None else dict(env),
         cwd=cwd,
         stdin=stdin,

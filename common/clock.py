@@ -1,4 +1,4 @@
-"""Time as an argument: production takes the monotonic clock, tests and simulations move their own."""
+"""Time as an argument: the monotonic clock in production, a clock that tests and simulations advance."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 
 class Clock(Protocol):
     def now(self) -> float:
-        """Seconds on a monotonic scale of this process; never compared with another process's."""
+        """Seconds on a monotonic clock of this process; not comparable with another process's."""
         ...
 
 
@@ -18,7 +18,7 @@ class MonotonicClock:
 
 
 class FakeClock:
-    """A clock that stands still until told to `advance`."""
+    """A clock that moves only by `advance`."""
 
     def __init__(self, start: float = 1000.0) -> None:
         self._now = start
@@ -28,5 +28,5 @@ class FakeClock:
 
     def advance(self, seconds: float) -> None:
         if seconds < 0:
-            raise ValueError(f"seconds={seconds}: a clock does not go back")
+            raise ValueError(f"seconds={seconds}: must not be negative")
         self._now += seconds

@@ -1,11 +1,11 @@
-"""The handshake's facts: what must match before KV may cross between two workers, and how they differ."""
+"""Facts compared in the handshake: they must match before KV may be transferred between two workers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
 PROTOCOL_VERSION = 2
-"""2: first tokens name what they were computed from, and are refused without."""
+"""2: FirstTokens carries a digest of the prompt that was computed, and is rejected without it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,17 +34,19 @@ class Compat:
 
 
 CONVERTIBLE = frozenset({"block_size", "kv_dtype", "kv_layout", "block_identity_golden"})
-"""Fields that may differ where decode converts KV (`allow_kv_conversion`). The golden block identity follows from two of them."""
+"""Fields that may differ where decode converts KV (`allow_kv_conversion`). The golden block identity follows from two.
+"""
 
 
 CONVERTS = "kv_conversion"
-"""In the store, beside the fields of a worker that takes KV of other layouts."""
+"""Field of the store's row: the worker accepts KV of other layouts."""
 
 
 def differences(mine: Compat, theirs: Compat, *, converting: bool = False) -> list[str]:
-    """Fields that differ, each as "field: mine X, theirs Y". An empty list: KV may cross.
+    """Fields that differ, each as "field: mine X, theirs Y". An empty list: KV may be transferred.
 
-    Args: converting: what decode can convert may differ.
+    Args:
+        converting: ignore fields that decode can convert.
     """
     out = []
     for field in fields(Compat):

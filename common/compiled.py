@@ -1,5 +1,4 @@
-"""C sources that are compiled for the machine at hand, once: the library is kept in a folder of the caller's, under a name
-made of the sources, the compiler and the CPU."""
+"""C sources, compiled once for this machine. The library's file name is made of the sources, the compiler and the CPU."""
 
 from __future__ import annotations
 
@@ -20,14 +19,15 @@ from diptych.common import child
 from diptych.common.errors import ConfigError
 
 LANES_VARIABLE = "DIPTYCH_NATIVE_LANES"
-# What keeps an x86-64 compiler to registers of so many floats. Where the machine's are narrower, a vector is several of them.
+# Flags that limit an x86-64 compiler to registers of this many floats. Where registers are narrower, a vector spans
+# several of them.
 _INSTRUCTIONS = {4: ("-mno-avx",), 8: ("-mno-avx512f",), 16: ()}
 ALL_LANES = tuple(_INSTRUCTIONS)
 COMPILE_TIMEOUT_S = 300.0
 
 
 class NativeError(Exception):
-    """The compiled library cannot be had here; says why."""
+    """The compiled library is not available; the message says why."""
 
 
 def find_compiler(environment: dict[str, str] | None = None) -> str:
@@ -41,7 +41,7 @@ def find_compiler(environment: dict[str, str] | None = None) -> str:
 
 
 def wanted_lanes(environment: dict[str, str] | None = None) -> int | None:
-    """$DIPTYCH_NATIVE_LANES, for tests of what other machines run: floats of a vector. None: as many as a register here holds.
+    """Floats per vector in $DIPTYCH_NATIVE_LANES, for tests of other machines. None: as many as a register here holds.
 
     Raises: ConfigError.
     """
@@ -59,19 +59,20 @@ def _width_flags(lanes: int | None) -> tuple[str, ...]:
     return (f"-DLANES={lanes}", *(_INSTRUCTIONS[lanes] if platform.machine() == "x86_64" else ()))
 
 
-def _check_ours(path: Path) -> None:
-    """Whoever may write there chooses what code we load. Raises: NativeError where that is another than this user or root."""
+def _check_owner(path: Path) -> None:
+    """Check that only this user or root can write to the folder, since a library is loaded from it. Raises:
+    NativeError."""
     facts = path.stat()
     if facts.st_uid not in (os.geteuid(), 0):
         raise NativeError(
-            f"{path} belongs to user {facts.st_uid}: libraries are loaded from a folder of one's own only"
+            f"{path} belongs to user {facts.st_uid}: libraries are loaded only from a folder owned by this user"
         )
     if facts.st_mode & 0o022:
         raise NativeError(f"{path} is writable by others (mode {facts.st_mode & 0o7777:o}): chmod go-w {path}")
 
 
 def _cpu_features() -> str:
-    """What -march=native depends on: a folder may be shared by machines that differ."""
+    """CPU features that -march=native depends on; machines that differ may share a cache folder."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     features = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
@@ -81,10 +82,12 @@ def _cpu_features() -> str:
 
 @dataclass(frozen=True, slots=True)
 class CSources:
-    """Args:
-    name: begins the library's file name.
-    files: in `folder`, the one that is compiled last; the others are what it includes.
-    flags: of the compiler.
+    """C sources of one library.
+
+    Args:
+        name: prefix of the library's file name.
+        files: in `folder`; the last one is compiled and includes the others.
+        flags: compiler flags.
     """
 
     name: str
@@ -101,24 +104,24 @@ class CSources:
         return target_folder / f"{self.name}-{digest.hexdigest()}.so"
 
     def build(self, target_folder: Path, compiler: str | None = None, lanes: int | None = None) -> Path:
-        """The compiled library in `target_folder`, made now if it is not there yet.
+        """The compiled library in `target_folder`; compiled if it does not exist.
 
         Args:
-            lanes: floats of a vector: 4, 8 or 16; None: as many as a register here holds.
-        Raises: NativeError when there is no compiler, it fails, or the folder cannot be written; when others could have put a
-            library there.
+            lanes: floats per vector: 4, 8 or 16; None: as many as a register here holds.
+        Raises: NativeError when there is no compiler, it fails, the folder cannot be written, or others can write to
+            it.
         """
         compiler = compiler or find_compiler()
         target = self.library_path(target_folder, compiler, lanes)
         if target.exists():
-            _check_ours(target_folder)
-            _check_ours(target)
+            _check_owner(target_folder)
+            _check_owner(target)
             return target
         try:
             target_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _check_ours(target_folder)
-            # Processes that start together: one compiles, the others wait for it. The system lets go of a dead owner's lock,
-            # and a compiler that hangs is stopped by its owner.
+            _check_owner(target_folder)
+            # Of processes that start together, one compiles and the others wait. The system releases a dead owner's
+            # lock, and the owner stops a compiler that hangs.
             with (target_folder / "lock").open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 if not target.exists():
@@ -129,14 +132,14 @@ class CSources:
 
     def _compile(self, target_folder: Path, compiler: str, width: tuple[str, ...], target: Path) -> None:
         try:
-            # Beside the target under another name, then renamed: nobody ever loads half a library.
+            # Written under another name, then renamed, so that a half-written library is never loaded.
             handle, name = tempfile.mkstemp(suffix=".so", dir=target_folder)
             os.close(handle)
         except OSError as error:
             raise NativeError(f"cannot write to {target_folder}: {error.strerror}") from None
         try:
             done = subprocess.run(
-                child.tied([compiler, *self.flags, *width, str(self.folder / self.files[-1]), "-o", name, "-lm"]),
+                child.with_death_signal([compiler, *self.flags, *width, str(self.folder / self.files[-1]), "-o", name, "-lm"]),
                 capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False,
             )  # fmt: skip
             if done.returncode != 0:
@@ -150,10 +153,10 @@ class CSources:
 
 
 def functions_of(path: Path, kind: type[ctypes.CDLL]) -> Callable[..., Any]:
-    """A library of ours, opened: `function(name, *argument types, returns=type)` is its diptych_<name>, ready to be called.
+    """Load a library. Returns: `function(name, *argument types, returns=type)`, which gives its diptych_<name>.
 
     Args:
-        kind: ctypes.CDLL lets go of the interpreter lock while a function runs, ctypes.PyDLL keeps it.
+        kind: ctypes.CDLL releases the interpreter lock while a function runs, ctypes.PyDLL keeps it.
     Raises: NativeError when the file cannot be loaded.
     """
     try:

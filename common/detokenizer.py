@@ -1,10 +1,11 @@
-"""Token ids to text as they come, and stop strings in that text. Pure: no I/O, no clock.
+"""Incremental detokenization, and stop strings in the text. Pure: no I/O, no clock.
 
-`IncrementalDetokenizer` gives out text that no later token can change: pushed pieces and the flush, joined, equal the full
-decode byte for byte. `StopChecker` cuts that text at a stop string. `RequestDetokenizer` is the two together.
+`IncrementalDetokenizer` returns text that no later token can change: all pieces and the flush, joined, equal the full
+decode byte for byte. `StopChecker` cuts that text at a stop string. `RequestDetokenizer` combines the two.
 
-Which stop string wins does not depend on how the text was cut into tokens: text is read character by character, and the
-first stop string to be *complete* wins; of several that end at the same character the longest, which starts earliest.
+The winning stop string does not depend on how the text was cut into tokens. Text is read character by character, and
+the first stop string to be *complete* wins; of several that end at the same character the longest, which starts
+earliest.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ class _Decoder(Protocol):
 
 
 class IncrementalDetokenizer:
-    """Text of one output, special tokens left out. The first one of a tokenizer builds a table (tens of milliseconds)."""
+    """Text of one output, without special tokens. The first one of a tokenizer builds a table (tens of milliseconds)."""
 
     def __init__(self, tokenizer: ModelTokenizer) -> None:
         table = byte_table(tokenizer.raw)
         self._decoder: _Decoder = _WindowDecoder(tokenizer) if table is None else _ByteLevelDecoder(table)
 
     def push(self, token_id: int) -> str:
-        """Text that became certain with this token; "" while a character is incomplete."""
+        """The text completed by this token; "" while a character is incomplete."""
         return self._decoder.push(token_id)
 
     def flush(self) -> str:
-        """The rest, at the end of the output; nothing may be pushed after it."""
+        """The rest, at the end of the output; call it last."""
         return self._decoder.flush()
 
 
@@ -47,7 +48,7 @@ class IncrementalDetokenizer:
 
 
 class _ByteLevelDecoder:
-    """Bytes in, UTF-8 out: constant work a token, and only a truly incomplete character is held back."""
+    """Bytes in, UTF-8 out: constant work a token; only an incomplete character is held back."""
 
     def __init__(self, table: list[bytes]) -> None:
         self._table = table
@@ -61,7 +62,7 @@ class _ByteLevelDecoder:
 
 
 def _byte_of_char() -> dict[str, int]:
-    """The alphabet of byte-level BPE: printable Latin-1 stands for itself, the other bytes follow from U+0100 on."""
+    """The alphabet of byte-level BPE: printable Latin-1 maps to itself, the other bytes to U+0100 and following."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -69,7 +70,7 @@ def _byte_of_char() -> dict[str, int]:
 
 @lru_cache(maxsize=8)
 def byte_table(tokenizer: Tokenizer) -> list[bytes] | None:
-    """Bytes of every token id, b"" for special tokens and holes; None when the decoder is not plain byte level."""
+    """Bytes of every token id, b"" for special tokens and unused ids; None when the decoder is not plain byte level."""
     if not isinstance(tokenizer.decoder, decoders.ByteLevel):
         return None
     alphabet = _byte_of_char()
@@ -81,7 +82,7 @@ def byte_table(tokenizer: Tokenizer) -> list[bytes] | None:
             continue
         try:
             table[i] = bytes(alphabet[char] for char in token)
-        except KeyError:  # an added token outside the alphabet stands for its own text
+        except KeyError:  # an added token outside the alphabet is its literal text
             table[i] = token.encode()
     return table
 
@@ -90,20 +91,22 @@ def byte_table(tokenizer: Tokenizer) -> list[bytes] | None:
 
 
 class _WindowDecoder:
-    """Decodes a window of tokens with the library: the last piece given out, as context, and what came since.
+    """Decodes a window of tokens with the library: the last piece returned, as context, and the tokens since.
 
-    A run of byte tokens is held until it ends: the library turns the whole run into U+FFFD if any byte of it is wrong.
+    A run of byte tokens is held until it ends: the library turns the whole run into U+FFFD if any byte of it is
+    invalid.
     """
 
     def __init__(self, tokenizer: ModelTokenizer) -> None:
         self._tokenizer = tokenizer
         self._byte_ids = _byte_fallback_ids(tokenizer.raw)
         self._ids: list[int] = []
-        self._context = 0  # leading ids of the window whose text was given out
+        self._context = 0  # leading ids of the window whose text was returned
         self._context_text = ""
 
     def push(self, token_id: int) -> str:
-        # What has no text never gets into the window: it would part a run of bytes, or stand where a leading space is cut.
+        # A token without text is not added to the window: it would split a run of bytes, or stand where a leading space
+        # is cut.
         if token_id in self._tokenizer.special_token_ids or self._tokenizer.raw.id_to_token(token_id) is None:
             return ""
         self._ids.append(token_id)
@@ -150,8 +153,10 @@ class StopChecker:
         self._hit: str | None = None
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Returns: text that can be given out now, and the stop string that ended it, if one did. What might be the
-        beginning of a stop string is held back; the stop string and what follows it are never given out."""
+        """Returns: text that can be sent now, and the stop string that ended it, if any.
+
+        A possible beginning of a stop string is held back; the stop string and what follows it are never returned.
+        """
         if self._hit is not None:
             raise RuntimeError(f"text after the stop string {self._hit!r}")
         if not self._stops or not text:
@@ -170,7 +175,7 @@ class StopChecker:
         return text, None
 
     def flush(self) -> str:
-        """What was held back, when the output ends without a stop string."""
+        """The held-back text, when the output ends without a stop string."""
         held, self._held = self._held, ""
         return held
 
@@ -180,17 +185,17 @@ class StopChecker:
 
 @dataclass(frozen=True, slots=True)
 class TextPiece:
-    """`text` may go out; `stop` is the stop string that ended the output right after it, if one did."""
+    """`text` may be sent; `stop` is the stop string that ended the output right after it, if any."""
 
     text: str
     stop: str | None = None
 
 
 class RequestDetokenizer:
-    """Text of one request's output; nothing may be pushed after a piece with a stop string.
+    """Text of one request's output. Push nothing after a piece with a stop string.
 
-    A resumed request pushes the tokens that were sent before and drops their text: held-back characters and half a stop
-    string are then as they were.
+    A resumed request pushes the tokens sent before and discards their text. This restores held-back characters and half
+    a stop string.
     """
 
     def __init__(self, tokenizer: ModelTokenizer, stops: tuple[str, ...] = ()) -> None:
@@ -201,6 +206,6 @@ class RequestDetokenizer:
         return TextPiece(*self._stops.push(self._detokenizer.push(token_id)))
 
     def finish(self) -> TextPiece:
-        """What was held back, at an end for another reason than a stop string; what is released can complete one."""
+        """The held-back text, at an end for another reason than a stop string. It can complete a stop string."""
         text, stop = self._stops.push(self._detokenizer.flush())
         return TextPiece(text, stop) if stop is not None else TextPiece(text + self._stops.flush())

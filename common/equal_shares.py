@@ -1,10 +1,11 @@
-"""When each prompt would be computed if all were computed at once: in equal shares by tenant, and by request within it. Pure.
+"""When each prompt would be computed under processor sharing: equal shares by tenant, and by request within a tenant.
+Pure.
 
-Whoever computes them one after the other, in the order of `due`, is done with each of them no later than that, but for a piece
-that cannot be interrupted (fair sojourn protocol, Friedman and Henderson 2003). So a short prompt waits for about as many
-tokens of every other as it has itself, and a long one is never starved.
+A server that computes the prompts one after the other, in the order of `due`, finishes each no later than under
+sharing, except for a piece that cannot be interrupted (fair sojourn protocol, Friedman and Henderson 2003). So a short
+prompt waits for about as many tokens of every other prompt as it has itself, and a long one never starves.
 
-Time is counted in tokens that every tenant with something left was given.
+Virtual time counts tokens given to each tenant with pending prompts.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class _Tenant:
-    """Args:
-    level: tokens that each of its requests was given; begins at the time at which it came, so that it only grows.
-    ends: (level at which a request is through, its name), sorted.
-    total: of these levels.
+    """One tenant with pending prompts.
+
+    Args:
+        level: tokens given to each of its requests; starts at the virtual time of arrival, so that it only grows.
+        ends: (level at which a request is done, its name), sorted.
+        total: sum of these levels.
     """
 
     level: float
@@ -31,23 +34,23 @@ class _Tenant:
 
 
 class EqualShares:
-    """Names are unique; what is not known is ignored."""
+    """Requests are identified by unique names; unknown names are ignored."""
 
     def __init__(self) -> None:
         self._now = 0.0
         self._tenants: dict[str, _Tenant] = {}
         self._ends: dict[str, tuple[str, float]] = {}
-        """(tenant, level at which it is through) of those that are not."""
+        """(tenant, level at which it is done) of requests not done under sharing."""
         self._through: dict[str, float] = {}
-        """When they were through, of those that may still have to be computed."""
+        """Virtual time at which requests were done under sharing, while they may still have to be computed."""
         self._computed: set[str] = set()
-        """Those that are computed, and would not be yet."""
+        """Requests that are computed but not yet done under sharing."""
 
     def __len__(self) -> int:
         return len(self._ends) + len(self._through)
 
     def add(self, name: str, tenant: str, tokens: int) -> None:
-        """`tokens` are to be computed, whatever it had before."""
+        """Args: tokens: to be computed; replaces an earlier entry of this name."""
         self.remove(name)
         flow = self._tenants.setdefault(tenant, _Tenant(self._now))
         end = flow.level + max(1, tokens)
@@ -56,7 +59,7 @@ class EqualShares:
         self._ends[name] = (tenant, end)
 
     def remove(self, name: str) -> None:
-        """What it has left need not be computed."""
+        """The rest of the request need not be computed."""
         self._through.pop(name, None)
         self._computed.discard(name)
         known = self._ends.pop(name, None)
@@ -70,13 +73,13 @@ class EqualShares:
             del self._tenants[tenant]
 
     def forget(self, name: str) -> None:
-        """All of it was computed; its share goes on until it would have been."""
+        """The request was computed. Its share continues until it would be done under sharing."""
         self._through.pop(name, None)
         if name in self._ends:
             self._computed.add(name)
 
     def less(self, name: str, tokens: int) -> None:
-        """So many of its tokens need not be computed after all."""
+        """`tokens` tokens of the request need not be computed."""
         known = self._ends.get(name)
         if known is None or tokens <= 0:
             return
@@ -90,17 +93,17 @@ class EqualShares:
         self._ends[name] = (tenant, end)
 
     def clear(self) -> None:
-        """Nothing is to be computed: whatever is left is of wrong guesses."""
+        """Nothing is pending; the remaining entries were wrong estimates."""
         self._tenants.clear()
         self._ends.clear()
         self._computed.clear()
 
     def end(self, name: str) -> float:
-        """Orders the requests of one tenant: it does not change while a request waits."""
+        """Orders the requests of one tenant; constant while a request waits."""
         return self._ends[name][1] if name in self._ends else 0.0
 
     def due(self, name: str) -> float:
-        """When it is through; if nobody comes, it will be. Orders all requests."""
+        """Virtual time at which the request is done, or will be if none arrives. Orders all requests."""
         known = self._ends.get(name)
         if known is None:
             return self._through.get(name, self._now)
@@ -112,12 +115,12 @@ class EqualShares:
         return self._now + own + (len(flow.ends) - before) * (end - level)
 
     def left(self, name: str) -> float:
-        """Tokens that are still to be computed of it."""
+        """Tokens of the request still to be computed."""
         known = self._ends.get(name)
         return 0.0 if known is None else known[1] - self._tenants[known[0]].level
 
     def computed(self, tokens: float) -> None:
-        """So many tokens were computed, whosever they were."""
+        """`tokens` tokens were computed, of any request."""
         while tokens > 1e-9 and self._tenants:
             share = min(tokens / len(self._tenants), min(flow.left for flow in self._tenants.values()))
             tokens -= share * len(self._tenants)

@@ -1,27 +1,27 @@
-"""Every error that crosses a room or the wire.
+"""Errors that are sent between processes or to clients.
 
     DiptychError
     |- InvalidRequestError        INVALID_ARGUMENT / 400   names the parameter
     |  |- PromptTooLongError
     |- ModelNotFoundError         NOT_FOUND / 404
-    |- DuplicateRequestError      ALREADY_EXISTS / 409      a request of this idempotency key runs or has ended well
-    |- AuthenticationError        UNAUTHENTICATED / 401     no API key, or one that is not valid
-    |- PermissionDeniedError      PERMISSION_DENIED / 403   the key is valid, but not for this
-    |- QuotaExceededError         RESOURCE_EXHAUSTED / 429  the tenant's tokens are used up for now; Retry-After
+    |- DuplicateRequestError      ALREADY_EXISTS / 409      a request with this idempotency key is running or succeeded
+    |- AuthenticationError        UNAUTHENTICATED / 401     no API key, or an invalid one
+    |- PermissionDeniedError      PERMISSION_DENIED / 403   the key is valid but lacks the permission
+    |- QuotaExceededError         RESOURCE_EXHAUSTED / 429  the tenant's token quota is used up; Retry-After
     |- OverloadedError            RESOURCE_EXHAUSTED / 529  shed before any work; Retry-After
-    |- NoWorkerError              UNAVAILABLE / 503         nobody could serve it (before the first token)
-    |- WorkerLostError            ABORTED / 503             a worker died and the policy's retries are spent
+    |- NoWorkerError              UNAVAILABLE / 503         no worker can serve the request (before the first token)
+    |- WorkerLostError            ABORTED / 503             a worker failed and the failure policy's retries are spent
     |- RequestDeadlineError       DEADLINE_EXCEEDED / 504
     |- RequestCancelledError      CANCELLED / 499
-    |- TicketRefusedError         PERMISSION_DENIED / 403   a placement ticket is forged, expired or used: place again
-    |- StaleReferenceError        FAILED_PRECONDITION / 500 incarnation, handle or placement of another life
+    |- TicketRefusedError         PERMISSION_DENIED / 403   a ticket is forged, expired or used: place again
+    |- StaleReferenceError        FAILED_PRECONDITION / 500 refers to an earlier incarnation of a worker
     |- TransferError              UNAVAILABLE / 503         KV did not arrive intact in time
-    |- IncompatibleWorkersError   FAILED_PRECONDITION / 503 handshake refused, with the difference
-    |- InternalError              INTERNAL / 500            our own bug
+    |- IncompatibleWorkersError   FAILED_PRECONDITION / 503 the handshake failed; names the difference
+    |- InternalError              INTERNAL / 500            a bug of the server
     ConfigError                   start-up only: names the field, the value and the rule
 
-An error knows its gRPC code (as a number: this module imports nothing but the standard library), its HTTP status, its
-stable reason and whether trying again can help.
+Each class has its gRPC code (a number: this module imports only the standard library), HTTP status, stable reason, and
+whether a retry can succeed.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class DiptychError(Exception):
     """Base of all errors that a caller may see.
 
     Args:
-        message: one sentence for a human, without secrets.
-        param: the request's field at fault, if one is.
-        retry_after_s: after how many seconds another try makes sense; None: no advice.
+        message: one sentence, without secrets.
+        param: the request's invalid field, if any.
+        retry_after_s: seconds after which a retry makes sense; None: unknown.
     """
 
     grpc_code: int = 13
@@ -79,19 +79,19 @@ class AuthenticationError(DiptychError):
 
 
 class PermissionDeniedError(DiptychError):
-    """The key is valid, but not for this."""
+    """The key is valid but lacks the permission."""
 
     grpc_code, http_status, reason = 7, 403, "PERMISSION_DENIED"
 
 
 class QuotaExceededError(DiptychError):
-    """The tenant's quota is used up for now; `retry_after_s` says when to retry."""
+    """The tenant's quota is used up; retry after `retry_after_s`."""
 
     grpc_code, http_status, reason, retryable = 8, 429, "QUOTA_EXCEEDED", True
 
 
 class OverloadedError(DiptychError):
-    """Rejected before any work, because too many requests wait; `retry_after_s` says when to retry."""
+    """Rejected before any work, because too many requests wait; retry after `retry_after_s`."""
 
     grpc_code, http_status, reason, retryable = 8, 529, "OVERLOADED", True
 
@@ -145,11 +145,11 @@ class IncompatibleWorkersError(DiptychError):
 
 
 class InternalError(DiptychError):
-    """A fault of the server."""
+    """A bug of the server."""
 
 
 class ConfigError(Exception):
-    """A setting cannot be used. Names the field, the value and the rule it breaks."""
+    """A setting is invalid. Names the field, the value and the rule it breaks."""
 
     def __init__(self, field: str, value: object, rule: str) -> None:
         super().__init__(f"{field}={_shown(value)}: {rule}")
@@ -160,10 +160,10 @@ _MOST_SHOWN = 200
 
 
 def _shown(value: object) -> str:
-    """For a message: short, and whatever the value is."""
+    """The value as text for a message: short, for any type."""
     try:
         text = repr(value)
-    except (ValueError, RecursionError):  # a number of more digits than Python writes, or what is nested without end
+    except (ValueError, RecursionError):  # an integer of more digits than Python converts, or endless nesting
         return f"<{type(value).__name__}>"
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
@@ -195,7 +195,7 @@ _BY_REASON: dict[str, type[DiptychError]] = {
 def from_reason(
     reason: str, message: str, *, param: str | None = None, retry_after_s: float | None = None
 ) -> DiptychError:
-    """Rebuild an error that came over the wire; an unknown reason becomes InternalError with the reason in its text."""
+    """Rebuild an error received over the wire. An unknown reason becomes InternalError with the reason in its text."""
     cls = _BY_REASON.get(reason)
     if cls is None:
         return InternalError(f"{reason}: {message}", param=param, retry_after_s=retry_after_s)

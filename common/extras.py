@@ -1,4 +1,4 @@
-"""What to say when an extra of this package is not installed: a command that works where this package came from."""
+"""Install commands for optional dependencies of this package."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _PACKAGE = "diptych"
 
 
 def install_command(*extras: str) -> str:
-    """A shell command that installs the extras into this interpreter's environment, from where the package itself was installed:
-    a checkout, an archive, a repository, a package index."""
+    """A shell command that installs the extras into this interpreter's environment, from the origin of this package: a
+    checkout, an archive, a repository or a package index."""
     return shlex.join([_interpreter(), "-m", "pip", "install", *_source(f"[{','.join(extras)}]", _origin())])
 
 
@@ -23,8 +23,10 @@ def _interpreter() -> str:
 
 
 def _source(extras: str, origin: dict[str, Any] | None) -> list[str]:
-    """Args:
-    origin: the installed package's direct_url.json; None: it came from an index.
+    """The pip requirement.
+
+    Args:
+        origin: the installed package's direct_url.json; None: it was installed from an index.
     """
     if origin is None:
         return [f"{_PACKAGE}{extras}"]
@@ -37,8 +39,8 @@ def _source(extras: str, origin: dict[str, Any] | None) -> list[str]:
 
 
 def _origin() -> dict[str, Any] | None:
-    """PEP 610's record. A checkout that is only on sys.path counts as installed from its folder."""
-    from importlib import metadata  # costs every command 20 ms, and few ask
+    """The PEP 610 record. A checkout that is only on sys.path counts as installed from its folder."""
+    from importlib import metadata  # takes 20 ms, and few commands need it
 
     try:
         written = metadata.distribution(_PACKAGE).read_text("direct_url.json")

@@ -1,11 +1,11 @@
-"""What an answer must look like, as data: from a face to the workers. Pure; who understands it lives in engine/grammar.
+"""Constraints on the form of an answer, as data passed from the API to the workers. Pure; engine/grammar compiles them.
 
-TAGS is what promises tool calls: JSON values between fixed texts.
+TAGS produce tool calls: JSON values between fixed texts.
 
     head  tag separator tag separator ...  tail          tag: one of  begin + JSON of its schema + end
 
-With `trigger` anything may be written, but whatever begins with the trigger must be such a tag. With `instead` the answer may
-also be JSON of that schema, and no tag.
+With `trigger` other text is allowed, but text that begins with the trigger must be such a tag. With `instead` the
+answer may also be JSON of that schema, without tags.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from diptych.common.errors import InvalidRequestError
 MAX_SCHEMA_BYTES = 64 * 1024
 MAX_SCHEMA_DEPTH = 32
 MAX_PROPERTIES = 1024
-"""Names of properties in one schema: what any backend can follow without holding up other requests."""
+"""Most property names in one schema: what a backend can compile without blocking other requests."""
 MAX_SOURCE_BYTES = 512 * 1024
-"""Of a whole grammar: the schemas of several tools may be in it."""
+"""Most bytes of a whole grammar; it may contain the schemas of several tools."""
 MAX_FREE_UNTIL_BYTES = 64
 MAX_CHOICES = 1024
 
@@ -37,11 +37,14 @@ class GrammarKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """Args:
-    source: by kind: a JSON schema; a regular expression that the whole answer matches; a JSON list of texts; rules in EBNF
-        (GBNF's form, from `root` on) or in Lark's form; Tags.
-    free_until: the grammar holds from the token after this text on; empty: from the first token on.
-    compact: of a JSON schema, also that in `instead` of tags: no white space but one space behind each comma and colon.
+    """A constraint on the answer.
+
+    Args:
+        source: depends on the kind: a JSON schema; a regular expression that the whole answer matches; a JSON list of
+            texts; rules in EBNF (GBNF's form, from `root` on) or in Lark's form; Tags.
+        free_until: the grammar applies from the token after this text; empty: from the first token.
+        compact: of a JSON schema, also that in `instead` of tags: no white space but one space after each comma and
+            colon.
     """
 
     kind: GrammarKind
@@ -61,9 +64,11 @@ class Tag:
 
 @dataclass(frozen=True, slots=True)
 class Tags:
-    """Args:
-    several: more than one tag may come.
-    instead: JSON schema, as text; not together with `trigger`. Empty: tags must come.
+    """Tool calls as tagged JSON.
+
+    Args:
+        several: more than one tag is allowed.
+        instead: JSON schema, as text; not together with `trigger`. Empty: tags are required.
     """
 
     tags: tuple[Tag, ...]
@@ -76,13 +81,13 @@ class Tags:
 
     def dump(self) -> str:
         values = asdict(self)
-        if not self.instead:  # workers of an earlier version do not know it
+        if not self.instead:  # workers of an earlier version do not have this field
             del values["instead"]
         return json.dumps(values, ensure_ascii=False)
 
     @classmethod
     def load(cls, source: str) -> Tags:
-        """Raises: InvalidRequestError when it is not what `dump` writes."""
+        """Raises: InvalidRequestError unless `source` is output of `dump`."""
         try:
             values = json.loads(source)
             tags = tuple(Tag(**tag) for tag in values.pop("tags"))
@@ -97,8 +102,10 @@ class Tags:
 
 
 def count_properties(schema: object) -> int:
-    """How many properties a JSON schema names, in all its objects: what compiling and following it costs grows with them, with
-    their square where they are optional. One pass; what only looks like a schema counts, too.
+    """Number of properties named in a JSON schema, in all its objects.
+
+    Compilation time grows with it, quadratically for optional properties. One pass; anything that looks like a schema
+    counts.
 
     Args:
         schema: parsed JSON.
@@ -117,7 +124,7 @@ def count_properties(schema: object) -> int:
 
 
 def check_grammar(value: object) -> Grammar | None:
-    """Sizes and kind; whether the source makes sense is found out by compiling it.
+    """Check sizes and kind; the source itself is checked when it is compiled.
 
     Raises: InvalidRequestError naming `grammar`.
     """
@@ -137,7 +144,7 @@ def check_grammar(value: object) -> Grammar | None:
 
 
 def choices_of(source: str) -> list[str]:
-    """Raises: InvalidRequestError unless it is a JSON list of texts."""
+    """Raises: InvalidRequestError unless `source` is a JSON list of texts."""
     try:
         values = json.loads(source)
     except (ValueError, RecursionError):
@@ -149,7 +156,7 @@ def choices_of(source: str) -> list[str]:
     for text in values:
         try:
             text.encode()
-        except UnicodeEncodeError:  # JSON can spell one
+        except UnicodeEncodeError:  # JSON escapes can contain one
             raise InvalidRequestError(
                 "grammar: a choice holds a lone surrogate: not valid Unicode text", param="grammar"
             ) from None
@@ -160,8 +167,9 @@ _SURROGATE = re.compile(r"\\(?:u|U0000|[ux]\{0*(?=[0-9a-fA-F]{4}\}))[dD][89a-fA-
 
 
 def check_escapes(source: str) -> None:
-    """Of a regex or an EBNF. Raises: InvalidRequestError when it spells a surrogate, which no text can hold."""
+    """Check a regex or EBNF. Raises: InvalidRequestError when it contains the escape of a surrogate."""
     if "\\" in source and _SURROGATE.search(source.replace("\\\\", "")):
         raise InvalidRequestError(
-            "grammar spells a surrogate: not valid Unicode text (write the character itself)", param="grammar"
+            "grammar contains the escape of a surrogate: not valid Unicode text (write the character itself)",
+            param="grammar",
         )

@@ -1,4 +1,4 @@
-"""Identifiers. Ids that come from clients are labels only; what the system trusts is minted here."""
+"""Identifiers. Ids from clients are only labels; ids that the system relies on are created here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _drawn: list[str] = []
 
 
 def _next() -> str:
-    """Drawn from the system many at once: one call of it costs as much as all else about an id."""
+    """Random bytes are fetched from the system in batches: one such call costs as much as the rest of an id."""
     while True:
         try:
             return _drawn.pop()
@@ -27,5 +27,5 @@ def new_attempt_id() -> str:
 
 
 def new_incarnation() -> str:
-    """One per process start: fences a restarted worker from its former life."""
+    """A new id for each process start; it distinguishes a restarted worker from its predecessor."""
     return secrets.token_hex(8)

@@ -6,6 +6,6 @@ import resource
 
 
 def raise_open_files() -> None:
-    """As many open files as the hard limit allows: a soft limit of 1,024 is less than the streams of a busy router."""
+    """Raise the soft limit of open files to the hard limit: the usual 1,024 is less than the streams of a busy router."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

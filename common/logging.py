@@ -1,11 +1,11 @@
-"""structlog on stderr: lines for people on a terminal, JSON otherwise. DIPTYCH_LOG_LEVEL and DIPTYCH_LOG_JSON decide more.
+"""Logging: structlog on stderr, text on a terminal, JSON otherwise. DIPTYCH_LOG_LEVEL and DIPTYCH_LOG_JSON override.
 
-Whatever else speaks in a process takes the same way: the standard library's logging (uvicorn, asyncio, grpc), warnings, and what
-nobody caught, on any thread. gRPC's core writes to stderr by itself; it is silent unless GRPC_VERBOSITY says otherwise, since
-what it has to tell comes as a call's status.
+The standard library's logging (uvicorn, asyncio, grpc), warnings and uncaught exceptions of all threads use the same
+format. gRPC's core writes to stderr directly; it is silent unless GRPC_VERBOSITY is set, since its errors also arrive
+as a call's status.
 
-Loggers bind what they know (`request_id`, `attempt`, ...); what holds for the whole process is given to setup_logging.
-Variables of a trace are never printed: they may hold prompts or keys.
+Loggers bind context (`request_id`, `attempt`, ...); context of the whole process is given to setup_logging. Tracebacks
+never show variables: they may contain prompts or keys.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from structlog.tracebacks import ExceptionDictTransformer
 
 
 def writes_json() -> bool:
-    """Whether lines are JSON: as DIPTYCH_LOG_JSON says, else where stderr is no terminal."""
+    """Whether lines are JSON: as DIPTYCH_LOG_JSON says, else if stderr is not a terminal."""
     wish = os.environ.get("DIPTYCH_LOG_JSON", "")
     return wish not in ("0", "false", "no") if wish else not sys.stderr.isatty()
 

@@ -1,4 +1,4 @@
-"""One look-up of a host's name at a time, on a thread that nobody waits for at the end."""
+"""DNS lookup of one host, on a daemon thread, at most one at a time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import threading
 
 
 def is_name(host: str) -> bool:
-    """Whether a resolver has to be asked."""
+    """Whether `host` needs a resolver."""
     if not host:
         return False
     try:
@@ -21,20 +21,19 @@ def is_name(host: str) -> bool:
 
 
 class NameLookup:
-    """A resolver that does not answer keeps a thread for as long as it likes. Whoever asks again meanwhile waits for the same
-    answer, so that there is never more than one."""
+    """A resolver that does not answer blocks its thread without limit. Concurrent callers share one lookup."""
 
     def __init__(self, host: str, port: int) -> None:
         self._host = host
         self._port = port
         self._answer: asyncio.Future[str] | None = None
 
-    async def found(self, timeout_s: float) -> str:
-        """Why the name cannot be had, or "". Waits `timeout_s` at most."""
+    async def failure(self, timeout_s: float) -> str:
+        """Resolve the name, waiting at most `timeout_s` seconds. Returns: the reason of the failure; "" on success."""
         if self._answer is None:
             self._answer = asyncio.get_running_loop().create_future()
             threading.Thread(
-                target=self._look, args=(asyncio.get_running_loop(), self._answer), name="name lookup", daemon=True
+                target=self._resolve, args=(asyncio.get_running_loop(), self._answer), name="name lookup", daemon=True
             ).start()
         answer = self._answer
         await asyncio.wait({answer}, timeout=timeout_s)
@@ -44,16 +43,16 @@ class NameLookup:
             self._answer = None
         return answer.result()
 
-    def _look(self, loop: asyncio.AbstractEventLoop, answer: asyncio.Future[str]) -> None:
+    def _resolve(self, loop: asyncio.AbstractEventLoop, answer: asyncio.Future[str]) -> None:
         why = ""
         try:
             socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
         except OSError as error:
             why = f"{self._host} cannot be looked up: {error}"
 
-        def tell() -> None:
+        def set_answer() -> None:
             if not answer.done():
                 answer.set_result(why)
 
-        with contextlib.suppress(RuntimeError):  # the loop is gone
-            loop.call_soon_threadsafe(tell)
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(set_answer)

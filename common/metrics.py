@@ -1,6 +1,6 @@
-"""Buckets and a registry for the metrics of one process: vLLM's stems under the prefix `diptych_`.
+"""Buckets and a registry for the metrics of one process: vLLM's names with the prefix `diptych_`.
 
-A process exposes only what its own registry holds, and registers only what it moves.
+A process registers and exposes only metrics that can change in it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ITL_BUCKETS_S = (
 STAGE_BUCKETS_S = (
     *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.25, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0),
 )
-"""Parts of a request, from a local copy to a long prompt."""
+"""Seconds of one stage of a request, from a local copy to a long prompt."""
 E2E_BUCKETS_S = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
@@ -36,10 +36,10 @@ TOKEN_BUCKETS = tuple(float(step * 10**power) for power in range(6) for step in 
 
 
 class LabelledRegistry:
-    """What /metrics shows: each sample of `registry` with the process's own labels, such as its role, added to it.
+    """A registry view that adds the process's labels, such as its role, to each sample of `registry`.
 
-    The labels are on the series and not only in the scraper's configuration, so that a plain scrape, a federation and a
-    board of someone else can tell a prefill worker from a decode worker.
+    The labels are on the series and not only in the scraper's configuration. A plain scrape, a federation or a foreign
+    dashboard can then distinguish a prefill worker from a decode worker.
     """
 
     def __init__(self, registry: CollectorRegistry, names: Iterable[str] | None = None) -> None:
@@ -52,7 +52,7 @@ class LabelledRegistry:
             samples = family.samples if self._names is None else [s for s in family.samples if s.name in self._names]
             if samples or self._names is None:
                 labelled = Metric(family.name, family.documentation, family.type, family.unit)
-                # Labels of the sample win: a series of its own about another process keeps that one's name.
+                # Labels of the sample take precedence, for a series about another process.
                 labelled.samples = [sample._replace(labels=self.labels | sample.labels) for sample in samples]
                 yield labelled
 
@@ -64,14 +64,14 @@ class LabelledRegistry:
 
 
 class Metrics:
-    """A registry of its own, so that tests and several servers in one process stay apart."""
+    """Metrics in a separate registry, so that tests and several servers in one process are independent."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry(auto_describe=True)
         self.exposed = LabelledRegistry(self.registry)
 
     def identify(self, labels: Mapping[str, str]) -> None:
-        """Labels that every exposed series carries from now on, such as role and worker."""
+        """Set the labels that every exposed series carries from now on, such as role and worker."""
         self.exposed.labels = dict(labels)
 
     def counter(self, name: str, text: str, labels: Sequence[str] = ()) -> Counter:
@@ -85,7 +85,7 @@ class Metrics:
         return Histogram(PREFIX + name, text, labels, self.registry, buckets)
 
     def value(self, name: str) -> float:
-        """Of a series without labels; `name` without prefix."""
+        """Value of a series without labels; `name` without prefix."""
         return self.registry.get_sample_value(PREFIX + name) or 0.0
 
     def totals(self) -> dict[str, dict[str, float]]:
@@ -101,5 +101,5 @@ class Metrics:
         return found
 
     def expose(self) -> bytes:
-        """The text that /metrics answers, of type CONTENT_TYPE."""
+        """The body of /metrics, of type CONTENT_TYPE."""
         return generate_latest(self.exposed)

@@ -1,4 +1,4 @@
-"""Where files live: caches in the XDG cache folder, a cluster's run-time files in `.run/` of the checkout."""
+"""Locations of files: caches in the XDG cache folder, a cluster's run-time files in `.run/` of the checkout."""
 
 from __future__ import annotations
 

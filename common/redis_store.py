@@ -50,15 +50,23 @@ MAX_WORKERS = 1024
 MAX_ROUTERS = 64
 _START_TTL_S = 7 * 24 * 3600
 _READ_COUNT = 256
-_NOT_THE_ONE = (ReadOnlyError, ClusterDownError, AskError, TryAgainError)
-"""Errors that speak of the server, not of the command: another one may stand behind the address by now. (LOADING and a wrong
-password are errors of the connection for redis-py; MASTERDOWN and MOVED are subclasses.)"""
-_NOT_THE_ONE_CODES = ("READONLY", "LOADING", "MASTERDOWN", "NOREPLICAS", "CLUSTERDOWN", "MISCONF", "BUSY", "UNKILLABLE")
-"""The same where redis-py has no class for it."""
+_UNSUITABLE_SERVER = (ReadOnlyError, ClusterDownError, AskError, TryAgainError)
+"""Errors that mean that the address now leads to an unsuitable server, such as a replica. (redis-py treats LOADING and
+a wrong password as connection errors; MASTERDOWN and MOVED are subclasses.)"""
+_UNSUITABLE_SERVER_CODES = (
+    "READONLY",
+    "LOADING",
+    "MASTERDOWN",
+    "NOREPLICAS",
+    "CLUSTERDOWN",
+    "MISCONF",
+    "BUSY",
+    "UNKILLABLE",
+)
+"""The same, by code, where redis-py has no class."""
 
-# KEYS: row, start, workers.
-# ARGV: id, incarnation, start (0: draw one), ttl_ms, start ttl_s, role, state, address, record.
-# Returns the start number as text, or "" when a younger incarnation holds the name.
+# KEYS: row, start, workers. ARGV: id, incarnation, start (0: draw one), ttl_ms, start ttl_s, role, state, address,
+# record. Returns the start number as text, or "" when a younger incarnation holds the name.
 _PUT = """
 local function ensure(key, kind)
   local is = redis.call('TYPE', key).ok
@@ -127,7 +135,8 @@ end
 return 1
 """
 
-# KEYS: bucket. ARGV: tokens a minute, wanted. Answers (granted, level), as text: Redis cuts numbers to integers.
+# KEYS: bucket. ARGV: tokens a minute, requested tokens. Returns (granted, level) as text: Redis truncates numbers to
+# integers.
 _LEASE = """
 local is = redis.call('TYPE', KEYS[1]).ok
 if is ~= 'hash' and is ~= 'none' then redis.call('DEL', KEYS[1]) end
@@ -169,7 +178,7 @@ class RedisStore:
         self._url = url
         self._connected = connect(url, timeout_s=timeout_s)
         self._calls: dict[Connected, int] = {}
-        """How many calls run on a client; one that was left is closed after its last."""
+        """Number of calls running on each client; a replaced client is closed after its last call."""
         self._closing: set[asyncio.Task[None]] = set()
         host, port = self._connected.first
         self._lookup = NameLookup(host, port) if is_name(host) else None
@@ -179,8 +188,9 @@ class RedisStore:
         return f"{self._prefix}:{kind}:{name}" if name else f"{self._prefix}:{kind}"
 
     async def _call(self, work: Awaitable[T], extra_s: float = 0.0) -> T:
-        if self._failed and self._lookup is not None and (why := await self._lookup.found(self._timeout_s)):
-            # Each try to connect would leave a look-up behind, and they would pile up as long as the resolver is away.
+        if self._failed and self._lookup is not None and (why := await self._lookup.failure(self._timeout_s)):
+            # Each attempt to connect would leave a lookup behind; they would accumulate while the resolver does not
+            # answer.
             if asyncio.iscoroutine(work):
                 work.close()
             raise StoreError(why)
@@ -199,16 +209,17 @@ class RedisStore:
             raise StoreError(f"redis: {type(err).__name__}: {err}") from err
         finally:
             self._calls[used] -= 1
-            self._close_what_was_left()
+            self._close_replaced()
 
     async def _rows(self, pipe: Any) -> list[Any]:
-        """A pipeline's answers; one that concerns its row alone is there as an exception. Raises: StoreError for any other."""
+        """The results of a pipeline; an error of a single row is returned as an exception. Raises: StoreError for other
+        errors."""
         used = self._connected
         rows: list[Any] = await self._call(pipe.execute(raise_on_error=False))
         for row in rows:
-            if isinstance(row, RedisError) and _is_of_the_server(row):
+            if isinstance(row, RedisError) and _is_connection_error(row):
                 self._failed = self._leave(used, row)
-                self._close_what_was_left()
+                self._close_replaced()
                 raise StoreError(f"redis: {type(row).__name__}: {row}") from row
         return rows
 
@@ -217,16 +228,16 @@ class RedisStore:
         return self._connected.client
 
     def _leave(self, used: Connected, error: Exception) -> bool:
-        """After an error of the connection, or one by which a server says that it is not the one: the next call connects anew,
-        through the address or the Sentinels. All connections are left, since those that are not cut lead to the same server, and
-        would stay there for as long as it lives. Returns: whether it was such an error."""
-        if not _is_of_the_server(error):
+        """After a connection error, or an answer of an unsuitable server, the next call connects anew, through the
+        address or the Sentinels. All connections are dropped, since they lead to the same server. Returns: whether it
+        was such an error."""
+        if not _is_connection_error(error):
             return False
         if used is self._connected:
             self._connected = connect(self._url, timeout_s=self._timeout_s)
         return True
 
-    def _close_what_was_left(self) -> None:
+    def _close_replaced(self) -> None:
         for client in [one for one, calls in self._calls.items() if not calls and one is not self._connected]:
             del self._calls[client]
             task = asyncio.get_running_loop().create_task(_close(client))
@@ -268,13 +279,17 @@ class RedisStore:
         await self._eval(_REMOVE, [self._key("worker", name), self._key("workers")], [name, incarnation])
 
     async def _names(self, kind: str) -> list[str]:
-        """The ids in a set of ids, sorted. Raises: StoreError also when the server answers reads and takes no writes: it is a
-        replica, or its disk is full, and what it shows gets old while leases end."""
+        """The ids in a set of ids, sorted.
+
+        Raises: StoreError also when the server accepts reads but no writes (a replica, or a full disk): its data would
+            become
+            stale while leases expire.
+        """
         pipe = self._redis.pipeline(transaction=False)
         pipe.execute_command("SMEMBERS", self._key(kind))
-        pipe.execute_command("SREM", self._key(kind), "")  # changes nothing, and is refused like every write
+        pipe.execute_command("SREM", self._key(kind), "")  # changes nothing, but is rejected like every write
         members, written = await self._rows(pipe)
-        if isinstance(members, ResponseError):  # a key of a wrong type: whoever writes it replaces it
+        if isinstance(members, ResponseError):  # a key of a wrong type; the next writer replaces it
             self.bad_rows += 1
             return []
         if isinstance(written, RedisError):
@@ -311,7 +326,7 @@ class RedisStore:
                 continue
             records.append(record)
         if len(gone) > MAX_WORKERS // 4:
-            # A worker that comes back adds itself again with its next heartbeat.
+            # A worker that returns adds itself again with its next heartbeat.
             await self._call(self._redis.execute_command("SREM", self._key("workers"), *gone))
         return records
 
@@ -358,7 +373,7 @@ class RedisStore:
                 try:
                     events.append((entry_id.decode(), decode_event(fields)))
                 except BadRowError:
-                    # The hole in the sequence makes the reader fetch a snapshot.
+                    # The gap in the sequence makes the reader fetch a snapshot.
                     self.bad_rows += 1
         return found
 
@@ -387,7 +402,7 @@ class RedisStore:
                     found[name] = decode_pending(row)
             except BadRowError:
                 self.bad_rows += 1
-        if gone:  # a router that comes back adds itself again
+        if gone:  # a router that returns adds itself again
             await self._call(self._redis.execute_command("SREM", self._key("routers"), *gone))
         return found
 
@@ -402,13 +417,13 @@ class RedisStore:
             await client.close()
 
 
-def _is_of_the_server(error: Exception) -> bool:
+def _is_connection_error(error: Exception) -> bool:
     if not isinstance(error, ResponseError):
         return not isinstance(error, MaxConnectionsError)
     words = str(error).split()
-    # Servers before 7.0 wrap what a script's command answered: "ERR Error running script ...: -READONLY You can't ...".
+    # Servers before 7.0 wrap a script's error: "ERR Error running script ...: -READONLY You can't ...".
     codes = [*words[:1], *(word[1:] for word in words if word.startswith("-"))]
-    return isinstance(error, _NOT_THE_ONE) or any(code in _NOT_THE_ONE_CODES for code in codes)
+    return isinstance(error, _UNSUITABLE_SERVER) or any(code in _UNSUITABLE_SERVER_CODES for code in codes)
 
 
 async def _close(client: Connected) -> None:

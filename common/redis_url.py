@@ -1,10 +1,10 @@
-"""From a URL to a client of the primary: one server, or whoever Sentinel says is the primary now.
+"""A client of the Redis primary, from a URL: one server, or the primary that Sentinel names.
 
     redis://, rediss://, unix://                                as redis-py reads them
     redis+sentinel://[USER:PASSWORD@]HOST[:PORT][,...]/SERVICE[/DB]    and rediss+sentinel://, with TLS
 
-With Sentinel every new connection asks for the primary, and a connection on which a write finds a replica is given up: after a
-failover the next calls go to the new primary. User and password are the primary's; the Sentinels are asked without.
+With Sentinel every new connection resolves the primary, and a connection whose write reaches a replica is closed. After
+a failover the next calls go to the new primary. User and password are the primary's; the Sentinels are queried without.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class SentinelUrl:
 
 
 def parse_sentinel_url(url: str) -> SentinelUrl | None:
-    """None: some other URL. Raises: ConfigError, which never shows the password."""
+    """None: another kind of URL. Raises: ConfigError, which never shows the password."""
     scheme, _, rest = url.partition("://")
     if scheme not in _SCHEMES:
         return None
-    netloc, _, path = rest.partition("/")  # urlsplit takes brackets around one host only
+    netloc, _, path = rest.partition("/")  # urlsplit accepts brackets around one host only
     user, _, hosts = netloc.rpartition("@")
     shown = f"{scheme}://{hosts}/{path}"
     service, _, db = path.strip("/").partition("/")
@@ -69,7 +69,7 @@ def _address(text: str, shown: str) -> tuple[str, int]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Connected:
-    """A client, what else has to be closed with it, and the (host, port) that has to be found first ("": none)."""
+    """A client, further objects to close, and the (host, port) to resolve first ("": none)."""
 
     client: Any
     sentinels: tuple[Any, ...]
@@ -82,7 +82,8 @@ class Connected:
 
 
 def connect(url: str, *, timeout_s: float) -> Connected:
-    """No connection is made yet. No retries inside a call: callers have their own loop, and a call must stay within its bound.
+    """Make a client; it connects on first use. It does not retry within a call: callers have retry loops and a time
+    bound.
 
     Raises: ConfigError.
     """
@@ -101,7 +102,7 @@ def connect(url: str, *, timeout_s: float) -> Connected:
             raise ConfigError(_FIELD, url, str(err)) from None
         where = client.connection_pool.connection_kwargs
         return Connected(client, (), (str(where.get("host") or ""), where.get("port") or 6379))
-    # One Sentinel that is silent must leave time for the others within a call.
+    # One unresponsive Sentinel must leave time for the others within a call.
     each_s = timeout_s / (len(parsed.sentinels) + 1)
     sentinel = Sentinel(  # type: ignore[no-untyped-call]
         list(parsed.sentinels),

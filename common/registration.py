@@ -1,11 +1,11 @@
-"""A worker's lease and event stream in the store, kept up for as long as the worker lives.
+"""A worker's lease and event stream in the store, kept up while the worker runs.
 
     start() -> [ heartbeat: put_worker, every heartbeat_s ]  until close() or fenced
                [ events: offer() -> bounded queue -> append_events in batches ]
 
-The store may be away at any time: both loops try again for ever, and after a FLUSHALL the next heartbeat writes the row
-again. Events that do not fit into the queue are dropped, which leaves a hole in the sequence: readers then fetch a
-snapshot from the worker, so nothing here ever blocks the engine.
+The store may be unavailable at any time. Both loops retry without limit, and after a FLUSHALL the next heartbeat writes
+the row again. Events that do not fit into the queue are dropped, which leaves a gap in the sequence; readers then fetch
+a snapshot from the worker. So the engine never blocks here.
 """
 
 from __future__ import annotations
@@ -30,10 +30,12 @@ log = structlog.get_logger(__name__)
 
 
 class WorkerRegistration:
-    """Args:
-    record: the worker's facts now; called at every heartbeat on the event loop, must not block.
-    ttl_s: lease; several heartbeats long.
-    on_fenced: called once, when a younger incarnation took the name; nothing is written afterwards.
+    """Keeps one worker registered.
+
+    Args:
+        record: returns the worker's current facts; called at every heartbeat on the event loop, must not block.
+        ttl_s: lease; several heartbeats long.
+        on_fenced: called once, when a younger incarnation took the name; nothing is written afterwards.
     """
 
     def __init__(
@@ -69,7 +71,7 @@ class WorkerRegistration:
 
     @property
     def connected(self) -> bool:
-        """The last heartbeat was written."""
+        """Whether the last heartbeat was written."""
         return bool(self._connected)
 
     @property
@@ -78,7 +80,7 @@ class WorkerRegistration:
         return None if self._last_ok is None else self._clock.now() - self._last_ok
 
     async def start(self) -> None:
-        """Start both loops. Returns at once: a store that is away is tried again in the background."""
+        """Start both loops and return at once; an unavailable store is retried in the background."""
         if self._tasks:
             raise RuntimeError("already started")
         self._tasks = [
@@ -98,7 +100,7 @@ class WorkerRegistration:
             async with asyncio.timeout(_CLOSE_TIMEOUT_S):
                 await self._store.remove_worker(*self._identity)
         except (StoreError, TimeoutError) as err:
-            log.warning("lease left to expire", error=str(err))
+            log.warning("could not remove the lease; it will expire", error=str(err))
 
     def beat_now(self) -> None:
         """Write the record at once (its state changed) instead of at the next heartbeat."""
@@ -113,7 +115,7 @@ class WorkerRegistration:
             self._sequences = dict.fromkeys(TIERS, 0)
         self._sequences[event.tier] = event.sequence
         if event.kind == "cleared":
-            self._queue.clear()  # what came before is void
+            self._queue.clear()  # earlier events are void
             self._queued_keys = 0
         elif len(self._queue) >= _MAX_QUEUED_EVENTS or self._queued_keys + len(event.keys) > _MAX_QUEUED_KEYS:
             self.dropped_events += len(self._queue) + 1
@@ -134,7 +136,7 @@ class WorkerRegistration:
         return record
 
     async def beat(self) -> bool:
-        """One heartbeat. False: fenced. Raises: StoreError."""
+        """Send one heartbeat. Returns False when fenced. Raises: StoreError."""
         record = self._current_record()
         self._identity = (record.worker_id, record.incarnation)
         if await self._store.put_worker(record, ttl_s=self._ttl_s):
@@ -153,7 +155,7 @@ class WorkerRegistration:
         if not batch or self.fenced:
             return 0
         await self._store.append_events(self._worker_id(), batch)
-        # The queue may have been cleared meanwhile: take away only what was written.
+        # The queue may have been cleared meanwhile: remove only what was written.
         for event in batch:
             if self._queue and self._queue[0] is event:
                 self._queue.popleft()
@@ -172,7 +174,7 @@ class WorkerRegistration:
             if connected:
                 log.info("registered in the store")
             else:
-                log.warning("the lease cannot be written; tried again until it is", error=error)
+                log.warning("cannot write the lease; retrying", error=error)
 
     async def _heartbeats(self) -> None:
         backoff_s = 0.05

@@ -1,8 +1,9 @@
-"""Names of a model's and a tokenizer's content: equal on two hosts with the same files, whatever their times and paths.
+"""Revisions of a model's and a tokenizer's content: equal on two hosts with the same files, whatever their times and
+paths.
 
-Reading all weights would take seconds at every start, so weights are known by size, header (names, shapes, dtypes,
-offsets) and samples spread evenly over the file: enough to tell two models, fine-tunes or conversions apart. It is no
-protection against someone who edits weights between the samples.
+Reading all weights would take seconds at every start. So the revision covers their size, header (names, shapes, dtypes,
+offsets) and samples spread evenly over the file: enough to distinguish two models, fine-tunes or conversions. It does
+not detect edits between the samples.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def tokenizer_revision(path: Path) -> str:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The safetensors files that make up the model, by name: those of the index, else model.safetensors, else all."""
+    """The safetensors files of the model, by name: those of the index, else model.safetensors, else all."""
     index = path / "model.safetensors.index.json"
     if index.is_file():
         try:

@@ -1,4 +1,4 @@
-"""The table of sampling parameters: each field of SamplingParams is a row of it. Their ranges are checked here only."""
+"""The table of sampling parameters: each field of SamplingParams is a row. Their ranges are checked only here."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class FinishReason(Enum):
 
 
 class EarlyStopping(Enum):
-    """When beam search is over, once beam_width answers are finished."""
+    """When beam search ends, once beam_width answers are finished."""
 
     OFF = "false"
-    """When no living beam, at its present length, scores better than the worst of them."""
+    """Ends when no active beam, at its present length, scores better than the worst finished one."""
     ON = "true"
-    """At once."""
+    """Ends at once."""
     NEVER = "never"
-    """When no living beam can, however long it becomes."""
+    """Ends when no active beam can score better at any length."""
 
 
 class EarlyStoppingCheck:
@@ -76,70 +76,73 @@ def row(default: Any, check: Check, group: str, text: str, **more: Any) -> Any:
 # fmt: off
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the tokens of one request are drawn. Each field is a row of the table; `text` is what clients read of it.
+    """How the tokens of one request are sampled. Each field is a row of the table; its `text` is the public
+    documentation.
 
-    `max_tokens` is final (>= 1): the router has filled in what the context allows. `seed` is always set, so that a retry
-    draws the same tokens. `bad_words` are token id sequences whose last token is not drawn after the others. `best_of` 0
-    means n. The end of `grammar` is the answer's end, whatever min_tokens and ignore_eos say. Logprobs are the model's own,
-    before temperature, penalties and filters; in beam search penalties, bias and bans change them.
+    `max_tokens` is final (>= 1): the router has applied the limit of the context. `seed` is always set, so that a retry
+    samples the same tokens. `bad_words` are token id sequences whose last token is not sampled after the others.
+    `best_of` 0 means n. The end of `grammar` ends the answer, whatever min_tokens and ignore_eos are. Logprobs are the
+    model's own, before temperature, penalties and filters; in beam search penalties, bias and bans change them.
     """
 
     max_tokens: int = row(
-        MISSING, Integer(1, 2**31 - 1, "a positive 32-bit number"), "the end", "most tokens of the answer, at least 1",
-        default_text="what the context leaves; 16 in `/v1/completions`", required=True, responses=False)
+        MISSING, Integer(1, 2**31 - 1, "a positive 32-bit number"), "stopping",
+        "maximum number of tokens in the answer, at least 1",
+        default_text="the rest of the context; 16 in `/v1/completions`", required=True, responses=False)
     seed: int = row(
-        0, Seed(), "drawing", "-2^63 to 2^64 - 1; the same seed draws the same tokens, a negative one those of seed + 2^64",
-        default_text="drawn by the router", required=True)
+        0, Seed(), "sampling", "-2^63 to 2^64 - 1; the same seed samples the same tokens; a negative one equals seed + 2^64",
+        default_text="random, chosen by the router", required=True)
     temperature: float = row(
-        1.0, Number(0.0, 2.0), "drawing", "0 (greedy) to 2", default_text="the model's", required=True)
+        1.0, Number(0.0, 2.0), "sampling", "0 (greedy) to 2", default_text="the model's", required=True)
     top_p: float = row(
-        1.0, Number(0.0, 1.0, above=True), "drawing", "above 0, at most 1 (off)", default_text="the model's", required=True)
-    top_k: int = row(0, TopK(), "drawing", "0 or -1: off", default_text="the model's", required=True)
-    ignore_eos: bool = row(False, Flag(), "the end", "go on after the model's end-of-text token")
+        1.0, Number(0.0, 1.0, above=True), "sampling", "above 0, at most 1 (off)", default_text="the model's", required=True)
+    top_k: int = row(0, TopK(), "sampling", "0 or -1: off", default_text="the model's", required=True)
+    ignore_eos: bool = row(False, Flag(), "stopping", "continue after the model's end-of-text token")
     stop_token_ids: tuple[int, ...] = row(
-        (), Ids(MAX_STOP_TOKEN_IDS), "the end", "token ids that end the answer")
+        (), Ids(MAX_STOP_TOKEN_IDS), "stopping", "token ids that end the answer")
     stop: tuple[str, ...] = row(
-        (), Stops(), "the end", "a string or several, 256 bytes each; text is cut before the first that appears")
-    min_p: float = row(0.0, Number(0.0, 1.0), "drawing", "0 (off) to 1", required=True)
+        (), Stops(), "stopping", "a string or several, at most 256 bytes each; the answer ends before the first that appears")
+    min_p: float = row(0.0, Number(0.0, 1.0), "sampling", "0 (off) to 1", required=True)
     presence_penalty: float = row(
-        0.0, Number(-2.0, 2.0), "drawing", "-2 to 2; subtracted from the logits of tokens among the outputs", required=True)
+        0.0, Number(-2.0, 2.0), "sampling", "-2 to 2; subtracted from the logits of tokens that occur in the output",
+        required=True)
     frequency_penalty: float = row(
-        0.0, Number(-2.0, 2.0), "drawing", "-2 to 2; subtracted once per occurrence among the outputs", required=True)
+        0.0, Number(-2.0, 2.0), "sampling", "-2 to 2; subtracted once per occurrence in the output", required=True)
     repetition_penalty: float = row(
-        1.0, Number(0.0, MAX_REPETITION_PENALTY, above=True), "drawing",
-        "above 0, at most 10; divides (multiplies, if negative) the logits of tokens in prompt or outputs; 1 is off",
+        1.0, Number(0.0, MAX_REPETITION_PENALTY, above=True), "sampling",
+        "above 0, at most 10; divides (multiplies, if negative) the logits of tokens in prompt or output; 1 is off",
         required=True)
     logit_bias: tuple[tuple[int, float], ...] = row(
-        (), Biases(), "drawing", "token id -> what is added to its logit, -100 to 100")
+        (), Biases(), "sampling", "token id -> value added to its logit, -100 to 100")
     allowed_token_ids: tuple[int, ...] = row(
-        (), Ids(MAX_ALLOWED_TOKEN_IDS), "drawing", "nothing else is drawn; empty: no such limit")
+        (), Ids(MAX_ALLOWED_TOKEN_IDS), "sampling", "only these token ids are sampled; empty: no limit")
     bad_words: tuple[tuple[int, ...], ...] = row(
-        (), BadWords(), "drawing", "at most 128 texts that the answer does not hold")
+        (), BadWords(), "sampling", "at most 128 texts that must not occur in the answer")
     min_tokens: int = row(
-        0, Integer(), "the end", "tokens before which nothing but max_tokens ends the answer", required=True)
+        0, Integer(), "stopping", "before this many tokens only max_tokens ends the answer", required=True)
     include_stop_str_in_output: bool = row(
-        False, Flag(), "the end", "the text ends with the stop string instead of before it")
+        False, Flag(), "stopping", "the text includes the stop string")
     n: int = row(1, Integer(1, MAX_CHOICES), "choices", "number of choices, at most 16", required=True, responses=False)
     best_of: int = row(
-        0, Integer(), "choices", "choices that are computed, of which the n likeliest come back; whole answers only in HTTP",
+        0, Integer(), "choices", "choices that are computed; the n likeliest are returned; in HTTP not for streams",
         default_text="n", required=True, responses=False)
     logprobs: int | None = row(
-        None, Integer(0, MAX_TOP_LOGPROBS), "probabilities",
-        "0 to 20; of each token and of so many of the likeliest ones at its place; chat bodies: true, and `top_logprobs`",
+        None, Integer(0, MAX_TOP_LOGPROBS), "logprobs",
+        "0 to 20; logprobs of each token and of this many likeliest ones at its position; chat bodies: true, and `top_logprobs`",
         responses=False)
     prompt_logprobs: int | None = row(
-        None, Integer(0, MAX_TOP_LOGPROBS), "probabilities", "the same of the prompt's tokens; whole answers only in HTTP",
+        None, Integer(0, MAX_TOP_LOGPROBS), "logprobs", "the same for the prompt's tokens; in HTTP not for streams",
         responses=False)
-    grammar: Grammar | None = row(None, GrammarCheck(), "the answer's form", "see the fields of the answer's form")  # noqa: RUF009 - it never changes
+    grammar: Grammar | None = row(None, GrammarCheck(), "constraints", "see the fields of constraints")  # noqa: RUF009 - it never changes
     beam_width: int = row(
         0, Integer(0, MAX_CHOICES), "beam search",
-        "beam search with so many beams, at most 16, of which the n best answers come back; it draws nothing; 0 is off")
+        "beam search with this many beams, at most 16; the n best answers are returned, nothing is sampled; 0 is off")
     length_penalty: float = row(
         1.0, Number(-MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY), "beam search",
         "-10 to 10; sums of logprobs are divided by the length to this power")
     early_stopping: EarlyStopping = row(  # noqa: RUF009
         EarlyStopping.OFF, EarlyStoppingCheck(), "beam search",
-        'true: end once beam_width answers are finished; "never": only when no beam can better them, however long it becomes; '
+        'true: end once beam_width answers are finished; "never": when no beam can score better at any length; '
         "false: when none can at its present length")
 # fmt: on
 
@@ -149,7 +152,7 @@ class SamplingParams:
 
     @property
     def constrained(self) -> bool:
-        """Something changes the logits before the draw: it needs the request's tokens."""
+        """Whether the logits are changed before sampling, which needs the request's tokens."""
         return bool(
             self.presence_penalty
             or self.frequency_penalty
@@ -163,12 +166,12 @@ class SamplingParams:
 
     @property
     def num_choices(self) -> int:
-        """Choices that are computed."""
+        """Number of choices that are computed."""
         return self.beam_width or self.best_of or self.n
 
 
 SAMPLING: Mapping[str, Row] = {entry.name: entry.metadata["row"] for entry in fields(SamplingParams)}
-"""The table."""
+"""The rows by name."""
 sampling_values = attrgetter(*SAMPLING)
 """All values of a SamplingParams, in the order of the table."""
 DEFAULTS: Mapping[str, Any] = {
@@ -180,7 +183,7 @@ _set_seed = getattr(SamplingParams, "seed").__set__  # noqa: B009 - the slot, no
 
 
 def with_seed(params: SamplingParams, seed: int) -> SamplingParams:
-    """The same values, already checked, with another seed: slot by slot, in a third of the time that `replace` takes."""
+    """A copy with another seed and no checks, in a third of the time of `replace`."""
     new = object.__new__(SamplingParams)
     for put, value in zip(_setters, sampling_values(params), strict=True):
         put(new, value)
@@ -192,10 +195,11 @@ def check_sampling(*, vocab_size: int, **values: object) -> SamplingParams:
     """Build SamplingParams from untrusted values.
 
     Args:
-        values: by the names of the table; what is left out has its default (max_tokens: 1). `bad_words` are token id
+        values: by the names of the table; missing ones have their default (max_tokens: 1). `bad_words` are token id
             sequences.
     Raises: InvalidRequestError naming the parameter, for a wrong type, a number that is not finite or out of range, a
-        token id outside the vocabulary, or too many or too long entries of a list. TypeError for an unknown name.
+        token
+        id outside the vocabulary, or too many or too long entries of a list. TypeError for an unknown name.
     """
     made = {**DEFAULTS}
     for name, value in values.items():
@@ -211,7 +215,7 @@ def check_sampling(*, vocab_size: int, **values: object) -> SamplingParams:
 
 
 def _check_together(params: SamplingParams) -> None:
-    """Raises: InvalidRequestError naming a value that does not go with another."""
+    """Raises: InvalidRequestError naming a value that conflicts with another."""
     n, most = params.n, params.max_tokens
     if not 0 <= params.min_tokens <= most:
         raise InvalidRequestError(
@@ -230,7 +234,8 @@ def _check_together(params: SamplingParams) -> None:
 
 
 def _check_beam_search(params: SamplingParams) -> None:
-    """Beam search draws nothing, and knows no text. Raises: InvalidRequestError naming what does not go with it."""
+    """Beam search neither samples nor decodes text. Raises: InvalidRequestError naming a value that conflicts with it.
+    """
     if not params.n <= params.beam_width <= MAX_CHOICES:
         raise InvalidRequestError(
             f"beam_width must be between n={params.n} and {MAX_CHOICES}, got {params.beam_width}", param="beam_width"
@@ -238,10 +243,10 @@ def _check_beam_search(params: SamplingParams) -> None:
     for name, neutral in (("temperature", 0.0), ("top_p", 1.0), ("top_k", 0), ("min_p", 0.0), ("best_of", 0)):
         if getattr(params, name) != neutral:
             raise InvalidRequestError(
-                f"{name} does not go with beam search, which draws nothing: leave it out or set it to {neutral:g}",
+                f"{name} cannot be combined with beam search, which does not sample: leave it out or set it to {neutral:g}",
                 param=name,
             )
     if params.stop:
-        raise InvalidRequestError("stop strings do not go with beam search: use stop_token_ids", param="stop")
+        raise InvalidRequestError("stop strings cannot be combined with beam search: use stop_token_ids", param="stop")
     if params.grammar is not None:
-        raise InvalidRequestError("grammar does not go with beam search", param="grammar")
+        raise InvalidRequestError("grammar cannot be combined with beam search", param="grammar")

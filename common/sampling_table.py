@@ -1,8 +1,8 @@
-"""Rows of the table of sampling parameters, and the checks of their values. The table itself is the fields of
-`common.sampling.SamplingParams`.
+"""Rows of the table of sampling parameters, and the checks of their values. The fields of
+`common.sampling.SamplingParams` are the table.
 
-From a row come: the check of its range, its place in the proto message, the fields of the HTTP bodies, the keywords of the SDK
-and their documentation. docs/architecture.md says how to add one.
+A row defines the check of the range, the field of the proto message, the fields of the HTTP bodies, the keyword of the
+SDK and their documentation. docs/architecture.md says how to add one.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ FIRST_VERSION = "0.1"
 
 
 class Check(Protocol):
-    """From an untrusted value to the checked one, whose default None needs none. `type_name`: of what a client gives, as it
-    stands in type annotations. Raises: InvalidRequestError naming the parameter."""
+    """Converts an untrusted value to a checked one. It is not called for None (the default).
+
+    `type_name`: type annotation of the client's value. Raises: InvalidRequestError naming the parameter.
+    """
 
     @property
     def type_name(self) -> str: ...
@@ -37,17 +39,18 @@ class Check(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One sampling parameter. Its name, default and type inside the server are those of the field that holds the row.
+    """One sampling parameter. Its name, default and internal type are those of the field that holds the row.
 
     Args:
-        check: of its value.
-        group: where it acts; it stands with the others of its group in the documentation.
-        text: what it does, in one or two sentences of Markdown, for clients.
-        default_text: the client's, in words, where that is not the field's default.
-        required: a proto message inside the cluster without it is refused; else its absence means the default. For the
-            parameters of the first protocol only: senders of an older version know no others.
-        responses: the Responses API takes it under this name, too.
-        since: version that had it first.
+        check: the check of its value.
+        group: section of the documentation.
+        text: effect, in one or two sentences of Markdown, for clients.
+        default_text: the default in words, if it differs from the field's.
+        required: a proto message inside the cluster without it is rejected; else its absence means the default. Only
+            for
+            parameters of the first protocol: senders of an older version do not send the others.
+        responses: the Responses API accepts it under this name.
+        since: the version that introduced it.
     """
 
     check: Check
@@ -60,7 +63,7 @@ class Row:
 
     @property
     def at_most(self) -> int:
-        """Entries of a list; 0: it is none."""
+        """Most entries of a list; 0: not a list."""
         return getattr(self.check, "at_most", 0)
 
     @property
@@ -88,7 +91,7 @@ def integer(value: object, param: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """Finite, from `low` (or above it) to `high`."""
+    """A finite number from `low` (or above it) to `high`."""
 
     low: float
     high: float
@@ -100,12 +103,12 @@ class Number:
         if not self.low <= found <= self.high or (self.above and found == self.low):
             between = f"above {self.low:g} and at most" if self.above else f"between {self.low:g} and"
             raise InvalidRequestError(f"{param} must be {between} {self.high:g}, got {found:g}", param=param)
-        return found + 0.0  # -0.0 means 0.0
+        return found + 0.0  # -0.0 becomes 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Integer:
-    """From `low` to `high`; `said`: the range in words, for the error."""
+    """An integer from `low` to `high`. `said`: the range in words, for the error."""
 
     low: float = -math.inf
     high: float = math.inf
@@ -130,7 +133,7 @@ class Flag:
 
 
 class Seed:
-    """In two's complement: -1 is 2**64 - 1."""
+    """Two's complement: -1 is 2**64 - 1."""
 
     type_name = "int"
 
@@ -162,7 +165,7 @@ class Ids:
     def __call__(self, value: object, param: str, vocab_size: int, /) -> tuple[int, ...]:
         if not isinstance(value, (list, tuple)):
             raise InvalidRequestError(f"{param} must be a list", param=param)
-        if len(value) > self.at_most:  # before anything looks at each: millions of them would hold up the event loop
+        if len(value) > self.at_most:  # checked first: looking at each of millions would block the event loop
             raise InvalidRequestError(f"{param} takes at most {self.at_most} token ids, got {len(value)}", param=param)
         ids = tuple(integer(i, param) for i in value)
         if any(not 0 <= i < vocab_size for i in ids):
@@ -192,7 +195,7 @@ class Stops:
 
 
 class Biases:
-    """From {token id: bias}, whose keys may be digits (JSON has no other keys), or from pairs."""
+    """A mapping {token id: bias}, whose keys may be digits (JSON keys are strings), or pairs."""
 
     type_name = "Mapping[int, float]"
     at_most = MAX_LOGIT_BIAS
@@ -220,7 +223,7 @@ class Biases:
 
 
 class BadWords:
-    """As token id sequences: texts have become such by then."""
+    """Token id sequences; texts have been tokenized before."""
 
     type_name = "Sequence[str]"
     at_most = MAX_BAD_WORDS

@@ -1,4 +1,4 @@
-"""The cluster secret and what is derived from it."""
+"""The cluster secret and keys derived from it."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def load_secret(path: Path) -> bytes:
 
 
 def further_salt(salt: bytes, text: str) -> bytes:
-    """Parts a tenant's own cache by a text of the caller's. It only ever parts: no text leads into another tenant's."""
+    """Isolates a part of the tenant's cache by a text from the client. It never gives access to another tenant's cache."""
     parts = len(salt).to_bytes(2, "little") + salt + text.encode()
     return blake3(parts, derive_key_context="diptych cache salt of a request").digest(16)
 
 
 def tenant_salt(secret: bytes, tenant: str) -> bytes:
-    """Salt that keeps one tenant's cache apart from another's; "" is the default tenant."""
+    """Salt that separates one tenant's cache from another's; "" is the default tenant."""
     return blake3(tenant.encode(), key=derive_key(secret, "tenant salt")).digest(16)

@@ -1,6 +1,6 @@
-"""The cluster's metadata store, as workers and routers see it. Redis is behind it in production, memory in tests.
+"""The cluster's metadata store, as workers and routers see it: Redis in production, memory in tests.
 
-A cache of facts that every worker can write again, never the truth: callers go on without it, no request waits for it.
+It is a cache of facts that every worker can write again. Callers continue without it, and no request waits for it.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Protocol
 from diptych.common.worker_record import WorkerRecord
 
 TIERS = ("device", "host")
-"""Where a worker keeps blocks: ready for attention, or to be copied back first."""
+"""Tiers of a worker's blocks: on the device, or on the host and copied back before use."""
 
 
 class StoreError(Exception):
-    """The store did not answer in time, or not with sense. Callers go on with what they know and try again."""
+    """The store did not answer in time, or returned invalid data. Callers continue with their last state and retry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,27 +36,30 @@ class KvEvent:
 
 
 Pending = Mapping[str, tuple[int, int]]
-"""By worker id: prompt tokens and requests that a router placed there and has not seen the end of."""
+"""By worker id: prompt tokens and requests that a router placed there and that have not ended."""
 
 
 class PendingStore(Protocol):
-    """What routers tell each other. Bounded in time; StoreError when the store cannot be reached."""
+    """Data shared between routers. Bounded in time; StoreError when the store cannot be reached."""
 
     async def put_pending(self, router_id: str, pending: Pending, *, ttl_s: float) -> None:
-        """Replace this router's row; it ends by itself after `ttl_s`."""
+        """Replace this router's row; it expires after `ttl_s`."""
         ...
 
     async def list_pending(self) -> dict[str, Pending]:
-        """The rows that live, by router id; what does not parse is skipped (and counted)."""
+        """Live rows by router id; a row that does not parse is skipped and counted."""
         ...
 
 
 class BudgetStore(Protocol):
-    """Buckets of tokens that routers share. Bounded in time; StoreError when the store cannot be reached."""
+    """Token buckets shared by routers. Bounded in time; StoreError when the store cannot be reached."""
 
     async def lease_tokens(self, name: str, *, per_minute: int, want: float) -> tuple[float, float]:
-        """(tokens granted, level left) of a bucket that holds a minute's tokens and refills steadily, by the store's clock. At
-        most `want` are granted and at most what is there; a negative `want` gives back."""
+        """Take tokens from a bucket that holds one minute's tokens and refills steadily, by the store's clock.
+
+        Returns: (tokens granted, level left). Grants at most `want` and at most the level; a negative `want` returns
+        tokens.
+        """
         ...
 
 
@@ -72,7 +75,7 @@ class Store(PendingStore, BudgetStore, Protocol):
         ...
 
     async def list_workers(self) -> list[WorkerRecord]:
-        """Workers whose lease lives; rows that do not parse are skipped (and counted)."""
+        """Workers with a live lease; rows that do not parse are skipped and counted."""
         ...
 
     async def append_events(self, worker_id: str, events: Sequence[KvEvent]) -> None: ...

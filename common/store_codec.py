@@ -1,4 +1,4 @@
-"""Rows of the store as bytes, and back. Whatever is read may have been written by anybody: every field is bounded."""
+"""Rows of the store as bytes, and back. Rows are untrusted: every field is bounded."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ _decoder = msgspec.json.Decoder(WorkerRecord)
 
 
 class BadRowError(ValueError):
-    """A row of the store that cannot be used; the text names the field."""
+    """A row of the store is invalid; the text names the field."""
 
 
 def check_id(value: str, what: str = "worker_id") -> str:
-    """Ids become part of keys and labels. Raises: BadRowError unless 1-128 letters, digits, `.`, `_`, `:` or `-`."""
+    """Check an id; ids become part of keys and labels. Raises: BadRowError unless 1-128 letters, digits, `.`, `_`, `:`
+    or `-`."""
     if not _ID.fullmatch(value):
         raise BadRowError(f"{what}: must be 1-128 letters, digits or ._:-")
     return value
@@ -41,7 +42,7 @@ def encode_record(record: WorkerRecord) -> bytes:
 
 
 def decode_record(raw: bytes) -> WorkerRecord:
-    """Raises: BadRowError on anything that is not a worker record with sane values."""
+    """Raises: BadRowError unless `raw` is a worker record with values in range."""
     if len(raw) > MAX_RECORD_BYTES:
         raise BadRowError(f"record: {len(raw)} bytes, more than {MAX_RECORD_BYTES}")
     try:
@@ -92,7 +93,7 @@ def encode_event(event: KvEvent) -> dict[bytes, bytes]:
 
 
 def decode_event(fields: Mapping[bytes, bytes]) -> KvEvent:
-    """Raises: BadRowError on anything that is not an event with sane values."""
+    """Raises: BadRowError unless `fields` are an event with values in range."""
     try:
         incarnation = fields[b"i"].decode()
         epoch, sequence = _count(fields[b"e"], "epoch"), _count(fields[b"s"], "sequence")
@@ -108,7 +109,7 @@ def decode_event(fields: Mapping[bytes, bytes]) -> KvEvent:
     if tier not in TIERS:
         raise BadRowError(f"tier: must be one of {TIERS}")
     if len(blob) % KEY_BYTES or len(blob) > MAX_KEYS_PER_EVENT * KEY_BYTES:
-        raise BadRowError("keys: not a bounded number of whole keys")
+        raise BadRowError("keys: must be a bounded number of complete keys")
     keys = tuple(blob[i : i + KEY_BYTES] for i in range(0, len(blob), KEY_BYTES))
     return KvEvent(incarnation, epoch, sequence, kind, keys, tier)
 
@@ -118,7 +119,7 @@ def encode_pending(pending: Pending) -> dict[str, bytes]:
 
 
 def decode_pending(fields: Mapping[bytes, bytes]) -> dict[str, tuple[int, int]]:
-    """Raises: BadRowError on anything that is not a row of sane sums."""
+    """Raises: BadRowError unless `fields` are a row of sums in range."""
     if len(fields) > MAX_PENDING_WORKERS:
         raise BadRowError(f"pending: more than {MAX_PENDING_WORKERS} workers")
     found = {}

@@ -1,5 +1,5 @@
-"""Certificate and private key of a server, read and checked once at the start. `ssl` is imported where it is used: --help
-should not wait for OpenSSL."""
+"""Certificate and private key of a server, read and checked once at the start. `ssl` is imported in functions, since
+loading OpenSSL would slow --help."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from diptych.common.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class ServerTls:
-    """PEM files and what is in them. The chain begins with the server's own certificate."""
+    """PEM files and their content. The chain begins with the server's certificate."""
 
     cert_file: Path
     key_file: Path
@@ -30,20 +30,20 @@ def load_server_tls(cert_file: Path | str, key_file: Path | str) -> ServerTls:
         except OSError as error:
             raise ConfigError(name, str(file), f"cannot be read: {error.strerror}") from None
     try:
-        # An empty password: an encrypted key is an error, not a question on somebody's terminal.
+        # An empty password: an encrypted key raises an error instead of prompting on the terminal.
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert_file, key_file, password="")
     except (ssl.SSLError, ValueError) as error:
-        raise ConfigError("tls_cert", str(cert_file), f"no use with tls_key={str(key_file)!r}: {error}") from None
+        raise ConfigError("tls_cert", str(cert_file), f"does not match tls_key={str(key_file)!r}: {error}") from None
     return ServerTls(Path(cert_file), Path(key_file), found["tls_cert"], found["tls_key"])
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterTls:
-    """What our own processes show each other (mTLS): a certificate of the cluster's authority, as server and as client.
+    """Certificates of the cluster's processes (mTLS). Each process is server and client, under the cluster's authority.
 
     Args:
-        name: that every peer's certificate must hold (one certificate for a whole pool, whose addresses nobody knows before);
-            empty: the host that it is called by.
+        name: the name that every peer's certificate must hold, for a pool with dynamic addresses; empty: the host of
+            the address.
     """
 
     ca: bytes
@@ -55,13 +55,13 @@ class ClusterTls:
 def load_cluster_tls(
     ca_file: Path | str, cert_file: Path | str, key_file: Path | str, name: str = ""
 ) -> ClusterTls | None:
-    """None: none of the files is named. Raises: ConfigError when only some are, or one cannot be used."""
+    """None: no file is configured. Raises: ConfigError when only some are, or one is invalid."""
     import ssl
 
     named = {"cluster_ca": ca_file, "cluster_cert": cert_file, "cluster_key": key_file}
     if not any(str(file) for file in named.values()):
         if name:
-            raise ConfigError("cluster_tls_name", name, "is of no use without cluster_ca, cluster_cert and cluster_key")
+            raise ConfigError("cluster_tls_name", name, "requires cluster_ca, cluster_cert and cluster_key")
         return None
     for setting, file in named.items():
         if not str(file):

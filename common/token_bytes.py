@@ -1,5 +1,4 @@
-"""What a single token stands for, as bytes: for logprobs, where a token may be half a character. And where in the text each
-token of an output begins."""
+"""The bytes of single tokens, for logprobs: a token may be half a character. And the text offset of each output token."""
 
 from __future__ import annotations
 
@@ -18,24 +17,24 @@ _REPLACEMENT = "\ufffd"
 
 class TextOffsets(Protocol):
     def push(self, token_id: int) -> int:
-        """Index of the character in which the token's text begins, in the text of all that was pushed. A token that only goes
-        on with a character has that character's index; one without text has the index of what comes next."""
+        """Character index, in the text of all pushed tokens, at which the token's text begins. A token that continues a
+        character has that character's index; one without text has the index of the next character."""
 
 
 class Tokens(Protocol):
     """All tokens of one tokenizer."""
 
     def of(self, token_id: int) -> bytes:
-        """Empty for an id that is no token; a special token stands for its own name."""
+        """Bytes of a token; empty for an id that is no token. A special token gives its name."""
 
     def is_text(self, token_id: int) -> bool:
-        """False: the token adds nothing to the text of an output."""
+        """False: the token adds no text to an output."""
 
     def offsets(self) -> TextOffsets: ...
 
 
 class TokenBytes:
-    """Tokens of a ModelTokenizer."""
+    """The tokens of a ModelTokenizer."""
 
     def __init__(self, tokenizer: ModelTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -63,7 +62,7 @@ class TokenBytes:
 
 
 class ByteTokens:
-    """Tokens that are just bytes.
+    """Tokens that are plain bytes.
 
     Args:
         special: ids that are left out of texts.
@@ -81,7 +80,7 @@ class ByteTokens:
 
 
 class _ByteOffsets:
-    """The text is the UTF-8 of the bytes."""
+    """Offsets where the text is the UTF-8 of the bytes."""
 
     def __init__(self, tokens: Tokens) -> None:
         self._tokens = tokens
@@ -92,29 +91,29 @@ class _ByteOffsets:
 
 
 class _CharacterCount:
-    """Bytes in, characters counted."""
+    """Counts the characters of a byte stream."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.whole = 0
 
     def push(self, piece: bytes) -> int:
-        """Index of the character to which the piece's first byte belongs."""
+        """Index of the character that the piece's first byte belongs to."""
         begins, goes_on = self.whole, self._is_within()
         text = self._decoder.decode(piece[:1])
         if goes_on and _REPLACEMENT in text:
-            # The half character before it has become U+FFFD: this byte does not belong to it.
+            # The preceding half character became U+FFFD: this byte does not belong to it.
             begins += len(text) - (0 if self._is_within() else 1)
         self.whole += len(text) + len(self._decoder.decode(piece[1:]))
         return begins
 
     def _is_within(self) -> bool:
-        """A character has begun and is not complete."""
+        """Whether a character is incomplete."""
         return bool(self._decoder.getstate()[0])
 
 
 class _WindowOffsets:
-    """As the text is decoded in common/detokenizer.py: by the library, a run of byte tokens as a whole."""
+    """Offsets of text decoded as in common/detokenizer.py: by the library, a run of byte tokens as a whole."""
 
     def __init__(self, tokenizer: ModelTokenizer, tokens: Tokens) -> None:
         self._detokenizer = IncrementalDetokenizer(tokenizer)
@@ -123,7 +122,7 @@ class _WindowOffsets:
         self._whole = 0
         self._run = b""
         self._characters = _CharacterCount()
-        """Of the run."""
+        """Counts the current run."""
 
     def push(self, token_id: int) -> int:
         text = self._detokenizer.push(token_id)

@@ -1,7 +1,7 @@
-"""Text to token ids and back: the one implementation, used by router, workers and tests. No torch, no transformers.
+"""Text to token ids and back; router, workers and tests share this implementation. No torch, no transformers.
 
-tokenizer.json is taken as it is. Text that spells a special token becomes that token, in completions and inside chat
-messages alike (see common/chat_template.py). A chat prompt gets no further special tokens: its template wrote them.
+tokenizer.json is used unchanged. Text that spells a special token becomes that token, in completions and in chat
+messages (see common/chat_template.py). A chat prompt gets no further special tokens: the template contains them.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from diptych.common.chat_template import (
 from diptych.common.errors import ConfigError, InvalidRequestError, PromptTooLongError
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-"""The library's own thread pool is for batches: ours are of one text, and a pool does not survive a fork."""
+"""The library's thread pool is for batches. Requests encode one text each, and a pool does not survive a fork."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """Sampling defaults that the model's authors recommend; None: they say nothing."""
+    """Sampling defaults recommended by the model's authors; None: not set."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -41,9 +41,11 @@ class GenerationDefaults:
 
 @dataclass(frozen=True, slots=True)
 class TextLimit:
-    """Args:
-    most_bytes: of a text that may become a prompt, in UTF-8.
-    dropped: byte values that do not count, because the tokenizer leaves them out.
+    """A limit on the size of a prompt's text.
+
+    Args:
+        most_bytes: most bytes of a text that may become a prompt, in UTF-8.
+        dropped: byte values that do not count, because the tokenizer drops them.
     """
 
     most_bytes: int
@@ -62,12 +64,12 @@ class TextLimit:
 
 
 class ModelTokenizer:
-    """Tokenizer and chat template of one model folder. Safe to share between threads: nothing changes after the start.
+    """Tokenizer and chat template of one model folder. Thread-safe: immutable after the start.
 
     Args:
         path: folder with tokenizer.json and config.json.
         now: wall clock for templates that print the date.
-    Raises: ConfigError when a file is missing or cannot be used.
+    Raises: ConfigError when a file is missing or invalid.
     """
 
     def __init__(self, path: Path | str, *, now: Callable[[], datetime] = datetime.now) -> None:
@@ -109,7 +111,7 @@ class ModelTokenizer:
 
     @property
     def tool_template(self) -> ChatTemplate | None:
-        """That of conversations with tools."""
+        """The chat template for conversations with tools."""
         return self._tool_template or self._template
 
     @property
@@ -120,26 +122,29 @@ class ModelTokenizer:
     def encode(
         self, text: str, add_special_tokens: bool = True, *, param: str = "prompt", limit: TextLimit | None = None
     ) -> list[int]:
-        """Token ids of `text`; may be empty. Releases the GIL while it works.
+        """Token ids of `text`; may be empty. Releases the GIL.
 
         Args:
-            add_special_tokens: let tokenizer.json add its own (a BOS, for most models that have one).
-            param: field of the request that an error names.
-            limit: of a text that is looked at at all.
-        Raises: InvalidRequestError for a lone surrogate or a token that the model has no embedding for, PromptTooLongError.
+            add_special_tokens: let tokenizer.json add its special tokens (a BOS, for most models that have one).
+            param: field of the request, for errors.
+            limit: checked before the text is tokenized.
+        Raises: InvalidRequestError for a lone surrogate or a token without an embedding in the model,
+            PromptTooLongError.
         """
         encoded = check_text(text, param)
         if limit is not None:
             limit.check(encoded, param)
-        # The fast way keeps no offsets, which nobody here asks for.
+        # The fast variant computes no offsets.
         ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         if ids and max(ids) >= self.vocab_size:
-            raise InvalidRequestError(f"{param} holds a token that the model does not know", param=param)
+            raise InvalidRequestError(f"{param} contains a token without an embedding in this model", param=param)
         return ids
 
     def spans(self, text: str, add_special_tokens: bool = True) -> list[tuple[int, int]]:
-        """Where the tokens of `encode` stand in `text`: (first character, character behind the last). They leave no gap; a
-        token that is a part of a character has all of it, and one that is not in the text has nothing.
+        """(first character, end) of each token of `encode` in `text`.
+
+        The spans leave no gap. A token that is part of a character spans all of it; a token that is not in the text
+        spans nothing.
 
         Raises: as encode.
         """
@@ -149,7 +154,7 @@ class ModelTokenizer:
         for (begin, end), added in zip(encoding.offsets, encoding.special_tokens_mask, strict=True):
             if added:
                 spans.append((reached, reached))
-            else:  # the library's span may begin behind white space that is the token's own
+            else:  # the library's span may leave out leading white space of the token
                 spans.append((min(begin, reached), max(end, reached)))
                 reached = max(end, reached)
         return spans
@@ -164,11 +169,11 @@ class ModelTokenizer:
         continue_final_message: bool = False,
         limit: TextLimit | None = None,
     ) -> list[int]:
-        """Token ids of a conversation in the model's own format.
+        """Token ids of a conversation in the model's format.
 
         Args:
-            continue_final_message: the prompt ends with the last message's content: the answer goes on in it.
-            limit: see encode; of the rendered text.
+            continue_final_message: the prompt ends with the last message's content, which the answer continues.
+            limit: see encode; applies to the rendered text.
         Raises: InvalidRequestError naming the field; see ChatTemplate.render.
         """
         text = self.render_chat(messages, add_generation_prompt, tools=tools, extra=extra)
@@ -184,7 +189,7 @@ class ModelTokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> str:
-        """Text of a conversation in the model's own format. Raises: InvalidRequestError naming the field."""
+        """Text of a conversation in the model's format. Raises: InvalidRequestError naming the field."""
         template = self.tool_template if tools else self._template
         if template is None:
             raise InvalidRequestError("this model has no chat template: use completions", param="messages")
@@ -211,16 +216,16 @@ class ModelTokenizer:
 
 
 def _cut_behind(text: str, content: object) -> str:
-    """`text` up to the end of the last message's `content`, with its white space where the template has kept that.
+    """`text` up to the end of the last message's `content`, including its white space where the template keeps it.
 
-    Raises: InvalidRequestError when it does not stand there.
+    Raises: InvalidRequestError when the content is not found there.
     """
     whole = content if isinstance(content, str) else ""
     last = whole.strip()
     at = text.rfind(last) if last else -1
     if at < 0:
         raise InvalidRequestError(
-            "continue_final_message: the last message's content does not stand in the prompt as it is",
+            "continue_final_message: the template changes the last message's content",
             param="continue_final_message",
         )
     begin = at - (len(whole) - len(whole.lstrip()))
@@ -230,11 +235,11 @@ def _cut_behind(text: str, content: object) -> str:
 _TOOL_MARKS = frozenset(
     {"<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<think>", "</think>"}
 )
-"""Tokens that are a part of the answer whoever calls them special: without their text nobody could read calls or thoughts."""
+"""Special tokens that are kept in the text: it would lose its tool calls or reasoning without them."""
 
 
 def _load_tokenizer(file: Path) -> Tokenizer:
-    """The library's tokenizer; marks of calls and thoughts are ordinary added tokens in it."""
+    """The library's tokenizer, with markers of calls and reasoning as ordinary added tokens."""
     tokenizer = Tokenizer.from_file(str(file))
     marks = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special} & _TOOL_MARKS
     if not marks:
@@ -247,7 +252,7 @@ def _load_tokenizer(file: Path) -> Tokenizer:
 
 
 def generation_defaults(path: Path | str) -> GenerationDefaults:
-    """Sampling defaults in generation_config.json, read whether or not it also says `do_sample`.
+    """Sampling defaults in generation_config.json, with or without its `do_sample`.
 
     Raises: ConfigError when a value is not a finite number of the right kind.
     """

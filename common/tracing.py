@@ -6,9 +6,9 @@
           prefill  SERVER "prefill"      parent: in the call's metadata
           decode   INTERNAL "kv transfer"
 
-The endpoint is the standard OTEL_EXPORTER_OTLP_ENDPOINT (or ..._TRACES_ENDPOINT). Without it nothing is imported and a span
-costs one call; a caller's context still travels on, so that others may connect what lies around us. Spans are begun and
-ended by hand: they live in generators and callbacks, where a current-span context would be somebody else's.
+The endpoint is the standard OTEL_EXPORTER_OTLP_ENDPOINT (or ..._TRACES_ENDPOINT). Without it OpenTelemetry is not
+imported and a span costs one call; a caller's context is still passed on. Spans are started and ended explicitly: they
+live in generators and callbacks, where the current-span context may belong to another request.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ Value = str | int | float | bool | list[str]
 
 
 class Span:
-    """A span of ours, or (with `span` None) nothing but the context that travels on. `end` is idempotent."""
+    """A span; with `span` None only the context that is passed on. `end` is idempotent."""
 
     def __init__(self, span: Any, traceparent: str) -> None:
         self._span = span
         self.traceparent = traceparent
-        """To be given to whoever works for this span; may be empty."""
+        """For the processes that work for this span; may be empty."""
 
     @property
     def recording(self) -> bool:
@@ -69,7 +69,7 @@ class Span:
 
 
 class Tracing:
-    """Where spans go; one for the process, see `tracing`."""
+    """The span exporter of this process, see `tracing`."""
 
     def __init__(self) -> None:
         self._provider: Any = None
@@ -92,8 +92,8 @@ class Tracing:
 
         Args:
             kind: server, client or internal.
-            parent: a traceparent; empty or malformed: a trace of its own.
-            began_s_ago: it really began so long ago.
+            parent: a traceparent; empty or malformed: a new trace.
+            began_s_ago: seconds by which the start is backdated.
         """
         parent = parent if len(parent) <= _MAX_CONTEXT else ""
         if self._tracer is None:
@@ -146,7 +146,7 @@ class Tracing:
         return True
 
     def close(self) -> None:
-        """Send what is left, for a bounded time, and switch off. Idempotent; blocks, so call it off the event loop."""
+        """Flush for a bounded time and switch off. Idempotent; blocks, so call it off the event loop."""
         provider, self._provider, self._tracer = self._provider, None, None
         if provider is not None:
             provider.force_flush(_FLUSH_MS)
@@ -154,4 +154,4 @@ class Tracing:
 
 
 tracing = Tracing()
-"""The process's own."""
+"""The instance of this process."""

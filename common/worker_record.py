@@ -1,4 +1,4 @@
-"""What a worker writes about itself into the store, and what a router reads; values are parsed as hostile."""
+"""A worker's record in the store, as routers read it; values are parsed as untrusted."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class WorkerLoad(msgspec.Struct, frozen=True):
     link_bytes_per_s: dict[str, float] = {}
     """Decode: measured bytes/s of reads from each prefill worker id."""
     host_bytes_per_s: float = 0.0
-    """From the host tier back to the device."""
+    """Copies from the host tier back to the device."""
     prompt_step_s: float = 0.0
-    """Of a step that computes prompts."""
+    """Duration of a step that computes prompts, in seconds."""
 
 
 class WorkerRecord(msgspec.Struct, frozen=True):
@@ -39,8 +39,8 @@ class WorkerRecord(msgspec.Struct, frozen=True):
     max_num_seqs: int
     event_epoch: int
     event_sequence: int = 0
-    """Last cache event of this epoch that the worker emitted: a reader that stays behind it has missed some."""
+    """Last cache event of this epoch; a reader that is behind it has missed events."""
     host_event_sequence: int = 0
-    """The same of its host tier."""
+    """The same for the host tier."""
     state: str = "ready"  # "ready" | "draining"
     load: WorkerLoad = WorkerLoad()

@@ -115,7 +115,7 @@ async def test_every_way_to_ask_gives_the_same(client: AsyncClient, cluster, gol
     async with AsyncClient(cluster.grpc_address, timeout_s=60.0, lookaside=True) as direct:
         alone = await direct.generate(**options, explain=True)
         together = await asyncio.gather(*(direct.generate(**options) for _ in range(6)))
-        assert direct._lookaside._doorways, "no answer came straight from decode"
+        assert direct._lookaside._streams, "no answer came straight from decode"
 
     def ask_sync() -> Completion:
         with Client(cluster.grpc_address, lookaside=True) as sync:

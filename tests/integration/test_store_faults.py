@@ -16,7 +16,7 @@ from redis import asyncio as aioredis
 from redis.exceptions import RedisError
 
 from diptych.common.clock import MonotonicClock
-from diptych.common.redis_store import RedisStore, _is_of_the_server
+from diptych.common.redis_store import RedisStore, _is_connection_error
 from diptych.common.registration import WorkerRegistration
 from diptych.router.placement.reservations import Reservation
 from diptych.router.requests.messages import FinishedEvent
@@ -402,4 +402,4 @@ def test_2_3_which_errors_speak_of_the_server():
         "NOPERM User router has no permissions to run the 'set' command": False,
         "ERR unknown command 'x-READONLY'": False,
     }
-    assert {text: _is_of_the_server(BaseParser.parse_error(text)) for text in told} == told
+    assert {text: _is_connection_error(BaseParser.parse_error(text)) for text in told} == told

@@ -143,7 +143,7 @@ def test_2_8_a_grandchild_ends_too() -> None:
 
 
 def test_2_8_a_parent_that_ended_before_the_tie_was_made_is_noticed() -> None:
-    words = child.tied([*PYTHON, "print('ran')"])
+    words = child.with_death_signal([*PYTHON, "print('ran')"])
     assert str(os.getpid()) in words
     of_a_dead_parent = [word if word != str(os.getpid()) else "1" for word in words]
     done = subprocess.run(of_a_dead_parent, capture_output=True, timeout=DEADLINE_S, check=False)

@@ -40,9 +40,9 @@ def resolver(monkeypatch):
 async def test_all_wait_for_one_answer(resolver):
     lookup = NameLookup("nowhere", 6379)
     for _ in range(3):
-        assert "does not answer" in await lookup.found(0.01)
+        assert "does not answer" in await lookup.failure(0.01)
     assert resolver.asked == 1
-    waiting = [asyncio.create_task(lookup.found(60.0)) for _ in range(3)]
+    waiting = [asyncio.create_task(lookup.failure(60.0)) for _ in range(3)]
     await asyncio.sleep(0)
     resolver.answer.set()
     assert all("cannot be looked up" in why for why in await asyncio.gather(*waiting))
