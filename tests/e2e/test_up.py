@@ -45,16 +45,15 @@ def test_1_the_shared_clusters_have_no_variable_that_a_user_does_not_set(cluster
         for name, value in pytest_process.environ().items()
         if name == LANES_VARIABLE or not name.startswith(("DIPTYCH_", "PYTEST_"))
     }
+    # Whoever loads them: Python sets the first where the user has no locale, libreadline the others.
+    of_libraries = {"LC_CTYPE", "COLUMNS", "LINES"}
     for process in (cluster.process, colocated.process):
         env = psutil.Process(process.pid).environ()
         assert env.pop("DIPTYCH_RUN_DIR")
-        for each in (env, users):
-            each.pop("LC_CTYPE", None)  # Python sets it where the user has no locale
-        assert env == users
+        assert {name for name, _ in env.items() ^ users.items()} <= of_libraries
     for child in cluster.state.children:
-        added = psutil.Process(child.pid).environ().keys() - users.keys() - {"LC_CTYPE", "DIPTYCH_RUN_DIR"}
-        assert not added & {"TRITON_INTERPRET"}
-        assert not {name for name in added if name.startswith("PYTEST_")}
+        added = psutil.Process(child.pid).environ().keys() - users.keys()
+        assert not [name for name in added if name.startswith(("TRITON_", "PYTEST_"))]
 
 
 def test_second_up_from_the_same_folder_is_refused(cluster, cluster_module):
