@@ -17,47 +17,73 @@ _ALIGN = 16  # floats: one cache line
 _PIECE_BYTES = 64 << 20
 
 
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+"""Of the gate, by the name that model_config gives them: what Layer.activation holds."""
+MAX_HEAD_DIM = 256
+
+
 class Layer(ctypes.Structure):
-    """Weights packed, or None where the family has none. window: tokens a query sees; 0: all."""
+    """One decoder layer: every feature that families differ in is a field, and one that is absent costs nothing.
+
+    Weights are packed (Library.pack), norms plain; None where the layer has none. post_attention_norm and
+    post_feedforward_norm are applied to what attention, or the feed-forward part, adds to the residual. A family that
+    multiplies by (1 + w) stores 1 + w here.
+
+    cosines, sines: [positions, head_dim / 2] each. kv: address of block 0's K; its V lies block_size tokens behind.
+    block_step: floats from one block to the next. group: of Step.groups.
+    window: tokens a query sees; 0: all. activation: of ACTIVATIONS. scale: of the queries.
+    softcap: a score s becomes softcap * tanh(s / softcap); 0: it stays.
+    """
 
     _fields_: ClassVar[Any] = [
         *(
             (name, c_void_p)
             for name in (
-                "input_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "o", "o_bias", "post_norm", "gate_up",
-                "gate_up_bias", "down", "down_bias",
+                "input_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "o", "o_bias", "post_attention_norm",
+                "pre_feedforward_norm", "gate_up", "gate_up_bias", "down", "down_bias", "post_feedforward_norm",
+                "cosines", "sines", "kv",
             )
         ),
-        ("window", c_int64),
+        *((name, c_int64) for name in ("block_step", "group", "window", "activation")),
+        ("scale", c_float),
+        ("softcap", c_float),
     ]  # fmt: skip
 
 
 class Model(ctypes.Structure):
-    """cosines, sines: [positions, head_dim / 2]."""
+    """What all layers share. eps: of every norm."""
 
     _fields_: ClassVar[Any] = [
         ("layers", POINTER(Layer)),
-        *((name, c_void_p) for name in ("pool", "cosines", "sines")),
-        *(
-            (name, c_int64)
-            for name in ("num_layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "block_size")
-        ),
+        *((name, c_int64) for name in ("hidden", "ffn", "heads", "kv_heads", "head_dim", "block_size")),
         ("eps", c_float),
-        ("scale", c_float),
-    ]  # fmt: skip
+    ]
+
+
+class Group(ctypes.Structure):
+    """Where the layers of one KV group keep the step's tokens.
+
+    blocks: the block tables, one after the other, as Step.tiles says. An entry is not read when all of its tokens lie before
+    the windows of all rows of its sequence in this step. slots: [rows], in tokens from Layer.kv: where a row's K goes.
+    """
+
+    _fields_: ClassVar[Any] = [("blocks", c_void_p), ("slots", c_void_p)]
 
 
 class Step(ctypes.Structure):
-    """x .. up: [rows, ...] buffers; tiles: [num_tiles, 4] as in attention.h; scores: [threads,
-    scores_step], at least TILE * max_len a thread."""
+    """x .. up: [rows, ...] buffers; tiles: [num_tiles, 4] as in attention.h; groups: as many as the layers name.
+
+    max_len: tokens of the longest sequence, rounded up to 64. scores: [threads, scores_step], scores_step at least
+    Library.tile * max_len.
+    """
 
     _fields_: ClassVar[Any] = [
         *(
             (name, c_void_p)
-            for name in (
-                "x", "normed", "qkv", "attended", "gate", "up", "positions", "slots", "tiles", "blocks", "scores",
-            )
+            for name in ("x", "normed", "qkv", "attended", "gate", "up", "positions", "tiles")
         ),
+        ("groups", POINTER(Group)),
+        ("scores", c_void_p),
         *((name, c_int64) for name in ("rows", "num_tiles", "max_len", "scores_step", "num_threads")),
     ]  # fmt: skip
 
@@ -73,9 +99,13 @@ class Library:
         self.tile: int = function("tile", returns=c_int64)()
         """Queries that go through the KV together."""
         self.lanes: int = function("lanes", returns=c_int64)()
+        size_of = function("struct_size", c_int64, returns=c_int64)
+        ours = [ctypes.sizeof(kind) for kind in (Layer, Model, Group, Step)]
+        assert [size_of(i) for i in range(len(ours))] == ours, "a struct differs between api.py and decoder.c"
         self._tile_rows = function("tile_rows", c_int64, returns=c_int64)
         self._pack = function("pack", c_void_p, c_int64, c_int64, c_void_p)
         self._norm = function("norm", *[c_void_p] * 3, c_int64, c_int64, c_float)
+        self._softcap = function("softcap", c_void_p, c_int64, c_float)
         self._linear = function("linear", *[c_void_p] * 4, *[c_int64] * 4)
         step = (POINTER(Model), POINTER(Step))
         self.layers = function("layers", *step, c_int64, c_int64)
@@ -99,6 +129,23 @@ class Library:
         out = torch.empty_like(x)
         self._norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), *x.shape, eps)
         return out
+
+    def softcap(self, values: Tensor, cap: float) -> None:
+        """values = cap * tanh(values / cap), in place. values: float32, contiguous."""
+        self._softcap(values.data_ptr(), values.numel(), cap)
+
+    def misfit(self, *, hidden: int, ffn: int, head_dim: int, activation: str) -> str | None:
+        """Why the layers cannot be of these sizes, or None: they step through a row in whole vectors and panels."""
+        if activation not in ACTIVATIONS:
+            return f"its activation is {activation}"
+        for name, value, step in (
+            ("head_dim", head_dim, max(self.panel, 2 * self.lanes)),
+            ("hidden_size", hidden, self.lanes),
+            ("intermediate_size", ffn, self.panel),
+        ):
+            if value % step:
+                return f"{name} {value} is no multiple of {step}"
+        return None if head_dim <= MAX_HEAD_DIM else f"head_dim {head_dim} is above {MAX_HEAD_DIM}"
 
     def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int, num_threads: int) -> Tensor:
         """x: [rows, inputs], contiguous. Returns: [rows, outputs]."""

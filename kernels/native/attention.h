@@ -24,8 +24,9 @@ struct attention {
     float *scores;          /* [threads][scores_step], room for TILE * max_len at least */
     long scores_step, whole_rows; /* whole_rows: single rows go with all heads, where they fit */
     long num_tiles, block_step, v_offset, block_size, kv_heads, group, head_dim, q_step, out_step, max_len;
-    long window;            /* tokens that a query sees; 0: all */
-    float scale;
+    long window;            /* tokens that a query sees; 0: all. What lies before the first of them is not read */
+    float scale;            /* of the queries */
+    float softcap;          /* a score s becomes softcap * tanh(s / softcap); 0: it stays */
 };
 
 /* Queries of one KV head that go through a row's tokens together. */
@@ -142,10 +143,23 @@ INLINE long first_seen(const struct attention *a, long position) {
 }
 INLINE long lane_begin(long first) { return first - first % LANES; }
 
+/* values[i] = cap * tanh(values[i] / cap), each as if it were alone. */
+static void cap_values(float *values, long count, float cap) {
+    for (long i = 0; i < count; i += LANES) {
+        float part[LANES] = {0};
+        long some = min_long(LANES, count - i);
+        vec value = some == LANES ? load(values + i) : (memcpy(part, values + i, some * sizeof(float)), load(part));
+        value = spread(cap) * tanh_lanes(value / spread(cap));
+        if (some == LANES) store(values + i, value);
+        else store(part, value), memcpy(values + i, part, some * sizeof(float));
+    }
+}
+
 /* A query's scores of tokens [begin, end) to weights; what is not in [first, last) weighs nothing. Its lanes begin where those of
  * token 0 do. */
-INLINE float weigh(float *own, long first, long last, long begin, long end) {
+INLINE float weigh(float *own, long first, long last, long begin, long end, float softcap) {
     long from = lane_begin(first);
+    if (softcap != 0.0f) cap_values(own + first, last - first, softcap);
     for (long t = from; t < first; t++) own[t] = -INFINITY;
     float total = soften(own + from, last - from);
     for (long t = begin; t < first; t++) own[t] = 0.0f;
@@ -158,7 +172,7 @@ INLINE void attend_heads(const int heads, const struct attention *a, const int64
                          long position, float *scores) {
     float q[TILE][MAX_HEAD_DIM], sums[TILE][MAX_HEAD_DIM], totals[TILE];
     long dim = a->head_dim, step = a->kv_heads * dim, size = a->block_size, end = position + 1;
-    long first = first_seen(a, position), begin = lane_begin(first);
+    long first = first_seen(a, position);
     struct ahead none = {a->pool, 0};
     for (int j = 0; j < heads; j++) {
         const float *from = a->q + row * a->q_step + (head + j) * dim;
@@ -167,14 +181,14 @@ INLINE void attend_heads(const int heads, const struct attention *a, const int64
             store(sums[j] + d, (vec){0});
         }
     }
-    for (long t = begin; t < end;) {
+    for (long t = first; t < end;) {
         long offset = t % size, count = min_long(size - offset, end - t);
         const float *k = a->pool + table[t / size] * a->block_step + kv_head * dim + offset * step;
         block_scores(heads, q[0], MAX_HEAD_DIM, k, step, dim, count, none, scores + t, a->max_len);
         t += count;
     }
-    for (int j = 0; j < heads; j++) totals[j] = weigh(scores + j * a->max_len, first, end, begin, end);
-    for (long t = begin; t < end;) {
+    for (int j = 0; j < heads; j++) totals[j] = weigh(scores + j * a->max_len, first, end, first, end, a->softcap);
+    for (long t = first; t < end;) {
         long offset = t % size, count = min_long(size - offset, end - t);
         const float *v = a->pool + table[t / size] * a->block_step + a->v_offset + kv_head * dim + offset * step;
         for (long d = 0; d < dim; d += PANEL)
@@ -193,18 +207,18 @@ INLINE void attend_row(const int together, const struct attention *a, const int6
                        float *scores) {
     float q[MAX_ROW], totals[MAX_ROW_HEADS], *out = a->out + row * a->out_step;
     long dim = a->head_dim, step = a->kv_heads * dim, size = a->block_size, heads = a->kv_heads * a->group;
-    long end = position + 1, seen = first_seen(a, position), begin = lane_begin(seen);
+    long end = position + 1, first = first_seen(a, position);
     for (long d = 0; d < heads * dim; d += LANES) {
         store(q + d, load(a->q + row * a->q_step + d) * spread(a->scale));
         store(out + d, (vec){0});
     }
-    for (long t = begin; t < end;) {
+    for (long t = first; t < end;) {
         long offset = t % size, count = min_long(size - offset, end - t), next = t + count;
         const float *k = a->pool + table[t / size] * a->block_step + offset * step;
         /* behind the last K comes the first V */
         const float *then = next < end ? a->pool + table[next / size] * a->block_step
-                                       : a->pool + table[begin / size] * a->block_step + a->v_offset;
-        struct ahead ahead = {then, next < end ? min_long(size, end - next) : min_long(size, end - begin / size * size)};
+                                       : a->pool + table[first / size] * a->block_step + a->v_offset;
+        struct ahead ahead = {then, next < end ? min_long(size, end - next) : min_long(size, end - first / size * size)};
         for (long head = 0; head < heads; head += together) {
             long at = head / a->group * dim;
             struct ahead part = {ahead.rows + at, ahead.count};
@@ -212,8 +226,8 @@ INLINE void attend_row(const int together, const struct attention *a, const int6
         }
         t = next;
     }
-    for (long head = 0; head < heads; head++) totals[head] = weigh(scores + head * end, seen, end, begin, end);
-    for (long t = begin; t < end;) {
+    for (long head = 0; head < heads; head++) totals[head] = weigh(scores + head * end, first, end, first, end, a->softcap);
+    for (long t = first; t < end;) {
         long offset = t % size, count = min_long(size - offset, end - t), next = t + count;
         const float *v = a->pool + table[t / size] * a->block_step + a->v_offset + offset * step;
         struct ahead ahead = {a->pool, 0};

@@ -44,11 +44,11 @@ INLINE void transpose8(const float *const *rows, long at, float *to, long step) 
     }
 }
 
-/* What one task reads: KV head `head` of a sequence's tokens. */
+/* What one task reads: KV head `head` of a sequence's tokens from `first` on. */
 struct sequence {
     const struct attention *a;
     const int64_t *table;
-    long head;
+    long head, first;
 };
 
 INLINE const float *token_at(const struct sequence *s, long t) {
@@ -58,19 +58,21 @@ INLINE const float *token_at(const struct sequence *s, long t) {
 
 static const float no_key[MAX_HEAD_DIM];
 
-/* K of tokens [t, t + count) as panels [dim][PANEL]; behind the last one zeros. */
+/* K of tokens [t, t + count) as panels [dim][PANEL]; zeros behind the last one and for what is not read. */
 INLINE void pack_keys(const struct sequence *s, long t, long count, float *to) {
     long dim = s->a->head_dim;
     for (long i = 0; i < KEYS; i += 8) {
         const float *rows[8];
-        for (int r = 0; r < 8; r++) rows[r] = i + r < count ? token_at(s, t + i + r) : no_key;
+        for (int r = 0; r < 8; r++) rows[r] = i + r < count && t + i + r >= s->first ? token_at(s, t + i + r) : no_key;
         for (long d = 0; d < dim; d += 8) transpose8(rows, d, to + (i / PANEL * dim + d) * PANEL + i % PANEL, PANEL);
     }
 }
 
 INLINE void pack_values(const struct sequence *s, long t, long count, float *to) {
-    for (long i = 0; i < count; i++)
-        memcpy(to + i * s->a->head_dim, token_at(s, t + i) + s->a->v_offset, s->a->head_dim * sizeof(float));
+    for (long i = 0; i < count; i++) {
+        const float *from = t + i < s->first ? no_key : token_at(s, t + i) + s->a->v_offset;
+        memcpy(to + i * s->a->head_dim, from, s->a->head_dim * sizeof(float));
+    }
 }
 
 /* Every LANES-th dimension from `lane` on. */
@@ -173,7 +175,7 @@ static void attend_queries(const struct sequence *s, long row, long position, lo
     }
     for (long j = 0; j < count; j++) {
         long at = position + (first + j) / group, last = position + (min_long(count, (j / TILE + 1) * TILE) - 1 + first) / group;
-        totals[j] = weigh(scores + j * step, first_seen(a, at) - begin, at + 1 - begin, 0, last + 1 - begin);
+        totals[j] = weigh(scores + j * step, first_seen(a, at) - begin, at + 1 - begin, 0, last + 1 - begin, a->softcap);
     }
     for (long t = 0; t < end; t += KEYS) {
         pack_values(s, begin + t, min_long(KEYS, end - t), packed);
@@ -198,9 +200,9 @@ static void attend_task(const void *context, long task, int thread) {
         attend_single(a, table, head, t[0], t[2], scores);
         return;
     }
-    struct sequence s = {a, table, head};
     for (long first = 0, count; first < queries; first += count) {
-        long begin = lane_begin(first_seen(a, t[2] + first / a->group));
+        struct sequence s = {a, table, head, first_seen(a, t[2] + first / a->group)};
+        long begin = lane_begin(s.first);
         long step = ceil_div(t[2] + t[1] - begin, KEYS) * KEYS;
         long most = min_long(min_long(TILE_QUERIES, QUERY_FLOATS / a->head_dim), a->scores_step / step);
         count = min_long(queries - first, max_long(TILE, most / TILE * TILE));

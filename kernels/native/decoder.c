@@ -8,36 +8,55 @@
 #define EXPORT __attribute__((visibility("default")))
 #define NORM_ROWS 16
 
+enum activation { SILU, GELU_TANH };
+
+/* What a layer lacks is NULL. A post norm is taken of what attention, or the feed-forward part, adds to the row. */
 struct layer {
-    const float *input_norm, *qkv, *qkv_bias, *q_norm, *k_norm, *o, *o_bias, *post_norm, *gate_up, *gate_up_bias, *down,
-        *down_bias;
-    int64_t window;
+    const float *input_norm, *qkv, *qkv_bias, *q_norm, *k_norm, *o, *o_bias, *post_attention_norm, *pre_feedforward_norm,
+        *gate_up, *gate_up_bias, *down, *down_bias, *post_feedforward_norm;
+    const float *cosines, *sines;      /* [positions][head_dim / 2] */
+    float *kv;                         /* K of block 0; its V lies block_size rows behind */
+    int64_t block_step;                /* floats from one block to the next */
+    int64_t group;                     /* of the step: whose blocks and slots are this layer's */
+    int64_t window, activation;        /* window: tokens that a query sees; 0: all */
+    float scale, softcap;              /* of the queries; of the scores, 0: none */
 };
 
 struct model {
     const struct layer *layers;
-    float *pool;
-    const float *cosines, *sines; /* [positions][head_dim / 2] */
-    int64_t num_layers, hidden, ffn, heads, kv_heads, head_dim, block_size;
-    float eps, scale;
+    int64_t hidden, ffn, heads, kv_heads, head_dim, block_size;
+    float eps;
+};
+
+/* blocks: the block tables, which may hold anything for blocks that lie before every window. slots: rows of kv, one for each row
+ * of the step. */
+struct group {
+    const int64_t *blocks, *slots;
 };
 
 struct step {
     float *x, *normed, *qkv, *attended, *gate, *up; /* [rows][hidden, hidden, .., heads * head_dim, ffn, ffn] */
-    const int64_t *positions, *slots, *tiles, *blocks;
+    const int64_t *positions, *tiles;
+    const struct group *groups;
     float *scores;
     int64_t rows, num_tiles, max_len, scores_step, num_threads;
 };
 
-INLINE void norm_row(const float *x, const float *weight, long size, float eps, float *y) {
+INLINE vec norm_scale(const float *x, long size, float eps) {
     vec squares = {0};
     for (long i = 0; i < size; i += LANES) squares += load(x + i) * load(x + i);
-    vec scale = spread(1.0f / sqrtf(sum_lanes(squares) / (float)size + eps));
+    return spread(1.0f / sqrtf(sum_lanes(squares) / (float)size + eps));
+}
+
+INLINE void norm_row(const float *x, const float *weight, long size, float eps, float *y) {
+    vec scale = norm_scale(x, size, eps);
     for (long i = 0; i < size; i += LANES) store(y + i, load(x + i) * scale * load(weight + i));
 }
 
+/* y = norm(x), after x += norm of what stands in y where `post` is given; weight NULL: that is all. */
 struct norm {
-    const float *x, *weight;
+    float *x;
+    const float *post, *weight;
     float *y;
     long rows, size;
     float eps;
@@ -45,20 +64,33 @@ struct norm {
 
 static void norm_task(const void *context, long task, int thread) {
     const struct norm *job = context;
+    long size = job->size;
     (void)thread;
-    for (long r = task * NORM_ROWS; r < min_long(job->rows, (task + 1) * NORM_ROWS); r++)
-        norm_row(job->x + r * job->size, job->weight, job->size, job->eps, job->y + r * job->size);
+    for (long r = task * NORM_ROWS; r < min_long(job->rows, (task + 1) * NORM_ROWS); r++) {
+        float *x = job->x + r * size, *y = job->y + r * size;
+        if (job->post) {
+            vec scale = norm_scale(y, size, job->eps);
+            for (long i = 0; i < size; i += LANES) store(x + i, load(x + i) + load(y + i) * scale * load(job->post + i));
+        }
+        if (job->weight) norm_row(x, job->weight, size, job->eps, y);
+    }
 }
 
-static void norm_rows(const float *x, const float *weight, float *y, long rows, long size, float eps, int num_threads) {
-    struct norm job = {x, weight, y, rows, size, eps};
-    run_tasks(norm_task, &job, ceil_div(rows, NORM_ROWS), num_threads);
+static void norm_run(const struct norm *job, int num_threads) {
+    if (job->post || job->weight) run_tasks(norm_task, job, ceil_div(job->rows, NORM_ROWS), num_threads);
+}
+
+/* y = x W^T + bias is added to the step's rows, or with a post norm left in `normed`, for norm_task to add. */
+static void project(const struct model *m, const struct step *s, const float *x, long inputs, const float *weight,
+                    const float *bias, const float *post) {
+    struct linear job = {x, weight, bias, post ? s->normed : s->x, s->rows, inputs, m->hidden, inputs, m->hidden, !post};
+    linear_run(&job, (int)s->num_threads);
 }
 
 struct turn {
     const struct model *model;
     const struct step *step;
-    long layer;
+    const struct layer *layer;
 };
 
 /* Halves, as Hugging Face checkpoints expect. */
@@ -73,19 +105,19 @@ INLINE void rotate(float *x, const float *cosine, const float *sine, long half) 
 static void turn_task(const void *context, long task, int thread) {
     const struct turn *job = context;
     const struct model *m = job->model;
-    const struct layer *layer = &m->layers[job->layer];
+    const struct layer *layer = job->layer;
     long dim = m->head_dim, half = dim / 2, kv_size = m->kv_heads * dim, all = m->heads + 2 * m->kv_heads;
     (void)thread;
     for (long r = task * NORM_ROWS; r < min_long(job->step->rows, (task + 1) * NORM_ROWS); r++) {
         float *row = job->step->qkv + r * all * dim, *k = row + m->heads * dim;
-        const float *cosine = m->cosines + job->step->positions[r] * half;
-        const float *sine = m->sines + job->step->positions[r] * half;
+        const float *cosine = layer->cosines + job->step->positions[r] * half;
+        const float *sine = layer->sines + job->step->positions[r] * half;
         for (long h = 0; h < m->heads + m->kv_heads; h++) {
             const float *weight = h < m->heads ? layer->q_norm : layer->k_norm;
             if (weight) norm_row(row + h * dim, weight, dim, m->eps, row + h * dim);
             rotate(row + h * dim, cosine, sine, half);
         }
-        float *to = m->pool + (2 * job->layer * m->block_size + job->step->slots[r]) * kv_size;
+        float *to = layer->kv + job->step->groups[layer->group].slots[r] * kv_size;
         memcpy(to, k, kv_size * sizeof(float));
         memcpy(to + m->block_size * kv_size, k + kv_size, kv_size * sizeof(float));
     }
@@ -95,22 +127,23 @@ static void attention_part(const struct model *m, long index, const struct step 
     const struct layer *layer = &m->layers[index];
     long dim = m->head_dim, kv_size = m->kv_heads * dim, all = m->heads * dim + 2 * kv_size;
     int threads = (int)s->num_threads;
-    norm_rows(s->x, layer->input_norm, s->normed, s->rows, m->hidden, m->eps, threads);
+    struct norm norm = {s->x, 0, layer->input_norm, s->normed, s->rows, m->hidden, m->eps};
+    norm_run(&norm, threads);
     struct linear qkv = {s->normed, layer->qkv, layer->qkv_bias, s->qkv, s->rows, m->hidden, all, m->hidden, all, 0};
     linear_run(&qkv, threads);
-    struct turn turn = {m, s, index};
+    struct turn turn = {m, s, layer};
     run_tasks(turn_task, &turn, ceil_div(s->rows, NORM_ROWS), threads);
     struct attention attention = {
-        .pool = m->pool + 2 * index * m->block_size * kv_size,
+        .pool = layer->kv,
         .q = s->qkv,
         .out = s->attended,
         .tiles = s->tiles,
-        .blocks = s->blocks,
+        .blocks = s->groups[layer->group].blocks,
         .scores = s->scores,
         .scores_step = s->scores_step,
         .whole_rows = s->num_tiles >= 2 * s->num_threads,
         .num_tiles = s->num_tiles,
-        .block_step = m->num_layers * 2 * m->block_size * kv_size,
+        .block_step = layer->block_step,
         .v_offset = m->block_size * kv_size,
         .block_size = m->block_size,
         .kv_heads = m->kv_heads,
@@ -120,13 +153,23 @@ static void attention_part(const struct model *m, long index, const struct step 
         .out_step = m->heads * dim,
         .max_len = s->max_len,
         .window = layer->window,
-        .scale = m->scale,
+        .scale = layer->scale,
+        .softcap = layer->softcap,
     };
     run_tasks(attend_task, &attention, s->num_tiles * m->kv_heads, threads);
 }
 
+INLINE vec silu_lanes(vec x) { return x / (spread(1.0f) + exp_lanes(-x)); }
+
+/* x / 2 (1 + tanh u) = x / (1 + e^-2u) */
+INLINE vec gelu_tanh_lanes(vec x) {
+    vec u = spread(0.7978845608f) * (x + spread(0.044715f) * x * x * x);
+    return x / (spread(1.0f) + exp_lanes(-(u + u)));
+}
+
 struct feed {
     struct linear gate, up;
+    int64_t activation;
 };
 
 static void feed_task(const void *context, long task, int thread) {
@@ -138,28 +181,31 @@ static void feed_task(const void *context, long task, int thread) {
     linear_share(&job->up, share, job->gate.weight + share.end * size);
     for (long r = share.first; r < share.last; r++) {
         float *gate = job->gate.y + r * outputs, *up = job->up.y + r * outputs;
-        for (long i = share.p * PANEL; i < min_long(outputs, share.end * PANEL); i += LANES) {
-            vec value = load(gate + i);
-            store(gate + i, value / (spread(1.0f) + exp_lanes(-value)) * load(up + i));
-        }
+        long end = min_long(outputs, share.end * PANEL);
+        if (job->activation == GELU_TANH)
+            for (long i = share.p * PANEL; i < end; i += LANES) store(gate + i, gelu_tanh_lanes(load(gate + i)) * load(up + i));
+        else
+            for (long i = share.p * PANEL; i < end; i += LANES) store(gate + i, silu_lanes(load(gate + i)) * load(up + i));
     }
 }
 
 static void feed_part(const struct model *m, long index, const struct step *s) {
     const struct layer *layer = &m->layers[index];
-    long hidden = m->hidden, ffn = m->ffn, q_size = m->heads * m->head_dim, rows = s->rows;
+    long hidden = m->hidden, ffn = m->ffn, rows = s->rows;
     int threads = (int)s->num_threads;
-    struct linear o = {s->attended, layer->o, layer->o_bias, s->x, rows, q_size, hidden, q_size, hidden, 1};
-    linear_run(&o, threads);
-    norm_rows(s->x, layer->post_norm, s->normed, rows, hidden, m->eps, threads);
+    project(m, s, s->attended, m->heads * m->head_dim, layer->o, layer->o_bias, layer->post_attention_norm);
+    struct norm before = {s->x, layer->post_attention_norm, layer->pre_feedforward_norm, s->normed, rows, hidden, m->eps};
+    norm_run(&before, threads);
     const float *bias = layer->gate_up_bias, *up = layer->gate_up + num_panels(ffn) * PANEL * hidden;
     struct feed feed = {
         {s->normed, layer->gate_up, bias, s->gate, rows, hidden, ffn, hidden, ffn, 0},
         {s->normed, up, bias ? bias + ffn : 0, s->up, rows, hidden, ffn, hidden, ffn, 0},
+        layer->activation,
     };
     run_tasks(feed_task, &feed, num_shares(&feed.gate), threads);
-    struct linear down = {s->gate, layer->down, layer->down_bias, s->x, rows, ffn, hidden, ffn, hidden, 1};
-    linear_run(&down, threads);
+    project(m, s, s->gate, ffn, layer->down, layer->down_bias, layer->post_feedforward_norm);
+    struct norm after = {s->x, layer->post_feedforward_norm, 0, s->normed, rows, hidden, m->eps};
+    norm_run(&after, threads);
 }
 
 /* ---- what Python calls ---- */
@@ -168,6 +214,12 @@ EXPORT int64_t diptych_panel(void) { return PANEL; }
 EXPORT int64_t diptych_tile(void) { return TILE; }
 EXPORT int64_t diptych_lanes(void) { return LANES; }
 EXPORT int64_t diptych_tile_rows(int64_t group) { return tile_rows(group); }
+
+/* Of the structs that Python fills. */
+EXPORT int64_t diptych_struct_size(int64_t which) {
+    const int64_t sizes[] = {sizeof(struct layer), sizeof(struct model), sizeof(struct group), sizeof(struct step)};
+    return sizes[which];
+}
 
 /* weight: [outputs][inputs]; out: outputs rounded up to PANEL, times inputs. */
 EXPORT void diptych_pack(const float *weight, int64_t outputs, int64_t inputs, float *out) {
@@ -191,8 +243,11 @@ EXPORT void diptych_feed_part(const struct model *model, const struct step *step
 }
 
 EXPORT void diptych_norm(const float *x, const float *weight, float *y, int64_t rows, int64_t size, float eps) {
-    norm_rows(x, weight, y, rows, size, eps, 1);
+    for (long r = 0; r < rows; r++) norm_row(x + r * size, weight, size, eps, y + r * size);
 }
+
+/* values[i] = cap * tanh(values[i] / cap), in place: each as if it were alone. */
+EXPORT void diptych_softcap(float *values, int64_t count, float cap) { cap_values(values, count, cap); }
 
 /* y: [rows][outputs] = x W^T + bias */
 EXPORT void diptych_linear(const float *x, const float *packed, const float *bias, float *y, int64_t rows, int64_t inputs,

@@ -106,4 +106,17 @@ INLINE vec exp_lanes(vec x) {
     return p * (vec)exponent;
 }
 
+/* tanh to about 2e-7 relative, also near 0; NaN stays NaN. */
+INLINE vec tanh_lanes(vec x) {
+    vec square = x * x, p = spread(-5.70498872745e-3f);
+    p = p * square + spread(2.06390887954e-2f);
+    p = p * square + spread(-5.37397155531e-2f);
+    p = p * square + spread(1.33314422036e-1f);
+    p = p * square + spread(-3.33332819422e-1f);
+    vec near = p * square * x + x;
+    vec size = choose(x < spread(0.0f), -x, x);
+    vec far = spread(1.0f) - spread(2.0f) / (exp_lanes(size + size) + spread(1.0f));
+    return choose(size < spread(0.625f), near, choose(x < spread(0.0f), -far, far));
+}
+
 #endif

@@ -15,9 +15,9 @@ from diptych.engine.exec.native.batch import NativeBatch
 from diptych.engine.exec.native.weights import PackedLinear
 from diptych.engine.exec.norm import RmsNorm
 from diptych.engine.exec.rope import rope_tables
-from diptych.engine.exec.weights import DecoderWeights, LayerWeights
+from diptych.engine.exec.weights import DecoderWeights
 from diptych.engine.runner import StepAborted
-from diptych.kernels.native.api import Layer, Library, Model, Step
+from diptych.kernels.native.api import ACTIVATIONS, Group, Layer, Library, Model, Step
 
 _ROW_LAYERS = 128
 """Rows x layers of one call in a step of single tokens: some ten milliseconds. Each call gives up the interpreter lock, and
@@ -41,15 +41,8 @@ class NativeDecoder:
         device = torch.device("cpu")
         cosines, sines = rope_tables(config.rope, config.head_dim, max_model_len, dtype=torch.float32, device=device)
         self._kept = (cosines.contiguous(), sines.contiguous(), pool.tensor)
-        layers = (Layer * config.num_layers)(
-            *(_layer(layer, window) for layer, window in zip(weights.layers, config.sliding_windows, strict=True))
-        )
         self._model = Model(
-            layers=layers,
-            pool=pool.tensor.data_ptr(),
-            cosines=self._kept[0].data_ptr(),
-            sines=self._kept[1].data_ptr(),
-            num_layers=config.num_layers,
+            layers=(Layer * config.num_layers)(*(self._layer(i, pool) for i in range(config.num_layers))),
             hidden=config.hidden_size,
             ffn=config.intermediate_size,
             heads=config.num_heads,
@@ -57,9 +50,34 @@ class NativeDecoder:
             head_dim=config.head_dim,
             block_size=pool.block_size,
             eps=config.rms_norm_eps,
-            scale=config.head_dim**-0.5,
         )
         self._buffers = _Buffers(config, library)
+
+    def _layer(self, index: int, pool: KvPool) -> Layer:
+        config, layer = self._config, self._weights.layers[index]
+        (qkv, qkv_bias), (o, o_bias) = _packed(layer.qkv), _packed(layer.o)
+        (gate_up, gate_up_bias), (down, down_bias) = _packed(layer.gate_up), _packed(layer.down)
+        return Layer(
+            input_norm=_weight(layer.input_norm),
+            qkv=qkv,
+            qkv_bias=qkv_bias,
+            q_norm=_weight(layer.q_norm),
+            k_norm=_weight(layer.k_norm),
+            o=o,
+            o_bias=o_bias,
+            pre_feedforward_norm=_weight(layer.post_norm),
+            gate_up=gate_up,
+            gate_up_bias=gate_up_bias,
+            down=down,
+            down_bias=down_bias,
+            cosines=self._kept[0].data_ptr(),
+            sines=self._kept[1].data_ptr(),
+            kv=pool.tensor[:, index].data_ptr(),
+            block_step=pool.tensor.stride(0),
+            window=config.sliding_windows[index] or 0,
+            activation=ACTIVATIONS[config.activation],
+            scale=config.head_dim**-0.5,
+        )
 
     def forward(
         self,
@@ -101,32 +119,14 @@ def _give_up(should_abort: Callable[[], bool] | None) -> None:
         raise StepAborted
 
 
-def _layer(layer: LayerWeights, window: int | None) -> Layer:
-    def packed(linear: object) -> tuple[int, int | None]:
-        if not isinstance(linear, PackedLinear):
-            raise TypeError(f"{type(linear).__name__} is not packed")
-        return linear.packed.data_ptr(), _at(linear.bias)
+def _packed(linear: object) -> tuple[int, int | None]:
+    if not isinstance(linear, PackedLinear):
+        raise TypeError(f"{type(linear).__name__} is not packed")
+    return linear.packed.data_ptr(), _at(linear.bias)
 
-    def weight(norm: RmsNorm | None) -> int | None:
-        return None if norm is None else norm.weight.data_ptr()
 
-    (qkv, qkv_bias), (o, o_bias) = packed(layer.qkv), packed(layer.o)
-    (gate_up, gate_up_bias), (down, down_bias) = packed(layer.gate_up), packed(layer.down)
-    return Layer(
-        input_norm=weight(layer.input_norm),
-        qkv=qkv,
-        qkv_bias=qkv_bias,
-        q_norm=weight(layer.q_norm),
-        k_norm=weight(layer.k_norm),
-        o=o,
-        o_bias=o_bias,
-        post_norm=weight(layer.post_norm),
-        gate_up=gate_up,
-        gate_up_bias=gate_up_bias,
-        down=down,
-        down_bias=down_bias,
-        window=window or 0,
-    )
+def _weight(norm: RmsNorm | None) -> int | None:
+    return None if norm is None else norm.weight.data_ptr()
 
 
 class _Buffers:
@@ -163,9 +163,8 @@ class _Buffers:
             x=x.data_ptr(),
             **{name: tensor.data_ptr() for name, tensor in self._tensors.items()},
             positions=batch.positions.ctypes.data,
-            slots=batch.slots.ctypes.data,
             tiles=batch.tiles.ctypes.data,
-            blocks=batch.blocks.ctypes.data,
+            groups=(Group * 1)(Group(batch.blocks.ctypes.data, batch.slots.ctypes.data)),
             scores=self._scores.data_ptr(),
             rows=rows,
             num_tiles=len(batch.tiles),

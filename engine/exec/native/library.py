@@ -17,7 +17,6 @@ from diptych.kernels.native.build import NativeError, build, find_compiler, want
 from diptych.kernels.native.kv_move import SOURCES, KvMoves
 
 _log = logging.getLogger(__name__)
-_MAX_HEAD_DIM = 256
 
 
 @cache
@@ -40,23 +39,6 @@ def choose_moves() -> KvMoves | None:
         return None
 
 
-def _misfit(config: ModelConfig, library: Library) -> str | None:
-    """Why the kernels cannot compute this model, or None. They step through a row in whole vectors and panels."""
-    if config.activation != "silu":
-        return f"its activation is {config.activation}"
-    lanes, panel = library.lanes, library.panel
-    for name, value, step in (
-        ("head_dim", config.head_dim, max(panel, 2 * lanes)),
-        ("hidden_size", config.hidden_size, lanes),
-        ("intermediate_size", config.intermediate_size, panel),
-    ):
-        if value % step:
-            return f"{name} {value} is no multiple of {step}"
-    if config.head_dim > _MAX_HEAD_DIM:
-        return f"head_dim {config.head_dim} is above {_MAX_HEAD_DIM}"
-    return None
-
-
 def choose_library(config: ModelConfig, dtype: torch.dtype, wanted: str | None) -> Library | None:
     """The library, or None for plain torch. Which one it was, the log says: torch takes about twice as long.
 
@@ -71,7 +53,13 @@ def choose_library(config: ModelConfig, dtype: torch.dtype, wanted: str | None) 
         if sys.platform == "win32":
             raise NativeError("not on Windows")
         library = _load(find_compiler(), lanes)
-        if (misfit := _misfit(config, library)) is not None:
+        misfit = library.misfit(
+            hidden=config.hidden_size,
+            ffn=config.intermediate_size,
+            head_dim=config.head_dim,
+            activation=config.activation,
+        )
+        if misfit is not None:
             raise NativeError(misfit)
         return library
     except NativeError as error:

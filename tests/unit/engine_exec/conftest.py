@@ -54,7 +54,7 @@ VARIANTS: dict[str, tuple[str, dict]] = {
     "qwen3": ("Qwen3ForCausalLM", {}),
     "qwen3-one-kv-head": ("Qwen3ForCausalLM", {"head_dim": 64, "num_key_value_heads": 1, "attention_bias": True}),
 }  # fmt: skip
-FOR_TORCH = {"llama-tied", "llama-gelu", "mistral-gelu-tanh"}
+FOR_TORCH = {"llama-tied", "llama-gelu"}
 """Variants that no width of the compiled kernels takes."""
 BACKENDS = [(name, lanes) for name in sorted(VARIANTS) for lanes in (None, *(() if name in FOR_TORCH else ALL_LANES))]
 

@@ -1,0 +1,241 @@
+"""Decoder layers of any description, on the compiled kernels and in plain torch: what the tests of kernels/native share."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn.functional import gelu, silu
+
+from diptych.kernels.native.api import ACTIVATIONS, Group, Layer, Library, Model, Step
+
+NOWHERE = 0
+"""A block of NaN: what a table holds for blocks behind every window."""
+NORMS = ("input_norm", "post_attention_norm", "pre_feedforward_norm", "post_feedforward_norm")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    hidden: int = 96
+    ffn: int = 160
+    heads: int = 6
+    kv_heads: int = 2
+    head_dim: int = 32
+    block_size: int = 8
+    eps: float = 1e-6
+
+
+@dataclass(frozen=True)
+class Features:
+    """Of one layer. window, softcap: 0 for none. group: its KV group."""
+
+    post_norms: bool = False
+    qk_norm: bool = False
+    bias: bool = False
+    window: int = 0
+    softcap: float = 0.0
+    scale: float = 0.17
+    theta: float = 10_000.0
+    stretch: float = 1.0
+    activation: str = "silu"
+    group: int = 0
+
+
+LLAMA = Features()
+QWEN3 = Features(qk_norm=True, bias=True)
+GEMMA2 = (
+    Features(post_norms=True, window=13, softcap=0.7, scale=0.3, activation="gelu_tanh", group=1),
+    Features(post_norms=True, softcap=0.7, scale=0.3, activation="gelu_tanh"),
+)
+GEMMA3 = (
+    Features(post_norms=True, qk_norm=True, window=11, scale=0.4, activation="gelu_tanh", group=1),
+    Features(post_norms=True, qk_norm=True, scale=0.4, theta=1e6, stretch=8.0, activation="gelu_tanh"),
+)
+
+
+class Plain:
+    """Memory of exactly the size asked for."""
+
+    def take(self, size: int) -> Tensor:
+        return torch.empty(size)
+
+
+@dataclass
+class Prompt:
+    """tables: one for each group. done: tokens whose KV is in the pool."""
+
+    x: Tensor
+    tables: list[list[int]]
+    done: int = 0
+    outputs: list[Tensor] = field(default_factory=list)
+
+    @property
+    def output(self) -> Tensor:
+        return torch.cat(self.outputs)
+
+
+class Layers:
+    """Random layers on the kernels, with KV pages of each group in a pool of its own."""
+
+    def __init__(
+        self, library: Library, features: Sequence[Features], sizes: Sizes = Sizes(), *, num_blocks: int = 64,
+        max_len: int = 256, seed: int = 0,
+    ) -> None:  # fmt: skip
+        self.library, self.features, self.sizes = library, tuple(features), sizes
+        torch.manual_seed(seed)
+        self.rng = random.Random(seed)
+        s, self.max_len = sizes, max_len
+        qkv = (s.heads + 2 * s.kv_heads) * s.head_dim
+        self.weights: list[dict[str, Tensor]] = []
+        self.tables = []
+        for f in self.features:
+            w = {name: torch.rand(s.hidden) + 0.5 for name in NORMS if f.post_norms or not name.startswith("post")}
+            if f.qk_norm:
+                w |= {name: torch.rand(s.head_dim) + 0.5 for name in ("q_norm", "k_norm")}
+            for name, outputs, inputs in (
+                ("qkv", qkv, s.hidden), ("o", s.hidden, s.heads * s.head_dim), ("gate_up", 2 * s.ffn, s.hidden),
+                ("down", s.hidden, s.ffn),
+            ):  # fmt: skip
+                w[name] = torch.randn(outputs, inputs) * 2 * inputs**-0.5
+                if f.bias:
+                    w[f"{name}_bias"] = torch.randn(outputs) * 0.5
+            self.weights.append(w)
+            inverse = f.theta ** -(torch.arange(0, s.head_dim, 2, dtype=torch.float64) / s.head_dim) / f.stretch
+            angles = torch.outer(torch.arange(max_len, dtype=torch.float64), inverse)
+            self.tables.append((angles.cos().float(), angles.sin().float()))
+        self.groups = 1 + max(f.group for f in self.features)
+        counts = [sum(f.group == g for f in self.features) for g in range(self.groups)]
+        page = 2 * s.block_size * s.kv_heads * s.head_dim
+        self.pools = [torch.full((num_blocks, count, page), float("nan")) for count in counts]
+        self.free = [self.rng.sample(range(1, num_blocks), num_blocks - 1) for _ in counts]
+        self._kept: list[object] = []
+        self._model = self._make_model()
+
+    def _make_model(self) -> Model:
+        s, at = self.sizes, [0] * self.groups
+        layers = (Layer * len(self.features))()
+        for layer, f, w, (cosines, sines) in zip(layers, self.features, self.weights, self.tables, strict=True):
+            packed = {name: self.library.pack(w[name], Plain()) for name in ("qkv", "o", "down")}
+            packed["gate_up"] = torch.cat([self.library.pack(half, Plain()) for half in w["gate_up"].chunk(2)])
+            held = w | packed
+            self._kept.append(held)
+            for name, tensor in held.items():
+                setattr(layer, name, tensor.data_ptr())
+            pool = self.pools[f.group]
+            layer.cosines, layer.sines = cosines.data_ptr(), sines.data_ptr()
+            layer.kv, layer.block_step = pool[:, at[f.group]].data_ptr(), pool.stride(0)
+            at[f.group] += 1
+            layer.group, layer.window, layer.activation = f.group, f.window, ACTIVATIONS[f.activation]
+            layer.scale, layer.softcap = f.scale, f.softcap
+        return Model(layers, s.hidden, s.ffn, s.heads, s.kv_heads, s.head_dim, s.block_size, s.eps)
+
+    def sequence(self, length: int, *, seed: int = 1) -> Prompt:
+        """`length` random rows, with blocks for them."""
+        generator = torch.Generator().manual_seed(seed)
+        count = -(-length // self.sizes.block_size)
+        tables = [[free.pop() for _ in range(count)] for free in self.free]
+        return Prompt(torch.randn(length, self.sizes.hidden, generator=generator), tables)
+
+    def release(self, sequence: Prompt) -> None:
+        for free, table in zip(self.free, sequence.tables, strict=True):
+            free += table
+
+    def _table(self, group: int, sequence: Prompt, first: int) -> list[int]:
+        """As a pool that frees what lies behind the window of the row at `first` has it."""
+        windows = [f.window for f in self.features if f.group == group]
+        seen = 0 if 0 in windows else max(0, first + 1 - max(windows))
+        return [
+            block if (i + 1) * self.sizes.block_size > seen else NOWHERE
+            for i, block in enumerate(sequence.tables[group])
+        ]
+
+    def run(self, *parts: tuple[Prompt, int], threads: int = 1) -> None:
+        """One step: of each sequence the next so many rows."""
+        s, tile = self.sizes, self.library.tile_rows(self.sizes.heads // self.sizes.kv_heads)
+        blocks: list[list[int]] = [[] for _ in range(self.groups)]
+        slots: list[list[int]] = [[] for _ in range(self.groups)]
+        positions: list[int] = []
+        tiles: list[tuple[int, int, int, int]] = []
+        for sequence, count in parts:
+            for at in range(0, count, tile):
+                first = (len(positions) + at, min(tile, count - at), sequence.done + at, len(blocks[0]))
+                tiles.append(first)
+            for g in range(self.groups):
+                table = self._table(g, sequence, sequence.done)
+                page = self.pools[g].stride(0) // (s.kv_heads * s.head_dim)
+                for p in range(sequence.done, sequence.done + count):
+                    slots[g].append(table[p // s.block_size] * page + p % s.block_size)
+                blocks[g] += table[: (sequence.done + count - 1) // s.block_size + 1]
+            positions += range(sequence.done, sequence.done + count)
+        rows = len(positions)
+        longest = -(-max(sequence.done + count for sequence, count in parts) // 64) * 64
+        x = torch.cat([sequence.x[sequence.done : sequence.done + count] for sequence, count in parts])
+        qkv = (s.heads + 2 * s.kv_heads) * s.head_dim
+        buffers = [torch.empty(rows * n) for n in (s.hidden, qkv, s.heads * s.head_dim, s.ffn, s.ffn)]
+        scores = torch.empty(threads * self.library.tile * longest)
+        numbers = [torch.tensor(values) for values in (positions, tiles, *blocks, *slots)]
+        at_blocks, at_slots = numbers[2 : 2 + self.groups], numbers[2 + self.groups :]
+        step = Step(
+            x.data_ptr(), *(b.data_ptr() for b in buffers), numbers[0].data_ptr(), numbers[1].data_ptr(),
+            (Group * self.groups)(
+                *(Group(b.data_ptr(), i.data_ptr()) for b, i in zip(at_blocks, at_slots, strict=True))
+            ),
+            scores.data_ptr(), rows, len(tiles), longest, self.library.tile * longest, threads,
+        )  # fmt: skip
+        self.library.layers(ctypes.byref(self._model), ctypes.byref(step), 0, len(self.features))
+        for (sequence, count), out in zip(parts, x.split([count for _, count in parts]), strict=True):
+            sequence.outputs.append(out)
+            sequence.done += count
+
+    def reference(self, x: Tensor) -> Tensor:
+        """The same layers in float64, over one whole sequence."""
+        x = x.double()
+        for f, weights, tables in zip(self.features, self.weights, self.tables, strict=True):
+            w = {name: value.double() for name, value in weights.items()}
+            x = x + self._post(w, "post_attention_norm", self._attention(f, w, tables, self._norm(x, w["input_norm"])))
+            y = _linear(self._norm(x, w["pre_feedforward_norm"]), w, "gate_up")
+            gate, up = y.chunk(2, dim=-1)
+            gate = gelu(gate, approximate="tanh") if f.activation == "gelu_tanh" else silu(gate)
+            x = x + self._post(w, "post_feedforward_norm", _linear(gate * up, w, "down"))
+        return x
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return x / (x.pow(2).mean(-1, keepdim=True) + self.sizes.eps).sqrt() * weight
+
+    def _post(self, w: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
+        return self._norm(x, w[name]) if name in w else x
+
+    def _attention(self, f: Features, w: dict[str, Tensor], tables: tuple[Tensor, Tensor], x: Tensor) -> Tensor:
+        s, length = self.sizes, len(x)
+        q, k, v = (
+            _linear(x, w, "qkv")
+            .view(length, -1, s.head_dim)
+            .transpose(0, 1)
+            .split([s.heads, s.kv_heads, s.kv_heads])
+        )  # fmt: skip
+        if f.qk_norm:
+            q, k = self._norm(q, w["q_norm"]), self._norm(k, w["k_norm"])
+        cosines, sines = (table[:length].double() for table in tables)
+
+        def turned(y: Tensor) -> Tensor:
+            left, right = y.chunk(2, dim=-1)
+            return torch.cat((left * cosines - right * sines, right * cosines + left * sines), dim=-1)
+
+        q, k = turned(q), turned(k)
+        k, v = (y.repeat_interleave(s.heads // s.kv_heads, dim=0) for y in (k, v))
+        scores = q @ k.transpose(1, 2) * f.scale
+        if f.softcap:
+            scores = f.softcap * torch.tanh(scores / f.softcap)
+        behind = torch.arange(length)[:, None] - torch.arange(length)
+        seen = (behind >= 0) & (behind < (f.window or length))
+        attended = scores.masked_fill(~seen, float("-inf")).softmax(-1) @ v
+        return _linear(attended.transpose(0, 1).reshape(length, -1), w, "o")
+
+
+def _linear(x: Tensor, w: dict[str, Tensor], name: str) -> Tensor:
+    y = x @ w[name].T
+    return y + w[f"{name}_bias"] if f"{name}_bias" in w else y
