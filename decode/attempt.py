@@ -26,7 +26,6 @@ from diptych.decode.spans import AttemptSpan
 from diptych.decode.submission import Submission
 from diptych.engine.grammar.program import Program
 from diptych.engine.messages import (
-    AddRequest,
     Admitted,
     Cancel,
     Candidate,
@@ -45,7 +44,7 @@ from diptych.engine.messages import (
     TokenLogprobs,
     TokensOut,
 )
-from diptych.rpc.convert import logprobs_from_proto, logprobs_to_proto, sampling_to_proto
+from diptych.rpc.convert import logprobs_from_proto, logprobs_to_proto, prompt_fields, sampling_to_proto
 from diptych.rpc.errors import to_failure
 from diptych.rpc.v1 import decode_pb2, prefill_pb2, types_pb2
 from diptych.worker import wire
@@ -101,7 +100,7 @@ class Attempt:
             request_id=submission.request_id,
             decode=submission.placement.decode.worker_id,
             decode_pid=os.getpid(),
-            prompt_tokens=len(submission.prompt_token_ids),
+            prompt_tokens=len(submission.prompt.token_ids),
         )
         self._timer = asyncio.get_running_loop().call_later(submission.remaining_s, self._on_deadline)
         self._log = structlog.get_logger(__name__).bind(request_id=submission.request_id, attempt=submission.attempt)
@@ -136,19 +135,16 @@ class Attempt:
         self._entered = True
         self._outbox.accepted(sub.attempt)
         self._engine.send(
-            AddRequest(
-                EngineRequest(
-                    attempt=sub.attempt,
-                    prompt_token_ids=sub.prompt_token_ids,
-                    sampling=sub.sampling,
-                    # May still become local (RunLocally), once it is known how much decode has cached.
-                    mode=KvMode.REMOTE,
-                    cache_salt=sub.cache_salt,
-                    tenant=sub.cache_salt.hex(),
-                    priority=sub.priority,
-                    output_token_ids=sub.output_token_ids,
-                    grammar=grammar,
-                )
+            EngineRequest(
+                attempt=sub.attempt,
+                prompt=sub.prompt,
+                sampling=sub.sampling,
+                # May still become local (RunLocally), once it is known how much decode has cached.
+                mode=KvMode.REMOTE,
+                tenant=sub.prompt.cache_salt.hex(),
+                priority=sub.priority,
+                output_token_ids=sub.output_token_ids,
+                grammar=grammar,
             )
         )
 
@@ -162,7 +158,7 @@ class Attempt:
             return
         self._facts.reserved_s = self._elapsed()
         self._facts.cached_decode = event.num_cached_tokens
-        uncached = len(self._sub.prompt_token_ids) - event.num_cached_tokens
+        uncached = len(self._sub.prompt.token_ids) - event.num_cached_tokens
         self._take(choose_route(self._sub.placement, uncached, self._sub.policy))
 
     def on_preempted(self, event: Preempted) -> None:
@@ -186,7 +182,7 @@ class Attempt:
 
     def _come_back(self, num_cached: int) -> None:
         """It has blocks again, after FetchAgain. What is still cached here may have made this the shorter way after all."""
-        num_tokens = len(self._sub.prompt_token_ids) + len(self._outputs[0]) - 1
+        num_tokens = len(self._sub.prompt.token_ids) + len(self._outputs[0]) - 1
         ref = self._way_back(num_tokens - num_cached) if num_tokens > num_cached else None
         if ref is None:
             self._engine.send(RunLocally(self._sub.attempt))
@@ -332,7 +328,6 @@ class Attempt:
         request = prefill_pb2.PrefillRequest(
             attempt=f"{sub.attempt}/{self._leg_number}",
             request_id=sub.request_id,
-            prompt_token_ids=sub.prompt_token_ids,
             output_token_ids=outputs,
             sampling=sampling_to_proto(replace(sub.sampling, grammar=None)),
             first_token_mask=b"" if outputs else self._first_mask,
@@ -341,8 +336,8 @@ class Attempt:
             prefill=wire.ref_to_proto(ref),
             decode=wire.ref_to_proto(sub.placement.decode),
             remaining_s=max(remaining_s - min(_LEG_MARGIN_S, 0.05 * remaining_s), 0.001),
-            cache_salt=sub.cache_salt,
             priority=sub.priority,
+            **prompt_fields(sub.prompt),
         )
         return RemotePrefill(
             self._tools,
@@ -352,7 +347,7 @@ class Attempt:
             attempt=sub.attempt,
             ref=ref,
             request=request,
-            num_tokens=len(sub.prompt_token_ids) + max(0, len(outputs) - 1),
+            num_tokens=len(sub.prompt.token_ids) + max(0, len(outputs) - 1),
             traceparent=self._span.traceparent,
         )
 

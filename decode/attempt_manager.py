@@ -23,7 +23,7 @@ from diptych.common.grammar import Grammar
 from diptych.decode.attempt import Attempt, CompileGrammar
 from diptych.decode.outbox import Events, Outbox
 from diptych.decode.remote_prefill import RemotePrefillContext
-from diptych.decode.submission import Limits, parse_submit
+from diptych.decode.submission import parse_submit
 from diptych.engine.grammar.program import Program
 from diptych.engine.messages import (
     Admitted,
@@ -38,6 +38,7 @@ from diptych.engine.messages import (
 )
 from diptych.rpc.errors import to_failure
 from diptych.rpc.v1 import decode_pb2
+from diptych.worker.incoming import Limits
 from diptych.worker.ports import Engine
 
 log = structlog.get_logger(__name__)

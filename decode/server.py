@@ -19,13 +19,13 @@ from diptych.decode.refetch_policy import PrefillRates
 from diptych.decode.remote_prefill import RemotePrefillContext
 from diptych.decode.service import DecodeServicer
 from diptych.decode.slab_unpacker import SlabUnpacker
-from diptych.decode.submission import Limits
 from diptych.decode.ticket_verifier import TicketVerifier
 from diptych.engine.messages import EngineEvent
 from diptych.kvtransfer.planner import shape_of
 from diptych.rpc.channels import open_channel
 from diptych.rpc.stubs import add_decode
 from diptych.worker.config import WorkerConfig
+from diptych.worker.incoming import Limits
 from diptych.worker.peers import PeerDirectory
 from diptych.worker.process import run_process
 from diptych.worker.runtime import WorkerRuntime
@@ -65,7 +65,7 @@ class DecodeRole:
         self.intake = AttemptManager(
             runtime.engine,
             tools,
-            Limits(runtime.worker_id, runtime.incarnation, runner.vocab_size, runner.max_model_len),
+            Limits(runtime.worker_id, runtime.incarnation, runner.vocab_size, runner.max_model_len, runner.block_size),
             path=runtime.transfer.path,
             max_attempts=config.max_queue,
             compile_grammar=None if self._grammars is None else self._grammars.compile_with_mask,

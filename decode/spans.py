@@ -21,7 +21,7 @@ class AttemptSpan:
                 "diptych.request_id": submission.request_id,
                 "diptych.attempt": submission.attempt,
                 "diptych.worker": submission.placement.decode.worker_id,
-                "gen_ai.usage.input_tokens": len(submission.prompt_token_ids),
+                "gen_ai.usage.input_tokens": len(submission.prompt.token_ids),
             },
         )
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from diptych.common.errors import InvalidRequestError, PromptTooLongError, StaleReferenceError
+from diptych.common.errors import InvalidRequestError, PromptTooLongError
+from diptych.common.request import Prompt
 from diptych.common.sampling import SamplingParams
 from diptych.decode.admission import FailurePolicy, Placement
 from diptych.rpc import convert
 from diptych.rpc.v1 import decode_pb2, router_pb2, types_pb2
+from diptych.worker.incoming import Limits, check_addressed
 from diptych.worker.refs import WorkerRef
 
 MAX_ATTEMPT_ID = 128
@@ -23,24 +25,13 @@ _POLICIES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """What this worker can serve."""
-
-    worker_id: str
-    incarnation: str
-    vocab_size: int
-    max_model_len: int
-
-
-@dataclass(frozen=True, slots=True)
 class Submission:
     attempt: str
     request_id: str
-    prompt_token_ids: tuple[int, ...]
+    prompt: Prompt
     sampling: SamplingParams
     placement: Placement
     remaining_s: float
-    cache_salt: bytes
     policy: FailurePolicy
     priority: int = 0
     traceparent: str = ""
@@ -55,22 +46,15 @@ def parse_submit(message: decode_pb2.Submit, limits: Limits) -> Submission:
     Raises: InvalidRequestError or PromptTooLongError naming the field; StaleReferenceError when the placement meant
         another life of this worker.
     """
-    if not message.attempt or len(message.attempt) > MAX_ATTEMPT_ID:
-        raise InvalidRequestError(f"attempt must have 1 to {MAX_ATTEMPT_ID} characters", param="attempt")
     target = message.placement.decode
-    if (target.worker_id, target.incarnation) != (limits.worker_id, limits.incarnation):
-        raise StaleReferenceError(
-            f"placement is for {target.worker_id}/{target.incarnation}, this is {limits.worker_id}/{limits.incarnation}"
-        )
+    check_addressed(message.attempt, target, limits, max_attempt_id=MAX_ATTEMPT_ID)
     num_prompt = len(message.prompt_token_ids)
-    if num_prompt < 1:
-        raise InvalidRequestError("the prompt is empty", param="prompt")
     if num_prompt >= limits.max_model_len:
         raise PromptTooLongError(
             f"the prompt has {num_prompt} tokens; the context of {limits.max_model_len} must leave room for one more",
             param="prompt",
         )
-    prompt = convert.check_token_ids(message.prompt_token_ids, vocab_size=limits.vocab_size, param="prompt")
+    prompt = convert.prompt_from_proto(message, vocab_size=limits.vocab_size)
     outputs = convert.check_token_ids(message.output_token_ids, vocab_size=limits.vocab_size, param="output_token_ids")
     policy = _POLICIES.get(message.failure_policy)
     if policy is None:
@@ -80,7 +64,7 @@ def parse_submit(message: decode_pb2.Submit, limits: Limits) -> Submission:
     return Submission(
         attempt=message.attempt,
         request_id=message.request_id,
-        prompt_token_ids=prompt,
+        prompt=prompt,
         sampling=convert.sampling_from_proto(message.sampling, vocab_size=limits.vocab_size),
         placement=Placement(
             decode=_ref(target),
@@ -89,7 +73,6 @@ def parse_submit(message: decode_pb2.Submit, limits: Limits) -> Submission:
             local_prefill_max_tokens=message.placement.local_prefill_max_tokens,
         ),
         remaining_s=convert.check_remaining(message.remaining_s),
-        cache_salt=message.cache_salt,
         priority=message.priority,
         traceparent=message.traceparent,
         policy=policy,

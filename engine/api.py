@@ -13,7 +13,6 @@ from diptych.engine.config import EngineConfig
 from diptych.engine.core import EngineCore
 from diptych.engine.loop import Ask, StepThread
 from diptych.engine.messages import (
-    AddRequest,
     AttemptEvent,
     CacheDump,
     Cancel,
@@ -71,7 +70,7 @@ class EngineClient:
         self._thread.start()
 
     def send(self, command: Command) -> None:
-        """Thread-safe; never blocks. After the engine's end an AddRequest is answered by Failed, an UnpackRange by
+        """Thread-safe; never blocks. After the engine's end an EngineRequest is answered by Failed, an UnpackRange by
         RangeUnpacked(unpacked=False)."""
         self._thread.put(command)
 
@@ -120,7 +119,7 @@ class EngineClient:
         self._own[attempt] = queue
         ended = False
         try:
-            self.send(AddRequest(request))
+            self.send(request)
             while True:
                 event = await queue.get()
                 if isinstance(event, Failed):

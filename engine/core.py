@@ -17,12 +17,12 @@ from diptych.engine.async_unpacks import AsyncUnpacks
 from diptych.engine.config import EngineConfig
 from diptych.engine.in_flight_step import InFlightStep, PlanTimer
 from diptych.engine.messages import (
-    AddRequest,
     BlockCopy,
     Cancel,
     Command,
     CopyKind,
     EngineEvent,
+    EngineRequest,
     EngineStats,
     FetchAgain,
     FirstCandidates,
@@ -144,7 +144,7 @@ class EngineCore:
     def handle(self, command: Command) -> None:
         scheduler = self.scheduler
         match command:
-            case AddRequest(request):
+            case EngineRequest() as request:
                 scheduler.add(request, self._clock.now())
             case Cancel(attempt):
                 scheduler.cancel(attempt)

@@ -18,10 +18,10 @@ from diptych.common.clock import Clock
 from diptych.common.errors import DiptychError, InternalError, WorkerLostError
 from diptych.engine.core import EngineCore
 from diptych.engine.messages import (
-    AddRequest,
     Cancel,
     Command,
     EngineEvent,
+    EngineRequest,
     EngineStats,
     Failed,
     GrantSlabs,
@@ -233,8 +233,8 @@ class StepThread:
                 item = self._inbox.get_nowait()
             except Empty:
                 break
-            if isinstance(item, AddRequest):
-                refused.append(Failed(item.request.attempt, error))
+            if isinstance(item, EngineRequest):
+                refused.append(Failed(item.attempt, error))
             elif isinstance(item, UnpackRange):
                 refused.append(RangeUnpacked(item.attempt, item.job, False))
             elif isinstance(item, Ask):

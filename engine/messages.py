@@ -4,10 +4,10 @@
 
 A request's life by mode:
 
-    LOCAL    AddRequest -> Admitted -> TokensOut* -> Finished
-    PREFILL  AddRequest -> Admitted -> (RangePacked | PromptComputed TokensOut[first token])* -> PrefillComplete
+    LOCAL    EngineRequest -> Admitted -> TokensOut* -> Finished
+    PREFILL  EngineRequest -> Admitted -> (RangePacked | PromptComputed TokensOut[first token])* -> PrefillComplete
              slabs come in advance by GrantSlabs; no free slab: computed blocks wait with the request, the step goes on
-    REMOTE   AddRequest -> Admitted (block count reserved, own prefix pinned)
+    REMOTE   EngineRequest -> Admitted (block count reserved, own prefix pinned)
              -> UnpackRange/RangeUnpacked* and FirstToken (any order) -> KvComplete -> TokensOut* -> Finished
              RunLocally at any time before KvComplete: drop what arrived, compute the prompt here
 
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from diptych.common.errors import DiptychError
+from diptych.common.request import Prompt
 from diptych.common.sampling import FinishReason, SamplingParams
 from diptych.engine.grammar.program import Program
 from diptych.engine.overlap import Overlap
@@ -46,20 +47,18 @@ class KvMode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """One attempt.
+    """One attempt, and the command that begins it.
 
     Args:
         attempt: unique for ever; the key of everything the engine holds for it.
-        prompt_token_ids: at least one id, all below the vocabulary size.
         output_token_ids: tokens that were sent to the client already: forced, never sampled again. The next sampled token
             has index len(output_token_ids).
-        cache_salt: salt of the block identities.
         decode_cached_tokens: PREFILL only: leading tokens that decode holds; not packed. A multiple of the block size.
         want_kv: PREFILL only: False packs nothing.
         peer: PREFILL only: decode worker id; slabs have a quota per peer.
         priority: lower goes first; counts under the priority policy only.
-        tenant: whose share of tokens and of the prefix cache it uses. Workers take the salt for it: a tenant each, without a
-            name that could be read.
+        tenant: whose share of tokens and of the prefix cache it uses. Workers take the prompt's salt for it: one for each tenant,
+            without a name that could be read.
         choice: number of the first choice; enters the draws.
         layer_groups: PREFILL only: the peer takes the last range in groups of layers too.
         link_bytes_per_s: PREFILL only: what the peer measured of the link between us; 0.0: nothing yet.
@@ -67,11 +66,10 @@ class EngineRequest:
     """
 
     attempt: str
-    prompt_token_ids: tuple[int, ...]
+    prompt: Prompt
     sampling: SamplingParams
     output_token_ids: tuple[int, ...] = ()
     mode: KvMode = KvMode.LOCAL
-    cache_salt: bytes = b""
     decode_cached_tokens: int = 0
     want_kv: bool = True
     peer: str = ""
@@ -111,11 +109,6 @@ class AttemptEvent:
 
 
 # ---- commands: event loop -> step thread -------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class AddRequest:
-    request: EngineRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +194,15 @@ class FetchAgain:
 
 
 Command = (
-    AddRequest | Cancel | GrantSlabs | UnpackRange | FirstToken | FirstCandidates | KvComplete | RunLocally | FetchAgain
+    EngineRequest
+    | Cancel
+    | GrantSlabs
+    | UnpackRange
+    | FirstToken
+    | FirstCandidates
+    | KvComplete
+    | RunLocally
+    | FetchAgain
 )
 
 

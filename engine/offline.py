@@ -11,7 +11,6 @@ from diptych.common.errors import DiptychError, InternalError
 from diptych.engine.config import EngineConfig
 from diptych.engine.core import EngineCore
 from diptych.engine.messages import (
-    AddRequest,
     Admitted,
     Command,
     EngineEvent,
@@ -91,7 +90,7 @@ class OfflineEngine:
             while given < len(coming) and when[coming[given]] <= step:
                 request = requests[coming[given]]
                 results[request.attempt].added_at = self.clock.now()
-                self.send(AddRequest(request))
+                self.send(request)
                 given += 1
             worked = self.core.step()
             events = self.core.take_events()

@@ -4,25 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from diptych.common.errors import InvalidRequestError, PromptTooLongError, StaleReferenceError
+from diptych.common.errors import InvalidRequestError, PromptTooLongError
 from diptych.engine.grammar.program import FirstToken, mask_words
 from diptych.engine.messages import EngineRequest, KvMode
 from diptych.rpc import convert
 from diptych.rpc.v1 import prefill_pb2
+from diptych.worker.incoming import Limits, check_addressed
 from diptych.worker.refs import WorkerRef
 
 MAX_ATTEMPT_ID = 160
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What this worker can serve."""
-
-    worker_id: str
-    incarnation: str
-    vocab_size: int
-    max_model_len: int
-    block_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,25 +29,18 @@ def parse_request(message: prefill_pb2.PrefillRequest, limits: Limits) -> Prefil
     Raises: InvalidRequestError or PromptTooLongError naming the field; StaleReferenceError when another life of this
         worker was meant.
     """
-    if not message.attempt or len(message.attempt) > MAX_ATTEMPT_ID:
-        raise InvalidRequestError(f"attempt must have 1 to {MAX_ATTEMPT_ID} characters", param="attempt")
-    target = message.prefill
-    if (target.worker_id, target.incarnation) != (limits.worker_id, limits.incarnation):
-        raise StaleReferenceError(
-            f"the call is for {target.worker_id}/{target.incarnation}, this is {limits.worker_id}/{limits.incarnation}"
-        )
+    check_addressed(message.attempt, message.prefill, limits, max_attempt_id=MAX_ATTEMPT_ID)
     if not message.decode.worker_id:
         raise InvalidRequestError("the decode worker is not named", param="decode")
-    prompt = convert.check_token_ids(message.prompt_token_ids, vocab_size=limits.vocab_size, param="prompt")
+    prompt = convert.prompt_from_proto(message, vocab_size=limits.vocab_size)
     outputs = convert.check_token_ids(message.output_token_ids, vocab_size=limits.vocab_size, param="output_token_ids")
-    if not prompt:
-        raise InvalidRequestError("the prompt is empty", param="prompt")
-    if len(prompt) + len(outputs) >= limits.max_model_len + (1 if outputs else 0):
+    num_prompt, num_outputs = len(prompt.token_ids), len(outputs)
+    if num_prompt + num_outputs >= limits.max_model_len + (1 if outputs else 0):
         raise PromptTooLongError(
-            f"{len(prompt) + len(outputs)} tokens do not fit into the context of {limits.max_model_len}", param="prompt"
+            f"{num_prompt + num_outputs} tokens do not fit into the context of {limits.max_model_len}", param="prompt"
         )
     cached = message.decode_cached_tokens
-    if cached % limits.block_size or cached >= len(prompt) + max(1, len(outputs)):
+    if cached % limits.block_size or cached >= num_prompt + max(1, num_outputs):
         raise InvalidRequestError(
             f"decode_cached_tokens={cached} must be a multiple of {limits.block_size} below the prompt's length",
             param="decode_cached_tokens",
@@ -69,11 +52,10 @@ def parse_request(message: prefill_pb2.PrefillRequest, limits: Limits) -> Prefil
     return PrefillSessionRequest(
         engine_request=EngineRequest(
             attempt=message.attempt,
-            prompt_token_ids=prompt,
+            prompt=prompt,
             sampling=sampling,
             output_token_ids=outputs,
             mode=KvMode.PREFILL,
-            cache_salt=message.cache_salt,
             tenant=message.cache_salt.hex(),
             priority=message.priority,
             decode_cached_tokens=cached,

@@ -10,11 +10,11 @@ import grpc
 from diptych.common.errors import DiptychError
 from diptych.engine.messages import EngineEvent, GrantSlabs
 from diptych.engine.overlap import Overlap
-from diptych.prefill.request import Limits
 from diptych.prefill.service import PrefillServicer
 from diptych.prefill.sessions import PrefillSessions
 from diptych.rpc.stubs import add_prefill
 from diptych.worker.config import WorkerConfig
+from diptych.worker.incoming import Limits
 from diptych.worker.process import run_process
 from diptych.worker.runtime import WorkerRuntime
 

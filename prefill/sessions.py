@@ -2,7 +2,7 @@
 
     validate --fails--> typed status
        |
-    QUEUED      AddRequest(PREFILL) is out
+    QUEUED      an EngineRequest(PREFILL) is out
        | Admitted -> PrefillStarted
     COMPUTING   RangePacked -> publish -> Computed(handle)      (any number of times, while later chunks are computed)
        |        PromptComputed, TokensOut -> FirstTokens, as soon as the token is known; they name the tokens whose rows
@@ -41,7 +41,6 @@ from diptych.common.errors import (
     WorkerLostError,
 )
 from diptych.engine.messages import (
-    AddRequest,
     Admitted,
     AttemptEvent,
     Cancel,
@@ -56,10 +55,11 @@ from diptych.engine.messages import (
 )
 from diptych.kvtransfer.api import SlabPublisher
 from diptych.kvtransfer.transport import peer_key
-from diptych.prefill.request import Limits, PrefillSessionRequest, parse_request
+from diptych.prefill.request import PrefillSessionRequest, parse_request
 from diptych.rpc.convert import logprobs_to_proto
 from diptych.rpc.v1 import prefill_pb2, types_pb2
 from diptych.worker import wire
+from diptych.worker.incoming import Limits
 from diptych.worker.ports import Engine
 
 log = structlog.get_logger(__name__)
@@ -250,7 +250,7 @@ class PrefillSessions:
         timer = asyncio.get_running_loop().call_later(
             request.remaining_s, leg.fail, RequestDeadlineError("the leg's deadline passed")
         )
-        self._engine.send(AddRequest(request.engine_request))
+        self._engine.send(request.engine_request)
         try:
             while True:
                 try:

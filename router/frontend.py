@@ -24,7 +24,7 @@ from diptych.common.secret import load_secret, tenant_salt
 from diptych.common.store import Store
 from diptych.common.token_bytes import Tokens
 from diptych.router.api.packed_ids import PackedIds
-from diptych.router.cluster.cluster import Cluster, Prompt, new_router_id
+from diptych.router.cluster.cluster import Cluster, PromptBlocks, new_router_id
 from diptych.router.config import RouterConfig
 from diptych.router.fairness.budgets import SharedQuotas
 from diptych.router.fairness.deficit_round_robin import Share
@@ -404,9 +404,9 @@ class Frontend:
         if pool:
             story = RequestTrace(request.request_id, cluster.what_if(wish, pool))
         else:
-            placement = cluster.place(wish, Prompt(request.prompt_token_ids, request.cache_salt))
+            placement = cluster.place(wish, PromptBlocks(request.prompt))
             story = RequestTrace(request.request_id, placement, cluster.index_mode(placement))
-        return router_pb2.WhatIfResponse(explanation=story.tell(), prompt_tokens=len(request.prompt_token_ids))
+        return router_pb2.WhatIfResponse(explanation=story.tell(), prompt_tokens=len(request.prompt.token_ids))
 
 
 def _compiler() -> str:

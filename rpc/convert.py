@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 from diptych.common.compat import Compat
 from diptych.common.errors import IncompatibleWorkersError, InternalError, InvalidRequestError
 from diptych.common.grammar import Grammar, GrammarKind
+from diptych.common.request import Prompt
 from diptych.common.sampling import (
     SAMPLING,
     EarlyStopping,
@@ -21,7 +22,7 @@ from diptych.common.sampling import (
     check_sampling,
     sampling_values,
 )
-from diptych.rpc.v1 import types_pb2, worker_pb2
+from diptych.rpc.v1 import decode_pb2, prefill_pb2, types_pb2, worker_pb2
 
 KV_DTYPES = ("float32", "float16", "bfloat16")
 
@@ -150,6 +151,21 @@ def sampling_from_proto(message: types_pb2.SamplingParams, *, vocab_size: int) -
         name = next(name for name in SAMPLING if name in _REQUIRED and name not in values)
         raise InvalidRequestError(f"{name} is not set", param=name)
     return check_sampling(vocab_size=vocab_size, **values)
+
+
+def prompt_fields(prompt: Prompt, *, with_ids: bool = True) -> dict[str, Any]:
+    """The fields of a prompt in Submit and PrefillRequest. Raises: InternalError for what the wire has no field for."""
+    if prompt.adapter or prompt.media:
+        raise InternalError("a prompt with an adapter or media cannot be sent")
+    return {"prompt_token_ids": prompt.token_ids if with_ids else (), "cache_salt": prompt.cache_salt}
+
+
+def prompt_from_proto(message: decode_pb2.Submit | prefill_pb2.PrefillRequest, *, vocab_size: int) -> Prompt:
+    """Raises: InvalidRequestError when it is empty or an id is outside the vocabulary."""
+    if not message.prompt_token_ids:
+        raise InvalidRequestError("the prompt is empty", param="prompt")
+    ids = check_token_ids(message.prompt_token_ids, vocab_size=vocab_size, param="prompt")
+    return Prompt(ids, message.cache_salt)
 
 
 def finish_reason_to_proto(reason: FinishReason) -> types_pb2.FinishReason:

@@ -21,6 +21,7 @@ from diptych.common.compat import CONVERTS, as_strings
 from diptych.common.errors import ConfigError, DiptychError
 from diptych.common.ids import new_incarnation
 from diptych.common.registration import WorkerRegistration
+from diptych.common.request import Prompt
 from diptych.common.sampling import SamplingParams
 from diptych.common.store import Store
 from diptych.common.tls import load_cluster_tls
@@ -185,7 +186,7 @@ class WorkerRuntime:
         num_tokens = max(1, min(2 * self.config.block_size, runner.max_model_len - 2))
         request = EngineRequest(
             attempt="warm-up",
-            prompt_token_ids=tuple(i % runner.vocab_size for i in range(num_tokens)),
+            prompt=Prompt(tuple(i % runner.vocab_size for i in range(num_tokens))),
             sampling=SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True),
             mode=KvMode.LOCAL,
         )

@@ -21,10 +21,11 @@ import numpy.typing as npt
 
 from diptych.common.block_identity import IdentityHeader
 from diptych.common.clock import FakeClock
+from diptych.common.request import Prompt
 from diptych.common.sampling import SamplingParams
 from diptych.engine.config import EngineConfig
 from diptych.engine.fake_runner import FakeRunner
-from diptych.engine.messages import AddRequest, EngineRequest, Failed, Finished, ScheduledSeq, TokensOut
+from diptych.engine.messages import EngineRequest, Failed, Finished, ScheduledSeq, TokensOut
 from diptych.engine.offline import OfflineEngine
 
 BLOCK_SIZE, NUM_BLOCKS, VOCAB_SIZE = 16, 2000, 50_000
@@ -87,7 +88,7 @@ def serve(
             attempt = f"r{len(added)}"
             added[attempt], told[attempt] = clock.now(), []
             prompt = tuple(rng.choices(range(VOCAB_SIZE), k=num_prompt))
-            engine.send(AddRequest(EngineRequest(attempt, prompt, sampling)))
+            engine.send(EngineRequest(attempt, Prompt(prompt), sampling))
 
     for _ in range(users):
         ask()

@@ -21,6 +21,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from diptych.common.block_identity import IdentityHeader
+from diptych.common.request import Prompt
 from diptych.common.sampling import SamplingParams
 from diptych.engine.collector import set_collector
 from diptych.engine.config import EngineConfig
@@ -89,7 +90,7 @@ def time_steps(num_running: int, num_steps: int, **settings: object) -> StepTime
     sampling = SamplingParams(max_tokens=num_steps + 100, ignore_eos=True)
     for i in range(num_running):
         prompt = tuple(rng.randrange(50_000) for _ in range(rng.randrange(16, 257)))
-        scheduler.add(EngineRequest(f"r{i}", prompt, sampling))
+        scheduler.add(EngineRequest(f"r{i}", Prompt(prompt), sampling))
     while sum(request.num_outputs > 0 for request in scheduler.requests.values()) < num_running:
         one_step(scheduler)
     times = [one_step(scheduler) for _ in range(num_steps)]
@@ -114,7 +115,7 @@ def measure_waste(
     for i in range(num_requests):
         prompt = tuple(rng.randrange(50_000) for _ in range(rng.randint(*prompts)))
         sampling = SamplingParams(max_tokens=rng.randint(*outputs), ignore_eos=True)
-        scheduler.add(EngineRequest(f"r{i}", prompt, sampling))
+        scheduler.add(EngineRequest(f"r{i}", Prompt(prompt), sampling))
     shares, floors = [], []
     half = (block_size - 1) / 2
     while scheduler.requests:

@@ -33,6 +33,7 @@ from diptych.bench.engine.report import Row, best_of, machine, make_row, merge, 
 from diptych.common.block_identity import IdentityHeader
 from diptych.common.errors import ConfigError
 from diptych.common.paths import cache_dir
+from diptych.common.request import Prompt
 from diptych.common.sampling import SamplingParams
 from diptych.engine.config import EngineConfig
 from diptych.engine.exec.model_runner import TorchModelRunner
@@ -117,7 +118,7 @@ def our_side(runner: TorchModelRunner) -> Generate:
     def generate(prompts: Sequence[list[int]], outputs: Sequence[int]) -> Outcome:
         requests = [
             EngineRequest(
-                f"bench-{i}", tuple(p), SamplingParams(max_tokens=outputs[i], temperature=0.0, ignore_eos=True)
+                f"bench-{i}", Prompt(tuple(p)), SamplingParams(max_tokens=outputs[i], temperature=0.0, ignore_eos=True)
             )
             for i, p in enumerate(prompts)
         ]

@@ -24,12 +24,13 @@ from diptych.bench.gpu.step import BLOCK_SIZE, LLAMA_8B, _seqs, random_weights
 from diptych.bench.kernels.timing import machine
 from diptych.common.block_identity import IdentityHeader
 from diptych.common.clock import MonotonicClock
+from diptych.common.request import Prompt
 from diptych.common.sampling import SamplingParams
 from diptych.engine.config import EngineConfig
 from diptych.engine.core import EngineCore
 from diptych.engine.exec.model_config import parse_config
 from diptych.engine.exec.model_runner import TorchModelRunner
-from diptych.engine.messages import AddRequest, EngineRequest, ScheduledSeq
+from diptych.engine.messages import EngineRequest, ScheduledSeq
 
 PROMPT, OUTPUT, SKIPPED = 1024, 130, 20
 
@@ -63,7 +64,7 @@ def measure(runner: TorchModelRunner, batch: int, params: SamplingParams, *, ste
     generator = torch.Generator().manual_seed(batch)
     for i in range(batch):
         prompt = torch.randint(0, runner.vocab_size, (PROMPT,), generator=generator).tolist()
-        core.handle(AddRequest(EngineRequest(f"r{i}", tuple(prompt), params)))
+        core.handle(EngineRequest(f"r{i}", Prompt(tuple(prompt)), params))
     scheduler = core.scheduler
     while len(scheduler.decoding) < batch:
         core.step()

@@ -7,9 +7,10 @@ import random
 import time
 
 from diptych.common.block_identity import IdentityHeader
+from diptych.common.request import Prompt
 from diptych.common.worker_record import WorkerLoad, WorkerRecord
 from diptych.router.placement.index import BlockIndex
-from diptych.router.placement.placer import Candidate, Placer, Prompt
+from diptych.router.placement.placer import Candidate, Placer, PromptBlocks
 from diptych.router.placement.reservations import Reservation, Reservations
 from diptych.router.placement.types import Placement, PlacementRequest
 
@@ -57,7 +58,7 @@ class CostRule:
     def place(self, attempt: str, num_tokens: int) -> bool:
         """Returns: whether decode computes it. `first_token` and `ended` are to be told."""
         wish = PlacementRequest(num_tokens, self._most)
-        placed = self._placer.place(wish, Prompt(range(num_tokens)), time.monotonic())
+        placed = self._placer.place(wish, PromptBlocks(Prompt(range(num_tokens))), time.monotonic())
         assert isinstance(placed, Placement)
         local = placed.chosen.prefill is None
         self._reservations.reserve(attempt, Reservation(_DECODE if local else _PREFILL, _DECODE, num_tokens))

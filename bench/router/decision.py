@@ -19,11 +19,12 @@ import numpy as np
 
 from diptych.bench.router.report import surroundings, write
 from diptych.common.block_identity import IdentityHeader, block_keys
+from diptych.common.request import Prompt
 from diptych.common.store import KvEvent
 from diptych.common.worker_record import WorkerLoad, WorkerRecord
 from diptych.router.placement.index import BlockIndex
 from diptych.router.placement.native.library import Library, choose_library
-from diptych.router.placement.placer import Candidate, Placer, Prompt
+from diptych.router.placement.placer import Candidate, Placer, PromptBlocks
 from diptych.router.placement.reservations import Reservation, Reservations
 from diptych.router.placement.types import Placement, PlacementRequest
 
@@ -90,7 +91,7 @@ class Scene:
         sequences[worker_id] += 1
         self.index.apply(worker_id, KvEvent("i", 0, sequences[worker_id], "stored", keys))
 
-    def decide(self, prompt: Prompt, number: int) -> Placement:
+    def decide(self, prompt: PromptBlocks, number: int) -> Placement:
         placement = self.placer.place(PlacementRequest(NUM_TOKENS, 64), prompt, 0.0)
         assert isinstance(placement, Placement)
         chosen = placement.chosen
@@ -106,7 +107,7 @@ class Scene:
 
 def measure(scene: Scene, seconds: float, *, hashing: bool) -> dict[str, float]:
     """Decisions for `seconds`; without hashing the prompts' identities are known already."""
-    known = [Prompt(tokens) for tokens in scene.prompts]
+    known = [PromptBlocks(Prompt(tokens)) for tokens in scene.prompts]
     for prompt in known:
         prompt.keys(HEADER)
     walls: list[float] = []
@@ -117,7 +118,7 @@ def measure(scene: Scene, seconds: float, *, hashing: bool) -> dict[str, float]:
     while (now := time.perf_counter()) < until:
         at = number % len(known)
         began = time.thread_time()
-        scene.decide(Prompt(scene.prompts[at]) if hashing else known[at], number)
+        scene.decide(PromptBlocks(Prompt(scene.prompts[at])) if hashing else known[at], number)
         cpus.append(time.thread_time() - began)
         walls.append(time.perf_counter() - now)
         number += 1

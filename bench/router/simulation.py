@@ -20,13 +20,14 @@ import msgspec
 
 from diptych.bench.router.trace import BLOCK_SIZE, HEADER, TraceRequest
 from diptych.common.equal_shares import EqualShares
+from diptych.common.request import Prompt
 from diptych.common.store import KvEvent
 from diptych.common.worker_record import WorkerLoad, WorkerRecord
 from diptych.router.fairness.capacity_gate import Gate
 from diptych.router.fairness.deficit_round_robin import Entry
 from diptych.router.placement.cost import PlacementPolicy
 from diptych.router.placement.index import BlockIndex
-from diptych.router.placement.placer import Candidate, Placer, Prompt
+from diptych.router.placement.placer import Candidate, Placer, PromptBlocks
 from diptych.router.placement.replication import Replication
 from diptych.router.placement.reservations import Reservation, Reservations
 from diptych.router.placement.types import Placement, PlacementRequest
@@ -215,8 +216,8 @@ class Simulation:
         return True
 
     @staticmethod
-    def _prompt(request: TraceRequest) -> Prompt:
-        prompt = Prompt(range(request.num_tokens))
+    def _prompt(request: TraceRequest) -> PromptBlocks:
+        prompt = PromptBlocks(Prompt(range(request.num_tokens)))
         prompt.know(HEADER, request.array)
         return prompt
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from diptych.common.errors import DiptychError, InternalError, InvalidRequestError, PromptTooLongError
+from diptych.common.request import Prompt
 from diptych.common.sampling import SamplingParams
 from diptych.engine.config import EngineConfig
 from diptych.engine.messages import EngineRequest, KvMode
@@ -32,7 +34,8 @@ def check_request(
 
     Raises: InvalidRequestError naming the parameter; PromptTooLongError for a prompt beyond the context or the KV pool.
     """
-    prompt, forced = request.prompt_token_ids, request.output_token_ids
+    prompt, forced = request.prompt.token_ids, request.output_token_ids
+    _check_text_only(request.prompt)
     _check_ids(prompt, forced, limits.vocab_size)
     _check_parameter_ids(request.sampling, limits.vocab_size)
     beam_width = request.sampling.beam_width
@@ -85,6 +88,14 @@ def check_request(
     return output
 
 
+def _check_text_only(prompt: Prompt) -> None:
+    """Raises: InvalidRequestError naming what no engine can compute yet."""
+    if prompt.adapter:
+        raise InvalidRequestError(f"this engine has no adapter {prompt.adapter!r}", param="adapter")
+    if prompt.media:
+        raise InvalidRequestError("this engine takes text only", param="media")
+
+
 def _check_beams(width: int, blocks_of_each: int, config: EngineConfig) -> None:
     """All beams run at one time, and at worst they share no block. Raises: InvalidRequestError."""
     if width > config.max_num_seqs:
@@ -120,7 +131,7 @@ def make_output(
     return OutputProcessor(sampling, limits.eos_token_ids, max_outputs, detokenizer)
 
 
-def _check_ids(prompt: tuple[int, ...], forced: tuple[int, ...], vocab_size: int) -> None:
+def _check_ids(prompt: Sequence[int], forced: tuple[int, ...], vocab_size: int) -> None:
     if not prompt:
         raise InvalidRequestError("the prompt is empty", param="prompt")
     for name, ids in (("prompt_token_ids", prompt), ("output_token_ids", forced)):

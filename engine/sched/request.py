@@ -100,7 +100,7 @@ class Request(_EveryStep):
         output: OutputProcessor | None,
         arrived_at: float = 0.0,
     ) -> None:
-        prompt, forced = request.prompt_token_ids, request.output_token_ids
+        prompt, forced = request.prompt.token_ids, request.output_token_ids
         self.source = request
         self.attempt = request.attempt
         """Unique in the scheduler; `public` is what the outside calls it. They differ for siblings."""

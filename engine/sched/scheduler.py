@@ -129,7 +129,7 @@ class Scheduler:
         except DiptychError as error:
             self.events.append(Failed(attempt, error))
             return
-        header = self._identity.with_salt(engine_request.cache_salt)
+        header = self._identity.with_salt(engine_request.prompt.cache_salt)
         request = Request(engine_request, self._arrivals, header, self.limits.max_model_len, output, now)
         self.requests[attempt] = request
         self.policy.entered(request)

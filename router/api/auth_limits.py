@@ -132,7 +132,7 @@ class MeteredRouterApi:
         """Raises: QuotaExceededError, and what the door raises."""
         self._check(spec.tenant)
         prepared = await self._door.prepare(spec)
-        self._quotas.spend(spec.tenant, len(prepared.prompt_token_ids))
+        self._quotas.spend(spec.tenant, len(prepared.prompt.token_ids))
         return prepared
 
     def prepare_again(

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from diptych.common.errors import DiptychError, InvalidRequestError, ModelNotFoundError, NoWorkerError
 from diptych.common.metrics import Metrics
+from diptych.common.request import Prompt
 from diptych.common.sampling import FinishReason
 from diptych.common.token_bytes import ByteTokens, Tokens
 from diptych.router.api.packed_ids import PackedIds, unpack
@@ -110,9 +111,8 @@ class FakeRouterApi:
             request_id=REQUEST_ID,
             label=str(spec.request_id),
             model=MODEL,
-            prompt_token_ids=tuple(ids),
+            prompt=Prompt(tuple(ids)),
             sampling=sampling,
-            cache_salt=b"",
             owner=b"",
             explain=spec.explain,
             local_prefill_max_tokens=64,
@@ -132,7 +132,7 @@ class FakeRouterApi:
         if self.refuse is not None:
             raise self.refuse
         self.prepared += 1
-        return replace(before, prompt_token_ids=unpack(prompt.packed, prompt.count)[0])
+        return replace(before, prompt=Prompt(unpack(prompt.packed, prompt.count)[0]))
 
     def explain(self, request_id: str, tenant: str) -> router_pb2.ExplainResponse:
         """Remembers the one request."""
@@ -143,7 +143,7 @@ class FakeRouterApi:
     def what_if(self, request: ValidatedRequest, pool: str) -> router_pb2.WhatIfResponse:
         if pool == "nonsense":
             raise InvalidRequestError("pool must look like 4P4D", param="pool")
-        return router_pb2.WhatIfResponse(prompt_tokens=len(request.prompt_token_ids))
+        return router_pb2.WhatIfResponse(prompt_tokens=len(request.prompt.token_ids))
 
     def place(
         self, requests: Sequence[ValidatedRequest], spend: Callable[[str, int], None] = lambda _, __: None
@@ -159,7 +159,7 @@ class FakeRouterApi:
         try:
             for step in self.before_start:
                 await _play(step)
-            yield StartedEvent(request.request_id, request.model, len(request.prompt_token_ids))
+            yield StartedEvent(request.request_id, request.model, len(request.prompt.token_ids))
             for step in self.script:
                 if isinstance(step, FinishedEvent):
                     complete = True

@@ -113,8 +113,8 @@ class _Answer:
         self.names = TokenNames(scene.tokens, as_ids=wishes.tokens_as_ids, bytes_prefix=self.bytes_prefix)
         self.choices = [make_choice(index, wishes, scene, chat=chat) for index in range(scene.num_choices)]
         self.prompts = (scene.prepared, *scene.more)
-        self.prompt_entries = [PromptEntries(len(prompt.prompt_token_ids)) for prompt in self.prompts]
-        self._num_prompt_tokens = sum(len(prompt.prompt_token_ids) for prompt in self.prompts)
+        self.prompt_entries = [PromptEntries(len(prompt.prompt.token_ids)) for prompt in self.prompts]
+        self._num_prompt_tokens = sum(len(prompt.prompt.token_ids) for prompt in self.prompts)
         self._num_tokens = 0
         """Of all choices, so far."""
         self._final_usage: dict[str, Any] | None = None
@@ -254,7 +254,7 @@ class ChatForm(_Answer):
         for choice in self.choices:
             chunk = self.chunk(choice, {"delta": {"role": "assistant", "content": ""}})
             if self.wishes.return_token_ids and not choice.index:
-                chunk["prompt_token_ids"] = list(self.prepared.prompt_token_ids)
+                chunk["prompt_token_ids"] = list(self.prepared.prompt.token_ids)
             out += sse(chunk)
         return out
 
@@ -277,7 +277,7 @@ class ChatForm(_Answer):
     def whole(self, finished: FinishedEvent) -> dict[str, Any]:
         body = super().whole(finished)
         if self.wishes.return_token_ids:
-            body["prompt_token_ids"] = list(self.prepared.prompt_token_ids)
+            body["prompt_token_ids"] = list(self.prepared.prompt.token_ids)
         if self.wishes.prompt_logprobs is not None:
             entries = self.prompt_entries[0].entries
             body["prompt_logprobs"] = prompt_logprobs(entries, self.names, self.wishes.prompt_logprobs)
@@ -333,7 +333,7 @@ class CompletionForm(_Answer):
 
     def _echo_logprobs(self, choice: Choice) -> dict[str, Any]:
         prompt, entries = self._prompt_of(choice), self.prompt_entries[self._prompt_number(choice)].entries
-        return self._logprobs[choice.index].echoed(prompt.prompt_token_ids, entries, prompt.echo_offsets)
+        return self._logprobs[choice.index].echoed(prompt.prompt.token_ids, entries, prompt.echo_offsets)
 
     def begin(self) -> bytes:
         """An echo with logprobs waits for these."""
@@ -351,7 +351,7 @@ class CompletionForm(_Answer):
                 continue
             body: dict[str, Any] = {"text": prompt.echo}
             if self.wishes.return_token_ids:
-                body["prompt_token_ids"] = list(prompt.prompt_token_ids)
+                body["prompt_token_ids"] = list(prompt.prompt.token_ids)
             if with_logprobs:
                 body["logprobs"] = self._echo_logprobs(choice)
             if prompt.echo or len(body) > 1:
@@ -385,7 +385,7 @@ class CompletionForm(_Answer):
         }
         if self.wishes.return_token_ids:
             shown["token_ids"] = choice.token_ids
-            shown["prompt_token_ids"] = list(prompt.prompt_token_ids)
+            shown["prompt_token_ids"] = list(prompt.prompt.token_ids)
         if self.wishes.prompt_logprobs is not None:
             entries = self.prompt_entries[self._prompt_number(choice)].entries
             shown["prompt_logprobs"] = prompt_logprobs(entries, self.names, self.wishes.prompt_logprobs)

@@ -34,7 +34,7 @@ from diptych.router.placement.cost import CHEAPEST, Placement, PlacementRequest,
 from diptych.router.placement.index import BlockIndex, IndexMode
 from diptych.router.placement.native.library import Library
 from diptych.router.placement.pending import PendingShare
-from diptych.router.placement.placer import Incarnation, Placer, Prompt
+from diptych.router.placement.placer import Incarnation, Placer, PromptBlocks
 from diptych.router.placement.recent import Decisions
 from diptych.router.placement.reservations import Reservation, Reservations
 from diptych.router.placement.rollout import CANARY, OTHER_GROUP, STABLE, Groups, Rollout
@@ -44,7 +44,7 @@ from diptych.router.requests.retry_budget import RetryBudget
 from diptych.router.requests.token_pace import TokenPace
 from diptych.rpc.v1 import decode_pb2
 
-__all__ = ["Cluster", "Incarnation", "Prompt"]
+__all__ = ["Cluster", "Incarnation", "PromptBlocks"]
 
 log = structlog.get_logger(__name__)
 
@@ -257,11 +257,13 @@ class Cluster:
     ) -> bool:
         return self._refresh().has_room(window_s, tenant, tokens, beside, doubtful=doubtful)
 
-    def snapshot(self, prompt: Prompt | None = None, exclude: frozenset[Incarnation] = frozenset()) -> ClusterSnapshot:
+    def snapshot(
+        self, prompt: PromptBlocks | None = None, exclude: frozenset[Incarnation] = frozenset()
+    ) -> ClusterSnapshot:
         """Usable workers with this prompt's hits. `exclude`: lives that must not be chosen as decode."""
         return self._refresh().snapshot(prompt, exclude)
 
-    def uncached_tokens(self, prompt: Prompt) -> int:
+    def uncached_tokens(self, prompt: PromptBlocks) -> int:
         """See Placer."""
         return self._refresh().uncached_tokens(prompt)
 
@@ -312,12 +314,12 @@ class Cluster:
             mode = mode if other is IndexMode.EXACT else other
         return IndexMode.STALE if self._old_view and mode is IndexMode.EXACT else mode
 
-    def name_blocks(self, prompt: Prompt) -> None:
+    def name_blocks(self, prompt: PromptBlocks) -> None:
         """Ahead of `place`, which would do it."""
         self._refresh().name_blocks(prompt)
 
     def place(
-        self, request: PlacementRequest, prompt: Prompt, exclude: frozenset[Incarnation] = frozenset()
+        self, request: PlacementRequest, prompt: PromptBlocks, exclude: frozenset[Incarnation] = frozenset()
     ) -> Placement:
         """Raises: NoWorkerError with the reasons."""
         placer, now = self._refresh(), self._clock.now()

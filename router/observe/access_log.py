@@ -74,7 +74,7 @@ class Access:
     def prepared(self, request: ValidatedRequest) -> None:
         self.request_id = self.request_id or request.request_id
         self.label, self.tenant, self.model = request.label, request.tenant, request.model
-        self.prompt_tokens += len(request.prompt_token_ids)
+        self.prompt_tokens += len(request.prompt.token_ids)
 
     def fail(self, reason: str, message: str = "") -> None:
         """The first reason counts."""

@@ -254,7 +254,7 @@ class RequestTimer:
             if not self._last:
                 metrics.waiting.dec()
                 metrics.first_token(now - self._request.arrived, tenant, now)
-                metrics.computed(len(self._request.prompt_token_ids), event.cached_tokens, tenant, now)
+                metrics.computed(len(self._request.prompt.token_ids), event.cached_tokens, tenant, now)
             metrics.live.tokens(1, now)
             last = now  # tokens in the first message beside the first came at the same moment
             pairs = count - 1
@@ -294,7 +294,7 @@ class RequestTimer:
     def _not_answered(self, reason: str) -> None:
         self._metrics.failed(reason, self._request.tenant)
         if self._last:
-            self._metrics.unfinished(len(self._request.prompt_token_ids), self._tokens)
+            self._metrics.unfinished(len(self._request.prompt.token_ids), self._tokens)
 
     def _close(self) -> bool:
         if self._over:

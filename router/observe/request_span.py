@@ -37,7 +37,7 @@ class RequestSpan:
                 "gen_ai.request.max_tokens": sampling.max_tokens,
                 "gen_ai.request.temperature": sampling.temperature,
                 "gen_ai.request.top_p": sampling.top_p,
-                "gen_ai.usage.input_tokens": len(request.prompt_token_ids),
+                "gen_ai.usage.input_tokens": len(request.prompt.token_ids),
                 "diptych.request_id": request.request_id,
             },
         )

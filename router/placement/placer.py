@@ -10,6 +10,7 @@ from functools import lru_cache
 import numpy as np
 
 from diptych.common.block_identity import IdentityHeader, block_keys
+from diptych.common.request import Prompt
 from diptych.common.worker_record import WorkerRecord
 from diptych.router.placement.block_table import Keys, as_keys
 from diptych.router.placement.cost import CHEAPEST, PlacementPolicy, choose_placement
@@ -35,22 +36,21 @@ _salted = lru_cache(4096)(IdentityHeader.with_salt)
 
 
 @dataclass(slots=True)
-class Prompt:
+class PromptBlocks:
     """A prompt and, once for each way of naming blocks, the identities of its blocks."""
 
-    token_ids: Sequence[int]
-    salt: bytes = b""
+    prompt: Prompt
     _keys: dict[IdentityHeader, Keys] = field(default_factory=dict)
 
     def keys(self, header: IdentityHeader, library: Library | None = None) -> Keys:
         """[blocks, 2]. `library`: hashes in C."""
         keys = self._keys.get(header)
         if keys is None:
-            salted = _salted(header, self.salt)
+            salted = _salted(header, self.prompt.cache_salt)
             if library is None:
-                keys = as_keys(block_keys(salted, self.token_ids))
+                keys = as_keys(block_keys(salted, self.prompt.token_ids))
             else:
-                keys = library.block_keys(salted, self.token_ids)
+                keys = library.block_keys(salted, self.prompt.token_ids)
             self._keys[header] = keys
         return keys
 
@@ -174,24 +174,26 @@ class Placer:
             for worker_id, speed in self._speeds.items()
         )
 
-    def name_blocks(self, prompt: Prompt) -> None:
+    def name_blocks(self, prompt: PromptBlocks) -> None:
         """In every way in which a usable worker names them."""
         for group in self._groups:
             prompt.keys(group.header, self._library)
 
-    def uncached_tokens(self, prompt: Prompt) -> int:
+    def uncached_tokens(self, prompt: PromptBlocks) -> int:
         """Of the prompt, as many as have to be computed where most of it is cached."""
         hits = self.snapshot(prompt).loads.hit_tokens
-        return max(1, len(prompt.token_ids) - (0 if hits is None else int(hits.max(initial=0))))
+        return max(1, len(prompt.prompt.token_ids) - (0 if hits is None else int(hits.max(initial=0))))
 
-    def snapshot(self, prompt: Prompt | None = None, exclude: frozenset[Incarnation] = frozenset()) -> ClusterSnapshot:
+    def snapshot(
+        self, prompt: PromptBlocks | None = None, exclude: frozenset[Incarnation] = frozenset()
+    ) -> ClusterSnapshot:
         """The usable workers with this prompt's hits. `exclude`: lives that must not be chosen as decode."""
         barred = tuple(self._lives[life] for life in exclude if life in self._lives) if exclude else ()
         tokens, requests = self._reservations.at(self._reserved)
         hit, host = self._hits(prompt)
         return ClusterSnapshot(self._fleet, RequestLoads(hit, host, tokens, requests), barred)
 
-    def _hits(self, prompt: Prompt | None) -> tuple[Ints | None, Ints | None]:
+    def _hits(self, prompt: PromptBlocks | None) -> tuple[Ints | None, Ints | None]:
         """(hit tokens, those of them in host tiers only), by worker; None: nowhere."""
         hit: Ints | None = None
         host: Ints | None = None
@@ -206,7 +208,7 @@ class Placer:
             block_size = group.header.block_size
             usable = runs.blocks.take(group.columns)
             # The last prompt token is always computed.
-            np.minimum(usable, max(0, len(prompt.token_ids) - 1) // block_size, out=usable)
+            np.minimum(usable, max(0, len(prompt.prompt.token_ids) - 1) // block_size, out=usable)
             if runs.host_blocks is not None:
                 host = np.zeros(len(self._fleet.records), np.int64) if host is None else host
                 host[_ALL if group.at is None else group.at] = block_size * np.minimum(
@@ -220,7 +222,7 @@ class Placer:
                 hit[group.at] = usable
         return hit, host
 
-    def _native_hits(self, into: Ints, prompt: Prompt) -> tuple[Ints | None, Ints | None]:
+    def _native_hits(self, into: Ints, prompt: PromptBlocks) -> tuple[Ints | None, Ints | None]:
         """`_hits` in C."""
         most = Found.NOTHING
         if self._is_parted:
@@ -229,7 +231,7 @@ class Placer:
         for group in self._groups:
             assert group.lookup is not None
             # The last prompt token is always computed.
-            blocks = max(0, len(prompt.token_ids) - 1) // group.header.block_size
+            blocks = max(0, len(prompt.prompt.token_ids) - 1) // group.header.block_size
             keys = prompt.keys(group.header, self._library)
             most = max(most, self._index.hits_into(group.lookup, keys, blocks, at, at + into.strides[0]))
         if most is Found.NOTHING:
@@ -238,7 +240,7 @@ class Placer:
         return hit, host if most is Found.HITS_WITH_HOST_TIER else None
 
     def place(
-        self, request: PlacementRequest, prompt: Prompt, now: float, exclude: frozenset[Incarnation] = frozenset()
+        self, request: PlacementRequest, prompt: PromptBlocks, now: float, exclude: frozenset[Incarnation] = frozenset()
     ) -> Placement | Rejected:
         snapshot = self.snapshot(prompt, exclude)
         if self._wants_affinity and not request.affinity and self._groups:
@@ -254,7 +256,7 @@ class Placer:
         replication: Replication,
         placement: Placement,
         request: PlacementRequest,
-        prompt: Prompt,
+        prompt: PromptBlocks,
         snapshot: ClusterSnapshot,
         now: float,
     ) -> Placement | Rejected:

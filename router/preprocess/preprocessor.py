@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from diptych.common.clock import Clock
 from diptych.common.errors import InvalidRequestError, ModelNotFoundError, PromptTooLongError, RequestDeadlineError
 from diptych.common.ids import new_request_id
+from diptych.common.request import Prompt
 from diptych.common.sampling import SamplingParams, with_seed
 from diptych.common.sampling_table import MAX_BAD_WORDS
 from diptych.common.secret import further_salt
@@ -175,9 +176,8 @@ class RequestPreprocessor:
             request_id=new_request_id(),
             label=own_label,
             model=limits.model,
-            prompt_token_ids=tuple(token_ids),
+            prompt=Prompt(tuple(token_ids), further_salt(owner, salt) if salt else owner),
             sampling=sampling,
-            cache_salt=further_salt(owner, salt) if salt else owner,
             owner=owner,
             explain=bool(spec.explain),
             local_prefill_max_tokens=local,
@@ -217,10 +217,9 @@ class RequestPreprocessor:
             request_id=new_request_id(),
             label=before.label,
             model=before.model,
-            prompt_token_ids=token_ids,
+            prompt=Prompt(token_ids, before.prompt.cache_salt),
             packed=prompt,
             sampling=with_seed(repeated, self._rng.getrandbits(63)) if draws_seed else repeated,
-            cache_salt=before.cache_salt,
             owner=before.owner,
             explain=before.explain,
             local_prefill_max_tokens=before.local_prefill_max_tokens,

@@ -24,7 +24,7 @@ from diptych.common.errors import (
 )
 from diptych.common.ids import new_attempt_id
 from diptych.common.ticket import seal
-from diptych.router.cluster.cluster import Cluster, Incarnation, Prompt
+from diptych.router.cluster.cluster import Cluster, Incarnation, PromptBlocks
 from diptych.router.fairness.admission import AdmissionDecision, Verdict
 from diptych.router.observe.access_log import Access
 from diptych.router.observe.explain import RequestTrace
@@ -124,7 +124,7 @@ class Lookaside:
             spend: called with the answers' tokens, once they are known.
         """
         now = self._clock.now()
-        prompts = [Prompt(request.prompt_token_ids, request.cache_salt) for request in requests]
+        prompts = [PromptBlocks(request.prompt) for request in requests]
         for prompt in prompts:
             self._cluster.name_blocks(prompt)
         chosen = [self._choose(*one, now) for one in zip(requests, prompts, strict=True)]
@@ -139,14 +139,14 @@ class Lookaside:
         placed = iter([_placed(one, ticket) for one, ticket in zip(good, tickets, strict=True)])
         return [next(placed) if isinstance(one, _Chosen) else one for one in chosen]
 
-    def _choose(self, request: ValidatedRequest, prompt: Prompt, now: float) -> _Chosen | DiptychError:
+    def _choose(self, request: ValidatedRequest, prompt: PromptBlocks, now: float) -> _Chosen | DiptychError:
         cluster = self._cluster
         if request.deadline <= now:
             return RequestDeadlineError("the request's deadline passed before it could be placed")
         unheard = self._unheard.get(request.tenant, 0)
         if unheard >= MAX_UNHEARD:
             return NoWorkerError(f"no ticket: {unheard} of yours are not used yet", retry_after_s=1.0)
-        if not cluster.turnstile.may_pass(request.tenant, len(request.prompt_token_ids), doubtful=True):
+        if not cluster.turnstile.may_pass(request.tenant, len(request.prompt.token_ids), doubtful=True):
             return NoWorkerError("no ticket: requests wait for their turn at the router")
         try:
             placement = cluster.place(placement_request(request), prompt)
@@ -162,7 +162,7 @@ class Lookaside:
         if judgement.error is not None or door is None:
             return judgement.error or NoWorkerError(f"{record.worker_id} takes requests from routers only")
         attempt = new_attempt_id()
-        cluster.hold(placement, attempt, request.tenant, len(request.prompt_token_ids), doubtful=True)
+        cluster.hold(placement, attempt, request.tenant, len(request.prompt.token_ids), doubtful=True)
         self._unheard[request.tenant] = unheard + 1
         return _Chosen(request, placement, judgement, life, door, attempt, RequestTrace(request.request_id, placement))
 
@@ -172,7 +172,7 @@ class Lookaside:
         decision = Decision(
             request_id=request.request_id,
             label=request.label,
-            prompt_tokens=len(request.prompt_token_ids),
+            prompt_tokens=len(request.prompt.token_ids),
             arrived=request.arrived,
             owner=request.owner,
             story=story,
@@ -352,7 +352,7 @@ def _placed(one: _Chosen, ticket: bytes) -> router_pb2.Placed:
     return router_pb2.Placed(
         request_id=request.request_id,
         model=request.model,
-        prompt_tokens=len(request.prompt_token_ids),
+        prompt_tokens=len(request.prompt.token_ids),
         attempt=one.attempt,
         address=one.door.address,
         tls=one.door.tls,

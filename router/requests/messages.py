@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from diptych.common.request import Prompt
 from diptych.common.sampling import FinishReason, SamplingParams
 from diptych.router.api.packed_ids import PackedIds
 from diptych.rpc.v1 import router_pb2, types_pb2
@@ -104,7 +105,7 @@ class ValidatedRequest:
         traceparent: the caller's W3C trace context; operation: as OpenTelemetry's GenAI conventions name it.
         group: of workers that answers it, see router/placement/rollout.py.
         thinking: the prompt ends within the model's thoughts.
-        owner: salt of the tenant, who may ask about the request later; cache_salt may be parted further.
+        owner: salt of the tenant, who may ask about the request later; the salt of `prompt` may be parted further.
         echo: text that the answer begins with. echo_offsets: where each prompt token begins in it; empty: nobody asked, or
             the echo is the tokens' own text.
         resume_after: tokens of the answer that the caller has already.
@@ -115,9 +116,8 @@ class ValidatedRequest:
     request_id: str
     label: str
     model: str
-    prompt_token_ids: Sequence[int]
+    prompt: Prompt
     sampling: SamplingParams
-    cache_salt: bytes
     explain: bool
     local_prefill_max_tokens: int
     failure_policy: int

@@ -80,7 +80,7 @@ class PlacementDesk:
             if request.request.WhichOneof("input") == "token_ids":
                 if (prepared := await self._prepared(request)) is not None:
                     ready.append((request.id, prepared))
-                    num_tokens += len(prepared.prompt_token_ids)
+                    num_tokens += len(prepared.prompt.token_ids)
                 if len(ready) >= _TOGETHER or num_tokens >= _TOKENS_TOGETHER:
                     self._place(ready)
                     ready, num_tokens = [], 0

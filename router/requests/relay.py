@@ -21,7 +21,7 @@ from diptych.common.errors import (
     WorkerLostError,
 )
 from diptych.common.ids import new_attempt_id
-from diptych.router.cluster.cluster import Cluster, Incarnation, Prompt
+from diptych.router.cluster.cluster import Cluster, Incarnation, PromptBlocks
 from diptych.router.cluster.decode_stream import Attempt
 from diptych.router.fairness.admission import AdmissionDecision
 from diptych.router.observe.explain import RequestTrace
@@ -60,7 +60,7 @@ class Relay:
         self._request = request
         self._metrics = metrics
         self._clock = clock
-        self._prompt = Prompt(request.prompt_token_ids, request.cache_salt)
+        self._prompt = PromptBlocks(request.prompt)
         resumed = len(request.resume_after)
         self._life = Lifecycle(num_tokens=resumed, offsets={0: resumed})
         self._started = False
@@ -70,7 +70,7 @@ class Relay:
         self._decision = Decision(
             request_id=request.request_id,
             label=request.label,
-            prompt_tokens=len(request.prompt_token_ids),
+            prompt_tokens=len(request.prompt.token_ids),
             arrived=request.arrived,
             owner=request.owner,
             story=self._story,
@@ -135,7 +135,7 @@ class Relay:
         """Only the first time: what is placed again has had its turn. Raises: OverloadedError, RequestDeadlineError."""
         if not self._life.num_replacements:
             request, turnstile = self._request, self._cluster.turnstile
-            tokens = len(request.prompt_token_ids)
+            tokens = len(request.prompt.token_ids)
             if not turnstile.may_pass(request.tenant, tokens):
                 tokens = self._cluster.uncached_tokens(self._prompt)
             await turnstile.enter(request.tenant, tokens, priority=request.priority, left_s=self._left_s())
@@ -239,7 +239,7 @@ class Relay:
             if self._started:
                 return None
             self._started = True
-            return StartedEvent(self._request.request_id, self._request.model, len(self._request.prompt_token_ids))
+            return StartedEvent(self._request.request_id, self._request.model, len(self._request.prompt.token_ids))
         if kind == "tokens":
             delta = event.tokens
             if self._life.num_tokens == len(self._request.resume_after) and self._attempt is not None:

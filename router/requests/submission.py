@@ -8,7 +8,7 @@ from diptych.common.worker_record import WorkerRecord
 from diptych.router.placement.cost import MAX_SPARES
 from diptych.router.placement.types import Placement, PlacementRequest
 from diptych.router.requests.messages import ValidatedRequest
-from diptych.rpc.convert import sampling_to_proto
+from diptych.rpc.convert import prompt_fields, sampling_to_proto
 from diptych.rpc.v1 import decode_pb2, router_pb2, types_pb2
 
 COLOCATED_MARGIN = 1.0
@@ -19,7 +19,7 @@ _MARGIN_S, _MARGIN_FRACTION = 0.05, 0.05
 def placement_request(request: ValidatedRequest) -> PlacementRequest:
     """What the request asks of a placement."""
     return PlacementRequest(
-        num_prompt_tokens=len(request.prompt_token_ids),
+        num_prompt_tokens=len(request.prompt.token_ids),
         local_prefill_max_tokens=request.local_prefill_max_tokens,
         wants_kv=request.sampling.max_tokens > 1,
         colocated_margin=COLOCATED_MARGIN,
@@ -45,22 +45,21 @@ def submit_of(
     submit = decode_pb2.Submit(
         attempt=attempt,
         request_id=request.request_id,
-        prompt_token_ids=request.prompt_token_ids if with_prompt else (),
         sampling=sampling_to_proto(request.sampling) if request.repeated is None else _repeated(request.repeated),
         placement=decode_pb2.Placement(
             decode=_ref(placement.decode.record),
             prefill=[_ref(record(index)) for index in placement.order[:MAX_SPARES]],
             local_prefill=placement.local_prefill,
             local_prefill_max_tokens=(
-                len(request.prompt_token_ids) if placement.colocated else request.local_prefill_max_tokens
+                len(request.prompt.token_ids) if placement.colocated else request.local_prefill_max_tokens
             ),
         ),
         remaining_s=left_s - min(_MARGIN_S, left_s * _MARGIN_FRACTION),
-        cache_salt=request.cache_salt,
         priority=request.priority,
         output_token_ids=request.resume_after,
         failure_policy=request.failure_policy,  # type: ignore[arg-type]  # a number of that enum
         traceparent=traceparent,
+        **prompt_fields(request.prompt, with_ids=with_prompt),
     )
     if request.repeated is not None:
         submit.sampling.seed = request.sampling.seed

@@ -151,9 +151,9 @@ async def test_a_text_that_cannot_fit_is_not_cut_into_tokens(intake, words):
         assert caught.value.param == "prompt"
     assert (
         await intake.prepare(UncheckedRequest(prompt="a" * 240_000, sampling={"max_tokens": 1}))
-    ).prompt_token_ids == (1,)
+    ).prompt.token_ids == (1,)
     cut = UncheckedRequest(prompt="a " * 200_000, sampling={"max_tokens": 1}, truncate_prompt_tokens=5)
-    assert len((await intake.prepare(cut)).prompt_token_ids) == 5
+    assert len((await intake.prepare(cut)).prompt.token_ids) == 5
 
 
 async def test_short_prompts_do_not_wait_behind_long_ones(intake, words):
@@ -162,7 +162,7 @@ async def test_short_prompts_do_not_wait_behind_long_ones(intake, words):
         for _ in "abc"
     ]
     await waiting.until(lambda: words.seen, "a long prompt is being cut")
-    assert (await intake.prepare(UncheckedRequest(prompt="a b", sampling={"max_tokens": 1}))).prompt_token_ids == (1, 1)
+    assert (await intake.prepare(UncheckedRequest(prompt="a b", sampling={"max_tokens": 1}))).prompt.token_ids == (1, 1)
     assert not any(task.done() for task in long)
     words.go.set()
     await asyncio.gather(*long)

@@ -13,6 +13,7 @@ import pytest
 
 from diptych.common.compat import differences
 from diptych.common.errors import TransferError
+from diptych.common.request import Prompt
 from diptych.common.sampling import SamplingParams
 from diptych.engine.messages import EngineRequest, KvMode, ScheduledSeq
 from diptych.engine.sched import scheduler as sched
@@ -56,9 +57,9 @@ def shorter_prompts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     real = sched.Request
 
     def lossy(engine_request: EngineRequest, *rest: object) -> sched.Request:
-        prompt = engine_request.prompt_token_ids
+        prompt = engine_request.prompt.token_ids
         if engine_request.mode is KvMode.PREFILL and len(prompt) == len(PROMPT):
-            engine_request = replace(engine_request, prompt_token_ids=prompt[:-1])
+            engine_request = replace(engine_request, prompt=Prompt(prompt[:-1]))
         return real(engine_request, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(sched, "Request", lossy)

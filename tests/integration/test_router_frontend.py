@@ -13,10 +13,11 @@ from diptych.common.errors import (
     OverloadedError,
     QuotaExceededError,
 )
+from diptych.common.request import Prompt
 from diptych.common.secret import tenant_salt
 from diptych.common.store import KvEvent
 from diptych.common.worker_record import WorkerLoad
-from diptych.router.cluster.cluster import Prompt
+from diptych.router.cluster.cluster import PromptBlocks
 from diptych.router.cluster.fake_decode import FakeDecode
 from diptych.router.frontend import FinishedEvent, StartedEvent, UncheckedRequest
 from diptych.router.observe.access_log import Access, logged
@@ -103,10 +104,10 @@ async def test_a_worker_without_events_is_said(fleet):
 async def test_prompt_text_and_chat_are_tokenized(fleet):
     await fleet.until(lambda: True)
     prepared = await fleet.frontend.prepare(UncheckedRequest(prompt="w1 w2 w3"))
-    assert prepared.prompt_token_ids == (1, 2, 3)
+    assert prepared.prompt.token_ids == (1, 2, 3)
     assert prepared.sampling.max_tokens == 512 - 3
     chat = await fleet.frontend.prepare(UncheckedRequest(messages=[{"role": "user", "content": "w4 w5"}]))
-    assert chat.prompt_token_ids == (4, 5)
+    assert chat.prompt.token_ids == (4, 5)
 
 
 async def test_a_default_for_max_tokens_fits_the_smallest_decode_pool(fleet):
@@ -244,7 +245,9 @@ async def test_a_cluster_without_prefill_is_ready_when_that_is_wanted(model_fold
             assert ready is not wanted
             assert reasons[0] == "no usable prefill worker"
             if not wanted:
-                assert fleet.frontend._cluster.place(PlacementRequest(40, 0), Prompt([1] * 40)).local_prefill
+                assert fleet.frontend._cluster.place(
+                    PlacementRequest(40, 0), PromptBlocks(Prompt([1] * 40))
+                ).local_prefill
 
 
 async def test_what_cannot_come_in_time_is_shed_before_any_work(model_folder, tmp_path):

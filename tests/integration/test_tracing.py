@@ -14,6 +14,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from diptych.common.clock import FakeClock
 from diptych.common.errors import WorkerLostError
+from diptych.common.request import Prompt
 from diptych.common.sampling import FinishReason, SamplingParams
 from diptych.common.tracing import tracing
 from diptych.router.observe.request_span import RequestSpan, traced
@@ -98,7 +99,9 @@ async def test_without_an_endpoint_a_callers_context_still_travels(pd: ModuleTyp
 
 
 def prepared(clock: FakeClock) -> ValidatedRequest:
-    plain = ValidatedRequest("r", "", "m", (1, 2, 3), SamplingParams(4), b"", False, 0, 0, clock.now(), clock.now() + 9)
+    plain = ValidatedRequest(
+        "r", "", "m", Prompt((1, 2, 3)), SamplingParams(4), False, 0, 0, clock.now(), clock.now() + 9
+    )
     return traced(plain, UncheckedRequest(messages=[], traceparent=CALLER))
 
 

@@ -15,18 +15,17 @@ from diptych.decode.link_rate import LinkRates
 from diptych.decode.refetch_policy import PrefillRates
 from diptych.decode.remote_prefill import RemotePrefillContext
 from diptych.decode.slab_unpacker import SlabUnpacker
-from diptych.decode.submission import Limits as DecodeLimits
 from diptych.engine.messages import EngineEvent, GrantSlabs, RangePacked, SlabGrant
 from diptych.engine.overlap import Overlap
 from diptych.kvtransfer.config import TransferConfig
 from diptych.kvtransfer.core import TICK_S, TransferCore
 from diptych.kvtransfer.handle import SlabHandle
 from diptych.kvtransfer.ledger import SlabState
-from diptych.prefill.request import Limits as PrefillLimits
 from diptych.prefill.sessions import PrefillSessions
 from diptych.rpc import convert
 from diptych.rpc.v1 import worker_pb2
 from diptych.worker import wire
+from diptych.worker.incoming import Limits
 from diptych.worker.peers import PeerDirectory
 from diptych.worker.refs import WorkerRef
 
@@ -130,7 +129,7 @@ class PrefillNode:
         self.transfer.on_free = self._on_free
         self.readers: Callable[[], list[DecodeNode]] = list
         self.engine = SimEngine(context, self.node, lambda events: self.handoffs.on_step(events))
-        limits = PrefillLimits(worker_id, incarnation, VOCAB, MAX_LEN, BLOCK)
+        limits = Limits(worker_id, incarnation, VOCAB, MAX_LEN, BLOCK)
         self.handoffs = PrefillSessions(
             self.engine,  # type: ignore[arg-type]
             self,
@@ -241,7 +240,7 @@ class DecodeNode:
         self.intake = AttemptManager(
             self.engine,  # type: ignore[arg-type]
             tools,
-            DecodeLimits(worker_id, incarnation, VOCAB, MAX_LEN),
+            Limits(worker_id, incarnation, VOCAB, MAX_LEN, BLOCK),
             path="sim",
             max_attempts=16,
         )

@@ -10,10 +10,11 @@ import transformers
 
 from diptych.common.block_identity import IdentityHeader
 from diptych.common.clock import FakeClock
+from diptych.common.request import Prompt
 from diptych.common.sampling import check_sampling
 from diptych.engine.config import EngineConfig
 from diptych.engine.exec.model_runner import TorchModelRunner
-from diptych.engine.messages import AddRequest, EngineRequest, Failed, Finished, TokensOut
+from diptych.engine.messages import EngineRequest, Failed, Finished, TokensOut
 from diptych.engine.offline import OfflineEngine
 
 VOCAB = 320
@@ -44,7 +45,7 @@ def ours(engine, prompts, **fields):
     """By prompt, the answers, the best first; and the sum of each one's logprobs."""
     params = check_sampling(temperature=0.0, logprobs=0, vocab_size=engine.core._runner.vocab_size, **fields)
     for i, prompt in enumerate(prompts):
-        engine.send(AddRequest(EngineRequest(str(i), tuple(prompt), params)))
+        engine.send(EngineRequest(str(i), Prompt(tuple(prompt)), params))
     answers: dict = {str(i): [] for i in range(len(prompts))}
     left = len(prompts)
     while left:

@@ -9,11 +9,11 @@ import torch
 
 from diptych.common.block_identity import IdentityHeader
 from diptych.common.clock import MonotonicClock
+from diptych.common.request import Prompt
 from diptych.common.sampling import SamplingParams
 from diptych.engine.config import EngineConfig
 from diptych.engine.exec.model_runner import TorchModelRunner
 from diptych.engine.messages import (
-    AddRequest,
     BlockCopy,
     CopyKind,
     EngineRequest,
@@ -75,7 +75,7 @@ def engine_on(tiny_dir):
 def requests_of(greedy):
     base = SamplingParams(max_tokens=12, seed=5, temperature=0.0 if greedy else 0.9, ignore_eos=True)
     return [
-        EngineRequest(name, tuple(range(10 + i, 29 + 2 * i)), replace(base, **fields))
+        EngineRequest(name, Prompt(tuple(range(10 + i, 29 + 2 * i))), replace(base, **fields))
         for i, (name, fields) in enumerate(FEATURES.items())
     ]
 
@@ -83,7 +83,7 @@ def requests_of(greedy):
 def run(engine, requests):
     """Returns: by (attempt, choice) the token ids; with "lp" behind, their logprobs; with "prompt", the prompt's."""
     for request in requests:
-        engine.send(AddRequest(request))
+        engine.send(request)
     out: dict = {}
     left = len(requests)
     for _ in range(3000):
@@ -133,7 +133,7 @@ def test_every_feature_gives_what_the_cpu_gives(engine_on, backend, greedy):
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_evicted_blocks_come_back_from_pinned_memory(engine_on, backend):
     greedy = SamplingParams(max_tokens=4, temperature=0.0)
-    requests = [EngineRequest(f"r{i}", tuple(range(50 * i, 50 * i + 41)), greedy) for i in range(4)]
+    requests = [EngineRequest(f"r{i}", Prompt(tuple(range(50 * i, 50 * i + 41))), greedy) for i in range(4)]
     want = run(engine_on("cpu"), requests)
     engine = engine_on(DEVICE, 14, backend, num_host_blocks=64, initial_copy_bytes_per_s=1e12)
     assert engine.core._runner.pool.host.is_pinned()

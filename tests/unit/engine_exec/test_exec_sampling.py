@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from diptych.common.request import Prompt
 from diptych.common.sampling import SamplingParams
 from diptych.engine import constraints
 from diptych.engine.config import EngineConfig
@@ -203,10 +204,10 @@ def engine_of(tiny_dir):
 
 
 def run(engine, requests):
-    from diptych.engine.messages import AddRequest, Finished, TokensOut
+    from diptych.engine.messages import Finished, TokensOut
 
     for request in requests:
-        engine.send(AddRequest(request))
+        engine.send(request)
     out: dict = {}
     left = len(requests)
     for _ in range(3000):
@@ -237,7 +238,7 @@ def test_token_identity_on_a_model(engine_of, greedy):
     with a warm cache."""
     base = SamplingParams(max_tokens=12, seed=5, temperature=0.0 if greedy else 0.9)
     requests = [
-        EngineRequest(name, tuple(range(10 + i, 29 + 2 * i)), replace(base, **fields))
+        EngineRequest(name, Prompt(tuple(range(10 + i, 29 + 2 * i))), replace(base, **fields))
         for i, (name, fields) in enumerate(FEATURES.items())
     ]
     want: dict = {}

@@ -7,13 +7,13 @@ import pytest
 
 from diptych.common.block_identity import IdentityHeader
 from diptych.common.errors import InternalError, InvalidRequestError, RequestCancelledError, WorkerLostError
+from diptych.common.request import Prompt
 from diptych.common.sampling import SamplingParams
 from diptych.engine.api import EngineClient
 from diptych.engine.config import EngineConfig
 from diptych.engine.fake_device import FakeDeviceRunner
 from diptych.engine.fake_runner import FakeRunner
 from diptych.engine.messages import (
-    AddRequest,
     Admitted,
     BlocksStored,
     CacheCleared,
@@ -38,7 +38,7 @@ DEADLINE_S = 60.0
 
 def make_request(attempt="a", num_prompt=9, max_tokens=6, **fields):
     sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    return EngineRequest(attempt, tuple(range(100, 100 + num_prompt)), sampling, **fields)
+    return EngineRequest(attempt, Prompt(tuple(range(100, 100 + num_prompt))), sampling, **fields)
 
 
 class Bench:
@@ -99,7 +99,7 @@ class Gate:
 
 async def test_one_list_of_events_a_step_in_order():
     async with Bench() as bench:
-        bench.client.send(AddRequest(make_request(max_tokens=3)))
+        bench.client.send(make_request(max_tokens=3))
         await bench.end_of()
     kinds = [[type(e).__name__ for e in step] for step in bench.steps]
     assert kinds == [["Admitted", "TokensOut", "BlocksStored"], ["TokensOut"], ["TokensOut", "Finished"]]
@@ -139,10 +139,10 @@ async def test_leaving_generate_cancels_and_frees():
 async def test_a_running_step_does_not_hold_up_the_event_loop_and_shows_as_busy():
     gate = Gate()
     async with Bench(FakeRunner(64, BLOCK, before_execute=gate)) as bench:
-        bench.client.send(AddRequest(make_request()))
+        bench.client.send(make_request())
         await gate.wait_inside()
         for i in range(100):
-            bench.client.send(AddRequest(make_request(f"x{i}", max_tokens=1)))
+            bench.client.send(make_request(f"x{i}", max_tokens=1))
         assert bench.client.stats().busy_since is not None, "all were sent while the step was held"
         with pytest.raises(InternalError, match="did not answer"):
             await bench.client.audit(deadline_s=0.01)
@@ -154,7 +154,7 @@ async def test_a_running_step_does_not_hold_up_the_event_loop_and_shows_as_busy(
 async def test_a_cancel_gives_up_the_step_that_serves_nobody_else():
     gate = Gate()
     async with Bench(FakeRunner(64, BLOCK, before_execute=gate)) as bench:
-        bench.client.send(AddRequest(make_request()))
+        bench.client.send(make_request())
         await gate.wait_inside()
         bench.client.send(Cancel("a"))
         gate.go.set()
@@ -165,7 +165,7 @@ async def test_a_cancel_gives_up_the_step_that_serves_nobody_else():
 
 async def test_an_idle_engine_sleeps():
     async with Bench() as bench:
-        bench.client.send(AddRequest(make_request(max_tokens=2)))
+        bench.client.send(make_request(max_tokens=2))
         await bench.end_of()
         await bench.client.audit()
         stats = bench.client.stats()
@@ -187,10 +187,10 @@ async def test_a_step_that_raises_fails_typed_and_the_loop_lives_on():
             raise MemoryError("no room")
 
     async with Bench(FakeRunner(64, BLOCK, before_execute=explode)) as bench:
-        bench.client.send(AddRequest(make_request("bomb")))
+        bench.client.send(make_request("bomb"))
         failed = await bench.end_of("bomb")
         assert isinstance(failed.error, InternalError)
-        bench.client.send(AddRequest(make_request("after")))
+        bench.client.send(make_request("after"))
         assert isinstance(await bench.end_of("after"), Finished)
         assert bench.client.stats().alive
 
@@ -198,14 +198,14 @@ async def test_a_step_that_raises_fails_typed_and_the_loop_lives_on():
 async def test_a_bug_in_the_loop_ends_it_loudly_and_everything_is_answered(caplog):
     bench = Bench()
     bench.client.start()
-    bench.client.send(AddRequest(make_request("remote", mode=KvMode.REMOTE)))
+    bench.client.send(make_request("remote", mode=KvMode.REMOTE))
     await bench.until(lambda e: getattr(e, "attempt", "") == "remote")
     bench.client.send("no command")  # type: ignore[arg-type]
     failed = await bench.end_of("remote")
     assert "the engine died" in str(failed.error)
     assert not bench.client.stats().alive
     assert "step thread died" in caplog.text
-    bench.client.send(AddRequest(make_request("late")))
+    bench.client.send(make_request("late"))
     assert isinstance((await bench.end_of("late")).error, WorkerLostError)
     bench.client.send(UnpackRange("late", 5, 0, 4, memoryview(b"")))
     await bench.until(lambda e: e == RangeUnpacked("late", 5, False))
@@ -218,7 +218,7 @@ async def test_close_ends_what_runs():
     gate = Gate()
     bench = Bench(FakeRunner(64, BLOCK, before_execute=gate))
     bench.client.start()
-    bench.client.send(AddRequest(make_request()))
+    bench.client.send(make_request())
     await gate.wait_inside()
     with pytest.raises(InternalError, match="did not end"):
         await bench.client.close(0.01)
@@ -249,7 +249,7 @@ async def test_dump_and_reset_agree_with_the_events():
 
 async def test_grants_wake_an_engine_that_waits_with_computed_blocks():
     async with Bench() as bench:
-        bench.client.send(AddRequest(make_request(mode=KvMode.PREFILL)))
+        bench.client.send(make_request(mode=KvMode.PREFILL))
         await bench.until(lambda e: isinstance(e, TokensOut))
         assert (await bench.client.audit()).attempts == {"packing": 1}
         grant = SlabGrant(0, 7, memoryview(bytearray(4096)))
@@ -262,9 +262,9 @@ async def test_grants_wake_an_engine_that_waits_with_computed_blocks():
 async def test_a_first_token_of_prefills_does_not_wait_for_the_next_step():
     first, before, behind = Gate(), Gate(after=1), Gate()
     async with Bench(FakeRunner(64, BLOCK, before_execute=first)) as bench:
-        bench.client.send(AddRequest(make_request("b", max_tokens=40)))
+        bench.client.send(make_request("b", max_tokens=40))
         await first.wait_inside()
-        bench.client.send(AddRequest(make_request("a", mode=KvMode.REMOTE)))
+        bench.client.send(make_request("a", mode=KvMode.REMOTE))
         bench.runner.before_execute = before
         first.go.set()
         await bench.until(lambda e: isinstance(e, Admitted) and e.attempt == "a")
@@ -311,7 +311,7 @@ async def test_closing_waits_for_the_step_on_the_device():
     gate = Gate(after=6)
     runner = FakeDeviceRunner(64, BLOCK, before_execute=gate)
     async with Bench(runner) as bench:
-        bench.client.send(AddRequest(make_request(max_tokens=200)))
+        bench.client.send(make_request(max_tokens=200))
         await bench.until(lambda e: isinstance(e, TokensOut) and e.offset == 3)
         await gate.wait_inside()
         asyncio.get_running_loop().call_soon(gate.go.set)  # once the closing waits
@@ -340,7 +340,7 @@ async def test_events_of_a_large_step_go_out_while_the_next_one_is_on_the_device
     async with Bench(Device(), steps_ahead=False) as bench:
         for attempt in attempts:
             sampling = SamplingParams(max_tokens=5, ignore_eos=True, frequency_penalty=0.5)
-            bench.client.send(AddRequest(EngineRequest(attempt, (100, 101), sampling)))
+            bench.client.send(EngineRequest(attempt, Prompt((100, 101)), sampling))
         for attempt in attempts:
             assert isinstance(await bench.end_of(attempt), Finished)
             mine = [event for event in bench.events if getattr(event, "attempt", "") == attempt]

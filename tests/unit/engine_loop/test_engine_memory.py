@@ -5,11 +5,12 @@ from __future__ import annotations
 from diptych.common.block_identity import IdentityHeader
 from diptych.common.clock import FakeClock
 from diptych.common.errors import OverloadedError
+from diptych.common.request import Prompt
 from diptych.common.sampling import SamplingParams
 from diptych.engine.config import EngineConfig
 from diptych.engine.core import EngineCore
 from diptych.engine.fake_runner import FakeRunner
-from diptych.engine.messages import AddRequest, EngineRequest, Failed, Finished, TokensOut
+from diptych.engine.messages import EngineRequest, Failed, Finished, TokensOut
 from diptych.engine.runner import OutOfDeviceMemory
 
 
@@ -24,10 +25,10 @@ def run(with_newcomer: bool):
     config = EngineConfig(num_blocks=32, block_size=4, check_invariants=True)
     core = EngineCore(runner, config, IdentityHeader(b"k" * 32, "m", "t", "uint8", 4), FakeClock())
     params = SamplingParams(max_tokens=6, ignore_eos=True, seed=1)
-    core.handle(AddRequest(EngineRequest("a", (1, 2, 3), params)))
+    core.handle(EngineRequest("a", Prompt((1, 2, 3)), params))
     core.step()
     if with_newcomer:
-        core.handle(AddRequest(EngineRequest("big", tuple(range(20)), params)))
+        core.handle(EngineRequest("big", Prompt(tuple(range(20))), params))
     tokens, ends = [], {}
     for _ in range(10):
         core.step()

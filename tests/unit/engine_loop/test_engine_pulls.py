@@ -6,12 +6,12 @@ import pytest
 
 from diptych.common.block_identity import IdentityHeader
 from diptych.common.clock import FakeClock
+from diptych.common.request import Prompt
 from diptych.common.sampling import SamplingParams
 from diptych.engine.config import EngineConfig
 from diptych.engine.core import EngineCore
 from diptych.engine.fake_runner import FakeRunner
 from diptych.engine.messages import (
-    AddRequest,
     Cancel,
     DeviceRange,
     EngineRequest,
@@ -59,7 +59,7 @@ def core():
     runner = PullingRunner(num_blocks=16, block_size=4)
     config = EngineConfig(num_blocks=16, block_size=4, check_invariants=True)
     core = EngineCore(runner, config, IdentityHeader(b"k" * 32, "m", "t", "float32", 4), FakeClock())
-    core.handle(AddRequest(EngineRequest("a", tuple(range(1, 9)), SamplingParams(max_tokens=3), mode=KvMode.REMOTE)))
+    core.handle(EngineRequest("a", Prompt(tuple(range(1, 9))), SamplingParams(max_tokens=3), mode=KvMode.REMOTE))
     core.step()
     core.take_events()
     core.runner = runner
@@ -79,7 +79,7 @@ def unpacked(core):
 def test_steps_go_on_while_kv_comes_and_the_request_joins_when_it_is_there(core):
     copy = Copy()
     unpack(core, copy)
-    core.handle(AddRequest(EngineRequest("b", (1, 2, 3), SamplingParams(max_tokens=2))))
+    core.handle(EngineRequest("b", Prompt((1, 2, 3)), SamplingParams(max_tokens=2)))
     assert core.step()
     assert core.pulling
     assert not unpacked(core)

@@ -5,6 +5,7 @@ import pytest
 from diptych.common.block_identity import IdentityHeader
 from diptych.common.clock import FakeClock
 from diptych.common.errors import InternalError, PromptTooLongError
+from diptych.common.request import Prompt
 from diptych.common.sampling import SamplingParams
 from diptych.engine.config import EngineConfig
 from diptych.engine.fake_runner import FakeRunner
@@ -23,7 +24,7 @@ def make_engine(**fields):
 
 def make_request(attempt, num_prompt=20, max_tokens=5, **fields):
     sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    return EngineRequest(attempt, tuple((9 + i) % 1000 for i in range(num_prompt)), sampling, **fields)
+    return EngineRequest(attempt, Prompt(tuple((9 + i) % 1000 for i in range(num_prompt))), sampling, **fields)
 
 
 def test_arrivals_count_steps_and_results_keep_the_order_of_the_requests():

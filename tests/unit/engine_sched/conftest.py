@@ -9,11 +9,11 @@ import pytest
 
 from diptych.common.block_identity import IdentityHeader
 from diptych.common.clock import FakeClock
+from diptych.common.request import Prompt
 from diptych.common.sampling import SamplingParams
 from diptych.engine.config import EngineConfig
 from diptych.engine.fake_runner import FakeRunner
 from diptych.engine.messages import (
-    AddRequest,
     Admitted,
     EngineEvent,
     EngineRequest,
@@ -52,12 +52,14 @@ def make_engine(runner: FakeRunner | None = None, **changes: object) -> OfflineE
 
 
 def make_request(
-    attempt: str = "a", prompt: int | Sequence[int] = 10, max_tokens: int = 8, seed: int = 0, **fields: object
+    attempt: str = "a", prompt: int | Sequence[int] | Prompt = 10, max_tokens: int = 8, seed: int = 0, **fields: object
 ) -> EngineRequest:
-    """`prompt`: the tokens, or how many."""
-    tokens = tuple(range(100, 100 + prompt)) if isinstance(prompt, int) else tuple(prompt)
+    """`prompt`: as it is, or its tokens, or how many."""
+    if not isinstance(prompt, Prompt):
+        tokens = tuple(range(100, 100 + prompt)) if isinstance(prompt, int) else tuple(prompt)
+        prompt = Prompt(tokens, fields.pop("cache_salt", b""))  # type: ignore[arg-type]
     sampling = fields.pop("sampling", None) or SamplingParams(max_tokens=max_tokens, seed=seed, ignore_eos=True)
-    return EngineRequest(attempt, tokens, sampling, **fields)  # type: ignore[arg-type]
+    return EngineRequest(attempt, prompt, sampling, **fields)  # type: ignore[arg-type]
 
 
 def run_until_idle(engine: OfflineEngine, max_steps: int = 1000) -> list[EngineEvent]:
@@ -124,7 +126,7 @@ class Pair:
     def add(self, request: EngineRequest) -> None:
         self._requests[request.attempt] = request
         self.outcomes[request.attempt] = Outcome([])
-        self.decode.send(AddRequest(replace(request, mode=KvMode.REMOTE)))
+        self.decode.send(replace(request, mode=KvMode.REMOTE))
 
     def run(self, requests: Sequence[EngineRequest] = (), max_steps: int = 3000) -> dict[str, Outcome]:
         for request in requests:
@@ -149,9 +151,7 @@ class Pair:
             case Admitted(attempt, cached):
                 request = self._requests[attempt]
                 self.outcomes[attempt].cached_tokens = cached
-                self.prefill.send(
-                    AddRequest(replace(request, mode=KvMode.PREFILL, decode_cached_tokens=cached, peer="decode"))
-                )
+                self.prefill.send(replace(request, mode=KvMode.PREFILL, decode_cached_tokens=cached, peer="decode"))
             case TokensOut(attempt, offset, token_ids, choice=choice) if choice:
                 pass
             case TokensOut(attempt, offset, token_ids):

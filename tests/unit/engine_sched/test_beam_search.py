@@ -14,7 +14,6 @@ from diptych.common.errors import InvalidRequestError
 from diptych.common.sampling import EarlyStopping, FinishReason, SamplingParams
 from diptych.engine.fake_runner import FakeRunner
 from diptych.engine.messages import (
-    AddRequest,
     Cancel,
     Candidate,
     ChoiceFinished,
@@ -128,7 +127,7 @@ def beam_params(width=3, max_tokens=8, **fields):
 
 def run(kit, engine, *requests):
     for request in requests:
-        engine.send(AddRequest(request))
+        engine.send(request)
     return kit.run_until_idle(engine, 5000)
 
 
@@ -170,7 +169,7 @@ def test_each_answer_ends_once_and_the_attempt_after_them(kit):
 def test_beams_share_the_prompt_and_leave_nothing(kit):
     runner = FakeRunner(64, kit.BLOCK)
     engine = kit.make_engine(runner)
-    engine.send(AddRequest(kit.make_request("a", 41, sampling=beam_params(4, 12))))
+    engine.send(kit.make_request("a", 41, sampling=beam_params(4, 12)))
     most = 0
     for _ in range(12):
         engine.step()
@@ -184,7 +183,7 @@ def test_beams_share_the_prompt_and_leave_nothing(kit):
 @pytest.mark.parametrize("steps", [0, 1, 2, 3, 5])
 def test_a_cancel_at_any_time_frees_all(kit, steps):
     engine = kit.make_engine()
-    engine.send(AddRequest(kit.make_request("a", 10, sampling=beam_params(3, 12))))
+    engine.send(kit.make_request("a", 10, sampling=beam_params(3, 12)))
     for _ in range(steps):
         engine.step()
     engine.send(Cancel("a"))
@@ -199,7 +198,7 @@ def test_computed_in_parts_they_wait_for_each_other(kit):
     request = kit.make_request("a", 9, sampling=beam_params(4, 8))
     want = kit.tokens_of(run(kit, kit.make_engine(), request))
     engine = kit.make_engine(max_num_batched_tokens=3)
-    engine.send(AddRequest(request))
+    engine.send(request)
     held, events = 0, []
     for _ in range(100):
         events += engine.step()
@@ -225,7 +224,7 @@ def test_a_beam_that_gives_way_takes_the_others_along(kit, mode):
         kit.make_request("c", range(500, 505), sampling=beam_params(2, 14)),
     ]
     for request in requests:
-        engine.send(AddRequest(request))
+        engine.send(request)
     events, together = [], True
     for _ in range(400):
         events += engine.step()
@@ -257,7 +256,7 @@ def test_beams_that_can_never_run_together_are_refused(kit, fields, config, name
 def test_a_bad_row_ends_all_beams_and_nobody_else(kit):
     engine = kit.make_engine()
     for request in (kit.make_request("a", 10, sampling=beam_params()), kit.make_request("b", range(300, 310))):
-        engine.send(AddRequest(request))
+        engine.send(request)
     for _ in range(3):
         engine.step()
     engine.core._runner.bad_attempts.add("a")

@@ -8,7 +8,6 @@ from diptych.common.errors import InvalidRequestError
 from diptych.common.sampling import SamplingParams
 from diptych.engine.fake_runner import FakeRunner
 from diptych.engine.messages import (
-    AddRequest,
     Cancel,
     ChoiceFinished,
     CopyKind,
@@ -45,7 +44,7 @@ class Watching(FakeRunner):
 def test_choices_share_the_prompt_and_copy_only_a_tail_they_write_to(kit, prompt, forks):
     runner = Watching(64, kit.BLOCK)
     engine = kit.make_engine(runner)
-    engine.send(AddRequest(kit.make_request("a", prompt, sampling=THREE)))
+    engine.send(kit.make_request("a", prompt, sampling=THREE))
     engine.step()
     assert runner.computed_tokens == prompt
     whole = prompt // kit.BLOCK
@@ -59,19 +58,19 @@ def test_choices_share_the_prompt_and_copy_only_a_tail_they_write_to(kit, prompt
 
 def test_each_choice_is_what_it_would_be_alone(kit):
     engine = kit.make_engine()
-    engine.send(AddRequest(kit.make_request("a", 10, sampling=THREE)))
+    engine.send(kit.make_request("a", 10, sampling=THREE))
     together = choice_tokens(kit.run_until_idle(engine))
     assert len({tuple(t) for t in together.values()}) == 3
     for choice in range(3):
         alone = kit.make_engine()
-        alone.send(AddRequest(kit.make_request("a", 10, sampling=replace(THREE, n=1), choice=choice)))
+        alone.send(kit.make_request("a", 10, sampling=replace(THREE, n=1), choice=choice))
         assert choice_tokens(kit.run_until_idle(alone)) == {choice: together[choice]}
 
 
 def test_every_choice_ends_once_and_the_attempt_after_them(kit):
     engine = kit.make_engine()
     sampling = replace(THREE, stop_token_ids=tuple(range(0, 1000, 4)), max_tokens=30)
-    engine.send(AddRequest(kit.make_request("a", 10, sampling=sampling)))
+    engine.send(kit.make_request("a", 10, sampling=sampling))
     events = kit.run_until_idle(engine)
     ends = [e for e in events if isinstance(e, (ChoiceFinished, Finished))]
     assert sorted(e.choice for e in ends[:3]) == [0, 1, 2]
@@ -85,7 +84,7 @@ def test_every_choice_ends_once_and_the_attempt_after_them(kit):
 def test_best_of_gives_out_the_likeliest(kit):
     sampling = replace(THREE, n=4, logprobs=0)
     engine = kit.make_engine()
-    engine.send(AddRequest(kit.make_request("a", 10, sampling=sampling)))
+    engine.send(kit.make_request("a", 10, sampling=sampling))
     events = kit.run_until_idle(engine)
     scores: dict[int, list[float]] = {}
     for event in events:
@@ -93,7 +92,7 @@ def test_best_of_gives_out_the_likeliest(kit):
             scores.setdefault(event.choice, []).extend(entry.logprob for entry in event.logprobs)
     order = sorted(scores, key=lambda c: -sum(scores[c]) / len(scores[c]))
     tokens = choice_tokens(events)
-    engine.send(AddRequest(kit.make_request("a", 10, sampling=replace(sampling, n=2, best_of=4, logprobs=None))))
+    engine.send(kit.make_request("a", 10, sampling=replace(sampling, n=2, best_of=4, logprobs=None)))
     events = kit.run_until_idle(engine)
     assert choice_tokens(events) == {0: tokens[order[0]], 1: tokens[order[1]]}
     assert not any(e.logprobs for e in events if isinstance(e, TokensOut))
@@ -105,7 +104,7 @@ def test_best_of_gives_out_the_likeliest(kit):
 def test_more_choices_than_places_take_turns(kit):
     engine = kit.make_engine(max_num_seqs=2)
     sampling = replace(THREE, n=5)
-    engine.send(AddRequest(kit.make_request("a", 10, sampling=sampling)))
+    engine.send(kit.make_request("a", 10, sampling=sampling))
     running = 0
     events = []
     for _ in range(200):
@@ -113,7 +112,7 @@ def test_more_choices_than_places_take_turns(kit):
         events += new
         running = max(running, engine.stats().num_running) if kit.ends_of(events) else running
     wide = kit.make_engine()
-    wide.send(AddRequest(kit.make_request("a", 10, sampling=sampling)))
+    wide.send(kit.make_request("a", 10, sampling=sampling))
     assert choice_tokens(events) == choice_tokens(kit.run_until_idle(wide))
     assert engine.core.scheduler.groups == {}
 
@@ -121,7 +120,7 @@ def test_more_choices_than_places_take_turns(kit):
 @pytest.mark.parametrize("steps", range(6))
 def test_a_cancel_at_any_time_frees_all(kit, steps):
     engine = kit.make_engine(num_blocks=7)
-    engine.send(AddRequest(kit.make_request("a", 10, sampling=THREE)))
+    engine.send(kit.make_request("a", 10, sampling=THREE))
     for _ in range(steps):
         engine.step()
     engine.send(Cancel("a"))
@@ -134,7 +133,7 @@ def test_a_cancel_at_any_time_frees_all(kit, steps):
 def test_a_cancel_after_the_first_choice_has_ended(kit):
     sampling = replace(THREE, stop_token_ids=tuple(range(0, 1000, 3)), max_tokens=60)
     engine = kit.make_engine()
-    engine.send(AddRequest(kit.make_request("a", 10, sampling=sampling)))
+    engine.send(kit.make_request("a", 10, sampling=sampling))
     events = []
     while not any(isinstance(e, ChoiceFinished) for e in events):
         events += engine.step()
@@ -148,7 +147,7 @@ def test_a_cancel_after_the_first_choice_has_ended(kit):
 def test_a_second_submission_ends_both_once(kit):
     engine = kit.make_engine()
     for _ in range(2):
-        engine.send(AddRequest(kit.make_request("a", 10, sampling=THREE)))
+        engine.send(kit.make_request("a", 10, sampling=THREE))
     [end] = kit.ends_of(kit.run_until_idle(engine))
     assert "twice" in end.error.message
     assert engine.core.scheduler.groups == {}
@@ -156,9 +155,9 @@ def test_a_second_submission_ends_both_once(kit):
 
 def test_falling_back_to_local_prefill_with_first_tokens_at_hand(kit):
     want = kit.make_engine()
-    want.send(AddRequest(kit.make_request("a", 10, sampling=THREE)))
+    want.send(kit.make_request("a", 10, sampling=THREE))
     engine = kit.make_engine()
-    engine.send(AddRequest(kit.make_request("a", 10, sampling=THREE, mode=KvMode.REMOTE)))
+    engine.send(kit.make_request("a", 10, sampling=THREE, mode=KvMode.REMOTE))
     engine.step()
     tokens = choice_tokens(kit.run_until_idle(want))
     engine.send(FirstToken("a", tokens[1][0], 1))
@@ -169,7 +168,7 @@ def test_falling_back_to_local_prefill_with_first_tokens_at_hand(kit):
 def test_one_token_a_choice_needs_no_kv(kit):
     engine = kit.make_engine()
     sampling = replace(THREE, max_tokens=1)
-    engine.send(AddRequest(kit.make_request("a", 10, sampling=sampling, mode=KvMode.REMOTE)))
+    engine.send(kit.make_request("a", 10, sampling=sampling, mode=KvMode.REMOTE))
     engine.step()
     for choice in range(3):
         engine.send(FirstToken("a", 40 + choice, choice))
@@ -190,7 +189,7 @@ def test_one_token_a_choice_needs_no_kv(kit):
 )
 def test_ids_outside_the_vocabulary_never_reach_a_batch(kit, sampling, named):
     engine = kit.make_engine()
-    engine.send(AddRequest(kit.make_request("a", sampling=replace(SamplingParams(3), **sampling))))
+    engine.send(kit.make_request("a", sampling=replace(SamplingParams(3), **sampling)))
     [end] = kit.ends_of(engine.step())
     assert isinstance(end.error, InvalidRequestError)
     assert end.error.param == named
@@ -198,7 +197,7 @@ def test_ids_outside_the_vocabulary_never_reach_a_batch(kit, sampling, named):
 
 def test_forced_tokens_and_several_choices_do_not_go_together(kit):
     engine = kit.make_engine()
-    engine.send(AddRequest(kit.make_request("a", sampling=THREE, output_token_ids=(5,))))
+    engine.send(kit.make_request("a", sampling=THREE, output_token_ids=(5,)))
     [end] = kit.ends_of(engine.step())
     assert end.error.param == "n"
 
@@ -206,8 +205,8 @@ def test_forced_tokens_and_several_choices_do_not_go_together(kit):
 def test_parameters_that_leave_no_token_fail_their_own_request(kit):
     engine = kit.make_engine()
     nothing = SamplingParams(9, allowed_token_ids=(4,), bad_words=((4,),))
-    engine.send(AddRequest(kit.make_request("a", sampling=nothing)))
-    engine.send(AddRequest(kit.make_request("b")))
+    engine.send(kit.make_request("a", sampling=nothing))
+    engine.send(kit.make_request("b"))
     events = kit.run_until_idle(engine)
     [end] = kit.ends_of(events)
     assert isinstance(end.error, InvalidRequestError)

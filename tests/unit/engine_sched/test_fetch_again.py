@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from diptych.common.sampling import SamplingParams
 from diptych.engine.fake_runner import FakeRunner
 from diptych.engine.messages import (
-    AddRequest,
     Admitted,
     FetchAgain,
     Finished,
@@ -38,7 +37,7 @@ class Helper:
         grants = {g.slab: g for g in self.kit.make_grants(40, 8 * size)}
         prefill.send(GrantSlabs(tuple(grants.values())))
         fields = {"mode": KvMode.PREFILL, "output_token_ids": tuple(outputs), "decode_cached_tokens": cached}
-        prefill.send(AddRequest(replace(request, **fields)))
+        prefill.send(replace(request, **fields))
         for event in self.kit.run_until_idle(prefill):
             if isinstance(event, RangePacked):
                 payload = memoryview(bytes(grants[event.slab].payload[: event.size_bytes]))
@@ -53,7 +52,7 @@ def run(kit, decode, requests, answer):
     outputs = {request.attempt: [] for request in requests}
     ends, asked = {}, set()
     for request in requests:
-        decode.send(AddRequest(request))
+        decode.send(request)
     for _ in range(2000):
         decode.core.step()
         events = decode.core.take_events()
@@ -125,7 +124,7 @@ def test_it_does_happen_and_saves_the_computing(kit):
 def test_too_late_it_changes_nothing(kit):
     engine = kit.make_engine()
     request = kit.make_request("a", 6, 8)
-    engine.send(AddRequest(request))
+    engine.send(request)
     engine.step()
     engine.send(FetchAgain("a"))
     engine.send(FetchAgain("nobody"))
@@ -140,7 +139,7 @@ def test_only_a_request_of_one_choice_and_only_by_measured_cost(kit, fields, mod
     engine = small_engine(kit, 12, preemption_mode=mode)
     params = SamplingParams(16, ignore_eos=True, **fields)
     for request in (kit.make_request("a", 6, sampling=params), kit.make_request("b", range(300, 306), 16)):
-        engine.send(AddRequest(request))
+        engine.send(request)
     told = {event.attempt for event in kit.run_until_idle(engine) if isinstance(event, Preempted)}
     assert engine.stats().preemptions_total > 0
     assert told <= ({"b"} if mode == "auto" else set())

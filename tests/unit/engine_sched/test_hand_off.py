@@ -10,7 +10,6 @@ from diptych.common.errors import InternalError, RequestCancelledError
 from diptych.common.sampling import FinishReason, SamplingParams
 from diptych.engine.fake_runner import FakeRunner
 from diptych.engine.messages import (
-    AddRequest,
     Admitted,
     Cancel,
     Failed,
@@ -50,8 +49,8 @@ def test_a_batch_with_warm_prefixes_on_both_sides(kit):
     for r in requests:
         outcome = second[r.attempt + "x"]
         assert outcome.token_ids == wanted[r.attempt]
-        assert outcome.cached_tokens == (len(r.prompt_token_ids) - 1) // kit.BLOCK * kit.BLOCK
-        assert outcome.moved_tokens == len(r.prompt_token_ids) - outcome.cached_tokens
+        assert outcome.cached_tokens == (len(r.prompt.token_ids) - 1) // kit.BLOCK * kit.BLOCK
+        assert outcome.moved_tokens == len(r.prompt.token_ids) - outcome.cached_tokens
 
 
 def test_forced_tokens_are_computed_by_prefill_but_never_drawn_again(kit):
@@ -90,7 +89,7 @@ def test_eos_first_and_one_token_take_no_decode_step(kit):
     decode = kit.make_engine()
     for attempt, token, max_tokens, reason in (("eos", 2, 9, FinishReason.STOP), ("one", 9, 1, FinishReason.LENGTH)):
         sampling = SamplingParams(max_tokens=max_tokens)
-        decode.send(AddRequest(kit.make_request(attempt, 9, sampling=sampling, mode=KvMode.REMOTE)))
+        decode.send(kit.make_request(attempt, 9, sampling=sampling, mode=KvMode.REMOTE))
         decode.step()
         decode.send(FirstToken(attempt, token))
         events = decode.step()
@@ -104,7 +103,7 @@ def test_eos_first_and_one_token_take_no_decode_step(kit):
 def test_want_kv_false_packs_nothing(kit):
     prefill = kit.make_engine()
     prefill.send(GrantSlabs(kit.make_grants(2, 1000)))
-    prefill.send(AddRequest(kit.make_request(prompt=9, mode=KvMode.PREFILL, want_kv=False)))
+    prefill.send(kit.make_request(prompt=9, mode=KvMode.PREFILL, want_kv=False))
     events = kit.run_until_idle(prefill)
     assert len(kit.tokens_of(events)) == 1
     assert not [e for e in events if isinstance(e, RangePacked)]
@@ -115,7 +114,7 @@ def test_ranges_are_block_aligned_split_to_fit_and_end_with_the_tail(kit):
     prefill = kit.make_engine(max_num_batched_tokens=10)
     token_bytes = prefill.core.scheduler.limits.kv_bytes_per_token
     prefill.send(GrantSlabs(kit.make_grants(9, 4 * token_bytes + 3)))
-    prefill.send(AddRequest(kit.make_request(prompt=14, mode=KvMode.PREFILL, decode_cached_tokens=4, peer="d")))
+    prefill.send(kit.make_request(prompt=14, mode=KvMode.PREFILL, decode_cached_tokens=4, peer="d"))
     config_quota = [e for e in kit.run_until_idle(prefill) if isinstance(e, RangePacked)]
     assert [(e.first_token, e.num_tokens) for e in config_quota] == [(4, 4), (8, 4), (12, 2)]
     assert [e.size_bytes for e in config_quota] == [4 * token_bytes, 4 * token_bytes, 2 * token_bytes]
@@ -124,18 +123,18 @@ def test_ranges_are_block_aligned_split_to_fit_and_end_with_the_tail(kit):
 def test_the_first_token_comes_before_the_last_range(kit):
     prefill = kit.make_engine()
     prefill.send(GrantSlabs(kit.make_grants(1, 4096)))
-    prefill.send(AddRequest(kit.make_request(prompt=9, mode=KvMode.PREFILL)))
+    prefill.send(kit.make_request(prompt=9, mode=KvMode.PREFILL))
     kinds = [type(e).__name__ for e in kit.run_until_idle(prefill)]
     assert kinds[:5] == ["Admitted", "PromptComputed", "TokensOut", "RangePacked", "PrefillComplete"]
 
 
 def test_without_a_slab_the_blocks_wait_and_others_go_on(kit):
     prefill = kit.make_engine()
-    prefill.send(AddRequest(kit.make_request("stuck", 9, mode=KvMode.PREFILL)))
+    prefill.send(kit.make_request("stuck", 9, mode=KvMode.PREFILL))
     events = kit.run_until_idle(prefill)
     assert kit.ends_of(events, "stuck") == []
     assert prefill.core.scheduler.audit(False).attempts == {"packing": 1}
-    prefill.send(AddRequest(kit.make_request("local", 5, 3)))
+    prefill.send(kit.make_request("local", 5, 3))
     assert isinstance(kit.ends_of(kit.run_until_idle(prefill), "local")[0], Finished)
     prefill.send(GrantSlabs(kit.make_grants(1, 4096)))
     assert isinstance(kit.ends_of(kit.run_until_idle(prefill), "stuck")[0], PrefillComplete)
@@ -146,8 +145,8 @@ def test_a_peer_at_its_quota_stalls_nobody_else(kit):
     token_bytes = prefill.core.scheduler.limits.kv_bytes_per_token
     grants = kit.make_grants(3, 4 * token_bytes)
     prefill.send(GrantSlabs(grants))
-    prefill.send(AddRequest(kit.make_request("slow", 8, mode=KvMode.PREFILL, peer="stopped")))
-    prefill.send(AddRequest(kit.make_request("fast", 4, mode=KvMode.PREFILL, peer="well")))
+    prefill.send(kit.make_request("slow", 8, mode=KvMode.PREFILL, peer="stopped"))
+    prefill.send(kit.make_request("fast", 4, mode=KvMode.PREFILL, peer="well"))
     events = kit.run_until_idle(prefill)
     assert kit.ends_of(events, "slow") == []
     assert isinstance(kit.ends_of(events, "fast")[0], PrefillComplete)
@@ -157,7 +156,7 @@ def test_a_peer_at_its_quota_stalls_nobody_else(kit):
 
 
 def _remote(kit, decode, num_prompt=10, **fields):
-    decode.send(AddRequest(kit.make_request(prompt=num_prompt, mode=KvMode.REMOTE, **fields)))
+    decode.send(kit.make_request(prompt=num_prompt, mode=KvMode.REMOTE, **fields))
     (admitted,) = [e for e in decode.step() if isinstance(e, Admitted)]
     return admitted.num_cached_tokens
 
@@ -233,10 +232,10 @@ def test_run_locally_drops_what_arrived_and_keeps_the_sent_token(kit, arrived, t
 
 def test_run_locally_before_admission(kit):
     decode = kit.make_engine(max_num_seqs=1)
-    decode.send(AddRequest(kit.make_request("first", 4, 3)))
+    decode.send(kit.make_request("first", 4, 3))
     decode.step()
     request = kit.make_request("b", 10, 4)
-    decode.send(AddRequest(replace(request, mode=KvMode.REMOTE)))
+    decode.send(replace(request, mode=KvMode.REMOTE))
     decode.step()
     decode.send(RunLocally("b"))
     assert kit.tokens_of(kit.run_until_idle(decode), "b") == kit.undisturbed([request])["b"]
@@ -249,7 +248,7 @@ def test_first_token_and_kv_complete_come_in_any_order(kit, order):
     prefill = kit.make_engine()
     (grant,) = kit.make_grants(1, 64)
     prefill.send(GrantSlabs((grant,)))
-    prefill.send(AddRequest(replace(request, mode=KvMode.PREFILL)))
+    prefill.send(replace(request, mode=KvMode.PREFILL))
     kit.run_until_idle(prefill)
     decode = kit.make_engine()
     _remote(kit, decode, 4, max_tokens=5)
@@ -264,7 +263,7 @@ def test_cancel_in_every_state_of_the_hand_off_frees_everything(kit):
     decode = kit.make_engine(num_blocks=8)
     for step in range(4):
         attempt = f"c{step}"
-        decode.send(AddRequest(kit.make_request(attempt, 10, mode=KvMode.REMOTE)))
+        decode.send(kit.make_request(attempt, 10, mode=KvMode.REMOTE))
         if step > 0:
             decode.step()
         if step > 1:
@@ -277,7 +276,7 @@ def test_cancel_in_every_state_of_the_hand_off_frees_everything(kit):
         assert isinstance(failed.error, RequestCancelledError)
         assert decode.core.scheduler.kv.pool.counts.free == 8
     prefill = kit.make_engine()
-    prefill.send(AddRequest(kit.make_request(prompt=10, mode=KvMode.PREFILL)))
+    prefill.send(kit.make_request(prompt=10, mode=KvMode.PREFILL))
     kit.run_until_idle(prefill)
     prefill.send(Cancel("a"))
     assert isinstance(kit.ends_of(prefill.step())[0], Failed)
@@ -306,7 +305,7 @@ def test_a_failed_pack_fails_that_request_and_keeps_the_slab(kit):
 
     prefill = kit.make_engine(Broken(64, kit.BLOCK))
     prefill.send(GrantSlabs(kit.make_grants(1, 4096)))
-    prefill.send(AddRequest(kit.make_request(prompt=9, mode=KvMode.PREFILL)))
+    prefill.send(kit.make_request(prompt=9, mode=KvMode.PREFILL))
     events = kit.run_until_idle(prefill)
     assert "packing KV failed" in str(kit.ends_of(events)[0].error)
     assert prefill.core.scheduler.packing.slabs_held == 1
@@ -318,7 +317,7 @@ def ranges_of(kit, overlap, num_prompt=32, chunk=8):
     token_bytes = engine.core.scheduler.limits.kv_bytes_per_token
     engine.send(GrantSlabs(kit.make_grants(8, 64 * token_bytes), overlap))
     request = replace(kit.make_request(prompt=num_prompt, max_tokens=3), mode=KvMode.PREFILL, peer="d0")
-    engine.send(AddRequest(request))
+    engine.send(request)
     events = kit.run_until_idle(engine)
     packed = [event.num_tokens for event in events if isinstance(event, RangePacked)]
     first = next(i for i, event in enumerate(events) if isinstance(event, TokensOut))
@@ -344,13 +343,13 @@ def test_a_short_prompt_behind_ten_cancelled_long_ones_waits_for_one_chunk_at_mo
     engine.send(GrantSlabs(kit.make_grants(8, 64 * engine.core.scheduler.limits.kv_bytes_per_token)))
     for i in range(10):
         long = kit.make_request(f"long{i}", [i, *range(100, 130)], max_tokens=4)
-        engine.send(AddRequest(replace(long, mode=KvMode.PREFILL, peer="d0")))
+        engine.send(replace(long, mode=KvMode.PREFILL, peer="d0"))
     engine.step()
     for i in range(10):
         engine.send(Cancel(f"long{i}"))
     before = runner.computed_tokens
     assert before <= chunk
-    engine.send(AddRequest(replace(kit.make_request("short", [7, 8, 9], max_tokens=4), mode=KvMode.PREFILL, peer="d0")))
+    engine.send(replace(kit.make_request("short", [7, 8, 9], max_tokens=4), mode=KvMode.PREFILL, peer="d0"))
     events = engine.step()
     assert any(isinstance(event, TokensOut) and event.attempt == "short" for event in events)
     assert runner.computed_tokens - before == 3, "nothing more of the cancelled ones is computed"

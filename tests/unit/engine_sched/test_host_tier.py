@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 from diptych.common.errors import ConfigError
 from diptych.engine.fake_runner import FakeRunner
-from diptych.engine.messages import AddRequest, Failed, Finished, TierEvicted, TierStored, TokensOut
+from diptych.engine.messages import Failed, Finished, TierEvicted, TierStored, TokensOut
 from diptych.engine.sched.block_pool import BlockPool
 from diptych.engine.sched.host_tier import HostTier
 
@@ -24,7 +24,7 @@ def engine_with_host(kit, num_blocks=8, num_host_blocks=16, **fields):
 
 
 def once(kit, engine, request):
-    engine.send(AddRequest(request))
+    engine.send(request)
     return kit.run_until_idle(engine)
 
 
@@ -87,8 +87,8 @@ def test_a_failed_copy_ends_the_requests_and_the_engine_lives(kit):
         raise RuntimeError("the bus is on fire")
 
     engine.core._runner.copy_blocks = broken
-    engine.send(AddRequest(kit.make_request("a", 6, 14)))
-    engine.send(AddRequest(kit.make_request("b", 7, 14)))
+    engine.send(kit.make_request("a", 6, 14))
+    engine.send(kit.make_request("b", 7, 14))
     events = kit.run_until_idle(engine)
     assert any(isinstance(e, Failed) and "the bus is on fire" in e.error.message for e in events)
     engine.core._runner.copy_blocks = working
@@ -248,7 +248,7 @@ def test_random_load_on_pool_and_host_keeps_every_token(kit):
         requests.append(kit.make_request(f"r{i}", [t % 1000 for t in shared] + own, rng.randrange(1, 16), seed=i))
     events = []
     for request in requests:
-        engine.send(AddRequest(request))
+        engine.send(request)
         for _ in range(rng.randrange(0, 6)):
             events += engine.step()
     events += kit.run_until_idle(engine, 5000)

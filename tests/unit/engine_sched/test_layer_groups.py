@@ -8,7 +8,6 @@ import pytest
 
 from diptych.engine.fake_runner import FakeRunner
 from diptych.engine.messages import (
-    AddRequest,
     Admitted,
     Failed,
     FirstToken,
@@ -55,7 +54,7 @@ def test_groups_come_out_in_the_midst_of_the_step_and_the_token_behind_them(kit)
     early = []
     prefill.core.on_packing(_no_grants, lambda: early.append(prefill.core.take_events()))
     prefill.send(GrantSlabs(kit.make_grants(4, 4096)))
-    prefill.send(AddRequest(kit.make_request(prompt=9, mode=KvMode.PREFILL, layer_groups=True)))
+    prefill.send(kit.make_request(prompt=9, mode=KvMode.PREFILL, layer_groups=True))
     late = kit.run_until_idle(prefill)
     assert [ranges_of(events) for events in early] == [[(0, 9, 0, 1)], [(0, 9, 1, 2)], [(0, 9, 3, 1)]]
     assert isinstance(early[0][0], Admitted)
@@ -72,20 +71,20 @@ def test_groups_come_out_in_the_midst_of_the_step_and_the_token_behind_them(kit)
 def test_all_layers_go_together_unless_the_peer_takes_groups_and_they_win(kit, layer_groups, overlap):
     prefill = kit.make_engine(runner())
     prefill.send(GrantSlabs(kit.make_grants(4, 4096), overlap))
-    prefill.send(AddRequest(kit.make_request(prompt=9, mode=KvMode.PREFILL, layer_groups=layer_groups)))
+    prefill.send(kit.make_request(prompt=9, mode=KvMode.PREFILL, layer_groups=layer_groups))
     assert ranges_of(kit.run_until_idle(prefill)) == [(0, 9, 0, 0)]
 
 
 def test_only_the_last_chunk_is_cut_and_what_is_left_of_the_ranges_before_goes_with_it(kit):
     prefill = kit.make_engine(runner(), max_num_batched_tokens=8)
     prefill.send(GrantSlabs(kit.make_grants(8, 4096)))
-    prefill.send(AddRequest(kit.make_request(prompt=21, mode=KvMode.PREFILL, layer_groups=True, peer="d")))
+    prefill.send(kit.make_request(prompt=21, mode=KvMode.PREFILL, layer_groups=True, peer="d"))
     assert ranges_of(kit.run_until_idle(prefill))[:2] == [(0, 8, 0, 0), (8, 8, 0, 0)]
 
 
 def test_without_a_slab_the_layers_wait_for_the_end_of_the_step(kit):
     prefill = kit.make_engine(runner())
-    prefill.send(AddRequest(kit.make_request(prompt=9, mode=KvMode.PREFILL, layer_groups=True)))
+    prefill.send(kit.make_request(prompt=9, mode=KvMode.PREFILL, layer_groups=True))
     assert ranges_of(kit.run_until_idle(prefill)) == []
     prefill.send(GrantSlabs(kit.make_grants(1, 4096)))
     events = kit.run_until_idle(prefill)
@@ -98,7 +97,7 @@ def test_a_slab_that_holds_fewer_layers_takes_what_fits(kit):
     token_bytes = prefill.core.scheduler.limits.kv_bytes_per_token
     slab_bytes = 9 * token_bytes * 2 // LAYERS + 5
     prefill.send(GrantSlabs(kit.make_grants(4, max(slab_bytes, 4 * token_bytes))))
-    prefill.send(AddRequest(kit.make_request(prompt=9, mode=KvMode.PREFILL, layer_groups=True, peer="d")))
+    prefill.send(kit.make_request(prompt=9, mode=KvMode.PREFILL, layer_groups=True, peer="d"))
     got = ranges_of(kit.run_until_idle(prefill))
     assert all(n * 9 * token_bytes // LAYERS <= max(slab_bytes, 4 * token_bytes) for *_, n in got)
     assert [first for _, _, first, _ in got] == [sum(n for *_, n in got[:i]) for i in range(len(got))]
@@ -112,7 +111,7 @@ def test_a_failed_pack_in_the_midst_ends_the_request_only_after_the_step(kit):
 
     prefill = kit.make_engine(Broken(64, 4, num_layers=LAYERS))
     prefill.send(GrantSlabs(kit.make_grants(2, 4096)))
-    prefill.send(AddRequest(kit.make_request(prompt=9, mode=KvMode.PREFILL, layer_groups=True)))
+    prefill.send(kit.make_request(prompt=9, mode=KvMode.PREFILL, layer_groups=True))
     events = kit.run_until_idle(prefill)
     assert "packing KV failed" in str(kit.ends_of(events)[0].error)
     assert len(kit.tokens_of(events)) == 1, "the step was computed to its end"
@@ -131,7 +130,7 @@ def test_a_step_that_is_given_up_between_two_groups_frees_all_but_the_slab_that_
 
     prefill.core.on_packing(_no_grants, packed_early)
     prefill.send(GrantSlabs(kit.make_grants(4, 4096)))
-    prefill.send(AddRequest(kit.make_request(prompt=9, mode=KvMode.PREFILL, layer_groups=True)))
+    prefill.send(kit.make_request(prompt=9, mode=KvMode.PREFILL, layer_groups=True))
     prefill.core.step(cancelled)
     prefill.core.scheduler.cancel("a")
     assert ranges_of(early) == [(0, 9, 0, 1)]
@@ -152,13 +151,13 @@ class Decode:
         source = kit.make_engine(runner())
         grants = kit.make_grants(4, 4096)
         source.send(GrantSlabs(grants))
-        source.send(AddRequest(replace(request, mode=KvMode.PREFILL, layer_groups=True)))
+        source.send(replace(request, mode=KvMode.PREFILL, layer_groups=True))
         self.parts = [
             (e, bytes(grants[e.slab].payload[: e.size_bytes]))
             for e in kit.run_until_idle(source)
             if isinstance(e, RangePacked)
         ]
-        self.engine.send(AddRequest(replace(request, mode=KvMode.REMOTE)))
+        self.engine.send(replace(request, mode=KvMode.REMOTE))
         self.engine.step()
 
     def unpack(self, part, *, first_layer=None, last=False):
@@ -200,7 +199,7 @@ def late_prompt(kit):
     prefill = kit.make_engine(runner())
     token_bytes = prefill.core.scheduler.limits.kv_bytes_per_token
     prefill.send(GrantSlabs(kit.make_grants(1, 4 * token_bytes)))
-    prefill.send(AddRequest(kit.make_request("late", prompt=9, mode=KvMode.PREFILL)))
+    prefill.send(kit.make_request("late", prompt=9, mode=KvMode.PREFILL))
     assert ranges_of(kit.run_until_idle(prefill)) == [(0, 4, 0, 0)]
     return prefill
 
@@ -215,7 +214,7 @@ def test_a_slab_that_comes_back_in_the_midst_of_a_step_is_packed_between_two_lay
             prefill.core.handle(GrantSlabs(kit.make_grants(1, 4096, first=1)))
 
     prefill.core.on_packing(take_grants, lambda: early.append(prefill.core.take_events()))
-    prefill.send(AddRequest(kit.make_request("other", prompt=7, mode=KvMode.PREFILL)))
+    prefill.send(kit.make_request("other", prompt=7, mode=KvMode.PREFILL))
     prefill.core.step()
     assert [ranges_of(events) for events in early] == [[(4, 5, 0, 0)]]
     assert "PrefillComplete" in [type(e).__name__ for e in early[0]]
@@ -231,7 +230,7 @@ def test_a_slab_that_came_back_between_two_steps_is_packed_before_the_next_one(k
     prefill.core.handle(GrantSlabs(kit.make_grants(1, 4096, first=1)))
     computed = []
     prefill.core._runner.before_execute = lambda seqs: computed.append(len(early))
-    prefill.send(AddRequest(kit.make_request("other", prompt=7, mode=KvMode.PREFILL)))
+    prefill.send(kit.make_request("other", prompt=7, mode=KvMode.PREFILL))
     prefill.core.step()
     assert [ranges_of(events) for events in early] == [[(4, 5, 0, 0)]]
     assert computed == [1]
@@ -250,11 +249,11 @@ def test_a_late_prompt_that_cannot_be_packed_fails_alone(kit):
     prefill = kit.make_engine(engine)
     token_bytes = prefill.core.scheduler.limits.kv_bytes_per_token
     prefill.send(GrantSlabs(kit.make_grants(1, 4 * token_bytes)))
-    prefill.send(AddRequest(kit.make_request("late", prompt=9, mode=KvMode.PREFILL)))
+    prefill.send(kit.make_request("late", prompt=9, mode=KvMode.PREFILL))
     kit.run_until_idle(prefill)
     engine.broken = True
     engine.before_execute = lambda seqs: prefill.core.handle(GrantSlabs(kit.make_grants(1, 4096, first=1)))
-    prefill.send(AddRequest(kit.make_request("other", prompt=7, mode=KvMode.PREFILL, want_kv=False)))
+    prefill.send(kit.make_request("other", prompt=7, mode=KvMode.PREFILL, want_kv=False))
     prefill.core.step()
     events = prefill.core.take_events()
     assert [type(e) for e in kit.ends_of(events, "late")] == [Failed]

@@ -11,7 +11,6 @@ from diptych.common.sampling import SamplingParams
 from diptych.engine.core import InvariantError
 from diptych.engine.fake_runner import FakeRunner
 from diptych.engine.messages import (
-    AddRequest,
     Cancel,
     Candidate,
     FetchAgain,
@@ -40,7 +39,7 @@ def test_cache_hits_do_not_count_as_load_for_ever(kit):
     for number in range(4):
         prompt = (*SHARED, *range(100 * number, 100 * number + 20))
         request = kit.make_request(f"r{number}", prompt, mode=KvMode.PREFILL, want_kv=False)
-        engine.send(AddRequest(request))
+        engine.send(request)
         assert engine.stats().waiting_prompt_tokens == 620
         kit.run_until_idle(engine)
         assert load_of(engine) == (0, 0, 0, 0, 0.0)
@@ -59,7 +58,7 @@ def test_what_is_preempted_counts_until_it_is_computed_again(kit):
 def test_the_audit_tells_a_load_that_is_not_the_requests_own(kit, figure):
     engine = kit.make_engine(max_num_seqs=1)
     for name in "ab":
-        engine.send(AddRequest(kit.make_request(name, 10, 3)))
+        engine.send(kit.make_request(name, 10, 3))
     engine.step()
     scheduler = engine.core.scheduler
     assert scheduler.audit(True).violations == ()
@@ -119,12 +118,10 @@ def make_machine(kit, policy):
             prompt = (*SHARED[: kit.BLOCK * blocks], *range(10 * (self.count % 3), 10 * (self.count % 3) + own))
             more = {"want_kv": want_kv, "peer": "d"} if mode is KvMode.PREFILL else {}
             self.engine.send(
-                AddRequest(
-                    kit.make_request(
+                kit.make_request(
                         f"r{self.count}", prompt, sampling=sampling, mode=mode, output_token_ids=forced,
                         priority=priority, **more,
                     )
-                )
             )  # fmt: skip
 
         @rule(data=st.data())

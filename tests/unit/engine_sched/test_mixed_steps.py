@@ -12,7 +12,7 @@ from diptych.common.block_identity import IdentityHeader
 from diptych.common.clock import FakeClock
 from diptych.engine.config import EngineConfig
 from diptych.engine.fake_runner import FakeRunner
-from diptych.engine.messages import AddRequest, KvMode
+from diptych.engine.messages import KvMode
 from diptych.engine.offline import OfflineEngine
 from diptych.engine.sched.throughput import ThroughputEstimator
 
@@ -61,11 +61,11 @@ def test_a_local_prompt_on_a_decode_worker_is_computed_in_small_steps_too(kit):
     runner = FakeRunner(200, BLOCK, before_execute=compute)
     engine = OfflineEngine(runner, EngineConfig(200, BLOCK), IDENTITY, clock=clock)
     for name in range(4):
-        engine.send(AddRequest(kit.make_request(f"old{name}", range(100 * name, 100 * name + 64), 40)))
+        engine.send(kit.make_request(f"old{name}", range(100 * name, 100 * name + 64), 40))
     for _ in range(12):
         engine.step()
     chunks.clear()
-    engine.send(AddRequest(kit.make_request("new", range(500, 564), 4, mode=KvMode.LOCAL)))
+    engine.send(kit.make_request("new", range(500, 564), 4, mode=KvMode.LOCAL))
     for _ in range(4):
         engine.step()
     assert sum(map(sum, chunks)) == 64

@@ -7,7 +7,7 @@ import pytest
 
 from diptych.common.sampling import SamplingParams
 from diptych.engine.fake_runner import FakeRunner
-from diptych.engine.messages import AddRequest, Admitted, Finished, KvMode
+from diptych.engine.messages import Admitted, Finished, KvMode
 from diptych.engine.sched.swap_cost import (
     Rates,
     break_even_copy_bytes_per_s,
@@ -20,7 +20,7 @@ from diptych.engine.sched.swap_cost import (
 
 def submit(engine, *requests):
     for request in requests:
-        engine.send(AddRequest(request))
+        engine.send(request)
 
 
 def order_of(events, kind=Admitted):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from diptych.common.prompt_digest import prompt_digest
 from diptych.common.sampling import SamplingParams
 from diptych.engine.fake_runner import FakeRunner
-from diptych.engine.messages import AddRequest, BlockCopy, CopyKind, Failed, KvMode, PromptComputed
+from diptych.engine.messages import BlockCopy, CopyKind, Failed, KvMode, PromptComputed
 from diptych.engine.provenance import Provenance
 
 TOKENS = list(range(500, 523))
@@ -77,7 +77,7 @@ def test_what_nobody_told_of_is_unknown():
 
 def computed_from(kit, engine, attempt, prompt, outputs=()):
     request = kit.make_request(attempt, prompt, mode=KvMode.PREFILL, want_kv=False, output_token_ids=tuple(outputs))
-    engine.send(AddRequest(request))
+    engine.send(request)
     [told] = [event for event in kit.run_until_idle(engine) if isinstance(event, PromptComputed)]
     return told.computed_from
 
@@ -104,7 +104,7 @@ def test_kv_of_unknown_origin_is_not_vouched_for(kit):
     """A cached block that a LOCAL request computed before anything was noted: the leg ends by name."""
     engine = kit.make_engine()
     engine.generate([kit.make_request("local", 20, 2)])
-    engine.send(AddRequest(kit.make_request("leg", 20, mode=KvMode.PREFILL, want_kv=False)))
+    engine.send(kit.make_request("leg", 20, mode=KvMode.PREFILL, want_kv=False))
     [failed] = [event for event in kit.run_until_idle(engine) if isinstance(event, Failed)]
     assert "nothing tells what attempt leg was computed from" in failed.error.message
 
@@ -112,6 +112,6 @@ def test_kv_of_unknown_origin_is_not_vouched_for(kit):
 def test_several_choices_are_vouched_for_once(kit):
     engine = kit.make_engine()
     sampling = SamplingParams(max_tokens=4, n=3, seed=1, ignore_eos=True)
-    engine.send(AddRequest(kit.make_request("a", 20, sampling=sampling, mode=KvMode.PREFILL, want_kv=False)))
+    engine.send(kit.make_request("a", 20, sampling=sampling, mode=KvMode.PREFILL, want_kv=False))
     told = [event for event in kit.run_until_idle(engine) if isinstance(event, PromptComputed)]
     assert [one.computed_from.num_tokens for one in told] == [20]

@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 
 from diptych.common.errors import ConfigError, InternalError, InvalidRequestError, PromptTooLongError
+from diptych.common.request import Prompt
 from diptych.common.sampling import FinishReason, SamplingParams
 from diptych.engine.config import EngineConfig
 from diptych.engine.fake_runner import FakeRunner
-from diptych.engine.messages import AddRequest, Admitted, BlocksStored, Cancel, Failed, Finished, KvMode, TokensOut
+from diptych.engine.messages import Admitted, BlocksStored, Cancel, Failed, Finished, KvMode, TokensOut
 from diptych.engine.runner import StepAborted
 from diptych.engine.sched.request import LEGAL_MOVES, IllegalMoveError, State
 from diptych.engine.sched.throughput import ThroughputEstimator
@@ -31,9 +32,9 @@ def _shape(seqs):
 def test_decode_tokens_come_first_and_chunks_end_on_block_borders(kit):
     runner, steps = recording(kit)
     engine = kit.make_engine(runner, max_num_batched_tokens=24)
-    engine.send(AddRequest(kit.make_request("old", 3, 20)))
+    engine.send(kit.make_request("old", 3, 20))
     engine.step()
-    engine.send(AddRequest(kit.make_request("new", 25, 20)))
+    engine.send(kit.make_request("new", 25, 20))
     engine.step()
     engine.step()
     assert steps == [[("old", 0, 3)], [("old", 3, 1), ("new", 0, 20)], [("old", 4, 1), ("new", 20, 5)]]
@@ -44,9 +45,7 @@ def test_a_small_chunk_of_a_local_prompt_takes_all_that_it_may(kit, mode, first)
     """Up to half of a small budget would be lost to block borders, which only packing needs."""
     runner, steps = recording(kit)
     engine = kit.make_engine(runner, max_num_batched_tokens=6)
-    engine.send(
-        AddRequest(kit.make_request("a", 9, 1, mode=mode, **({"want_kv": False} if mode.value == "prefill" else {})))
-    )
+    engine.send(kit.make_request("a", 9, 1, mode=mode, **({"want_kv": False} if mode.value == "prefill" else {})))
     kit.run_until_idle(engine)
     assert steps == [[("a", 0, first)], [("a", first, 9 - first)]]
 
@@ -55,7 +54,7 @@ def test_first_come_first_served_and_several_prompts_share_a_step(kit):
     runner, steps = recording(kit)
     engine = kit.make_engine(runner, max_num_batched_tokens=10)
     for name in "abc":
-        engine.send(AddRequest(kit.make_request(name, [ord(name)] * 6, 1)))
+        engine.send(kit.make_request(name, [ord(name)] * 6, 1))
     kit.run_until_idle(engine)
     assert steps == [[("a", 0, 6), ("b", 0, 4)], [("b", 4, 2), ("c", 0, 6)]]
 
@@ -107,18 +106,18 @@ def test_pace_always_grants_a_little_and_does_not_learn_from_tiny_chunks():
 
 def test_a_remote_request_passes_one_that_only_lacks_token_budget(kit):
     engine = kit.make_engine(max_num_batched_tokens=4, scheduling_policy="fcfs")
-    engine.send(AddRequest(kit.make_request("first", 12, 2)))
-    engine.send(AddRequest(kit.make_request("second", 12, 2)))
-    engine.send(AddRequest(kit.make_request("remote", 5, 2, mode=KvMode.REMOTE)))
+    engine.send(kit.make_request("first", 12, 2))
+    engine.send(kit.make_request("second", 12, 2))
+    engine.send(kit.make_request("remote", 5, 2, mode=KvMode.REMOTE))
     admitted = [e.attempt for e in engine.step() if isinstance(e, Admitted)]
     assert admitted == ["first", "remote"]
 
 
 def test_a_remote_request_does_not_take_the_blocks_of_one_before_it(kit):
     engine = kit.make_engine(num_blocks=8, max_num_batched_tokens=4, scheduling_policy="fcfs")
-    engine.send(AddRequest(kit.make_request("first", 12, 2)))
-    engine.send(AddRequest(kit.make_request("second", 12, 2)))
-    engine.send(AddRequest(kit.make_request("remote", 5, 2, mode=KvMode.REMOTE)))
+    engine.send(kit.make_request("first", 12, 2))
+    engine.send(kit.make_request("second", 12, 2))
+    engine.send(kit.make_request("remote", 5, 2, mode=KvMode.REMOTE))
     assert [e.attempt for e in engine.step() if isinstance(e, Admitted)] == ["first"]
 
 
@@ -137,7 +136,7 @@ def test_the_youngest_is_preempted(kit):
     engine = kit.make_engine(num_blocks=7, enable_prefix_caching=False)
     ends = []
     for name in ("old", "young"):
-        engine.send(AddRequest(kit.make_request(name, 3, 20)))
+        engine.send(kit.make_request(name, 3, 20))
     for event in kit.run_until_idle(engine):
         if isinstance(event, Finished):
             ends.append(event.attempt)
@@ -153,6 +152,8 @@ def test_the_youngest_is_preempted(kit):
         ({"prompt": []}, InvalidRequestError, "prompt"),
         ({"prompt": [5, 1000]}, InvalidRequestError, "prompt_token_ids"),
         ({"prompt": [-1]}, InvalidRequestError, "prompt_token_ids"),
+        ({"prompt": Prompt((1,), adapter="a")}, InvalidRequestError, "adapter"),
+        ({"prompt": Prompt((1,), media=(b"png",))}, InvalidRequestError, "media"),
         ({"output_token_ids": (5000,)}, InvalidRequestError, "output_token_ids"),
         ({"max_tokens": 1, "output_token_ids": (5, 6)}, InvalidRequestError, "output_token_ids"),
         ({"mode": KvMode.PREFILL, "decode_cached_tokens": 3}, InvalidRequestError, "decode_cached_tokens"),
@@ -161,7 +162,7 @@ def test_the_youngest_is_preempted(kit):
 )
 def test_what_can_never_run_is_refused_at_once(kit, fields, error, param):
     engine = kit.make_engine()
-    engine.send(AddRequest(kit.make_request(**fields)))
+    engine.send(kit.make_request(**fields))
     (failed,) = engine.step()
     assert isinstance(failed, Failed)
     assert type(failed.error) is error
@@ -207,7 +208,7 @@ def test_stored_events_name_the_keys_of_the_identity(kit):
     from diptych.common.block_identity import block_keys
 
     engine = kit.make_engine()
-    engine.send(AddRequest(kit.make_request(prompt=9, max_tokens=1, cache_salt=b"t")))
+    engine.send(kit.make_request(prompt=9, max_tokens=1, cache_salt=b"t"))
     (stored,) = [e for e in engine.step() if isinstance(e, BlocksStored)]
     assert list(stored.keys) == block_keys(kit.IDENTITY.with_salt(b"t"), range(100, 109))
 
@@ -222,7 +223,7 @@ def test_forced_tokens_continue_where_the_former_attempt_stopped(kit):
     whole = kit.undisturbed([request])["a"]
     for sent in range(1, 9):
         engine = kit.make_engine()
-        engine.send(AddRequest(replace(request, output_token_ids=tuple(whole[:sent]))))
+        engine.send(replace(request, output_token_ids=tuple(whole[:sent])))
         events = kit.run_until_idle(engine)
         assert kit.tokens_of(events) == whole[sent:]
         assert next(e.offset for e in events if isinstance(e, TokensOut)) == sent
@@ -231,7 +232,7 @@ def test_forced_tokens_continue_where_the_former_attempt_stopped(kit):
 
 def test_forced_tokens_that_ended_it_already(kit):
     engine = kit.make_engine()
-    engine.send(AddRequest(kit.make_request(prompt=7, max_tokens=2, output_token_ids=(5, 6))))
+    engine.send(kit.make_request(prompt=7, max_tokens=2, output_token_ids=(5, 6)))
     assert kit.run_until_idle(engine) == [Admitted("a", 0), Finished("a", FinishReason.LENGTH, 2, 0)]
 
 
@@ -275,10 +276,10 @@ def test_what_fills_the_pool_to_its_last_block_runs_and_one_token_more_is_refuse
 def test_cancel_frees_in_every_state(kit):
     engine = kit.make_engine(num_blocks=7, max_num_batched_tokens=8, enable_prefix_caching=False)
     names = ["decoding", "prefilling", "waiting"]
-    engine.send(AddRequest(kit.make_request("decoding", 3, 5)))
+    engine.send(kit.make_request("decoding", 3, 5))
     engine.step()
-    engine.send(AddRequest(kit.make_request("prefilling", 12, 5)))
-    engine.send(AddRequest(kit.make_request("waiting", 12, 5)))
+    engine.send(kit.make_request("prefilling", 12, 5))
+    engine.send(kit.make_request("waiting", 12, 5))
     engine.step()
     states = engine.core.scheduler.audit(True).attempts
     assert states == {"running": 2, "waiting": 1}
@@ -293,7 +294,7 @@ def test_cancel_frees_in_every_state(kit):
 def test_cancel_of_a_preempted_request(kit):
     engine = kit.make_engine(num_blocks=7, enable_prefix_caching=False)
     for name in ("old", "young"):
-        engine.send(AddRequest(kit.make_request(name, 3, 20)))
+        engine.send(kit.make_request(name, 3, 20))
     while "preempted" not in engine.core.scheduler.audit(False).attempts:
         engine.step()
     engine.send(Cancel("young"))
@@ -305,7 +306,7 @@ def test_a_bad_row_fails_its_request_alone_and_leaves_nothing_in_the_cache(kit):
     engine = kit.make_engine()
     requests = [kit.make_request("good", [1, 3, 5, 7, 9], 6), kit.make_request("bad", 9, 6)]
     for request in requests:
-        engine.send(AddRequest(request))
+        engine.send(request)
     events = engine.step()
     engine.core._runner.bad_attempts.add("bad")
     events += kit.run_until_idle(engine)
@@ -323,7 +324,7 @@ def test_a_step_that_raises_fails_its_requests_and_the_engine_lives_on(kit, capl
             raise RuntimeError("out of memory")
 
     engine = kit.make_engine(FakeRunner(64, kit.BLOCK, before_execute=explode))
-    engine.send(AddRequest(kit.make_request("bomb")))
+    engine.send(kit.make_request("bomb"))
     (failed,) = kit.ends_of(engine.step(), "bomb")
     assert "out of memory" in str(failed.error)
     assert engine.core.scheduler.kv.pool.counts.free == 64
@@ -340,7 +341,7 @@ def test_an_aborted_step_does_not_count(kit):
 
     request = kit.make_request(prompt=9)
     engine = kit.make_engine(FakeRunner(64, kit.BLOCK, before_execute=give_up))
-    engine.send(AddRequest(request))
+    engine.send(request)
     engine.step()
     assert engine.core.scheduler.requests["a"].num_computed == 0
     abort[0] = False
@@ -350,7 +351,7 @@ def test_an_aborted_step_does_not_count(kit):
 def test_a_step_is_given_up_only_when_nobody_wants_it(kit):
     engine = kit.make_engine()
     for name in "ab":
-        engine.send(AddRequest(kit.make_request(name, 9)))
+        engine.send(kit.make_request(name, 9))
     engine.core.step({"a", "b"})
     assert [engine.core.scheduler.requests[n].num_computed for n in "ab"] == [0, 0]
     engine.core.step({"a"})
@@ -359,9 +360,9 @@ def test_a_step_is_given_up_only_when_nobody_wants_it(kit):
 
 def test_an_attempt_that_comes_twice_ends_once(kit):
     engine = kit.make_engine()
-    engine.send(AddRequest(kit.make_request()))
+    engine.send(kit.make_request())
     engine.step()
-    engine.send(AddRequest(kit.make_request()))
+    engine.send(kit.make_request())
     events = kit.run_until_idle(engine)
     (failed,) = kit.ends_of(events)
     assert "twice" in str(failed.error)
@@ -370,7 +371,7 @@ def test_an_attempt_that_comes_twice_ends_once(kit):
 
 def test_an_illegal_move_tells_the_story(kit):
     engine = kit.make_engine()
-    engine.send(AddRequest(kit.make_request()))
+    engine.send(kit.make_request())
     engine.step()
     request = engine.core.scheduler.requests["a"]
     with pytest.raises(IllegalMoveError, match=r"running -> waiting is no legal move; so far waiting -> running"):

@@ -16,7 +16,6 @@ from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_a
 
 from diptych.common.errors import RequestCancelledError
 from diptych.engine.messages import (
-    AddRequest,
     Admitted,
     Cancel,
     Failed,
@@ -81,7 +80,7 @@ def make_machine(kit):
                 wanted[key] = kit.undisturbed([request])[attempt]
             forced = tuple(wanted[key][: min(sent, max_tokens - 1)])
             self.lives[attempt] = Life(replace(request, output_token_ids=forced))
-            self.decode.send(AddRequest(self.lives[attempt].request))
+            self.decode.send(self.lives[attempt].request)
 
         @rule(data=st.data(), both=st.booleans())
         def cancel(self, data, both):
@@ -154,11 +153,11 @@ def make_machine(kit):
                 case Admitted(attempt, cached):
                     life = self.lives[attempt]
                     assert cached % kit.BLOCK == 0
-                    assert cached < len(life.request.prompt_token_ids)
+                    assert cached < len(life.request.prompt.token_ids)
                     if not life.local and not life.cancelled:
                         life.prefill_ended = False
                         request = replace(life.request, mode=KvMode.PREFILL, decode_cached_tokens=cached, peer="d")
-                        self.prefill.send(AddRequest(request))
+                        self.prefill.send(request)
                 case TokensOut(attempt, offset, token_ids):
                     life = self.lives[attempt]
                     assert life.end is None
@@ -170,7 +169,7 @@ def make_machine(kit):
                     life = self.lives[attempt]
                     assert life.end is None
                     life.end = event
-                    want = wanted[life.request.prompt_token_ids, life.request.sampling.max_tokens]
+                    want = wanted[life.request.prompt.token_ids, life.request.sampling.max_tokens]
                     if isinstance(event, Finished):
                         assert life.tokens == want
                     else:

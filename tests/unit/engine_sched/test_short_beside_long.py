@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from diptych.common.equal_shares import EqualShares
 from diptych.engine.fake_runner import FakeRunner
-from diptych.engine.messages import AddRequest, Admitted, Finished, KvMode, PrefillComplete, TokensOut
+from diptych.engine.messages import Admitted, Finished, KvMode, PrefillComplete, TokensOut
 
 BUDGET = 16
 
@@ -76,7 +76,7 @@ def test_nobody_is_later_than_in_equal_shares_but_for_one_step(kit, arrivals):
         while number < len(due) and due[number][0] <= step:
             _, tenant, tokens = due[number]
             request = kit.make_request(str(number), tokens, 1, tenant=tenant, mode=KvMode.PREFILL, want_kv=False)
-            engine.send(AddRequest(request))
+            engine.send(request)
             fluid.left[tenant, str(number)] = tokens
             number += 1
         engine.core.step()
@@ -96,12 +96,10 @@ def test_nobody_is_later_than_in_equal_shares_but_for_one_step(kit, arrivals):
 def test_one_token_beside_a_long_prompt_is_in_the_next_step(kit):
     for tenant in ("other", "own"):
         engine = kit.make_engine(num_blocks=512, max_num_batched_tokens=BUDGET)
-        engine.send(
-            AddRequest(kit.make_request("long", [9] * 1000, 1, tenant="own", mode=KvMode.PREFILL, want_kv=False))
-        )
+        engine.send(kit.make_request("long", [9] * 1000, 1, tenant="own", mode=KvMode.PREFILL, want_kv=False))
         engine.core.step()
         engine.core.take_events()
-        engine.send(AddRequest(kit.make_request("short", [7], 1, tenant=tenant, mode=KvMode.PREFILL, want_kv=False)))
+        engine.send(kit.make_request("short", [7], 1, tenant=tenant, mode=KvMode.PREFILL, want_kv=False))
         engine.core.step()
         assert [e.attempt for e in engine.core.take_events() if isinstance(e, TokensOut)] == ["short"]
 
@@ -109,8 +107,8 @@ def test_one_token_beside_a_long_prompt_is_in_the_next_step(kit):
 def test_a_step_that_ends_a_prompt_takes_little_of_a_long_one(kit):
     engine = kit.make_engine(num_blocks=512, max_num_batched_tokens=400)
     engine.core.scheduler.pace.rate = 200.0  # 10 tokens in 50 ms
-    engine.send(AddRequest(kit.make_request("long", [9] * 1000, 1)))
-    engine.send(AddRequest(kit.make_request("short", 3, 1)))
+    engine.send(kit.make_request("long", [9] * 1000, 1))
+    engine.send(kit.make_request("short", 3, 1))
     out = engine.core.scheduler
     engine.core.step()
     assert (out.requests["long"].num_computed, out.computed) == (10, 3 + 10)
@@ -120,7 +118,7 @@ def grown(kit, **fields):
     """Two streams that outgrow the pool: one of them is preempted and waits."""
     engine = kit.make_engine(FakeRunner(16, kit.BLOCK), num_blocks=16, **fields)
     for name in "ab":
-        engine.send(AddRequest(kit.make_request(name, [ord(name)] * 20, 40)))
+        engine.send(kit.make_request(name, [ord(name)] * 20, 40))
     events = []
     for _ in range(100):
         engine.core.step()
@@ -133,7 +131,7 @@ def grown(kit, **fields):
 @pytest.mark.parametrize("tenant", ["", "other"])
 def test_a_newcomer_passes_a_stream_that_lacks_blocks(kit, tenant):
     engine, _ = grown(kit)
-    engine.send(AddRequest(kit.make_request("new", [5], 1, tenant=tenant)))
+    engine.send(kit.make_request("new", [5], 1, tenant=tenant))
     engine.core.step()
     engine.core.step()
     assert any(isinstance(e, Finished) and e.attempt == "new" for e in engine.core.take_events())
@@ -150,9 +148,7 @@ def test_newcomers_without_end_do_not_starve_the_one_they_pass(kit):
         while not any(isinstance(e, Finished) and e.attempt == "b" for e in events):
             if crowd:
                 for i in range(2):
-                    engine.send(
-                        AddRequest(kit.make_request(f"n{step}-{i}", [9, step % 250, i] * 3, 12, tenant="crowd"))
-                    )
+                    engine.send(kit.make_request(f"n{step}-{i}", [9, step % 250, i] * 3, 12, tenant="crowd"))
             engine.core.step()
             events += engine.core.take_events()
             step += 1
@@ -170,12 +166,12 @@ def test_a_reservation_does_not_evict_what_it_is_about_to_read(kit):
     engine = kit.make_engine(runner, num_blocks=8, num_host_blocks=3, initial_copy_bytes_per_s=1e12)
     wanted = kit.make_request("a", range(100, 113), 1)
     for request in (wanted, kit.make_request("b", range(500, 529), 1), kit.make_request("c", range(700, 729), 1)):
-        engine.send(AddRequest(request))
+        engine.send(request)
         kit.run_until_idle(engine)
     tier = engine.core.scheduler.kv.host
     assert len(tier.keys) == 3
     request = kit.make_request("again", [*range(500, 512), *range(900, 917)], 1, mode=KvMode.REMOTE)
-    engine.send(AddRequest(request))
+    engine.send(request)
     engine.core.scheduler.schedule(0.0)
     read = {c.src for c in engine.core.scheduler.kv.pool.copies if c.kind.value == "from_host"}
     written = {c.dst for c in engine.core.scheduler.kv.pool.copies if c.kind.value == "to_host"}

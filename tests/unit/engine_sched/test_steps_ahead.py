@@ -13,7 +13,7 @@ from diptych.common.sampling import FinishReason, SamplingParams
 from diptych.engine.fake_device import FakeDeviceRunner
 from diptych.engine.fake_runner import FakeRunner
 from diptych.engine.grammar.program import mask_of, mask_words
-from diptych.engine.messages import AddRequest, Cancel, Failed, Finished, TokensOut
+from diptych.engine.messages import Cancel, Failed, Finished, TokensOut
 from diptych.engine.runner import OutOfDeviceMemory
 
 BLOCK = 4
@@ -48,7 +48,7 @@ def test_a_step_is_launched_behind_the_one_on_the_device_and_the_tokens_are_the_
     requests = [kit.make_request(f"r{i}", 5 + i, sampling=params(9 + i, seed=i)) for i in range(6)]
     engine = device(kit)
     for request in requests:
-        engine.send(AddRequest(request))
+        engine.send(request)
     events = kit.run_until_idle(engine)
     for request in requests:
         assert outcome(events, request.attempt) == (kit.undisturbed([request])[request.attempt], FinishReason.LENGTH)
@@ -59,7 +59,7 @@ def test_a_step_is_launched_behind_the_one_on_the_device_and_the_tokens_are_the_
     assert core.steps_ahead == 12
     assert (engine.stats().steps_ahead, dict(engine.stats().not_ahead)) == (12, {"prompt": 1})
     # A length is known in advance: nobody took part in a step for nothing.
-    assert engine.runner.computed_tokens == sum(len(r.prompt_token_ids) + r.sampling.max_tokens - 1 for r in requests)
+    assert engine.runner.computed_tokens == sum(len(r.prompt.token_ids) + r.sampling.max_tokens - 1 for r in requests)
     at_rest(engine)
 
 
@@ -69,9 +69,9 @@ def test_a_stop_is_seen_one_step_late_and_its_extra_token_is_dropped(kit):
     stop = next(t for i, t in enumerate(tokens) if i >= 4 and t not in tokens[:i])
     cut = tokens.index(stop)
     engine = device(kit)
-    engine.send(AddRequest(replace(alone, sampling=params(12, stop_token_ids=(stop,)))))
+    engine.send(replace(alone, sampling=params(12, stop_token_ids=(stop,))))
     other = kit.make_request("b", 7, sampling=params(20, seed=5))
-    engine.send(AddRequest(other))
+    engine.send(other)
     events = kit.run_until_idle(engine)
     assert outcome(events, "a") == (tokens[: cut + 1], FinishReason.STOP)
     assert outcome(events, "b") == (kit.undisturbed([other])["b"], FinishReason.LENGTH)
@@ -81,7 +81,7 @@ def test_a_stop_is_seen_one_step_late_and_its_extra_token_is_dropped(kit):
 
 def test_blocks_of_who_ended_stay_its_own_until_the_step_has_landed(kit):
     engine = device(kit)
-    engine.send(AddRequest(kit.make_request("a", 6, sampling=params(30))))
+    engine.send(kit.make_request("a", 6, sampling=params(30)))
     for _ in range(3):
         engine.step()
     core = engine.core
@@ -99,9 +99,9 @@ def test_blocks_of_who_ended_stay_its_own_until_the_step_has_landed(kit):
 
 def test_a_step_of_beams_is_not_launched_ahead_and_says_why(kit):
     engine = device(kit)
-    engine.send(AddRequest(kit.make_request("a", 6, sampling=params(6, beam_width=2, temperature=0.0))))
+    engine.send(kit.make_request("a", 6, sampling=params(6, beam_width=2, temperature=0.0)))
     plain = kit.make_request("b", 7, sampling=params(16, seed=5))
-    engine.send(AddRequest(plain))
+    engine.send(plain)
     events = kit.run_until_idle(engine)
     assert outcome(events, "b")[0] == kit.undisturbed([plain])["b"]
     assert engine.core.scheduler.not_ahead["beam search"] >= 4
@@ -152,7 +152,7 @@ def test_a_draw_that_depends_on_the_last_token_is_sent_when_it_is_known_and_its_
     outcomes = []
     for engine in (kit.make_engine(), device(kit)):
         for one in (request, plain):
-            engine.send(AddRequest(one))
+            engine.send(one)
         events = kit.run_until_idle(engine)
         outcomes.append([(outcome(events, name), [e.logprobs for e in events if isinstance(e, TokensOut)])
                          for name in ("a", "b")])  # fmt: skip
@@ -175,14 +175,14 @@ def test_who_ended_is_not_followed_any_further(kit):
 
 def run(kit, engine, *requests):
     for request in requests:
-        engine.send(AddRequest(request))
+        engine.send(request)
     return kit.run_until_idle(engine)
 
 
 def test_draws_that_cannot_be_sent_end_their_step_and_nothing_is_launched_behind_it(kit):
     engine = device(kit)
     for name in ("a", "b"):
-        engine.send(AddRequest(dependent(kit, name, "penalty")))
+        engine.send(dependent(kit, name, "penalty"))
     for _ in range(3):
         engine.step()
     flight = engine.core._flight
@@ -199,10 +199,10 @@ def test_draws_that_cannot_be_sent_end_their_step_and_nothing_is_launched_behind
 
 def test_who_waits_and_fits_gets_a_step_of_its_own_and_who_does_not_fit_holds_up_nobody(kit):
     engine = device(kit, num_blocks=8)
-    engine.send(AddRequest(kit.make_request("a", 8, sampling=params(12))))
+    engine.send(kit.make_request("a", 8, sampling=params(12)))
     engine.step()
     engine.step()
-    engine.send(AddRequest(kit.make_request("big", range(300, 320), sampling=params(4, seed=2))))
+    engine.send(kit.make_request("big", range(300, 320), sampling=params(4, seed=2)))
     engine.step()
     assert engine.core.scheduler.not_ahead["admission"] == 0
     events = kit.run_until_idle(engine)
@@ -218,7 +218,7 @@ def test_no_block_left_is_settled_after_landing_by_a_preemption(kit):
     requests = [kit.make_request(f"r{i}", 7, sampling=params(14, seed=i)) for i in range(4)]
     engine = device(kit, num_blocks=14)
     for request in requests:
-        engine.send(AddRequest(request))
+        engine.send(request)
     events = kit.run_until_idle(engine)
     for request in requests:
         assert outcome(events, request.attempt)[0] == kit.undisturbed([request])[request.attempt]
@@ -230,7 +230,7 @@ def test_no_block_left_is_settled_after_landing_by_a_preemption(kit):
 def test_unusable_logits_end_their_request_though_the_next_step_is_on_the_device(kit):
     engine = device(kit)
     for name in ("a", "b"):
-        engine.send(AddRequest(kit.make_request(name, 6, sampling=params(10, seed=len(name)))))
+        engine.send(kit.make_request(name, 6, sampling=params(10, seed=len(name))))
     for _ in range(3):
         engine.step()
     engine.runner.bad_attempts.add("a")
@@ -243,7 +243,7 @@ def test_unusable_logits_end_their_request_though_the_next_step_is_on_the_device
 def test_a_step_that_fails_on_the_device_ends_its_requests_and_the_engine_lives(kit, error, gone):
     engine = device(kit)
     for name in ("a", "b"):
-        engine.send(AddRequest(kit.make_request(name, 6, sampling=params(10))))
+        engine.send(kit.make_request(name, 6, sampling=params(10)))
     for _ in range(3):
         engine.step()
 
@@ -254,7 +254,7 @@ def test_a_step_that_fails_on_the_device_ends_its_requests_and_the_engine_lives(
     engine.runner.before_execute = fail
     events = kit.run_until_idle(engine)
     assert {e.attempt for e in events if isinstance(e, Failed)} == gone
-    engine.send(AddRequest(late := kit.make_request("c", 6, sampling=params(10))))
+    engine.send(late := kit.make_request("c", 6, sampling=params(10)))
     assert outcome(kit.run_until_idle(engine), "c")[0] == kit.undisturbed([late])["c"]
     at_rest(engine)
 
@@ -324,7 +324,7 @@ def test_ahead_or_not_everybody_gets_the_same(kit, requests, num_blocks, host, p
         events = []
         for turn in range(400):
             for request, _ in made.get(turn, ()):
-                engine.send(AddRequest(request))
+                engine.send(request)
             for request, kind in made.get(turn - 6, ()):
                 if kind == "cancel":
                     engine.send(Cancel(request.attempt))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from diptych.common.sampling import SamplingParams
 from diptych.engine.fake_runner import FakeRunner
-from diptych.engine.messages import AddRequest, ChoiceFinished, Finished, PromptLogprobs, TokensOut
+from diptych.engine.messages import ChoiceFinished, Finished, PromptLogprobs, TokensOut
 
 NUM_TOKENS = 14
 FEATURES: dict[str, dict] = {
@@ -81,7 +81,7 @@ def undisturbed(kit):
     known: dict = {}
 
     def run(request):
-        key = (request.prompt_token_ids, request.sampling)
+        key = (request.prompt.token_ids, request.sampling)
         if key not in known:
             engine = kit.make_engine(num_blocks=256)
             send(engine, request)
@@ -93,7 +93,7 @@ def undisturbed(kit):
 
 def send(engine, *requests):
     for request in requests:
-        engine.send(AddRequest(request))
+        engine.send(request)
 
 
 features = st.sampled_from(sorted(FEATURES))
@@ -124,7 +124,7 @@ def test_warm_prefix_of_every_length(kit, undisturbed, feature, greedy):
     request = kit.make_request("a", 30, sampling=params(feature, greedy, 6 if feature == "min tokens" else 3))
     for warm in range(1, 31):
         engine = kit.make_engine(num_blocks=128)
-        prompt = (*request.prompt_token_ids[:warm], 7, 7, 7)
+        prompt = (*request.prompt.token_ids[:warm], 7, 7, 7)
         send(engine, kit.make_request("warm", prompt, sampling=SamplingParams(max_tokens=1)))
         kit.run_until_idle(engine)
         send(engine, request)
@@ -183,7 +183,7 @@ def test_through_prefill_and_decode(kit, undisturbed, feature, greedy):
     for warm in (0, 9):
         pair = kit.Pair(kit.make_engine(), kit.make_engine())
         if warm:
-            send(pair.decode, kit.make_request("w", request.prompt_token_ids[:warm], 1))
+            send(pair.decode, kit.make_request("w", request.prompt.token_ids[:warm], 1))
             kit.run_until_idle(pair.decode)
         pair.run([request])
         got = observed(pair.seen)

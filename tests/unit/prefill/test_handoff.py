@@ -20,11 +20,11 @@ from diptych.common.errors import (
 )
 from diptych.common.sampling import SamplingParams
 from diptych.engine.messages import (
-    AddRequest,
     Admitted,
     Cancel,
     Command,
     ComputedFrom,
+    EngineRequest,
     Failed,
     KvMode,
     PrefillComplete,
@@ -33,10 +33,10 @@ from diptych.engine.messages import (
     TokensOut,
 )
 from diptych.kvtransfer.handle import SlabHandle
-from diptych.prefill.request import Limits
 from diptych.prefill.sessions import PrefillSessions
 from diptych.rpc.convert import sampling_to_proto
 from diptych.rpc.v1 import prefill_pb2, types_pb2
+from diptych.worker.incoming import Limits
 
 waiting = sys.modules["diptych_test_waiting"]
 
@@ -105,8 +105,8 @@ async def test_events_in_order_and_open_until_settled(parts) -> None:
         task = asyncio.ensure_future(events.__anext__())
         await asyncio.sleep(0)
         add = engine.commands[0]
-        assert isinstance(add, AddRequest)
-        assert (add.request.mode, add.request.peer, add.request.decode_cached_tokens) == (KvMode.PREFILL, "d0", 16)
+        assert isinstance(add, EngineRequest)
+        assert (add.mode, add.peer, add.decode_cached_tokens) == (KvMode.PREFILL, "d0", 16)
         handoffs.on_step([Admitted("a/1", 0)])
         assert (await task).WhichOneof("event") == "started"
         handoffs.on_step([packed(3, 16, 16)])

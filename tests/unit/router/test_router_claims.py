@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from diptych.common.request import Prompt
 from diptych.common.sampling import SamplingParams
 from diptych.router.api.packed_ids import PackedIds
 from diptych.router.placement.types import Placement, Terms, WorkerView
@@ -32,20 +33,22 @@ def test_claims_are_the_message(count, known):
     ids = [(7919 * i) % 50_000 for i in range(count)]
     sampling = SamplingParams(4)
     request = ValidatedRequest(
-        "req", "", "m", tuple(ids), sampling, b"salt", False, 0, 0, 0.0, 9.0, traceparent="00-ab"
+        "req", "", "m", Prompt(tuple(ids), b"salt"), sampling, False, 0, 0, 0.0, 9.0, traceparent="00-ab"
     )
     expected = decode_pb2.TicketClaims(submit=submit_of(request, placement(), "att", 5.0, "00-ab"), epoch=3)
     assert list(expected.submit.prompt_token_ids) == ids
     assert [ref.worker_id for ref in expected.submit.placement.prefill] == ["d0", "d0"]
     if known:
         packed = PackedIds.of(router_pb2.TokenIdsInput(token_ids=ids))
-        request = replace(request, prompt_token_ids=array("I", ids), packed=packed, repeated=sampling)
+        request = replace(request, prompt=Prompt(array("I", ids), b"salt"), packed=packed, repeated=sampling)
     claims = claims_of(request, placement(), "att", 5.0, 3)
     assert decode_pb2.TicketClaims.FromString(claims) == expected
 
 
 def test_a_repeated_request_keeps_its_own_seed():
     first = SamplingParams(4, seed=1)
-    request = ValidatedRequest("r", "", "m", (1,), replace(first, seed=2), b"", False, 0, 0, 0.0, 9.0, repeated=first)
+    request = ValidatedRequest(
+        "r", "", "m", Prompt((1,)), replace(first, seed=2), False, 0, 0, 0.0, 9.0, repeated=first
+    )
     assert submit_of(request, placement(), "att", 5.0).sampling.seed == 2
     assert submit_of(replace(request, repeated=None, sampling=first), placement(), "att", 5.0).sampling.seed == 1

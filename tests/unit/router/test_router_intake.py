@@ -63,10 +63,10 @@ def intake(words):
 
 async def test_defaults_are_filled_in(intake):
     request = await intake.prepare(UncheckedRequest(prompt="a bb ccc", tenant="x"))
-    assert request.prompt_token_ids == (1, 2, 3)
+    assert request.prompt.token_ids == (1, 2, 3)
     sampling = request.sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.max_tokens) == (0.6, 40, 1.0, 17)
-    assert request.cache_salt == b"x"
+    assert request.prompt.cache_salt == b"x"
     assert (request.arrived, request.deadline) == (50.0, 650.0)
     assert request.local_prefill_max_tokens == 64
     assert request.request_id.startswith("req-")
@@ -84,7 +84,7 @@ async def test_completions_have_16_tokens_by_default(intake):
     given = completion_call({"prompt": "a bb", "max_tokens": 17}, features=ModelFeatures(), unknown=UnknownFields())
     assert (await intake.prepare(given.spec)).sampling.max_tokens == 17
     cut = replace(call.spec, prompt="x " * 19, truncate_prompt_tokens=-1)
-    assert len((await intake.prepare(cut)).prompt_token_ids) == 4
+    assert len((await intake.prepare(cut)).prompt.token_ids) == 4
     messages = [{"role": "user", "content": "a bb"}]
     chat = chat_call({"messages": messages}, features=ModelFeatures(), unknown=UnknownFields())
     assert (await intake.prepare(chat.spec)).sampling.max_tokens == 18
@@ -110,7 +110,7 @@ async def test_a_default_for_max_tokens_fits_the_pools(intake):
     ).sampling.max_tokens == 1  # decode says what is wrong
     cut = UncheckedRequest(prompt="x " * 19, truncate_prompt_tokens=-1, sampling={"max_tokens": 4})
     prepared = await intake.prepare(cut)
-    assert (len(prepared.prompt_token_ids), prepared.sampling.max_tokens) == (9, 4)
+    assert (len(prepared.prompt.token_ids), prepared.sampling.max_tokens) == (9, 4)
     with_pool(intake, 100)
     assert (await intake.prepare(UncheckedRequest(prompt="a bb ccc"))).sampling.max_tokens == 17
 
@@ -304,14 +304,14 @@ async def test_detokenize(intake):
 )
 async def test_long_prompts_are_cut_where_that_is_asked_for(intake, wish, ids):
     for given in ({"prompt": "a bb ccc"}, {"token_ids": [1, 2, 3]}):
-        assert (await intake.prepare(UncheckedRequest(**given, **wish))).prompt_token_ids == ids
+        assert (await intake.prepare(UncheckedRequest(**given, **wish))).prompt.token_ids == ids
 
 
 async def test_ids_over_the_context_may_be_cut(intake):
     with pytest.raises(PromptTooLongError):
         await intake.prepare(UncheckedRequest(token_ids=[1] * 30))
     request = await intake.prepare(UncheckedRequest(token_ids=[1] * 30, truncate_prompt_tokens=5))
-    assert request.prompt_token_ids == (1,) * 5
+    assert request.prompt.token_ids == (1,) * 5
 
 
 @pytest.mark.parametrize(
@@ -338,7 +338,7 @@ async def test_a_salt_of_the_callers_parts_within_its_tenant(intake):
     async def salt(tenant, text=None):
         request = await intake.prepare(UncheckedRequest(prompt="a", tenant=tenant, cache_salt=text))
         assert request.owner == tenant.encode()
-        return request.cache_salt
+        return request.prompt.cache_salt
 
     salts = [
         await salt("a"),

@@ -9,6 +9,7 @@ from prometheus_client.openmetrics.exposition import generate_latest as openmetr
 from diptych.common.clock import FakeClock
 from diptych.common.errors import WorkerLostError
 from diptych.common.metrics import ITL_BUCKETS_S, TOKEN_BUCKETS, Metrics
+from diptych.common.request import Prompt
 from diptych.common.sampling import FinishReason, SamplingParams
 from diptych.router.observe.explain import RequestTrace
 from diptych.router.observe.metrics import RequestTimer, RouterMetrics
@@ -18,7 +19,7 @@ from diptych.rpc.v1 import types_pb2
 
 
 def request(arrived):
-    return ValidatedRequest("r", "", "m", (1, 2), SamplingParams(4), b"", False, 0, 0, arrived, arrived + 9)
+    return ValidatedRequest("r", "", "m", Prompt((1, 2)), SamplingParams(4), False, 0, 0, arrived, arrived + 9)
 
 
 @pytest.fixture

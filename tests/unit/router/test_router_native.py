@@ -9,13 +9,14 @@ from structlog.testing import capture_logs
 from diptych.common.block_identity import IdentityHeader, block_keys
 from diptych.common.compiled import ALL_LANES
 from diptych.common.errors import ConfigError
+from diptych.common.request import Prompt
 from diptych.common.store import KvEvent
 from diptych.common.worker_record import WorkerLoad, WorkerRecord
 from diptych.router.api.packed_ids import PackedIds, unpack
 from diptych.router.placement.block_table import to_bytes
 from diptych.router.placement.index import BlockIndex
 from diptych.router.placement.native.library import SOURCES, choose_library
-from diptych.router.placement.placer import Candidate, Placer, Prompt
+from diptych.router.placement.placer import Candidate, Placer, PromptBlocks
 from diptych.router.placement.policies import policy_by_name
 from diptych.router.placement.replication import Replication
 from diptych.router.placement.reservations import Reservation, Reservations
@@ -110,7 +111,7 @@ class Scene:
         barred = chance.choice([0, 0, 2])
         exclude = frozenset((record.worker_id, "i") for record in chance.sample(self.decode, barred))
         request = replace(request, **more)
-        return [placer.place(request, Prompt(tokens), 4.0, exclude) for placer in self.placers]
+        return [placer.place(request, PromptBlocks(Prompt(tokens)), 4.0, exclude) for placer in self.placers]
 
 
 def same(one, other):
@@ -171,7 +172,7 @@ def test_nobody_and_nothing_cached(library):
     placers = [Placer(BlockIndex(), Reservations(), random.Random(0), library=one) for one in (None, library)]
     for placer in placers:
         placer.set_fleet([], [], {}, {})
-    same(*(placer.place(PlacementRequest(5, 64), Prompt([1] * 5), 0.0) for placer in placers))
+    same(*(placer.place(PlacementRequest(5, 64), PromptBlocks(Prompt([1] * 5)), 0.0) for placer in placers))
 
 
 def test_an_explanation_told_later_is_of_the_time_of_the_decision(library):
@@ -195,7 +196,7 @@ def test_what_was_looked_up_is_marked_as_lately_used(library):
     for number in range(2, 40):
         index.apply("d0", KvEvent("i", 0, number, "stored", tuple(block_keys(HEADERS[0], [number] * 16 * 4))))
         for _ in range(4):
-            placer.snapshot(Prompt(hot))
+            placer.snapshot(PromptBlocks(Prompt(hot)))
     assert index.hit_blocks("d0", block_keys(HEADERS[0], hot)) == 20
 
 

@@ -4,11 +4,12 @@ import pytest
 
 from diptych.bench.router.decision import BLOCK_SIZE, HEADER, make_record
 from diptych.common.clock import FakeClock
+from diptych.common.request import Prompt
 from diptych.common.store_memory import MemoryStore
 from diptych.router.placement.block_table import as_keys
 from diptych.router.placement.index import BlockIndex
 from diptych.router.placement.pending import PendingShare
-from diptych.router.placement.placer import Candidate, Placer, Prompt
+from diptych.router.placement.placer import Candidate, Placer, PromptBlocks
 from diptych.router.placement.reservations import Reservation, Reservations
 from diptych.router.placement.types import PlacementRequest
 
@@ -99,11 +100,11 @@ class Replica:
         self.count = 0
 
     def place(self, keys):
-        prompt = Prompt(range(len(keys) * BLOCK_SIZE + 40))
+        prompt = PromptBlocks(Prompt(range(len(keys) * BLOCK_SIZE + 40)))
         prompt.know(HEADER, as_keys(keys))
-        chosen = self.placer.place(PlacementRequest(len(prompt.token_ids), 0), prompt, 1000.0).chosen
+        chosen = self.placer.place(PlacementRequest(len(prompt.prompt.token_ids), 0), prompt, 1000.0).chosen
         self.count += 1
-        tokens = len(prompt.token_ids) - chosen.prefill.hit_tokens
+        tokens = len(prompt.prompt.token_ids) - chosen.prefill.hit_tokens
         self.reservations.reserve(
             str(self.count), Reservation(chosen.prefill.worker_id, chosen.decode.worker_id, tokens)
         )

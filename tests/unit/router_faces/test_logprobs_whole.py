@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from diptych.common.errors import InternalError
+from diptych.common.request import Prompt
 from diptych.common.sampling import FinishReason, SamplingParams
 from diptych.common.token_bytes import ByteTokens
 from diptych.router.api.openai_fields import UnknownFields
@@ -62,7 +63,7 @@ def make_form(body: dict[str, Any], prompts: list[list[int]], **prepared: Any) -
     sampling = SamplingParams(max_tokens=4, n=body.get("n", 1), **given)
     made = [
         ValidatedRequest(
-            request_id="r", label="", model="m", prompt_token_ids=tuple(ids), sampling=sampling, cache_salt=b"", explain=False,
+            request_id="r", label="", model="m", prompt=Prompt(tuple(ids)), sampling=sampling, explain=False,
             local_prefill_max_tokens=64, failure_policy=0, arrived=0.0, deadline=1.0, echo=text_of(ids) if spec.echo else "",
         )
         for ids in prompts

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from diptych.common.request import Prompt
 from diptych.common.sampling import FinishReason, SamplingParams
 from diptych.common.token_bytes import ByteTokens
 from diptych.router.api.openai_answers import DONE, explanation_object
@@ -28,9 +29,8 @@ PREPARED = ValidatedRequest(
     request_id="req-1",
     label="",
     model="m",
-    prompt_token_ids=(1, 2),
+    prompt=Prompt((1, 2)),
     sampling=SamplingParams(max_tokens=4),
-    cache_salt=b"",
     explain=False,
     local_prefill_max_tokens=64,
     failure_policy=0,

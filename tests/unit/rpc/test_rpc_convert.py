@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 
 from diptych.common.compat import Compat, as_strings, differences
 from diptych.common.errors import IncompatibleWorkersError, InternalError, InvalidRequestError
+from diptych.common.request import Prompt
 from diptych.common.sampling import EarlyStopping, FinishReason, SamplingParams
 from diptych.rpc import convert
-from diptych.rpc.v1 import types_pb2
+from diptych.rpc.v1 import decode_pb2, prefill_pb2, types_pb2
 
 COMPAT = Compat("m", "r1", "t1", 2, 1, 4, 16, "float32", "block-major", "a1", "s1", b"\x01" * 16)
 
@@ -109,3 +111,20 @@ def test_token_ids_and_finish_reasons() -> None:
         assert convert.finish_reason_from_proto(convert.finish_reason_to_proto(reason)) is reason
     with pytest.raises(InvalidRequestError):
         convert.finish_reason_from_proto(types_pb2.FINISH_REASON_UNSPECIFIED)
+
+
+@pytest.mark.parametrize("message", [decode_pb2.Submit, prefill_pb2.PrefillRequest])
+def test_a_prompt_there_and_back(message: Any) -> None:
+    prompt = Prompt((1, 2, 9), b"salt")
+    assert convert.prompt_from_proto(message(**convert.prompt_fields(prompt)), vocab_size=10) == prompt
+    assert not message(**convert.prompt_fields(prompt, with_ids=False)).prompt_token_ids
+    for ids in ((), (10,)):
+        with pytest.raises(InvalidRequestError) as caught:
+            convert.prompt_from_proto(message(prompt_token_ids=ids), vocab_size=10)
+        assert caught.value.param == "prompt"
+
+
+@pytest.mark.parametrize("prompt", [Prompt((1,), adapter="a"), Prompt((1,), media=(b"png",))])
+def test_what_the_wire_has_no_field_for_is_not_sent_without_it(prompt: Prompt) -> None:
+    with pytest.raises(InternalError):
+        convert.prompt_fields(prompt)
