@@ -1,10 +1,11 @@
-"""Time to first token of a short request, alone and beside long prompts of other tenants and of its own.
+"""Time to first token of a short request: alone, beside long prompts of other tenants and of its own, and in a full pool.
 
     python -P -m diptych.bench.router.beside_long_prompts [--prefill-workers 1 2] [--seconds 30] [--out FILE] [--before FILE]
 
 Each pool is a `diptych up` with the flags that it has by default (but API keys, for tenants). Long prompts of random tokens are
 kept under way, as many as `--longs` at a time, one ending and the next beginning; meanwhile one short request is sent after the
-other over HTTP, of one token and of 128 in turns. `--before`: a result of an older version, drawn beside it.
+other over HTTP, of one token and of 128 in turns. A last cluster has a KV pool of FULL_POOL, which the streams of another tenant
+outgrow. `--before`: a result of an older version, drawn beside it.
 """
 
 from __future__ import annotations
@@ -33,6 +34,10 @@ from diptych.cli.up.processes import free_port
 RESULT = RESULTS / "beside.json"
 SCENES = ("alone", "beside others' long ones", "beside its own long ones")
 _IN_SHORT = dict(zip(SCENES, ("alone", "others' long", "own long"), strict=True))
+FULL_POOL = ("--num-blocks", "64", "--max-model-len", "960")
+FULL_SCENES = ("alone", "beside streams that outgrow the pool")
+STREAMS, STREAM_PROMPT, STREAM_TOKENS = 3, 64, 600
+"""Three answers of 600 tokens: up to 1,992 tokens of KV where the pool has room for 1,024."""
 SHORT = (1, 128)
 LONG = (6000, 3000, 1500)
 PAUSE_S = 0.2
@@ -43,7 +48,7 @@ REQUEST_S = 300.0
 class Cluster:
     """`diptych up` with one key for each of two tenants."""
 
-    def __init__(self, prefill_workers: int, folder: Path) -> None:
+    def __init__(self, prefill_workers: int, folder: Path, pool: Sequence[str] = ()) -> None:
         self._env = {name: value for name, value in os.environ.items() if not name.startswith("DIPTYCH_")}
         self._env["DIPTYCH_RUN_DIR"] = str(folder)
         self.keys = {tenant: self._add(folder, tenant) for tenant in ("one", "other")}
@@ -53,7 +58,7 @@ class Cluster:
         flags = ["--http-port", str(port), "--grpc-port", str(grpc_port), "--prefill-workers", str(prefill_workers)]
         self._log = (folder / "up.log").open("wb")
         self._process = subprocess.Popen(
-            [*_DIPTYCH, "up", *flags, "--keys-file", str(folder / "keys.json")],
+            [*_DIPTYCH, "up", *flags, *pool, "--keys-file", str(folder / "keys.json")],
             env=self._env, stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
 
@@ -117,10 +122,27 @@ class Client:
         while True:
             told.append(await self.ttft_s(tenant, LONG[number % len(LONG)]))
 
+    async def keep_stream(self, tenant: str, told: list[float]) -> None:
+        """Raises: RuntimeError when an answer is not whole."""
+        while True:
+            prompt = [self._chance.randrange(1000, 40_000) for _ in range(STREAM_PROMPT)]
+            body = {"model": self._model, "prompt": prompt, "max_tokens": STREAM_TOKENS, "ignore_eos": True}
+            headers = {"authorization": f"Bearer {self._cluster.keys[tenant]}"}
+            began = time.perf_counter()
+            answer = await self._http.post("/v1/completions", json=body, headers=headers)
+            usage = answer.raise_for_status().json()["usage"]
+            if usage["completion_tokens"] != STREAM_TOKENS:
+                raise RuntimeError(f"an answer has {usage['completion_tokens']} of {STREAM_TOKENS} tokens")
+            told.append(time.perf_counter() - began)
+
     async def scene(self, name: str, longs: int, seconds: float) -> dict[str, Any]:
-        tenant = {"alone": "", SCENES[1]: "other", SCENES[2]: "one"}[name]
+        tenant = {SCENES[1]: "other", SCENES[2]: "one"}.get(name, "")
         told: list[float] = []
-        tasks = [asyncio.create_task(self.keep_long(tenant, i, told)) for i in range(longs if tenant else 0)]
+        if name == FULL_SCENES[1]:
+            tasks = [asyncio.create_task(self.keep_stream("other", told)) for _ in range(STREAMS)]
+            await asyncio.sleep(10.0)  # until the pool is nearly full; what follows does not depend on it
+        else:
+            tasks = [asyncio.create_task(self.keep_long(tenant, i, told)) for i in range(longs if tenant else 0)]
         await asyncio.sleep(2.0 if tenant else 0.0)
         found: dict[int, list[float]] = {size: [] for size in SHORT}
         until = time.perf_counter() + seconds
@@ -152,12 +174,12 @@ def _summary(values: Sequence[float]) -> dict[str, float]:
     }
 
 
-async def _scenes(cluster: Cluster, longs: int, seconds: float) -> dict[str, Any]:
+async def _scenes(cluster: Cluster, names: Sequence[str], longs: int, seconds: float) -> dict[str, Any]:
     client = Client(cluster)
     try:
         for size in (*SHORT, 600, *SHORT):  # warm, and the workers' speeds are measured
             await client.ttft_s("one", size)
-        return {name: await client.scene(name, longs, seconds) for name in SCENES}
+        return {name: await client.scene(name, longs, seconds) for name in names}
     finally:
         await client.close()
 
@@ -170,14 +192,14 @@ def _draw(result: dict[str, Any], before: dict[str, Any] | None, path: Path) -> 
             for label, told in (("", result), ("was: ", before)):
                 if told is not None and pool in told["pools"]:
                     for name, scene in told["pools"][pool].items():
-                        rows[label + _IN_SHORT[name]] = scene["short"][str(size)]["p99_s"]
+                        rows[label + _IN_SHORT.get(name, name)] = scene["short"][str(size)]["p99_s"]
             panels.append((f"p99 TTFT in s, prompts of {size}, {pool}", rows))
     path.write_text(bars(panels, columns=2), encoding="utf-8")
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prefill-workers", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--prefill-workers", type=int, nargs="*", default=[1, 2])
     parser.add_argument("--longs", type=int, default=3, help="long prompts under way at a time")
     parser.add_argument("--seconds", type=float, default=30.0, help="of each of the three scenes")
     parser.add_argument("--out", type=Path, default=RESULT)
@@ -190,16 +212,20 @@ def main(arguments: list[str] | None = None) -> None:
         "setting": {"long_tokens": LONG[: given.longs], "longs": given.longs, "seconds": given.seconds},
         "pools": {},
     }
-    for count in given.prefill_workers:
+    runs: list[tuple[str, int, tuple[str, ...], tuple[str, ...], float]] = [
+        (f"{count}P+1D", count, (), SCENES, given.seconds) for count in given.prefill_workers
+    ]
+    runs.append(("1P+1D, 64 blocks", 1, FULL_POOL, FULL_SCENES, 2 * given.seconds))
+    for label, count, pool, names, seconds in runs:
         with tempfile.TemporaryDirectory(prefix="diptych-beside-") as folder:
-            cluster = Cluster(count, Path(folder))
+            cluster = Cluster(count, Path(folder), pool)
             try:
                 cluster.wait_ready()
-                result["pools"][f"{count}P+1D"] = scenes = asyncio.run(_scenes(cluster, given.longs, given.seconds))
+                result["pools"][label] = scenes = asyncio.run(_scenes(cluster, names, given.longs, seconds))
             finally:
                 cluster.stop()
         for name, scene in scenes.items():
-            print(f"{count}P+1D", name, scene, flush=True)
+            print(label, name, scene, flush=True)
     given.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     before = None if given.before is None else json.loads(given.before.read_text(encoding="utf-8"))
     _draw(result, before, given.out.with_suffix(".svg"))
