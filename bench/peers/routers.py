@@ -29,6 +29,7 @@ from pathlib import Path
 
 import psutil
 
+from diptych.bench.part import end_process, running_part
 from diptych.bench.peers.client import Load
 from diptych.bench.peers.mock import MODEL
 from diptych.cli.models.store import resolve_model
@@ -75,32 +76,9 @@ SCENES = (
 
 
 @contextlib.contextmanager
-def _part(module: str, *arguments: str) -> Iterator[tuple[psutil.Process, list[str]]]:
-    process = subprocess.Popen([sys.executable, "-P", "-m", module, *arguments], stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        said = next((line.split()[1:] for line in process.stdout if line.startswith("serves ")), None)
-        if said is None:
-            raise ConfigError("bench", module, "this part of the benchmark did not start")
-        yield psutil.Process(process.pid), said
-    finally:
-        _end(process)
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    process.terminate()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(timeout=5)
-    process.kill()
-    process.wait(timeout=5)
-    if process.stdout is not None:
-        process.stdout.close()
-
-
-@contextlib.contextmanager
 def _peer(name: str, command: Sequence[str], port: int, logs: Path) -> Iterator[Contender]:
     with (logs / f"{name}.log").open("w") as log:
-        process = subprocess.Popen(list(command), stdout=log, stderr=log, text=True, stdin=subprocess.DEVNULL)
+        process = subprocess.Popen(list(command), stdout=log, stderr=log, stdin=subprocess.DEVNULL)
         try:
             until = time.monotonic() + START_S
             while not _answers(port):
@@ -112,7 +90,7 @@ def _peer(name: str, command: Sequence[str], port: int, logs: Path) -> Iterator[
             shown = " ".join(["VENV/bin/" + Path(command[0]).name, *command[1:]])
             yield Contender(name, f"http://127.0.0.1:{port}", shown, (mine, *mine.children(recursive=True)))
         finally:
-            _end(process)
+            end_process(process)
 
 
 def _answers(port: int) -> bool:
@@ -174,9 +152,9 @@ def run(venv: Path, runs: int, scale: float, out: Path) -> None:
         root = Path(stack.enter_context(temporary_folder("diptych-peers-")))
         secret = root / "secret"
         create_secret(secret)
-        mock, (http, decode, _) = stack.enter_context(_part("diptych.bench.peers.mock", str(secret)))
+        mock, (http, decode, _) = stack.enter_context(running_part("diptych.bench.peers.mock", str(secret)))
         ours, (_, rpc) = stack.enter_context(
-            _part("diptych.bench.router.relay_parts", "router", str(folder), decode, str(secret))
+            running_part("diptych.bench.router.relay_parts", "router", str(folder), decode, str(secret))
         )
         command = "python -P -m diptych.bench.router.relay_parts router MODEL DECODE SECRET"
         contenders = [

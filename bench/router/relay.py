@@ -6,18 +6,16 @@ from the cost of a token.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-import subprocess
-import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
 
+from diptych.bench.part import running_part
 from diptych.cli.bench.run import Place, opened, run_async
 from diptych.cli.models.store import resolve_model
 from diptych.cli.progress import progress_on
@@ -52,28 +50,15 @@ class RouterCost:
         return 1e6 / self.per_token_us
 
 
-@contextlib.contextmanager
-def _part(*arguments: str) -> Iterator[tuple[psutil.Process, list[str]]]:
-    process = subprocess.Popen([sys.executable, "-P", "-m", _MODULE, *arguments], stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        said = next((line.split()[1:] for line in process.stdout if line.startswith("serves ")), None)
-        if said is None:
-            raise ConfigError("router", arguments[0], "this part of the benchmark did not start")
-        yield psutil.Process(process.pid), said
-    finally:
-        process.terminate()
-        process.wait(timeout=10)
-        if process.stdout is not None:
-            process.stdout.close()
-
-
 def run_router_bench(requests: int, prompt_tokens: int, concurrency: int, out: Path) -> int:
     """Measure the HTTP and the gRPC face. Raises: ConfigError when a part does not start."""
     with progress_on() as progress:
         folder = resolve_model("smollm2", progress)
     costs: list[RouterCost] = []
-    with _part("decode") as (_, decode), _part("router", str(folder), decode[0]) as (process, (http, rpc)):
+    with (
+        running_part(_MODULE, "decode") as (_, decode),
+        running_part(_MODULE, "router", str(folder), decode[0]) as (process, (http, rpc)),
+    ):
         url = http if http.startswith("http") else f"http://{http}"
         for face, text, api, form in (
             ("HTTP, token ids", url, "completions", "ids"),

@@ -18,6 +18,7 @@ from diptych.cli.temporary import temporary_folder
 from diptych.common.block_identity import IdentityHeader, golden_key
 from diptych.common.clock import MonotonicClock
 from diptych.common.errors import ConfigError
+from diptych.common.logging import setup_logging
 from diptych.common.metrics import Metrics
 from diptych.common.revision import model_revision, tokenizer_revision
 from diptych.common.secret import create_secret, derive_key
@@ -94,5 +95,6 @@ def _record(worker_id: str, role: str, address: str, header: IdentityHeader) -> 
 
 if __name__ == "__main__":
     part = sys.argv[1]
+    setup_logging(role=part)
     secret = Path(sys.argv[4]) if len(sys.argv) > 4 else None
     uvloop.run(run_decode() if part == "decode" else run_router(Path(sys.argv[2]), sys.argv[3], secret))

@@ -1,0 +1,57 @@
+"""A process that is a part of a benchmark: it prints `serves ADDRESS...` once and then serves until it is terminated."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from diptych.common.errors import ConfigError
+
+START_S = 120.0
+TERMINATE_S = 5.0
+
+
+@contextlib.contextmanager
+def running_part(module: str, *arguments: str) -> Iterator[tuple[psutil.Process, list[str]]]:
+    """Start `python -P -m MODULE ARGUMENTS...`; yield its process and the addresses that it printed.
+
+    Its output goes to a file: a pipe that is not read would block it once 64 KiB of log are in it.
+
+    Raises: ConfigError with the end of its output when it prints no addresses within START_S.
+    """
+    with tempfile.NamedTemporaryFile() as output:
+        command = [sys.executable, "-P", "-m", module, *arguments]
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+        try:
+            yield psutil.Process(process.pid), _addresses(process, Path(output.name), module)
+        finally:
+            end_process(process)
+
+
+def _addresses(process: subprocess.Popen[bytes], output: Path, module: str) -> list[str]:
+    until = time.monotonic() + START_S
+    while True:
+        ended = process.poll() is not None or time.monotonic() > until
+        text = output.read_text(errors="replace")
+        for line in text.splitlines(keepends=True):
+            if line.startswith("serves ") and line.endswith("\n"):
+                return line.split()[1:]
+        if ended:
+            raise ConfigError("bench", module, f"this part did not start:\n{text[-2000:]}")
+        time.sleep(0.05)
+
+
+def end_process(process: subprocess.Popen[bytes]) -> None:
+    """Terminate it; kill it when it has not ended TERMINATE_S later."""
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=TERMINATE_S)
+    process.kill()
+    process.wait(timeout=TERMINATE_S)
