@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from diptych.common.errors import ConfigError
-from diptych.engine.capacity import KvShape, capacity_line, kibibytes, kv_shape
+from diptych.engine.capacity import CacheOf, cache_of, capacity_line, kibibytes
 from diptych.engine.sched.swap_cost import Rates, break_even_copy_bytes_per_s, break_even_tokens
 from diptych.worker.defaults import CPU
 
@@ -31,35 +31,35 @@ def read_config(path: Path) -> dict[str, Any]:
     return value
 
 
-def capacity_report(shape: KvShape, *, block_size: int, memory_gib: float = 0.0) -> list[str]:
+def capacity_report(cache: CacheOf, *, block_size: int, memory_gib: float = 0.0) -> list[str]:
     """Raises: ConfigError for settings that make no sense."""
     if block_size < 1:
         raise ConfigError("block_size", block_size, "must be at least 1")
     if not 0.0 <= memory_gib < math.inf:
         raise ConfigError("memory_gib", memory_gib, "must be 0 or more")
-    size = shape.bytes_per_token
-    lines = [shape.arithmetic(), f"a block of {block_size} tokens: {kibibytes(size * block_size)}"]
-    if shape.max_position is not None:
-        lines.append(f"a whole context of {shape.max_position:,} tokens: {_size(shape.max_position * size)}")
+    size = cache.bytes_per_token
+    lines = [*cache.arithmetic(), f"a block of {block_size} tokens: {kibibytes(size * block_size)}"]
+    if cache.max_position is not None:
+        lines.append(f"a whole context of {cache.max_position:,} tokens: {_size(cache.max_position * size)}")
     if memory_gib:
         num_blocks = int(memory_gib * _GIB) // (size * block_size)
         lines.append(f"{memory_gib:g} GiB hold: {capacity_line(num_blocks, block_size, size)}")
-        if shape.max_position is not None:
-            lines.append(f"that is {num_blocks * block_size / shape.max_position:,.1f} whole contexts")
+        if cache.max_position is not None:
+            lines.append(f"that is {num_blocks * block_size / cache.max_position:,.1f} whole contexts")
     return lines
 
 
-def break_even_report(shape: KvShape, *, prefill_tokens_per_s: float, copy_gib_per_s: float) -> list[str]:
+def break_even_report(cache: CacheOf, *, prefill_tokens_per_s: float, copy_gib_per_s: float) -> list[str]:
     """Raises: ConfigError for rates that make no sense."""
     for name, value in (("prefill_rate", prefill_tokens_per_s), ("copy_rate", copy_gib_per_s)):
         if not 0.0 < value < math.inf:
             raise ConfigError(name, value, "must be a positive number")
-    rates = Rates(prefill_tokens_per_s, copy_gib_per_s * _GIB, shape.bytes_per_token)
+    rates = Rates(prefill_tokens_per_s, copy_gib_per_s * _GIB, cache.bytes_per_token)
     least = _size(break_even_copy_bytes_per_s(rates), digits=3)
     tokens = break_even_tokens(rates)
     lines = [
         "a preempted request, computed again or swapped out and in:",
-        f"  2 x {kibibytes(shape.bytes_per_token)} x {prefill_tokens_per_s:,.0f} tokens/s = {least}/s: "
+        f"  2 x {kibibytes(cache.bytes_per_token)} x {prefill_tokens_per_s:,.0f} tokens/s = {least}/s: "
         "a slower link never pays",
     ]
     if math.isinf(tokens):
@@ -97,14 +97,14 @@ def run_capacity(
 
         with progress_on() as progress:
             path = resolve_model(model, progress)
-    shape = kv_shape(read_config(path), dtype)
-    lines = capacity_report(shape, block_size=block_size, memory_gib=memory_gib)
-    if not dtype and shape.dtype != _SERVED_DTYPE:
+    cache = cache_of(read_config(path), dtype)
+    lines = capacity_report(cache, block_size=block_size, memory_gib=memory_gib)
+    if not dtype and cache.dtype != _SERVED_DTYPE:
         lines.insert(
             0,
-            f"in the config's own {shape.dtype}; `diptych up` serves {_SERVED_DTYPE} on a CPU unless --dtype says otherwise",
+            f"in the config's own {cache.dtype}; `diptych up` serves {_SERVED_DTYPE} on a CPU unless --dtype says otherwise",
         )
     if prefill_rate or copy_rate:
-        lines += break_even_report(shape, prefill_tokens_per_s=prefill_rate, copy_gib_per_s=copy_rate)
+        lines += break_even_report(cache, prefill_tokens_per_s=prefill_rate, copy_gib_per_s=copy_rate)
     print("\n".join(lines))
     return 0

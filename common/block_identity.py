@@ -1,48 +1,69 @@
-"""Identity of a KV block; router and workers share this implementation.
+"""Identity of a KV block: one implementation for router and workers.
 
-The key of block i is a 16-byte digest: keyed blake3 over a header and all tokens up to the end of block i. The header
-holds everything besides the tokens that determines the KV: domain tag, model revision, tokenizer and template revision,
-KV dtype, block size, adapter, tenant salt. Each is length-prefixed, so two different headers never collide.
+The key at a token position is the 16-byte digest of one running keyed blake3 over a header and all tokens before that
+position. A block's key is the key at its end, so workers whose blocks have 16 and 32 tokens name the same KV alike at
+every multiple of 32.
+
+The header holds everything besides the tokens that decides the *values* of the KV: content of the weights, their method,
+dtype of the computation, dtype and scales of the KV, version of the numerics, tokenizer, adapter, tenant salt. Each part
+has its length in front, so that no two headers share an encoding. How the KV lies in memory (block size, order of
+dimensions, shard) is not part of it: it stands in the layout digest of a handle.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
 from blake3 import blake3
 
 KEY_BYTES = 16
-_DOMAIN = b"diptych kv block v1"
+IDENTITY_FACTS = ("model_revision", "kv_rule", "method", "compute_dtype", "attention_version", "backend")
+"""What a worker's lease must name so that its keys can be computed."""
+_DOMAIN = b"diptych kv block v2"
+GOLDEN_TOKENS = 512
+"""Position of the golden key."""
 
 
 @dataclass(frozen=True, slots=True)
 class IdentityHeader:
-    """Everything besides the tokens that determines the content of a KV block.
+    """What, besides the tokens, decides the content of a KV block.
 
-    `key` is 32 bytes, derived from the cluster secret; `salt` is derived from the tenant by the router.
+    Args:
+        key: 32 bytes, derived from the cluster secret.
+        model_revision: fingerprint of the content of weights and configuration.
+        kv_rule: dtype, scales and windows of the KV by layer (`KvFormat.value_rule`).
+        block_size: tokens between two keys; not part of the identity.
+        adapter: hash of the adapter's tensors and configuration; empty: none.
+        salt: derived from the tenant by the router.
+        method: of the weights: plain, or the quantization method.
+        compute_dtype: of weights and activations.
+        attention_version, backend: of the numerics: which kernels compute the layers, in which version.
     """
 
     key: bytes
     model_revision: str
     tokenizer_revision: str
-    kv_dtype: str
+    kv_rule: str
     block_size: int
     adapter: str = ""
     salt: bytes = b""
+    method: str = "plain"
+    compute_dtype: str = ""
+    attention_version: str = ""
+    backend: str = ""
     _hash: int = field(init=False, repr=False, compare=False)
-    """Cached: headers are hashed several times a request."""
+    """Headers are looked up several times a request."""
 
     def __post_init__(self) -> None:
         if len(self.key) != 32:
             raise ValueError(f"key has {len(self.key)} bytes, not 32")
         if self.block_size < 1:
             raise ValueError(f"block_size={self.block_size}: must be at least 1")
-        names = (self.model_revision, self.tokenizer_revision, self.kv_dtype, self.adapter)
-        object.__setattr__(self, "_hash", hash((self.key, *names, self.block_size, self.salt)))
+        object.__setattr__(self, "_hash", hash((self.key, self._values, self.block_size, self.salt)))
 
     def __hash__(self) -> int:
         return self._hash
@@ -52,25 +73,21 @@ class IdentityHeader:
         """The bytes that are hashed before the tokens."""
         return _opening(self)
 
+    @property
+    def _values(self) -> tuple[str, ...]:
+        return (
+            self.model_revision, self.method, self.compute_dtype, self.kv_rule, self.attention_version, self.backend,
+            self.adapter,
+            self.tokenizer_revision,
+        )  # fmt: skip
+
     def with_salt(self, salt: bytes) -> IdentityHeader:
-        if salt == self.salt:
-            return self
-        return IdentityHeader(
-            self.key, self.model_revision, self.tokenizer_revision, self.kv_dtype, self.block_size, self.adapter, salt
-        )
+        return self if salt == self.salt else replace(self, salt=salt)
 
 
 @lru_cache(8192)
 def _opening(header: IdentityHeader) -> bytes:
-    parts = (
-        _DOMAIN,
-        header.model_revision.encode(),
-        header.tokenizer_revision.encode(),
-        header.kv_dtype.encode(),
-        header.block_size.to_bytes(4, "little"),
-        header.adapter.encode(),
-        header.salt,
-    )
+    parts = (_DOMAIN, *(value.encode() for value in header._values), header.salt)
     return b"".join(len(part).to_bytes(4, "little") + part for part in parts)
 
 
@@ -118,5 +135,42 @@ def block_keys(header: IdentityHeader, token_ids: Sequence[int]) -> list[bytes]:
 
 
 def golden_key(header: IdentityHeader) -> bytes:
-    """The key of the tokens 0 .. 2*block_size-1 without a salt; compared when a worker joins."""
-    return block_keys(header.with_salt(b""), range(2 * header.block_size))[-1]
+    """The key after tokens 0 .. GOLDEN_TOKENS-1 without a salt: compared when a worker joins. The same for every block size."""
+    return block_keys(replace(header, salt=b"", block_size=GOLDEN_TOKENS), range(GOLDEN_TOKENS))[-1]
+
+
+def identity_facts(header: IdentityHeader) -> dict[str, str]:
+    """What a worker's lease says of its header; `identity_of` gives the header back."""
+    return {
+        "model_revision": header.model_revision,
+        "tokenizer_revision": header.tokenizer_revision,
+        "kv_rule": header.kv_rule,
+        "method": header.method,
+        "compute_dtype": header.compute_dtype,
+        "attention_version": header.attention_version,
+        "backend": header.backend,
+        "block_size": str(header.block_size),
+        "block_identity_golden": golden_key(header).hex(),
+    }
+
+
+def identity_of(
+    key: bytes, compat_facts: Mapping[str, str], *, block_size: int, tokenizer_revision: str = ""
+) -> IdentityHeader | None:
+    """The header of a worker by its facts (`compat.as_strings`); None where one of them is missing.
+
+    Args: tokenizer_revision: used in place of the worker's own.
+    """
+    if not all(name in compat_facts for name in IDENTITY_FACTS):
+        return None
+    return IdentityHeader(
+        key=key,
+        model_revision=compat_facts["model_revision"],
+        tokenizer_revision=tokenizer_revision or compat_facts.get("tokenizer_revision", ""),
+        kv_rule=compat_facts["kv_rule"],
+        block_size=block_size,
+        method=compat_facts["method"],
+        compute_dtype=compat_facts["compute_dtype"],
+        attention_version=compat_facts["attention_version"],
+        backend=compat_facts["backend"],
+    )

@@ -1,66 +1,86 @@
-"""Facts compared in the handshake: they must match before KV may be transferred between two workers."""
+"""What two workers must agree on before KV crosses between them, and how they differ."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
-PROTOCOL_VERSION = 2
-"""2: FirstTokens carries a digest of the prompt that was computed, and is rejected without it."""
+from diptych.common.block_identity import IdentityHeader, golden_key, identity_of
+from diptych.common.kv_format import KvFormat
+
+PROTOCOL_VERSION = 3
+"""2: first tokens name what they were computed from, and are refused without.
+3: the KV format is a message of groups; block identities name values only."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compat:
-    """See proto Compat. `attention_version` and `sampler_version` change whenever results may change."""
+    """See proto Compat.
+
+    Args:
+        method: of the weights: `plain`, or the quantization method.
+        compute_dtype: of weights and activations.
+        attention_version, sampler_version: change whenever results may change.
+        backend: the kernels that compute the layers.
+    """
 
     model: str
     model_revision: str
     tokenizer_revision: str
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    block_size: int
-    kv_dtype: str
-    kv_layout: str
+    kv: KvFormat
+    compute_dtype: str
     attention_version: str
     sampler_version: str
-    block_identity_golden: bytes
-    tensor_parallel_size: int = 1
+    block_identity_golden: bytes = b""
+    method: str = "plain"
+    backend: str = ""
     protocol_version: int = PROTOCOL_VERSION
 
-    @property
-    def kv_bytes_per_token(self) -> int:
-        size = {"float32": 4, "float16": 2, "bfloat16": 2}[self.kv_dtype]
-        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * size
 
-
-CONVERTIBLE = frozenset({"block_size", "kv_dtype", "kv_layout", "block_identity_golden"})
-"""Fields that may differ where decode converts KV (`allow_kv_conversion`). The golden block identity follows from two.
-"""
-
+CONVERTIBLE = frozenset({"block_size", "kv_dtype", "kv_layout", "compute_dtype", "block_identity_golden"})
+"""Facts that may differ where decode converts KV (`allow_kv_conversion`). The golden identity follows from the dtypes."""
 
 CONVERTS = "kv_conversion"
-"""Field of the store's row: the worker accepts KV of other layouts."""
+"""In the store, beside the facts of a worker that accepts KV of other layouts."""
+
+KV_RULE = "kv_rule"
+"""In the store: `KvFormat.value_rule`, for the router's block identities. It follows from other facts."""
 
 
-def differences(mine: Compat, theirs: Compat, *, converting: bool = False) -> list[str]:
-    """Fields that differ, each as "field: mine X, theirs Y". An empty list: KV may be transferred.
-
-    Args:
-        converting: ignore fields that decode can convert.
-    """
-    out = []
-    for field in fields(Compat):
-        a, b = getattr(mine, field.name), getattr(theirs, field.name)
-        if a != b and not (converting and field.name in CONVERTIBLE):
-            show = (lambda v: v.hex()) if isinstance(a, bytes) else repr
-            out.append(f"{field.name}: mine {show(a)}, theirs {show(b)}")
-    return out
-
-
-def as_strings(compat: Compat) -> dict[str, str]:
-    """The form in the store: every field by name, bytes as hexadecimal digits."""
+def facts(compat: Compat) -> dict[str, str]:
+    """Every fact by name, those of the KV format among them; bytes as hexadecimal digits."""
     out = {}
     for field in fields(Compat):
         value = getattr(compat, field.name)
-        out[field.name] = value.hex() if isinstance(value, bytes) else str(value)
+        if isinstance(value, KvFormat):
+            out.update(value.facts())
+        else:
+            out[field.name] = value.hex() if isinstance(value, bytes) else str(value)
     return out
+
+
+def differences(mine: Compat, theirs: Compat, *, converting: bool = False) -> list[str]:
+    """Facts that differ, each as "name: mine X, theirs Y". An empty list: KV may cross.
+
+    Args: converting: what decode can convert may differ.
+    """
+    a, b = facts(mine), facts(theirs)
+    return [
+        f"{name}: mine {a.get(name, 'unset')}, theirs {b.get(name, 'unset')}"
+        for name in dict.fromkeys((*a, *b))
+        if a.get(name) != b.get(name) and not (converting and name in CONVERTIBLE)
+    ]
+
+
+def as_strings(compat: Compat) -> dict[str, str]:
+    """The form in the store."""
+    return {**facts(compat), KV_RULE: compat.kv.value_rule}
+
+
+def identified(compat: Compat, key: bytes) -> tuple[IdentityHeader, Compat]:
+    """The header under which a worker with these facts names its blocks, and the facts with the golden identity of it.
+
+    Args: key: 32 bytes, derived from the cluster secret.
+    """
+    header = identity_of(key, as_strings(compat), block_size=compat.kv.block_size)
+    assert header is not None, "as_strings() has every fact"
+    return header, replace(compat, block_identity_golden=golden_key(header))

@@ -30,6 +30,7 @@ from diptych.common.errors import (
     TransferError,
     WorkerLostError,
 )
+from diptych.common.kv_format import KvFormat
 from diptych.common.prompt_digest import prompt_digest
 from diptych.decode.coverage import Coverage
 from diptych.decode.link_rate import LinkRates
@@ -42,7 +43,7 @@ from diptych.engine.messages import DeviceRange
 from diptych.kvtransfer.api import ReceivedSlab, SlabReader
 from diptych.kvtransfer.convert import RangeConverter
 from diptych.kvtransfer.handle import SlabHandle
-from diptych.kvtransfer.planner import KvShape, first_token_to_ask
+from diptych.kvtransfer.planner import first_token_to_ask
 from diptych.rpc.errors import describe, from_failure, typed_error
 from diptych.rpc.v1 import prefill_pb2, types_pb2
 from diptych.worker import wire
@@ -68,7 +69,7 @@ class RemotePrefillContext:
     read_base_s: float = 10.0
     silence_s: float = 3.0
     """A call on which prefill says nothing for so long has lost its worker."""
-    kv_shape: KvShape | None = None
+    kv_format: KvFormat | None = None
     """How KV lies here, where that of peers may be converted; None: it is not."""
     renew_every_s: float = 5.0
     """So often prefill is told that the slabs it announced are still wanted: a fraction of the slab lease."""
@@ -175,7 +176,7 @@ class RemotePrefill:
 
     def _expect_layout(self, peer: Peer) -> None:
         """A peer whose KV lies otherwise is asked for whole blocks of its own."""
-        source, target = peer.shape, self._tools.kv_shape
+        source, target = peer.kv_format, self._tools.kv_format
         if source is None or target is None:
             return
         self._token_bytes = source.bytes_per_token
@@ -348,7 +349,10 @@ class RemotePrefill:
             self._tools.reader.finish(slab)
         unpacked = True
         for part in parts:
-            unpacked = await self._tools.desk.unpack_converted(self._attempt, part) and unpacked
+            unpacked = (
+                await self._tools.desk.unpack_converted(self._attempt, part, other_values=converter.changes_values)
+                and unpacked
+            )
         return unpacked
 
     def _done_with(self, handle: SlabHandle, slab: ReceivedSlab, unpacked: bool) -> None:

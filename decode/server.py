@@ -21,7 +21,6 @@ from diptych.decode.service import DecodeServicer
 from diptych.decode.slab_unpacker import SlabUnpacker
 from diptych.decode.ticket_verifier import TicketVerifier
 from diptych.engine.messages import EngineEvent
-from diptych.kvtransfer.planner import shape_of
 from diptych.rpc.channels import open_channel
 from diptych.rpc.stubs import add_decode
 from diptych.worker.config import WorkerConfig
@@ -56,8 +55,8 @@ class DecodeRole:
             rates=PrefillRates(),
             clock=runtime.clock,
             kv_bytes_per_token=runner.kv_bytes_per_token,
-            kv_shape=shape_of(runtime.compat) if config.allow_kv_conversion else None,
-            num_layers=runtime.compat.num_layers,
+            kv_format=runtime.compat.kv if config.allow_kv_conversion else None,
+            num_layers=runtime.compat.kv.num_layers,
             read_base_s=config.read_base_s,
             silence_s=config.leg_silence_s,
             renew_every_s=config.slab_lease_s / 6,

@@ -6,7 +6,7 @@ import asyncio
 from itertools import count
 
 from diptych.common.errors import TransferError
-from diptych.engine.messages import Payload, RangeUnpacked, UnpackRange
+from diptych.engine.messages import RangeUnpacked, UnpackRange
 from diptych.kvtransfer.api import ReceivedSlab, SlabReader
 from diptych.kvtransfer.convert import ConvertedRange
 from diptych.worker.ports import Engine
@@ -25,9 +25,13 @@ class SlabUnpacker:
     def num_open(self) -> int:
         return len(self._open)
 
-    async def unpack_converted(self, attempt: str, part: ConvertedRange, *, last: bool = False) -> bool:
-        """As `unpack`, of bytes that lie in memory of their own."""
-        return await self._ask(attempt, None, part.first_token, part.num_tokens, part.payload, last)
+    async def unpack_converted(self, attempt: str, part: ConvertedRange, *, other_values: bool) -> bool:
+        """As `unpack`, of bytes that lie in memory of their own. Args: other_values: the conversion changed them."""
+        job, answer = self._job(None)
+        self._engine.send(
+            UnpackRange(attempt, job, part.first_token, part.num_tokens, part.payload, converted=other_values)
+        )
+        return await answer
 
     async def unpack(self, attempt: str, slab: ReceivedSlab, *, last: bool = False) -> bool:
         """Unpack a slab into the attempt's blocks. False: the engine no longer wanted it. Cancelling the wait is safe.
@@ -36,25 +40,26 @@ class SlabUnpacker:
         Raises: TransferError: the bytes were damaged, which shows only now if they came straight from a peer's GPU.
         """
         handle = slab.handle
-        layers = range(handle.first_layer, handle.first_layer + handle.num_layers)
-        return await self._ask(attempt, slab, handle.first_token, handle.num_tokens, slab.payload, last, layers)
+        job, answer = self._job(slab)
+        self._engine.send(
+            UnpackRange(
+                attempt,
+                job,
+                handle.first_token,
+                handle.num_tokens,
+                slab.payload,
+                last,
+                handle.first_layer,
+                handle.num_layers,
+            )
+        )
+        return await answer
 
-    async def _ask(
-        self,
-        attempt: str,
-        slab: ReceivedSlab | None,
-        first_token: int,
-        num_tokens: int,
-        payload: Payload,
-        last: bool,
-        layers: range = range(0),
-    ) -> bool:
-        """`layers`: none: all of them."""
+    def _job(self, slab: ReceivedSlab | None) -> tuple[int, asyncio.Future[bool]]:
         job = next(self._jobs)
         answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._open[job] = (slab, answer)
-        self._engine.send(UnpackRange(attempt, job, first_token, num_tokens, payload, last, layers.start, len(layers)))
-        return await answer
+        return job, answer
 
     def on_unpacked(self, event: RangeUnpacked) -> None:
         entry = self._open.pop(event.job, None)

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from diptych.common.errors import ConfigError
-
-DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1}
+from diptych.common.kv_format import KvFormat, KvGroup, KvKind, Shard, dtype_bytes, full_format
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
@@ -18,31 +17,41 @@ _CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length
 
 
 @dataclass(frozen=True, slots=True)
-class KvShape:
-    """What one token leaves in the cache: `numbers` entries, as `factors` explains, of `dtype`."""
+class CacheOf:
+    """The cache of a model. `max_position`: its longest context, where the configuration says."""
 
-    factors: tuple[tuple[int, str], ...]
-    dtype: str
+    kv: KvFormat
     max_position: int | None
 
     @property
-    def numbers(self) -> int:
-        out = 1
-        for factor, _ in self.factors:
-            out *= factor
-        return out
+    def dtype(self) -> str:
+        return "+".join(self.kv.dtypes)
 
     @property
     def bytes_per_token(self) -> int:
-        return self.numbers * DTYPE_BYTES[self.dtype]
+        return self.kv.bytes_per_token
 
-    def arithmetic(self) -> str:
-        terms = [f"{factor} {what}" for factor, what in self.factors]
-        terms.append(f"{DTYPE_BYTES[self.dtype]} bytes ({self.dtype})")
-        return f"{' x '.join(terms)} = {self.bytes_per_token:,} bytes = {kibibytes(self.bytes_per_token)} per token"
+    def arithmetic(self) -> list[str]:
+        """How the bytes of a token come about, one line for each group."""
+        return [_arithmetic(group, self.kv.shard, named=len(self.kv.groups) > 1) for group in self.kv.groups]
 
 
-def kv_shape(config: Mapping[str, Any], dtype: str = "") -> KvShape:
+def _arithmetic(group: KvGroup, shard: Shard, *, named: bool) -> str:
+    if group.kind is KvKind.LATENT:
+        factors = [f"{group.num_layers} layers", f"{group.dims[0]} latent and rope dim"]
+    else:
+        factors = [
+            f"{len(group.dims)} (K and V)", f"{group.num_layers} layers", f"{group.heads_per_rank(shard)} KV heads",
+            f"{group.dims[0]} head dim",
+        ]  # fmt: skip
+    factors.append(f"{dtype_bytes(group.dtype)} bytes ({group.dtype})")
+    size = group.bytes_per_token(shard)
+    kept = f", of the last {group.window:,} tokens" if group.window else ""
+    name = f"{group.name}: " if named else ""
+    return f"{name}{' x '.join(factors)} = {size:,} bytes = {kibibytes(size)} per token{kept}"
+
+
+def cache_of(config: Mapping[str, Any], dtype: str = "", block_size: int = 16) -> CacheOf:
     """The cache of a decoder with attention in every layer, whatever its architecture is called.
 
     Args:
@@ -55,14 +64,14 @@ def kv_shape(config: Mapping[str, Any], dtype: str = "") -> KvShape:
         config = {**config, **inner}
     own = str(config.get("torch_dtype") or config.get("dtype") or "float32").removeprefix("torch.")
     dtype = dtype or own
-    if dtype not in DTYPE_BYTES:
-        raise ConfigError("dtype", dtype, f"must be one of {', '.join(DTYPE_BYTES)}")
+    dtype_bytes(dtype)
     layers = _number(config, _LAYERS)
     context = _first(config, _CONTEXT)
     max_position = _checked(_CONTEXT[0], context) if context is not None else None
     if config.get("kv_lora_rank"):  # multi-head latent attention: one latent and one rotated key for all heads
         latent = _number(config, ("kv_lora_rank",)) + _number(config, ("qk_rope_head_dim",))
-        return KvShape(((layers, "layers"), (latent, "latent and rope dim")), dtype, max_position)
+        group = KvGroup(KvKind.LATENT, tuple(range(layers)), 1, (latent,), dtype, block_size)
+        return CacheOf(KvFormat((group,)), max_position)
     heads = _number(config, _HEADS)
     kv_heads = 1 if config.get("multi_query") is True and not config.get("new_decoder_architecture") else None
     kv_heads = kv_heads or _number(config, _KV_HEADS, heads)
@@ -72,13 +81,8 @@ def kv_shape(config: Mapping[str, Any], dtype: str = "") -> KvShape:
         if hidden % heads:
             raise ConfigError("hidden_size", hidden, f"does not divide among {heads} heads, and head_dim is not given")
         head_dim = hidden // heads
-    factors = (
-        (2, "(K and V)"),
-        (layers, "layers"),
-        (kv_heads, "KV heads"),
-        (_checked("head_dim", head_dim), "head dim"),
-    )
-    return KvShape(factors, dtype, max_position)
+    head_dim = _checked("head_dim", head_dim)
+    return CacheOf(full_format(layers, kv_heads, head_dim, block_size=block_size, dtype=dtype), max_position)
 
 
 def capacity_line(num_blocks: int, block_size: int, bytes_per_token: int) -> str:

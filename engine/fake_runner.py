@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from diptych.common.kv_format import full_format
 from diptych.common.sampling import SamplingParams
 from diptych.engine import constraints
 from diptych.engine.messages import BlockCopy, Candidate, CopyKind, ScheduledSeq, StepResult, TokenLogprobs
@@ -46,7 +47,8 @@ class FakeRunner:
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
-        self.kv_bytes_per_token = num_layers * 2 * head_dim
+        self.kv = full_format(num_layers, 1, head_dim, block_size=block_size, dtype="int8")
+        self.kv_bytes_per_token = self.kv.bytes_per_token
         self.num_layers = num_layers
         self.tells_layers = True
         self.on_layers: Callable[[int], None] = lambda num_layers: None

@@ -140,7 +140,8 @@ class UnpackRange:
     gone by then is answered too (with unpacked=False). A DeviceRange is verified as it is copied. `num_layers` > 0: it holds
     layers [first_layer, first_layer + num_layers) only; the tokens are in once all their layers are.
 
-    `last`: once it and all ranges before it are in, the KV is complete, as if KvComplete had come."""
+    `last`: once it and all ranges before it are in, the KV is complete, as if KvComplete had come.
+    `converted`: its values are not those that this worker would have computed; nothing of the attempt is cached."""
 
     attempt: str
     job: int
@@ -150,6 +151,7 @@ class UnpackRange:
     last: bool = False
     first_layer: int = 0
     num_layers: int = 0
+    converted: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,12 +12,35 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from diptych.common.errors import TransferError
-from diptych.kvtransfer.planner import ITEM_BYTES, KvShape, plan_heads
+from diptych.common.kv_format import ORDERS, KvFormat, dtype_bytes
+from diptych.kvtransfer.planner import convertible_group, plan_heads
 
 
-def _raw(shape: KvShape) -> type[np.uint16] | type[np.uint32]:
-    """Elements are carried as bits: numpy has no bfloat16."""
-    return np.uint16 if ITEM_BYTES[shape.dtype] == 2 else np.uint32
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """One side's sizes, of one rank."""
+
+    layers: int
+    heads: int
+    dim: int
+    block_size: int
+    dtype: str
+    heads_first: bool
+    bytes_per_token: int
+
+    @classmethod
+    def of(cls, kv: KvFormat) -> _Side:
+        """Raises: IncompatibleWorkersError."""
+        group = convertible_group(kv)
+        return cls(
+            group.num_layers, group.heads_per_rank(kv.shard), group.dims[0], group.block_size, group.dtype,
+            ORDERS[kv.order] == "HND", kv.bytes_per_token,
+        )  # fmt: skip
+
+    @property
+    def raw(self) -> np.dtype:
+        """Elements are carried as bits: numpy has no bfloat16."""
+        return np.dtype(f"u{dtype_bytes(self.dtype)}")
 
 
 def cast(bits: np.ndarray, source: str, target: str) -> np.ndarray:
@@ -38,14 +61,14 @@ def cast(bits: np.ndarray, source: str, target: str) -> np.ndarray:
     return np.where(np.isnan(wide), np.uint32(0x7FC0), rounded).astype(np.uint16)
 
 
-def unpack_tokens(payload: memoryview, shape: KvShape, num_tokens: int) -> np.ndarray:
+def unpack_tokens(payload: memoryview, shape: _Side, num_tokens: int) -> np.ndarray:
     """[num_layers * 2, num_tokens, heads of a rank, head_dim] of raw bits. Raises: TransferError."""
     if payload.nbytes != num_tokens * shape.bytes_per_token:
         raise TransferError(
             f"{num_tokens} tokens take {num_tokens * shape.bytes_per_token} bytes, not {payload.nbytes}"
         )
-    rows, heads, dim, size = shape.num_layers * 2, shape.heads_per_rank, shape.head_dim, shape.block_size
-    flat = np.frombuffer(payload, dtype=_raw(shape))
+    rows, heads, dim, size = shape.layers * 2, shape.heads, shape.dim, shape.block_size
+    flat = np.frombuffer(payload, dtype=shape.raw)
     full, tail = divmod(num_tokens, size)
     border = full * size * rows * heads * dim
     out = np.empty((rows, num_tokens, heads, dim), dtype=flat.dtype)
@@ -57,12 +80,11 @@ def unpack_tokens(payload: memoryview, shape: KvShape, num_tokens: int) -> np.nd
     return out
 
 
-def _slots_first(flat: np.ndarray, outer: tuple[int, ...], slots: int, shape: KvShape) -> np.ndarray:
+def _slots_first(flat: np.ndarray, outer: tuple[int, ...], slots: int, shape: _Side) -> np.ndarray:
     """[*outer, slots, heads, head_dim], a view."""
-    heads, dim = shape.heads_per_rank, shape.head_dim
-    if shape.head_layout == "NHD":
-        return flat.reshape(*outer, slots, heads, dim)
-    return flat.reshape(*outer, heads, slots, dim).swapaxes(-3, -2)
+    if shape.heads_first:
+        return flat.reshape(*outer, shape.heads, slots, shape.dim).swapaxes(-3, -2)
+    return flat.reshape(*outer, slots, shape.heads, shape.dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +112,20 @@ class RangeConverter:
     Args:
         first_token: wanted from here on: a multiple of our block size, or `end`. What comes of earlier tokens is dropped.
         end: one past the last token that is wanted.
-        rank: ours, of target.tp_size.
+        target: ours; its shard says which heads we hold.
+    Raises: IncompatibleWorkersError.
     """
 
-    def __init__(self, source: KvShape, target: KvShape, first_token: int, end: int, *, rank: int = 0) -> None:
-        self._source, self._target = source, target
+    def __init__(self, source: KvFormat, target: KvFormat, first_token: int, end: int) -> None:
+        self._source, self._target = _Side.of(source), _Side.of(target)
         self._first, self._end = first_token, end
-        self._pieces = plan_heads(source, target, rank)
+        self._pieces = plan_heads(source, target)
         self._blocks: dict[int, _Block] = {}
+
+    @property
+    def changes_values(self) -> bool:
+        """Not only where elements lie, but what they are."""
+        return self._source.dtype != self._target.dtype
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -145,15 +173,15 @@ class RangeConverter:
         if block is None:
             shape = self._target
             tokens = min(shape.block_size, self._end - index * shape.block_size)
-            data = np.empty((shape.num_layers * 2, tokens, shape.heads_per_rank, shape.head_dim), _raw(shape))
-            block = self._blocks[index] = _Block(data, tokens * shape.heads_per_rank)
+            data = np.empty((shape.layers * 2, tokens, shape.heads, shape.dim), shape.raw)
+            block = self._blocks[index] = _Block(data, tokens * shape.heads)
         return block
 
     def _range(self, indices: list[int]) -> ConvertedRange:
         parts = [self._blocks.pop(index).data for index in indices]
-        if self._target.head_layout == "HND":
+        num_tokens = sum(part.shape[1] for part in parts)
+        if self._target.heads_first:
             parts = [part.swapaxes(1, 2) for part in parts]
-        num_tokens = sum(part.size for part in parts) * ITEM_BYTES[self._target.dtype] // self._target.bytes_per_token
         flat = np.concatenate([part.reshape(-1) for part in parts])
         return ConvertedRange(indices[0] * self._target.block_size, num_tokens, memoryview(flat).cast("B"))
 

@@ -35,24 +35,12 @@ _TRAILER = struct.Struct("<4s4x16sQ")
 
 
 def layout_hash(compat: Compat) -> int:
-    """64 bits over everything that decides how KV bytes are to be read. Equal on both sides or the slab is refused."""
-    state = blake3(b"diptych kv layout v1")
-    for part in (
-        compat.model,
-        compat.model_revision,
-        compat.kv_dtype,
-        compat.kv_layout,
-        compat.num_layers,
-        compat.num_kv_heads,
-        compat.head_dim,
-        compat.block_size,
-        compat.tensor_parallel_size,
-        compat.protocol_version,
-    ):
-        raw = str(part).encode()
-        state.update(len(raw).to_bytes(4, "little"))
-        state.update(raw)
-    return int.from_bytes(state.digest(8), "little")
+    """64 bits over everything that decides how bytes of KV are read and what they mean. Equal on both sides, or the slab is
+    refused."""
+    return compat.kv.layout_digest(
+        compat.model, compat.model_revision, compat.method, compat.compute_dtype, compat.attention_version,
+        compat.backend, compat.protocol_version,
+    )  # fmt: skip
 
 
 def attempt_digest(attempt: str) -> bytes:

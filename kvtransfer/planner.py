@@ -1,6 +1,6 @@
-"""Which part of one worker's KV goes where in another's that lays it out otherwise. Pure.
+"""Which part of one worker's KV goes where in another's whose layout differs. Pure.
 
-A side is a `KvShape`: how its blocks lie in memory and, with tensor parallelism, which heads each rank holds. With more ranks
+A side is a `KvFormat`: how its blocks lie in memory and, with tensor parallelism, which heads each rank holds. With more ranks
 than KV heads a head lies on several ranks; any one of them will do as a source.
 
     rank of the source:   |  0: heads 0 1  |  1: heads 2 3  |          TP 2
@@ -11,61 +11,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from diptych.common.compat import Compat
 from diptych.common.errors import IncompatibleWorkersError
-
-ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-HEAD_LAYOUTS = {"block-major": "NHD", "block-major-hnd": "HND"}
-"""Compat.kv_layout -> how a block's slots (N) and heads (H) lie: [num_layers, 2, slots, heads, head_dim], or heads first."""
+from diptych.common.kv_format import COMPUTE_DTYPES, KvFormat, KvGroup, Shard
 
 
-@dataclass(frozen=True, slots=True)
-class KvShape:
-    """`num_kv_heads` is the model's. Raises: IncompatibleWorkersError."""
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    block_size: int
-    dtype: str = "float32"
-    head_layout: str = "NHD"
-    tp_size: int = 1
-
-    def __post_init__(self) -> None:
-        if self.dtype not in ITEM_BYTES:
-            raise IncompatibleWorkersError(f"kv_dtype {self.dtype!r} cannot be converted")
-        if self.head_layout not in HEAD_LAYOUTS.values():
-            raise IncompatibleWorkersError(f"head layout {self.head_layout!r} is unknown")
-        if min(self.num_layers, self.num_kv_heads, self.head_dim, self.block_size, self.tp_size) < 1:
-            raise IncompatibleWorkersError(f"{self} has a size below 1")
-        if self.num_kv_heads % self.tp_size and self.tp_size % self.num_kv_heads:
-            raise IncompatibleWorkersError(f"{self.num_kv_heads} KV heads do not spread over {self.tp_size} ranks")
-
-    @property
-    def heads_per_rank(self) -> int:
-        return max(1, self.num_kv_heads // self.tp_size)
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Of one rank."""
-        return self.num_layers * 2 * self.heads_per_rank * self.head_dim * ITEM_BYTES[self.dtype]
-
-    def heads(self, rank: int) -> range:
-        if not 0 <= rank < self.tp_size:
-            raise ValueError(f"rank {rank} is not in [0, {self.tp_size})")
-        first = rank * self.num_kv_heads // self.tp_size
-        return range(first, first + self.heads_per_rank)
-
-
-def shape_of(compat: Compat) -> KvShape:
-    """Raises: IncompatibleWorkersError for a layout that cannot be converted."""
-    layout = HEAD_LAYOUTS.get(compat.kv_layout)
-    if layout is None:
-        raise IncompatibleWorkersError(f"kv_layout {compat.kv_layout!r} cannot be converted")
-    return KvShape(
-        compat.num_layers, compat.num_kv_heads, compat.head_dim, compat.block_size, compat.kv_dtype, layout,
-        compat.tensor_parallel_size,
-    )  # fmt: skip
+def convertible_group(kv: KvFormat) -> KvGroup:
+    """The one group of a format that can be converted. Raises: IncompatibleWorkersError."""
+    if not kv.has_one_full_group:
+        raise IncompatibleWorkersError(f"KV of groups {', '.join(g.name for g in kv.groups)} cannot be converted")
+    group = kv.only_group
+    if group.dtype not in COMPUTE_DTYPES or group.scale_dtype:
+        raise IncompatibleWorkersError(f"kv_dtype {group.dtype!r} cannot be converted")
+    return group
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,18 +35,24 @@ class HeadPiece:
     count: int
 
 
-def plan_heads(source: KvShape, target: KvShape, target_rank: int) -> tuple[HeadPiece, ...]:
-    """From which source ranks the target rank reads which heads; each of its heads once, in order.
+def plan_heads(source: KvFormat, target: KvFormat) -> tuple[HeadPiece, ...]:
+    """From which source ranks the target's rank reads which heads; each of its heads once, in order.
 
-    Raises: IncompatibleWorkersError: the two are of different models.
+    Raises: IncompatibleWorkersError: the two are of different models, or one of them cannot be converted.
     """
-    for name in ("num_layers", "num_kv_heads", "head_dim"):
-        if getattr(source, name) != getattr(target, name):
-            raise IncompatibleWorkersError(f"{name}: {getattr(source, name)} and {getattr(target, name)}")
+    mine, theirs = convertible_group(target), convertible_group(source)
+    for name, a, b in (
+        ("num_layers", theirs.num_layers, mine.num_layers),
+        ("num_kv_heads", theirs.heads, mine.heads),
+        ("head_dim", theirs.dims, mine.dims),
+    ):
+        if a != b:
+            raise IncompatibleWorkersError(f"{name}: {a} and {b}")
+    degree = source.shard.degree
     pieces: list[HeadPiece] = []
-    for at, head in enumerate(target.heads(target_rank)):
-        rank = head * source.tp_size // source.num_kv_heads
-        first = head - source.heads(rank).start
+    for at, head in enumerate(target.shard.heads(mine.heads)):
+        rank = head * degree // mine.heads
+        first = head - Shard(rank, degree).heads(mine.heads).start
         last = pieces[-1] if pieces else None
         if last is not None and last.rank == rank and last.first + last.count == first:
             pieces[-1] = HeadPiece(rank, last.first, last.at, last.count + 1)

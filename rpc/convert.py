@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
 from typing import Any, Protocol, TypeVar
 
-from diptych.common.compat import Compat
-from diptych.common.errors import IncompatibleWorkersError, InternalError, InvalidRequestError
+from diptych.common.compat import PROTOCOL_VERSION, Compat
+from diptych.common.errors import ConfigError, IncompatibleWorkersError, InternalError, InvalidRequestError
 from diptych.common.grammar import Grammar, GrammarKind
+from diptych.common.kv_format import KvFormat, KvGroup, KvKind, Shard
 from diptych.common.request import Prompt
 from diptych.common.sampling import (
     SAMPLING,
@@ -23,8 +24,6 @@ from diptych.common.sampling import (
     sampling_values,
 )
 from diptych.rpc.v1 import decode_pb2, prefill_pb2, types_pb2, worker_pb2
-
-KV_DTYPES = ("float32", "float16", "bfloat16")
 
 _PROTO_NAMES = tuple("bad_word_ids" if name == "bad_words" else name for name in SAMPLING)
 _REQUIRED = frozenset(name for name, row in SAMPLING.items() if row.required)
@@ -180,21 +179,68 @@ def finish_reason_from_proto(value: int) -> FinishReason:
         raise InvalidRequestError(f"finish_reason {value} is unknown", param="finish_reason") from None
 
 
+_KINDS = {
+    KvKind.FULL: worker_pb2.KV_KIND_FULL,
+    KvKind.WINDOW: worker_pb2.KV_KIND_WINDOW,
+    KvKind.LATENT: worker_pb2.KV_KIND_LATENT,
+    KvKind.RECURRENT: worker_pb2.KV_KIND_RECURRENT,
+}
+_KINDS_FROM_PROTO = {number: kind for kind, number in _KINDS.items()}
+_MAX_KV_LAYERS = 4096
+
+
+def kv_format_to_proto(kv: KvFormat) -> worker_pb2.KvFormat:
+    groups = [
+        worker_pb2.KvGroup(
+            kind=_KINDS[group.kind], layers=group.layers, heads=group.heads, dims=group.dims, dtype=group.dtype,
+            block_size=group.block_size, window=group.window, scale_dtype=group.scale_dtype,
+            part_dtypes=group.part_dtypes,
+        )
+        for group in kv.groups
+    ]  # fmt: skip
+    return worker_pb2.KvFormat(groups=groups, shard_rank=kv.shard.rank, shard_degree=kv.shard.degree, order=kv.order)
+
+
+def kv_format_from_proto(message: worker_pb2.KvFormat) -> KvFormat:
+    """Raises: IncompatibleWorkersError when it makes no sense: a size of 0, an unknown dtype or kind, a layer twice."""
+    if sum(len(group.layers) for group in message.groups) > _MAX_KV_LAYERS:
+        raise IncompatibleWorkersError(f"handshake: KV of more than {_MAX_KV_LAYERS} layers")
+    try:
+        groups = tuple(
+            KvGroup(
+                kind=_KINDS_FROM_PROTO[group.kind], layers=tuple(group.layers), heads=group.heads,
+                dims=tuple(group.dims), dtype=group.dtype, block_size=group.block_size, window=group.window,
+                scale_dtype=group.scale_dtype, part_dtypes=tuple(group.part_dtypes),
+            )
+            for group in message.groups
+        )  # fmt: skip
+        return KvFormat(groups, Shard(message.shard_rank, message.shard_degree), message.order)
+    except KeyError as error:
+        raise IncompatibleWorkersError(f"handshake: KV group of unknown kind {error.args[0]}") from None
+    except ConfigError as error:
+        raise IncompatibleWorkersError(f"handshake: {error}") from None
+
+
+_PLAIN_FACTS = tuple(field.name for field in fields(Compat) if field.name != "kv")
+
+
 def compat_to_proto(compat: Compat) -> worker_pb2.Compat:
-    return worker_pb2.Compat(**asdict(compat))
+    plain = {name: getattr(compat, name) for name in _PLAIN_FACTS}
+    return worker_pb2.Compat(kv=kv_format_to_proto(compat.kv), **plain)
 
 
 def compat_from_proto(message: worker_pb2.Compat) -> Compat:
-    """Raises: IncompatibleWorkersError when the peer's facts make no sense (empty, zero, unknown KV dtype)."""
-    for field in ("num_layers", "num_kv_heads", "head_dim", "block_size", "tensor_parallel_size", "protocol_version"):
-        if getattr(message, field) < 1:
-            raise IncompatibleWorkersError(f"handshake: {field} is not set")
-    for field in ("model_revision", "tokenizer_revision", "kv_layout", "attention_version", "sampler_version"):
-        if not getattr(message, field):
-            raise IncompatibleWorkersError(f"handshake: {field} is empty")
-    if message.kv_dtype not in KV_DTYPES:
-        raise IncompatibleWorkersError(f"handshake: kv_dtype {message.kv_dtype!r} is not one of {', '.join(KV_DTYPES)}")
-    return Compat(**{field.name: getattr(message, field.name) for field in fields(Compat)})
+    """Raises: IncompatibleWorkersError when the peer's facts make no sense (empty, zero, unknown dtype)."""
+    if message.protocol_version < 1:
+        raise IncompatibleWorkersError("handshake: protocol_version is not set")
+    if not message.HasField("kv"):
+        raise IncompatibleWorkersError(
+            f"handshake: no KV format (protocol version {message.protocol_version}, ours is {PROTOCOL_VERSION})"
+        )
+    for name in ("model_revision", "tokenizer_revision", "attention_version", "sampler_version", "method"):
+        if not getattr(message, name):
+            raise IncompatibleWorkersError(f"handshake: {name} is empty")
+    return Compat(kv=kv_format_from_proto(message.kv), **{name: getattr(message, name) for name in _PLAIN_FACTS})
 
 
 def check_remaining(remaining_s: float) -> float:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from diptych.common.addresses import is_loopback
 from diptych.common.errors import ConfigError
+from diptych.common.kv_format import COMPUTE_DTYPES
 from diptych.engine.config import GRAMMAR_BACKENDS, POLICIES, PREEMPTION_MODES, EngineConfig
 from diptych.engine.overlap import MODES as OVERLAP_MODES
 
-DTYPES = ("float32", "float16", "bfloat16")
 AUTO = "auto"
 BACKENDS = (AUTO, "native", "torch", "triton")
 _ENGINE = EngineConfig(num_blocks=1)
@@ -197,7 +197,7 @@ class WorkerConfig:
         for name, known in (
             ("scheduling_policy", POLICIES),
             ("preemption_mode", PREEMPTION_MODES),
-            ("dtype", (AUTO, *DTYPES)),
+            ("dtype", (AUTO, *COMPUTE_DTYPES)),
             ("backend", BACKENDS),
             ("kv_overlap", OVERLAP_MODES),
             ("grammar_backend", GRAMMAR_BACKENDS),

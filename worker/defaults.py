@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from diptych.common.kv_format import KvFormat
 from diptych.engine.capacity import kibibytes
 from diptych.engine.config import EngineConfig
 from diptych.kvtransfer.registry import transports
@@ -50,11 +51,11 @@ class DeviceFacts:
 class ModelFacts:
     """Args:
     dtype: the checkpoint's own.
-    kv_numbers_per_token: entries of the KV cache that one token leaves.
+    kv: of its cache, in whatever dtype.
     """
 
     dtype: str
-    kv_numbers_per_token: int
+    kv: KvFormat
 
 
 def settled(config: WorkerConfig, device: DeviceFacts, model: ModelFacts | None) -> tuple[WorkerConfig, list[str]]:
@@ -82,7 +83,7 @@ def is_open(config: WorkerConfig, name: str) -> bool:
 
 def _on_gpu(config: WorkerConfig, device: DeviceFacts, model: ModelFacts) -> dict[str, tuple[Any, str]]:
     dtype = model.dtype if is_open(config, "dtype") else config.dtype
-    per_token = model.kv_numbers_per_token * (4 if dtype == "float32" else 2)
+    per_token = model.kv.with_dtype(dtype).bytes_per_token
     slab_bytes, why_bytes = config.slab_bytes, ""
     spec = transports().get(config.transport)
     if spec is not None and spec.in_process:

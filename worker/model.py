@@ -11,10 +11,11 @@ from typing import Any
 
 import structlog
 
-from diptych.common.block_identity import IdentityHeader, golden_key
-from diptych.common.compat import Compat
+from diptych.common.block_identity import IdentityHeader
+from diptych.common.compat import Compat, identified
 from diptych.common.detokenizer import RequestDetokenizer
 from diptych.common.errors import ConfigError
+from diptych.common.kv_format import COMPUTE_DTYPES
 from diptych.common.revision import model_revision, tokenizer_revision
 from diptych.common.sampling import SamplingParams
 from diptych.common.secret import derive_key, load_secret
@@ -27,7 +28,7 @@ from diptych.engine.grammar.program import AfterText, Program
 from diptych.engine.grammar.vocabulary import vocabulary_of
 from diptych.engine.runner import ModelRunner
 from diptych.engine.sched.output import DetokenizerFactory
-from diptych.worker.config import AUTO, DTYPES, WorkerConfig
+from diptych.worker.config import AUTO, WorkerConfig
 from diptych.worker.defaults import DeviceFacts, ModelFacts, settled
 
 log = structlog.get_logger(__name__)
@@ -84,7 +85,7 @@ def load_model(config: WorkerConfig) -> LoadedModel:
     # Imported here: torch takes seconds, and a fake runner needs none of it.
     from diptych.engine.exec.attention import attention_version
     from diptych.engine.exec.cuda.sizing import PoolBudget
-    from diptych.engine.exec.kv_pool import KV_LAYOUT
+    from diptych.engine.exec.kv_pool import kv_format_of
     from diptych.engine.exec.model_config import parse_config
     from diptych.engine.exec.model_runner import TorchModelRunner
     from diptych.engine.exec.sampler import SAMPLER_VERSION
@@ -101,33 +102,19 @@ def load_model(config: WorkerConfig) -> LoadedModel:
     parsed = parse_config(raw)
     facts = ModelFacts(
         checkpoint_dtype(raw) if config.device != "cpu" and config.dtype == AUTO else "float32",
-        parsed.num_layers * 2 * parsed.num_kv_heads * parsed.head_dim,
+        kv_format_of(parsed, block_size=config.block_size),
     )
     config, lines = settled(config, _device_facts(config.device), facts)
     for line in lines:
         log.info("by default", setting=line)
-    identity = make_identity(config, *revisions)
-    compat = Compat(
-        model=config.model_name,
-        model_revision=revisions[0],
-        tokenizer_revision=revisions[1],
-        num_layers=parsed.num_layers,
-        num_kv_heads=parsed.num_kv_heads,
-        head_dim=parsed.head_dim,
-        block_size=config.block_size,
-        kv_dtype=config.dtype,
-        kv_layout=KV_LAYOUT,
-        attention_version=attention_version(config.device),
-        sampler_version=SAMPLER_VERSION,
-        block_identity_golden=golden_key(identity),
-    )
+    kv = facts.kv.with_dtype(config.dtype)
     max_model_len = config.max_model_len or parsed.max_position
     budget = None
     if config.device == "cuda" and not config.num_blocks and not config.kv_memory_bytes:
         budget = PoolBudget(config.gpu_memory_utilization, config.max_num_batched_tokens, _ring_on_gpu(config))
     num_blocks = choose_num_blocks(
         config,
-        bytes_per_block=compat.kv_bytes_per_token * config.block_size,
+        bytes_per_block=kv.block_bytes,
         max_model_len=max_model_len,
         available_bytes=_available_bytes(),
     )
@@ -144,6 +131,17 @@ def load_model(config: WorkerConfig) -> LoadedModel:
         backend=None if config.backend == AUTO else config.backend,
         budget=budget,
     )
+    compat = Compat(
+        model=config.model_name,
+        model_revision=revisions[0],
+        tokenizer_revision=revisions[1],
+        kv=kv,
+        compute_dtype=config.dtype,
+        attention_version=attention_version(config.device),
+        sampler_version=SAMPLER_VERSION,
+        backend=runner.backend,
+    )
+    identity, compat = identified(compat, identity_key(config))
     factory: DetokenizerFactory | None = None
     grammars: GrammarCompiler | None = None
     if config.role == "decode":
@@ -173,8 +171,8 @@ def checkpoint_dtype(config: Mapping[str, Any]) -> str:
     if isinstance(inner, Mapping):
         config = {**config, **inner}
     own = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
-    if own not in DTYPES:
-        raise ConfigError("dtype", AUTO, f"the checkpoint's own is {own}: name one of {', '.join(DTYPES)}")
+    if own not in COMPUTE_DTYPES:
+        raise ConfigError("dtype", AUTO, f"the checkpoint's own is {own}: name one of {', '.join(COMPUTE_DTYPES)}")
     return own
 
 
@@ -210,18 +208,11 @@ def make_grammars(config: WorkerConfig, tokenizer: ModelTokenizer) -> GrammarCom
     )
 
 
-def make_identity(config: WorkerConfig, model_rev: str, tokenizer_rev: str) -> IdentityHeader:
-    """Header of the block identities; the router builds the same one from the same secret. Raises: ConfigError."""
+def identity_key(config: WorkerConfig) -> bytes:
+    """Key of the block identities; the router derives the same one from the same secret. Raises: ConfigError."""
     if not config.secret_file:
         raise ConfigError("secret_file", "", "is needed: block identities are derived from the cluster secret")
-    secret = load_secret(Path(config.secret_file))
-    return IdentityHeader(
-        key=derive_key(secret, "block identity"),
-        model_revision=model_rev,
-        tokenizer_revision=tokenizer_rev,
-        kv_dtype=config.dtype,
-        block_size=config.block_size,
-    )
+    return derive_key(load_secret(Path(config.secret_file)), "block identity")
 
 
 def _ring_on_gpu(config: WorkerConfig) -> int:

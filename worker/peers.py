@@ -17,9 +17,10 @@ import structlog
 
 from diptych.common.compat import Compat, differences
 from diptych.common.errors import DiptychError, IncompatibleWorkersError, StaleReferenceError, WorkerLostError
+from diptych.common.kv_format import KvFormat
 from diptych.kvtransfer.api import PeerRef
 from diptych.kvtransfer.layout import layout_hash
-from diptych.kvtransfer.planner import KvShape, shape_of
+from diptych.kvtransfer.planner import convertible_group
 from diptych.rpc import convert
 from diptych.rpc.channels import open_channel
 from diptych.rpc.errors import describe, typed_error
@@ -41,7 +42,7 @@ class Peer:
     prefill: Any
     """Its PrefillStub."""
     channel: grpc.aio.Channel
-    shape: KvShape | None = None
+    kv_format: KvFormat | None = None
     """How its KV lies, where it must be converted; None: as ours."""
 
 
@@ -124,14 +125,14 @@ class PeerDirectory:
                 info = await WorkerStub(channel).GetInfo(worker_pb2.GetInfoRequest(), timeout=self._timeout_s)
             except grpc.RpcError as error:
                 raise self._unreachable(ref, error) from None
-            kv, shape = self._check(ref, info)
+            kv, kv_format = self._check(ref, info)
         except BaseException:
             await channel.close()
             raise
         for other in [known for known in self._peers if known.worker_id == ref.worker_id and known != ref]:
             self.drop(other)
         log.info("prefill worker met", peer=ref.worker_id, incarnation=ref.incarnation, transport=info.transport_path)
-        return Peer(ref, info.pid, kv, PrefillStub(channel), channel, shape)
+        return Peer(ref, info.pid, kv, PrefillStub(channel), channel, kv_format)
 
     @staticmethod
     def _unreachable(ref: WorkerRef, error: grpc.RpcError) -> DiptychError:
@@ -139,7 +140,7 @@ class PeerDirectory:
             f"prefill worker {ref.worker_id} at {ref.address} cannot be reached: {describe(error)}"
         )
 
-    def _check(self, ref: WorkerRef, info: worker_pb2.GetInfoResponse) -> tuple[PeerRef, KvShape | None]:
+    def _check(self, ref: WorkerRef, info: worker_pb2.GetInfoResponse) -> tuple[PeerRef, KvFormat | None]:
         if (info.worker_id, info.incarnation) != (ref.worker_id, ref.incarnation):
             raise StaleReferenceError(
                 f"{ref.address} is {info.worker_id}/{info.incarnation}, not {ref.worker_id}/{ref.incarnation}"
@@ -153,6 +154,6 @@ class PeerDirectory:
         address = wire.kv_address_from_proto(info.kv_address)
         if not differences(self._compat, theirs):
             return PeerRef(info.worker_id, info.incarnation, address), None
-        shape = shape_of(theirs)
+        convertible_group(theirs.kv)
         log.warning("KV of a prefill worker is converted", peer=ref.worker_id, why=differences(self._compat, theirs))
-        return PeerRef(info.worker_id, info.incarnation, address, layout_hash(theirs)), shape
+        return PeerRef(info.worker_id, info.incarnation, address, layout_hash(theirs)), theirs.kv

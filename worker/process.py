@@ -149,7 +149,7 @@ async def make_transfer(runtime: WorkerRuntime) -> Transfer:
             role=config.role,
             layout_hash=layout_hash(runtime.compat),
             loop=loop,
-            num_layers=runtime.compat.num_layers,
+            num_layers=runtime.compat.kv.num_layers,
         )
     )
 

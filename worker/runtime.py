@@ -136,7 +136,7 @@ class WorkerRuntime:
             num_blocks=runner.num_blocks,
             num_gpu_blocks=runner.num_blocks,
             num_cpu_blocks=config.num_host_blocks,
-            cache_dtype=model.compat.kv_dtype,
+            cache_dtype="+".join(model.compat.kv.dtypes),
             enable_prefix_caching=config.enable_prefix_caching,
         )
         self._metrics_server: MetricsServer | None = None

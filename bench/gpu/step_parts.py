@@ -28,7 +28,7 @@ from diptych.bench.gpu.step import BLOCK_SIZE, GREEDY, LLAMA_8B, _seqs, random_w
 from diptych.bench.kernels.timing import machine, read_bandwidth
 from diptych.engine.exec.cuda import decoder
 from diptych.engine.exec.cuda.backend import CudaBackend
-from diptych.engine.exec.kv_pool import KvPool
+from diptych.engine.exec.kv_pool import KvPool, kv_format_of
 from diptych.engine.exec.model_config import parse_config
 from diptych.kernels import pdl
 from diptych.kernels.triton_matmul import MatmulShape
@@ -62,8 +62,11 @@ class Layers:
         self.num_blocks = max(num_blocks, batch * (-(-(context + 64) // BLOCK_SIZE)) + 8)
         self._batch, self._context = batch, context
         self._weights = random_weights(self._config)
-        self._pool = KvPool(self.num_blocks, layers, BLOCK_SIZE, self._config.num_kv_heads, self._config.head_dim,
-                            dtype=torch.bfloat16, device=torch.device("cuda"))  # fmt: skip
+        self._pool = KvPool(
+            self.num_blocks,
+            kv_format_of(self._config, block_size=BLOCK_SIZE, dtype="bfloat16"),
+            device=torch.device("cuda"),
+        )
         self._seqs: Any = _seqs(self, batch, context, GREEDY)  # type: ignore[arg-type]
 
     def prepare(self, form: Form) -> Callable[[], object]:

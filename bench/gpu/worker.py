@@ -17,8 +17,7 @@ from typing import Any
 import torch
 
 from diptych.bench.gpu.step import LLAMA_8B, random_weights
-from diptych.common.block_identity import IdentityHeader, golden_key
-from diptych.common.compat import Compat
+from diptych.common.compat import Compat, identified
 from diptych.common.logging import setup_logging
 from diptych.decode import attempt
 from diptych.decode import remote_prefill as remote_leg
@@ -27,7 +26,7 @@ from diptych.decode.server import DecodeRole
 from diptych.engine import async_unpacks as pulls
 from diptych.engine import core
 from diptych.engine.exec.attention import attention_version
-from diptych.engine.exec.kv_pool import KV_LAYOUT
+from diptych.engine.exec.kv_pool import kv_format_of
 from diptych.engine.exec.model_config import parse_config
 from diptych.engine.exec.model_runner import TorchModelRunner
 from diptych.engine.exec.sampler import SAMPLER_VERSION
@@ -68,21 +67,17 @@ def random_model(config: WorkerConfig, graph_sizes: list[int] | None) -> LoadedM
         max_model_len=config.max_model_len,
         graph_sizes=graph_sizes,
     )
-    identity = IdentityHeader(b"k" * 32, "random", "random", config.dtype, config.block_size)
     compat = Compat(
         model="random-8b",
         model_revision="random",
         tokenizer_revision="random",
-        num_layers=parsed.num_layers,
-        num_kv_heads=parsed.num_kv_heads,
-        head_dim=parsed.head_dim,
-        block_size=config.block_size,
-        kv_dtype=config.dtype,
-        kv_layout=KV_LAYOUT,
+        kv=kv_format_of(parsed, block_size=config.block_size, dtype=config.dtype),
+        compute_dtype=config.dtype,
         attention_version=attention_version(config.device),
         sampler_version=SAMPLER_VERSION,
-        block_identity_golden=golden_key(identity),
+        backend=runner.backend,
     )
+    identity, compat = identified(compat, b"k" * 32)
     return LoadedModel(runner, compat, identity, None)
 
 

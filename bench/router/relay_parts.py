@@ -15,7 +15,7 @@ from pathlib import Path
 import uvloop
 
 from diptych.cli.temporary import temporary_folder
-from diptych.common.block_identity import IdentityHeader, golden_key
+from diptych.common.block_identity import IdentityHeader, identity_facts
 from diptych.common.clock import MonotonicClock
 from diptych.common.errors import ConfigError
 from diptych.common.logging import setup_logging
@@ -49,7 +49,7 @@ async def run_router(folder: Path, decode_address: str, given_secret: Path | Non
             key=derive_key(secret, "block identity"),
             model_revision=model_revision(folder),
             tokenizer_revision=tokenizer_revision(folder),
-            kv_dtype="float32",
+            kv_rule="float32",
             block_size=BLOCK_SIZE,
         )
         for worker_id, role in (("d0", "decode"), ("p0", "prefill")):
@@ -69,13 +69,7 @@ async def run_router(folder: Path, decode_address: str, given_secret: Path | Non
 
 
 def _record(worker_id: str, role: str, address: str, header: IdentityHeader) -> WorkerRecord:
-    compat = {
-        "model_revision": header.model_revision,
-        "tokenizer_revision": header.tokenizer_revision,
-        "kv_dtype": header.kv_dtype,
-        "block_size": str(header.block_size),
-        "block_identity_golden": golden_key(header).hex(),
-    }
+    compat = identity_facts(header)
     return WorkerRecord(
         worker_id=worker_id,
         incarnation="i1",

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from diptych.common.addresses import is_loopback
 from diptych.common.errors import ConfigError
-from diptych.worker.config import AUTO, DTYPES, MOST, WorkerConfig
+from diptych.common.kv_format import COMPUTE_DTYPES
+from diptych.worker.config import AUTO, MOST, WorkerConfig
 
 _WORKER = WorkerConfig()
 """Where the defaults of a worker's settings come from."""
@@ -119,7 +120,7 @@ class UpConfig:
                 shlex.split(getattr(self, name))
             except ValueError as error:
                 raise ConfigError(name, getattr(self, name), f"cannot be split: {error}") from None
-        for name, known in (("dtype", (AUTO, *DTYPES)), ("device", DEVICES)):
+        for name, known in (("dtype", (AUTO, *COMPUTE_DTYPES)), ("device", DEVICES)):
             if getattr(self, name) not in known:
                 raise ConfigError(name, getattr(self, name), f"must be one of {', '.join(filter(None, known))}")
         if self.transport:

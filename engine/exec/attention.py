@@ -118,7 +118,7 @@ class BatchBuilder:
         self._pool, self._max_model_len = pool, max_model_len
         self._device, self._dtype = pool.tensor.device, pool.tensor.dtype
         self._windows = sorted(set(config.sliding_windows), key=lambda w: w or 0)
-        kv_bytes = 2 * config.kv_size * pool.tensor.element_size()
+        kv_bytes = pool.bytes_per_token // pool.num_layers
         group_bytes = CPU_GROUP_BYTES if self._device.type == "cpu" else GPU_GROUP_BYTES
         self._group_tokens = max(1, group_bytes // kv_bytes)
 

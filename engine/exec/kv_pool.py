@@ -3,7 +3,6 @@ one contiguous piece on the wire. The host tier is a second one of the same shap
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -11,6 +10,8 @@ import torch
 import xxhash
 from torch import Tensor
 
+from diptych.common.kv_format import KvFormat, full_format
+from diptych.engine.exec.model_config import ModelConfig
 from diptych.engine.exec.native.library import choose_moves
 from diptych.engine.messages import BlockCopy, CopyKind, DeviceRange, Payload
 from diptych.engine.runner import CopyHandle
@@ -18,7 +19,12 @@ from diptych.kernels import kv_pack
 from diptych.kernels.native.api import HugePages
 from diptych.kernels.paged_attention import layer_rows, layer_slots
 
-KV_LAYOUT = "block-major"
+
+def kv_format_of(config: ModelConfig, *, block_size: int, dtype: str = "float32") -> KvFormat:
+    """Of a model whose layers all keep every token: layers with a window read the last tokens of what the pool holds."""
+    return full_format(
+        config.num_layers, config.num_kv_heads, config.head_dim, block_size=block_size, dtype=dtype, order="block-major"
+    )
 
 
 class BlockMover(Protocol):
@@ -35,13 +41,12 @@ class BlockMover(Protocol):
     def pull(self, block_ids: Sequence[int], num_tokens: int, src: DeviceRange) -> CopyHandle: ...
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def _zeros(shape: tuple[int, ...], num_bytes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """On a CPU in huge pages: a step reads blocks from all over the pool."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    size = math.prod(shape) * dtype.itemsize
-    fresh = HugePages().take(-(-size // 4))  # new memory of the system's is zero
-    return fresh.view(torch.uint8)[:size].view(dtype).view(shape)
+    fresh = HugePages().take(-(-num_bytes // 4))  # new memory of the system's is zero
+    return fresh.view(torch.uint8)[:num_bytes].view(dtype).view(shape)
 
 
 class KvPool:
@@ -50,22 +55,23 @@ class KvPool:
     def __init__(
         self,
         num_blocks: int,
-        num_layers: int,
-        block_size: int,
-        num_kv_heads: int,
-        head_dim: int,
+        kv: KvFormat,
         *,
-        dtype: torch.dtype,
         device: torch.device,
         num_host_blocks: int = 0,
     ) -> None:
-        shape = (num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim)
-        self.tensor: Tensor = _zeros(shape, dtype, device)
+        group = kv.only_group
+        num_layers, block_size = group.num_layers, group.block_size
+        dtype: torch.dtype = getattr(torch, group.dtype)
+        parts, heads = len(group.dims), group.heads_per_rank(kv.shard)
+        shape = (num_blocks, num_layers, parts, block_size, heads, group.dims[0])
+        self.tensor: Tensor = _zeros(shape, num_blocks * kv.block_bytes, dtype, device)
         self.host: Tensor = torch.empty(
             (num_host_blocks, *shape[1:]), dtype=dtype, pin_memory=device.type == "cuda" and num_host_blocks > 0
         )
         self.num_blocks, self.num_layers, self.block_size = num_blocks, num_layers, block_size
-        self.bytes_per_token = num_layers * 2 * num_kv_heads * head_dim * self.tensor.element_size()
+        self.kv = kv
+        self.bytes_per_token = kv.bytes_per_token
         self.rows = [layer_rows(self.tensor, layer) for layer in range(num_layers)]
         self.slots = [layer_slots(self.tensor, layer) for layer in range(num_layers)]
         self._bytes = kv_pack.pool_bytes(self.tensor)

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from diptych.common.errors import ConfigError, InternalError
+from diptych.common.kv_format import COMPUTE_DTYPES
 from diptych.engine.exec.attention import BatchBuilder, PagedAttention, StepBatch
 from diptych.engine.exec.cuda.sizing import PoolBudget, out_of_memory, profile
-from diptych.engine.exec.kv_pool import KvPool
+from diptych.engine.exec.kv_pool import KvPool, kv_format_of
 from diptych.engine.exec.linear import make_linear
 from diptych.engine.exec.model_config import ModelConfig, eos_token_ids, parse_config
 from diptych.engine.exec.models.decoder import Decoder
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {name: getattr(torch, name) for name in COMPUTE_DTYPES}
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -141,11 +142,7 @@ class TorchModelRunner:
         self.kv_dtype = str(like.dtype).removeprefix("torch.")
         self.pool = KvPool(
             num_blocks,
-            config.num_layers,
-            block_size,
-            config.num_kv_heads,
-            config.head_dim,
-            dtype=like.dtype,
+            kv_format_of(config, block_size=block_size, dtype=self.kv_dtype),
             device=like.device,
             num_host_blocks=num_host_blocks,
         )

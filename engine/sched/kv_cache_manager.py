@@ -119,6 +119,7 @@ class KvCacheManager:
         sibling.block_ids.extend(blocks)
         sibling.num_computed = request.num_computed
         sibling.num_published = request.num_published
+        sibling.converted = request.converted
         if request.num_computed % self.block_size:
             request.shares_tail = sibling.shares_tail = True
 
@@ -144,7 +145,7 @@ class KvCacheManager:
         """Enter the blocks that `num_computed` has filled into the prefix cache."""
         full = request.num_computed // self.block_size
         first = request.num_published
-        if full <= first or not self._caching:
+        if full <= first or not self._caching or request.converted:
             return
         keys = request.keys(full)
         for i in range(first, full):

@@ -46,6 +46,7 @@ def plan_unpack(scheduler: Scheduler, command: UnpackRange) -> UnpackJob | None:
         return None
     if len(command.payload) < command.num_tokens * token_bytes * num_layers // all_layers:
         return None
+    request.converted = request.converted or command.converted
     some = num_layers < all_layers
     layers = range(command.first_layer, command.first_layer + num_layers) if some else None
     scheduler.kv.bind(request)

@@ -85,8 +85,8 @@ class Request(_EveryStep):
     """
 
     __slots__ = (
-        "arrival", "arrived_at", "compute_s", "covered", "flight_row", "flights", "forced", "hasher", "header", "history",
-        "kv_complete", "kv_target", "layers_in", "max_model_len", "max_tokens_total", "mode", "num_cached_tokens",
+        "arrival", "arrived_at", "compute_s", "converted", "covered", "flight_row", "flights", "forced", "hasher", "header",
+        "history", "kv_complete", "kv_target", "layers_in", "max_model_len", "max_tokens_total", "mode", "num_cached_tokens",
         "num_published", "num_reserved", "packed_layers", "packed_until", "peer", "priority", "prompt_logprobs_from", "pulls",
         "refetched", "returned", "samples", "sampling", "shares_tail", "source", "state", "swapped", "tenant", "want_kv",
     )  # fmt: skip
@@ -147,6 +147,8 @@ class Request(_EveryStep):
         self.num_reserved = 0
         """Blocks that are counted for it and have no id yet."""
         self.num_published = 0
+        self.converted = False
+        """It holds KV that was converted from another dtype: none of it may answer for KV that is computed here."""
         """Leading blocks that came from the prefix cache or went through it."""
         self.shares_tail = False
         """The block that the next token is written to may have other owners."""

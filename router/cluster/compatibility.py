@@ -5,34 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from diptych.common.block_identity import IdentityHeader, golden_key
-from diptych.common.compat import CONVERTIBLE, CONVERTS
+from diptych.common.block_identity import IDENTITY_FACTS, IdentityHeader, golden_key, identity_of
+from diptych.common.compat import CONVERTIBLE, CONVERTS, KV_RULE
 from diptych.common.worker_record import WorkerRecord
 
 
 def pair_differences(prefill: Mapping[str, str], decode: Mapping[str, str]) -> list[str]:
     """Facts that differ, each as "field: prefill X, decode Y"; an empty list: KV may cross, where decode converts it after a
     conversion."""
-    passed_over = CONVERTIBLE if decode.get(CONVERTS) else frozenset()
+    passed_over = {CONVERTS, KV_RULE, *(CONVERTIBLE if decode.get(CONVERTS) else ())}
     return [
         f"{name}: prefill {prefill.get(name, 'unset')}, decode {decode.get(name, 'unset')}"
         for name in sorted(prefill.keys() | decode.keys())
-        if prefill.get(name) != decode.get(name) and name not in passed_over and name != CONVERTS
+        if prefill.get(name) != decode.get(name) and name not in passed_over
     ]
-
-
-def identity_header(record: WorkerRecord, *, key: bytes, tokenizer_revision: str) -> IdentityHeader | None:
-    """The header under which this worker names its blocks, or None when its facts are missing."""
-    model_revision, kv_dtype = record.compat.get("model_revision"), record.compat.get("kv_dtype")
-    if not model_revision or not kv_dtype:
-        return None
-    return IdentityHeader(
-        key=key,
-        model_revision=model_revision,
-        tokenizer_revision=tokenizer_revision,
-        kv_dtype=kv_dtype,
-        block_size=record.block_size,
-    )
 
 
 @dataclass(slots=True)
@@ -70,11 +56,15 @@ class RouterCheck:
             theirs = record.compat.get(name, "unset")
             if mine and theirs != mine:
                 return None, f"{name}: worker {theirs}, router {mine}"
-        header = identity_header(record, key=self.identity_key, tokenizer_revision=self.tokenizer_revision)
+        header = identity_of(
+            self.identity_key, record.compat, block_size=record.block_size, tokenizer_revision=self.tokenizer_revision
+        )
         if header is None:
-            return None, "its lease does not name model_revision and kv_dtype"
-        if record.compat.get("block_size") != str(record.block_size):
-            return None, f"block_size: lease {record.block_size}, compat {record.compat.get('block_size', 'unset')}"
+            missing = ", ".join(name for name in IDENTITY_FACTS if name not in record.compat)
+            return None, f"its lease does not name {missing} (another version)"
+        block_size = record.compat.get("block_size", str(record.block_size))  # absent where groups have their own
+        if block_size != str(record.block_size):
+            return None, f"block_size: lease {record.block_size}, compat {block_size}"
         golden = golden_key(header).hex()
         theirs = record.compat.get("block_identity_golden", "unset")
         if theirs != golden:

@@ -12,41 +12,82 @@ class WorkerRole(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     WORKER_ROLE_UNSPECIFIED: _ClassVar[WorkerRole]
     WORKER_ROLE_PREFILL: _ClassVar[WorkerRole]
     WORKER_ROLE_DECODE: _ClassVar[WorkerRole]
+
+class KvKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    KV_KIND_UNSPECIFIED: _ClassVar[KvKind]
+    KV_KIND_FULL: _ClassVar[KvKind]
+    KV_KIND_WINDOW: _ClassVar[KvKind]
+    KV_KIND_LATENT: _ClassVar[KvKind]
+    KV_KIND_RECURRENT: _ClassVar[KvKind]
 WORKER_ROLE_UNSPECIFIED: WorkerRole
 WORKER_ROLE_PREFILL: WorkerRole
 WORKER_ROLE_DECODE: WorkerRole
+KV_KIND_UNSPECIFIED: KvKind
+KV_KIND_FULL: KvKind
+KV_KIND_WINDOW: KvKind
+KV_KIND_LATENT: KvKind
+KV_KIND_RECURRENT: KvKind
+
+class KvGroup(_message.Message):
+    __slots__ = ("kind", "layers", "heads", "dims", "dtype", "block_size", "window", "scale_dtype", "part_dtypes")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    HEADS_FIELD_NUMBER: _ClassVar[int]
+    DIMS_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_FIELD_NUMBER: _ClassVar[int]
+    SCALE_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    PART_DTYPES_FIELD_NUMBER: _ClassVar[int]
+    kind: KvKind
+    layers: _containers.RepeatedScalarFieldContainer[int]
+    heads: int
+    dims: _containers.RepeatedScalarFieldContainer[int]
+    dtype: str
+    block_size: int
+    window: int
+    scale_dtype: str
+    part_dtypes: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, kind: _Optional[_Union[KvKind, str]] = ..., layers: _Optional[_Iterable[int]] = ..., heads: _Optional[int] = ..., dims: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., window: _Optional[int] = ..., scale_dtype: _Optional[str] = ..., part_dtypes: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class KvFormat(_message.Message):
+    __slots__ = ("groups", "shard_rank", "shard_degree", "order")
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    SHARD_RANK_FIELD_NUMBER: _ClassVar[int]
+    SHARD_DEGREE_FIELD_NUMBER: _ClassVar[int]
+    ORDER_FIELD_NUMBER: _ClassVar[int]
+    groups: _containers.RepeatedCompositeFieldContainer[KvGroup]
+    shard_rank: int
+    shard_degree: int
+    order: str
+    def __init__(self, groups: _Optional[_Iterable[_Union[KvGroup, _Mapping]]] = ..., shard_rank: _Optional[int] = ..., shard_degree: _Optional[int] = ..., order: _Optional[str] = ...) -> None: ...
 
 class Compat(_message.Message):
-    __slots__ = ("model", "model_revision", "tokenizer_revision", "num_layers", "num_kv_heads", "head_dim", "block_size", "kv_dtype", "kv_layout", "tensor_parallel_size", "attention_version", "sampler_version", "protocol_version", "block_identity_golden")
+    __slots__ = ("model", "model_revision", "tokenizer_revision", "attention_version", "sampler_version", "protocol_version", "block_identity_golden", "kv", "compute_dtype", "method", "backend")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MODEL_REVISION_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_REVISION_FIELD_NUMBER: _ClassVar[int]
-    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
-    NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
-    HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
-    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
-    KV_DTYPE_FIELD_NUMBER: _ClassVar[int]
-    KV_LAYOUT_FIELD_NUMBER: _ClassVar[int]
-    TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
     ATTENTION_VERSION_FIELD_NUMBER: _ClassVar[int]
     SAMPLER_VERSION_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     BLOCK_IDENTITY_GOLDEN_FIELD_NUMBER: _ClassVar[int]
+    KV_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    METHOD_FIELD_NUMBER: _ClassVar[int]
+    BACKEND_FIELD_NUMBER: _ClassVar[int]
     model: str
     model_revision: str
     tokenizer_revision: str
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    block_size: int
-    kv_dtype: str
-    kv_layout: str
-    tensor_parallel_size: int
     attention_version: str
     sampler_version: str
     protocol_version: int
     block_identity_golden: bytes
-    def __init__(self, model: _Optional[str] = ..., model_revision: _Optional[str] = ..., tokenizer_revision: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., block_size: _Optional[int] = ..., kv_dtype: _Optional[str] = ..., kv_layout: _Optional[str] = ..., tensor_parallel_size: _Optional[int] = ..., attention_version: _Optional[str] = ..., sampler_version: _Optional[str] = ..., protocol_version: _Optional[int] = ..., block_identity_golden: _Optional[bytes] = ...) -> None: ...
+    kv: KvFormat
+    compute_dtype: str
+    method: str
+    backend: str
+    def __init__(self, model: _Optional[str] = ..., model_revision: _Optional[str] = ..., tokenizer_revision: _Optional[str] = ..., attention_version: _Optional[str] = ..., sampler_version: _Optional[str] = ..., protocol_version: _Optional[int] = ..., block_identity_golden: _Optional[bytes] = ..., kv: _Optional[_Union[KvFormat, _Mapping]] = ..., compute_dtype: _Optional[str] = ..., method: _Optional[str] = ..., backend: _Optional[str] = ...) -> None: ...
 
 class KvAddress(_message.Message):
     __slots__ = ("transport", "host", "port", "blob")

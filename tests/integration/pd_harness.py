@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from diptych.common.block_identity import IdentityHeader, golden_key
 from diptych.common.clock import Clock, MonotonicClock
-from diptych.common.compat import Compat
+from diptych.common.compat import Compat, identified
 from diptych.common.errors import DiptychError
 from diptych.common.sampling import SamplingParams
 from diptych.decode.server import DecodeRole
@@ -46,21 +45,16 @@ NEVER_S = 3600.0
 
 def fake_model(**runner: object) -> LoadedModel:
     made = FakeRunner(**{"num_blocks": 64, "block_size": BLOCK, "vocab_size": VOCAB, **runner})  # type: ignore[arg-type]
-    identity = IdentityHeader(bytes(32), "model-1", "tokenizer-1", "float32", made.block_size)
     compat = Compat(
         model="fake",
         model_revision="model-1",
         tokenizer_revision="tokenizer-1",
-        num_layers=2,
-        num_kv_heads=1,
-        head_dim=4,
-        block_size=made.block_size,
-        kv_dtype="float32",
-        kv_layout="block-major",
+        kv=made.kv,
+        compute_dtype="int8",
         attention_version="fake-1",
         sampler_version="fake-1",
-        block_identity_golden=golden_key(identity),
     )
+    identity, compat = identified(compat, bytes(32))
     return LoadedModel(made, compat, identity, None)
 
 

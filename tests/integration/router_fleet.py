@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from diptych.common.block_identity import IdentityHeader, golden_key
+from diptych.common.block_identity import IdentityHeader, identity_facts
 from diptych.common.clock import FakeClock, MonotonicClock
 from diptych.common.revision import tokenizer_revision
 from diptych.common.secret import create_secret, derive_key
@@ -60,19 +60,13 @@ class Fleet:
             key=derive_key(self.secret, "block identity"),
             model_revision=revision,
             tokenizer_revision=tokenizer_revision(folder),
-            kv_dtype="float32",
+            kv_rule="float32",
             block_size=BLOCK_SIZE,
         )
 
     def record(self, worker, role="decode", header=None, **changes):
         header = header or self.header
-        compat = {
-            "model_revision": header.model_revision,
-            "tokenizer_revision": header.tokenizer_revision,
-            "kv_dtype": "float32",
-            "block_size": str(BLOCK_SIZE),
-            "block_identity_golden": golden_key(header).hex(),
-        }
+        compat = identity_facts(header)
         fields = {
             "worker_id": worker.worker_id,
             "incarnation": worker.incarnation,

@@ -15,8 +15,9 @@ import pytest
 import torch
 import xxhash
 
-from diptych.common.block_identity import IdentityHeader, golden_key
+from diptych.common.compat import identified
 from diptych.common.errors import IncompatibleWorkersError
+from diptych.common.kv_format import Shard, full_format
 from diptych.common.sampling import SamplingParams
 from diptych.engine.exec.model_runner import DTYPES, TorchModelRunner
 from diptych.engine.fake_runner import FakeRunner
@@ -46,8 +47,15 @@ def pd() -> ModuleType:
 def model(pd: ModuleType, block_size: int, **facts: Any) -> Any:
     """The fake runner's slots are four bytes a head: one float32."""
     made = pd.fake_model(block_size=block_size)
-    identity = replace(made.identity, kv_dtype=facts.get("kv_dtype", "float32"))
-    compat = replace(made.compat, head_dim=1, block_identity_golden=golden_key(identity), **facts)
+    shape: dict[str, Any] = {
+        "num_layers": 2,
+        "num_kv_heads": 1,
+        "head_dim": 1,
+        "block_size": block_size,
+        "dtype": "float32",
+    }
+    kv = full_format(**shape | {name: facts.pop(name) for name in list(facts) if name in {*shape, "shard", "order"}})
+    identity, compat = identified(replace(made.compat, kv=kv, compute_dtype=kv.dtypes[0], **facts), bytes(32))
     return replace(made, compat=compat, identity=identity)
 
 
@@ -88,11 +96,10 @@ async def test_tokens_are_the_same_across_unequal_block_sizes(pd: ModuleType, p_
     ("p_facts", "allow", "named"),
     [
         ({}, False, "block_size"),
-        ({"kv_dtype": "bfloat16"}, False, "kv_dtype"),
+        ({"dtype": "bfloat16"}, False, "kv_dtype"),
         ({"num_kv_heads": 2}, True, "num_kv_heads"),
         ({"attention_version": "other"}, True, "attention_version"),
-        ({"tensor_parallel_size": 2}, True, "tensor_parallel_size"),
-        ({"kv_layout": "unheard-of"}, True, "kv_layout"),
+        ({"shard": Shard(0, 2), "num_kv_heads": 2}, True, "tensor_parallel_size"),
     ],
 )
 async def test_what_must_not_or_cannot_be_converted_is_refused_by_name(
@@ -147,7 +154,7 @@ class HeadsFirst(FakeRunner):
 
 
 def two_heads(pd: ModuleType, block_size: int, layout: str) -> Any:
-    made = model(pd, block_size, num_kv_heads=2, kv_layout=layout)
+    made = model(pd, block_size, num_kv_heads=2, order=layout)
     kind = HeadsFirst if layout.endswith("hnd") else FakeRunner
     runner = kind(num_blocks=64, block_size=block_size, vocab_size=pd.VOCAB, head_dim=8)
     return replace(made, runner=runner)
@@ -205,12 +212,8 @@ def tiny(folder: Path, dtype: str) -> TorchModelRunner:
 
 def tiny_model(pd: ModuleType, runner: TorchModelRunner) -> LoadedModel:
     made = pd.fake_model()
-    identity = IdentityHeader(bytes(32), "model-1", "tokenizer-1", runner.kv_dtype, 16)
-    config = runner.config
-    compat = replace(
-        made.compat, num_layers=config.num_layers, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
-        kv_dtype=runner.kv_dtype, block_identity_golden=golden_key(identity),
-    )  # fmt: skip
+    facts = replace(made.compat, kv=runner.pool.kv, compute_dtype=runner.kv_dtype)
+    identity, compat = identified(facts, bytes(32))
     return LoadedModel(runner, compat, identity, None)
 
 
@@ -265,4 +268,13 @@ async def test_kv_of_another_dtype_arrives_as_torch_casts_it(
         for i, block in enumerate(blocks):
             slots = min(16, LENGTH - 16 * i)
             assert torch.equal(decode.pool.tensor[block][:, :, :slots], crossed[i][:, :, :slots])
+        # Converted KV never answers for KV that decode computes itself.
+        alone = tiny(folder, d_dtype)
+        native = [step(alone, WORDS, 0, table := list(range(-(-(LENGTH + 8) // 16))), 0)]
+        for index in range(1, 8):
+            native.append(step(alone, [native[-1]], LENGTH + index - 1, table, index))
+        local = await router.run(cluster.submit_message(attempt="b", prompt=WORDS, prefill=[]))
+        assert local.explanation.local_prefill
+        assert local.explanation.cached_tokens_decode == 0
+        assert local.token_ids == native
         await cluster.nothing_left()

@@ -229,7 +229,7 @@ async def test_a_pair_that_does_not_match_is_refused_with_the_difference(pd: Mod
     async with pd.cluster(prefill=other) as cluster, pd.FakeRouter(cluster.decode.address) as router:
         answer = await router.run(cluster.submit_message(attempt="a", prompt=PROMPT))
         assert answer.explanation.local_prefill
-        assert "model_revision: mine 'model-1', theirs 'model-2'" in answer.explanation.notes[0]
+        assert "model_revision: mine model-1, theirs model-2" in answer.explanation.notes[0]
 
 
 async def test_bad_submissions_never_reach_the_engine(pd: ModuleType) -> None:

@@ -221,4 +221,4 @@ async def test_a_worker_that_does_not_say_what_it_computed_is_refused(
 def test_protocol_versions_must_match(pd: ModuleType) -> None:
     """A worker from before first tokens were vouched for is no peer."""
     now = pd.fake_model().compat
-    assert differences(now, replace(now, protocol_version=1)) == ["protocol_version: mine 2, theirs 1"]
+    assert differences(now, replace(now, protocol_version=1)) == ["protocol_version: mine 3, theirs 1"]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import msgspec
+from dataclasses import replace
+
 from diptych_test_router_fleet import running
 
 from diptych.common.errors import InternalError
@@ -71,9 +72,8 @@ async def test_two_builds_are_kept_apart_by_the_handshake(model_folder, tmp_path
             for role in ("prefill", "decode"):
                 worker = await FakeDecode(worker_id=f"{role}-{build}", incarnation="i1").start()
                 fleet.workers.append(worker)
-                record = fleet.record(worker, role)
-                compat = record.compat | {"attention_version": build}
-                await fleet.store.put_worker(msgspec.structs.replace(record, compat=compat), ttl_s=1000)
+                record = fleet.record(worker, role, header=replace(fleet.header, attention_version=build))
+                await fleet.store.put_worker(record, ttl_s=1000)
         await fleet.until_ready(decode=2, prefill=2)
         ready, reasons = fleet.frontend.ready()
         assert ready

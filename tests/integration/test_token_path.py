@@ -25,8 +25,8 @@ import httpx
 import pytest
 
 from diptych.client import AsyncClient
-from diptych.common.block_identity import golden_key
 from diptych.common.clock import MonotonicClock
+from diptych.common.compat import identified
 from diptych.common.detokenizer import RequestDetokenizer
 from diptych.common.revision import tokenizer_revision
 from diptych.common.secret import create_secret
@@ -37,7 +37,7 @@ from diptych.engine.messages import ScheduledSeq
 from diptych.router.config import RouterConfig
 from diptych.router.frontend import Frontend
 from diptych.router.server import Faces
-from diptych.worker.model import make_identity
+from diptych.worker.model import identity_key
 from diptych.worker.process import make_transfer
 from diptych.worker.runtime import WorkerRuntime
 
@@ -166,13 +166,8 @@ async def _running(pd, folder: Path, tmp_path: Path) -> AsyncIterator[Served]:
     )
     model = pd.fake_model(vocab_size=VOCAB, before_execute=gate.before_execute)
     revisions = MODEL_REVISION, tokenizer_revision(folder)
-    identity = make_identity(worker_config, *revisions)
-    compat = replace(
-        model.compat,
-        model_revision=revisions[0],
-        tokenizer_revision=revisions[1],
-        block_identity_golden=golden_key(identity),
-    )
+    facts = replace(model.compat, model_revision=revisions[0], tokenizer_revision=revisions[1])
+    identity, compat = identified(facts, identity_key(worker_config))
     tokenizer = ModelTokenizer(folder)
     model = replace(
         model,

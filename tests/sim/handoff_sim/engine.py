@@ -10,8 +10,8 @@ from handoff_sim.links import Links, Node
 from handoff_sim.loop import VirtualLoop
 from handoff_sim.wire import Wires
 
-from diptych.common.block_identity import IdentityHeader, golden_key
-from diptych.common.compat import Compat
+from diptych.common.compat import Compat, identified
+from diptych.common.kv_format import full_format
 from diptych.engine.config import EngineConfig
 from diptych.engine.core import EngineCore
 from diptych.engine.fake_runner import FakeRunner
@@ -22,11 +22,13 @@ BLOCK = 4
 LAYERS = 4
 VOCAB = 997
 MAX_LEN = 64
-IDENTITY = IdentityHeader(bytes(32), "model", "tokenizer", "float32", BLOCK)
-COMPAT = Compat(
-    model="fake", model_revision="model", tokenizer_revision="tokenizer", num_layers=LAYERS, num_kv_heads=1, head_dim=2,
-    block_size=BLOCK, kv_dtype="float32", kv_layout="block-major", attention_version="1", sampler_version="1",
-    block_identity_golden=golden_key(IDENTITY),
+IDENTITY, COMPAT = identified(
+    Compat(
+        model="fake", model_revision="model", tokenizer_revision="tokenizer",
+        kv=full_format(LAYERS, 1, 2, block_size=BLOCK, dtype="float32"), compute_dtype="float32", attention_version="1",
+        sampler_version="1",
+    ),
+    bytes(32),
 )  # fmt: skip
 LAYOUT = layout_hash(COMPAT)
 

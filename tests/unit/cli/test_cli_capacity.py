@@ -6,7 +6,7 @@ import pytest
 
 from diptych.cli.capacity import run_capacity
 from diptych.common.errors import ConfigError
-from diptych.engine.capacity import WeightSizes, capacity_line, kv_shape
+from diptych.engine.capacity import WeightSizes, cache_of, capacity_line
 
 LLAMA_3_70B = {
     "architectures": ["LlamaForCausalLM"],
@@ -22,7 +22,7 @@ LLAMA_3_70B = {
 
 
 def test_llama_3_70b_takes_320_kib_per_token_in_fp16(tmp_path, capsys):
-    assert kv_shape(LLAMA_3_70B, "float16").bytes_per_token == 320 * 1024
+    assert cache_of(LLAMA_3_70B, "float16").bytes_per_token == 320 * 1024
     file = tmp_path / "config.json"
     file.write_text(json.dumps(LLAMA_3_70B))
     for model in (file, tmp_path):
@@ -78,7 +78,7 @@ def test_the_line_a_worker_prints():
     ],
 )
 def test_configs_of_other_families(config, size):
-    assert kv_shape(config).bytes_per_token == size
+    assert cache_of(config).bytes_per_token == size
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_configs_of_other_families(config, size):
 )
 def test_a_config_without_sense_names_the_field(config, named):
     with pytest.raises(ConfigError, match=named):
-        kv_shape(config)
+        cache_of(config)
 
 
 def test_the_break_even_is_printed(tmp_path, capsys):

@@ -14,6 +14,7 @@ from diptych.cli.doctor.command import CHECKS, as_json, examine, is_bad, lines_o
 from diptych.cli.doctor.facts import Facts, Host, Worker
 from diptych.cli.doctor.serving import utilization
 from diptych.cli.doctor.verdict import Level, Verdict
+from diptych.common.block_identity import IdentityHeader, identity_facts
 from diptych.common.store import StoreError
 from diptych.common.worker_record import WorkerRecord
 from diptych.router.cluster.compatibility import RouterCheck
@@ -214,7 +215,7 @@ def test_5_5_no_compiler_a_wrong_secret_and_redis_away_have_a_next_step_each() -
     record = WorkerRecord(
         worker_id="d0", incarnation="a", role="decode", address="", pid=1, model="m", kv_bytes_per_token=1, num_blocks=1,
         block_size=16, max_model_len=16, max_num_seqs=1, event_epoch=0,
-        compat={"model_revision": "m1", "tokenizer_revision": "t1", "kv_dtype": "float32", "block_size": "16", "block_identity_golden": "00"},
+        compat={**identity_facts(IdentityHeader(bytes(32), "m1", "t1", "float32", 16)), "block_identity_golden": "00"},
     )  # fmt: skip
     away = f"the store is away, the view of the cluster may be old ({StoreError('redis did not answer in 1 s')})"
     no_compiler = replace(DECODE, settings={**SETTINGS, "kernels": "torch", "compiler": ""})

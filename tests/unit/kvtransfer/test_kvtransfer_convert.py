@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from diptych.common.errors import IncompatibleWorkersError, TransferError
+from diptych.common.errors import ConfigError, IncompatibleWorkersError, TransferError
+from diptych.common.kv_format import ORDERS, KvFormat, Shard, full_format, windowed_format
 from diptych.kvtransfer.convert import RangeConverter, cast
-from diptych.kvtransfer.planner import KvShape, first_token_to_ask, plan_heads
+from diptych.kvtransfer.planner import first_token_to_ask, plan_heads
 
 DTYPES = ("float32", "float16", "bfloat16")
 LAYERS, DIM = 2, 3
@@ -25,14 +26,20 @@ def whole(tokens: int, heads: int) -> torch.Tensor:
     return torch.randn((LAYERS, 2, tokens, heads, DIM), generator=torch.Generator().manual_seed(tokens * 31 + heads))
 
 
-def packed(kv: torch.Tensor, shape: KvShape, rank: int, first: int, num: int) -> memoryview:
+def side(heads: int, size: int, dtype: str = "float32", order: str = "NHD", tp: int = 1, rank: int = 0) -> KvFormat:
+    name = next(name for name, dims in ORDERS.items() if dims == order)
+    return full_format(LAYERS, heads, DIM, block_size=size, dtype=dtype, order=name, shard=Shard(rank, tp))
+
+
+def packed(kv: torch.Tensor, shape: KvFormat, rank: int, first: int, num: int) -> memoryview:
     """As pack writes it: block after block, then the tail; by loops."""
-    heads = shape.heads(rank)
-    mine = kv[:, :, :, heads.start : heads.stop].to(getattr(torch, shape.dtype))
+    group = shape.only_group
+    heads = Shard(rank, shape.shard.degree).heads(group.heads)
+    mine = kv[:, :, :, heads.start : heads.stop].to(getattr(torch, group.dtype))
     out = []
-    for at in range(first, first + num, shape.block_size):
-        part = mine[:, :, at : min(at + shape.block_size, first + num)]
-        out.append(bits(part if shape.head_layout == "NHD" else part.transpose(2, 3)).reshape(-1))
+    for at in range(first, first + num, group.block_size):
+        part = mine[:, :, at : min(at + group.block_size, first + num)]
+        out.append(bits(part if ORDERS[shape.order] == "NHD" else part.transpose(2, 3)).reshape(-1))
     return memoryview(np.concatenate(out)).cast("B")
 
 
@@ -46,10 +53,10 @@ def test_all_small_combinations_bit_by_bit(dtypes, heads):
     kv = whole(tokens, heads)
     narrowed = kv.to(getattr(torch, dtypes[0]))
     for (s_size, s_layout, s_tp), (t_size, t_layout, t_tp) in itertools.product(SIDES, SIDES):
-        source = KvShape(LAYERS, heads, DIM, s_size, dtypes[0], s_layout, s_tp)
-        target = KvShape(LAYERS, heads, DIM, t_size, dtypes[1], t_layout, t_tp)
         rank = (s_size + t_size) % t_tp
-        converter = RangeConverter(source, target, 0, tokens, rank=rank)
+        source = side(heads, s_size, dtypes[0], s_layout, s_tp)
+        target = side(heads, t_size, dtypes[1], t_layout, t_tp, rank)
+        converter = RangeConverter(source, target, 0, tokens)
         found = bytearray(tokens * target.bytes_per_token)
         for source_rank in converter.ranks:
             for part in converter.feed(0, tokens, packed(kv, source, source_rank, 0, tokens), rank=source_rank):
@@ -63,8 +70,8 @@ def test_all_small_combinations_bit_by_bit(dtypes, heads):
 def test_ranges_in_any_order_give_whole_blocks_and_skip_what_is_cached(seed):
     rng = np.random.default_rng(seed)
     s_size, t_size, end = int(rng.integers(1, 6)), int(rng.integers(1, 6)), int(rng.integers(3, 40))
-    source = KvShape(LAYERS, 2, DIM, s_size, "float32")
-    target = KvShape(LAYERS, 2, DIM, t_size, "bfloat16")
+    source = side(2, s_size)
+    target = side(2, t_size, "bfloat16")
     first = int(rng.integers(0, end)) // t_size * t_size
     asked = first_token_to_ask(first, s_size)
     assert asked <= first
@@ -119,31 +126,40 @@ def test_nan_stays_nan():
 
 @pytest.mark.parametrize(("heads", "s_tp", "t_tp"), list(itertools.product((1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8))))
 def test_every_head_of_a_target_rank_comes_once_from_a_rank_that_has_it(heads, s_tp, t_tp):
-    source, target = KvShape(1, heads, 1, 1, tp_size=s_tp), KvShape(1, heads, 1, 1, tp_size=t_tp)
+    source = side(heads, 1, tp=s_tp)
     for rank in range(t_tp):
-        pieces = plan_heads(source, target, rank)
+        target = side(heads, 1, tp=t_tp, rank=rank)
+        pieces = plan_heads(source, target)
         filled = [piece.at + i for piece in pieces for i in range(piece.count)]
-        assert filled == list(range(target.heads_per_rank))
+        assert filled == list(range(target.shard.heads_per_rank(heads)))
         for piece in pieces:
             for i in range(piece.count):
-                assert source.heads(piece.rank)[piece.first + i] == target.heads(rank)[piece.at + i]
+                there = Shard(piece.rank, s_tp).heads(heads)
+                assert there[piece.first + i] == target.shard.heads(heads)[piece.at + i]
 
 
 def test_what_cannot_be_converted_is_refused():
-    good = KvShape(2, 4, 8, 16)
-    for change in ({"dtype": "int8"}, {"head_layout": "XYZ"}, {"tp_size": 3}, {"block_size": 0}):
-        with pytest.raises(IncompatibleWorkersError):
-            KvShape(**{"num_layers": 2, "num_kv_heads": 4, "head_dim": 8, "block_size": 16, **change})
-    with pytest.raises(IncompatibleWorkersError, match="head_dim"):
-        RangeConverter(good, KvShape(2, 4, 4, 16), 0, 16)
-    converter = RangeConverter(good, KvShape(2, 4, 8, 32), 0, 16)
+    def made(size: int = 16, dim: int = 8, dtype: str = "float32", **changes: object) -> KvFormat:
+        return full_format(2, 4, dim, block_size=size, dtype=dtype, **changes)
+
+    good = made()
+    for change in ({"dtype": "int3"}, {"order": "XYZ"}, {"shard": Shard(0, 3)}, {"size": 0}):
+        with pytest.raises(ConfigError):
+            made(**change)
+    windows = windowed_format([0, 8], 4, 8, block_size=16, dtype="float32")
+    for other, named in (
+        (made(dtype="int8"), "int8"), (made(scale_dtype="float32"), "float32"), (windows, "window-8"), (made(dim=4), "head_dim"),
+    ):  # fmt: skip
+        with pytest.raises(IncompatibleWorkersError, match=named):
+            RangeConverter(good, other, 0, 16)
+    converter = RangeConverter(good, made(32), 0, 16)
     with pytest.raises(TransferError, match="bytes"):
         converter.feed(0, 16, memoryview(bytes(15)))
     with pytest.raises(TransferError, match="ends behind"):
         converter.feed(16, 16, memoryview(bytes(16 * good.bytes_per_token)))
     with pytest.raises(TransferError, match="rank 1"):
         converter.feed(0, 16, memoryview(bytes(16 * good.bytes_per_token)), rank=1)
-    wide = RangeConverter(good, KvShape(2, 4, 8, 32), 0, 32)
+    wide = RangeConverter(good, made(32), 0, 32)
     wide.feed(0, 16, memoryview(bytes(16 * good.bytes_per_token)))
     with pytest.raises(TransferError, match="twice"):
         wide.feed(0, 16, memoryview(bytes(16 * good.bytes_per_token)))

@@ -8,6 +8,7 @@ import xxhash
 
 from diptych.common.compat import Compat
 from diptych.common.errors import ConfigError, StaleReferenceError, TransferError
+from diptych.common.kv_format import Shard, full_format, windowed_format
 from diptych.kvtransfer.config import TransferConfig
 from diptych.kvtransfer.handle import Refusal
 from diptych.kvtransfer.layout import (
@@ -25,7 +26,8 @@ from diptych.kvtransfer.layout import (
     write_frame,
 )
 
-COMPAT = Compat("m", "r", "t", 2, 1, 4, 16, "float32", "block-major", "a1", "s1", b"golden")
+KV = full_format(2, 1, 4, block_size=16, dtype="float32")
+COMPAT = Compat("m", "r", "t", KV, "float32", "a1", "s1", b"golden")
 SIZE = 1000
 
 
@@ -67,8 +69,22 @@ def test_config_names_the_field(field):
 
 def test_layout_hash_sees_what_decides_the_bytes_and_nothing_else():
     base = layout_hash(COMPAT)
-    for change in ({"num_layers": 3}, {"kv_dtype": "float16"}, {"block_size": 32}, {"model_revision": "q"}):
-        assert layout_hash(replace(COMPAT, **change)) != base
+    shapes = (
+        full_format(3, 1, 4, block_size=16, dtype="float32"),
+        full_format(2, 1, 4, block_size=16, dtype="float16"),
+        full_format(2, 1, 4, block_size=32, dtype="float32"),
+        full_format(2, 1, 4, block_size=16, dtype="float32", order="block-major-hnd"),
+        full_format(2, 1, 4, block_size=16, dtype="float32", scale_dtype="float32"),
+        full_format(2, 1, 4, block_size=16, dtype="float32", shard=Shard(0, 2)),
+        full_format(2, 1, 4, block_size=16, dtype="float32", shard=Shard(1, 2)),
+        windowed_format([0, 8], 1, 4, block_size=16, dtype="float32"),
+        windowed_format([8, 0], 1, 4, block_size=16, dtype="float32"),
+        windowed_format([0, 9], 1, 4, block_size=16, dtype="float32"),
+    )
+    others = [layout_hash(replace(COMPAT, kv=kv)) for kv in shapes]
+    values = ({"model_revision": "q"}, {"method": "fp8"}, {"compute_dtype": "float16"}, {"backend": "c"})
+    others += [layout_hash(replace(COMPAT, **change)) for change in values]
+    assert len({base, *others}) == 1 + len(others)
     assert layout_hash(replace(COMPAT, sampler_version="s2")) == base
 
 

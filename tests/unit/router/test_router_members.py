@@ -3,9 +3,9 @@ from dataclasses import dataclass
 import msgspec
 import pytest
 
-from diptych.common.block_identity import golden_key
+from diptych.common.block_identity import IdentityHeader, identity_facts
 from diptych.common.worker_record import WorkerRecord
-from diptych.router.cluster.compatibility import RouterCheck, identity_header, pair_differences
+from diptych.router.cluster.compatibility import RouterCheck, pair_differences
 from diptych.router.cluster.members import Members
 
 KEY = bytes(32)
@@ -29,7 +29,7 @@ def record(worker_id="d0", incarnation="a", **changes):
         address="127.0.0.1:1",
         pid=1,
         model="m",
-        compat={"model_revision": "m1", "tokenizer_revision": "t1", "kv_dtype": "float32", "block_size": "16"},
+        compat=identity_facts(IdentityHeader(KEY, "m1", "t1", "float32", 16)),
         kv_bytes_per_token=1,
         num_blocks=1,
         block_size=16,
@@ -37,9 +37,7 @@ def record(worker_id="d0", incarnation="a", **changes):
         max_num_seqs=1,
         event_epoch=3,
     )
-    plain = msgspec.structs.replace(plain, **changes)
-    header = identity_header(plain, key=KEY, tokenizer_revision="t1")
-    return msgspec.structs.replace(plain, compat={**plain.compat, "block_identity_golden": golden_key(header).hex()})
+    return msgspec.structs.replace(plain, **changes)
 
 
 @pytest.fixture

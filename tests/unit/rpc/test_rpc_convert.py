@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from diptych.common.compat import Compat, as_strings, differences
 from diptych.common.errors import IncompatibleWorkersError, InternalError, InvalidRequestError
+from diptych.common.kv_format import Shard, full_format, windowed_format
 from diptych.common.request import Prompt
 from diptych.common.sampling import EarlyStopping, FinishReason, SamplingParams
 from diptych.rpc import convert
-from diptych.rpc.v1 import decode_pb2, prefill_pb2, types_pb2
+from diptych.rpc.v1 import decode_pb2, prefill_pb2, types_pb2, worker_pb2
 
-COMPAT = Compat("m", "r1", "t1", 2, 1, 4, 16, "float32", "block-major", "a1", "s1", b"\x01" * 16)
+KV = windowed_format([0, 8, 0], 2, 4, block_size=16, dtype="float32", shard=Shard(1, 2))
+COMPAT = Compat("m", "r1", "t1", KV, "float32", "a1", "s1", b"\x01" * 16, backend="torch")
 
 
 def test_sampling_there_and_back() -> None:
@@ -87,14 +90,43 @@ def test_compat_there_and_back() -> None:
     assert as_strings(COMPAT)["block_identity_golden"] == "01" * 16
 
 
-@pytest.mark.parametrize(("field", "value"), [("num_layers", 0), ("kv_dtype", "int3"), ("model_revision", "")])
-def test_senseless_compat_is_refused(field: str, value: object) -> None:
+@pytest.mark.parametrize(
+    ("field", "spoil"),
+    [
+        ("model_revision", lambda message: message.ClearField("model_revision")),
+        ("protocol_version", lambda message: message.ClearField("protocol_version")),
+        ("no KV format", lambda message: message.ClearField("kv")),
+        ("layers", lambda message: message.kv.ClearField("groups")),
+        ("layers", lambda message: message.kv.groups[0].ClearField("layers")),
+        ("layers", lambda message: message.kv.groups[0].layers.append(1)),
+        ("more than 4096 layers", lambda message: message.kv.groups[0].layers.extend(range(3, 5000))),
+        ("unknown kind", lambda message: setattr(message.kv.groups[0], "kind", 9)),
+        ("window", lambda message: setattr(message.kv.groups[1], "window", 0)),
+        ("kv_dtype", lambda message: setattr(message.kv.groups[0], "dtype", "int3")),
+        ("kv_scale_dtype", lambda message: setattr(message.kv.groups[0], "scale_dtype", "int3")),
+        ("num_kv_heads", lambda message: setattr(message.kv.groups[0], "heads", 3)),
+        ("head_dim", lambda message: message.kv.groups[0].dims.append(0)),
+        ("block_size", lambda message: setattr(message.kv.groups[0], "block_size", 0)),
+        ("kv_layout", lambda message: setattr(message.kv, "order", "unheard-of")),
+        ("tensor_parallel_size", lambda message: setattr(message.kv, "shard_degree", 0)),
+        ("rank", lambda message: setattr(message.kv, "shard_rank", 2)),
+    ],
+)
+def test_senseless_compat_is_refused(field: str, spoil: Callable[[worker_pb2.Compat], object]) -> None:
+    message = convert.compat_to_proto(COMPAT)
+    spoil(message)
     with pytest.raises(IncompatibleWorkersError, match=field):
-        convert.compat_from_proto(convert.compat_to_proto(dataclasses.replace(COMPAT, **{field: value})))
+        convert.compat_from_proto(message)
 
 
 def test_differences_are_readable() -> None:
-    assert differences(COMPAT, dataclasses.replace(COMPAT, block_size=32)) == ["block_size: mine 16, theirs 32"]
+    one = dataclasses.replace(COMPAT, kv=full_format(2, 1, 4, block_size=16, dtype="float32"))
+    other = dataclasses.replace(COMPAT, kv=full_format(2, 1, 4, block_size=32, dtype="float16"))
+    named = ["block_size: mine 16, theirs 32", "kv_dtype: mine float32, theirs float16"]
+    assert differences(one, other) == named
+    assert differences(one, other, converting=True) == []
+    windows = dataclasses.replace(COMPAT, kv=windowed_format([0, 16, 0], 2, 4, block_size=16, dtype="float32"))
+    assert "window-8.num_layers: mine 1, theirs unset" in differences(COMPAT, windows)
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, math.inf, math.nan])

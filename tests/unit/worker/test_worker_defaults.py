@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from diptych.common.errors import ConfigError
+from diptych.common.kv_format import full_format
 from diptych.kvtransfer.layout import RingSpec, payload_capacity
 from diptych.worker.config import WorkerConfig
 from diptych.worker.defaults import CPU, GPU_SLABS, DeviceFacts, ModelFacts, is_open, settled
@@ -16,8 +17,14 @@ GIB = 1 << 30
 H200 = DeviceFacts("cuda", "NVIDIA H200", 140 * GIB)
 H100 = DeviceFacts("cuda", "NVIDIA H100 80GB HBM3", 79 * GIB)
 L4 = DeviceFacts("cuda", "NVIDIA L4", 22 * GIB)
-LLAMA_8B = ModelFacts("bfloat16", 2 * 32 * 8 * 128)
-SMOL = ModelFacts("float32", 2 * 30 * 3 * 64)
+
+
+def model_facts(dtype: str, layers: int, heads: int, dim: int) -> ModelFacts:
+    return ModelFacts(dtype, full_format(layers, heads, dim, block_size=16, dtype=dtype))
+
+
+LLAMA_8B = model_facts("bfloat16", 32, 8, 128)
+SMOL = model_facts("float32", 30, 3, 64)
 
 
 def test_15_3_3_a_gpus_defaults_for_a_model_of_8b():
@@ -62,14 +69,14 @@ def test_a_bound_of_zero_is_a_setting():
 
 
 @pytest.mark.parametrize("device", [H200, H100, L4], ids=lambda device: device.name)
-@pytest.mark.parametrize("model", [LLAMA_8B, SMOL, ModelFacts("bfloat16", 2 * 80 * 64 * 128)])
+@pytest.mark.parametrize("model", [LLAMA_8B, SMOL, model_facts("bfloat16", 80, 64, 128)])
 @pytest.mark.parametrize("given", [{}, {"num_slabs": 2}, {"slab_bytes": 64 << 20}])
 def test_15_3_3_the_ring_holds_ranges_and_keeps_to_its_share(device, model, given):
     config, _ = settled(WorkerConfig(device="cuda", **given), device, model)
     ring = RingSpec(config.num_slabs, config.slab_bytes)
     assert ring.total_bytes <= 0.08 * device.total_bytes
     assert 2 <= config.num_slabs <= GPU_SLABS
-    per_token = model.kv_numbers_per_token * (4 if model.dtype == "float32" else 2)
+    per_token = model.kv.bytes_per_token
     if not given and model is not SMOL and device is not L4 and model is LLAMA_8B:
         assert payload_capacity(config.slab_bytes) >= 2048 * per_token
     assert payload_capacity(config.slab_bytes) >= 16 * per_token

@@ -7,19 +7,21 @@ from typing import Any
 
 import pytest
 
-from diptych.common.block_identity import IdentityHeader, golden_key
-from diptych.common.compat import Compat
+from diptych.common.compat import Compat, identified
 from diptych.common.errors import WorkerLostError
+from diptych.common.kv_format import full_format
 from diptych.rpc import convert
 from diptych.rpc.v1 import worker_pb2
 from diptych.worker.peers import PeerDirectory
 from diptych.worker.refs import WorkerRef
 
-IDENTITY = IdentityHeader(bytes(32), "model", "tokenizer", "float32", 16)
-COMPAT = Compat(
-    model="fake", model_revision="model", tokenizer_revision="tokenizer", num_layers=1, num_kv_heads=1, head_dim=8,
-    block_size=16, kv_dtype="float32", kv_layout="block-major", attention_version="1", sampler_version="1",
-    block_identity_golden=golden_key(IDENTITY),
+_, COMPAT = identified(
+    Compat(
+        model="fake", model_revision="model", tokenizer_revision="tokenizer",
+        kv=full_format(1, 1, 8, block_size=16, dtype="float32"), compute_dtype="float32", attention_version="1",
+        sampler_version="1",
+    ),
+    bytes(32),
 )  # fmt: skip
 OLD, NEW = WorkerRef("p0", "old", "old:1"), WorkerRef("p0", "new", "new:1")
 

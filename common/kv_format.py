@@ -1,0 +1,425 @@
+"""What a worker's KV cache looks like: the only place with its dtypes, heads, dimensions, blocks and bytes.
+
+A `KvFormat` has one `KvGroup` for each kind of layer. Layers of one group have the same shape and keep the same tokens:
+
+    full        every token
+    window      the last `window` tokens
+    latent      every token, one vector for all heads (multi-head latent attention)
+    recurrent   no tokens: one state, which exists at checkpoints only
+
+The KV of a token is `[parts, heads, dim]` in each layer, where the parts are K and V. A block holds `block_size` tokens of all
+layers of its group. A quantized group has its scales inside the block, one for each part, token and KV head, so that any
+slice, reordering or shard of the block keeps them.
+
+With tensor parallelism each rank holds the heads that its `Shard` names. Latent and recurrent groups are replicated.
+
+Sizes are in bytes and of one rank, unless they say otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+from blake3 import blake3
+
+from diptych.common.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Dtype:
+    """`computes`: weights and activations may have it, too."""
+
+    name: str
+    size_bytes: int
+    computes: bool = False
+
+
+DTYPES: Mapping[str, Dtype] = {
+    dtype.name: dtype
+    for dtype in (
+        Dtype("float32", 4, computes=True),
+        Dtype("float16", 2, computes=True),
+        Dtype("bfloat16", 2, computes=True),
+        Dtype("float8_e4m3fn", 1),
+        Dtype("float8_e5m2", 1),
+        Dtype("int8", 1),
+    )
+}
+COMPUTE_DTYPES = tuple(dtype.name for dtype in DTYPES.values() if dtype.computes)
+
+
+def dtype_bytes(name: str, field: str = "dtype") -> int:
+    """Bytes of one element. Raises: ConfigError that names `field`."""
+    if name not in DTYPES:
+        raise ConfigError(field, name, f"must be one of {', '.join(DTYPES)}")
+    return DTYPES[name].size_bytes
+
+
+class KvKind(StrEnum):
+    FULL = "full"
+    WINDOW = "window"
+    LATENT = "latent"
+    RECURRENT = "recurrent"
+
+
+ORDERS: Mapping[str, str] = {"block-major": "NHD", "block-major-hnd": "HND"}
+"""Order of the dimensions of a block: slots (N), then heads (H), or heads first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One rank of `degree` tensor-parallel ranks. Raises: ConfigError."""
+
+    rank: int = 0
+    degree: int = 1
+
+    def __post_init__(self) -> None:
+        if self.degree < 1:
+            raise ConfigError("tensor_parallel_size", self.degree, "must be at least 1")
+        if not 0 <= self.rank < self.degree:
+            raise ConfigError("rank", self.rank, f"must be in [0, {self.degree})")
+
+    def heads(self, num_heads: int) -> range:
+        """Of `num_heads` heads of the model, those of this rank. With more ranks than heads a head is on several ranks."""
+        first = self.rank * num_heads // self.degree
+        return range(first, first + self.heads_per_rank(num_heads))
+
+    def heads_per_rank(self, num_heads: int) -> int:
+        return max(1, num_heads // self.degree)
+
+
+@dataclass(frozen=True, slots=True)
+class KvGroup:
+    """Layers with one KV shape. Raises: ConfigError.
+
+    Args:
+        layers: their indexes in the model, rising.
+        heads: KV heads of the model; 1 in a latent group.
+        dims: elements of a head in each part: (128, 128) for K and V of 128; (576,) for one latent vector with its rotated
+            key; in a recurrent group, elements of each part of the state.
+        dtype: of the elements. scale_dtype: of the scales of a quantized group; empty: it has none.
+        block_size: tokens of a block.
+        window: tokens that a query can see, its own included; of a window group only.
+        part_dtypes: of each part of a recurrent state, where they differ from `dtype`.
+    """
+
+    kind: KvKind
+    layers: tuple[int, ...]
+    heads: int
+    dims: tuple[int, ...]
+    dtype: str
+    block_size: int
+    window: int = 0
+    scale_dtype: str = ""
+    part_dtypes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.layers or list(self.layers) != sorted(set(self.layers)) or self.layers[0] < 0:
+            raise ConfigError("layers", self.layers, "must be rising layer indexes, at least one")
+        for name, value in (("num_kv_heads", self.heads), ("block_size", self.block_size)):
+            if value < 1:
+                raise ConfigError(name, value, "must be at least 1")
+        if not self.dims or min(self.dims) < 1:
+            raise ConfigError("head_dim", self.dims, "must be at least 1")
+        dtype_bytes(self.dtype, "kv_dtype")
+        if self.scale_dtype:
+            dtype_bytes(self.scale_dtype, "kv_scale_dtype")
+        if (self.kind is KvKind.WINDOW) != (self.window > 0):
+            raise ConfigError("window", self.window, "must be above 0 in a window group, and 0 in any other")
+        if self.kind in (KvKind.LATENT, KvKind.RECURRENT) and self.heads != 1:
+            raise ConfigError("num_kv_heads", self.heads, f"must be 1 in a {self.kind} group")
+        if self.part_dtypes:
+            if self.kind is not KvKind.RECURRENT or len(self.part_dtypes) != len(self.dims):
+                raise ConfigError("part_dtypes", self.part_dtypes, "must be one for each part of a recurrent state")
+            for name in self.part_dtypes:
+                dtype_bytes(name, "part_dtypes")
+
+    @property
+    def name(self) -> str:
+        """Unique within a format: `full`, `window-512`."""
+        return f"{self.kind}-{self.window}" if self.window else str(self.kind)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def replicated(self) -> bool:
+        """Every tensor-parallel rank holds all of it."""
+        return self.kind in (KvKind.LATENT, KvKind.RECURRENT)
+
+    def heads_per_rank(self, shard: Shard) -> int:
+        return self.heads if self.replicated else shard.heads_per_rank(self.heads)
+
+    def layer_bytes_per_token(self, shard: Shard) -> int:
+        """One layer's KV of one token with its scales; 0 in a recurrent group."""
+        if self.kind is KvKind.RECURRENT:
+            return 0
+        scales = len(self.dims) * dtype_bytes(self.scale_dtype) if self.scale_dtype else 0
+        return self.heads_per_rank(shard) * (sum(self.dims) * dtype_bytes(self.dtype) + scales)
+
+    def bytes_per_token(self, shard: Shard) -> int:
+        """All layers' KV of one token with its scales; 0 in a recurrent group."""
+        return self.num_layers * self.layer_bytes_per_token(shard)
+
+    @property
+    def state_bytes(self) -> int:
+        """One checkpoint of a recurrent group, all layers; 0 in any other."""
+        if self.kind is not KvKind.RECURRENT:
+            return 0
+        dtypes = self.part_dtypes or (self.dtype,) * len(self.dims)
+        return self.num_layers * sum(dim * dtype_bytes(name) for dim, name in zip(self.dims, dtypes, strict=True))
+
+    def block_bytes(self, shard: Shard) -> int:
+        return self.state_bytes or self.block_size * self.bytes_per_token(shard)
+
+    # ---- which tokens are kept ----
+
+    def first_needed(self, num_tokens: int) -> int:
+        """The first token whose KV the token at position `num_tokens` reads, when all before it were computed."""
+        if self.kind is KvKind.RECURRENT:
+            return num_tokens
+        return max(0, num_tokens + 1 - self.window) if self.window else 0
+
+    def first_block(self, num_tokens: int) -> int:
+        """The first block that is kept once `num_tokens` tokens were computed; all before it are behind the window."""
+        return self.first_needed(num_tokens) // self.block_size
+
+    def blocks_held(self, num_tokens: int) -> int:
+        """Blocks that a sequence of `num_tokens` computed tokens keeps."""
+        if self.kind is KvKind.RECURRENT:
+            return 1 if num_tokens else 0
+        return -(-num_tokens // self.block_size) - min(self.first_block(num_tokens), -(-num_tokens // self.block_size))
+
+
+def kv_group(
+    layers: int | Sequence[int],
+    heads: int,
+    head_dim: int,
+    *,
+    block_size: int,
+    dtype: str,
+    window: int = 0,
+    scale_dtype: str = "",
+) -> KvGroup:
+    """A group of ordinary attention layers: full, or with a window. Args: layers: their number, or their indexes."""
+    indexes = tuple(range(layers)) if isinstance(layers, int) else tuple(layers)
+    kind = KvKind.WINDOW if window else KvKind.FULL
+    return KvGroup(kind, indexes, heads, (head_dim, head_dim), dtype, block_size, window, scale_dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class KvFormat:
+    """Raises: ConfigError.
+
+    Args:
+        groups: together every layer of the model that has KV, each once.
+        order: of the dimensions of a block, a key of ORDERS.
+    """
+
+    groups: tuple[KvGroup, ...]
+    shard: Shard = Shard()
+    order: str = "block-major"
+
+    def __post_init__(self) -> None:
+        layers = [layer for group in self.groups for layer in group.layers]
+        if not layers or sorted(layers) != list(range(len(layers))):
+            raise ConfigError("layers", sorted(layers), "each layer must be in one group")
+        if len({group.name for group in self.groups}) != len(self.groups):
+            raise ConfigError("groups", [group.name for group in self.groups], "two groups have one name")
+        if self.order not in ORDERS:
+            raise ConfigError("kv_layout", self.order, f"must be one of {', '.join(ORDERS)}")
+        for group in self.groups:
+            heads, degree = group.heads, self.shard.degree
+            if not group.replicated and heads % degree and degree % heads:
+                raise ConfigError("num_kv_heads", heads, f"cannot be divided among {degree} ranks")
+
+    # ---- one group ----
+
+    @property
+    def only_group(self) -> KvGroup:
+        """The group of a format that has one. Raises: ConfigError."""
+        if len(self.groups) != 1:
+            raise ConfigError("groups", [group.name for group in self.groups], "one group is expected")
+        return self.groups[0]
+
+    @property
+    def has_one_full_group(self) -> bool:
+        return len(self.groups) == 1 and self.groups[0].kind is KvKind.FULL
+
+    def group(self, name: str) -> KvGroup:
+        """Raises: KeyError."""
+        return next((group for group in self.groups if group.name == name), None) or _no_group(name)
+
+    # ---- sizes ----
+
+    @property
+    def num_layers(self) -> int:
+        return sum(group.num_layers for group in self.groups)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block; of the smallest, where groups differ."""
+        return min(group.block_size for group in self.groups)
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """Of the elements, each once, in the order of the groups."""
+        return tuple(dict.fromkeys(group.dtype for group in self.groups))
+
+    @property
+    def bytes_per_token(self) -> int:
+        """KV that computing one token writes, all layers."""
+        return sum(group.bytes_per_token(self.shard) for group in self.groups)
+
+    @property
+    def block_bytes(self) -> int:
+        """One block of every group."""
+        return sum(group.block_bytes(self.shard) for group in self.groups)
+
+    def bytes_held(self, num_tokens: int) -> int:
+        """What a sequence keeps, in whole blocks, once `num_tokens` tokens were computed."""
+        return sum(group.blocks_held(num_tokens) * group.block_bytes(self.shard) for group in self.groups)
+
+    def transfer_bytes(self, first_token: int, end: int) -> int:
+        """What a hand-off moves of tokens [first_token, end) of a prompt that ends at `end`: of a window group only what the
+        next token can see."""
+        return sum(
+            group.state_bytes
+            + max(0, end - max(first_token, group.first_needed(end))) * group.bytes_per_token(self.shard)
+            for group in self.groups
+        )
+
+    @property
+    def charge(self) -> TransferCharge:
+        return TransferCharge(
+            sum(group.bytes_per_token(self.shard) for group in self.groups if not group.window),
+            sum(group.state_bytes for group in self.groups),
+            tuple((group.window, group.bytes_per_token(self.shard)) for group in self.groups if group.window),
+        )
+
+    # ---- identity and description ----
+
+    def with_dtype(self, dtype: str) -> KvFormat:
+        """The same with elements of another dtype."""
+        return replace(self, groups=tuple(replace(group, dtype=dtype) for group in self.groups))
+
+    @property
+    def value_rule(self) -> str:
+        """What of the format changes the values of KV, whatever their layout: dtype and scales of each layer's KV, windows."""
+        rules = {}
+        for group in self.groups:
+            parts = f"/{'+'.join(group.part_dtypes)}" if group.part_dtypes else ""
+            scale = f"/{group.scale_dtype}-per-token-head" if group.scale_dtype else ""
+            rules.update(dict.fromkeys(group.layers, f"{group.name}:{group.dtype}{scale}{parts}"))
+        runs: list[tuple[str, int]] = []
+        for layer in range(self.num_layers):
+            rule = rules[layer]
+            if runs and runs[-1][0] == rule:
+                runs[-1] = (rule, runs[-1][1] + 1)
+            else:
+                runs.append((rule, 1))
+        return ",".join(f"{count}x{rule}" for rule, count in runs)
+
+    def facts(self) -> dict[str, str]:
+        """By name, for comparisons and for the store. With several groups each name has its group's in front."""
+        out = {"kv_layout": self.order, "tensor_parallel_size": str(self.shard.degree)}
+        for group in self.groups:
+            prefix = "" if self.has_one_full_group else f"{group.name}."
+            own = {
+                "num_layers": str(group.num_layers),
+                "num_kv_heads": str(group.heads),
+                "head_dim": "+".join(map(str, dict.fromkeys(group.dims) if not group.replicated else group.dims)),
+                "block_size": str(group.block_size),
+                "kv_dtype": group.dtype,
+            }
+            if group.layers != tuple(range(group.num_layers)):
+                own["layers"] = ",".join(map(str, group.layers))
+            if group.scale_dtype:
+                own["kv_scale_dtype"] = group.scale_dtype
+            if group.part_dtypes:
+                own["part_dtypes"] = "+".join(group.part_dtypes)
+            out.update({prefix + name: value for name, value in own.items()})
+        return out
+
+    def layout_digest(self, *parts: str | int) -> int:
+        """64 bits over all that decides how bytes of KV are read: every field, and `parts`."""
+        state = blake3(b"diptych kv layout v2")
+        fields: list[object] = [*parts, self.order, self.shard.rank, self.shard.degree]
+        for group in self.groups:
+            fields += (
+                str(group.kind), group.layers, group.heads, group.dims, group.dtype, group.block_size, group.window,
+                group.scale_dtype, group.part_dtypes,
+            )  # fmt: skip
+        for field in fields:
+            raw = str(field).encode()
+            state.update(len(raw).to_bytes(4, "little"))
+            state.update(raw)
+        return int.from_bytes(state.digest(8), "little")
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in self.facts().items())
+
+
+@dataclass(frozen=True, slots=True)
+class TransferCharge:
+    """Bytes that a hand-off moves, without the format: for a router, which knows a worker by its lease.
+
+    Args:
+        bytes_per_token: of groups that keep every token.
+        state_bytes: of recurrent groups.
+        windows: (window, bytes per token) of each window group.
+    """
+
+    bytes_per_token: int
+    state_bytes: int = 0
+    windows: tuple[tuple[int, int], ...] = ()
+
+    def bytes(self, num_tokens: int) -> int:
+        """Of the last `num_tokens` tokens of a prompt."""
+        seen = sum(min(num_tokens, window - 1) * size for window, size in self.windows)
+        return num_tokens * self.bytes_per_token + self.state_bytes + seen
+
+
+def full_format(
+    num_layers: int,
+    num_kv_heads: int,
+    head_dim: int,
+    *,
+    block_size: int,
+    dtype: str,
+    order: str = "block-major",
+    shard: Shard = Shard(),
+    scale_dtype: str = "",
+) -> KvFormat:
+    """Of a model whose layers all attend to every token."""
+    group = kv_group(num_layers, num_kv_heads, head_dim, block_size=block_size, dtype=dtype, scale_dtype=scale_dtype)
+    return KvFormat((group,), shard, order)
+
+
+def windowed_format(
+    windows: Iterable[int],
+    num_kv_heads: int,
+    head_dim: int,
+    *,
+    block_size: int,
+    dtype: str,
+    order: str = "block-major",
+    shard: Shard = Shard(),
+) -> KvFormat:
+    """Of a model whose layers differ in their window only. Args: windows: of each layer, 0: it attends to every token."""
+    layers: dict[int, list[int]] = {}
+    for layer, window in enumerate(windows):
+        layers.setdefault(window, []).append(layer)
+    groups = (
+        kv_group(layers[window], num_kv_heads, head_dim, block_size=block_size, dtype=dtype, window=window)
+        for window in sorted(layers)
+    )
+    return KvFormat(tuple(groups), shard, order)
+
+
+def _no_group(name: str) -> Any:
+    raise KeyError(name)
