@@ -99,11 +99,34 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     return ByGroup(config, log)
 
 
+def _group_of(item: pytest.Item) -> str:
+    return _group(item.nodeid.partition("::")[0])
+
+
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests of shared clusters come first where several processes share the tests: they take longest."""
-    if config.pluginmanager.hasplugin("xdist"):
-        items.sort(key=lambda item: "/" in _group(item.nodeid.partition("::")[0]))  # stable
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of shared clusters come first, one cluster's after the other's: where several processes share the tests, they take
+    longest."""
+    order = {"cluster": 0, "gated": 1}
+    items.sort(key=lambda item: order.get(_group_of(item), 2))  # stable
+
+
+_running: list[tuple[pytest.FixtureDef[object], pytest.FixtureRequest]] = []
+
+
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object], request: pytest.FixtureRequest) -> None:
+    if fixturedef.argname in ("cluster", "gated_cluster", "colocated"):
+        _running.append((fixturedef, request))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None]:
+    """Shared clusters end with the last test of their group, not with the run: each process of theirs holds a gigabyte."""
+    yield
+    if nextitem is not None and _group_of(nextitem) != _group_of(item):
+        while _running:
+            fixturedef, request = _running.pop()
+            fixturedef.finish(request)  # type: ignore[arg-type]
 
 
 def _load(name: str, path: Path) -> ModuleType:

@@ -167,13 +167,21 @@ class Outcome:
 
 
 def make_quota_group(cores: float) -> Path | None:
-    """A control group whose processes together get so many cores' time; None where none can be made."""
+    """A control group whose processes together get so many cores' time; None where none can be made.
+
+    A group is weighed as a whole against each process outside it: with more weight it gets its quota, too, not far less.
+    """
     name = f"diptych-hostile-{os.getpid()}"
     period_us = int(PERIOD_S * 1e6)
     v2, v1 = Path("/sys/fs/cgroup") / name, Path("/sys/fs/cgroup/cpu") / name
+    quota_us = int(period_us * cores)
     settings = {
-        v2: [("cpu.max", f"{int(period_us * cores)} {period_us}")],
-        v1: [("cpu.cfs_period_us", str(period_us)), ("cpu.cfs_quota_us", str(int(period_us * cores)))],
+        v2: [("cpu.weight", "10000"), ("cpu.max", f"{quota_us} {period_us}")],
+        v1: [
+            ("cpu.shares", "16384"),
+            ("cpu.cfs_period_us", str(period_us)),
+            ("cpu.cfs_quota_us", str(quota_us)),
+        ],
     }
     for group, files in settings.items():
         try:

@@ -13,43 +13,71 @@ import os, pathlib, pytest
 @pytest.mark.parametrize("number", range(6))
 def test_one(number, {fixture}):
     with pathlib.Path("said").open("a") as file:
-        file.write("{name} " + os.environ["PYTEST_XDIST_WORKER"] + "\\n")
+        file.write("{name} " + os.environ.get("PYTEST_XDIST_WORKER", "main") + "\\n")
 """
 SHARED = """
-import pytest
-@pytest.fixture
-def cluster(): return None
-@pytest.fixture
-def gated_cluster(): return None
+def say(what):
+    with pathlib.Path("said").open("a") as file:
+        file.write(what + "\\n")
+@pytest.fixture(scope="session")
+def cluster():
+    say("cluster begins")
+    yield
+    say("cluster ends")
+@pytest.fixture(scope="session")
+def of_cluster(cluster):
+    yield
+    say("of_cluster ends")
+@pytest.fixture(scope="session")
+def gated_cluster():
+    say("gated begins")
+    yield
+    say("gated ends")
 @pytest.fixture
 def other(): return None
 """
+NAMES = [
+    ("a", "gated_cluster"),
+    ("b", "other"),
+    ("c", "cluster"),
+    ("d", "gated_cluster"),
+    ("e", "cluster, of_cluster"),
+    ("f", "other"),
+]
+
+
+def run(folder: Path, *flags: str) -> list[str]:
+    """By the hooks of our own conftest, in a run of its own. Returns: what was said, line by line."""
+    hooks = CONFTEST.read_text(encoding="utf-8").partition("_CLUSTER = ")[2].partition("def _load(")[0]
+    head = "from __future__ import annotations\nimport re, pathlib, pytest\nfrom functools import cache\n"
+    (folder / "conftest.py").write_text(f"{head}ROOT = pathlib.Path(__file__).parent\n{SHARED}\n_CLUSTER = {hooks}")
+    (folder / "pytest.ini").write_text("[pytest]\n")
+    (folder / "t").mkdir()
+    for name, fixture in NAMES:
+        (folder / "t" / f"test_{name}.py").write_text(FILE.format(name=name, fixture=fixture))
+    command = [sys.executable, "-P", "-m", "pytest", "-q", *flags, "t"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout
+    return (folder / "said").read_text().splitlines()
 
 
 def test_tests_are_shared_out_by_file_and_cluster(tmp_path: Path) -> None:
-    """By the hooks of our own conftest, in a run of its own with two processes."""
-    hooks = CONFTEST.read_text(encoding="utf-8").partition("_CLUSTER = ")[2].partition("def _load(")[0]
-    head = "import re, pathlib, pytest\nfrom functools import cache\nROOT = pathlib.Path(__file__).parent\n"
-    (tmp_path / "conftest.py").write_text(f"{head}{SHARED}\n_CLUSTER = {hooks}")
-    (tmp_path / "pytest.ini").write_text("[pytest]\n")
-    names = [
-        ("a", "cluster"),
-        ("b", "cluster"),
-        ("c", "gated_cluster"),
-        ("d", "gated_cluster"),
-        ("e", "other"),
-        ("f", "other"),
-    ]
-    (tmp_path / "t").mkdir()
-    for name, fixture in names:
-        (tmp_path / "t" / f"test_{name}.py").write_text(FILE.format(name=name, fixture=fixture))
-    command = [sys.executable, "-P", "-m", "pytest", "-q", "-n", "2", "--dist", "loadscope", "--no-loadscope-reorder"]
-    done = subprocess.run([*command, "t"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout
+    said = run(tmp_path, "-n", "2", "--dist", "loadscope", "--no-loadscope-reorder")
     where: dict[str, set[str]] = {}
-    for line in (tmp_path / "said").read_text().splitlines():
+    for line in said:
         name, worker = line.split()
+        if len(name) > 1:
+            continue
         where.setdefault(name, set()).add(worker)
     assert all(len(workers) == 1 for workers in where.values()), where
-    assert where["a"] == where["b"]
-    assert where["c"] == where["d"]
+    assert where["a"] == where["d"]
+    assert where["c"] == where["e"]
+
+
+def test_a_shared_cluster_ends_with_the_last_test_that_uses_it(tmp_path: Path) -> None:
+    """Also what depends on it; and all tests of one come before those of the other."""
+    said = [line.removesuffix(" main") for line in run(tmp_path, "-n", "0")]
+    assert [line for n, line in enumerate(said) if said[n - 1 : n] != [line]] == [
+        *("cluster begins", "c", "e", "of_cluster ends", "cluster ends"),
+        *("gated begins", "a", "d", "gated ends", "b", "f"),
+    ]
