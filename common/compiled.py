@@ -137,9 +137,10 @@ class CSources:
             os.close(handle)
         except OSError as error:
             raise NativeError(f"cannot write to {target_folder}: {error.strerror}") from None
+        sources = [str(self.folder / file) for file in self.files if file.endswith(".c")]
         try:
             done = subprocess.run(
-                child.with_death_signal([compiler, *self.flags, *width, str(self.folder / self.files[-1]), "-o", name, "-lm"]),
+                child.with_death_signal([compiler, *self.flags, *width, *sources, "-o", name, "-lm"]),
                 capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False,
             )  # fmt: skip
             if done.returncode != 0:

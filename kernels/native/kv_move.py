@@ -8,7 +8,6 @@ from ctypes import c_int64, c_uint64, c_void_p
 from pathlib import Path
 
 import numpy as np
-import xxhash
 from torch import Tensor
 
 from diptych.kernels import kv_pack
@@ -17,11 +16,9 @@ from diptych.kernels.native.build import CSources, functions_of
 SOURCES = CSources(
     "kv-move",
     Path(__file__).parent,
-    ("kv_move.c",),
+    ("xxhash/xxhash.h", "kv_move.c"),
     ("-O3", "-march=native", "-shared", "-fPIC", "-fvisibility=hidden", "-Wno-psabi"),
 )
-_SHORT = 240
-"""XXH3 of so few bytes is another algorithm."""
 
 
 class KvMoves:
@@ -37,9 +34,6 @@ class KvMoves:
         """As kv_pack.pack. data: of a CPU. Returns: bytes written, and their xxh3-64. Raises: ValueError."""
         size, where, _keep = _where(data, block_ids, num_tokens)
         flat = kv_pack.flat_bytes(out, size, writable=True)
-        if size <= _SHORT:
-            kv_pack.pack(data, block_ids, num_tokens, out)
-            return size, xxhash.xxh3_64_intdigest(out[:size])
         return size, self._gather(*where, flat.ctypes.data)
 
     def unpack(self, data: Tensor, block_ids: Sequence[int], num_tokens: int, src: memoryview) -> None:

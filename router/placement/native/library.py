@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import platform
 from array import array
 from collections.abc import Sequence
 from ctypes import POINTER, c_char_p, c_int64, c_void_p
@@ -20,8 +21,20 @@ from diptych.common.paths import cache_dir
 
 log = structlog.get_logger(__name__)
 
-FLAGS = ("-O3", "-march=native", "-shared", "-fPIC", "-fvisibility=hidden")
-SOURCES = CSources("lookup", Path(__file__).parent, ("keys.h", "lookup.c"), FLAGS)
+_X86 = platform.machine() in ("x86_64", "AMD64")
+# Keys are made one compression after the other: of BLAKE3's forms with SIMD only the one that speeds up a single
+# compression helps (the one with AVX-512 by another 4%).
+_BLAKE3 = ("blake3.c", "blake3_dispatch.c", "blake3_portable.c", *(("blake3_sse41.c",) if _X86 else ()))
+_WITHOUT = ("SSE2", "AVX2", "AVX512", *(() if _X86 else ("SSE41",)))
+SOURCES = CSources(
+    "lookup",
+    Path(__file__).parent,
+    ("keys.h", "blake3/blake3.h", "blake3/blake3_impl.h", *(f"blake3/{name}" for name in _BLAKE3), "lookup.c"),
+    (
+        *("-O3", "-march=native", "-shared", "-fPIC", "-fvisibility=hidden", "-DBLAKE3_USE_NEON=0"),
+        *(f"-DBLAKE3_NO_{name}" for name in _WITHOUT),
+    ),
+)
 MAX_WORDS = 16
 """Of 64 workers each, in one lookup."""
 MAX_COLUMNS = 64 * MAX_WORDS

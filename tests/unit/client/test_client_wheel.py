@@ -81,4 +81,11 @@ def test_the_sdk_from_its_wheel(tree: Path, tmp_path: Path) -> None:
     assert sorted(line.split(">")[0].strip() for line in needed) == ["grpcio", "protobuf"]
     assert {"diptych/py.typed", "diptych/client/__init__.py", "diptych/rpc/v1/router_pb2.pyi"} <= set(names)
     assert not [name for name in names if name.startswith(("tests/", "diptych/tests/", "examples/"))]
+    compiled = [
+        path for room in ("kernels", "router") for path in (tree / room).rglob("*") if path.suffix in (".c", ".h")
+    ]
+    licences = [path.parent / name for path in compiled for name in ("LICENSE", "LICENSE_A2", "LICENSE_CC0")]
+    expected = {path.relative_to(tree) for path in (*compiled, *licences) if path.exists()}
+    assert len(expected) > 15
+    assert {f"diptych/{path.as_posix()}" for path in expected} <= set(names)
     run_program(home, packages)
