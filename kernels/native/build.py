@@ -8,7 +8,7 @@ from diptych.common.compiled import CSources, NativeError, find_compiler, functi
 
 __all__ = ["CSources", "NativeError", "build", "find_compiler", "functions_of", "library_path", "wanted_lanes"]
 
-_SOURCES = CSources(
+SOURCES = CSources(
     "decoder",
     Path(__file__).parent,
     ("vectors.h", "threads.h", "matmul.h", "attention.h", "attention_tile.h", "decoder.c"),
@@ -17,7 +17,7 @@ _SOURCES = CSources(
 
 
 def library_path(folder: Path, compiler: str, lanes: int | None = None) -> Path:
-    return _SOURCES.library_path(folder, compiler, lanes)
+    return SOURCES.library_path(folder, compiler, lanes)
 
 
 def build(folder: Path, compiler: str | None = None, lanes: int | None = None) -> Path:
@@ -27,4 +27,4 @@ def build(folder: Path, compiler: str | None = None, lanes: int | None = None) -
         lanes: floats of a vector: 4, 8 or 16; None: as many as a register here holds.
     Raises: NativeError when there is no compiler, it fails, or the folder cannot be written.
     """
-    return _SOURCES.build(folder, compiler, lanes)
+    return SOURCES.build(folder, compiler, lanes)

@@ -14,7 +14,7 @@ from torch.nn.functional import gelu, silu
 from diptych.kernels.native.api import ACTIVATIONS, Group, Layer, Library, Model, Step
 
 NOWHERE = 0
-"""A block of NaN: what a table holds for blocks behind every window."""
+"""A block of NaN."""
 NORMS = ("input_norm", "post_attention_norm", "pre_feedforward_norm", "post_feedforward_norm")
 
 
@@ -57,7 +57,7 @@ GEMMA3 = (
 )
 
 
-class Plain:
+class Exact:
     """Memory of exactly the size asked for."""
 
     def take(self, size: int) -> Tensor:
@@ -79,16 +79,19 @@ class Prompt:
 
 
 class Layers:
-    """Random layers on the kernels, with KV pages of each group in a pool of its own."""
+    """Random layers on the kernels, with KV pages of each group in a pool of its own.
+
+    nowhere: what a block table holds for blocks behind every window.
+    """
 
     def __init__(
         self, library: Library, features: Sequence[Features], sizes: Sizes = Sizes(), *, num_blocks: int = 64,
-        max_len: int = 256, seed: int = 0,
+        max_len: int = 256, seed: int = 0, nowhere: int = NOWHERE,
     ) -> None:  # fmt: skip
         self.library, self.features, self.sizes = library, tuple(features), sizes
         torch.manual_seed(seed)
         self.rng = random.Random(seed)
-        s, self.max_len = sizes, max_len
+        s, self.nowhere = sizes, nowhere
         qkv = (s.heads + 2 * s.kv_heads) * s.head_dim
         self.weights: list[dict[str, Tensor]] = []
         self.tables = []
@@ -119,8 +122,8 @@ class Layers:
         s, at = self.sizes, [0] * self.groups
         layers = (Layer * len(self.features))()
         for layer, f, w, (cosines, sines) in zip(layers, self.features, self.weights, self.tables, strict=True):
-            packed = {name: self.library.pack(w[name], Plain()) for name in ("qkv", "o", "down")}
-            packed["gate_up"] = torch.cat([self.library.pack(half, Plain()) for half in w["gate_up"].chunk(2)])
+            packed = {name: self.library.pack(w[name], Exact()) for name in ("qkv", "o", "down")}
+            packed["gate_up"] = torch.cat([self.library.pack(half, Exact()) for half in w["gate_up"].chunk(2)])
             held = w | packed
             self._kept.append(held)
             for name, tensor in held.items():
@@ -149,7 +152,7 @@ class Layers:
         windows = [f.window for f in self.features if f.group == group]
         seen = 0 if 0 in windows else max(0, first + 1 - max(windows))
         return [
-            block if (i + 1) * self.sizes.block_size > seen else NOWHERE
+            block if (i + 1) * self.sizes.block_size > seen else self.nowhere
             for i, block in enumerate(sequence.tables[group])
         ]
 

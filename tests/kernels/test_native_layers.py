@@ -69,12 +69,11 @@ def test_the_bits_are_the_same_in_any_company(library, name):
     for chunk in (2, 5, 32, LENGTH):
         assert torch.equal(in_chunks(layers, chunk).output, alone)
     others = [layers.sequence(length, seed=length) for length in (5, 40, 23, 61)]
-    for threads in (1, 3):
-        sequence = layers.sequence(LENGTH)
-        for index in range(LENGTH):
-            beside = [(o, min(3, len(o.x) - o.done)) for o in others if index % 2 and o.done < len(o.x)]
-            layers.run(*beside[:2], (sequence, 1), *beside[2:], threads=threads)
-        assert torch.equal(sequence.output, alone)
+    sequence = layers.sequence(LENGTH)
+    for index in range(LENGTH):
+        beside = [(o, min(3, len(o.x) - o.done)) for o in others if index % 2 and o.done < len(o.x)]
+        layers.run(*beside[:2], (sequence, 1), *beside[2:], threads=1 if index % 8 else 3)
+    assert torch.equal(sequence.output, alone)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 1), (8, 4), (1, 1), (12, 1)])

@@ -58,7 +58,7 @@ class Library:
         # Keeps the interpreter lock: a call takes microseconds.
         function = functions_of(path, ctypes.PyDLL)
         self.keys = function("keys", c_char_p, c_char_p, c_int64, c_void_p, c_int64, c_int64, c_void_p)
-        self._unpack = function("unpack", c_char_p, c_int64, c_int64, c_void_p, returns=c_int64)
+        self.unpack_into = function("unpack", c_char_p, c_int64, c_int64, c_void_p, returns=c_int64)
         self.hits = function(
             "hits", POINTER(CTable), POINTER(CGroup), c_void_p, *[c_int64] * 3, *[c_void_p] * 5, returns=c_int64
         )
@@ -66,7 +66,7 @@ class Library:
     def unpack(self, packed: bytes, count: int) -> tuple[Sequence[int], int]:
         """See router.packed_ids.unpack."""
         ids = array("I", bytes(4 * count))
-        most = self._unpack(packed, len(packed), count, ids.buffer_info()[0])
+        most = self.unpack_into(packed, len(packed), count, ids.buffer_info()[0])
         if most < 0:
             raise ValueError("these are no packed token ids")
         return ids, most
