@@ -86,8 +86,8 @@ def load_model(config: WorkerConfig) -> LoadedModel:
     from diptych.engine.exec.attention import attention_version
     from diptych.engine.exec.cuda.sizing import PoolBudget
     from diptych.engine.exec.kv_pool import kv_format_of
-    from diptych.engine.exec.model_config import parse_config
     from diptych.engine.exec.model_runner import TorchModelRunner
+    from diptych.engine.exec.models.registry import describe
     from diptych.engine.exec.sampler import SAMPLER_VERSION
 
     folder = Path(config.model)
@@ -99,7 +99,7 @@ def load_model(config: WorkerConfig) -> LoadedModel:
         raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError("model", str(folder / "config.json"), f"not JSON: {error}") from None
-    parsed = parse_config(raw)
+    parsed = describe(raw)
     facts = ModelFacts(
         checkpoint_dtype(raw) if config.device != "cpu" and config.dtype == AUTO else "float32",
         kv_format_of(parsed, block_size=config.block_size),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from diptych.engine.exec.model_config import ModelConfig
+from diptych.engine.exec.models.description import ModelDescription
 from diptych.kernels.native.api import HugePages
 
 _READ_FLOATS = 64 << 20
@@ -54,11 +54,10 @@ def _seconds(run: Callable[[], object]) -> float:
 class Floor:
     """Tokens per second that no implementation in fp32 can beat on this machine."""
 
-    def __init__(self, config: ModelConfig, ceilings: Ceilings) -> None:
-        hidden = config.hidden_size
-        layer = hidden * (2 * config.q_size + 2 * config.kv_size) + 3 * hidden * config.intermediate_size
-        self._layers, self._head = config.num_layers * layer, config.vocab_size * hidden
-        self._attention = 4 * config.num_layers * config.q_size  # FLOPs of one query and one key
+    def __init__(self, description: ModelDescription, ceilings: Ceilings) -> None:
+        self._layers, self._head = description.layer_weights, description.head_weights
+        # FLOPs of one query and one key, in all layers.
+        self._attention = 4 * sum(block.attention.q_size for block in description.blocks)
         self._ceilings = ceilings
 
     def _step_s(self, flops: float) -> float:

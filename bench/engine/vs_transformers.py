@@ -213,7 +213,7 @@ def run(args: argparse.Namespace, rows: list[Row], save: Callable[[list[Row], di
                 a, b, same = _round(ours, theirs, scenario, sum(len(row.our_rounds) for row in known))
                 ceilings = ceilings.better(bench.measure())
                 row = make_row(
-                    scenario.name, threads, [a], [b], floor=scenario.floor(Floor(runner.config, ceilings)),
+                    scenario.name, threads, [a], [b], floor=scenario.floor(Floor(runner.description, ceilings)),
                     same_ids=same, requests=len(scenario.prompts),
                 )  # fmt: skip
                 rows = merge(rows, [row])

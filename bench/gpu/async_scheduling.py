@@ -28,8 +28,8 @@ from diptych.common.request import Prompt
 from diptych.common.sampling import SamplingParams
 from diptych.engine.config import EngineConfig
 from diptych.engine.core import EngineCore
-from diptych.engine.exec.model_config import parse_config
 from diptych.engine.exec.model_runner import TorchModelRunner
+from diptych.engine.exec.models.registry import describe
 from diptych.engine.messages import EngineRequest, ScheduledSeq
 
 PROMPT, OUTPUT, SKIPPED = 1024, 130, 20
@@ -93,9 +93,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     args = parser.parse_args()
     torch.manual_seed(0)
-    config = parse_config({**LLAMA_8B, "num_hidden_layers": args.layers})
+    model = describe({**LLAMA_8B, "num_hidden_layers": args.layers})
     runner = TorchModelRunner(
-        config, random_weights(config), eos_token_ids=(), num_blocks=19_500, block_size=BLOCK_SIZE, max_model_len=4096
+        random_weights(model), eos_token_ids=(), num_blocks=19_500, block_size=BLOCK_SIZE, max_model_len=4096
     )
     rows = []
     for batch in args.batches:

@@ -21,8 +21,8 @@ import torch
 
 from diptych.bench.gpu.step import LLAMA_8B, random_weights
 from diptych.common.sampling import SamplingParams
-from diptych.engine.exec.model_config import parse_config
 from diptych.engine.exec.model_runner import TorchModelRunner
+from diptych.engine.exec.models.registry import describe
 from diptych.engine.messages import DeviceRange, ScheduledSeq
 from diptych.kvtransfer.gpu_memory import GpuMemory
 from diptych.kvtransfer.gpu_rate import read_rate
@@ -51,10 +51,9 @@ def _pull_ms(runner: TorchModelRunner, blocks: list[int], source: DeviceRange) -
 
 def pull() -> None:
     lent = json.loads(sys.stdin.readline())
-    config = parse_config(LLAMA_8B)
     torch.manual_seed(0)
     runner = TorchModelRunner(
-        config, random_weights(config), eos_token_ids=(), num_blocks=1200, block_size=16, max_model_len=4096,
+        random_weights(describe(LLAMA_8B)), eos_token_ids=(), num_blocks=1200, block_size=16, max_model_len=4096,
         graph_sizes=[BATCH],
     )  # fmt: skip
     memory = GpuMemory(0, read_rate)

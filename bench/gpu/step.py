@@ -14,7 +14,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,12 @@ import torch
 
 from diptych.bench.kernels.timing import machine, matmul_peak, read_bandwidth
 from diptych.common.sampling import SamplingParams
+from diptych.engine.exec.backends.registry import plan_for
 from diptych.engine.exec.cuda import decoder
-from diptych.engine.exec.linear import make_linear
-from diptych.engine.exec.model_config import ModelConfig, parse_config
 from diptych.engine.exec.model_runner import TorchModelRunner
-from diptych.engine.exec.norm import RmsNorm
-from diptych.engine.exec.weights import DecoderWeights, LayerWeights
+from diptych.engine.exec.models.description import ModelDescription
+from diptych.engine.exec.models.registry import describe
+from diptych.engine.exec.weights import ModelWeights, load_weights
 from diptych.engine.messages import ScheduledSeq
 
 LLAMA_8B = {
@@ -48,42 +48,26 @@ SEEDED = SamplingParams(max_tokens=1, temperature=0.8, top_p=0.95, seed=3)
 Rows = list[dict[str, Any]]
 
 
-def random_weights(config: ModelConfig) -> DecoderWeights:
-    """bf16 on the GPU; scaled so that activations stay near one."""
+class RandomTensors:
+    """Implements engine.exec.weights.WholeModel: every tensor is random bf16 on the GPU, scaled so that activations stay near
+    one; norms are ones."""
 
-    def normal(outputs: int, inputs: int) -> torch.Tensor:
-        return torch.randn(outputs, inputs, device="cuda", dtype=torch.bfloat16).mul_(inputs**-0.5)
+    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        if len(shape) == 1:
+            return torch.ones(shape, device="cuda", dtype=torch.bfloat16)
+        scale = 1.0 if "embed" in name else shape[1] ** -0.5
+        return torch.randn(shape, device="cuda", dtype=torch.bfloat16).mul_(scale)
 
-    def norm() -> RmsNorm:
-        return RmsNorm(torch.ones(config.hidden_size, device="cuda", dtype=torch.bfloat16), config.rms_norm_eps)
+    def drop(self, suffixes: Iterable[str]) -> None:
+        pass
 
-    def layer() -> LayerWeights:
-        hidden, ffn = config.hidden_size, config.intermediate_size
-        return LayerWeights(
-            input_norm=norm(),
-            qkv=make_linear(normal(config.q_size + 2 * config.kv_size, hidden)),
-            q_norm=None,
-            k_norm=None,
-            o=make_linear(normal(hidden, config.q_size)),
-            post_norm=norm(),
-            gate_up=make_linear(normal(2 * ffn, hidden)),
-            down=make_linear(normal(hidden, ffn)),
-        )
-
-    vocabulary = (config.vocab_size, config.hidden_size)
-    return DecoderWeights(
-        embedding=torch.randn(*vocabulary, device="cuda", dtype=torch.bfloat16),
-        layers=[layer() for _ in range(config.num_layers)],
-        norm=norm(),
-        lm_head=make_linear(normal(*vocabulary)),
-    )
+    def finish(self) -> None:
+        pass
 
 
-def linear_params(config: ModelConfig) -> int:
-    """Of the layers, without embedding and lm_head."""
-    hidden = config.hidden_size
-    layer = hidden * (2 * config.q_size + 2 * config.kv_size) + 3 * hidden * config.intermediate_size
-    return config.num_layers * layer
+def random_weights(description: ModelDescription) -> ModelWeights:
+    """bf16 on the GPU."""
+    return load_weights(RandomTensors(), plan_for(description, device_type="cuda", dtype=torch.bfloat16))
 
 
 def _seqs(runner: TorchModelRunner, batch: int, context: int, params: SamplingParams) -> list[ScheduledSeq]:
@@ -112,7 +96,7 @@ def _steps(runner: TorchModelRunner, seqs: Sequence[ScheduledSeq], count: int) -
 
 def bench_decode(runner: TorchModelRunner, bandwidth: float, shapes: Sequence[tuple[int, int]]) -> Rows:
     rows: Rows = []
-    config = runner.config
+    model = runner.description
     for batch, context in shapes:
         for name, params in (("greedy", GREEDY), ("top_p", SEEDED)):
             if name == "top_p" and batch != 64:
@@ -120,7 +104,7 @@ def bench_decode(runner: TorchModelRunner, bandwidth: float, shapes: Sequence[tu
             seqs = _seqs(runner, batch, context, params)
             _steps(runner, seqs, 8)
             wall = statistics.median(_steps(runner, seqs, 24))
-            weights = 2 * (linear_params(config) + config.vocab_size * config.hidden_size)
+            weights = 2 * (model.layer_weights + model.head_weights)
             floor = (weights + batch * context * runner.kv_bytes_per_token) / bandwidth
             device = graph_seconds(runner, seqs)
             rows.append(
@@ -150,18 +134,18 @@ def graph_seconds(runner: TorchModelRunner, seqs: Sequence[ScheduledSeq], repeat
 
 def bench_prefill(runner: TorchModelRunner, peak: float, lengths: Sequence[int]) -> Rows:
     rows: Rows = []
-    config = runner.config
+    model = runner.description
     for length in lengths:
         [seq] = _seqs(runner, 1, length, GREEDY)
-        seq.start, seq.token_ids = 0, [(i * 7919) % config.vocab_size for i in range(length)]
+        seq.start, seq.token_ids = 0, [(i * 7919) % model.vocab_size for i in range(length)]
         times = []
         for _ in range(7):
             begin = time.perf_counter()
             runner.execute([seq])
             times.append(time.perf_counter() - begin)
         wall = statistics.median(times[2:])
-        attention = 2 * config.num_layers * config.q_size * length * (length + 1)
-        flops = 2 * linear_params(config) * length + attention + 2 * config.vocab_size * config.hidden_size
+        attention = 2 * sum(b.attention.q_size for b in model.blocks) * length * (length + 1)
+        flops = 2 * model.layer_weights * length + attention + 2 * model.head_weights
         rows.append(
             {"step": "prefill", "tokens": length, "wall_ms": wall * 1e3, "floor_ms": flops / peak * 1e3,
              "of_floor": wall * peak / flops, "tokens_per_s": length / wall}
@@ -182,12 +166,11 @@ def main() -> None:
     bandwidth, peak = read_bandwidth(), matmul_peak()
     facts: dict[str, Any] = {**machine(), "read_tb_s": bandwidth / 1e12, "matmul_tflop_s": peak / 1e12}
     facts["ours"] = decoder.PROJECTIONS
-    config = parse_config({**LLAMA_8B, "num_hidden_layers": args.layers})
-    weights = random_weights(config)
+    weights = random_weights(describe({**LLAMA_8B, "num_hidden_layers": args.layers}))
     begin = time.perf_counter()
     num_blocks = 19_500  # 41 GB: what 256 sequences of 1,088 tokens take, and some
     runner = TorchModelRunner(
-        config, weights, eos_token_ids=(), num_blocks=num_blocks, block_size=BLOCK_SIZE, max_model_len=16_384
+        weights, eos_token_ids=(), num_blocks=num_blocks, block_size=BLOCK_SIZE, max_model_len=16_384
     )
     facts["warm_up_s"] = time.perf_counter() - begin
     runner.pool.tensor.normal_()

@@ -29,7 +29,7 @@ from diptych.bench.kernels.timing import machine, read_bandwidth
 from diptych.engine.exec.cuda import decoder
 from diptych.engine.exec.cuda.backend import CudaBackend
 from diptych.engine.exec.kv_pool import KvPool, kv_format_of
-from diptych.engine.exec.model_config import parse_config
+from diptych.engine.exec.models.registry import describe
 from diptych.kernels import pdl
 from diptych.kernels.triton_matmul import MatmulShape
 
@@ -58,13 +58,13 @@ class Layers:
     """A few layers of Llama-3.1-8B with random weights, and `batch` sequences of `context` tokens."""
 
     def __init__(self, layers: int, batch: int, context: int, num_blocks: int = 0) -> None:
-        self._config = parse_config({**LLAMA_8B, "num_hidden_layers": layers})
+        model = describe({**LLAMA_8B, "num_hidden_layers": layers})
         self.num_blocks = max(num_blocks, batch * (-(-(context + 64) // BLOCK_SIZE)) + 8)
         self._batch, self._context = batch, context
-        self._weights = random_weights(self._config)
+        self._weights = random_weights(model)
         self._pool = KvPool(
             self.num_blocks,
-            kv_format_of(self._config, block_size=BLOCK_SIZE, dtype="bfloat16"),
+            kv_format_of(model, block_size=BLOCK_SIZE, dtype="bfloat16"),
             device=torch.device("cuda"),
         )
         self._seqs: Any = _seqs(self, batch, context, GREEDY)  # type: ignore[arg-type]
@@ -81,7 +81,7 @@ class Layers:
             for part in form.without:
                 stack.enter_context(_left_out(part))
             backend = CudaBackend(
-                self._config, self._weights, self._pool, max_model_len=self._context + 64, graph_sizes=[self._batch]
+                self._weights, self._pool, max_model_len=self._context + 64, graph_sizes=[self._batch]
             )
             self._pool.tensor.normal_()
         batch = backend.build(self._seqs)
@@ -111,7 +111,7 @@ def _left_out(part: str) -> Any:
     if part == "attention":
         return patch.object(decoder.CudaDecoder, "_attend", lambda self, index, q, step: some(q, *q.shape))
     if part == "gate_up":
-        return patch.object(decoder.CudaDecoder, "_gate_up", lambda self, layer, x: some(x, x.shape[0], 14_336))
+        return patch.object(decoder.CudaDecoder, "_gate_up", lambda self, block, layer, x: some(x, x.shape[0], 14_336))
     linear = decoder.CudaDecoder._linear
 
     def skip(self: Any, name: str, layer: Any, x: Tensor) -> Tensor:

@@ -27,8 +27,8 @@ from diptych.engine import async_unpacks as pulls
 from diptych.engine import core
 from diptych.engine.exec.attention import attention_version
 from diptych.engine.exec.kv_pool import kv_format_of
-from diptych.engine.exec.model_config import parse_config
 from diptych.engine.exec.model_runner import TorchModelRunner
+from diptych.engine.exec.models.registry import describe
 from diptych.engine.exec.sampler import SAMPLER_VERSION
 from diptych.engine.messages import EngineEvent, TokensOut
 from diptych.kvtransfer import core as transfer_core
@@ -56,10 +56,9 @@ class _TellingRole(PrefillRole):
 
 def random_model(config: WorkerConfig, graph_sizes: list[int] | None) -> LoadedModel:
     """The same weights in every process on the same kind of card."""
-    parsed = parse_config(LLAMA_8B)
+    parsed = describe(LLAMA_8B)
     torch.manual_seed(0)
     runner = TorchModelRunner(
-        parsed,
         random_weights(parsed),
         eos_token_ids=(),
         num_blocks=config.num_blocks,

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from diptych.common.errors import InternalError
 from diptych.engine.exec.kv_pool import KvPool
-from diptych.engine.exec.model_config import ModelConfig
+from diptych.engine.exec.layers.attention import Attention
+from diptych.engine.exec.models.description import ModelDescription
 from diptych.engine.messages import ScheduledSeq
 from diptych.kernels.dispatch import attention_ops
 from diptych.kernels.paged_attention import Scratch, block_rows, chunk_mask, decode_mask, token_slots
@@ -74,6 +75,7 @@ class StepBatch:
         order: sequence index of each group of rows, in row order.
         token_ids, positions, slots, v_slots: [num_rows] int64.
         sample_rows: rows whose logits are wanted; sample_seqs: the sequence index of each.
+        fresh_blocks: to be zeroed before the step, see BatchBuilder; [n] int64, or None.
     """
 
     order: list[int]
@@ -85,6 +87,7 @@ class StepBatch:
     chunks: list[Chunk]
     sample_rows: list[int]
     sample_seqs: list[int]
+    fresh_blocks: Tensor | None
 
 
 def check_step(seqs: Sequence[ScheduledSeq], pool: KvPool, max_model_len: int) -> None:
@@ -114,10 +117,10 @@ def split_groups(lens: Sequence[int], max_tokens: int) -> list[tuple[int, int]]:
 class BatchBuilder:
     """Lays out steps for one model and pool."""
 
-    def __init__(self, config: ModelConfig, pool: KvPool, *, max_model_len: int) -> None:
+    def __init__(self, description: ModelDescription, pool: KvPool, *, max_model_len: int) -> None:
         self._pool, self._max_model_len = pool, max_model_len
         self._device, self._dtype = pool.tensor.device, pool.tensor.dtype
-        self._windows = sorted(set(config.sliding_windows), key=lambda w: w or 0)
+        self._windows = sorted(set(description.windows), key=lambda w: w or 0)
         kv_bytes = pool.bytes_per_token // pool.num_layers
         group_bytes = CPU_GROUP_BYTES if self._device.type == "cpu" else GPU_GROUP_BYTES
         self._group_tokens = max(1, group_bytes // kv_bytes)
@@ -154,9 +157,10 @@ class BatchBuilder:
             chunks=self._chunks([seqs[i] for i in order[len(single) :]], len(single)),
             sample_rows=sample_rows,
             sample_seqs=sample_seqs,
+            fresh_blocks=self._fresh_tail_blocks(seqs),
         )
 
-    def fresh_tail_blocks(self, seqs: Sequence[ScheduledSeq]) -> Tensor | None:
+    def _fresh_tail_blocks(self, seqs: Sequence[ScheduledSeq]) -> Tensor | None:
         """Blocks whose first slot this step writes but whose last it does not: a former owner's numbers in the slots behind
         are read (masked) from now on and must not be NaN. [n] int64, or None."""
         block_size = self._pool.block_size
@@ -205,29 +209,27 @@ class BatchBuilder:
 
 
 class PagedAttention:
-    """Writes a layer's new KV into the pool and attends."""
+    """Writes one layer's new KV into the pool and attends."""
 
-    def __init__(self, config: ModelConfig, pool: KvPool) -> None:
-        self._pool, self._scale = pool, config.head_dim**-0.5
-        self._num_kv_heads, self._head_dim = config.num_kv_heads, config.head_dim
-        self._windows = config.sliding_windows
+    def __init__(self, layer: Attention, index: int, pool: KvPool, scratch: Scratch) -> None:
+        """scratch: may be shared with other layers, which run before or after this one."""
+        self._layer, self._scratch = layer, scratch
+        self._rows, self._slots = pool.rows[index], pool.slots[index]
         self._ops = attention_ops(pool.tensor.device.type)
-        self._scratch = Scratch()
 
-    def write(self, layer: int, k: Tensor, v: Tensor, batch: StepBatch) -> None:
+    def write(self, k: Tensor, v: Tensor, batch: StepBatch) -> None:
         """k, v: [num_rows, num_kv_heads, head_dim]."""
-        self._ops.write_kv(self._pool.slots[layer], batch.slots, batch.v_slots, k.flatten(1), v.flatten(1))
+        self._ops.write_kv(self._slots, batch.slots, batch.v_slots, k.flatten(1), v.flatten(1))
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: StepBatch) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: StepBatch) -> Tensor:
         """q: [num_rows, num_heads, head_dim]; k, v: as written. Returns: [num_rows, num_heads * head_dim]."""
-        rows_view, window = self._pool.rows[layer], self._windows[layer]
-        parts = []
+        layer, parts = self._layer, []
         for group in batch.groups:
             some = q[group.first : group.last]
-            mask = group.masks[window]
+            mask = group.masks[layer.window]
             parts.append(
                 self._ops.paged_decode(
-                    some, rows_view, group.rows, mask, self._num_kv_heads, self._scale, self._scratch
+                    some, self._rows, group.rows, mask, layer.num_kv_heads, layer.scale, self._scratch
                 )
             )
         for chunk in batch.chunks:
@@ -235,7 +237,7 @@ class PagedAttention:
             keys, values = k[span], v[span]
             if chunk.rows is not None:
                 keys, values = self._ops.gather_kv(
-                    rows_view, chunk.rows, chunk.num_kv_tokens, self._num_kv_heads, self._head_dim, self._scratch
+                    self._rows, chunk.rows, chunk.num_kv_tokens, layer.num_kv_heads, layer.head_dim, self._scratch
                 )
-            parts.append(self._ops.chunk_attention(q[span], keys, values, chunk.masks[window], self._scale))
+            parts.append(self._ops.chunk_attention(q[span], keys, values, chunk.masks[layer.window], layer.scale))
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)

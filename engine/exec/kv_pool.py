@@ -11,7 +11,7 @@ import xxhash
 from torch import Tensor
 
 from diptych.common.kv_format import KvFormat, full_format
-from diptych.engine.exec.model_config import ModelConfig
+from diptych.engine.exec.models.description import ModelDescription
 from diptych.engine.exec.native.library import choose_moves
 from diptych.engine.messages import BlockCopy, CopyKind, DeviceRange, Payload
 from diptych.engine.runner import CopyHandle
@@ -20,10 +20,10 @@ from diptych.kernels.native.api import HugePages
 from diptych.kernels.paged_attention import layer_rows, layer_slots
 
 
-def kv_format_of(config: ModelConfig, *, block_size: int, dtype: str = "float32") -> KvFormat:
+def kv_format_of(model: ModelDescription, *, block_size: int, dtype: str = "float32") -> KvFormat:
     """Of a model whose layers all keep every token: layers with a window read the last tokens of what the pool holds."""
     return full_format(
-        config.num_layers, config.num_kv_heads, config.head_dim, block_size=block_size, dtype=dtype, order="block-major"
+        model.num_layers, model.num_kv_heads, model.head_dim, block_size=block_size, dtype=dtype, order="block-major"
     )
 
 

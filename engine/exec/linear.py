@@ -11,10 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from diptych.engine.exec.methods.base import LinearMethod, LinearWeights, LoadedLinear
+from diptych.engine.exec.methods.plain import PlainWeights
+
 _PACK_FOR_ROWS = 32
 
 
-class Linear:
+class DenseLinear:
     """y = x @ weight.T + bias; x: [rows, in_features], weight: [out_features, in_features]."""
 
     __slots__ = ("weight", "bias")
@@ -57,9 +60,32 @@ class WideCpuLinear:
         return torch.addmm(self._bias, x, self._transposed)
 
 
-def make_linear(weight: Tensor, bias: Tensor | None = None) -> Linear | WideCpuLinear:
+class MethodLinear:
+    """A layer applied by its method's own reference."""
+
+    __slots__ = ("_method", "_weights")
+
+    def __init__(self, method: LinearMethod, weights: LinearWeights) -> None:
+        self._method, self._weights = method, weights
+
+    @property
+    def num_bytes(self) -> int:
+        return self._weights.num_bytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._method.apply(self._weights, x)
+
+
+def make_linear(weight: Tensor, bias: Tensor | None = None) -> DenseLinear | WideCpuLinear:
     wide = weight.shape[0] > weight.shape[1]
     fp32_cpu = weight.device.type == "cpu" and weight.dtype == torch.float32
     if wide and fp32_cpu and torch._C._has_mkldnn:
         return WideCpuLinear(weight, bias)
-    return Linear(weight, bias)
+    return DenseLinear(weight, bias)
+
+
+def keep_linear(method: LinearMethod, weights: LinearWeights) -> LoadedLinear:
+    """For torch and Triton. Weights of other methods than plain are applied by the method."""
+    if isinstance(weights, PlainWeights):
+        return make_linear(weights.weight, weights.bias)
+    return MethodLinear(method, weights)

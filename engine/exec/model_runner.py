@@ -11,23 +11,20 @@ import torch
 
 from diptych.common.errors import ConfigError, InternalError
 from diptych.common.kv_format import COMPUTE_DTYPES
-from diptych.engine.exec.attention import BatchBuilder, PagedAttention, StepBatch
+from diptych.engine.exec.backends.base import Layout
+from diptych.engine.exec.backends.registry import plan_for
+from diptych.engine.exec.checkpoint import Checkpoint
 from diptych.engine.exec.cuda.sizing import PoolBudget, out_of_memory, profile
+from diptych.engine.exec.decoder import Decoder
 from diptych.engine.exec.kv_pool import KvPool, kv_format_of
-from diptych.engine.exec.linear import make_linear
-from diptych.engine.exec.model_config import ModelConfig, eos_token_ids, parse_config
-from diptych.engine.exec.models.decoder import Decoder
-from diptych.engine.exec.native.batch import NativeBatch, NativeBatchBuilder
-from diptych.engine.exec.native.decoder import NativeDecoder
-from diptych.engine.exec.native.library import choose_library
-from diptych.engine.exec.native.weights import Packer
+from diptych.engine.exec.models.fields import eos_token_ids
+from diptych.engine.exec.models.registry import describe
 from diptych.engine.exec.sampling import draw_step, want_prompt_rows
-from diptych.engine.exec.weights import DecoderWeights, load_weights
+from diptych.engine.exec.weights import ModelWeights, load_weights
 from diptych.engine.messages import BlockCopy, Payload, ScheduledSeq, StepResult
 from diptych.engine.provenance import Provenance, note_step
 from diptych.engine.runner import CopyHandle, OutOfDeviceMemory, StepInFlight
-from diptych.kernels.dispatch import NATIVE, TORCH, TRITON, choose_backend
-from diptych.kernels.native.api import Library
+from diptych.kernels.dispatch import TRITON
 
 if TYPE_CHECKING:
     from diptych.engine.exec.cuda.backend import CudaBackend
@@ -59,23 +56,16 @@ def _device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _backend(device_type: str, wanted: str | None) -> str:
-    try:
-        return choose_backend(device_type, wanted)
-    except ValueError as error:
-        raise ConfigError("backend", wanted, str(error)) from None
-
-
 def _fused_backend(
-    config: ModelConfig, weights: DecoderWeights, pool: KvPool, max_model_len: int, graph_sizes: Sequence[int] | None
+    weights: ModelWeights, pool: KvPool, max_model_len: int, graph_sizes: Sequence[int] | None
 ) -> CudaBackend:
     # Here and not above: nothing on the CPU's path imports Triton.
     from diptych.engine.exec.cuda.backend import CudaBackend
 
     with torch.inference_mode():
         if graph_sizes is None:
-            return CudaBackend(config, weights, pool, max_model_len=max_model_len)
-        return CudaBackend(config, weights, pool, max_model_len=max_model_len, graph_sizes=graph_sizes)
+            return CudaBackend(weights, pool, max_model_len=max_model_len)
+        return CudaBackend(weights, pool, max_model_len=max_model_len, graph_sizes=graph_sizes)
 
 
 def _with_memory(step: Callable[[], _T]) -> _T:
@@ -123,57 +113,45 @@ class TorchModelRunner:
 
     def __init__(
         self,
-        config: ModelConfig,
-        weights: DecoderWeights,
+        weights: ModelWeights,
         *,
         eos_token_ids: tuple[int, ...],
         num_blocks: int,
         block_size: int,
         max_model_len: int,
         num_host_blocks: int = 0,
-        backend: str | None = None,
         graph_sizes: Sequence[int] | None = None,
-        library: Library | None = None,
     ) -> None:
-        """library: the compiled kernels that the weights are packed for; None: they are not packed."""
-        like = weights.embedding
-        self.config = config
+        like, description = weights.embedding, weights.description
+        self.description = description
+        self.backend = weights.plan.summary()
+        """Names of the back ends, with their blocks where there are several."""
         self.weight_sizes = weights.sizes()
         self.kv_dtype = str(like.dtype).removeprefix("torch.")
         self.pool = KvPool(
             num_blocks,
-            kv_format_of(config, block_size=block_size, dtype=self.kv_dtype),
+            kv_format_of(description, block_size=block_size, dtype=self.kv_dtype),
             device=like.device,
             num_host_blocks=num_host_blocks,
         )
         self.num_host_blocks = num_host_blocks
         self.num_blocks, self.block_size, self.max_model_len = num_blocks, block_size, max_model_len
         self.kv_bytes_per_token = self.pool.bytes_per_token
-        self.vocab_size = config.vocab_size
+        self.vocab_size = description.vocab_size
         self.eos_token_ids = eos_token_ids
-        self.backend = _backend(like.device.type, backend)
-        self.num_layers = config.num_layers
+        self.num_layers = description.num_layers
         self._provenance: Provenance | None = None
         self.on_launched: Callable[[], None] = lambda: None
-        self.steps_ahead = like.device.type == "cuda" and self.backend == TRITON
+        names = weights.plan.names
+        self.steps_ahead = like.device.type == "cuda" and names == (TRITON,)
         self.on_layers: Callable[[int], None] = lambda num_layers: None
-        self.tells_layers = self.backend != TRITON
+        self.tells_layers = TRITON not in names
         self._fused: CudaBackend | None = None
-        if self.backend == TRITON:
-            self._fused = _fused_backend(config, weights, self.pool, max_model_len, graph_sizes)
+        if names == (TRITON,):
+            self._fused = _fused_backend(weights, self.pool, max_model_len, graph_sizes)
             self.pool.mover = self._fused.mover
-            return
-        self._decoder: Decoder | NativeDecoder
-        if library is not None:
-            self.backend = NATIVE
-            self._decoder = NativeDecoder(library, config, weights, self.pool, max_model_len=max_model_len)
-            rows = library.tile_rows(config.num_heads // config.num_kv_heads)
-            self._native_batches = NativeBatchBuilder(self.pool, tile_rows=rows, max_model_len=max_model_len)
-            return
-        self.backend = TORCH
-        self._batches = BatchBuilder(config, self.pool, max_model_len=max_model_len)
-        attention = PagedAttention(config, self.pool)
-        self._decoder = Decoder(config, weights, attention, max_model_len=max_model_len)
+        else:
+            self._decoder = Decoder(weights, self.pool, max_model_len=max_model_len)
 
     @classmethod
     def load(
@@ -218,32 +196,28 @@ class TorchModelRunner:
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         raw = _read_json(folder / "config.json")
-        config = parse_config(raw)
+        description = describe(raw)
         generation = folder / "generation_config.json"
         eos = eos_token_ids(raw, _read_json(generation) if generation.exists() else None)
-        length = config.max_position if max_model_len is None else max_model_len
-        if not 1 <= length <= config.max_position:
-            raise ConfigError("max_model_len", length, f"must be between 1 and the model's {config.max_position}")
-        native = _backend(device, backend) == NATIVE
-        library = choose_library(config, DTYPES[dtype], wanted=backend) if native else None
-        linear = make_linear if library is None else Packer(library)
+        length = description.max_position if max_model_len is None else max_model_len
+        if not 1 <= length <= description.max_position:
+            raise ConfigError("max_model_len", length, f"must be between 1 and the model's {description.max_position}")
+        plan = plan_for(description, device_type=device, dtype=DTYPES[dtype], wanted=backend)
         try:
-            weights = load_weights(folder, config, dtype=DTYPES[dtype], device=_device(device), make=linear)
+            with Checkpoint(folder, dtype=DTYPES[dtype], device=_device(device)) as source:
+                weights = load_weights(source, plan)
         except torch.OutOfMemoryError as error:
             raise out_of_memory("model", str(folder), f"the weights in {dtype}", error) from None
 
         def make(blocks: int, host_blocks: int = 0) -> TorchModelRunner:
             return cls(
-                config,
                 weights,
                 eos_token_ids=eos,
                 num_blocks=blocks,
                 block_size=block_size,
                 max_model_len=length,
                 num_host_blocks=host_blocks,
-                backend=backend,
                 graph_sizes=graph_sizes,
-                library=library,
             )
 
         if budget is not None:
@@ -261,18 +235,9 @@ class TorchModelRunner:
             return result
         if self._fused is not None:
             return self._execute_fused(self._fused, seqs, should_abort, result)
-        batch: NativeBatch | StepBatch
-        if isinstance(self._decoder, NativeDecoder):
-            batch = self._native_batches.build(seqs)
-            prompt_rows = want_prompt_rows(seqs, batch)
-            logits = self._decoder.forward(batch, should_abort, self.on_layers)
-        else:
-            batch = self._batches.build(seqs)
-            prompt_rows = want_prompt_rows(seqs, batch)
-            fresh = self._batches.fresh_tail_blocks(seqs)
-            if fresh is not None:
-                self.pool.clear(fresh)
-            logits = self._decoder.forward(batch, should_abort, self.on_layers)
+        batch = self._decoder.lay_out(seqs)
+        prompt_rows = want_prompt_rows(seqs, batch)
+        logits = self._decoder.forward(batch, should_abort, self.on_layers)
         self._note(seqs, batch, result)
         if logits is None:
             return result
@@ -309,9 +274,7 @@ class TorchModelRunner:
 
         return _with_memory(step)
 
-    def _note(
-        self, seqs: Sequence[ScheduledSeq], batch: NativeBatch | StepBatch | CudaBatch, result: StepResult
-    ) -> None:
+    def _note(self, seqs: Sequence[ScheduledSeq], batch: Layout | CudaBatch, result: StepResult) -> None:
         """See engine.provenance."""
         if self._provenance is None:
             if not any(seq.vouch for seq in seqs):

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from diptych.engine.exec.model_config import RopeConfig
+from diptych.engine.exec.layers.rope import Rope
 
 
-def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
+def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
     """[head_dim / 2] float32. llama3: wavelengths beyond the trained context are slowed by `factor`, short ones kept,
     those between blended (as in transformers' modeling_rope_utils)."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float) / head_dim
@@ -31,7 +32,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def rope_tables(
-    rope: RopeConfig, head_dim: int, num_positions: int, *, dtype: torch.dtype, device: torch.device
+    rope: Rope, head_dim: int, num_positions: int, *, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines, each [num_positions, 1, head_dim / 2]: angles in fp32, then the model's dtype."""
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float), inverse_frequencies(rope, head_dim))[:, None]
@@ -46,3 +47,14 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     torch.mul(left, cos, out=out[..., :half]).addcmul_(right, sin, value=-1)
     torch.mul(right, cos, out=out[..., half:]).addcmul_(left, sin)
     return out
+
+
+def table_of_each(
+    ropes: Sequence[Rope], head_dim: int, num_positions: int, *, dtype: torch.dtype, device: torch.device
+) -> list[tuple[Tensor, Tensor]]:
+    """rope_tables for each layer's rope; layers with the same one share theirs."""
+    made: dict[Rope, tuple[Tensor, Tensor]] = {}
+    for rope in ropes:
+        if rope not in made:
+            made[rope] = rope_tables(rope, head_dim, num_positions, dtype=dtype, device=device)
+    return [made[rope] for rope in ropes]

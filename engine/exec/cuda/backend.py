@@ -9,25 +9,20 @@ from torch import Tensor
 
 from diptych.common.errors import InternalError
 from diptych.common.sampling import SamplingParams
-from diptych.engine.exec.cuda.batch import CudaBatch, StepTensors, lay_out
-from diptych.engine.exec.cuda.block_tables import NUM_ROWS, BlockTables
+from diptych.engine.exec.backends.base import Hooks
+from diptych.engine.exec.cuda.batch import CudaBatch
+from diptych.engine.exec.cuda.block_tables import NUM_ROWS
 from diptych.engine.exec.cuda.blocks import BlockMover
-from diptych.engine.exec.cuda.decoder import CudaDecoder
 from diptych.engine.exec.cuda.draw import DeviceDraw, DeviceStep, is_plain, is_single
 from diptych.engine.exec.cuda.graphs import GRAPH_SIZES, DecodeGraphs
-from diptych.engine.exec.cuda.upload import Upload
+from diptych.engine.exec.cuda.runtime import CudaRuntime
 from diptych.engine.exec.kv_pool import KvPool
-from diptych.engine.exec.model_config import ModelConfig
 from diptych.engine.exec.sampling import draw_step
-from diptych.engine.exec.weights import DecoderWeights
+from diptych.engine.exec.weights import ModelWeights
 from diptych.engine.messages import DeviceRange, ScheduledSeq, StepResult
 from diptych.engine.runner import StepAborted
 from diptych.kernels.kv_pack import pool_bytes
-from diptych.kernels.triton_decode import choose_splits
-from diptych.kernels.triton_prefill import prefill_tiles
 from diptych.kernels.triton_sample import feed_ids
-
-PROGRAMS_PER_MULTIPROCESSOR = 4
 
 
 class CudaBackend:
@@ -39,32 +34,26 @@ class CudaBackend:
 
     def __init__(
         self,
-        config: ModelConfig,
-        weights: DecoderWeights,
+        weights: ModelWeights,
         pool: KvPool,
         *,
         max_model_len: int,
         graph_sizes: Sequence[int] = GRAPH_SIZES,
     ) -> None:
         device = weights.embedding.device
-        self._pool, self._num_kv_heads, self._max_model_len = pool, config.num_kv_heads, max_model_len
-        self._tables = BlockTables(-(-max_model_len // pool.block_size), pool.num_blocks, device)
-        self._decoder = CudaDecoder(config, weights, pool, self._tables.tensor, max_model_len=max_model_len)
-        self._upload, self._draw = Upload(device), DeviceDraw(device, NUM_ROWS)
+        self._pool, self._runtime = pool, CudaRuntime(weights, pool, max_model_len)
+        self._upload, self._draw = self._runtime.upload, DeviceDraw(device, NUM_ROWS)
         self.mover = BlockMover(pool_bytes(pool.tensor))
-        self._num_programs = 8
         self._graphs: DecodeGraphs | None = None
         if device.type == "cuda":
-            count = torch.cuda.get_device_properties(device).multi_processor_count
-            self._num_programs = PROGRAMS_PER_MULTIPROCESSOR * count
-            self._warm_up(config.vocab_size, max_model_len)
+            self._warm_up(weights.description.vocab_size, max_model_len)
             if graph_sizes:
                 self._graphs = DecodeGraphs(
-                    self._decoder,
+                    self._runtime.decoder,
                     device,
                     self._draw.drawn,
-                    num_kv_heads=config.num_kv_heads,
-                    num_programs=self._num_programs,
+                    num_kv_heads=weights.description.num_kv_heads,
+                    num_programs=self._runtime.num_programs,
                     sizes=graph_sizes,
                 )
             pool.tensor.zero_()
@@ -99,7 +88,7 @@ class CudaBackend:
 
     def build(self, seqs: Sequence[ScheduledSeq]) -> CudaBatch:
         """Raises: InternalError when a sequence breaks the scheduler's promises."""
-        return lay_out(seqs, self._pool.block_size, self._max_model_len)
+        return self._runtime.build(seqs)
 
     def execute(
         self, seqs: Sequence[ScheduledSeq], batch: CudaBatch, should_abort: Callable[[], bool] | None
@@ -142,10 +131,7 @@ class CudaBackend:
         should_abort: Callable[[], bool] | None,
         sources: Sequence[int],
     ) -> Tensor | None:
-        ordered = [seqs[i] for i in batch.order]
-        block_size = self._pool.block_size
-        blocks = [-(-(seq.start + len(seq.token_ids)) // block_size) for seq in ordered]
-        rows = self._tables.rows(ordered, blocks)
+        rows = self._runtime.table_rows(seqs, batch)
         graphs = self._graphs
         if graphs is not None and not batch.counts and len(rows) <= graphs.max_rows:
             logits = graphs.replay(batch, rows, sources)
@@ -155,44 +141,12 @@ class CudaBackend:
             if not batch.sample_rows:
                 return None
             return logits.index_select(0, self._upload.send((batch.sample_rows,))[0])
-        out = self._decoder.forward(self._send(batch, rows, sources), should_abort, want_logits=bool(batch.sample_rows))
+        step, fed = self._runtime.send(batch, rows, sources)
+        if sources:
+            feed_ids(step.token_ids, fed, self._draw.drawn)
+        out = self._runtime.decoder.forward(step, Hooks(should_abort), want_logits=bool(batch.sample_rows))
         self.mover.launch_pulls()
         return out
-
-    def _send(self, batch: CudaBatch, rows: Sequence[int], sources: Sequence[int]) -> StepTensors:
-        count = batch.num_decode
-        chunks: list[int] = []
-        first = count
-        for new, start, row in zip(batch.counts, batch.starts, rows[count:], strict=True):
-            chunks += (first, new, start, row)
-            first += new
-        tiles = prefill_tiles(batch.counts, batch.starts, self._decoder.group, self._decoder.tile_rows)
-        ids, positions, slots, lens, decode_rows, chunk_words, tile_words, sample_rows, fed = self._upload.send(
-            (
-                batch.token_ids,
-                batch.positions,
-                batch.slots,
-                [p + 1 for p in batch.positions[:count]],
-                rows[:count],
-                chunks,
-                tiles,
-                batch.sample_rows,
-                sources,
-            )
-        )
-        if sources:
-            feed_ids(ids, fed, self._draw.drawn)
-        return StepTensors(
-            token_ids=ids,
-            positions=positions,
-            slots=slots,
-            decode_lens=lens,
-            decode_rows=decode_rows,
-            chunks=chunk_words.view(-1, 4) if chunks else None,
-            tiles=tile_words.view(-1, 2) if chunks else None,
-            sample_rows=None if batch.all_rows_sampled else sample_rows,
-            splits=choose_splits(max(1, count), self._num_kv_heads, self._num_programs),
-        )
 
     def draw(
         self,

@@ -1,19 +1,20 @@
-"""The decoder of the Llama family over fused kernels. No sync and no host decision inside: graphs capture it as it is."""
+"""Blocks over Triton kernels, fused across layers. No sync and no host decision inside: graphs capture a step as it is."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding
 
+from diptych.engine.exec.backends.base import Hooks, Segment
 from diptych.engine.exec.cuda.batch import StepTensors
+from diptych.engine.exec.ends import cap, embed
 from diptych.engine.exec.kv_pool import KvPool
-from diptych.engine.exec.linear import Linear
-from diptych.engine.exec.model_config import ModelConfig
-from diptych.engine.exec.rope import rope_tables
-from diptych.engine.exec.weights import AnyLinear, DecoderWeights
+from diptych.engine.exec.layers.block import DecoderBlock
+from diptych.engine.exec.linear import DenseLinear
+from diptych.engine.exec.methods.base import LoadedLinear
+from diptych.engine.exec.norm import RmsNorm
+from diptych.engine.exec.rope import table_of_each
+from diptych.engine.exec.weights import BlockWeights, ModelWeights
 from diptych.engine.runner import StepAborted
 from diptych.kernels.triton_decode import paged_decode
 from diptych.kernels.triton_matmul import MAX_ROWS, MatmulShape, choose_shape, small_matmul
@@ -28,77 +29,108 @@ PROJECTIONS: tuple[str, ...] = ("qkv", "o", "gate_up", "down")
 class CudaDecoder:
     """Holds weights and rope tables; KV lives in the pool."""
 
-    def __init__(
-        self, config: ModelConfig, weights: DecoderWeights, pool: KvPool, block_tables: Tensor, *, max_model_len: int
-    ) -> None:
-        self._config, self._weights = config, weights
-        self._layers = [pool.tensor[:, layer] for layer in range(config.num_layers)]
-        self._tables, self._scale = block_tables, config.head_dim**-0.5
-        like = weights.embedding
-        self.group = config.num_heads // config.num_kv_heads
-        self.tile_rows = prefill_rows(config.head_dim, like.element_size(), self.group)
+    def __init__(self, weights: ModelWeights, pool: KvPool, block_tables: Tensor, *, max_model_len: int) -> None:
+        self._weights, self._description = weights, weights.description
+        attentions = [block.attention for block in self._description.blocks]
+        self._layers = [pool.tensor[:, layer] for layer in range(len(attentions))]
+        self._tables = block_tables
+        like, first = weights.embedding, attentions[0]
+        self.group = first.num_heads // first.num_kv_heads
+        self.tile_rows = prefill_rows(first.head_dim, like.element_size(), self.group)
         # fp32 whatever the model's dtype: the kernel rotates in fp32.
-        cos, sin = rope_tables(config.rope, config.head_dim, max_model_len, dtype=torch.float32, device=like.device)
-        self._cos, self._sin = cos[:, 0].contiguous(), sin[:, 0].contiguous()
+        turns = table_of_each(
+            [attention.rope for attention in attentions],
+            first.head_dim,
+            max_model_len,
+            dtype=torch.float32,
+            device=like.device,
+        )
+        self._turns = [(cos[:, 0].contiguous(), sin[:, 0].contiguous()) for cos, sin in turns]
+        total = len(attentions)
+        self._whole = Segment(0, total, True, True, total)
 
     def forward(
-        self, step: StepTensors, should_abort: Callable[[], bool] | None, *, want_logits: bool
+        self,
+        step: StepTensors,
+        hooks: Hooks,
+        *,
+        want_logits: bool,
+        segment: Segment | None = None,
+        x: Tensor | None = None,
     ) -> Tensor | None:
         """Compute the step's tokens and store their KV.
 
-        Returns: logits of step.sample_rows, [num_samples, vocab_size] in the model's dtype; None if they are not wanted.
+        Args:
+            segment, x: see Runtime.run; None: the whole model.
+            hooks: on_layers is not called: what was launched is not computed yet.
+        Returns: what comes out of the segment; behind the last layer of step.sample_rows alone, or None if no logits are
+            wanted.
         Raises: StepAborted when should_abort() turned true between two layers.
         """
-        weights, eps = self._weights, self._config.rms_norm_eps
-        residual = embedding(step.token_ids, weights.embedding)
-        x = rms_norm(residual, weights.layers[0].input_norm.weight, eps)
-        last = len(weights.layers) - 1
-        for index, layer in enumerate(weights.layers):
-            if should_abort is not None and should_abort():
+        description, weights = self._description, self._weights
+        segment = segment or self._whole
+        residual = embed(step.token_ids, weights.embedding, description.embedding) if x is None else x
+        if segment.first == segment.last:
+            return self._head(_norm(residual, weights.norm)) if segment.head else residual
+        x = _norm(residual, weights.blocks[segment.first].attention_norm)
+        last = description.num_layers - 1
+        for index in range(segment.first, segment.last):
+            layer, block = weights.blocks[index], description.blocks[index]
+            if hooks.should_abort is not None and hooks.should_abort():
                 raise StepAborted
-            qkv = self._linear("qkv", layer.qkv, x)
-            q = rope_write(
-                qkv,
-                self._layers[index],
-                self._cos,
-                self._sin,
-                step.positions,
-                step.slots,
-                num_q_heads=self._config.num_heads,
-                q_norm=None if layer.q_norm is None else layer.q_norm.weight,
-                k_norm=None if layer.k_norm is None else layer.k_norm.weight,
-                eps=eps,
-            )
+            q = self._project(index, layer, block, x, step)
             if index == last and not want_logits:
                 return None
             attended = self._attend(index, q, step).flatten(1)
             if index == last and step.sample_rows is not None:
                 # Behind the last attention only the rows whose logits are wanted matter, in the order wanted.
                 attended, residual = (t.index_select(0, step.sample_rows) for t in (attended, residual))
-            o = self._linear("o", layer.o, attended)
-            x = rms_norm(o, layer.post_norm.weight, eps, residual)
-            after = weights.norm if index == last else weights.layers[index + 1].input_norm
-            down = self._linear("down", layer.down, self._gate_up(layer.gate_up, x))
-            x = rms_norm(down, after.weight, eps, residual)
-        return self._linear("lm_head", weights.lm_head, x)
+            out = self._linear("o", layer.o, attended)
+            x = _added(out, layer.attention_output_norm, layer.mlp_norm, residual)
+            out = self._linear("down", layer.down, self._gate_up(block, layer.gate_up, x))
+            if index + 1 < segment.last:
+                after = weights.blocks[index + 1].attention_norm
+            else:  # who comes after the segment norms for itself
+                after = weights.norm
+            x = _added(out, layer.mlp_output_norm, after, residual)
+        return self._head(x) if segment.head else residual
 
-    def _linear(self, name: str, layer: AnyLinear, x: Tensor) -> Tensor:
+    def _head(self, x: Tensor) -> Tensor:
+        return cap(self._linear("lm_head", self._weights.lm_head, x), self._description.head.softcap)
+
+    def _project(self, index: int, layer: BlockWeights, block: DecoderBlock, x: Tensor, step: StepTensors) -> Tensor:
+        """Stores K and V. Returns: the queries, rotated."""
+        cos, sin = self._turns[index]
+        return rope_write(
+            self._linear("qkv", layer.qkv, x),
+            self._layers[index],
+            cos,
+            sin,
+            step.positions,
+            step.slots,
+            num_q_heads=block.attention.num_heads,
+            q_norm=None if layer.q_norm is None else layer.q_norm.weight,
+            k_norm=None if layer.k_norm is None else layer.k_norm.weight,
+            eps=layer.attention_norm.eps if layer.q_norm is None else layer.q_norm.eps,
+        )
+
+    def _linear(self, name: str, layer: LoadedLinear, x: Tensor) -> Tensor:
         """Returns: [rows, columns]; of qkv, o and down maybe [splits, rows, columns], see small_matmul."""
         shape = self._shape(name, layer, x)
-        if shape is not None and isinstance(layer, Linear):
+        if shape is not None and isinstance(layer, DenseLinear):
             return small_matmul(x, layer.weight, shape=shape)
         return layer(x)
 
-    def _gate_up(self, layer: AnyLinear, x: Tensor) -> Tensor:
-        activation = self._config.activation
+    def _gate_up(self, block: DecoderBlock, layer: LoadedLinear, x: Tensor) -> Tensor:
+        activation = block.mlp.activation
         shape = self._shape("gate_up", layer, x) if activation == "silu" else None
-        if shape is not None and isinstance(layer, Linear):
+        if shape is not None and isinstance(layer, DenseLinear):
             return small_matmul(x, layer.weight, silu=True, shape=shape)
         return gate_mul(layer(x), activation)
 
-    def _shape(self, name: str, layer: AnyLinear, x: Tensor) -> MatmulShape | None:
+    def _shape(self, name: str, layer: LoadedLinear, x: Tensor) -> MatmulShape | None:
         """How our kernel is cut for this projection; None: cuBLAS takes it."""
-        if not isinstance(layer, Linear) or layer.bias is not None or x.dtype == torch.float32:
+        if not isinstance(layer, DenseLinear) or layer.bias is not None or x.dtype == torch.float32:
             return None
         if name not in PROJECTIONS or x.shape[0] > MAX_ROWS:
             return None
@@ -107,7 +139,7 @@ class CudaDecoder:
         return choose_shape(x.shape[0], columns // 2 if silu else columns, size, silu=silu)
 
     def _attend(self, index: int, q: Tensor, step: StepTensors) -> Tensor:
-        kv, window = self._layers[index], self._config.sliding_windows[index]
+        kv, attention = self._layers[index], self._description.blocks[index].attention
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         num_decode = step.decode_lens.shape[0]
         if num_decode:
@@ -117,8 +149,8 @@ class CudaDecoder:
                 self._tables,
                 step.decode_rows,
                 step.decode_lens,
-                scale=self._scale,
-                window=window,
+                scale=attention.scale,
+                window=attention.window,
                 splits=step.splits,
                 out=out[:num_decode],
             )
@@ -129,9 +161,20 @@ class CudaDecoder:
                 self._tables,
                 step.chunks,
                 step.tiles,
-                scale=self._scale,
-                window=window,
+                scale=attention.scale,
+                window=attention.window,
                 rows=self.tile_rows,
                 out=out,
             )
         return out
+
+
+def _norm(x: Tensor, norm: RmsNorm, residual: Tensor | None = None) -> Tensor:
+    return rms_norm(x, norm.weight, norm.eps, residual)
+
+
+def _added(out: Tensor, output_norm: RmsNorm | None, after: RmsNorm, residual: Tensor) -> Tensor:
+    """residual += output_norm(out). Returns: after(residual), in the same kernel."""
+    if output_norm is not None:
+        out = _norm(out, output_norm)
+    return _norm(out, after, residual)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from diptych.engine.exec.backends.base import Hooks
 from diptych.engine.exec.cuda.batch import CudaBatch, StepTensors
 from diptych.engine.exec.cuda.decoder import CudaDecoder
 from diptych.engine.exec.cuda.upload import ALIGN, Upload
@@ -47,12 +48,12 @@ class DecodeGraphs:
         for size in reversed(self._sizes):  # the largest first: the others then fit into its memory
             step, sources = self._step(size, choose_splits(size, num_kv_heads, num_programs))
             feed_ids(step.token_ids, sources, drawn)
-            decoder.forward(step, None, want_logits=True)  # compiles kernels, and lets cuBLAS choose its own
+            decoder.forward(step, Hooks(), want_logits=True)  # compiles kernels, and lets cuBLAS choose its own
             torch.cuda.synchronize(device)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
                 feed_ids(step.token_ids, sources, drawn)
-                logits = decoder.forward(step, None, want_logits=True)
+                logits = decoder.forward(step, Hooks(), want_logits=True)
             if logits is None:
                 raise AssertionError("a decode step has logits")
             self._graphs[size] = (graph, logits)

@@ -1,22 +1,26 @@
-"""The decoder on the compiled kernels: a step is a handful of calls, each of one layer or several."""
+"""Blocks on the compiled kernels: a step is a handful of calls, each of one layer or several."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding
 
+from diptych.engine.exec.backends.base import Hooks, Segment
+from diptych.engine.exec.ends import embed
 from diptych.engine.exec.kv_pool import KvPool
-from diptych.engine.exec.model_config import ModelConfig
-from diptych.engine.exec.native.batch import NativeBatch
+from diptych.engine.exec.layers.block import DecoderBlock
+from diptych.engine.exec.methods.base import LoadedLinear
+from diptych.engine.exec.native.batch import NativeBatch, NativeBatchBuilder
 from diptych.engine.exec.native.weights import PackedLinear
 from diptych.engine.exec.norm import RmsNorm
-from diptych.engine.exec.rope import rope_tables
-from diptych.engine.exec.weights import DecoderWeights
+from diptych.engine.exec.rope import table_of_each
+from diptych.engine.exec.weights import BlockWeights, ModelWeights
+from diptych.engine.messages import ScheduledSeq
 from diptych.engine.runner import StepAborted
+from diptych.kernels.dispatch import NATIVE
 from diptych.kernels.native.api import ACTIVATIONS, Group, Layer, Library, Model, Step
 
 _ROW_LAYERS = 128
@@ -27,91 +31,91 @@ _SCORES = 96 << 10
 """Scores of the queries that go through a chunk's tokens together: they stay in the second-level cache."""
 
 
-def _at(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+class NativeRuntime:
+    """Implements backends.base.Runtime. Holds rope tables; KV lives in the pool."""
 
-
-class NativeDecoder:
-    """Holds weights and rope tables; KV lives in the pool."""
-
-    def __init__(
-        self, library: Library, config: ModelConfig, weights: DecoderWeights, pool: KvPool, *, max_model_len: int
-    ) -> None:
-        self._library, self._config, self._weights = library, config, weights
-        device = torch.device("cpu")
-        cosines, sines = rope_tables(config.rope, config.head_dim, max_model_len, dtype=torch.float32, device=device)
-        self._kept = (cosines.contiguous(), sines.contiguous(), pool.tensor)
+    def __init__(self, library: Library, weights: ModelWeights, pool: KvPool, max_model_len: int) -> None:
+        self._library, self._weights = library, weights
+        self._description = description = weights.description
+        owned = [i for i, owner in enumerate(weights.plan.block_owners) if owner.name == NATIVE]
+        first = description.blocks[owned[0]]
+        attention, device = first.attention, torch.device("cpu")
+        tile_rows = library.tile_rows(attention.num_heads // attention.num_kv_heads)
+        self._batches = NativeBatchBuilder(pool, tile_rows=tile_rows, max_model_len=max_model_len)
+        tables = table_of_each(
+            [block.attention.rope for block in description.blocks],
+            attention.head_dim,
+            max_model_len,
+            dtype=torch.float32,
+            device=device,
+        )
+        self._kept = (pool.tensor, [(cosines.contiguous(), sines.contiguous()) for cosines, sines in tables])
+        layers = (Layer * description.num_layers)()
+        for i in owned:
+            layers[i] = _layer(weights.blocks[i], description.blocks[i], pool.tensor, i, *self._kept[1][i])
         self._model = Model(
-            layers=(Layer * config.num_layers)(*(self._layer(i, pool) for i in range(config.num_layers))),
-            hidden=config.hidden_size,
-            ffn=config.intermediate_size,
-            heads=config.num_heads,
-            kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
+            layers=layers,
+            hidden=description.hidden_size,
+            ffn=first.mlp.size,
+            heads=attention.num_heads,
+            kv_heads=attention.num_kv_heads,
+            head_dim=attention.head_dim,
             block_size=pool.block_size,
-            eps=config.rms_norm_eps,
+            eps=first.attention_norm.eps,
         )
-        self._buffers = _Buffers(config, library)
+        self._buffers = _Buffers(first, library)
 
-    def _layer(self, index: int, pool: KvPool) -> Layer:
-        config, layer = self._config, self._weights.layers[index]
-        (qkv, qkv_bias), (o, o_bias) = _packed(layer.qkv), _packed(layer.o)
-        (gate_up, gate_up_bias), (down, down_bias) = _packed(layer.gate_up), _packed(layer.down)
-        return Layer(
-            input_norm=_weight(layer.input_norm),
-            qkv=qkv,
-            qkv_bias=qkv_bias,
-            q_norm=_weight(layer.q_norm),
-            k_norm=_weight(layer.k_norm),
-            o=o,
-            o_bias=o_bias,
-            pre_feedforward_norm=_weight(layer.post_norm),
-            gate_up=gate_up,
-            gate_up_bias=gate_up_bias,
-            down=down,
-            down_bias=down_bias,
-            cosines=self._kept[0].data_ptr(),
-            sines=self._kept[1].data_ptr(),
-            kv=pool.tensor[:, index].data_ptr(),
-            block_step=pool.tensor.stride(0),
-            window=config.sliding_windows[index] or 0,
-            activation=ACTIVATIONS[config.activation],
-            scale=config.head_dim**-0.5,
-        )
+    def lay_out(self, seqs: Sequence[ScheduledSeq]) -> NativeBatch:
+        """See Runtime.lay_out."""
+        return self._batches.build(seqs)
 
-    def forward(
-        self,
-        batch: NativeBatch,
-        should_abort: Callable[[], bool] | None,
-        on_layers: Callable[[int], None] | None = None,
-    ) -> Tensor | None:
-        """See models.decoder.Decoder.forward."""
-        x = embedding(torch.from_numpy(batch.token_ids), self._weights.embedding)
-        step = self._buffers.step(x, batch)
-        model, library = ctypes.byref(self._model), self._library
-        last = self._config.num_layers - 1
+    def begin(self, batch: NativeBatch) -> None:
+        """Nothing: no slot is read that the sequence does not own."""
+
+    def run(self, x: Tensor | None, batch: NativeBatch, segment: Segment, hooks: Hooks) -> Tensor | None:
+        """See Runtime.run."""
+        description, weights, library = self._description, self._weights, self._library
+        if x is None:
+            x = embed(torch.from_numpy(batch.token_ids), weights.embedding, description.embedding)
+        if segment.first < segment.last:
+            x = self._layers(x.contiguous(), batch, segment, hooks)
+            if x is None:
+                return None
+        if segment.head:
+            norm = weights.norm
+            logits = weights.lm_head(library.norm(x, norm.scale, norm.eps))
+            if description.head.softcap is not None:
+                library.softcap(logits, description.head.softcap)
+            return logits
+        return x
+
+    def _layers(self, x: Tensor, batch: NativeBatch, segment: Segment, hooks: Hooks) -> Tensor | None:
+        should_abort, on_layers, library = hooks.should_abort, hooks.on_layers, self._library
+        step, model = self._buffers.step(x, batch), ctypes.byref(self._model)
         # Behind the last attention only the rows whose logits are wanted matter.
-        whole = batch.decode_only and batch.sample_rows == list(range(len(batch.token_ids)))
-        end = last + 1 if whole else last
+        whole = not segment.has_last_layer or (
+            batch.decode_only and batch.sample_rows == list(range(len(batch.token_ids)))
+        )
+        end = segment.last if whole else segment.last - 1
         stride = max(1, _ROW_LAYERS // x.shape[0]) if batch.decode_only else 1
-        for first in range(0, end, stride):
+        for first in range(segment.first, end, stride):
             _give_up(should_abort)
             if first and on_layers is not None:
                 on_layers(first)
             library.layers(model, ctypes.byref(step), first, min(end, first + stride))
-        if not whole:
-            _give_up(should_abort)
-            if last and on_layers is not None:
-                on_layers(last)
-            library.attention_part(model, ctypes.byref(step), last)
-            if not batch.sample_rows:
-                return None
-            rows = torch.tensor(batch.sample_rows)
-            x, attended = x[rows], self._buffers.attended(batch)[rows]
-            step.x, step.attended, step.rows = x.data_ptr(), attended.data_ptr(), len(rows)
-            library.feed_part(model, ctypes.byref(step), last)
-        norm = self._weights.norm
-        return self._weights.lm_head(library.norm(x, norm.weight, norm.eps))
+        if whole:
+            return x
+        _give_up(should_abort)
+        if end and on_layers is not None:
+            on_layers(end)
+        library.attention_part(model, ctypes.byref(step), end)
+        if not batch.sample_rows:
+            return None
+        rows = torch.tensor(batch.sample_rows)
+        x, attended = x[rows], self._buffers.attended(batch)[rows]
+        step.x, step.attended, step.rows = x.data_ptr(), attended.data_ptr(), len(rows)
+        library.feed_part(model, ctypes.byref(step), end)
+        return x
 
 
 def _give_up(should_abort: Callable[[], bool] | None) -> None:
@@ -119,30 +123,63 @@ def _give_up(should_abort: Callable[[], bool] | None) -> None:
         raise StepAborted
 
 
-def _packed(linear: object) -> tuple[int, int | None]:
-    if not isinstance(linear, PackedLinear):
-        raise TypeError(f"{type(linear).__name__} is not packed")
-    return linear.packed.data_ptr(), _at(linear.bias)
+def _layer(
+    weights: BlockWeights, block: DecoderBlock, pool: Tensor, index: int, cosines: Tensor, sines: Tensor
+) -> Layer:
+    """index: of the layer in the pool."""
 
+    def packed(linear: LoadedLinear) -> tuple[int, int | None]:
+        if not isinstance(linear, PackedLinear):
+            raise TypeError(f"{type(linear).__name__} is not packed")
+        return linear.packed.data_ptr(), None if linear.bias is None else linear.bias.data_ptr()
 
-def _weight(norm: RmsNorm | None) -> int | None:
-    return None if norm is None else norm.weight.data_ptr()
+    def scale(norm: RmsNorm | None) -> int | None:
+        return None if norm is None else norm.scale.data_ptr()
+
+    (qkv, qkv_bias), (o, o_bias) = packed(weights.qkv), packed(weights.o)
+    (gate_up, gate_up_bias), (down, down_bias) = packed(weights.gate_up), packed(weights.down)
+    attention = block.attention
+    return Layer(
+        input_norm=scale(weights.attention_norm),
+        qkv=qkv,
+        qkv_bias=qkv_bias,
+        q_norm=scale(weights.q_norm),
+        k_norm=scale(weights.k_norm),
+        o=o,
+        o_bias=o_bias,
+        post_attention_norm=scale(weights.attention_output_norm),
+        pre_feedforward_norm=scale(weights.mlp_norm),
+        gate_up=gate_up,
+        gate_up_bias=gate_up_bias,
+        down=down,
+        down_bias=down_bias,
+        post_feedforward_norm=scale(weights.mlp_output_norm),
+        cosines=cosines.data_ptr(),
+        sines=sines.data_ptr(),
+        kv=pool[:, index].data_ptr(),
+        block_step=pool.stride(0),
+        window=attention.window or 0,
+        activation=ACTIVATIONS[block.mlp.activation],
+        scale=attention.scale,
+        softcap=attention.softcap or 0.0,
+    )
 
 
 class _Buffers:
     """What a step computes into; it grows to the largest step and is then used again: fresh memory costs a page fault a
     page."""
 
-    def __init__(self, config: ModelConfig, library: Library) -> None:
+    def __init__(self, block: DecoderBlock, library: Library) -> None:
         self._tile = library.tile
+        attention, mlp = block.attention, block.mlp
         self._widths = {
-            "normed": config.hidden_size,
-            "qkv": config.q_size + 2 * config.kv_size,
-            "attended": config.q_size,
-            "gate": config.intermediate_size,
-            "up": config.intermediate_size,
+            "normed": attention.qkv.inputs,
+            "qkv": attention.qkv.outputs,
+            "attended": attention.q_size,
+            "gate": mlp.size,
+            "up": mlp.size,
         }
-        self._q_size = config.q_size
+        self._q_size = attention.q_size
         self._tensors: dict[str, Tensor] = {}
         self._scores = torch.empty(0)
 

@@ -28,7 +28,7 @@ class PackedLinear:
 
 
 class Packer:
-    """Makes the linear layers of one model: see weights.load_weights."""
+    """Makes the linear layers of one model."""
 
     def __init__(self, library: Library) -> None:
         self._library, self._memory = library, HugePages()

@@ -8,7 +8,7 @@ import pytest
 from diptych.bench.engine.floors import Ceilings, Floor
 from diptych.bench.engine.report import best_of, make_row, merge, read_rows, table
 from diptych.bench.engine.vs_transformers import Outcome, main, parse, ragged_prompts
-from diptych.engine.exec.model_config import parse_config
+from diptych.engine.exec.models.registry import describe
 
 
 def test_row_and_table():
@@ -31,7 +31,7 @@ def test_rounds_of_two_runs_are_put_together_and_each_side_gets_its_better_threa
 
 def test_floors_follow_from_bytes_and_flops():
     # 2 layers of 8 x (2 x 8 + 2 x 4) + 3 x 8 x 10 = 432 weights, 160 of the head.
-    config = parse_config(
+    config = describe(
         {"architectures": ["LlamaForCausalLM"], "vocab_size": 20, "hidden_size": 8, "intermediate_size": 10,
          "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64,
          "rms_norm_eps": 1e-5}

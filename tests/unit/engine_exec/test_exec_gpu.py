@@ -81,14 +81,13 @@ def test_pack_on_cuda(tiny_dir, driver_of, dtype, backend):
 def test_overlapped_kernels_compute_what_separate_ones_do(monkeypatch):
     """Programmatic dependent launch off and on, without and with graphs: the same logits to the bit, many times over."""
     from diptych.bench.gpu.step import LLAMA_8B, random_weights
-    from diptych.engine.exec.model_config import parse_config
     from diptych.engine.exec.model_runner import TorchModelRunner
+    from diptych.engine.exec.models.registry import describe
     from diptych.engine.messages import ScheduledSeq
     from diptych.kernels import pdl
 
     torch.manual_seed(0)
-    config = parse_config({**LLAMA_8B, "num_hidden_layers": 4, "vocab_size": 32_000})
-    weights = random_weights(config)
+    weights = random_weights(describe({**LLAMA_8B, "num_hidden_layers": 4, "vocab_size": 32_000}))
     greedy = SamplingParams(max_tokens=1, temperature=0.0)
     tables = [list(range(i * 20, i * 20 + 20)) for i in range(12)]
     logits: dict[tuple[bool, bool], list[torch.Tensor]] = {}
@@ -96,7 +95,6 @@ def test_overlapped_kernels_compute_what_separate_ones_do(monkeypatch):
         for graphs in (False, True):
             monkeypatch.setattr(pdl, "ENABLED", overlap)
             runner = TorchModelRunner(
-                config,
                 weights,
                 eos_token_ids=(),
                 num_blocks=240,

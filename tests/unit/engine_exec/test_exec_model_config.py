@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from diptych.common.errors import ConfigError
-from diptych.engine.exec.model_config import eos_token_ids, parse_config
+from diptych.engine.exec.models.fields import eos_token_ids
+from diptych.engine.exec.models.registry import describe
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -20,46 +21,59 @@ LLAMA = {
 
 
 def config(**changes):
-    return parse_config({**LLAMA, **changes})
+    return describe({**LLAMA, **changes})
 
 
 def test_llama():
-    c = config()
-    assert (c.head_dim, c.num_kv_heads, c.q_size, c.kv_size) == (8, 2, 64, 16)
-    assert (c.qkv_bias, c.o_bias, c.mlp_bias, c.qk_norm, c.tie_embeddings) == (False,) * 5
-    assert c.sliding_windows == (None,) * 4
+    model = config()
+    attention, mlp = model.blocks[3].attention, model.blocks[3].mlp
+    assert (model.num_layers, model.head_dim, model.num_kv_heads, attention.q_size, attention.kv_size) == (
+        4,
+        8,
+        2,
+        64,
+        16,
+    )
+    assert [part.name for part in attention.qkv.parts] == [f"model.layers.3.self_attn.{x}_proj" for x in "qkv"]
+    assert {linear.bias for linear in (attention.qkv, attention.o, mlp.gate_up, mlp.down)} == {False}
+    assert (attention.q_norm, attention.softcap, model.head.tied) == (None, None, False)
+    assert model.windows == (None,) * 4
 
 
 def test_theta_in_both_spellings():
-    assert config(rope_theta=5e5).rope.theta == 5e5
-    assert config(rope_parameters={"rope_type": "default", "rope_theta": 7e4}).rope.theta == 7e4
-    old = config(rope_theta=9e4, rope_scaling={"type": "linear", "factor": 4.0}).rope
+    assert config(rope_theta=5e5).blocks[0].attention.rope.theta == 5e5
+    assert config(rope_parameters={"rope_type": "default", "rope_theta": 7e4}).blocks[0].attention.rope.theta == 7e4
+    old = config(rope_theta=9e4, rope_scaling={"type": "linear", "factor": 4.0}).blocks[0].attention.rope
     assert (old.kind, old.theta, old.factor) == ("linear", 9e4, 4.0)
-    new = config(
-        rope_parameters={
-            "rope_type": "llama3",
-            "rope_theta": 5e5,
-            "factor": 8,
-            "low_freq_factor": 1,
-            "high_freq_factor": 4,
-        }
-    ).rope
+    new = (
+        config(
+            rope_parameters={
+                "rope_type": "llama3",
+                "rope_theta": 5e5,
+                "factor": 8,
+                "low_freq_factor": 1,
+                "high_freq_factor": 4,
+            }
+        )
+        .blocks[0]
+        .attention.rope
+    )
     assert (new.kind, new.factor, new.original_max_position) == ("llama3", 8.0, 512)
 
 
 def test_families():
     qwen2 = config(architectures=["Qwen2ForCausalLM"], attention_bias=False)
-    assert qwen2.qkv_bias
-    assert not qwen2.o_bias
+    assert qwen2.blocks[0].attention.qkv.bias
+    assert not qwen2.blocks[0].attention.o.bias
     qwen3 = config(architectures=["Qwen3ForCausalLM"])
-    assert qwen3.qk_norm
+    assert qwen3.blocks[0].attention.q_norm
     assert qwen3.head_dim == 128
-    assert config(architectures=["MistralForCausalLM"]).sliding_windows == (4096,) * 4
-    assert config(architectures=["MistralForCausalLM"], sliding_window=None).sliding_windows == (None,) * 4
+    assert config(architectures=["MistralForCausalLM"]).windows == (4096,) * 4
+    assert config(architectures=["MistralForCausalLM"], sliding_window=None).windows == (None,) * 4
     windowed = config(
         architectures=["Qwen2ForCausalLM"], use_sliding_window=True, sliding_window=16, max_window_layers=3
     )
-    assert windowed.sliding_windows == (None, None, None, 16)
+    assert windowed.windows == (None, None, None, 16)
 
 
 @pytest.mark.parametrize(

@@ -284,10 +284,9 @@ def test_a_compiler_that_is_missing_or_fails_is_named(tmp_path):
 def test_a_tied_embedding_beside_its_packed_head_is_counted(model_dir_of, driver_of, tied):
     folder = model_dir_of("LlamaForCausalLM", tie_word_embeddings=tied)
     packed, plain = (driver_of(folder, backend=name).runner for name in ("native", "torch"))
-    config = packed.config
-    one = 4 * config.vocab_size * config.hidden_size
+    model = packed.description
+    one = 4 * model.head_weights
     assert (packed.weight_sizes.head, packed.weight_sizes.embedding) == (one, one)
-    layer = config.hidden_size * (2 * config.q_size + 2 * config.kv_size + 3 * config.intermediate_size)
-    assert packed.weight_sizes.layers == 4 * config.num_layers * layer
+    assert packed.weight_sizes.layers == 4 * model.layer_weights
     assert plain.weight_sizes.layers >= packed.weight_sizes.layers  # wide ones are there twice
     assert plain.weight_sizes.head >= one

@@ -1,0 +1,227 @@
+"""What a back end is, and the plan that says which one runs which block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import Tensor
+
+from diptych.common.errors import ConfigError
+from diptych.engine.exec.layers.block import DecoderBlock
+from diptych.engine.exec.layers.embedding import Embedding, LmHead
+from diptych.engine.exec.methods.base import LinearMethod, LinearWeights, LoadedLinear
+from diptych.engine.exec.models.description import ModelDescription
+from diptych.engine.messages import ScheduledSeq
+
+if TYPE_CHECKING:
+    from diptych.engine.exec.kv_pool import KvPool
+    from diptych.engine.exec.weights import ModelWeights
+
+AnyBlock = Embedding | DecoderBlock | LmHead
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Consecutive blocks of one back end: layers [first, last), and the ends of the model that it runs as well."""
+
+    first: int
+    last: int
+    embedding: bool
+    head: bool
+    num_layers: int
+
+    @property
+    def has_last_layer(self) -> bool:
+        return self.last == self.num_layers > self.first
+
+
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """Looked at between two layers.
+
+    Args:
+        should_abort: True: the step raises StepAborted.
+        on_layers: told how many layers are done.
+    """
+
+    should_abort: Callable[[], bool] | None = None
+    on_layers: Callable[[int], None] | None = None
+
+
+class Layout(Protocol):
+    """One step as a back end lays it out.
+
+    Args:
+        order: sequence index of each group of rows, in row order.
+        token_ids, positions: of each row, as list, array or tensor.
+        sample_rows: rows whose logits are wanted; sample_seqs: the sequence index of each. More rows may be appended until
+            the step runs.
+    """
+
+    order: list[int]
+    token_ids: Any
+    positions: Any
+    sample_rows: list[int]
+    sample_seqs: list[int]
+
+
+class Runtime(Protocol):
+    """A back end's part of one loaded model and its KV pool."""
+
+    def lay_out(self, seqs: Sequence[ScheduledSeq]) -> Any:
+        """Returns: a Layout. Rows of sequences with one new token come first where they do in `seqs`.
+
+        Raises: InternalError when a sequence breaks the scheduler's promises.
+        """
+        ...
+
+    def begin(self, layout: Any) -> None:
+        """Once in a step, before any back end computes."""
+        ...
+
+    def run(self, x: Tensor | None, layout: Any, segment: Segment, hooks: Hooks) -> Tensor | None:
+        """Compute the segment and store its KV.
+
+        Args:
+            x: [num_rows, hidden_size], may be overwritten; None: the segment begins with the embedding.
+        Returns: what comes after the segment: x, of layout.sample_rows alone behind the last layer, or logits behind the head.
+            None behind the last layer when no logits are wanted.
+        Raises: StepAborted.
+        """
+        ...
+
+
+class Backend(Protocol):
+    """Executes declared blocks; may fuse blocks that follow each other."""
+
+    name: str
+
+    def refusal(self, block: AnyBlock) -> str | None:
+        """Why it cannot run this block; None: it can."""
+        ...
+
+    def keep(self, method: LinearMethod, weights: LinearWeights) -> LoadedLinear:
+        """The layer with its weights in this back end's form. Args: weights: what the method loaded."""
+        ...
+
+    def runtime(self, weights: ModelWeights, pool: KvPool, max_model_len: int) -> Runtime:
+        """Once weights and pool are there."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """block: "embedding", "head", "layer 3", or "every block"."""
+
+    backend: str
+    block: str
+    reason: str
+
+
+EVERY_BLOCK = "every block"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """
+    Args:
+        block_owners: the back end of each layer.
+        refusals: of those back ends that would have been taken first.
+    """
+
+    description: ModelDescription
+    embedding_owner: Backend
+    block_owners: tuple[Backend, ...]
+    head_owner: Backend
+    refusals: tuple[Refusal, ...]
+
+    def segments(self) -> list[tuple[Backend, Segment]]:
+        """The whole model in order."""
+        total = len(self.block_owners)
+        cuts = [i for i in range(1, total) if self.block_owners[i] is not self.block_owners[i - 1]]
+        bounds = list(zip([0, *cuts], [*cuts, total], strict=True))
+        out = []
+        if self.embedding_owner is not self.block_owners[0]:
+            out.append((self.embedding_owner, Segment(0, 0, True, False, total)))
+        for first, last in bounds:
+            owner = self.block_owners[first]
+            embeds = first == 0 and owner is self.embedding_owner
+            heads = last == total and owner is self.head_owner
+            out.append((owner, Segment(first, last, embeds, heads, total)))
+        if self.head_owner is not self.block_owners[-1]:
+            out.append((self.head_owner, Segment(total, total, False, True, total)))
+        return out
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the back ends in use, the one with the most layers first."""
+        owners = [owner.name for owner in (*self.block_owners, self.embedding_owner, self.head_owner)]
+        return tuple(sorted(dict.fromkeys(owners), key=lambda name: -owners.count(name)))
+
+    def summary(self) -> str:
+        """`native`, or `native (embedding, layers 0-2 and 4-5, head), torch (layer 3)`."""
+        if len(self.names) == 1:
+            return self.names[0]
+        return ", ".join(f"{name} ({self._blocks_of(name)})" for name in self.names)
+
+    def _blocks_of(self, name: str) -> str:
+        runs: list[list[int]] = []
+        for i, owner in enumerate(self.block_owners):
+            if owner.name == name:
+                if runs and runs[-1][1] == i - 1:
+                    runs[-1][1] = i
+                else:
+                    runs.append([i, i])
+        parts = ["embedding"] if self.embedding_owner.name == name else []
+        if runs:
+            several = len(runs) > 1 or runs[0][0] != runs[0][1]
+            ranges = (str(a) if a == b else f"{a}-{b}" for a, b in runs)
+            parts.append(f"{'layers' if several else 'layer'} {' and '.join(ranges)}")
+        if self.head_owner.name == name:
+            parts.append("head")
+        return ", ".join(parts)
+
+    def reasons(self) -> list[tuple[str, str]]:
+        """For each back end and reason its name and a line: `native refuses layer 0 to layer 29: its activation is gelu`."""
+        blocks: dict[tuple[str, str], list[str]] = {}
+        for one in self.refusals:
+            blocks.setdefault((one.backend, one.reason), []).append(one.block)
+        return [
+            (backend, f"{backend} refuses {_listed(names)}: {reason}") for (backend, reason), names in blocks.items()
+        ]
+
+
+def _listed(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}" if len(names) > 2 else " and ".join(names)
+
+
+def make_plan(description: ModelDescription, backends: Sequence[Backend], unusable: Sequence[Refusal] = ()) -> Plan:
+    """Give every block to the first back end that takes it; the ends of the model rather to the one beside them.
+
+    Args:
+        backends: in the order in which they are asked.
+        unusable: back ends that cannot be used here at all.
+    Raises: ConfigError naming the block that none takes, with every reason.
+    """
+    refusals = list(unusable)
+
+    def owner(block: AnyBlock, name: str, asked: Sequence[Backend]) -> Backend:
+        reasons = []
+        for backend in asked:
+            reason = backend.refusal(block)
+            if reason is None:
+                return backend
+            refusals.append(Refusal(backend.name, name, reason))
+            reasons.append(f"{backend.name}: {reason}")
+        raise ConfigError("architectures", description.architecture, f"no back end runs {name}: {'; '.join(reasons)}")
+
+    owners = tuple(owner(block, f"layer {i}", backends) for i, block in enumerate(description.blocks))
+
+    def beside(neighbour: Backend) -> list[Backend]:
+        return [neighbour, *(backend for backend in backends if backend is not neighbour)]
+
+    embedding = owner(description.embedding, "embedding", beside(owners[0]))
+    head = owner(description.head, "head", beside(owners[-1]))
+    return Plan(description, embedding, owners, head, tuple(refusals))

@@ -1,0 +1,79 @@
+"""Device -> back ends, in the order in which they are asked. A new back end is one file beside this one and one line here."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+
+from diptych.common.errors import ConfigError
+from diptych.engine.exec.backends.base import EVERY_BLOCK, Backend, Plan, Refusal, make_plan
+from diptych.engine.exec.backends.native import NativeBackend
+from diptych.engine.exec.backends.torch import TorchBackend
+from diptych.engine.exec.models.description import ModelDescription
+from diptych.engine.exec.native.library import load_library
+from diptych.kernels.dispatch import NATIVE, TORCH, TRITON, choose_backend
+from diptych.kernels.native.build import NativeError
+
+_log = logging.getLogger(__name__)
+
+
+def _native(description: ModelDescription, dtype: torch.dtype) -> Backend | Refusal:
+    try:
+        return NativeBackend(load_library(dtype), description)
+    except NativeError as error:
+        return Refusal(NATIVE, EVERY_BLOCK, str(error))
+
+
+def _triton(description: ModelDescription, dtype: torch.dtype) -> Backend | Refusal:
+    # Here and not above: nothing on the CPU's path imports Triton.
+    from diptych.engine.exec.backends.triton import TritonBackend
+
+    return TritonBackend()
+
+
+def _torch(description: ModelDescription, dtype: torch.dtype) -> Backend | Refusal:
+    return TorchBackend()
+
+
+_MAKERS: dict[str, Callable[[ModelDescription, torch.dtype], Backend | Refusal]] = {
+    NATIVE: _native,
+    TRITON: _triton,
+    TORCH: _torch,
+}
+_UNUSABLE = {
+    NATIVE: "the compiled CPU kernels cannot be used",
+    TRITON: "the Triton kernels cannot be used",
+}
+_CONSEQUENCES = {
+    NATIVE: "plain torch is about half as fast",
+    TRITON: "plain torch without CUDA graphs is many times slower",
+}
+
+
+def plan_for(description: ModelDescription, *, device_type: str, dtype: torch.dtype, wanted: str | None = None) -> Plan:
+    """Which back end runs which block. What the fastest one refuses is logged as a warning, with its reasons.
+
+    Args:
+        wanted: "native", "torch" or "triton": this one or none; None: the device's own, and torch for what that refuses.
+    Raises: ConfigError when the one that is wanted cannot be used or refuses a block.
+    """
+    try:
+        first = choose_backend(device_type, wanted)
+    except ValueError as error:
+        raise ConfigError("backend", wanted, str(error)) from None
+    backends: list[Backend] = []
+    unusable: list[Refusal] = []
+    for name in dict.fromkeys((first, TORCH)):
+        made = _MAKERS[name](description, dtype)
+        if isinstance(made, Refusal):
+            unusable.append(made)
+        else:
+            backends.append(made)
+    plan = make_plan(description, backends, unusable)
+    if wanted is not None and plan.refusals:
+        raise ConfigError("backend", wanted, f"{_UNUSABLE[wanted]}: {plan.reasons()[0][1]}")
+    for name, line in plan.reasons():
+        _log.warning("%s, %s: %s", _UNUSABLE[name], _CONSEQUENCES[name], line)
+    return plan

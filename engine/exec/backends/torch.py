@@ -1,0 +1,115 @@
+"""The reference: plain torch on any device, every layer of every method. Other back ends are compared with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn.functional import gelu, silu
+
+from diptych.engine.exec.attention import BatchBuilder, PagedAttention, StepBatch
+from diptych.engine.exec.backends.base import AnyBlock, Hooks, Segment
+from diptych.engine.exec.ends import cap, embed, wanted_rows
+from diptych.engine.exec.kv_pool import KvPool
+from diptych.engine.exec.layers.attention import Attention
+from diptych.engine.exec.linear import keep_linear
+from diptych.engine.exec.methods.base import LinearMethod, LinearWeights, LoadedLinear
+from diptych.engine.exec.rope import rotate, table_of_each
+from diptych.engine.exec.weights import BlockWeights, ModelWeights
+from diptych.engine.messages import ScheduledSeq
+from diptych.engine.runner import StepAborted
+from diptych.kernels.dispatch import TORCH
+from diptych.kernels.paged_attention import Scratch
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": silu,
+    "gelu": gelu,
+    "gelu_tanh": partial(gelu, approximate="tanh"),
+}
+
+
+class TorchBackend:
+    """Implements backends.base.Backend."""
+
+    name = TORCH
+
+    def refusal(self, block: AnyBlock) -> str | None:
+        """None, always."""
+        return None
+
+    def keep(self, method: LinearMethod, weights: LinearWeights) -> LoadedLinear:
+        """See Backend.keep."""
+        return keep_linear(method, weights)
+
+    def runtime(self, weights: ModelWeights, pool: KvPool, max_model_len: int) -> TorchRuntime:
+        """See Backend.runtime."""
+        return TorchRuntime(weights, pool, max_model_len)
+
+
+class TorchRuntime:
+    """Implements backends.base.Runtime. Holds rope tables; KV lives in the pool."""
+
+    def __init__(self, weights: ModelWeights, pool: KvPool, max_model_len: int) -> None:
+        self._weights, self._pool = weights, pool
+        self._description = description = weights.description
+        self._batches = BatchBuilder(description, pool, max_model_len=max_model_len)
+        scratch = Scratch()
+        attentions = [block.attention for block in description.blocks]
+        self._attention = [PagedAttention(layer, i, pool, scratch) for i, layer in enumerate(attentions)]
+        like = weights.embedding
+        self._ropes = [layer.rope for layer in attentions]
+        tables = table_of_each(self._ropes, description.head_dim, max_model_len, dtype=like.dtype, device=like.device)
+        self._tables = dict(zip(self._ropes, tables, strict=True))
+
+    def lay_out(self, seqs: Sequence[ScheduledSeq]) -> StepBatch:
+        """See Runtime.lay_out."""
+        return self._batches.build(seqs)
+
+    def begin(self, batch: StepBatch) -> None:
+        """See Runtime.begin."""
+        if batch.fresh_blocks is not None:
+            self._pool.clear(batch.fresh_blocks)
+
+    def run(self, x: Tensor | None, batch: StepBatch, segment: Segment, hooks: Hooks) -> Tensor | None:
+        """See Runtime.run."""
+        description, weights = self._description, self._weights
+        if x is None:
+            x = embed(batch.token_ids, weights.embedding, description.embedding)
+        turned = {rope: (cos[batch.positions], sin[batch.positions]) for rope, (cos, sin) in self._tables.items()}
+        for index in range(segment.first, segment.last):
+            if hooks.should_abort is not None and hooks.should_abort():
+                raise StepAborted
+            if index and hooks.on_layers is not None:
+                hooks.on_layers(index)
+            layer, block = weights.blocks[index], description.blocks[index]
+            is_last = index == description.num_layers - 1
+            q, k, v = _qkv(block.attention, layer, layer.attention_norm(x), *turned[self._ropes[index]])
+            self._attention[index].write(k, v, batch)
+            if is_last and not batch.sample_rows:
+                return None
+            attended = self._attention[index].attend(q, k, v, batch)
+            if is_last and (rows := wanted_rows(batch.sample_rows, x)) is not None:
+                attended, x = attended[rows], x[rows]
+            out = layer.o(attended)
+            x = x + (out if layer.attention_output_norm is None else layer.attention_output_norm(out))
+            gate, up = layer.gate_up(layer.mlp_norm(x)).chunk(2, dim=-1)
+            out = layer.down(_ACTIVATIONS[block.mlp.activation](gate).mul_(up))
+            x = x + (out if layer.mlp_output_norm is None else layer.mlp_output_norm(out))
+        if segment.head:
+            return cap(weights.lm_head(weights.norm(x)), description.head.softcap)
+        return x
+
+
+def _qkv(
+    attention: Attention, layer: BlockWeights, x: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    heads, kv_heads = attention.num_heads, attention.num_kv_heads
+    qkv = layer.qkv(x).view(x.shape[0], heads + 2 * kv_heads, attention.head_dim)
+    qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
+    if layer.q_norm is not None and layer.k_norm is not None:
+        q, k = qk[:, :heads], qk[:, heads:]
+        qk = torch.cat((layer.q_norm(q), layer.k_norm(k)), dim=1)
+    qk = rotate(qk, cos, sin)
+    return qk[:, :heads], qk[:, heads:], v

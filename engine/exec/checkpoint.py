@@ -1,0 +1,127 @@
+"""Read a checkpoint (safetensors, one file or sharded). Strict: every tensor must be there, with its shape and with numbers
+in it, and none may be left over."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from diptych.common.errors import ConfigError
+
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+def shard_names(folder: Path) -> list[str]:
+    """Names of the files that hold the weights. Raises: ConfigError."""
+    index = folder / _INDEX
+    if not index.exists():
+        if (folder / _SINGLE).exists():
+            return [_SINGLE]
+        raise ConfigError("model", str(folder), f"no {_SINGLE} and no {_INDEX} in the folder")
+    try:
+        names = sorted({str(name) for name in json.loads(index.read_text())["weight_map"].values()})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError("model", str(index), f"not an index of shards: {error!r}") from None
+    for name in names:
+        if Path(name).name != name or not (folder / name).is_file():
+            raise ConfigError("model", str(folder), f"shard {name} of the index is missing")
+    return names
+
+
+def _cut_off(path: Path) -> str:
+    """The first tensor that a file is too short for, as its header tells; empty: the header cannot tell."""
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(size)) if size <= os.path.getsize(path) else {}
+        room = os.path.getsize(path) - 8 - size
+        ends = {name: entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"}
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
+        return ""
+    beyond = sorted((end, name) for name, end in ends.items() if end > room)
+    return f"the file ends before the end of tensor {beyond[0][1]}" if beyond else ""
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        reason = _cut_off(path) or f"not a readable safetensors file: {error}"
+        raise ConfigError("model", str(path), reason) from None
+
+
+class Checkpoint:
+    """Implements methods.base.TensorSource over all shards of a folder.
+
+    Raises: ConfigError for a folder without safetensors, with a broken index, a broken shard or a tensor in two shards.
+    """
+
+    def __init__(self, folder: Path, *, dtype: torch.dtype, device: torch.device) -> None:
+        self._folder, self._dtype, self._device = folder, dtype, device
+        self._shards: dict[str, tuple[Path, Any]] = {}
+        self._taken: list[tuple[str, Path, Tensor]] = []
+        for name in shard_names(folder):
+            path = folder / name
+            file = _open(path)
+            names = file.keys()
+            for tensor in names:
+                if tensor in self._shards:
+                    raise ConfigError("model", str(path), f"tensor {tensor} is also in {self._shards[tensor][0].name}")
+                self._shards[tensor] = (path, file)
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._shards.clear()
+        self._taken.clear()
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """See TensorSource.take. Whether it holds numbers only, `finish` says: on a GPU that costs one sync for all."""
+        path, file = self._shards.pop(name, (self._folder, None))
+        if file is None:
+            raise ConfigError("model", str(self._folder), f"tensor {name} is missing")
+        try:
+            tensor: Tensor = file.get_tensor(name)
+        except SafetensorError as error:
+            raise ConfigError("model", str(path), f"tensor {name} cannot be read: {error}") from None
+        if tuple(tensor.shape) != shape:
+            found = f"tensor {name} has shape {tuple(tensor.shape)}, where config.json asks for {shape}"
+            raise ConfigError("model", str(path), found)
+        if not tensor.dtype.is_floating_point:
+            raise ConfigError("model", str(path), f"tensor {name} holds {tensor.dtype}, not floating-point numbers")
+        tensor = tensor.to(device=self._device, dtype=self._dtype)
+        self._taken.append((name, path, tensor.sum(dtype=torch.float32)))
+        return tensor
+
+    def drop(self, suffixes: Iterable[str]) -> None:
+        """Forget tensors that carry nothing new."""
+        for name in [name for name in self._shards if name.endswith(tuple(suffixes))]:
+            del self._shards[name]
+
+    def finish(self) -> None:
+        """Raises: ConfigError when tensors are left over, or one that was taken holds NaN or infinity."""
+        if self._shards:
+            name, (path, _) = min(self._shards.items())
+            raise ConfigError("model", str(path), f"tensor {name} is unexpected, one of {len(self._shards)}")
+        if self._taken:
+            finite = torch.stack([total for _, _, total in self._taken]).isfinite().tolist()
+            for (name, path, _), good in zip(self._taken, finite, strict=True):
+                if not good and not self._all_numbers(name, path):
+                    dtype = str(self._dtype).removeprefix("torch.")
+                    raise ConfigError("model", str(path), f"tensor {name} holds NaN or infinity in {dtype}")
+
+    def _all_numbers(self, name: str, path: Path) -> bool:
+        """The sum alone may have overflowed."""
+        tensor: Tensor = _open(path).get_tensor(name)
+        return bool(tensor.to(self._dtype).isfinite().all())

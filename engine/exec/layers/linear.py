@@ -1,0 +1,51 @@
+"""A linear layer as a model declares it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+PLAIN = "plain"
+"""The method of weights that are kept as they are: see engine.exec.methods."""
+
+
+class ShardBy(Enum):
+    """How tensor parallelism divides a layer's weight among ranks."""
+
+    OUTPUTS = "outputs"
+    """Each rank has a part of the outputs (of every part of a merged layer)."""
+    INPUTS = "inputs"
+    """Each rank has a part of the inputs; the ranks' results are added up."""
+    REPLICATED = "replicated"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One linear layer of the checkpoint: its tensors are `name`.weight [outputs, inputs] and, with a bias, `name`.bias."""
+
+    name: str
+    outputs: int
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """y = x @ weight.T + bias. Several parts are merged along the outputs, in the order given.
+
+    Args:
+        method: how weights are kept and applied; a key of engine.exec.methods.registry.METHODS.
+    """
+
+    parts: tuple[Part, ...]
+    inputs: int
+    bias: bool = False
+    shard: ShardBy = ShardBy.REPLICATED
+    method: str = PLAIN
+
+    @property
+    def outputs(self) -> int:
+        return sum(part.outputs for part in self.parts)
+
+    @property
+    def num_weights(self) -> int:
+        """Without biases."""
+        return self.outputs * self.inputs

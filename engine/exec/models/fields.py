@@ -1,0 +1,139 @@
+"""Reads config.json field by field. What the code does not compute is refused by the field's name, never ignored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from diptych.common.errors import ConfigError
+from diptych.engine.exec.layers.rope import Rope
+
+_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+"""transformers' names -> those of layers.mlp."""
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+Config = Mapping[str, Any]
+
+
+def integer(raw: Config, field: str, default: int | None = None) -> int:
+    """Raises: ConfigError unless it is a positive integer; null counts as absent."""
+    value = raw.get(field)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(field, value, "must be a positive integer")
+    return value
+
+
+def number(raw: Config, field: str, default: float | None = None) -> float:
+    """Raises: ConfigError unless it is a positive number; null counts as absent."""
+    value = raw.get(field)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        raise ConfigError(field, value, "must be a positive number")
+    return float(value)
+
+
+def optional_number(raw: Config, field: str, default: float | None) -> float | None:
+    """The default counts where the field is absent; null switches it off. Raises: ConfigError unless positive."""
+    return None if raw.get(field, default) is None else number(raw, field, default)
+
+
+def flag(raw: Config, field: str, default: bool = False) -> bool:
+    """Raises: ConfigError unless it is true or false."""
+    value = raw.get(field, default)
+    if not isinstance(value, bool):
+        raise ConfigError(field, value, "must be true or false")
+    return value
+
+
+def activation(raw: Config, field: str = "hidden_act", default: str = "silu") -> str:
+    """Returns: one of layers.mlp.ACTIVATIONS. Raises: ConfigError."""
+    value = raw.get(field, default)
+    if value not in _ACTIVATIONS:
+        raise ConfigError(field, value, f"supported: {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[value]
+
+
+def heads(raw: Config, default_head_dim: int | None = None) -> tuple[int, int, int]:
+    """Returns: query heads, KV heads, head_dim. Raises: ConfigError where they do not fit together.
+
+    Args:
+        default_head_dim: None: the hidden size divided by the heads.
+    """
+    num_heads = integer(raw, "num_attention_heads")
+    num_kv_heads = integer(raw, "num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise ConfigError("num_key_value_heads", num_kv_heads, f"must divide num_attention_heads={num_heads}")
+    head_dim = integer(raw, "head_dim", default_head_dim or integer(raw, "hidden_size") // num_heads)
+    if head_dim % 2:
+        raise ConfigError("head_dim", head_dim, "must be even")
+    return num_heads, num_kv_heads, head_dim
+
+
+def rope(raw: Config, max_position: int, default_theta: float = 10_000.0) -> Rope:
+    """transformers 5 writes `rope_parameters` with the theta inside; before, `rope_theta` stood beside `rope_scaling`.
+
+    Raises: ConfigError for a rope_type or a partial rotation that is not built.
+    """
+    name = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
+    given = raw.get(name) or {}
+    if not isinstance(given, Mapping):
+        raise ConfigError(name, given, "must be an object")
+    partial = given.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
+    if partial not in (1, None):
+        raise ConfigError("partial_rotary_factor", partial, "only 1.0 is supported")
+    theta = number({"rope_theta": raw.get("rope_theta"), **given}, "rope_theta", default_theta)
+    return scaled_rope(given, name, theta, max_position)
+
+
+def scaled_rope(given: Config, name: str, theta: float, max_position: int) -> Rope:
+    """Args: given: the object that holds rope_type and its numbers; name: what it is called. Raises: ConfigError."""
+    kind = given.get("rope_type", given.get("type", "default"))
+    if kind == "default":
+        return Rope(theta)
+    if kind == "linear":
+        return Rope(theta, kind, number(given, "factor"))
+    if kind == "llama3":
+        return Rope(
+            theta,
+            kind,
+            number(given, "factor"),
+            number(given, "low_freq_factor"),
+            number(given, "high_freq_factor"),
+            integer(given, "original_max_position_embeddings", max_position),
+        )
+    raise ConfigError(f"{name}.rope_type", kind, "supported: default, linear, llama3")
+
+
+def sliding_layers(raw: Config, default: tuple[bool, ...]) -> tuple[bool, ...]:
+    """For each layer whether it attends to a window. Args: default: where there is no layer_types. Raises: ConfigError."""
+    kinds = raw.get("layer_types")
+    if kinds is None:
+        return default
+    if not isinstance(kinds, list) or len(kinds) != len(default) or not set(kinds) <= {_FULL, _SLIDING}:
+        raise ConfigError("layer_types", kinds, f"must name {_FULL} or {_SLIDING} for {len(default)} layers")
+    return tuple(kind == _SLIDING for kind in kinds)
+
+
+def upper_windows(raw: Config, num_layers: int) -> tuple[int | None, ...]:
+    """For each layer its window, None: all tokens. With use_sliding_window, the layers from max_window_layers on have one,
+    or those that layer_types names. Raises: ConfigError."""
+    if not flag(raw, "use_sliding_window") or ("sliding_window" in raw and raw["sliding_window"] is None):
+        return (None,) * num_layers
+    window = integer(raw, "sliding_window", 4096)
+    full = raw.get("max_window_layers", 28)
+    sliding = sliding_layers(raw, tuple(i >= full for i in range(num_layers)))
+    return tuple(window if one else None for one in sliding)
+
+
+def eos_token_ids(raw: Config, generation: Config | None) -> tuple[int, ...]:
+    """Ids that end a sequence: generation_config.json's if it names any, else config.json's; one id or a list.
+
+    Raises: ConfigError when an id is not a number of the vocabulary.
+    """
+    value = (generation or {}).get("eos_token_id")
+    value = raw.get("eos_token_id") if value is None else value
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if any(isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < raw["vocab_size"] for i in ids):
+        raise ConfigError("eos_token_id", value, "must be ids below vocab_size")
+    return tuple(ids)

@@ -1,0 +1,42 @@
+"""Architecture -> family. A new family is one file beside this one and one line here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from diptych.common.errors import ConfigError
+from diptych.engine.exec.models import llama, mistral, qwen2, qwen3
+from diptych.engine.exec.models.description import ModelDescription
+from diptych.engine.exec.models.family import Family
+
+FAMILIES: tuple[Family, ...] = (
+    llama.FAMILY,
+    mistral.FAMILY,
+    qwen2.FAMILY,
+    qwen3.FAMILY,
+)
+_BY_ARCHITECTURE = {architecture: family for family in FAMILIES for architecture in family.architectures}
+ARCHITECTURES = tuple(_BY_ARCHITECTURE)
+
+
+def family_of(raw: Mapping[str, Any]) -> Family:
+    """Args: raw: the decoded config.json. Raises: ConfigError with the known architectures for another."""
+    architectures = raw.get("architectures")
+    one = architectures[0] if isinstance(architectures, list) and len(architectures) == 1 else None
+    family = _BY_ARCHITECTURE.get(one) if isinstance(one, str) else None
+    if family is None:
+        raise ConfigError("architectures", architectures, f"supported: {', '.join(ARCHITECTURES)}")
+    return family
+
+
+def describe(raw: Mapping[str, Any]) -> ModelDescription:
+    """Args: raw: the decoded config.json.
+
+    Raises: ConfigError naming the field, for an architecture, activation, rope kind or quantization that is not built, and
+        for missing or impossible sizes.
+    """
+    family = family_of(raw)
+    if raw.get("quantization_config"):
+        raise ConfigError("quantization_config", raw["quantization_config"], "quantized weights are not supported")
+    return family.describe(raw)

@@ -1,0 +1,173 @@
+"""Descriptions, and the back ends that run them: which block goes to whom, and several in one step."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import random
+
+import pytest
+import torch
+
+from diptych.common.errors import ConfigError
+from diptych.common.kv_format import Shard
+from diptych.engine.exec.backends.base import make_plan
+from diptych.engine.exec.backends.native import NativeBackend
+from diptych.engine.exec.backends.torch import TorchBackend
+from diptych.engine.exec.layers.block import DecoderBlock
+from diptych.engine.exec.layers.embedding import Embedding, LmHead
+from diptych.engine.exec.layers.linear import Linear, Part, ShardBy
+from diptych.engine.exec.methods.base import WHOLE
+from diptych.engine.exec.methods.plain import PlainMethod
+from diptych.engine.exec.models.registry import ARCHITECTURES, describe
+
+RAW = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 100, "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 512,
+}  # fmt: skip
+
+
+class Picky(TorchBackend):
+    """Refuses what the test says."""
+
+    name = "picky"
+
+    def __init__(self, refused):
+        self.refused = refused
+
+    def refusal(self, block):
+        return "not to its taste" if self.refused(block) else None
+
+
+def layer_is(*indices):
+    names = [f"model.layers.{i}.input_layernorm" for i in indices]
+    return lambda block: isinstance(block, DecoderBlock) and block.attention_norm.name in names
+
+
+def test_the_next_back_end_takes_what_one_refuses():
+    model, torch_backend = describe(RAW), TorchBackend()
+    plan = make_plan(model, [Picky(layer_is(2, 5)), torch_backend])
+    assert [owner.name for owner in plan.block_owners] == ["picky", "picky", "torch", "picky", "picky", "torch"]
+    assert plan.summary() == "picky (embedding, layers 0-1 and 3-4), torch (layers 2 and 5, head)"
+    assert plan.reasons() == [("picky", "picky refuses layer 2 and layer 5: not to its taste")]
+    found = [(b.name, s.first, s.last, s.embedding, s.head) for b, s in plan.segments()]
+    assert found == [
+        ("picky", 0, 2, True, False), ("torch", 2, 3, False, False), ("picky", 3, 5, False, False),
+        ("torch", 5, 6, False, True),
+    ]  # fmt: skip
+
+
+def test_the_ends_may_be_refused_as_well():
+    ends = make_plan(describe(RAW), [Picky(lambda block: isinstance(block, (Embedding, LmHead))), TorchBackend()])
+    assert ends.summary() == "picky (layers 0-5), torch (embedding, head)"
+    assert [(s.first, s.last, s.embedding, s.head) for _, s in ends.segments()] == [
+        (0, 0, True, False), (0, 6, False, False), (6, 6, False, True),
+    ]  # fmt: skip
+
+
+def test_a_block_that_no_back_end_runs_is_named_with_every_reason():
+    with pytest.raises(ConfigError, match=r"no back end runs layer 3: picky: not to its taste"):
+        make_plan(describe(RAW), [Picky(layer_is(3))])
+
+
+def test_an_unknown_architecture_is_refused_with_the_known_ones():
+    with pytest.raises(ConfigError) as error:
+        describe({**RAW, "architectures": ["MambaForCausalLM"]})
+    assert all(name in str(error.value) for name in ARCHITECTURES)
+
+
+def prompt_of(length, seed=1):
+    rng = random.Random(seed)
+    return [rng.randrange(320) for _ in range(length)]
+
+
+def run(driver):
+    """A chunked prompt beside decodes, several steps, and a step without logits."""
+    one, two, three = prompt_of(9), prompt_of(23, 2), prompt_of(4, 3)
+    tables = [driver.table(40) for _ in range(3)]
+    first = driver.prefill(one, tables[0], chunk=4)
+    driver.runner.execute([driver.seq(two[:11], 0, tables[1], sample=False)])
+    mixed = [
+        driver.seq(two[11:], 11, tables[1]),
+        driver.seq([first], 9, tables[0], index=1),
+        driver.seq(three, 0, tables[2]),
+    ]
+    return [first, *driver.runner.execute(mixed).token_ids, *driver.generate([prompt_of(5), prompt_of(17)], 4)]
+
+
+@pytest.mark.parametrize("refused", [(1,), (0,), (2,), (0, 2)])
+@pytest.mark.usefixtures("compiler")
+def test_compiled_kernels_and_torch_take_turns(tiny_dir, driver_of, monkeypatch, caplog, refused):
+    """Embedding and head go with the layer beside them; the order of the rows is the same for both."""
+    own = NativeBackend.refusal
+    monkeypatch.setattr(
+        NativeBackend, "refusal", lambda self, block: "the test" if layer_is(*refused)(block) else own(self, block)
+    )
+    with caplog.at_level(logging.WARNING):
+        mixed = driver_of(tiny_dir)
+    assert mixed.runner.backend.startswith("native (") == (len(refused) == 1)
+    assert "native refuses layer" in caplog.text
+    told = []
+    mixed.runner.on_layers = told.append
+    assert run(mixed) == run(driver_of(tiny_dir, backend="torch"))
+    assert set(told) == {1, 2}
+    with pytest.raises(ConfigError, match="the test"):
+        driver_of(tiny_dir, backend="native")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
+@pytest.mark.parametrize("refused", [(1,), (0, 2)])
+def test_triton_and_torch_take_turns(model_dir_of, driver_of, monkeypatch, refused):
+    """As on a GPU whose kernels do not take a layer: kernel by kernel, without graphs and steps ahead."""
+    from triton import knobs
+
+    from diptych.engine.exec.backends import registry
+    from diptych.engine.exec.backends.triton import TritonBackend
+
+    if not knobs.runtime.interpret:
+        pytest.skip("set TRITON_INTERPRET=1")
+    folder = model_dir_of(
+        "LlamaForCausalLM", hidden_size=32, intermediate_size=48, num_attention_heads=2, num_key_value_heads=1
+    )
+    expected = run(driver_of(folder, backend="torch"))
+    own = TritonBackend.refusal
+    monkeypatch.setattr(
+        TritonBackend, "refusal", lambda self, block: "the test" if layer_is(*refused)(block) else own(self, block)
+    )
+    monkeypatch.setattr(registry, "choose_backend", lambda device, wanted: "triton")
+    mixed = driver_of(folder)
+    assert "triton (" in mixed.runner.backend
+    assert "torch (" in mixed.runner.backend
+    assert not mixed.runner.steps_ahead
+    assert not mixed.runner.tells_layers
+    assert run(mixed) == expected
+
+
+class Tensors:
+    """A source of random tensors, each once."""
+
+    def __init__(self):
+        self.made = {}
+
+    def take(self, name, shape):
+        return self.made.setdefault(name, torch.randn(shape, generator=torch.Generator().manual_seed(len(name))))
+
+
+@pytest.mark.parametrize("rule", list(ShardBy))
+def test_shards_of_a_linear_layer_make_the_whole(rule):
+    layer = Linear((Part("a.q", 8), Part("a.kk", 4)), 12, bias=True, shard=rule)
+    method, source, x = PlainMethod(), Tensors(), torch.randn(3, 12)
+    whole = method.apply(method.load(layer, source, WHOLE), x)
+    shards = [method.load(layer, source, Shard(rank, 2)) for rank in range(2)]
+    if rule is ShardBy.INPUTS:
+        got = sum(method.apply(shard, part) for shard, part in zip(shards, x.chunk(2, 1), strict=True))
+    elif rule is ShardBy.OUTPUTS:  # of each part, one after the other
+        outs = [method.apply(shard, x) for shard in shards]
+        got = torch.cat([out[:, span] for span in (slice(4), slice(4, 6)) for out in outs], 1)
+    else:
+        got = method.apply(shards[1], x)
+    torch.testing.assert_close(got, whole)
+    if rule is not ShardBy.REPLICATED:
+        with pytest.raises(ConfigError, match="cannot be divided among 5 ranks"):
+            method.create(layer, Shard(0, 5))

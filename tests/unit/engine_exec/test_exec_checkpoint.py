@@ -1,0 +1,143 @@
+"""Checkpoints are read strictly: what is wrong with one is said before readiness, with the names of file and tensor."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from diptych.common.errors import ConfigError
+
+
+def prompt_of(length):
+    rng = random.Random(1)
+    return [rng.randrange(320) for _ in range(length)]
+
+
+def spoiled(folder, spoil):
+    tensors = load_file(folder / "model.safetensors")
+    spoil(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def set_one(name, value):
+    def spoil(tensors):
+        tensors[name].view(-1)[3] = value
+
+    return spoil
+
+
+@pytest.fixture(params=["native", "torch"])
+def backend(request):
+    return request.param
+
+
+@pytest.mark.parametrize(
+    ("spoil", "tensor", "words"),
+    [
+        (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), "model.layers.1.mlp.up_proj.weight", "is missing"),
+        (lambda t: t.pop("lm_head.weight"), "lm_head.weight", "is missing"),
+        (lambda t: t.update({"model.layers.0.extra": torch.zeros(1)}), "model.layers.0.extra", "is unexpected"),
+        (lambda t: t.update({"model.norm.weight": torch.zeros(5)}), "model.norm.weight", "has shape"),
+        (
+            lambda t: t.update({"model.norm.weight": torch.zeros(96, dtype=torch.int32)}),
+            "model.norm.weight",
+            "not floating-point",
+        ),
+        (set_one("model.layers.2.self_attn.o_proj.weight", float("nan")), "layers.2.self_attn.o_proj.weight", "NaN"),
+        (set_one("model.embed_tokens.weight", float("inf")), "model.embed_tokens.weight", "infinity"),
+        (set_one("model.layers.0.input_layernorm.weight", float("nan")), "layers.0.input_layernorm.weight", "NaN"),
+    ],
+)
+def test_what_is_wrong_with_a_tensor_is_said_with_its_name(model_dir_of, driver_of, backend, spoil, tensor, words):
+    folder = spoiled(model_dir_of("LlamaForCausalLM"), spoil)
+    with pytest.raises(ConfigError, match=words) as error:
+        driver_of(folder, backend=backend)
+    assert f"tensor {tensor}" in str(error.value) or f".{tensor}" in str(error.value)
+    assert str(folder) in str(error.value)
+
+
+def test_large_numbers_are_numbers(model_dir_of, driver_of):
+    """Whose sum overflows fp32."""
+    folder = spoiled(model_dir_of("LlamaForCausalLM"), lambda t: t["model.norm.weight"].fill_(3e38))
+    driver_of(folder)
+    with pytest.raises(ConfigError, match="NaN or infinity in float16"):
+        driver_of(folder, dtype="float16")
+
+
+@pytest.mark.parametrize(
+    ("changes", "tensor"),
+    [
+        ({"hidden_size": 64}, "model.embed_tokens.weight"),
+        ({"intermediate_size": 128}, "mlp.gate_proj.weight"),
+        ({"num_key_value_heads": 3}, "self_attn.k_proj.weight"),
+        ({"head_dim": 64}, "self_attn.q_proj.weight"),
+        ({"vocab_size": 300}, "model.embed_tokens.weight"),
+        ({"num_hidden_layers": 2}, "model.layers.2."),
+        ({"num_hidden_layers": 4}, "model.layers.3."),
+        ({"attention_bias": True}, "q_proj.bias"),
+        ({"architectures": ["Qwen3ForCausalLM"]}, "q_norm.weight"),
+    ],
+)
+def test_a_config_that_contradicts_its_tensors(model_dir_of, driver_of, changes, tensor):
+    folder = model_dir_of("LlamaForCausalLM")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    with pytest.raises(ConfigError, match="tensor") as error:
+        driver_of(folder)
+    assert tensor in str(error.value)
+
+
+@pytest.fixture
+def sharded(model_dir_of):
+    folder = model_dir_of("LlamaForCausalLM", shard="200KB", head_dim=32)
+    assert (folder / "model.safetensors.index.json").exists()
+    return folder
+
+
+def test_sharded_checkpoint(sharded, driver_of, tiny):
+    assert driver_of(sharded).generate([prompt_of(9)], 4) == tiny.generate([prompt_of(9)], 4)
+
+
+def test_a_missing_shard(sharded, driver_of):
+    path = min(sharded.glob("model-*.safetensors"))
+    path.unlink()
+    with pytest.raises(ConfigError, match="shard") as error:
+        driver_of(sharded)
+    assert path.name in str(error.value)
+
+
+def test_a_truncated_shard(sharded, driver_of):
+    path = max(sharded.glob("model-*.safetensors"))
+    whole = path.read_bytes()
+    header = json.loads(whole[8 : 8 + int.from_bytes(whole[:8], "little")])
+    last = max((name for name in header if name != "__metadata__"), key=lambda name: header[name]["data_offsets"])
+    path.write_bytes(whole[:-1])
+    with pytest.raises(ConfigError, match=f"the file ends before the end of tensor {last}") as error:
+        driver_of(sharded)
+    assert path.name in str(error.value)
+    path.write_bytes(path.read_bytes()[:20])
+    with pytest.raises(ConfigError, match="not a readable safetensors file") as error:
+        driver_of(sharded)
+    assert path.name in str(error.value)
+
+
+def test_a_tensor_in_two_shards(sharded, driver_of):
+    paths = sorted(sharded.glob("model-*.safetensors"))
+    name, tensor = next(iter(load_file(paths[0]).items()))
+    save_file({**load_file(paths[1]), name: tensor}, paths[1])
+    with pytest.raises(ConfigError, match="is also in") as error:
+        driver_of(sharded)
+    assert name in str(error.value)
+    assert paths[1].name in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": "../x.safetensors"}}'])
+def test_a_broken_index(sharded, driver_of, text):
+    (sharded / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ConfigError, match="model"):
+        driver_of(sharded)
