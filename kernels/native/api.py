@@ -18,7 +18,7 @@ _PIECE_BYTES = 64 << 20
 
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
-"""Of the gate, by the name that model_config gives them: what Layer.activation holds."""
+"""Of the gate, by the name that engine.exec.layers.mlp gives them: what Layer.activation holds."""
 MAX_HEAD_DIM = 256
 
 

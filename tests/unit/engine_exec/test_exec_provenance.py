@@ -66,15 +66,14 @@ def test_a_row_that_the_layout_loses_is_told(driver, monkeypatch):
     """A fault in the runner itself: the model is given another token than the scheduler named."""
     if driver.runner.backend == "triton":
         pytest.skip("one layout is enough")
-    builder = getattr(driver.runner, "_native_batches", None) or driver.runner._batches
-    build = builder.build
+    lay_out = driver.runner._decoder.lay_out
 
     def faulty(seqs):
-        batch = build(seqs)
+        batch = lay_out(seqs)
         batch.token_ids[4] = 0
         return batch
 
-    monkeypatch.setattr(builder, "build", faulty)
+    monkeypatch.setattr(driver.runner._decoder, "lay_out", faulty)
     prompt = [*PROMPT[:4], 17, *PROMPT[5:]]
     told = computed(driver, prompt, 0, driver.table(21))
     assert told.digest == prompt_digest([*PROMPT[:4], 0, *PROMPT[5:]], driver.runner.block_size)
