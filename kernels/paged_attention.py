@@ -85,8 +85,26 @@ def chunk_mask(start: int, num_tokens: int, window: int | None, dtype: torch.dty
     return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
 
 
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None) -> Tensor:
+    """All [batch, heads, tokens, head_dim]; mask: additive, None: plain causal over as many keys as queries."""
+    if softcap is None:
+        return scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
+    scores = torch.matmul(q, k.transpose(-2, -1)).mul_(scale / softcap).tanh_().mul_(softcap)
+    if mask is None:
+        mask = chunk_mask(0, q.shape[-2], None, q.dtype, q.device)
+    weights = torch.softmax(scores.add_(mask), -1, dtype=torch.float32).to(q.dtype)
+    return torch.matmul(weights, v)
+
+
 def paged_decode(
-    q: Tensor, rows_view: Tensor, rows: Tensor, mask: Tensor, num_kv_heads: int, scale: float, scratch: Scratch
+    q: Tensor,
+    rows_view: Tensor,
+    rows: Tensor,
+    mask: Tensor,
+    num_kv_heads: int,
+    scale: float,
+    scratch: Scratch,
+    softcap: float | None = None,
 ) -> Tensor:
     """Attend one new token per sequence over its paged KV blocks; all sequences in one call.
 
@@ -96,6 +114,7 @@ def paged_decode(
         rows: block_rows of the [num_seqs, max_blocks] block table. Entries past a sequence's end must name a block of the
             same sequence: they are read and masked, and a masked NaN would still spoil the result.
         mask: decode_mask(...), with max_blocks * block_size slots.
+        softcap: scores become softcap * tanh(score / softcap) before the mask; None: they stay.
     Returns: [num_seqs, num_q_heads, head_dim].
     """
     num_seqs, num_q_heads, head_dim = q.shape
@@ -103,18 +122,19 @@ def paged_decode(
     k, v = kv.view(2, num_seqs, -1, num_kv_heads, head_dim).transpose(2, 3)
     # The query heads that share a KV head become query positions: no copy of K or V for the group.
     folded = q.view(num_seqs, num_kv_heads, num_q_heads // num_kv_heads, head_dim)
-    return scaled_dot_product_attention(folded, k, v, attn_mask=mask, scale=scale).reshape(
-        num_seqs, num_q_heads, head_dim
-    )
+    return _attend(folded, k, v, mask, scale, softcap).reshape(num_seqs, num_q_heads, head_dim)
 
 
-def chunk_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+def chunk_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None = None
+) -> Tensor:
     """Attend a chunk of one sequence.
 
     Args:
         q: [num_tokens, num_q_heads, head_dim].
         k, v: [num_kv_tokens, num_kv_heads, head_dim]; the chunk's own tokens are the last ones.
         mask: chunk_mask(...); None: plain causal, num_kv_tokens == num_tokens.
+        softcap: as in paged_decode.
     Returns: [num_tokens, num_q_heads, head_dim].
     """
     num_tokens, num_q_heads, head_dim = q.shape
@@ -124,7 +144,7 @@ def chunk_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale:
     # KV heads as batch, the group as heads with stride 0: K and V are not repeated in memory.
     shape = (num_kv_heads, group, k.shape[0], head_dim)
     keys, values = k.transpose(0, 1)[:, None].expand(shape), v.transpose(0, 1)[:, None].expand(shape)
-    out = scaled_dot_product_attention(folded, keys, values, attn_mask=mask, is_causal=mask is None, scale=scale)
+    out = _attend(folded, keys, values, mask, scale, softcap)
     return out.permute(2, 0, 1, 3).reshape(num_tokens, num_q_heads, head_dim)
 
 

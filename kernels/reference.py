@@ -26,6 +26,7 @@ def paged_attention_ref(
     *,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Causal attention of one sequence's queries over its paged KV, in float64.
 
@@ -33,6 +34,7 @@ def paged_attention_ref(
         q: [num_tokens, num_q_heads, head_dim], at positions start, start + 1, ...
         pool: [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]; KV of all tokens up to the last query is in it.
         window: a query at p sees keys in (p - window, p]; None: all up to p.
+        softcap: scores become softcap * tanh(score / softcap); None: they stay.
     Returns: [num_tokens, num_q_heads, head_dim], float64.
     """
     block_size, num_kv_heads = pool.shape[3], pool.shape[4]
@@ -47,7 +49,10 @@ def paged_attention_ref(
                 slot = pool[block_table[p // block_size], layer, :, p % block_size, head // group].double()
                 scores.append(torch.dot(q[i, head].double(), slot[0]) * scale)
                 values.append(slot[1])
-            out[i, head] = torch.softmax(torch.stack(scores), 0) @ torch.stack(values)
+            stacked = torch.stack(scores)
+            if softcap is not None:
+                stacked = softcap * torch.tanh(stacked / softcap)
+            out[i, head] = torch.softmax(stacked, 0) @ torch.stack(values)
     return out
 
 

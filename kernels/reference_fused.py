@@ -7,7 +7,14 @@ from torch import Tensor
 
 
 def paged_attention_dense_ref(
-    q: Tensor, kv: Tensor, block_table: Tensor, start: int, *, scale: float, window: int | None = None
+    q: Tensor,
+    kv: Tensor,
+    block_table: Tensor,
+    start: int,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Causal attention of one sequence, gathered and dense, in fp32.
 
@@ -21,6 +28,8 @@ def paged_attention_dense_ref(
     group = q.shape[1] // kv.shape[3]
     k, v = (x.repeat_interleave(group, dim=1) for x in gathered)
     scores = torch.einsum("thd,shd->hts", q.float(), k) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     key, query = torch.arange(end, device=q.device), torch.arange(start, end, device=q.device)[:, None]
     hidden = key > query
     if window is not None:
@@ -29,10 +38,10 @@ def paged_attention_dense_ref(
     return torch.einsum("hts,shd->thd", weights, v).reshape(num_tokens, q.shape[1], q.shape[2])
 
 
-def rms_norm_ref(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm_ref(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     """fp32, any leading dims."""
     x = x.float()
-    return x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight.float()
+    return x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + eps) * (weight.float() + offset)
 
 
 def rope_ref(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> Tensor:

@@ -20,11 +20,19 @@ from torch import Tensor
 
 from diptych.kernels.pdl import begin, use_pdl
 
+LOG2_E = 1.4426950408889634
+"""Softmax is computed with powers of two: a scale holds this factor, but where a softcap comes between."""
 MIN_ROWS = 16
 """Rows of the smallest matrix instruction."""
 MAX_SPLITS = 32
 TILE_BYTES = 16384
 """K of one iteration; so much again for V, times the pipeline's stages, lies in shared memory."""
+
+
+@triton.jit
+def soft_cap(scores, cap):
+    """cap * tanh(scores / cap); tanh(t) as 1 - 2 / (exp(2 t) + 1): right for every t, also where exp ends in infinity."""
+    return cap * (1.0 - 2.0 / (tl.exp2(scores / cap * 2.8853900817779268) + 1.0))
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -37,7 +45,8 @@ def _paged_decode_kernel(
     out_ptr,
     partial_ptr,
     lse_ptr,
-    scale_log2,
+    scale,
+    softcap,
     stride_q_seq,
     stride_q_head,
     stride_block,
@@ -57,6 +66,7 @@ def _paged_decode_kernel(
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
     WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     PDL: tl.constexpr,
 ):
     seq, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -88,7 +98,9 @@ def _paged_decode_kernel(
         slot = block * stride_block + (at % BLOCK_SIZE) * stride_slot + kv_head * stride_head
         seen = inside[:, None] & (dim[None, :] < HEAD_DIM)
         k = tl.load(kv_ptr + slot[:, None] + dim[None, :], mask=seen, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if SOFTCAP:
+            scores = soft_cap(scores, softcap) * 1.4426950408889634
         scores = tl.where(inside[None, :], scores, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(scores, 1))
         shrink = tl.exp2(peak - new_peak)
@@ -168,6 +180,7 @@ def paged_decode(
     seq_lens: Tensor,
     *,
     scale: float,
+    softcap: float | None = None,
     window: int | None = None,
     splits: int = 1,
     tile: int | None = None,
@@ -183,6 +196,7 @@ def paged_decode(
         block_tables: [num_tables, max_blocks], int32; entries past a sequence's end are not read.
         table_rows: [num_seqs], int32: the row of block_tables of each sequence.
         seq_lens: [num_seqs], int32, tokens including the new one. 0: a padded row; its output is 0.
+        softcap: scores become softcap * tanh(score / softcap); None: they stay.
         window: keys that a query sees, itself included; None: all.
         splits: see choose_splits. tile: keys of one iteration; None: what fits the GPU's shared memory well.
         out: [num_seqs, num_q_heads, head_dim]; None: a new tensor.
@@ -212,7 +226,8 @@ def paged_decode(
         out,
         partial,
         lse,
-        scale * 1.4426950408889634,
+        scale * LOG2_E if softcap is None else scale,
+        softcap or 0.0,
         q.stride(0),
         q.stride(1),
         kv.stride(0),
@@ -232,6 +247,7 @@ def paged_decode(
         TILE=tile or max(16, min(128, TILE_BYTES // (dim * q.element_size()))),
         SPLIT=splits > 1,
         WINDOW=window or 0,
+        SOFTCAP=softcap is not None,
         PDL=pdl,
         num_warps=num_warps,
         num_stages=num_stages,

@@ -20,6 +20,7 @@ def _rms_norm_kernel(
     weight_ptr,
     out_ptr,
     eps,
+    offset,
     size,
     stride_x,
     stride_split,
@@ -31,7 +32,7 @@ def _rms_norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     mask = at < size
-    weight = tl.load(weight_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + at, mask=mask, other=0.0).to(tl.float32) + offset
     begin(PDL)
     x = tl.load(x_ptr + row * stride_x + at, mask=mask, other=0.0)
     for split in tl.static_range(1, SPLITS):
@@ -48,8 +49,8 @@ def _rms_norm_kernel(
     tl.store(out_ptr + row * size + at, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
-    """y = s / sqrt(mean(s^2) + eps) * weight over the last dim, s = x (+ residual).
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, *, offset: float = 0.0) -> Tensor:
+    """y = s / sqrt(mean(s^2) + eps) * (weight + offset) over the last dim, s = x (+ residual).
 
     Args:
         x: [rows, size], contiguous in the last dim; or [splits, rows, size] fp32, whose sum, rounded to weight's dtype, is x
@@ -75,6 +76,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
         weight,
         out,
         eps,
+        offset,
         size,
         x.stride(-2),
         x.stride(0),

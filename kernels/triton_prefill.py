@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from diptych.kernels.triton_decode import check_paged
+from diptych.kernels.triton_decode import LOG2_E, check_paged, soft_cap
 
 
 @triton.jit
@@ -34,7 +34,8 @@ def _attend_tile(
     low,
     high,
     kv_head,
-    scale_log2,
+    scale,
+    softcap,
     stride_block,
     stride_kv,
     stride_slot,
@@ -44,6 +45,7 @@ def _attend_tile(
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     dim = tl.arange(0, DIM)
@@ -61,7 +63,9 @@ def _attend_tile(
         else:
             k = tl.load(kv_ptr + slot[:, None] + dim[None, :])
             v = tl.load(kv_ptr + stride_kv + slot[:, None] + dim[None, :])
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if SOFTCAP:
+            scores = soft_cap(scores, softcap) * 1.4426950408889634
         if MASKED:
             visible = at[None, :] <= position[:, None]
             if WINDOW > 0:
@@ -87,7 +91,8 @@ def _paged_prefill_kernel(
     tiles_ptr,
     chunks_ptr,
     out_ptr,
-    scale_log2,
+    scale,
+    softcap,
     stride_q_token,
     stride_q_head,
     stride_block,
@@ -104,6 +109,7 @@ def _paged_prefill_kernel(
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
 ):
     kv_head, tile = tl.program_id(0), tl.program_id(1)
     chunk = chunks_ptr + tl.load(tiles_ptr + tile * 2) * 4
@@ -138,14 +144,14 @@ def _paged_prefill_kernel(
     acc = tl.zeros([ROWS, DIM], tl.float32)
     if WINDOW == 0:
         acc, total, peak = _attend_tile(
-            q, acc, total, peak, position, kv_ptr, table, low, full, kv_head, scale_log2,
+            q, acc, total, peak, position, kv_ptr, table, low, full, kv_head, scale, softcap,
             stride_block, stride_kv, stride_slot, stride_head,
-            HEAD_DIM, DIM, BLOCK_SIZE, TILE, WINDOW, False,
+            HEAD_DIM, DIM, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, False,
         )  # fmt: skip
     acc, total, peak = _attend_tile(
-        q, acc, total, peak, position, kv_ptr, table, full, high, kv_head, scale_log2,
+        q, acc, total, peak, position, kv_ptr, table, full, high, kv_head, scale, softcap,
         stride_block, stride_kv, stride_slot, stride_head,
-        HEAD_DIM, DIM, BLOCK_SIZE, TILE, WINDOW, True,
+        HEAD_DIM, DIM, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, True,
     )  # fmt: skip
     out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + at[:, None] * stride_out_token + heads[:, None] * stride_out_head + dim[None, :], out, mask=seen)
@@ -180,6 +186,7 @@ def paged_prefill(
     tiles: Tensor,
     *,
     scale: float,
+    softcap: float | None = None,
     window: int | None = None,
     rows: int,
     tile: int | None = None,
@@ -195,6 +202,7 @@ def paged_prefill(
         block_tables: [num_tables, max_blocks], int32.
         chunks: [num_chunks, 4], int32: first row in q, number of new tokens, tokens computed before, row of block_tables.
         tiles: [num_tiles, 2], int32: prefill_tiles(...) for the same `rows`.
+        softcap: scores become softcap * tanh(score / softcap); None: they stay.
         window: keys that a query sees, itself included; None: all.
         rows: a power of two, at least the heads of a group and at least 16: see prefill_rows.
         tile, num_warps, num_stages: None: what fits the GPU's registers and shared memory.
@@ -217,7 +225,8 @@ def paged_prefill(
         tiles,
         chunks,
         out,
-        scale * 1.4426950408889634,
+        scale * LOG2_E if softcap is None else scale,
+        softcap or 0.0,
         q.stride(0),
         q.stride(1),
         kv.stride(0),
@@ -234,6 +243,7 @@ def paged_prefill(
         BLOCK_SIZE=kv.shape[2],
         TILE=tile or (32 if wide else 64),
         WINDOW=window or 0,
+        SOFTCAP=softcap is not None,
         num_warps=num_warps or 4,
         num_stages=num_stages or (2 if wide else 3),
     )

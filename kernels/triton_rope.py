@@ -36,6 +36,7 @@ def _rope_write_kernel(
     q_norm_ptr,
     k_norm_ptr,
     eps,
+    offset,
     stride_token,
     stride_split,
     stride_q,
@@ -78,10 +79,10 @@ def _rope_write_kernel(
     if NORM:
         size = 2 * HALF
         scale = 1.0 / tl.sqrt((tl.sum(left * left, 1) + tl.sum(right * right, 1)) / size + eps)[:, None]
-        q_left = tl.load(q_norm_ptr + dim, mask=in_half, other=0.0).to(tl.float32)
-        q_right = tl.load(q_norm_ptr + HALF + dim, mask=in_half, other=0.0).to(tl.float32)
-        k_left = tl.load(k_norm_ptr + dim, mask=in_half, other=0.0).to(tl.float32)
-        k_right = tl.load(k_norm_ptr + HALF + dim, mask=in_half, other=0.0).to(tl.float32)
+        q_left = tl.load(q_norm_ptr + dim, mask=in_half, other=0.0).to(tl.float32) + offset
+        q_right = tl.load(q_norm_ptr + HALF + dim, mask=in_half, other=0.0).to(tl.float32) + offset
+        k_left = tl.load(k_norm_ptr + dim, mask=in_half, other=0.0).to(tl.float32) + offset
+        k_right = tl.load(k_norm_ptr + HALF + dim, mask=in_half, other=0.0).to(tl.float32) + offset
         left = left * scale * tl.where(is_key[:, None], k_left[None, :], q_left[None, :])
         right = right * scale * tl.where(is_key[:, None], k_right[None, :], q_right[None, :])
     new_left = (left * cos - right * sin).to(dtype)
@@ -115,6 +116,7 @@ def rope_write(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
+    offset: float = 0.0,
 ) -> Tensor:
     """Rotate queries in place; store rotated keys and values into one layer's slots.
 
@@ -126,6 +128,7 @@ def rope_write(
         cos, sin: [num_positions, head_dim / 2], contiguous; fp32 keeps the angles exact whatever the model's dtype.
         positions: [num_tokens], int32. slots: [num_tokens], int32, block * block_size + offset; < 0: a padded row, skipped.
         q_norm, k_norm: [head_dim] weights of an RMS norm of each head before the rotation, with `eps`; both or none.
+        offset: added to these weights, in fp32.
     Returns: the queries, [num_tokens, num_q_heads, head_dim]: a view of qkv; of splits a new tensor.
     Raises: ValueError on a shape, dtype or device mismatch (checked on the host, without a sync).
     """
@@ -156,6 +159,7 @@ def rope_write(
         qkv if q_norm is None else q_norm,
         qkv if k_norm is None else k_norm,
         eps,
+        offset,
         qkv.stride(-2),
         qkv.stride(0),
         q.stride(0),

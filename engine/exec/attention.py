@@ -229,7 +229,7 @@ class PagedAttention:
             mask = group.masks[layer.window]
             parts.append(
                 self._ops.paged_decode(
-                    some, self._rows, group.rows, mask, layer.num_kv_heads, layer.scale, self._scratch
+                    some, self._rows, group.rows, mask, layer.num_kv_heads, layer.scale, self._scratch, layer.softcap
                 )
             )
         for chunk in batch.chunks:
@@ -239,5 +239,6 @@ class PagedAttention:
                 keys, values = self._ops.gather_kv(
                     self._rows, chunk.rows, chunk.num_kv_tokens, layer.num_kv_heads, layer.head_dim, self._scratch
                 )
-            parts.append(self._ops.chunk_attention(q[span], keys, values, chunk.masks[layer.window], layer.scale))
+            mask = chunk.masks[layer.window]
+            parts.append(self._ops.chunk_attention(q[span], keys, values, mask, layer.scale, layer.softcap))
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)

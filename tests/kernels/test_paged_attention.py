@@ -53,6 +53,14 @@ def test_paged_decode(heads, kv_heads, head_dim, block_size, window):
         for i, (table, length) in enumerate(zip(tables, lens, strict=True)):
             expected = paged_attention_ref(q[i : i + 1], pool, layer, table, length - 1, scale=scale, window=window)
             torch.testing.assert_close(got[i].double(), expected[0], atol=4e-6, rtol=1e-5)
+    capped = paged_decode(
+        q, layer_rows(pool, layer), block_rows(padded, NUM_LAYERS), mask, kv_heads, scale, Scratch(), 0.7
+    )
+    for i, (table, length) in enumerate(zip(tables, lens, strict=True)):
+        expected = paged_attention_ref(
+            q[i : i + 1], pool, layer, table, length - 1, scale=scale, window=window, softcap=0.7
+        )
+        torch.testing.assert_close(capped[i].double(), expected[0], atol=4e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "block_size"), SHAPES)
@@ -74,6 +82,9 @@ def test_chunk(heads, kv_heads, head_dim, block_size, window, start):
         torch.testing.assert_close(got.double(), expected, atol=4e-6, rtol=1e-5)
         if start == 0 and window is None:
             torch.testing.assert_close(chunk_attention(q, k, v, None, scale), got, atol=4e-6, rtol=1e-5)
+    capped = chunk_attention(q, k, v, None if start == 0 and window is None else mask, scale, 0.7)
+    expected = paged_attention_ref(q, pool, layer, table.tolist(), start, scale=scale, window=window, softcap=0.7)
+    torch.testing.assert_close(capped.double(), expected, atol=4e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "block_size"), SHAPES)

@@ -22,19 +22,28 @@ pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim
 interpreted = pytest.mark.skipif(not knobs.runtime.interpret, reason="set TRITON_INTERPRET=1")
 
 
-def check(case, *, window=None, splits=1, tile=16, tolerance=2e-5):
+def check(case, *, window=None, softcap=None, splits=1, tile=16, tolerance=2e-5):
     heads = case.heads
     q = torch.randn(len(case.lens), heads.num_q_heads, heads.head_dim, device=case.kv.device).to(case.kv.dtype)
     scale = heads.head_dim**-0.5
     got = paged_decode(
-        q, case.kv, case.tables, case.rows, case.lens, scale=scale, window=window, splits=splits, tile=tile
+        q,
+        case.kv,
+        case.tables,
+        case.rows,
+        case.lens,
+        scale=scale,
+        softcap=softcap,
+        window=window,
+        splits=splits,
+        tile=tile,
     )
     for seq, length in enumerate(case.lens.tolist()):
         if length == 0:
             assert not got[seq].any()
             continue
         expected = paged_attention_dense_ref(
-            q[seq : seq + 1], case.kv, case.table(seq), length - 1, scale=scale, window=window
+            q[seq : seq + 1], case.kv, case.table(seq), length - 1, scale=scale, softcap=softcap, window=window
         )
         error = (got[seq].float() - expected[0]).norm() / expected.norm()
         assert error < tolerance, f"sequence {seq} of {length} tokens: relative error {error:.2e}"
@@ -46,6 +55,12 @@ def check(case, *, window=None, splits=1, tile=16, tolerance=2e-5):
 @pytest.mark.parametrize("splits", [1, 3])
 def test_decode_small(heads, window, splits):
     check(paged_case(heads, [19, 0, 1], block_size=4), window=window, splits=splits)
+
+
+@interpreted
+@pytest.mark.parametrize("softcap", [0.5, 50.0])
+def test_decode_softcap(softcap):
+    check(paged_case(Heads(4, 2, 16), [19, 0, 1], block_size=4), softcap=softcap, window=7, splits=2)
 
 
 @interpreted

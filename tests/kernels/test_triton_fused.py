@@ -39,13 +39,25 @@ def check_rope(num_tokens, heads, kv_heads, head_dim, *, block_size, dtype, devi
     slots = torch.randperm(40 * block_size, device=device)[:num_tokens].to(torch.int32)
     slots[0] = -1
     weights = [torch.rand(head_dim, device=device).to(dtype) + 0.5 for _ in range(2)] if norm else [None, None]
+    plus = 1.0 if norm == "offset" else 0.0
     q = rope_write(
-        qkv, pool[:, 1], cos, sin, positions, slots, num_q_heads=heads, q_norm=weights[0], k_norm=weights[1], eps=1e-6
+        qkv,
+        pool[:, 1],
+        cos,
+        sin,
+        positions,
+        slots,
+        num_q_heads=heads,
+        q_norm=weights[0],
+        k_norm=weights[1],
+        eps=1e-6,
+        offset=plus,
     )
     assert torch.equal(qkv[0], before[0]), "a padded row was written"
     parts = before.unflatten(1, (-1, head_dim)).split([heads, kv_heads, kv_heads], 1)
     if norm:
-        parts = (rms_norm_ref(parts[0], weights[0], 1e-6), rms_norm_ref(parts[1], weights[1], 1e-6), parts[2])
+        q_part, k_part = (rms_norm_ref(parts[i], weights[i], 1e-6, plus) for i in range(2))
+        parts = (q_part, k_part, parts[2])
     close(q[1:], rope_ref(parts[0], cos, sin, positions)[1:], dtype)
     block, offset = (slots[1:] // block_size).long(), (slots[1:] % block_size).long()
     close(pool[block, 1, 0, offset], rope_ref(parts[1], cos, sin, positions)[1:], dtype)
@@ -69,6 +81,7 @@ def check_rope(num_tokens, heads, kv_heads, head_dim, *, block_size, dtype, devi
         q_norm=weights[0],
         k_norm=weights[1],
         eps=1e-6,
+        offset=plus,
     )
     assert torch.equal(from_splits[1:], q[1:])
     assert torch.equal(splits, kept)
@@ -79,6 +92,7 @@ def check_norm(rows, size, *, dtype, device):
     x = torch.randn(rows, 2 * size, device=device).to(dtype)[:, :size]
     weight = torch.rand(size, device=device).to(dtype) + 0.5
     close(rms_norm(x, weight, 1e-5), rms_norm_ref(x, weight, 1e-5), dtype)
+    close(rms_norm(x, weight - 1, 1e-5, offset=1.0), rms_norm_ref(x, weight - 1, 1e-5, 1.0), dtype)
     residual = torch.randn(rows, size, device=device).to(dtype)
     total = x + residual
     close(rms_norm(x, weight, 1e-5, residual), rms_norm_ref(total, weight, 1e-5), dtype)
@@ -106,7 +120,7 @@ def check_pack(num_tokens, *, block_size, slot, dtype, device):
 
 @interpreted
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 16), (3, 1, 20), (2, 2, 8)])
-@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("norm", [False, True, "offset"])
 def test_rope_small(heads, kv_heads, head_dim, norm):
     check_rope(3, heads, kv_heads, head_dim, block_size=4, dtype=torch.float32, device="cpu", norm=norm)
 
@@ -167,7 +181,7 @@ def test_rope_refuses_what_does_not_fit():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 128), (9, 3, 64), (16, 2, 80), (8, 1, 256)])
 def test_fused_gpu(cuda, heads, kv_heads, head_dim, dtype):
-    for norm in (False, True):
+    for norm in (False, True, "offset"):
         check_rope(257, heads, kv_heads, head_dim, block_size=16, dtype=dtype, device=cuda, norm=norm)
     for rows, size in ((1, 4096), (300, heads * head_dim), (64, 28672)):
         check_norm(rows, size, dtype=dtype, device=cuda)

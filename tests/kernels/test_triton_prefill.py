@@ -16,18 +16,22 @@ pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim
 interpreted = pytest.mark.skipif(not knobs.runtime.interpret, reason="set TRITON_INTERPRET=1")
 
 
-def check(case, counts, *, window=None, rows=16, tile=16, tolerance=2e-5):
+def check(case, counts, *, window=None, softcap=None, rows=16, tile=16, tolerance=2e-5):
     heads, device = case.heads, case.kv.device
     q = torch.randn(sum(counts), heads.num_q_heads, heads.head_dim, device=device).to(case.kv.dtype)
     scale = heads.head_dim**-0.5
     chunks, starts = chunk_rows(case, counts)
     tiles = prefill_tiles(counts, starts, heads.group, rows)
     work = torch.tensor(tiles, dtype=torch.int32, device=device).view(-1, 2)
-    got = paged_prefill(q, case.kv, case.tables, chunks, work, scale=scale, window=window, rows=rows, tile=tile)
+    got = paged_prefill(
+        q, case.kv, case.tables, chunks, work, scale=scale, softcap=softcap, window=window, rows=rows, tile=tile
+    )
     first = 0
     for seq, (count, start) in enumerate(zip(counts, starts, strict=True)):
         span = slice(first, first + count)
-        expected = paged_attention_dense_ref(q[span], case.kv, case.table(seq), start, scale=scale, window=window)
+        expected = paged_attention_dense_ref(
+            q[span], case.kv, case.table(seq), start, scale=scale, window=window, softcap=softcap
+        )
         error = (got[span].float() - expected).norm() / expected.norm()
         assert error < tolerance, f"chunk {seq}: {count} tokens after {start}: relative error {error:.2e}"
         first += count
@@ -38,6 +42,12 @@ def check(case, counts, *, window=None, rows=16, tile=16, tolerance=2e-5):
 @pytest.mark.parametrize("window", [None, 5])
 def test_prefill_small(heads, window):
     check(paged_case(heads, [21, 6, 40], block_size=4), [21, 1, 9], window=window)
+
+
+@interpreted
+@pytest.mark.parametrize(("softcap", "window"), [(0.5, None), (50.0, 5)])
+def test_prefill_softcap(softcap, window):
+    check(paged_case(Heads(4, 2, 16), [21, 40], block_size=4), [21, 9], window=window, softcap=softcap)
 
 
 @interpreted

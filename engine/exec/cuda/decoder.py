@@ -111,7 +111,8 @@ class CudaDecoder:
             num_q_heads=block.attention.num_heads,
             q_norm=None if layer.q_norm is None else layer.q_norm.weight,
             k_norm=None if layer.k_norm is None else layer.k_norm.weight,
-            eps=layer.attention_norm.eps if layer.q_norm is None else layer.q_norm.eps,
+            eps=0.0 if layer.q_norm is None else layer.q_norm.eps,
+            offset=0.0 if layer.q_norm is None else layer.q_norm.offset,
         )
 
     def _linear(self, name: str, layer: LoadedLinear, x: Tensor) -> Tensor:
@@ -150,6 +151,7 @@ class CudaDecoder:
                 step.decode_rows,
                 step.decode_lens,
                 scale=attention.scale,
+                softcap=attention.softcap,
                 window=attention.window,
                 splits=step.splits,
                 out=out[:num_decode],
@@ -162,6 +164,7 @@ class CudaDecoder:
                 step.chunks,
                 step.tiles,
                 scale=attention.scale,
+                softcap=attention.softcap,
                 window=attention.window,
                 rows=self.tile_rows,
                 out=out,
@@ -170,7 +173,7 @@ class CudaDecoder:
 
 
 def _norm(x: Tensor, norm: RmsNorm, residual: Tensor | None = None) -> Tensor:
-    return rms_norm(x, norm.weight, norm.eps, residual)
+    return rms_norm(x, norm.weight, norm.eps, residual, offset=norm.offset)
 
 
 def _added(out: Tensor, output_norm: RmsNorm | None, after: RmsNorm, residual: Tensor) -> Tensor:

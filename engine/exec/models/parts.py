@@ -27,6 +27,19 @@ def pre_norm_block(prefix: str, norm: MakeNorm, attention: Attention, mlp: Mlp) 
     )
 
 
+def four_norm_block(prefix: str, norm: MakeNorm, attention: Attention, mlp: Mlp) -> DecoderBlock:
+    """A norm before and one behind attention, and so the feed-forward layer."""
+    hidden_size = attention.o.outputs
+    return DecoderBlock(
+        attention_norm=norm(f"{prefix}.input_layernorm", hidden_size),
+        attention=attention,
+        attention_output_norm=norm(f"{prefix}.post_attention_layernorm", hidden_size),
+        mlp_norm=norm(f"{prefix}.pre_feedforward_layernorm", hidden_size),
+        mlp=mlp,
+        mlp_output_norm=norm(f"{prefix}.post_feedforward_layernorm", hidden_size),
+    )
+
+
 def attention(
     prefix: str,
     *,

@@ -204,6 +204,65 @@ def variant(request, model_of, set_lanes) -> Variant:
     return Variant(*model_of(name), lanes)
 
 
+def greedy_ids(model, prompt, count):
+    """Greedy by hand: generate() has settings of its own. Returns: ids, least gap between the first two logits, and the
+    logits of the first id."""
+    ids, gap, first = list(prompt), float("inf"), None
+    with torch.inference_mode():
+        for _ in range(count):
+            logits = model(torch.tensor([ids])).logits[0, -1]
+            first = logits if first is None else first
+            top = logits.topk(2)
+            gap = min(gap, (top.values[0] - top.values[1]).item())
+            ids.append(top.indices[0].item())
+    return ids[len(prompt) :], gap, first
+
+
+def check_family(driver, model, *, count: int, lengths: tuple[int, ...] = (1, 17, 40), chunk: int = 11) -> None:
+    """Greedy ids of ragged prompts that decode together, and the logits behind each prompt, are transformers'.
+
+    Args:
+        count: ids of each prompt.
+        chunk: tokens of a prompt's chunks.
+    """
+    rng = random.Random(3)
+    prompts = [[rng.randrange(320) for _ in range(length)] for length in lengths]
+    expected = [greedy_ids(model, prompt, count) for prompt in prompts]
+    assert min(gap for _, gap, _ in expected) > 1e-4, "the random model has a tie: pick another seed"
+    logits = SamplingParams(max_tokens=64, temperature=0.0, logprobs=5)
+    for prompt, (ids, _, first) in zip(prompts, expected, strict=True):
+        table = driver.table(len(prompt))
+        step = driver.seq(prompt, 0, table, sampling=logits)
+        result = driver.runner.execute([step])
+        assert result.token_ids == ids[:1]
+        known = torch.log_softmax(first, -1)
+        got = result.logprobs[0]
+        for token, logprob in got.top:
+            assert abs(logprob - known[token].item()) < 2e-4
+        driver.free += table
+    assert driver.generate(prompts, count, chunk=chunk) == [ids for ids, _, _ in expected]
+
+
+@pytest.fixture
+def check_family_of(tmp_path_factory, set_lanes, driver_of):
+    """check_family_of(architecture, backend, config overrides): a random model of the family on that back end is
+    transformers'. backend: torch, triton, or a number of floats per vector of the compiled kernels."""
+
+    def check(architecture: str, backend: str | int, overrides: dict, **kwargs) -> None:
+        torch.set_num_threads(1)
+        folder = tiny_model_dir(tmp_path_factory.mktemp("family"), architecture, **overrides)
+        model_class = getattr(transformers, architecture)
+        model = model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+        if isinstance(backend, int):
+            set_lanes(backend)
+        name = backend if isinstance(backend, str) else "native"
+        driver = driver_of(folder, backend=name)
+        assert driver.runner.backend == name
+        check_family(driver, model, **kwargs)
+
+    return check
+
+
 @pytest.fixture(scope="session")
 def tiny_dir(tmp_path_factory) -> Path:
     return tiny_model_dir(tmp_path_factory.mktemp("tiny"), "LlamaForCausalLM")
