@@ -1,0 +1,66 @@
+"""Gemma 2: norms before and behind attention and feed-forward layer, windows in every other layer, softcaps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from diptych.common.errors import ConfigError
+from diptych.engine.exec.layers.norm import Norm
+from diptych.engine.exec.models import fields, parts
+from diptych.engine.exec.models.description import ModelDescription
+from diptych.engine.exec.models.family import Family
+
+
+def _windows(raw: Mapping[str, Any], num_layers: int) -> list[int | None]:
+    """Every other layer has one, the first does; null switches them off."""
+    if "sliding_window" in raw and raw["sliding_window"] is None:
+        return [None] * num_layers
+    window = fields.integer(raw, "sliding_window", 4096)
+    sliding = fields.sliding_layers(raw, tuple(i % 2 == 0 for i in range(num_layers)))
+    return [window if one else None for one in sliding]
+
+
+def describe(raw: Mapping[str, Any]) -> ModelDescription:
+    if raw.get("use_bidirectional_attention"):
+        raise ConfigError("use_bidirectional_attention", True, "a decoder sees no tokens to come")
+    hidden_size, heads = fields.integer(raw, "hidden_size"), fields.heads(raw, default_head_dim=256)
+    max_position = fields.integer(raw, "max_position_embeddings", 8192)
+    norm = partial(Norm, eps=fields.number(raw, "rms_norm_eps", 1e-6), offset=1.0)
+    rope, bias = fields.rope(raw, max_position), fields.flag(raw, "attention_bias")
+    scale = fields.number(raw, "query_pre_attn_scalar", 256) ** -0.5
+    softcap = fields.optional_number(raw, "attn_logit_softcapping", 50.0)
+    mlp_size = fields.integer(raw, "intermediate_size")
+    activation = fields.activation(raw, "hidden_activation", "gelu_pytorch_tanh")
+    embedding, head = parts.ends(
+        vocab_size=fields.integer(raw, "vocab_size"),
+        hidden_size=hidden_size,
+        norm=norm,
+        tied=fields.flag(raw, "tie_word_embeddings", True),
+        scale=hidden_size**0.5,
+        softcap=fields.optional_number(raw, "final_logit_softcapping", 30.0),
+    )
+    blocks = tuple(
+        parts.four_norm_block(
+            f"model.layers.{i}",
+            norm,
+            parts.attention(
+                f"model.layers.{i}.self_attn",
+                hidden_size=hidden_size,
+                heads=heads,
+                rope=rope,
+                scale=scale,
+                qkv_bias=bias,
+                o_bias=bias,
+                softcap=softcap,
+                window=window,
+            ),
+            parts.gated_mlp(f"model.layers.{i}.mlp", hidden_size=hidden_size, size=mlp_size, activation=activation),
+        )
+        for i, window in enumerate(_windows(raw, fields.integer(raw, "num_hidden_layers")))
+    )
+    return ModelDescription("Gemma2ForCausalLM", embedding, blocks, head, max_position)
+
+
+FAMILY = Family(("Gemma2ForCausalLM",), describe)
