@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from diptych.rpc.v1 import router_pb2, types_pb2
 
@@ -110,8 +110,20 @@ class PlacementTerms:
     prefill_hit_tokens: int
     decode_hit_tokens: int
     chosen: bool
-    prefill_host_tokens: int = 0
-    decode_host_tokens: int = 0
+    prefill_tiers: dict[str, int] = field(default_factory=dict)
+    """Of the hit tokens on prefill, those that are copied from a lower tier first, by its name."""
+    decode_tiers: dict[str, int] = field(default_factory=dict)
+    """The same on decode."""
+
+    @property
+    def prefill_host_tokens(self) -> int:
+        """The former name of `prefill_tiers["host"]`."""
+        return self.prefill_tiers.get("host", 0)
+
+    @property
+    def decode_host_tokens(self) -> int:
+        """The former name of `decode_tiers["host"]`."""
+        return self.decode_tiers.get("host", 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +256,6 @@ def _terms_from(message: types_pb2.PlacementTerms) -> PlacementTerms:
         prefill_hit_tokens=message.prefill_hit_tokens,
         decode_hit_tokens=message.decode_hit_tokens,
         chosen=message.chosen,
-        prefill_host_tokens=message.prefill_host_tokens,
-        decode_host_tokens=message.decode_host_tokens,
+        prefill_tiers={part.tier: part.tokens for part in message.prefill_tiers},
+        decode_tiers={part.tier: part.tokens for part in message.decode_tiers},
     )

@@ -18,7 +18,8 @@ import msgspec
 import structlog
 
 from diptych.common.clock import Clock
-from diptych.common.store import TIERS, KvEvent, Store, StoreError
+from diptych.common.store import KvEvent, Store, StoreError
+from diptych.common.tiers import TIER_NAMES, with_sequences
 from diptych.common.worker_record import WorkerRecord
 
 _MAX_QUEUED_KEYS = 65_536
@@ -59,7 +60,7 @@ class WorkerRegistration:
         self._queue: deque[KvEvent] = deque()
         self._queued_keys = 0
         self._epoch: int | None = None
-        self._sequences = dict.fromkeys(TIERS, 0)
+        self._sequences = dict.fromkeys(TIER_NAMES, 0)
         self._wake = asyncio.Event()
         self._beat_now = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -112,7 +113,7 @@ class WorkerRegistration:
             return
         self._epoch = event.epoch
         if event.kind == "cleared":
-            self._sequences = dict.fromkeys(TIERS, 0)
+            self._sequences = dict.fromkeys(TIER_NAMES, 0)
         self._sequences[event.tier] = event.sequence
         if event.kind == "cleared":
             self._queue.clear()  # earlier events are void
@@ -129,10 +130,8 @@ class WorkerRegistration:
     def _current_record(self) -> WorkerRecord:
         record = self._record()
         if self._epoch is not None:
-            device, host = (self._sequences[tier] for tier in TIERS)
-            record = msgspec.structs.replace(
-                record, event_epoch=self._epoch, event_sequence=device, host_event_sequence=host
-            )
+            tiers = with_sequences(record.tiers, self._sequences)
+            record = msgspec.structs.replace(record, event_epoch=self._epoch, tiers=tiers)
         return record
 
     async def beat(self) -> bool:

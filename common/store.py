@@ -9,10 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from diptych.common.tiers import DEVICE
 from diptych.common.worker_record import WorkerRecord
-
-TIERS = ("device", "host")
-"""Tiers of a worker's blocks: on the device, or on the host and copied back before use."""
 
 
 class StoreError(Exception):
@@ -23,8 +21,8 @@ class StoreError(Exception):
 class KvEvent:
     """One prefix-cache event of one worker.
 
-    kind: "stored" | "evicted" | "cleared" (all tiers at once); tier: one of TIERS. The sequence rises by one with every
-    event of a tier in an epoch.
+    kind: "stored" | "evicted" | "cleared" (all tiers at once); tier: a name of common/tiers.py. The sequence rises by one
+    with every event of a tier in an epoch.
     """
 
     incarnation: str
@@ -32,7 +30,7 @@ class KvEvent:
     sequence: int
     kind: str
     keys: tuple[bytes, ...] = ()
-    tier: str = "device"
+    tier: str = DEVICE
 
 
 Pending = Mapping[str, tuple[int, int]]

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 import msgspec
 
 from diptych.common.block_identity import KEY_BYTES
-from diptych.common.store import TIERS, KvEvent, Pending
+from diptych.common.store import KvEvent, Pending
+from diptych.common.tiers import DEVICE, TIER_NAMES
 from diptych.common.worker_record import WorkerRecord
 
 MAX_RECORD_BYTES = 64 * 1024
@@ -65,17 +66,21 @@ def decode_record(raw: bytes) -> WorkerRecord:
         ("max_model_len", 1),
         ("max_num_seqs", 1),
         ("event_epoch", 0),
-        ("event_sequence", 0),
-        ("host_event_sequence", 0),
     ):
         if not least <= getattr(record, name) <= MAX_COUNT:
             raise BadRowError(f"{name}: out of range")
+    if len({tier.name for tier in record.tiers} & set(TIER_NAMES)) != len(record.tiers):
+        raise BadRowError(f"tiers: each must be one of {TIER_NAMES}, once")
+    for tier in record.tiers:
+        for name in ("event_sequence", "num_bytes"):
+            if not 0 <= getattr(tier, name) <= MAX_COUNT:
+                raise BadRowError(f"tiers.{name}: out of range")
     load = record.load
     for name in ("num_running", "num_waiting", "waiting_prompt_tokens"):
         if not 0 <= getattr(load, name) <= MAX_COUNT:
             raise BadRowError(f"load.{name}: out of range")
-    rates = [load.kv_usage, load.prefill_tokens_per_s, load.decode_step_s, load.host_bytes_per_s, load.prompt_step_s]
-    rates += load.link_bytes_per_s.values()
+    rates = [load.kv_usage, load.prefill_tokens_per_s, load.decode_step_s, load.prompt_step_s]
+    rates += [*load.link_bytes_per_s.values(), *(tier.bytes_per_s for tier in record.tiers)]
     if not all(math.isfinite(rate) and rate >= 0.0 for rate in rates):
         raise BadRowError("load: a rate is negative or not finite")
     return record
@@ -98,7 +103,7 @@ def decode_event(fields: Mapping[bytes, bytes]) -> KvEvent:
         incarnation = fields[b"i"].decode()
         epoch, sequence = _count(fields[b"e"], "epoch"), _count(fields[b"s"], "sequence")
         kind, blob = fields[b"k"].decode(), fields[b"b"]
-        tier = fields.get(b"t", b"device").decode()
+        tier = fields.get(b"t", DEVICE.encode()).decode()
     except KeyError as err:
         raise BadRowError(f"event: field {err} is missing") from None
     except UnicodeDecodeError:
@@ -106,8 +111,8 @@ def decode_event(fields: Mapping[bytes, bytes]) -> KvEvent:
     check_id(incarnation, "incarnation")
     if kind not in EVENT_KINDS:
         raise BadRowError(f"kind: must be one of {EVENT_KINDS}")
-    if tier not in TIERS:
-        raise BadRowError(f"tier: must be one of {TIERS}")
+    if tier not in TIER_NAMES:
+        raise BadRowError(f"tier: must be one of {TIER_NAMES}")
     if len(blob) % KEY_BYTES or len(blob) > MAX_KEYS_PER_EVENT * KEY_BYTES:
         raise BadRowError("keys: must be a bounded number of complete keys")
     keys = tuple(blob[i : i + KEY_BYTES] for i in range(0, len(blob), KEY_BYTES))

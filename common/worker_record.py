@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from diptych.common.tiers import TierState, sequences_of
+
 
 class WorkerLoad(msgspec.Struct, frozen=True):
     """Load and online-measured rates; 0.0: nothing measured yet."""
@@ -16,8 +18,6 @@ class WorkerLoad(msgspec.Struct, frozen=True):
     decode_step_s: float = 0.0
     link_bytes_per_s: dict[str, float] = {}
     """Decode: measured bytes/s of reads from each prefill worker id."""
-    host_bytes_per_s: float = 0.0
-    """Copies from the host tier back to the device."""
     prompt_step_s: float = 0.0
     """Duration of a step that computes prompts, in seconds."""
 
@@ -38,9 +38,12 @@ class WorkerRecord(msgspec.Struct, frozen=True):
     max_model_len: int
     max_num_seqs: int
     event_epoch: int
-    event_sequence: int = 0
-    """Last cache event of this epoch; a reader that is behind it has missed events."""
-    host_event_sequence: int = 0
-    """The same for the host tier."""
+    tiers: tuple[TierState, ...] = ()
+    """Where it keeps blocks (common/tiers.py)."""
     state: str = "ready"  # "ready" | "draining"
     load: WorkerLoad = WorkerLoad()
+
+    @property
+    def event_sequences(self) -> tuple[int, ...]:
+        """The last cache event of this epoch, by tier."""
+        return sequences_of(self.tiers)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from diptych.common.tiers import TierDump
+
 
 @dataclass(frozen=True, slots=True)
 class BlockCounts:
@@ -29,10 +31,8 @@ class EngineAudit:
 @dataclass(frozen=True, slots=True)
 class CacheDump:
     epoch: int
-    sequence: int
-    keys: tuple[bytes, ...]
-    host_sequence: int = 0
-    host_keys: tuple[bytes, ...] = ()
+    tiers: tuple[TierDump, ...]
+    """By tier, as in common/tiers.py."""
 
 
 AGE_BUCKETS_S = (
@@ -89,14 +89,15 @@ class EngineStats:
     generation_tokens_total: int = 0
     preemptions_total: int = 0
     swaps_total: int = 0
-    """Preemptions whose KV went to the host tier; the others are computed again."""
+    """Preemptions whose KV went to a lower tier; the others are computed again."""
     refetches_total: int = 0
     """Preempted requests that went back to a prefill worker."""
     restored_tokens_total: int = 0
-    """Tokens whose KV came back from the host tier's prefix cache."""
-    host_usage: float = 0.0
+    """Tokens whose KV came back from a lower tier's prefix cache."""
+    tier_usage: tuple[tuple[str, float], ...] = ()
+    """Part of each lower tier that is in use."""
     copy_bytes_per_s: float = 0.0
-    """Between the pool and the host tier, measured online."""
+    """Between the pool and the tier that it swaps to, measured online."""
     block_ages: BlockAgeStats = BlockAgeStats()
     alive: bool = True
     """False: the step thread has ended (a bug in it, or close); nothing will be answered but refusals. Not ready."""

@@ -24,6 +24,7 @@ from diptych.common.registration import WorkerRegistration
 from diptych.common.request import Prompt
 from diptych.common.sampling import SamplingParams
 from diptych.common.store import Store
+from diptych.common.tiers import TIERS, TierState
 from diptych.common.tls import load_cluster_tls
 from diptych.common.worker_record import WorkerLoad, WorkerRecord
 from diptych.engine.api import EngineClient
@@ -273,13 +274,24 @@ class WorkerRuntime:
             metrics_address=host_port(host, self.metrics_port) if self.metrics_port else "",
             settings=settings_of(self.config, self.model.kernels),
             uptime_s=self.clock.now() - self._began,
-            preemption=wire.preemption_to_proto(self.preemption_rates(), self.config.num_host_blocks),
+            preemption=wire.preemption_to_proto(self.preemption_rates(), self.tiers()),
         )
 
     def preemption_rates(self) -> Rates:
         """What recomputing and swapping cost here, as measured so far; 0.0: nothing measured yet, or no host tier."""
         stats = self.engine.stats()
         return Rates(stats.prefill_tokens_per_s, stats.copy_bytes_per_s, self.model.runner.kv_bytes_per_token)
+
+    def tiers(self) -> tuple[TierState, ...]:
+        """Sizes and rates of the tiers that this worker has, nearest first."""
+        block_bytes = self.model.compat.kv.block_bytes
+        sizes = (self.model.runner.num_blocks * block_bytes, self.config.num_host_blocks * block_bytes)
+        rates = (0.0, self.engine.stats().copy_bytes_per_s)
+        return tuple(
+            TierState(tier.name, num_bytes=size, bytes_per_s=rate, eviction=tier.eviction)
+            for tier, size, rate in zip(TIERS, sizes, rates, strict=True)
+            if size
+        )
 
     async def audit(self, *, full: bool) -> worker_pb2.AuditResponse:
         engine, transfer = await asyncio.gather(self.engine.audit(full), self.transfer.audit(full))
@@ -313,6 +325,7 @@ class WorkerRuntime:
             max_model_len=self.model.runner.max_model_len,
             max_num_seqs=self.config.max_num_seqs,
             event_epoch=self._cache_events.epoch,
+            tiers=self.tiers(),
             state="ready" if self._live and not self._draining else "draining",
             load=WorkerLoad(
                 num_running=stats.num_running,
@@ -323,7 +336,6 @@ class WorkerRuntime:
                 decode_step_s=stats.decode_step_s,
                 prompt_step_s=stats.prompt_step_s,
                 link_bytes_per_s=self.role.link_rates(),
-                host_bytes_per_s=stats.copy_bytes_per_s,
             ),
         )
 

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import grpc
 
+from diptych.common.tiers import TIER_NAMES
 from diptych.engine.api import EngineClient
 from diptych.rpc.errors import errors_to_status
 from diptych.rpc.v1 import worker_pb2, worker_pb2_grpc
@@ -53,12 +54,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     ) -> AsyncIterator[worker_pb2.DumpBlocksResponse]:
         async with errors_to_status(context):
             dump = await self._runtime.engine.dump_blocks()
-            for first in range(0, max(1, len(dump.keys), len(dump.host_keys)), KEYS_PER_MESSAGE):
+            for first in range(0, max(1, *(len(tier.keys) for tier in dump.tiers)), KEYS_PER_MESSAGE):
                 part = slice(first, first + KEYS_PER_MESSAGE)
-                yield worker_pb2.DumpBlocksResponse(
-                    epoch=dump.epoch,
-                    sequence=dump.sequence,
-                    block_keys=b"".join(dump.keys[part]),
-                    host_sequence=dump.host_sequence,
-                    host_block_keys=b"".join(dump.host_keys[part]),
-                )
+                tiers = [
+                    worker_pb2.TierBlocks(tier=name, sequence=tier.sequence, block_keys=b"".join(tier.keys[part]))
+                    for name, tier in zip(TIER_NAMES, dump.tiers, strict=True)
+                ]
+                yield worker_pb2.DumpBlocksResponse(epoch=dump.epoch, tiers=tiers)

@@ -20,7 +20,8 @@ SETTINGS = (
 def engine_numbers(stats: EngineStats) -> dict[str, float]:
     """Every numeric field by its name; what is not known (None) is left out."""
     values = {field.name: getattr(stats, field.name) for field in dataclasses.fields(stats)}
-    return {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
+    numbers = {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
+    return numbers | {f"{tier}_usage": usage for tier, usage in stats.tier_usage}
 
 
 def settings_of(config: WorkerConfig, kernels: str = "") -> dict[str, str]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from diptych.common.addresses import host_port
 from diptych.common.errors import IncompatibleWorkersError, TransferError
+from diptych.common.tiers import TierState
 from diptych.engine.messages import BlockCounts
 from diptych.engine.sched.swap_cost import Rates, break_even_tokens
 from diptych.kvtransfer.api import KvAddress, SlabCounts
@@ -93,13 +96,20 @@ def slab_counts_to_proto(counts: SlabCounts) -> worker_pb2.SlabCounts:
     )
 
 
-def preemption_to_proto(rates: Rates, num_host_blocks: int) -> worker_pb2.PreemptionCost:
-    """Unset break-even: a rate is not known, or there is no host tier to swap to."""
-    known = num_host_blocks > 0 and rates.prefill_tokens_per_s > 0.0 and rates.copy_bytes_per_s > 0.0
+def preemption_to_proto(rates: Rates, tiers: Sequence[TierState]) -> worker_pb2.PreemptionCost:
+    """Unset break-even: a rate is not known, or there is no tier to swap to."""
+    known = (
+        any(tier.num_bytes for tier in tiers[1:]) and rates.prefill_tokens_per_s > 0.0 and rates.copy_bytes_per_s > 0.0
+    )
     return worker_pb2.PreemptionCost(
         prefill_tokens_per_s=rates.prefill_tokens_per_s,
         copy_bytes_per_s=rates.copy_bytes_per_s,
         kv_bytes_per_token=rates.kv_bytes_per_token,
-        num_host_blocks=num_host_blocks,
+        tiers=[
+            worker_pb2.KvTier(
+                name=tier.name, num_bytes=tier.num_bytes, bytes_per_s=tier.bytes_per_s, eviction=tier.eviction
+            )
+            for tier in tiers
+        ],
         swap_from_tokens=break_even_tokens(rates) if known else None,
     )

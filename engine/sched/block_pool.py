@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from diptych.common.tiers import TierDump
 from diptych.engine.messages import (
     BlockCopy,
     BlockCounts,
@@ -243,7 +244,8 @@ class BlockPool:
     def dump(self) -> CacheDump:
         """The cache as of `sequence`. Call `take_events` first, so that no event is under way."""
         self._flush_cache_events()
-        return CacheDump(self.epoch, self.sequence, tuple(self._by_key), self.host.sequence, self.host.keys)
+        below = TierDump(self.host.sequence, self.host.keys)
+        return CacheDump(self.epoch, (TierDump(self.sequence, tuple(self._by_key)), below))
 
     def _forget_key(self, block: int) -> None:
         key = self._keys[block]

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from diptych.common.tiers import HOST
 from diptych.engine.messages import TierEvicted, TierStored
-
-TIER = "host"
 
 
 class HostTier:
     """Args: num_slots: 0: everything is refused."""
+
+    name = HOST
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
@@ -142,9 +143,9 @@ class HostTier:
     def _flush(self) -> None:
         if self._stored:
             self.sequence += 1
-            self._events.append(TierStored(TIER, self.sequence, tuple(self._stored)))
+            self._events.append(TierStored(self.name, self.sequence, tuple(self._stored)))
             self._stored.clear()
         if self._evicted:
             self.sequence += 1
-            self._events.append(TierEvicted(TIER, self.sequence, tuple(self._evicted)))
+            self._events.append(TierEvicted(self.name, self.sequence, tuple(self._evicted)))
             self._evicted.clear()

@@ -37,7 +37,7 @@ def stats(scheduler: Scheduler, *, steps: int, steps_ahead: int, busy_since: flo
         swaps_total=scheduler.swaps,
         refetches_total=scheduler.refetches,
         restored_tokens_total=kv.restored_tokens,
-        host_usage=kv.host.usage,
+        tier_usage=((kv.host.name, kv.host.usage),),
         block_ages=kv.pool.ages.stats(),
         copy_bytes_per_s=pace.copy_bytes_per_s if kv.host.num_slots else 0.0,
     )

@@ -224,7 +224,7 @@ class Cluster:
             self._follower.begin(record.worker_id)
             member.link.start()
         for record in records:
-            position = (record.event_epoch, record.event_sequence, record.host_event_sequence)
+            position = (record.event_epoch, *record.event_sequences)
             self._index.register(record.worker_id, record.incarnation, *position)
             self._follower.watch_tail(record, now)
         self._fleet_is_old = True

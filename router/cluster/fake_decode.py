@@ -14,6 +14,7 @@ import grpc
 
 from diptych.common.errors import DiptychError, RequestCancelledError, TicketRefusedError
 from diptych.common.ticket import unseal
+from diptych.common.tiers import DEVICE
 from diptych.rpc import channels
 from diptych.rpc.errors import to_failure
 from diptych.rpc.health import Health
@@ -88,7 +89,8 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer, worker_pb2_grpc.WorkerServicer)
     ) -> AsyncIterator[worker_pb2.DumpBlocksResponse]:
         self.num_dumps += 1
         epoch, sequence, keys = self.dump
-        yield worker_pb2.DumpBlocksResponse(epoch=epoch, sequence=sequence, block_keys=b"".join(keys))
+        held = worker_pb2.TierBlocks(tier=DEVICE, sequence=sequence, block_keys=b"".join(keys))
+        yield worker_pb2.DumpBlocksResponse(epoch=epoch, tiers=[held])
 
     async def Attach(
         self, request_iterator: AsyncIterator[decode_pb2.Command], context: grpc.aio.ServicerContext

@@ -69,7 +69,7 @@ class IndexFollower:
         member = self._members.get(record.worker_id)
         if member is None:
             return
-        position = (record.event_epoch, record.event_sequence, record.host_event_sequence)
+        position = (record.event_epoch, *record.event_sequences)
         if not self._index.is_behind(record.worker_id, *position):
             member.behind_since = None
         elif member.behind_since is None:
@@ -88,7 +88,7 @@ class IndexFollower:
             why = self._event_watch.why(
                 record.worker_id,
                 num_events=self._index.num_events(record.worker_id),
-                lease_sequence=record.event_sequence,
+                lease_sequence=record.event_sequences[0],
                 mode=self._index.mode(record.worker_id),
                 now=now,
             )
@@ -130,10 +130,7 @@ class IndexFollower:
                 worker_id,
                 member.record.incarnation,
                 epoch=dump.epoch,
-                sequence=dump.sequence,
-                keys=dump.keys,
-                host_sequence=dump.host_sequence,
-                host_keys=dump.host_keys,
+                tiers=dump.tiers,
             )
         except DiptychError as err:
             log.warning("no snapshot of a worker's cache", worker=worker_id, error=err.message)

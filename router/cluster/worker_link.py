@@ -13,6 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from diptych.common.block_identity import KEY_BYTES
 from diptych.common.errors import InternalError
+from diptych.common.tiers import TIER_NAMES, TierDump
 from diptych.common.tls import ClusterTls
 from diptych.common.worker_record import WorkerRecord
 from diptych.router.cluster.decode_stream import DecodeStream
@@ -29,13 +30,10 @@ _MAX_DUMP_KEYS = 4_000_000
 
 @dataclass(frozen=True, slots=True)
 class CacheDump:
-    """Block keys of both tiers, and the last event of each that they include."""
+    """Block keys by tier, and the last event of each that they include."""
 
     epoch: int
-    sequence: int
-    host_sequence: int
-    keys: list[bytes]
-    host_keys: list[bytes]
+    tiers: tuple[TierDump, ...]
 
 
 class WorkerLink:
@@ -135,21 +133,26 @@ class WorkerLink:
     async def dump_blocks(self) -> CacheDump:
         """What the worker's prefix cache holds. Raises: DiptychError."""
         stub = worker_pb2_grpc.WorkerStub(self._channel)  # type: ignore[no-untyped-call]
-        held: tuple[list[bytes], list[bytes]] = ([], [])
+        held: dict[str, list[bytes]] = {name: [] for name in TIER_NAMES}
         position = None
         try:
             async for part in stub.DumpBlocks(worker_pb2.DumpBlocksRequest(), timeout=_DUMP_TIMEOUT_S):
-                for keys, blob in zip(held, (part.block_keys, part.host_block_keys), strict=True):
+                for tier in part.tiers:
+                    keys, blob = held.get(tier.tier), tier.block_keys
+                    if keys is None:
+                        raise InternalError(f"{self.worker_id}: a dump of an unknown tier {tier.tier!r}")
                     if len(blob) % KEY_BYTES or len(keys) + len(blob) // KEY_BYTES > _MAX_DUMP_KEYS:
                         raise InternalError(f"{self.worker_id}: a dump of {len(blob)} bytes makes no sense")
                     keys += [blob[i : i + KEY_BYTES] for i in range(0, len(blob), KEY_BYTES)]
-                if position is not None and position != (part.epoch, part.sequence, part.host_sequence):
+                at = (part.epoch, {tier.tier: tier.sequence for tier in part.tiers})
+                if position is not None and position != at:
                     raise InternalError(f"{self.worker_id}: the parts of a dump are of different moments")
-                position = (part.epoch, part.sequence, part.host_sequence)
+                position = at
         except grpc.aio.AioRpcError as err:
             raise from_rpc_error(err) from None
         except grpc.aio.UsageError:
             raise InternalError(f"{self.worker_id}: the channel was closed") from None
         if position is None:
             raise InternalError(f"{self.worker_id}: an empty dump")
-        return CacheDump(*position, *held)
+        epoch, sequences = position
+        return CacheDump(epoch, tuple(TierDump(sequences.get(name, 0), keys) for name, keys in held.items()))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from diptych.router.placement.index import IndexMode
-from diptych.router.placement.types import Placement, Terms
+from diptych.router.placement.types import Placement, Terms, WorkerView
 from diptych.rpc.v1 import types_pb2
 
 _MAX_CANDIDATES = 32
@@ -69,6 +69,10 @@ def candidates_of(placement: Placement) -> list[types_pb2.PlacementTerms]:
     return [_terms(terms, terms == placement.chosen) for terms in shown]
 
 
+def _tier_tokens(worker: WorkerView) -> list[types_pb2.TierTokens]:
+    return [types_pb2.TierTokens(tier=tier, tokens=tokens) for tier, tokens in worker.tier_tokens]
+
+
 def _terms(terms: Terms, chosen: bool) -> types_pb2.PlacementTerms:
     prefill = terms.prefill
     return types_pb2.PlacementTerms(
@@ -83,6 +87,6 @@ def _terms(terms: Terms, chosen: bool) -> types_pb2.PlacementTerms:
         prefill_hit_tokens=prefill.hit_tokens if prefill is not None else 0,
         decode_hit_tokens=terms.decode.hit_tokens,
         chosen=chosen,
-        prefill_host_tokens=prefill.host_tokens if prefill is not None else 0,
-        decode_host_tokens=terms.decode.host_tokens,
+        prefill_tiers=_tier_tokens(prefill) if prefill is not None else (),
+        decode_tiers=_tier_tokens(terms.decode),
     )

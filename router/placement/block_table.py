@@ -1,4 +1,5 @@
-"""Block keys and which workers hold them, in flat numpy tables: 33 bytes a slot for up to 64 workers, 41 with a host tier.
+"""Block keys and which workers hold them, in flat numpy tables: 33 bytes a slot for up to 64 workers, and 8 more for each lower
+tier that is used.
 
     key (lo, hi) --the low bits of lo, of hi--> two buckets of 8 slots; a key lies in one of the 16
 
@@ -19,10 +20,11 @@ import numpy as np
 import numpy.typing as npt
 
 from diptych.common.block_identity import KEY_BYTES
+from diptych.common.tiers import TIERS
 from diptych.router.placement.native.lookup import Found, NativeLookup
 
-DEVICE, HOST = 0, 1
-NUM_TIERS = 2
+NUM_TIERS = len(TIERS)
+_ALL_TIERS = tuple(range(NUM_TIERS))
 _WAYS = 8
 _WORD = 64
 _CHUNK = 128
@@ -49,11 +51,15 @@ def as_keys(keys: Sequence[bytes]) -> Keys:
 
 @dataclass(slots=True)
 class Runs:
-    """By column: how many leading keys the worker holds in any tier, and how many of those in its host tier only (None:
-    there is no host tier). `any`: somebody holds the first one."""
+    """By column: how many leading keys the worker holds in any tier.
+
+    Args:
+        lower_blocks: [lower tier, column]: how many of them lie in this tier and in no nearer one; None: none does.
+        any: somebody holds the first one.
+    """
 
     blocks: Ints
-    host_blocks: Ints | None
+    lower_blocks: Ints | None
     any: bool
 
 
@@ -74,8 +80,8 @@ class BlockTable:
         self._used = np.zeros((self._capacity, _WAYS), np.bool_)
         self._stamp = np.zeros(self._capacity * _WAYS, np.uint32)
         self._words = 1
-        # By tier, a mask of [slots] for each 64 workers; the host tier's only once it is used.
-        self._masks: list[list[Keys]] = [self._no_masks(), []]
+        # By tier, a mask of [slots] for each 64 workers; a lower tier's only once it is used.
+        self._masks: list[list[Keys]] = [self._no_masks(), *([] for _ in _ALL_TIERS[1:])]
         self._now = 1
         self._num_lookups = 0
         self._num_used = 0
@@ -86,6 +92,12 @@ class BlockTable:
     def _no_masks(self) -> list[Keys]:
         return [np.zeros(self._capacity * _WAYS, np.uint64) for _ in range(self._words)]
 
+    def _all_masks(self) -> list[Keys]:
+        return [mask for masks in self._masks for mask in masks]
+
+    def _lower_in_use(self) -> tuple[int, ...]:
+        return tuple(tier for tier in _ALL_TIERS[1:] if self._masks[tier] and self.counts[tier].any())
+
     @property
     def num_keys(self) -> int:
         return self._num_used
@@ -94,7 +106,7 @@ class BlockTable:
     def nbytes(self) -> int:
         """Of the buckets in use."""
         arrays: list[Any] = [self._lo, self._hi, self._tag, self._used, self._stamp]
-        arrays += self._masks[DEVICE] + self._masks[HOST]
+        arrays += self._all_masks()
         return int(sum(array.nbytes for array in arrays)) * self._num_buckets // self._capacity
 
     def reserve_columns(self, num_columns: int) -> None:
@@ -135,10 +147,10 @@ class BlockTable:
         """
         self._num_lookups += 1
         touches = self._num_lookups % _TOUCH_EVERY == 0
-        host_masks = self._masks[HOST] if self._masks[HOST] and self.counts[HOST].any() else None
+        lower = self._lower_in_use()
         blocks: Ints | None = None
         touched: list[Ints] = []
-        host_blocks = np.zeros_like(self._nobody) if host_masks is not None else None
+        lower_blocks = np.zeros((NUM_TIERS - 1, len(self._nobody)), np.int64) if lower else None
         tags = keys.view(np.uint32)[:, 1:2]
         alive: list[Any] = [None] * self._words
         for start in range(0, len(keys), _CHUNK):
@@ -148,8 +160,11 @@ class BlockTable:
                 break
             depth = 0
             for word in range(self._words):
-                device = self._masks[DEVICE][word].take(slots)
-                masks = device if host_masks is None else device | host_masks[word].take(slots)
+                nearest = self._masks[0][word].take(slots)
+                further = [(tier, self._masks[tier][word].take(slots)) for tier in lower]
+                masks = nearest
+                for _, held_there in further:
+                    masks = masks | held_there
                 if alive[word] is not None:
                     masks[0] &= alive[word]
                 held = np.bitwise_and.accumulate(masks)
@@ -160,26 +175,33 @@ class BlockTable:
                 blocks = np.zeros_like(self._nobody) if blocks is None else blocks
                 columns = slice(word * _WORD, (word + 1) * _WORD)
                 _put_prefixes(held[:reach], blocks[columns])
-                if host_blocks is not None:
-                    host_blocks[columns] += _count(held & ~device)
+                for tier, held_there in further:
+                    assert lower_blocks is not None
+                    lower_blocks[tier - 1, columns] += _count(held & held_there & ~nearest)
+                    nearest = nearest | held_there
                 depth = max(depth, reach)
             touched.append(slots[:depth])
             if depth < len(part):
                 break
         if touches and touched:
             self._touch(np.concatenate(touched))
-        return Runs(self._nobody if blocks is None else blocks, host_blocks, blocks is not None)
+        return Runs(self._nobody if blocks is None else blocks, lower_blocks, blocks is not None)
 
-    def hits_into(self, lookup: NativeLookup, keys: Keys, most_blocks: int, hits_at: int, host_at: int) -> Found:
-        """`runs` in C, for the group that `lookup` was made for: tokens are written to its places at these addresses."""
+    def hits_into(self, lookup: NativeLookup, keys: Keys, most_blocks: int, into: int, stride: int) -> Found:
+        """`runs` in C, for the group that `lookup` was made for.
+
+        Args:
+            into: address of [NUM_TIERS, stride]: at the group's places, tokens of hits, then by lower tier.
+        """
         self._num_lookups += 1
-        host_masks = self._masks[HOST] if self._masks[HOST] and self.counts[HOST].any() else None
-        lookup.follow(self._tag, self._stamp, self._masks[DEVICE], host_masks, self._num_buckets, self._round)
+        lower = self._lower_in_use()
+        masks = [self._masks[tier] if tier in lower or tier == 0 else None for tier in _ALL_TIERS]
+        lookup.follow(self._tag, self._stamp, masks, self._num_buckets, self._round)
         now = 0
         if self._num_lookups % _TOUCH_EVERY == 0:
             self._age(len(keys))
             now = self._now
-        return lookup.find(keys, now, most_blocks, hits_at, host_at)
+        return lookup.find(keys, now, most_blocks, into, stride)
 
     def _leading_slots(self, keys: Keys, tags: Any) -> Ints:
         """Slots of the keys, up to the first that is not there."""
@@ -209,7 +231,7 @@ class BlockTable:
             self._now >>= 1
         self._now += count
 
-    def keys_of(self, column: int, tier: int = DEVICE) -> Keys:
+    def keys_of(self, column: int, tier: int = 0) -> Keys:
         """[n, 2], in no order."""
         slots = self._slots_of(column, (tier,))
         return np.stack((self._lo.ravel()[slots], self._hi.ravel()[slots]), axis=1)
@@ -225,7 +247,7 @@ class BlockTable:
 
     # ---- changing ------------------------------------------------------------------------------------------------
 
-    def add(self, keys: Keys, column: int, tier: int = DEVICE) -> None:
+    def add(self, keys: Keys, column: int, tier: int = 0) -> None:
         """The worker holds these blocks; parents before their children. Repeats are harmless."""
         if not self._masks[tier]:
             self._masks[tier] = self._no_masks()
@@ -277,21 +299,21 @@ class BlockTable:
             mask[fresh] |= bit
         self._touch(slots)
 
-    def remove(self, keys: Keys, column: int, tier: int = DEVICE) -> None:
+    def remove(self, keys: Keys, column: int, tier: int = 0) -> None:
         if self._masks[tier] and len(keys):
             slots, found = self._find(keys)
             self._release(np.unique(slots[found]), column, (tier,))
 
-    def clear(self, column: int, tiers: Sequence[int] = (DEVICE, HOST)) -> None:
+    def clear(self, column: int, tiers: Sequence[int] = _ALL_TIERS) -> None:
         self._release(self._slots_of(column, tiers), column, tiers)
 
     def trim(self, column: int, keep: int) -> None:
         """Forget the least lately used blocks of a worker until at most `keep` are left. Scans the table."""
-        slots = self._slots_of(column, (DEVICE, HOST))
+        slots = self._slots_of(column, _ALL_TIERS)
         excess = len(slots) - keep
         if excess > 0:
             oldest = np.argpartition(self._stamp[slots], excess - 1)[:excess]
-            self._release(slots[oldest], column, (DEVICE, HOST))
+            self._release(slots[oldest], column, _ALL_TIERS)
 
     def _release(self, slots: Ints, column: int, tiers: Sequence[int]) -> None:
         """`slots`: without repeats."""
@@ -303,7 +325,7 @@ class BlockTable:
                 mask[held] &= ~bit
                 self.counts[tier, column] -= len(held)
         used = np.zeros(len(slots), np.bool_)
-        for mask in (*self._masks[DEVICE], *self._masks[HOST]):
+        for mask in self._all_masks():
             used |= mask[slots] != 0
         self._used.ravel()[slots] = used
         self._num_used -= len(slots) - int(np.count_nonzero(used))
@@ -346,7 +368,7 @@ class BlockTable:
         for flat in (self._lo.ravel(), self._hi.ravel(), self._tag.ravel(), self._used.ravel(), self._stamp):
             flat[new] = flat[old]
             flat[old] = 0
-        for mask in (*self._masks[DEVICE], *self._masks[HOST]):
+        for mask in self._all_masks():
             mask[new] = mask[old]
             mask[old] = 0
 

@@ -244,8 +244,8 @@ def candidate_costs(request: PlacementRequest, snapshot: ClusterSnapshot, now: f
     sequences = row
     decode_load = fleet.step_ms * sequences
     row = decode_load
-    if loads.host_tokens is not None:
-        copy_back = loads.host_tokens * fleet.host_token_ms
+    if loads.lower_tokens is not None:
+        copy_back: Floats = np.add.reduce(loads.lower_tokens * fleet.copy_token_ms)
         compute += copy_back
         if request.wants_kv:
             row = row + copy_back[first_decode:]

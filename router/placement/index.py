@@ -15,8 +15,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from diptych.common.store import TIERS, KvEvent
-from diptych.router.placement.block_table import DEVICE, HOST, BlockTable, Keys, Runs, as_keys, to_bytes
+from diptych.common.store import KvEvent
+from diptych.common.tiers import TIERS, TierDump, tier_index
+from diptych.router.placement.block_table import BlockTable, Keys, Runs, as_keys, to_bytes
 from diptych.router.placement.native.lookup import Found, NativeLookup
 
 _MAX_WAITING_EVENTS = 4096
@@ -55,7 +56,7 @@ class _Worker:
     incarnation: str
     column: int
     epoch: int
-    streams: tuple[_Stream, _Stream] = field(default_factory=lambda: (_Stream(), _Stream()))
+    streams: tuple[_Stream, ...] = field(default_factory=lambda: tuple(_Stream() for _ in TIERS))
     truncated: bool = False
     num_events: int = 0
 
@@ -93,8 +94,9 @@ class BlockIndex:
 
     # ---- who is there --------------------------------------------------------------------------------------------
 
-    def register(self, worker_id: str, incarnation: str, epoch: int, sequence: int, host_sequence: int = 0) -> None:
-        """A worker's lease says where its event streams stand. Another incarnation starts from nothing."""
+    def register(self, worker_id: str, incarnation: str, epoch: int, *sequences: int) -> None:
+        """A worker's lease says where its event streams stand, one for each tier (missing ones: at 0). Another incarnation
+        starts from nothing."""
         worker = self._workers.get(worker_id)
         if worker is not None and worker.incarnation == incarnation:
             return
@@ -102,19 +104,20 @@ class BlockIndex:
         column = self._free_columns.pop() if self._free_columns else len(self._workers)
         self._table.reserve_columns(column + 1)
         worker = self._workers[worker_id] = _Worker(incarnation, column, epoch)
-        for stream, position in zip(worker.streams, (sequence, host_sequence), strict=True):
+        positions = (*sequences, *(0 for _ in TIERS[len(sequences) :]))
+        for stream, position in zip(worker.streams, positions, strict=True):
             if position == 0:  # nothing was stored in this epoch yet: we know all of it
                 stream.mode = IndexMode.EXACT
         for other in self._workers.values():
             self._bound(other)
 
-    def is_behind(self, worker_id: str, epoch: int, sequence: int, host_sequence: int = 0) -> bool:
+    def is_behind(self, worker_id: str, epoch: int, *sequences: int) -> bool:
         """Whether the lease speaks of events that the index has not seen."""
         worker = self._workers.get(worker_id)
         if worker is None or epoch < worker.epoch:
             return False
-        device, host = worker.streams
-        return epoch > worker.epoch or sequence > device.sequence or host_sequence > host.sequence
+        seen = zip(sequences, worker.streams, strict=False)
+        return epoch > worker.epoch or any(sequence > stream.sequence for sequence, stream in seen)
 
     def lose_track(self, worker_id: str) -> None:
         """Events of this worker went missing: STALE until the next snapshot."""
@@ -148,7 +151,7 @@ class BlockIndex:
         self._bound(worker)
 
     def _apply(self, worker: _Worker, event: KvEvent, changes: _Changes) -> None:
-        stream = worker.streams[TIERS.index(event.tier)]
+        stream = worker.streams[tier_index(event.tier)]
         if event.kind == "cleared":
             if stream.mode is IndexMode.GUESS or (event.epoch, event.sequence) > (worker.epoch, stream.sequence):
                 self._clear(worker, event, changes)
@@ -165,7 +168,7 @@ class BlockIndex:
         worker.epoch = event.epoch
         for stream in worker.streams:
             stream.sequence, stream.mode = 0, IndexMode.EXACT
-        worker.streams[TIERS.index(event.tier)].sequence = event.sequence
+        worker.streams[tier_index(event.tier)].sequence = event.sequence
         for stream in worker.streams:
             _replay(worker, stream, changes)
 
@@ -175,13 +178,10 @@ class BlockIndex:
         incarnation: str,
         *,
         epoch: int,
-        sequence: int,
-        keys: Sequence[bytes],
-        host_sequence: int = 0,
-        host_keys: Sequence[bytes] = (),
+        tiers: Sequence[TierDump],
     ) -> None:
-        """What the worker holds after event `sequence` (and `host_sequence`) of `epoch`. One of another incarnation, or older
-        than what was folded already, is ignored."""
+        """What the worker holds by tier after event `sequence` of each in `epoch` (a missing one: nothing). One of another
+        incarnation, or older than what was folded already, is ignored."""
         worker = self._workers.get(worker_id)
         if worker is None or worker.incarnation != incarnation:
             return
@@ -190,15 +190,15 @@ class BlockIndex:
             return
         worker.truncated = worker.truncated and epoch == worker.epoch
         changes = _Changes(self._table, worker.column)
-        for tier, position, held in ((DEVICE, sequence, keys), (HOST, host_sequence, host_keys)):
-            stream = worker.streams[tier]
-            if stream.mode is IndexMode.EXACT and (epoch, position) < (worker.epoch, stream.sequence):
+        dumps = (*tiers, *(TierDump() for _ in TIERS[len(tiers) :]))
+        for tier, (stream, dump) in enumerate(zip(worker.streams, dumps, strict=True)):
+            if stream.mode is IndexMode.EXACT and (epoch, dump.sequence) < (worker.epoch, stream.sequence):
                 continue
             self._table.clear(worker.column, (tier,))
-            self._table.add(as_keys(held), worker.column, tier)
-            if tier == DEVICE:
+            self._table.add(as_keys(dump.keys), worker.column, tier)
+            if tier == 0:
                 worker.truncated = False
-            stream.sequence, stream.mode = position, IndexMode.EXACT
+            stream.sequence, stream.mode = dump.sequence, IndexMode.EXACT
         worker.epoch = epoch
         for stream in worker.streams:
             _replay(worker, stream, changes)
@@ -225,10 +225,10 @@ class BlockIndex:
         worker = self._workers.get(worker_id)
         if worker is None:
             return IndexMode.GUESS
-        device, host = worker.streams
-        if IndexMode.GUESS in (device.mode, host.mode):
+        modes = {stream.mode for stream in worker.streams}
+        if IndexMode.GUESS in modes:
             return IndexMode.GUESS
-        exact = device.mode is host.mode is IndexMode.EXACT and not worker.truncated
+        exact = modes == {IndexMode.EXACT} and not worker.truncated
         return IndexMode.EXACT if exact else IndexMode.STALE
 
     def num_events(self, worker_id: str) -> int:
@@ -241,7 +241,7 @@ class BlockIndex:
         worker = self._workers.get(worker_id)
         return int(self._table.counts[:, worker.column].sum()) if worker is not None else 0
 
-    def keys_of(self, worker_id: str, tier: int = DEVICE) -> set[bytes]:
+    def keys_of(self, worker_id: str, tier: int = 0) -> set[bytes]:
         worker = self._workers.get(worker_id)
         return set(to_bytes(self._table.keys_of(worker.column, tier))) if worker is not None else set()
 
@@ -254,9 +254,9 @@ class BlockIndex:
         """For every worker at once, the length of the longest run of `keys`, from the first one on, that it holds."""
         return self._table.runs(keys)
 
-    def hits_into(self, lookup: NativeLookup, keys: Keys, most_blocks: int, hits_at: int, host_at: int) -> Found:
+    def hits_into(self, lookup: NativeLookup, keys: Keys, most_blocks: int, into: int, stride: int) -> Found:
         """See BlockTable.hits_into."""
-        return self._table.hits_into(lookup, keys, most_blocks, hits_at, host_at)
+        return self._table.hits_into(lookup, keys, most_blocks, into, stride)
 
     def hit_blocks(self, worker_id: str, keys: Sequence[bytes]) -> int:
         column = self.column(worker_id)
@@ -269,11 +269,11 @@ class _Changes:
     def __init__(self, table: BlockTable, column: int) -> None:
         self._table = table
         self._column = column
-        self._kind = ("stored", DEVICE)
+        self._kind = ("stored", 0)
         self._keys: list[bytes] = []
 
     def note(self, event: KvEvent) -> None:
-        kind = (event.kind, TIERS.index(event.tier))
+        kind = (event.kind, tier_index(event.tier))
         if kind != self._kind:
             self.write()
             self._kind = kind
@@ -292,7 +292,7 @@ class _Changes:
 
 def _fold(worker: _Worker, event: KvEvent, changes: _Changes) -> bool:
     """Apply an event of an EXACT tier. False: something is missing before it."""
-    stream = worker.streams[TIERS.index(event.tier)]
+    stream = worker.streams[tier_index(event.tier)]
     if event.epoch < worker.epoch or (event.epoch == worker.epoch and event.sequence <= stream.sequence):
         return True  # a repeat
     if event.epoch > worker.epoch or event.sequence != stream.sequence + 1:

@@ -12,7 +12,7 @@ import numpy as np
 from diptych.common.block_identity import IdentityHeader, block_keys
 from diptych.common.request import Prompt
 from diptych.common.worker_record import WorkerRecord
-from diptych.router.placement.block_table import Keys, as_keys
+from diptych.router.placement.block_table import NUM_TIERS, Keys, as_keys
 from diptych.router.placement.cost import CHEAPEST, PlacementPolicy, choose_placement
 from diptych.router.placement.index import BlockIndex
 from diptych.router.placement.native.library import MAX_COLUMNS, Library, address
@@ -152,7 +152,7 @@ class Placer:
             lookup = None if library is None else NativeLookup(library, at, columns, header.block_size)
             self._groups.append(_Group(header, None if len(at) == len(candidates) else at, columns, lookup))
         self._is_parted = len(self._groups) > 1 or any(group.at is not None for group in self._groups)
-        self._found = None if library is None else np.zeros((2, len(candidates)), np.int64)
+        self._found = None if library is None else np.zeros((NUM_TIERS, len(candidates)), np.int64)
         self._lives = {(c.record.worker_id, c.record.incarnation): i for i, c in enumerate(decode)}
 
     @property
@@ -190,15 +190,15 @@ class Placer:
         """The usable workers with this prompt's hits. `exclude`: lives that must not be chosen as decode."""
         barred = tuple(self._lives[life] for life in exclude if life in self._lives) if exclude else ()
         tokens, requests = self._reservations.at(self._reserved)
-        hit, host = self._hits(prompt)
-        return ClusterSnapshot(self._fleet, RequestLoads(hit, host, tokens, requests), barred)
+        hit, lower = self._hits(prompt)
+        return ClusterSnapshot(self._fleet, RequestLoads(hit, lower, tokens, requests), barred)
 
     def _hits(self, prompt: PromptBlocks | None) -> tuple[Ints | None, Ints | None]:
-        """(hit tokens, those of them in host tiers only), by worker; None: nowhere."""
+        """(hit tokens by worker, those of them by lower tier and worker); None: nowhere."""
         hit: Ints | None = None
-        host: Ints | None = None
+        lower: Ints | None = None
         if prompt is None:
-            return hit, host
+            return hit, lower
         if self._found is not None:
             return self._native_hits(self._found, prompt)
         for group in self._groups:
@@ -209,18 +209,20 @@ class Placer:
             usable = runs.blocks.take(group.columns)
             # The last prompt token is always computed.
             np.minimum(usable, max(0, len(prompt.prompt.token_ids) - 1) // block_size, out=usable)
-            if runs.host_blocks is not None:
-                host = np.zeros(len(self._fleet.records), np.int64) if host is None else host
-                host[_ALL if group.at is None else group.at] = block_size * np.minimum(
-                    runs.host_blocks.take(group.columns), usable
-                )
+            if runs.lower_blocks is not None:
+                lower = np.zeros((NUM_TIERS - 1, len(self._fleet.records)), np.int64) if lower is None else lower
+                left = usable
+                for row, blocks in zip(lower, runs.lower_blocks, strict=True):
+                    there = np.minimum(blocks.take(group.columns), left)
+                    left = left - there
+                    row[_ALL if group.at is None else group.at] = block_size * there
             usable *= block_size
             if group.at is None:
                 hit = usable
             else:
                 hit = np.zeros(len(self._fleet.records), np.int64) if hit is None else hit
                 hit[group.at] = usable
-        return hit, host
+        return hit, lower
 
     def _native_hits(self, into: Ints, prompt: PromptBlocks) -> tuple[Ints | None, Ints | None]:
         """`_hits` in C."""
@@ -233,11 +235,11 @@ class Placer:
             # The last prompt token is always computed.
             blocks = max(0, len(prompt.prompt.token_ids) - 1) // group.header.block_size
             keys = prompt.keys(group.header, self._library)
-            most = max(most, self._index.hits_into(group.lookup, keys, blocks, at, at + into.strides[0]))
+            most = max(most, self._index.hits_into(group.lookup, keys, blocks, at, into.shape[1]))
         if most is Found.NOTHING:
             return None, None
-        hit, host = into.copy()  # the next lookup writes there, too
-        return hit, host if most is Found.HITS_WITH_HOST_TIER else None
+        found = into.copy()  # the next lookup writes there, too
+        return found[0], found[1:] if most is Found.HITS_IN_LOWER_TIERS else None
 
     def place(
         self, request: PlacementRequest, prompt: PromptBlocks, now: float, exclude: frozenset[Incarnation] = frozenset()

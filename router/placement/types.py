@@ -17,7 +17,7 @@ class WorkerView:
 
     Args:
         hit_tokens: leading prompt tokens in its cache, already capped to what may be used.
-        host_tokens: those of them that lie in its host tier only and must be copied back first.
+        tier_tokens: those of them that are copied from a lower tier first, by its name.
         pending_tokens: prompt tokens that routers placed on it and that are not known to be computed.
         pending_requests: requests that routers placed on it and that have not ended.
         reported_at: when the record was read, on the caller's clock.
@@ -25,7 +25,7 @@ class WorkerView:
 
     record: WorkerRecord
     hit_tokens: int = 0
-    host_tokens: int = 0
+    tier_tokens: tuple[tuple[str, int], ...] = ()
     pending_tokens: int = 0
     pending_requests: int = 0
     reported_at: float = 0.0

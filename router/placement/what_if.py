@@ -46,7 +46,6 @@ def _clones(role: str, count: int, records: Sequence[WorkerRecord], now: float) 
     load = WorkerLoad(
         prefill_tokens_per_s=_mean([record.load.prefill_tokens_per_s for record in same or records]),
         decode_step_s=_mean([record.load.decode_step_s for record in same or records]),
-        host_bytes_per_s=_mean([record.load.host_bytes_per_s for record in same or records]),
     )
     links = _mean([rate for record in records for rate in record.load.link_bytes_per_s.values()])
     if role == "decode" and links:

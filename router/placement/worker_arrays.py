@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from diptych.common.tiers import LOWER_TIERS
 from diptych.common.worker_record import WorkerRecord
 from diptych.router.placement.types import WorkerView
 
 DEFAULT_PREFILL_TOKENS_PER_S = 200.0
 DEFAULT_DECODE_STEP_S = 0.03
 DEFAULT_LINK_BYTES_PER_S = 400e6
-DEFAULT_HOST_BYTES_PER_S = 2e9
 HANDOFF_MS = 5.0
 """Fixed price of a hand-off: a call to prefill, the announcements, the acknowledgements."""
 
@@ -35,7 +35,7 @@ class WorkerArrays:
     Args:
         records, reported_at: all P + D.
         token_ms: to compute a prompt token (not measured yet: the mean of the role, else a default).
-        host_token_ms: to copy a token's KV back from the host tier.
+        copy_token_ms: [lower tier, P + D], to copy a token's KV from this tier to the first.
         idle_at_ms: when what was reported as queued will have been computed.
         prompt_step_ms: a step that computes prompts.
         requests: reported as running or waiting, at least 1 where prompt tokens are reported.
@@ -50,7 +50,7 @@ class WorkerArrays:
     records: tuple[WorkerRecord, ...]
     reported_at: Floats
     token_ms: Floats
-    host_token_ms: Floats
+    copy_token_ms: Floats
     idle_at_ms: Floats
     prompt_step_ms: Floats
     requests: Floats
@@ -103,9 +103,7 @@ class WorkerArrays:
             records=records,
             reported_at=reported_at,
             token_ms=token_ms,
-            host_token_ms=1000.0
-            * np.array([record.kv_bytes_per_token for record in records], np.float64)
-            / _measured([record.load.host_bytes_per_s for record in records], DEFAULT_HOST_BYTES_PER_S),
+            copy_token_ms=_copy_token_ms(records),
             idle_at_ms=1000.0 * reported_at + waiting * token_ms,
             prompt_step_ms=1000.0 * np.array([record.load.prompt_step_s for record in records], np.float64),
             requests=requests,
@@ -125,6 +123,16 @@ class WorkerArrays:
 
 def _token_ms(leases: Sequence[Lease]) -> Floats:
     return 1000.0 / _measured([lease[0].load.prefill_tokens_per_s for lease in leases], DEFAULT_PREFILL_TOKENS_PER_S)
+
+
+def _copy_token_ms(records: Sequence[WorkerRecord]) -> Floats:
+    bytes_per_token = np.array([record.kv_bytes_per_token for record in records], np.float64)
+    rates = [_measured([_copy_rate(record, tier.name) for record in records], tier.bytes_per_s) for tier in LOWER_TIERS]
+    return 1000.0 * bytes_per_token / np.array(rates, np.float64).reshape(len(LOWER_TIERS), len(records))
+
+
+def _copy_rate(record: WorkerRecord, tier: str) -> float:
+    return next((state.bytes_per_s for state in record.tiers if state.name == tier), 0.0)
 
 
 def _measured(values: Sequence[float], default: float) -> Floats:
@@ -158,12 +166,17 @@ def _move_ms(prefill: Sequence[Lease], decode: Sequence[Lease]) -> Floats:
     return table
 
 
+def _by_tier(tokens: Ints) -> tuple[tuple[str, int], ...]:
+    return tuple((tier.name, int(count)) for tier, count in zip(LOWER_TIERS, tokens, strict=True) if count)
+
+
 @dataclass(slots=True, eq=False)
 class RequestLoads:
     """What this request finds at each of the P + D workers; see WorkerView. None: nobody has any."""
 
     hit_tokens: Ints | None
-    host_tokens: Ints | None
+    lower_tokens: Ints | None
+    """[lower tier, P + D]"""
     pending_tokens: Ints
     pending_requests: Ints
 
@@ -189,7 +202,7 @@ class ClusterSnapshot:
         views = [*prefill, *decode]
         loads = RequestLoads(
             np.array([view.hit_tokens for view in views], np.int64),
-            np.array([view.host_tokens for view in views], np.int64),
+            np.array([[dict(view.tier_tokens).get(tier.name, 0) for view in views] for tier in LOWER_TIERS], np.int64),
             np.array([view.pending_tokens for view in views], np.int64),
             np.array([view.pending_requests for view in views], np.int64),
         )
@@ -223,7 +236,7 @@ class ClusterSnapshot:
         return WorkerView(
             self.fleet.records[index],
             0 if loads.hit_tokens is None else int(loads.hit_tokens[index]),
-            0 if loads.host_tokens is None else int(loads.host_tokens[index]),
+            () if loads.lower_tokens is None else _by_tier(loads.lower_tokens[:, index]),
             int(loads.pending_tokens[index]),
             int(loads.pending_requests[index]),
             float(self.fleet.reported_at[index]),

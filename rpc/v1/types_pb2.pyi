@@ -196,7 +196,7 @@ class WorkerRef(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
 
 class PlacementTerms(_message.Message):
-    __slots__ = ("prefill_worker_id", "decode_worker_id", "queue_ms", "prefill_ms", "transfer_ms", "decode_load_ms", "stall_ms", "total_ms", "prefill_hit_tokens", "decode_hit_tokens", "chosen", "prefill_host_tokens", "decode_host_tokens")
+    __slots__ = ("prefill_worker_id", "decode_worker_id", "queue_ms", "prefill_ms", "transfer_ms", "decode_load_ms", "stall_ms", "total_ms", "prefill_hit_tokens", "decode_hit_tokens", "chosen", "prefill_tiers", "decode_tiers")
     PREFILL_WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     DECODE_WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
@@ -208,8 +208,8 @@ class PlacementTerms(_message.Message):
     PREFILL_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DECODE_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CHOSEN_FIELD_NUMBER: _ClassVar[int]
-    PREFILL_HOST_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    DECODE_HOST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TIERS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_TIERS_FIELD_NUMBER: _ClassVar[int]
     prefill_worker_id: str
     decode_worker_id: str
     queue_ms: float
@@ -221,9 +221,17 @@ class PlacementTerms(_message.Message):
     prefill_hit_tokens: int
     decode_hit_tokens: int
     chosen: bool
-    prefill_host_tokens: int
-    decode_host_tokens: int
-    def __init__(self, prefill_worker_id: _Optional[str] = ..., decode_worker_id: _Optional[str] = ..., queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., decode_load_ms: _Optional[float] = ..., stall_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., prefill_hit_tokens: _Optional[int] = ..., decode_hit_tokens: _Optional[int] = ..., chosen: _Optional[bool] = ..., prefill_host_tokens: _Optional[int] = ..., decode_host_tokens: _Optional[int] = ...) -> None: ...
+    prefill_tiers: _containers.RepeatedCompositeFieldContainer[TierTokens]
+    decode_tiers: _containers.RepeatedCompositeFieldContainer[TierTokens]
+    def __init__(self, prefill_worker_id: _Optional[str] = ..., decode_worker_id: _Optional[str] = ..., queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., decode_load_ms: _Optional[float] = ..., stall_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., prefill_hit_tokens: _Optional[int] = ..., decode_hit_tokens: _Optional[int] = ..., chosen: _Optional[bool] = ..., prefill_tiers: _Optional[_Iterable[_Union[TierTokens, _Mapping]]] = ..., decode_tiers: _Optional[_Iterable[_Union[TierTokens, _Mapping]]] = ...) -> None: ...
+
+class TierTokens(_message.Message):
+    __slots__ = ("tier", "tokens")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    tier: str
+    tokens: int
+    def __init__(self, tier: _Optional[str] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class Explanation(_message.Message):
     __slots__ = ("prefill", "decode", "transport", "kv_bytes", "cached_tokens_prefill", "cached_tokens_decode", "kv_ranges", "kv_ranges_overlapped", "local_prefill", "index_mode", "notes", "candidates", "request_id", "prefill_pid", "decode_pid", "reserved_s", "first_token_s", "kv_complete_s", "policy", "predicted_ttft_s", "ttft_s", "predicted_cached_tokens", "cached_tokens", "prefill_queue_s", "prefill_compute_s")

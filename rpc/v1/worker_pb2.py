@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x64iptych/rpc/v1/worker.proto\x12\x0e\x64iptych.rpc.v1\"\xb9\x01\n\x07KvGroup\x12$\n\x04kind\x18\x01 \x01(\x0e\x32\x16.diptych.rpc.v1.KvKind\x12\x0e\n\x06layers\x18\x02 \x03(\r\x12\r\n\x05heads\x18\x03 \x01(\r\x12\x0c\n\x04\x64ims\x18\x04 \x03(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x12\n\nblock_size\x18\x06 \x01(\r\x12\x0e\n\x06window\x18\x07 \x01(\r\x12\x13\n\x0bscale_dtype\x18\x08 \x01(\t\x12\x13\n\x0bpart_dtypes\x18\t \x03(\t\"l\n\x08KvFormat\x12\'\n\x06groups\x18\x01 \x03(\x0b\x32\x17.diptych.rpc.v1.KvGroup\x12\x12\n\nshard_rank\x18\x02 \x01(\r\x12\x14\n\x0cshard_degree\x18\x03 \x01(\r\x12\r\n\x05order\x18\x04 \x01(\t\"\xf7\x02\n\x06\x43ompat\x12\r\n\x05model\x18\x01 \x01(\t\x12\x16\n\x0emodel_revision\x18\x02 \x01(\t\x12\x1a\n\x12tokenizer_revision\x18\x03 \x01(\t\x12\x19\n\x11\x61ttention_version\x18\x0b \x01(\t\x12\x17\n\x0fsampler_version\x18\x0c \x01(\t\x12\x18\n\x10protocol_version\x18\r \x01(\r\x12\x1d\n\x15\x62lock_identity_golden\x18\x0e \x01(\x0c\x12$\n\x02kv\x18\x0f \x01(\x0b\x32\x18.diptych.rpc.v1.KvFormat\x12\x15\n\rcompute_dtype\x18\x10 \x01(\t\x12\x0e\n\x06method\x18\x11 \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\x12 \x01(\tJ\x04\x08\x04\x10\x0bR\nnum_layersR\x0cnum_kv_headsR\x08head_dimR\nblock_sizeR\x08kv_dtypeR\tkv_layoutR\x14tensor_parallel_size\"H\n\tKvAddress\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x0c\n\x04host\x18\x02 \x01(\t\x12\x0c\n\x04port\x18\x03 \x01(\r\x12\x0c\n\x04\x62lob\x18\x04 \x01(\x0c\"\x10\n\x0eGetInfoRequest\"\xd0\x02\n\x0fGetInfoResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12(\n\x04role\x18\x03 \x01(\x0e\x32\x1a.diptych.rpc.v1.WorkerRole\x12\x0b\n\x03pid\x18\x04 \x01(\x04\x12&\n\x06\x63ompat\x18\x05 \x01(\x0b\x32\x16.diptych.rpc.v1.Compat\x12-\n\nkv_address\x18\x06 \x01(\x0b\x32\x19.diptych.rpc.v1.KvAddress\x12\x12\n\nnum_blocks\x18\x07 \x01(\r\x12\x15\n\rmax_model_len\x18\x08 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\t \x01(\r\x12\x16\n\x0etransport_path\x18\n \x01(\t\x12\x1d\n\x15transport_bytes_per_s\x18\x0b \x01(\x01\x12\x0f\n\x07version\x18\x0c \x01(\t\"\xb1\x01\n\x0ePreemptionCost\x12\x1c\n\x14prefill_tokens_per_s\x18\x01 \x01(\x01\x12\x18\n\x10\x63opy_bytes_per_s\x18\x02 \x01(\x01\x12\x1a\n\x12kv_bytes_per_token\x18\x03 \x01(\x04\x12\x17\n\x0fnum_host_blocks\x18\x04 \x01(\x04\x12\x1d\n\x10swap_from_tokens\x18\x05 \x01(\x01H\x00\x88\x01\x01\x42\x13\n\x11_swap_from_tokens\"\x1c\n\x0c\x41uditRequest\x12\x0c\n\x04\x66ull\x18\x01 \x01(\x08\"]\n\x0b\x42lockCounts\x12\r\n\x05total\x18\x01 \x01(\r\x12\x0c\n\x04\x66ree\x18\x02 \x01(\r\x12\x0f\n\x07running\x18\x03 \x01(\r\x12\x0e\n\x06\x63\x61\x63hed\x18\x04 \x01(\r\x12\x10\n\x08reserved\x18\x05 \x01(\r\"r\n\nSlabCounts\x12\r\n\x05total\x18\x01 \x01(\r\x12\x0c\n\x04\x66ree\x18\x02 \x01(\r\x12\x0e\n\x06packed\x18\x03 \x01(\r\x12\x11\n\tin_flight\x18\x04 \x01(\r\x12\x0f\n\x07settled\x18\x05 \x01(\r\x12\x13\n\x0bquarantined\x18\x06 \x01(\r\"\xac\x02\n\rAuditResponse\x12+\n\x06\x62locks\x18\x01 \x01(\x0b\x32\x1b.diptych.rpc.v1.BlockCounts\x12)\n\x05slabs\x18\x02 \x01(\x0b\x32\x1a.diptych.rpc.v1.SlabCounts\x12=\n\x08\x61ttempts\x18\x03 \x03(\x0b\x32+.diptych.rpc.v1.AuditResponse.AttemptsEntry\x12\x12\n\nviolations\x18\x04 \x03(\t\x12\x15\n\rkv_bytes_sent\x18\x05 \x01(\x04\x12\x19\n\x11kv_bytes_received\x18\x06 \x01(\x04\x12\r\n\x05steps\x18\x07 \x01(\x04\x1a/\n\rAttemptsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"\x13\n\x11\x44umpBlocksRequest\"y\n\x12\x44umpBlocksResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12\x12\n\nblock_keys\x18\x03 \x01(\x0c\x12\x15\n\rhost_sequence\x18\x04 \x01(\x04\x12\x17\n\x0fhost_block_keys\x18\x05 \x01(\x0c\"\x11\n\x0fGetStatsRequest\"\xec\x01\n\tHostFacts\x12\x14\n\x0cwall_clock_s\x18\x01 \x01(\x01\x12\x0c\n\x04\x63pus\x18\x02 \x01(\r\x12\x0f\n\x07load_1m\x18\x03 \x01(\x01\x12\x12\n\nopen_files\x18\x04 \x01(\x04\x12\x16\n\x0emax_open_files\x18\x05 \x01(\x04\x12\x15\n\rmemlock_bytes\x18\x06 \x01(\x04\x12\x11\n\tshm_bytes\x18\x07 \x01(\x04\x12\x16\n\x0eshm_free_bytes\x18\x08 \x01(\x04\x12\x14\n\x0crdma_devices\x18\t \x03(\t\x12\x14\n\x0crdma_missing\x18\n \x03(\t\x12\x10\n\x08hostname\x18\x0b \x01(\t\"\xb6\x04\n\x10GetStatsResponse\x12<\n\x06\x65ngine\x18\x01 \x03(\x0b\x32,.diptych.rpc.v1.GetStatsResponse.EngineEntry\x12\'\n\x04host\x18\x02 \x01(\x0b\x32\x19.diptych.rpc.v1.HostFacts\x12\x16\n\x0etransport_path\x18\x03 \x01(\t\x12\x1d\n\x15transport_bytes_per_s\x18\x04 \x01(\x01\x12M\n\x10link_bytes_per_s\x18\x05 \x03(\x0b\x32\x33.diptych.rpc.v1.GetStatsResponse.LinkBytesPerSEntry\x12\x17\n\x0fmetrics_address\x18\x06 \x01(\t\x12@\n\x08settings\x18\x07 \x03(\x0b\x32..diptych.rpc.v1.GetStatsResponse.SettingsEntry\x12\x10\n\x08uptime_s\x18\x08 \x01(\x01\x12\x32\n\npreemption\x18\x14 \x01(\x0b\x32\x1e.diptych.rpc.v1.PreemptionCost\x1a-\n\x0b\x45ngineEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a\x34\n\x12LinkBytesPerSEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a/\n\rSettingsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01*Z\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x01\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x02*r\n\x06KvKind\x12\x17\n\x13KV_KIND_UNSPECIFIED\x10\x00\x12\x10\n\x0cKV_KIND_FULL\x10\x01\x12\x12\n\x0eKV_KIND_WINDOW\x10\x02\x12\x12\n\x0eKV_KIND_LATENT\x10\x03\x12\x15\n\x11KV_KIND_RECURRENT\x10\x04\x32\xc0\x02\n\x06Worker\x12J\n\x07GetInfo\x12\x1e.diptych.rpc.v1.GetInfoRequest\x1a\x1f.diptych.rpc.v1.GetInfoResponse\x12\x44\n\x05\x41udit\x12\x1c.diptych.rpc.v1.AuditRequest\x1a\x1d.diptych.rpc.v1.AuditResponse\x12U\n\nDumpBlocks\x12!.diptych.rpc.v1.DumpBlocksRequest\x1a\".diptych.rpc.v1.DumpBlocksResponse0\x01\x12M\n\x08GetStats\x12\x1f.diptych.rpc.v1.GetStatsRequest\x1a .diptych.rpc.v1.GetStatsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x64iptych/rpc/v1/worker.proto\x12\x0e\x64iptych.rpc.v1\"\xb9\x01\n\x07KvGroup\x12$\n\x04kind\x18\x01 \x01(\x0e\x32\x16.diptych.rpc.v1.KvKind\x12\x0e\n\x06layers\x18\x02 \x03(\r\x12\r\n\x05heads\x18\x03 \x01(\r\x12\x0c\n\x04\x64ims\x18\x04 \x03(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x12\n\nblock_size\x18\x06 \x01(\r\x12\x0e\n\x06window\x18\x07 \x01(\r\x12\x13\n\x0bscale_dtype\x18\x08 \x01(\t\x12\x13\n\x0bpart_dtypes\x18\t \x03(\t\"l\n\x08KvFormat\x12\'\n\x06groups\x18\x01 \x03(\x0b\x32\x17.diptych.rpc.v1.KvGroup\x12\x12\n\nshard_rank\x18\x02 \x01(\r\x12\x14\n\x0cshard_degree\x18\x03 \x01(\r\x12\r\n\x05order\x18\x04 \x01(\t\"\xf7\x02\n\x06\x43ompat\x12\r\n\x05model\x18\x01 \x01(\t\x12\x16\n\x0emodel_revision\x18\x02 \x01(\t\x12\x1a\n\x12tokenizer_revision\x18\x03 \x01(\t\x12\x19\n\x11\x61ttention_version\x18\x0b \x01(\t\x12\x17\n\x0fsampler_version\x18\x0c \x01(\t\x12\x18\n\x10protocol_version\x18\r \x01(\r\x12\x1d\n\x15\x62lock_identity_golden\x18\x0e \x01(\x0c\x12$\n\x02kv\x18\x0f \x01(\x0b\x32\x18.diptych.rpc.v1.KvFormat\x12\x15\n\rcompute_dtype\x18\x10 \x01(\t\x12\x0e\n\x06method\x18\x11 \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\x12 \x01(\tJ\x04\x08\x04\x10\x0bR\nnum_layersR\x0cnum_kv_headsR\x08head_dimR\nblock_sizeR\x08kv_dtypeR\tkv_layoutR\x14tensor_parallel_size\"H\n\tKvAddress\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x0c\n\x04host\x18\x02 \x01(\t\x12\x0c\n\x04port\x18\x03 \x01(\r\x12\x0c\n\x04\x62lob\x18\x04 \x01(\x0c\"\x10\n\x0eGetInfoRequest\"\xd0\x02\n\x0fGetInfoResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12(\n\x04role\x18\x03 \x01(\x0e\x32\x1a.diptych.rpc.v1.WorkerRole\x12\x0b\n\x03pid\x18\x04 \x01(\x04\x12&\n\x06\x63ompat\x18\x05 \x01(\x0b\x32\x16.diptych.rpc.v1.Compat\x12-\n\nkv_address\x18\x06 \x01(\x0b\x32\x19.diptych.rpc.v1.KvAddress\x12\x12\n\nnum_blocks\x18\x07 \x01(\r\x12\x15\n\rmax_model_len\x18\x08 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\t \x01(\r\x12\x16\n\x0etransport_path\x18\n \x01(\t\x12\x1d\n\x15transport_bytes_per_s\x18\x0b \x01(\x01\x12\x0f\n\x07version\x18\x0c \x01(\t\"\xd6\x01\n\x0ePreemptionCost\x12\x1c\n\x14prefill_tokens_per_s\x18\x01 \x01(\x01\x12\x18\n\x10\x63opy_bytes_per_s\x18\x02 \x01(\x01\x12\x1a\n\x12kv_bytes_per_token\x18\x03 \x01(\x04\x12\x1d\n\x10swap_from_tokens\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12%\n\x05tiers\x18\x06 \x03(\x0b\x32\x16.diptych.rpc.v1.KvTierB\x13\n\x11_swap_from_tokensJ\x04\x08\x04\x10\x05R\x0fnum_host_blocks\"P\n\x06KvTier\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\x12\x13\n\x0b\x62ytes_per_s\x18\x03 \x01(\x01\x12\x10\n\x08\x65viction\x18\x04 \x01(\t\"\x1c\n\x0c\x41uditRequest\x12\x0c\n\x04\x66ull\x18\x01 \x01(\x08\"]\n\x0b\x42lockCounts\x12\r\n\x05total\x18\x01 \x01(\r\x12\x0c\n\x04\x66ree\x18\x02 \x01(\r\x12\x0f\n\x07running\x18\x03 \x01(\r\x12\x0e\n\x06\x63\x61\x63hed\x18\x04 \x01(\r\x12\x10\n\x08reserved\x18\x05 \x01(\r\"r\n\nSlabCounts\x12\r\n\x05total\x18\x01 \x01(\r\x12\x0c\n\x04\x66ree\x18\x02 \x01(\r\x12\x0e\n\x06packed\x18\x03 \x01(\r\x12\x11\n\tin_flight\x18\x04 \x01(\r\x12\x0f\n\x07settled\x18\x05 \x01(\r\x12\x13\n\x0bquarantined\x18\x06 \x01(\r\"\xac\x02\n\rAuditResponse\x12+\n\x06\x62locks\x18\x01 \x01(\x0b\x32\x1b.diptych.rpc.v1.BlockCounts\x12)\n\x05slabs\x18\x02 \x01(\x0b\x32\x1a.diptych.rpc.v1.SlabCounts\x12=\n\x08\x61ttempts\x18\x03 \x03(\x0b\x32+.diptych.rpc.v1.AuditResponse.AttemptsEntry\x12\x12\n\nviolations\x18\x04 \x03(\t\x12\x15\n\rkv_bytes_sent\x18\x05 \x01(\x04\x12\x19\n\x11kv_bytes_received\x18\x06 \x01(\x04\x12\r\n\x05steps\x18\x07 \x01(\x04\x1a/\n\rAttemptsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"\x13\n\x11\x44umpBlocksRequest\"\x8a\x01\n\x12\x44umpBlocksResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12)\n\x05tiers\x18\x06 \x03(\x0b\x32\x1a.diptych.rpc.v1.TierBlocksJ\x04\x08\x02\x10\x06R\x08sequenceR\nblock_keysR\rhost_sequenceR\x0fhost_block_keys\"@\n\nTierBlocks\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12\x12\n\nblock_keys\x18\x03 \x01(\x0c\"\x11\n\x0fGetStatsRequest\"\xec\x01\n\tHostFacts\x12\x14\n\x0cwall_clock_s\x18\x01 \x01(\x01\x12\x0c\n\x04\x63pus\x18\x02 \x01(\r\x12\x0f\n\x07load_1m\x18\x03 \x01(\x01\x12\x12\n\nopen_files\x18\x04 \x01(\x04\x12\x16\n\x0emax_open_files\x18\x05 \x01(\x04\x12\x15\n\rmemlock_bytes\x18\x06 \x01(\x04\x12\x11\n\tshm_bytes\x18\x07 \x01(\x04\x12\x16\n\x0eshm_free_bytes\x18\x08 \x01(\x04\x12\x14\n\x0crdma_devices\x18\t \x03(\t\x12\x14\n\x0crdma_missing\x18\n \x03(\t\x12\x10\n\x08hostname\x18\x0b \x01(\t\"\xb6\x04\n\x10GetStatsResponse\x12<\n\x06\x65ngine\x18\x01 \x03(\x0b\x32,.diptych.rpc.v1.GetStatsResponse.EngineEntry\x12\'\n\x04host\x18\x02 \x01(\x0b\x32\x19.diptych.rpc.v1.HostFacts\x12\x16\n\x0etransport_path\x18\x03 \x01(\t\x12\x1d\n\x15transport_bytes_per_s\x18\x04 \x01(\x01\x12M\n\x10link_bytes_per_s\x18\x05 \x03(\x0b\x32\x33.diptych.rpc.v1.GetStatsResponse.LinkBytesPerSEntry\x12\x17\n\x0fmetrics_address\x18\x06 \x01(\t\x12@\n\x08settings\x18\x07 \x03(\x0b\x32..diptych.rpc.v1.GetStatsResponse.SettingsEntry\x12\x10\n\x08uptime_s\x18\x08 \x01(\x01\x12\x32\n\npreemption\x18\x14 \x01(\x0b\x32\x1e.diptych.rpc.v1.PreemptionCost\x1a-\n\x0b\x45ngineEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a\x34\n\x12LinkBytesPerSEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a/\n\rSettingsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01*Z\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x01\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x02*r\n\x06KvKind\x12\x17\n\x13KV_KIND_UNSPECIFIED\x10\x00\x12\x10\n\x0cKV_KIND_FULL\x10\x01\x12\x12\n\x0eKV_KIND_WINDOW\x10\x02\x12\x12\n\x0eKV_KIND_LATENT\x10\x03\x12\x15\n\x11KV_KIND_RECURRENT\x10\x04\x32\xc0\x02\n\x06Worker\x12J\n\x07GetInfo\x12\x1e.diptych.rpc.v1.GetInfoRequest\x1a\x1f.diptych.rpc.v1.GetInfoResponse\x12\x44\n\x05\x41udit\x12\x1c.diptych.rpc.v1.AuditRequest\x1a\x1d.diptych.rpc.v1.AuditResponse\x12U\n\nDumpBlocks\x12!.diptych.rpc.v1.DumpBlocksRequest\x1a\".diptych.rpc.v1.DumpBlocksResponse0\x01\x12M\n\x08GetStats\x12\x1f.diptych.rpc.v1.GetStatsRequest\x1a .diptych.rpc.v1.GetStatsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,10 +39,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETSTATSRESPONSE_LINKBYTESPERSENTRY']._serialized_options = b'8\001'
   _globals['_GETSTATSRESPONSE_SETTINGSENTRY']._loaded_options = None
   _globals['_GETSTATSRESPONSE_SETTINGSENTRY']._serialized_options = b'8\001'
-  _globals['_WORKERROLE']._serialized_start=2849
-  _globals['_WORKERROLE']._serialized_end=2939
-  _globals['_KVKIND']._serialized_start=2941
-  _globals['_KVKIND']._serialized_end=3055
+  _globals['_WORKERROLE']._serialized_start=3052
+  _globals['_WORKERROLE']._serialized_end=3142
+  _globals['_KVKIND']._serialized_start=3144
+  _globals['_KVKIND']._serialized_end=3258
   _globals['_KVGROUP']._serialized_start=48
   _globals['_KVGROUP']._serialized_end=233
   _globals['_KVFORMAT']._serialized_start=235
@@ -56,33 +56,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETINFORESPONSE']._serialized_start=816
   _globals['_GETINFORESPONSE']._serialized_end=1152
   _globals['_PREEMPTIONCOST']._serialized_start=1155
-  _globals['_PREEMPTIONCOST']._serialized_end=1332
-  _globals['_AUDITREQUEST']._serialized_start=1334
-  _globals['_AUDITREQUEST']._serialized_end=1362
-  _globals['_BLOCKCOUNTS']._serialized_start=1364
-  _globals['_BLOCKCOUNTS']._serialized_end=1457
-  _globals['_SLABCOUNTS']._serialized_start=1459
-  _globals['_SLABCOUNTS']._serialized_end=1573
-  _globals['_AUDITRESPONSE']._serialized_start=1576
-  _globals['_AUDITRESPONSE']._serialized_end=1876
-  _globals['_AUDITRESPONSE_ATTEMPTSENTRY']._serialized_start=1829
-  _globals['_AUDITRESPONSE_ATTEMPTSENTRY']._serialized_end=1876
-  _globals['_DUMPBLOCKSREQUEST']._serialized_start=1878
-  _globals['_DUMPBLOCKSREQUEST']._serialized_end=1897
-  _globals['_DUMPBLOCKSRESPONSE']._serialized_start=1899
-  _globals['_DUMPBLOCKSRESPONSE']._serialized_end=2020
-  _globals['_GETSTATSREQUEST']._serialized_start=2022
-  _globals['_GETSTATSREQUEST']._serialized_end=2039
-  _globals['_HOSTFACTS']._serialized_start=2042
-  _globals['_HOSTFACTS']._serialized_end=2278
-  _globals['_GETSTATSRESPONSE']._serialized_start=2281
-  _globals['_GETSTATSRESPONSE']._serialized_end=2847
-  _globals['_GETSTATSRESPONSE_ENGINEENTRY']._serialized_start=2699
-  _globals['_GETSTATSRESPONSE_ENGINEENTRY']._serialized_end=2744
-  _globals['_GETSTATSRESPONSE_LINKBYTESPERSENTRY']._serialized_start=2746
-  _globals['_GETSTATSRESPONSE_LINKBYTESPERSENTRY']._serialized_end=2798
-  _globals['_GETSTATSRESPONSE_SETTINGSENTRY']._serialized_start=2800
-  _globals['_GETSTATSRESPONSE_SETTINGSENTRY']._serialized_end=2847
-  _globals['_WORKER']._serialized_start=3058
-  _globals['_WORKER']._serialized_end=3378
+  _globals['_PREEMPTIONCOST']._serialized_end=1369
+  _globals['_KVTIER']._serialized_start=1371
+  _globals['_KVTIER']._serialized_end=1451
+  _globals['_AUDITREQUEST']._serialized_start=1453
+  _globals['_AUDITREQUEST']._serialized_end=1481
+  _globals['_BLOCKCOUNTS']._serialized_start=1483
+  _globals['_BLOCKCOUNTS']._serialized_end=1576
+  _globals['_SLABCOUNTS']._serialized_start=1578
+  _globals['_SLABCOUNTS']._serialized_end=1692
+  _globals['_AUDITRESPONSE']._serialized_start=1695
+  _globals['_AUDITRESPONSE']._serialized_end=1995
+  _globals['_AUDITRESPONSE_ATTEMPTSENTRY']._serialized_start=1948
+  _globals['_AUDITRESPONSE_ATTEMPTSENTRY']._serialized_end=1995
+  _globals['_DUMPBLOCKSREQUEST']._serialized_start=1997
+  _globals['_DUMPBLOCKSREQUEST']._serialized_end=2016
+  _globals['_DUMPBLOCKSRESPONSE']._serialized_start=2019
+  _globals['_DUMPBLOCKSRESPONSE']._serialized_end=2157
+  _globals['_TIERBLOCKS']._serialized_start=2159
+  _globals['_TIERBLOCKS']._serialized_end=2223
+  _globals['_GETSTATSREQUEST']._serialized_start=2225
+  _globals['_GETSTATSREQUEST']._serialized_end=2242
+  _globals['_HOSTFACTS']._serialized_start=2245
+  _globals['_HOSTFACTS']._serialized_end=2481
+  _globals['_GETSTATSRESPONSE']._serialized_start=2484
+  _globals['_GETSTATSRESPONSE']._serialized_end=3050
+  _globals['_GETSTATSRESPONSE_ENGINEENTRY']._serialized_start=2902
+  _globals['_GETSTATSRESPONSE_ENGINEENTRY']._serialized_end=2947
+  _globals['_GETSTATSRESPONSE_LINKBYTESPERSENTRY']._serialized_start=2949
+  _globals['_GETSTATSRESPONSE_LINKBYTESPERSENTRY']._serialized_end=3001
+  _globals['_GETSTATSRESPONSE_SETTINGSENTRY']._serialized_start=3003
+  _globals['_GETSTATSRESPONSE_SETTINGSENTRY']._serialized_end=3050
+  _globals['_WORKER']._serialized_start=3261
+  _globals['_WORKER']._serialized_end=3581
 # @@protoc_insertion_point(module_scope)

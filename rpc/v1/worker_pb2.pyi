@@ -134,18 +134,30 @@ class GetInfoResponse(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., pid: _Optional[int] = ..., compat: _Optional[_Union[Compat, _Mapping]] = ..., kv_address: _Optional[_Union[KvAddress, _Mapping]] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., transport_path: _Optional[str] = ..., transport_bytes_per_s: _Optional[float] = ..., version: _Optional[str] = ...) -> None: ...
 
 class PreemptionCost(_message.Message):
-    __slots__ = ("prefill_tokens_per_s", "copy_bytes_per_s", "kv_bytes_per_token", "num_host_blocks", "swap_from_tokens")
+    __slots__ = ("prefill_tokens_per_s", "copy_bytes_per_s", "kv_bytes_per_token", "swap_from_tokens", "tiers")
     PREFILL_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     COPY_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
-    NUM_HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     SWAP_FROM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
     prefill_tokens_per_s: float
     copy_bytes_per_s: float
     kv_bytes_per_token: int
-    num_host_blocks: int
     swap_from_tokens: float
-    def __init__(self, prefill_tokens_per_s: _Optional[float] = ..., copy_bytes_per_s: _Optional[float] = ..., kv_bytes_per_token: _Optional[int] = ..., num_host_blocks: _Optional[int] = ..., swap_from_tokens: _Optional[float] = ...) -> None: ...
+    tiers: _containers.RepeatedCompositeFieldContainer[KvTier]
+    def __init__(self, prefill_tokens_per_s: _Optional[float] = ..., copy_bytes_per_s: _Optional[float] = ..., kv_bytes_per_token: _Optional[int] = ..., swap_from_tokens: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[KvTier, _Mapping]]] = ...) -> None: ...
+
+class KvTier(_message.Message):
+    __slots__ = ("name", "num_bytes", "bytes_per_s", "eviction")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    EVICTION_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    num_bytes: int
+    bytes_per_s: float
+    eviction: str
+    def __init__(self, name: _Optional[str] = ..., num_bytes: _Optional[int] = ..., bytes_per_s: _Optional[float] = ..., eviction: _Optional[str] = ...) -> None: ...
 
 class AuditRequest(_message.Message):
     __slots__ = ("full",)
@@ -213,18 +225,22 @@ class DumpBlocksRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DumpBlocksResponse(_message.Message):
-    __slots__ = ("epoch", "sequence", "block_keys", "host_sequence", "host_block_keys")
+    __slots__ = ("epoch", "tiers")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    tiers: _containers.RepeatedCompositeFieldContainer[TierBlocks]
+    def __init__(self, epoch: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[TierBlocks, _Mapping]]] = ...) -> None: ...
+
+class TierBlocks(_message.Message):
+    __slots__ = ("tier", "sequence", "block_keys")
+    TIER_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     BLOCK_KEYS_FIELD_NUMBER: _ClassVar[int]
-    HOST_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
-    HOST_BLOCK_KEYS_FIELD_NUMBER: _ClassVar[int]
-    epoch: int
+    tier: str
     sequence: int
     block_keys: bytes
-    host_sequence: int
-    host_block_keys: bytes
-    def __init__(self, epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., block_keys: _Optional[bytes] = ..., host_sequence: _Optional[int] = ..., host_block_keys: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, tier: _Optional[str] = ..., sequence: _Optional[int] = ..., block_keys: _Optional[bytes] = ...) -> None: ...
 
 class GetStatsRequest(_message.Message):
     __slots__ = ()

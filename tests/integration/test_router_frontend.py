@@ -16,6 +16,7 @@ from diptych.common.errors import (
 from diptych.common.request import Prompt
 from diptych.common.secret import tenant_salt
 from diptych.common.store import KvEvent
+from diptych.common.tiers import TierState
 from diptych.common.worker_record import WorkerLoad
 from diptych.router.cluster.cluster import PromptBlocks
 from diptych.router.cluster.fake_decode import FakeDecode
@@ -169,7 +170,7 @@ async def test_a_worker_of_another_secret_is_never_placed_on(fleet):
 async def test_index_follows_events_and_fetches_snapshots(fleet):
     await fleet.add("p0", "prefill")
     keys = tuple(block_keys(fleet.header.with_salt(tenant_salt(fleet.secret, "")), [1] * 64))
-    decode = await fleet.add("d0", event_epoch=0, event_sequence=5)
+    decode = await fleet.add("d0", event_epoch=0, tiers=(TierState("device", 5),))
     decode.dump = (0, 5, keys[:1])
     await fleet.until_ready()
     index = fleet.frontend._cluster._index

@@ -8,6 +8,7 @@ from diptych_test_router_fleet import running
 from diptych.common.block_identity import block_keys
 from diptych.common.secret import tenant_salt
 from diptych.common.store import KvEvent
+from diptych.common.tiers import TierState
 from diptych.router.placement.block_table import as_keys
 from diptych.router.placement.index import IndexMode
 
@@ -50,7 +51,9 @@ async def test_the_index_is_the_workers_truth_two_seconds_after_lossy_news(model
                 await fleet.store.append_events(name, spoiled(batch, rng))
             await asyncio.sleep(0.005)  # sleep: the reader may look between two batches or not
         for name, worker in workers.items():  # as heartbeats do: how far the worker's events go
-            record = fleet.record(worker, {"p0": "prefill", "d0": "decode"}[name], event_sequence=sequence[name])
+            record = fleet.record(
+                worker, {"p0": "prefill", "d0": "decode"}[name], tiers=(TierState("device", sequence[name]),)
+            )
             await fleet.store.put_worker(record, ttl_s=1000)
         index = fleet.frontend._cluster._index
 

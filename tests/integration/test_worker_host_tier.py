@@ -19,7 +19,7 @@ from diptych.common.store import KvEvent
 from diptych.common.store_memory import MemoryStore
 from diptych.decode.server import DecodeRole
 from diptych.router.cluster.worker_link import WorkerLink
-from diptych.router.placement.block_table import DEVICE, HOST, as_keys
+from diptych.router.placement.block_table import as_keys
 from diptych.router.placement.index import BlockIndex, IndexMode
 from diptych.rpc.channels import open_channel
 from diptych.rpc.stubs import WorkerStub
@@ -74,7 +74,7 @@ async def all_events(store: MemoryStore, worker: WorkerRuntime) -> list[KvEvent]
         found = (await store.read_events({"decode-0": "0"}, block_s=0.0)).get("decode-0", [])
         events[:] = [event for _, event in found]
         last = {event.tier: event.sequence for event in events}
-        return (last.get("device"), last.get("host")) == (dump.sequence, dump.host_sequence)
+        return (last.get("device"), last.get("host")) == tuple(tier.sequence for tier in dump.tiers)
 
     await waiting.until(caught_up)
     return events
@@ -102,11 +102,11 @@ async def test_host_credit_from_events_and_after_a_hole_from_a_snapshot(pd: Modu
         runs = index.runs(as_keys(keys))
         column = index.column("decode-0")
         assert column is not None
-        assert runs.host_blocks is not None
-        in_pool = set((await worker.engine.dump_blocks()).keys)
+        assert runs.lower_blocks is not None
+        in_pool = set((await worker.engine.dump_blocks()).tiers[0].keys)
         pushed_out = [key for key in keys if key not in in_pool]
         assert pushed_out
-        assert (runs.blocks[column], runs.host_blocks[column]) == (len(keys), len(pushed_out))
+        assert (runs.blocks[column], runs.lower_blocks[0][column]) == (len(keys), len(pushed_out))
 
         holed = new_index(worker)
         first_host = next(i for i, event in enumerate(events) if event.tier == "host")
@@ -118,7 +118,7 @@ async def test_host_credit_from_events_and_after_a_hole_from_a_snapshot(pd: Modu
         async def lease_says_so() -> bool:  # from the next heartbeat on
             nonlocal record
             (record,) = await store.list_workers()
-            return record.host_event_sequence == last
+            return record.event_sequences[1] == last
 
         await waiting.until(lease_says_so)
         link = WorkerLink(record, heard_s=MonotonicClock().now, probe_s=1.0, dead_s=1.0, on_change=lambda: None)
@@ -130,12 +130,9 @@ async def test_host_credit_from_events_and_after_a_hole_from_a_snapshot(pd: Modu
             "decode-0",
             worker.incarnation,
             epoch=dump.epoch,
-            sequence=dump.sequence,
-            keys=dump.keys,
-            host_sequence=dump.host_sequence,
-            host_keys=dump.host_keys,
+            tiers=dump.tiers,
         )
-        for tier in (DEVICE, HOST):
+        for tier in (0, 1):
             assert holed.keys_of("decode-0", tier) == index.keys_of("decode-0", tier)
 
 
@@ -161,8 +158,8 @@ async def test_an_emptied_cache_begins_both_tiers_anew(pd: ModuleType) -> None:
         index.apply_all("decode-0", events)
         dump = await worker.engine.dump_blocks()
         assert index.mode("decode-0") is IndexMode.EXACT
-        assert index.keys_of("decode-0", HOST) == set(dump.host_keys) != set()
-        assert index.keys_of("decode-0", DEVICE) == set(dump.keys)
+        assert index.keys_of("decode-0", 1) == set(dump.tiers[1].keys) != set()
+        assert index.keys_of("decode-0", 0) == set(dump.tiers[0].keys)
 
 
 async def get_stats(worker: WorkerRuntime) -> worker_pb2.GetStatsResponse:
@@ -174,7 +171,11 @@ async def test_a_worker_tells_its_rates_and_where_a_swap_begins_to_pay(pd: Modul
     store = MemoryStore(MonotonicClock())
     async with a_worker(pd, store) as worker:
         cost = (await get_stats(worker)).preemption
-        assert cost.num_host_blocks == 8
+        block_bytes = worker.model.compat.kv.block_bytes
+        assert [(tier.name, tier.num_bytes, tier.eviction) for tier in cost.tiers] == [
+            ("device", 8 * block_bytes, "lru"), ("host", 8 * block_bytes, "lru"),
+        ]  # fmt: skip
+        assert cost.tiers[1].bytes_per_s > 0
         assert cost.kv_bytes_per_token == worker.model.runner.kv_bytes_per_token
         assert cost.prefill_tokens_per_s > 0
         assert cost.copy_bytes_per_s > 0
@@ -182,8 +183,8 @@ async def test_a_worker_tells_its_rates_and_where_a_swap_begins_to_pay(pd: Modul
         assert cost.swap_from_tokens > 0 or math.isinf(cost.swap_from_tokens)
         await waiting.until(store.list_workers)
         records = await store.list_workers()
-        assert records[0].load.host_bytes_per_s == worker.engine.stats().copy_bytes_per_s
+        assert records[0].tiers[1].bytes_per_s == worker.engine.stats().copy_bytes_per_s
     async with pd.cluster(num_prefill=0) as alone:
         cost = (await get_stats(alone.decode)).preemption
-        assert (cost.num_host_blocks, cost.copy_bytes_per_s) == (0, 0.0)
+        assert ([tier.name for tier in cost.tiers], cost.copy_bytes_per_s) == (["device"], 0.0)
         assert not cost.HasField("swap_from_tokens")

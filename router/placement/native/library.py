@@ -42,8 +42,8 @@ MAX_COLUMNS = 64 * MAX_WORDS
 
 class CTable(ctypes.Structure):
     _fields_: ClassVar[Any] = [
-        *((name, c_void_p) for name in ("tags", "stamps", "device", "host")),
-        *((name, c_int64) for name in ("words", "num_buckets", "round")),
+        *((name, c_void_p) for name in ("tags", "stamps", "masks")),
+        *((name, c_int64) for name in ("tiers", "words", "num_buckets", "round")),
     ]
 
 
@@ -60,7 +60,14 @@ class Library:
         self.keys = function("keys", c_char_p, c_char_p, c_int64, c_void_p, c_int64, c_int64, c_void_p)
         self.unpack_into = function("unpack", c_char_p, c_int64, c_int64, c_void_p, returns=c_int64)
         self.hits = function(
-            "hits", POINTER(CTable), POINTER(CGroup), c_void_p, *[c_int64] * 3, *[c_void_p] * 5, returns=c_int64
+            "hits",
+            POINTER(CTable),
+            POINTER(CGroup),
+            c_void_p,
+            *[c_int64] * 3,
+            *[c_void_p] * 4,
+            c_int64,
+            returns=c_int64,
         )
 
     def unpack(self, packed: bytes, count: int) -> tuple[Sequence[int], int]:

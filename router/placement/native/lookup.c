@@ -14,8 +14,8 @@
 typedef struct {
     const uint32_t *tags; /* [buckets, WAYS] */
     uint32_t *stamps;     /* [slots] */
-    const uint64_t *const *device, *const *host; /* by word, [slots]; host NULL: no such tier */
-    int64_t words, num_buckets, round;
+    const uint64_t *const *const *masks; /* [tiers]: by word, [slots]; NULL: nothing lies in that tier */
+    int64_t tiers, words, num_buckets, round;
 } Table;
 
 static inline int64_t bucket_of(const Table *t, uint64_t half) {
@@ -40,17 +40,16 @@ typedef struct {
     int64_t count, block_size;
 } Group;
 
-/* keys: [n, 2]. blocks, host_blocks (NULL without a host tier): [words * 64], zeroed here. slots: room for n.
+/* keys: [n, 2]. blocks: [words * 64]; lower (NULL: nothing lies in a lower tier): [tiers - 1, words * 64], of the blocks those
+   that lie in this tier and in no nearer one; both zeroed here. slots: room for n.
    now: 0, or what the first key that was found is stamped with, the others one less each.
    Returns: how many leading keys somebody holds. */
 static int64_t runs(
-    const Table *t, const uint64_t *keys, int64_t n, int64_t now, int64_t *slots, int64_t *blocks, int64_t *host_blocks) {
+    const Table *t, const uint64_t *keys, int64_t n, int64_t now, int64_t *slots, int64_t *blocks, int64_t *lower) {
     uint64_t alive[MAX_WORDS];
     int64_t words = t->words, depth = 0;
-    for (int64_t i = 0; i < words * WORD; i++) {
-        blocks[i] = 0;
-        if (host_blocks) host_blocks[i] = 0;
-    }
+    for (int64_t i = 0; i < words * WORD; i++) blocks[i] = 0;
+    for (int64_t i = 0; lower && i < (t->tiers - 1) * words * WORD; i++) lower[i] = 0;
     for (int64_t w = 0; w < words; w++) alive[w] = ~(uint64_t)0;
     int64_t buckets[2 * BATCH][2];
     for (int64_t first = 0; first < n; first += BATCH) {
@@ -70,19 +69,25 @@ static int64_t runs(
             if (slot < 0) slot = slot_in(t->tags, pair[1], tag);
             if (slot < 0) break;
             slots[found] = slot;
-            for (int64_t w = 0; w < words; w++) __builtin_prefetch(t->device[w] + slot);
+            for (int64_t w = 0; w < words; w++) __builtin_prefetch(t->masks[0][w] + slot);
         }
         for (int64_t i = first; i < found; i++) {
             uint64_t any = 0;
             for (int64_t w = 0; w < words; w++) {
-                uint64_t device = t->device[w][slots[i]];
-                uint64_t held = alive[w] & (t->host ? device | t->host[w][slots[i]] : device);
+                uint64_t nearest = t->masks[0][w][slots[i]], held = nearest;
+                for (int64_t tier = 1; lower && tier < t->tiers; tier++)
+                    if (t->masks[tier]) held |= t->masks[tier][w][slots[i]];
+                held &= alive[w];
                 if (held != alive[w] && i) end_runs(blocks + w * WORD, alive[w] & ~held, i);
                 alive[w] = held;
                 any |= held;
-                if (host_blocks)
-                    for (uint64_t left = held & ~device; left; left &= left - 1)
-                        host_blocks[w * WORD + __builtin_ctzll(left)]++;
+                for (int64_t tier = 1; lower && tier < t->tiers; tier++) {
+                    if (!t->masks[tier]) continue;
+                    uint64_t there = t->masks[tier][w][slots[i]];
+                    int64_t *counts = lower + ((tier - 1) * words + w) * WORD;
+                    for (uint64_t left = held & there & ~nearest; left; left &= left - 1) counts[__builtin_ctzll(left)]++;
+                    nearest |= there;
+                }
             }
             if (!any) goto done;
             depth = i + 1;
@@ -97,20 +102,23 @@ done:
     return depth;
 }
 
-/* Writes hits, host (NULL without a host tier; tokens, by place) of the group, at most `most` blocks each; see runs.
+/* Writes tokens into `into` [tiers, stride], at the group's places: of hits, at most `most` blocks each, and of those by lower
+   tier; see runs.
    Returns: how many leading keys somebody holds, in the group or not. */
 EXPORT int64_t diptych_hits(
     const Table *t, const Group *g, const uint64_t *keys, int64_t n, int64_t now, int64_t most, int64_t *slots,
-    int64_t *blocks, int64_t *host_blocks, int64_t *hits, int64_t *host) {
-    int64_t depth = runs(t, keys, n, now, slots, blocks, host_blocks);
+    int64_t *blocks, int64_t *lower, int64_t *into, int64_t stride) {
+    int64_t depth = runs(t, keys, n, now, slots, blocks, lower);
     if (!depth) return 0;
     for (int64_t i = 0; i < g->count; i++) {
         int64_t reach = blocks[g->columns[i]];
         if (reach > most) reach = most;
-        hits[g->at[i]] = g->block_size * reach;
-        if (host_blocks) {
-            int64_t back = host_blocks[g->columns[i]];
-            host[g->at[i]] = g->block_size * (back < reach ? back : reach);
+        into[g->at[i]] = g->block_size * reach;
+        for (int64_t tier = 1; lower && tier < t->tiers; tier++) {
+            int64_t there = lower[(tier - 1) * t->words * WORD + g->columns[i]];
+            if (there > reach) there = reach;
+            reach -= there;
+            into[tier * stride + g->at[i]] = g->block_size * there;
         }
     }
     return depth;

@@ -19,7 +19,7 @@ _WORD = 64
 class Found(IntEnum):
     NOTHING = 0
     HITS = 1
-    HITS_WITH_HOST_TIER = 2
+    HITS_IN_LOWER_TIERS = 2
 
 
 class NativeLookup:
@@ -41,38 +41,48 @@ class NativeLookup:
         self._found = Found.HITS
         self._slots = self._counts = np.empty(0, np.int64)
         self._slots_at = self._blocks_at = 0
-        self._host_at: int | None = None
+        self._lower_at: int | None = None
 
     def follow(
-        self, tags: Any, stamps: Any, device: list[Any], host: list[Any] | None, num_buckets: int, size: int
+        self, tags: Any, stamps: Any, masks: Sequence[Sequence[Any] | None], num_buckets: int, size: int
     ) -> None:
-        """`size`: buckets when the present round of splits began."""
+        """Args:
+        masks: by tier, one for each word; None: nothing lies in that tier.
+        size: buckets when the present round of splits began.
+        """
         self._table.num_buckets, self._table.round = num_buckets, size
-        seen = (id(stamps), len(device), host is not None)
+        nearest = masks[0]
+        assert nearest is not None
+        seen = (id(stamps), len(nearest), *(tier is not None for tier in masks))
         if seen == self._seen:
             return
-        assert len(device) <= MAX_WORDS
+        assert len(nearest) <= MAX_WORDS
         self._seen = seen
-        addresses = [(ctypes.c_void_p * len(masks))(*map(address, masks)) for masks in (device, host or [])]
-        self._kept = (tags, stamps, tuple(device), tuple(host or ()), addresses)
+        by_tier = [(ctypes.c_void_p * len(tier))(*map(address, tier)) if tier is not None else None for tier in masks]
+        tiers = (ctypes.c_void_p * len(masks))(*(None if tier is None else ctypes.addressof(tier) for tier in by_tier))
+        self._kept = (tags, stamps, tuple(tuple(tier or ()) for tier in masks), by_tier, tiers)
         table = self._table
-        table.tags, table.stamps, table.words = address(tags), address(stamps), len(device)
-        table.device = ctypes.addressof(addresses[0])
-        table.host = ctypes.addressof(addresses[1]) if host is not None else None
-        self._counts = np.zeros((2, len(device) * _WORD), np.int64)
-        self._blocks_at, host_at = address(self._counts[0]), address(self._counts[1])
-        self._host_at = host_at if host is not None else None
-        self._found = Found.HITS if host is None else Found.HITS_WITH_HOST_TIER
+        table.tags, table.stamps, table.words = address(tags), address(stamps), len(nearest)
+        table.masks, table.tiers = ctypes.addressof(tiers), len(masks)
+        self._counts = np.zeros((len(masks), len(nearest) * _WORD), np.int64)
+        self._blocks_at = address(self._counts)
+        has_lower = any(tier is not None for tier in masks[1:])
+        self._lower_at = self._blocks_at + self._counts.strides[0] if has_lower else None
+        self._found = Found.HITS_IN_LOWER_TIERS if has_lower else Found.HITS
 
-    def find(self, keys: Any, now: int, most_blocks: int, hits_at: int, host_at: int) -> Found:
-        """`now`: 0, or the stamp of the first key. `host_at` is written to when there is a host tier; nothing is where nobody
-        holds the first key."""
+    def find(self, keys: Any, now: int, most_blocks: int, into: int, stride: int) -> Found:
+        """Nothing is written where nobody holds the first key.
+
+        Args:
+            now: 0, or the stamp of the first key.
+            into, stride: see BlockTable.hits_into; rows of lower tiers are written when any is in use.
+        """
         num_keys = len(keys)
         if num_keys > len(self._slots):
             self._slots = np.empty(2 * num_keys, np.int64)
             self._slots_at = address(self._slots)
         depth = self._hits(
             self._to_table, self._to_group, address(keys), num_keys, now, most_blocks,
-            self._slots_at, self._blocks_at, self._host_at, hits_at, host_at,
+            self._slots_at, self._blocks_at, self._lower_at, into, stride,
         )  # fmt: skip
         return self._found if depth else Found.NOTHING

@@ -13,6 +13,7 @@ from diptych.common.store_codec import (
     encode_pending,
     encode_record,
 )
+from diptych.common.tiers import TierState
 from diptych.common.worker_record import WorkerLoad, WorkerRecord
 
 RECORD = WorkerRecord(
@@ -78,9 +79,11 @@ def test_broken_pending_rows_are_refused(fields):
         ({"block_size": 0}, "block_size"),
         ({"kv_bytes_per_token": -1}, "kv_bytes_per_token"),
         ({"num_blocks": 2**60}, "num_blocks"),
-        ({"event_sequence": -1}, "event_sequence"),
-        ({"host_event_sequence": -1}, "host_event_sequence"),
-        ({"load": WorkerLoad(host_bytes_per_s=float("inf"))}, "record|rate"),
+        ({"tiers": (TierState("device", -1),)}, "event_sequence"),
+        ({"tiers": (TierState("host", num_bytes=-1),)}, "num_bytes"),
+        ({"tiers": (TierState("cloud"),)}, "tiers"),
+        ({"tiers": (TierState("host"), TierState("host"))}, "tiers"),
+        ({"tiers": (TierState("host", bytes_per_s=float("inf")),)}, "record|rate"),
         ({"load": WorkerLoad(num_running=-1)}, "num_running"),
         ({"load": WorkerLoad(decode_step_s=-0.1)}, "rate"),
     ],

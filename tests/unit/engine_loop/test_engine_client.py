@@ -240,11 +240,11 @@ async def test_dump_and_reset_agree_with_the_events():
             pass
         dump = await bench.client.dump_blocks()
         stored = [e for e in bench.events if isinstance(e, BlocksStored)]
-        assert dump.sequence == stored[-1].sequence
-        assert set(dump.keys) == {key for e in stored for key in e.keys}
+        assert dump.tiers[0].sequence == stored[-1].sequence
+        assert set(dump.tiers[0].keys) == {key for e in stored for key in e.keys}
         await bench.client.reset_cache()
         assert await bench.until(lambda e: isinstance(e, CacheCleared)) == CacheCleared(1)
-        assert (await bench.client.dump_blocks()).keys == ()
+        assert (await bench.client.dump_blocks()).tiers[0].keys == ()
 
 
 async def test_grants_wake_an_engine_that_waits_with_computed_blocks():

@@ -63,8 +63,8 @@ def test_its_events_mirror_the_tier(kit):
                 assert event.tier == "host"
                 (mirror.update if isinstance(event, TierStored) else mirror.difference_update)(event.keys)
     dump = engine.core.scheduler.kv.pool.dump()
-    assert mirror == set(dump.host_keys)
-    assert dump.host_sequence == sequence
+    assert mirror == set(dump.tiers[1].keys)
+    assert dump.tiers[1].sequence == sequence
     assert len(mirror) == 5
 
 

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diptych.common.store import KvEvent
-from diptych.router.placement.block_table import HOST, BlockTable, as_keys, to_bytes
+from diptych.common.tiers import TierDump
+from diptych.router.placement.block_table import BlockTable, as_keys, to_bytes
 from diptych.router.placement.index import BlockIndex, IndexMode
 
 
@@ -52,7 +53,7 @@ def test_a_gap_asks_for_a_snapshot_and_replays_what_came_meanwhile():
     assert index.needs_snapshot() == ["w"]
     index.apply("w", stored(4, 4))
     index.apply("w", stored(5, 5))
-    index.load_snapshot("w", "a", epoch=0, sequence=4, keys=keys(1, 2, 3, 4))
+    index.load_snapshot("w", "a", epoch=0, tiers=[TierDump(4, keys(1, 2, 3, 4))])
     assert index.mode("w") is IndexMode.EXACT
     assert index.hit_blocks("w", keys(1, 2, 3, 4, 5)) == 5
 
@@ -60,10 +61,10 @@ def test_a_gap_asks_for_a_snapshot_and_replays_what_came_meanwhile():
 def test_a_snapshot_older_than_the_gap_asks_again():
     index = fresh()
     index.apply("w", stored(5, 5))
-    index.load_snapshot("w", "a", epoch=0, sequence=2, keys=keys(1))
+    index.load_snapshot("w", "a", epoch=0, tiers=[TierDump(2, keys(1))])
     assert index.mode("w") is IndexMode.STALE
     assert index.hit_blocks("w", keys(1)) == 1
-    index.load_snapshot("w", "a", epoch=0, sequence=4, keys=keys(1, 2))
+    index.load_snapshot("w", "a", epoch=0, tiers=[TierDump(4, keys(1, 2))])
     assert index.mode("w") is IndexMode.EXACT
     assert index.hit_blocks("w", keys(1, 2, 5)) == 3
 
@@ -102,9 +103,9 @@ def test_another_incarnation_starts_from_nothing_and_zombies_are_ignored():
     assert index.mode("w") is IndexMode.GUESS
     assert index.hit_blocks("w", keys(1)) == 0
     index.apply("w", stored(2, 2, incarnation="a"))
-    index.load_snapshot("w", "a", epoch=0, sequence=9, keys=keys(2))
+    index.load_snapshot("w", "a", epoch=0, tiers=[TierDump(9, keys(2))])
     assert index.num_blocks("w") == 0
-    index.load_snapshot("w", "b", epoch=0, sequence=4, keys=keys(3))
+    index.load_snapshot("w", "b", epoch=0, tiers=[TierDump(4, keys(3))])
     assert index.mode("w") is IndexMode.EXACT
 
 
@@ -133,7 +134,7 @@ def test_the_host_tier_has_events_of_its_own_and_counts_for_less():
     index.apply_all("w", [stored(1, 1, 2, 3), host("stored", 1, 2, 3, 4), evicted(2, 2, 3)])
     assert index.hit_blocks("w", keys(1, 2, 3, 4, 5)) == 4
     runs = index.runs(as_keys(keys(1, 2, 3, 4, 5)))
-    assert (runs.blocks[index.column("w")], runs.host_blocks[index.column("w")]) == (4, 3)
+    assert (runs.blocks[index.column("w")], runs.lower_blocks[0][index.column("w")]) == (4, 3)
     assert index.num_blocks("w") == 4
     index.apply("w", host("evicted", 2, 2))
     assert index.hit_blocks("w", keys(1, 2, 3, 4)) == 1
@@ -141,9 +142,9 @@ def test_the_host_tier_has_events_of_its_own_and_counts_for_less():
     assert index.mode("w") is IndexMode.STALE
     index.apply("w", stored(3, 2))
     assert index.hit_blocks("w", keys(1, 2, 3, 4)) == 4
-    index.load_snapshot("w", "a", epoch=0, sequence=3, keys=keys(1, 2), host_sequence=8, host_keys=keys(3))
+    index.load_snapshot("w", "a", epoch=0, tiers=[TierDump(3, keys(1, 2)), TierDump(8, keys(3))])
     assert index.mode("w") is IndexMode.EXACT
-    assert index.keys_of("w", HOST) == set(keys(3, 7))
+    assert index.keys_of("w", 1) == set(keys(3, 7))
     index.apply("w", KvEvent("a", 1, 0, "cleared"))
     assert index.num_blocks("w") == 0
     assert index.mode("w") is IndexMode.EXACT
@@ -164,7 +165,7 @@ def test_one_lookup_answers_for_all_workers():
         index.apply(f"w{i}", KvEvent("a", 0, 1, "stored", tuple(chain[: 2 * i])))
     runs = index.runs(as_keys(chain))
     assert [int(runs.blocks[index.column(f"w{i}")]) for i in range(130)] == [2 * i for i in range(130)]
-    assert runs.host_blocks is None
+    assert runs.lower_blocks is None
     index.forget("w77")
     index.register("new", "a", 0, 0)
     assert index.column("new") is not None
@@ -279,12 +280,12 @@ def test_five_percent_of_the_events_dropped_doubled_or_reordered(together):
             index.apply_all("w", wire)
             wire = []
             if index.needs_snapshot() and chance.random() < 0.1:
-                index.load_snapshot("w", "a", epoch=worker.epoch, sequence=worker.sequence, keys=tuple(worker.held))
+                index.load_snapshot("w", "a", epoch=worker.epoch, tiers=[TierDump(worker.sequence, tuple(worker.held))])
     index.apply_all("w", wire)
     if index.is_behind("w", worker.epoch, worker.sequence):
         index.lose_track("w")
     if index.needs_snapshot():
-        index.load_snapshot("w", "a", epoch=worker.epoch, sequence=worker.sequence, keys=tuple(worker.held))
+        index.load_snapshot("w", "a", epoch=worker.epoch, tiers=[TierDump(worker.sequence, tuple(worker.held))])
     assert index.mode("w") is IndexMode.EXACT
     assert index.keys_of("w") == set(worker.held)
 
@@ -343,6 +344,6 @@ def test_dropped_doubled_and_reordered_events_end_in_the_truth(steps, chance):
     if index.is_behind("w", worker.epoch, worker.sequence):
         index.lose_track("w")
     if index.needs_snapshot():
-        index.load_snapshot("w", "a", epoch=worker.epoch, sequence=worker.sequence, keys=tuple(worker.held))
+        index.load_snapshot("w", "a", epoch=worker.epoch, tiers=[TierDump(worker.sequence, tuple(worker.held))])
     assert index.mode("w") is IndexMode.EXACT
     assert index.keys_of("w") == set(worker.held)

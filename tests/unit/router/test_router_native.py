@@ -11,6 +11,7 @@ from diptych.common.compiled import ALL_LANES
 from diptych.common.errors import ConfigError
 from diptych.common.request import Prompt
 from diptych.common.store import KvEvent
+from diptych.common.tiers import LOWER_TIERS, TIER_NAMES, TierState
 from diptych.common.worker_record import WorkerLoad, WorkerRecord
 from diptych.router.api.packed_ids import PackedIds, unpack
 from diptych.router.placement.block_table import to_bytes
@@ -39,13 +40,13 @@ def a_worker(name, role, header, chance):
         waiting_prompt_tokens=chance.choice([0, 0, chance.randrange(3000)]),
         prefill_tokens_per_s=chance.uniform(500, 25_000) if known else 0.0,
         decode_step_s=chance.uniform(0.01, 0.02) if known else 0.0,
-        host_bytes_per_s=chance.choice([0.0, 1e9]),
         link_bytes_per_s={f"p{i}": chance.uniform(1e8, 1e10) for i in range(chance.randrange(4))},
     )
     return WorkerRecord(
         worker_id=name, incarnation="i", role=role, address="127.0.0.1:1", pid=1, model="m", compat={},
         kv_bytes_per_token=50_000, num_blocks=100, block_size=header.block_size, max_model_len=4096, max_num_seqs=8,
         event_epoch=0, load=load,
+        tiers=tuple(TierState(tier.name, bytes_per_s=chance.choice([0.0, 1e9])) for tier in LOWER_TIERS),
     )  # fmt: skip
 
 
@@ -73,7 +74,7 @@ class Scene:
         workers = [a_worker(name, role, chance.choice(headers), chance) for name, role in kinds]
         for record in workers:
             self.index.register(record.worker_id, "i", 0, 0)
-            for tier in ("device", "host") if host else ("device",):
+            for tier in TIER_NAMES if host else TIER_NAMES[:1]:
                 keys = []
                 for prompt in chance.sample(self.prompts, 6):
                     whole = block_keys(next(h for h in headers if h.block_size == record.block_size), prompt)

@@ -6,6 +6,7 @@ from diptych.bench.router.decision import BLOCK_SIZE, HEADER, make_record
 from diptych.common.clock import FakeClock
 from diptych.common.request import Prompt
 from diptych.common.store_memory import MemoryStore
+from diptych.common.tiers import TierDump
 from diptych.router.placement.block_table import as_keys
 from diptych.router.placement.index import BlockIndex
 from diptych.router.placement.pending import PendingShare
@@ -94,7 +95,7 @@ class Replica:
         self.placer = Placer(index, self.reservations, random.Random(name))
         for record in records:
             index.register(record.worker_id, "i", 0, 0)
-        index.load_snapshot("p0", "i", epoch=0, sequence=1, keys=keys)
+        index.load_snapshot("p0", "i", epoch=0, tiers=[TierDump(1, keys)])
         at = [Candidate(record, 0.0, HEADER) for record in records]
         self.placer.set_fleet(at[:4], at[4:], {}, {})
         self.count = 0

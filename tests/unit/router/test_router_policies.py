@@ -30,7 +30,7 @@ def worker(worker_id, requests=0, pending=0, hit=0, **load):
         event_epoch=0,
         load=WorkerLoad(prefill_tokens_per_s=100.0, decode_step_s=0.03, **load),
     )
-    return WorkerView(record, hit, 0, pending, requests, 0.0)
+    return WorkerView(record, hit, (), pending, requests, 0.0)
 
 
 def choose(policy, prefill, decode, seed=0, local=0, affinity=b"", incompatible=None):

@@ -1,7 +1,9 @@
 import random
 
+import msgspec
 import pytest
 
+from diptych.common.tiers import TierState
 from diptych.common.worker_record import WorkerLoad, WorkerRecord
 from diptych.router.placement.cost import (
     COLOCATED_SLACK_MS,
@@ -201,13 +203,13 @@ def test_the_last_token_is_always_computed(blocks, n, expected):
 
 
 def test_a_hit_in_a_host_tier_is_charged_the_copy_back():
-    far = WorkerView(worker("p0", hit=192).record, 192, 192, reported_at=NOW)
+    far = WorkerView(worker("p0", hit=192).record, 192, (("host", 192),), reported_at=NOW)
     placement = choose([far, worker("p1", hit=176)], [worker("d0")])
     by_id = {terms.prefill.worker_id: terms for terms in placement.candidates}
     assert by_id["p0"].prefill_ms == pytest.approx(80.0 + 192 * 50_000 / 2e9 * 1000)
     assert pair(placement) == ("p0", "d0")
-    slow = worker("p0", hit=192, host_bytes_per_s=1e7)
-    slow = WorkerView(slow.record, 192, 192, reported_at=NOW)
+    slow = msgspec.structs.replace(worker("p0").record, tiers=(TierState("host", bytes_per_s=1e7),))
+    slow = WorkerView(slow, 192, (("host", 192),), reported_at=NOW)
     assert pair(choose([slow, worker("p1", hit=176)], [worker("d0")])) == ("p1", "d0")
 
 

@@ -1,0 +1,77 @@
+"""The tiers that hold KV blocks, nearest to the computation first: the only place that names one.
+
+A block in the first tier is used where it lies. One in a later tier is copied to the first before it is used, at the rate that
+its worker measured. Events, sequence numbers, dumps and the router's index have one entry for each tier, in this order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+
+@dataclass(frozen=True, slots=True)
+class TierSpec:
+    """Args:
+    name: in events, leases and metrics.
+    eviction: which block leaves a full tier first.
+    bytes_per_s: of copies to the first tier, where no worker has measured it.
+    """
+
+    name: str
+    eviction: str = "lru"
+    bytes_per_s: float = float("inf")
+
+
+TIERS = (TierSpec("device"), TierSpec("host", bytes_per_s=2e9))
+TIER_NAMES = tuple(tier.name for tier in TIERS)
+DEVICE = TIER_NAMES[0]
+HOST = TIER_NAMES[1]
+LOWER_TIERS = TIERS[1:]
+"""All but the first: their blocks are copied before they are used."""
+
+
+def tier_index(name: str) -> int:
+    """Raises: ValueError when there is no such tier."""
+    return TIER_NAMES.index(name)
+
+
+class TierState(msgspec.Struct, frozen=True):
+    """A tier of one worker, in its lease.
+
+    Args:
+        event_sequence: of its last event in this epoch; a reader that is behind it has missed events.
+        num_bytes: its size; 0: the worker has no such tier.
+        bytes_per_s: measured rate of copies to the first tier; 0.0: not measured.
+    """
+
+    name: str
+    event_sequence: int = 0
+    num_bytes: int = 0
+    bytes_per_s: float = 0.0
+    eviction: str = "lru"
+
+
+def sequences_of(tiers: Iterable[TierState]) -> tuple[int, ...]:
+    """The last event of each tier, in the order of TIERS; 0 where a lease does not name it."""
+    found = {tier.name: tier.event_sequence for tier in tiers}
+    return tuple(found.get(name, 0) for name in TIER_NAMES)
+
+
+def with_sequences(tiers: Iterable[TierState], sequences: Mapping[str, int]) -> tuple[TierState, ...]:
+    """All tiers, each with its sequence number. Args: tiers: those with known sizes and rates."""
+    known = {tier.name: tier for tier in tiers}
+    return tuple(
+        msgspec.structs.replace(known.get(name) or TierState(name), event_sequence=sequences.get(name, 0))
+        for name in TIER_NAMES
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TierDump:
+    """What a tier's cache holds after event `sequence`."""
+
+    sequence: int = 0
+    keys: tuple[bytes, ...] | list[bytes] = ()
