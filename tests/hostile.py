@@ -97,7 +97,8 @@ class Condition:
     Args:
         leave_out: folders of tests that it cannot affect.
         smoke: it runs SMOKE, whatever was asked for.
-        with_throttled: it may run at the same time as `throttled`.
+        with_throttled: it may run at the same time as `throttled`, in one process: more would take more memory (a process
+            that uses clusters 4 GB), and find no core free.
         quarter: the suite gets a quarter of a core for each of its processes.
         one_core: the suite and all its children are pinned to one core.
         busy_loops: processes that only compute, on the same cores.
@@ -312,8 +313,9 @@ def run(
 ) -> Outcome:
     """One condition's run of pytest, in a process of its own, which ends when `stop` is set."""
     log = out / f"{condition.name}.log"
+    processes = 1 if condition.with_throttled else PROCESSES
     command = [
-        sys.executable, "-P", "-m", "pytest", "-q", "-n", str(PROCESSES), "--dist", "loadscope", "--no-loadscope-reorder",
+        sys.executable, "-P", "-m", "pytest", "-v", "-n", str(processes), "--dist", "loadscope", "--no-loadscope-reorder",
         "-p", "no:cacheprovider", "-m", MARKS, "--durations=20", *flags, *selected,
     ]  # fmt: skip
     group = make_quota_group(PROCESSES / 4) if condition.quarter else None
