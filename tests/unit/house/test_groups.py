@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -56,7 +57,8 @@ def run(folder: Path, *flags: str) -> list[str]:
     for name, fixture in NAMES:
         (folder / "t" / f"test_{name}.py").write_text(FILE.format(name=name, fixture=fixture))
     command = [sys.executable, "-P", "-m", "pytest", "-q", *flags, "t"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}  # of the run we are in
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout
     return (folder / "said").read_text().splitlines()
 
