@@ -96,7 +96,7 @@ def _harness(out: Path) -> int:
 
     with mock_process(script) as url:
         code = run_async(main(url))
-        print(f"the mock itself: {own_lateness(url)}")
+        print(f"mock server: {own_lateness(url)}")
         return code
 
 

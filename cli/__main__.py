@@ -1,4 +1,4 @@
-"""`python -m diptych.cli`, which is how the cluster's child processes are started."""
+"""`python -m diptych.cli`; the cluster's child processes are started this way."""
 
 from __future__ import annotations
 

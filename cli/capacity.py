@@ -1,4 +1,4 @@
-"""`diptych capacity`: what a token's KV takes, how many tokens fit, and when a swap beats computing again."""
+"""`diptych capacity`: KV size of a token, number of tokens that fit, and break-even of swapping against recomputing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def capacity_report(cache: CacheOf, *, block_size: int, memory_gib: float = 0.0) -> list[str]:
-    """Raises: ConfigError for settings that make no sense."""
+    """Raises: ConfigError for invalid settings."""
     if block_size < 1:
         raise ConfigError("block_size", block_size, "must be at least 1")
     if not 0.0 <= memory_gib < math.inf:
@@ -50,7 +50,7 @@ def capacity_report(cache: CacheOf, *, block_size: int, memory_gib: float = 0.0)
 
 
 def break_even_report(cache: CacheOf, *, prefill_tokens_per_s: float, copy_gib_per_s: float) -> list[str]:
-    """Raises: ConfigError for rates that make no sense."""
+    """Raises: ConfigError for invalid rates."""
     for name, value in (("prefill_rate", prefill_tokens_per_s), ("copy_rate", copy_gib_per_s)):
         if not 0.0 < value < math.inf:
             raise ConfigError(name, value, "must be a positive number")
@@ -58,12 +58,12 @@ def break_even_report(cache: CacheOf, *, prefill_tokens_per_s: float, copy_gib_p
     least = _size(break_even_copy_bytes_per_s(rates), digits=3)
     tokens = break_even_tokens(rates)
     lines = [
-        "a preempted request, computed again or swapped out and in:",
+        "a preempted request, recomputed or swapped out and in:",
         f"  2 x {kibibytes(cache.bytes_per_token)} x {prefill_tokens_per_s:,.0f} tokens/s = {least}/s: "
         "a slower link never pays",
     ]
     if math.isinf(tokens):
-        lines.append(f"  at {copy_gib_per_s:g} GiB/s: always compute again")
+        lines.append(f"  at {copy_gib_per_s:g} GiB/s: always recompute")
     else:
         lines.append(f"  at {copy_gib_per_s:g} GiB/s: swap from {math.ceil(tokens):,} computed tokens on")
     return lines
@@ -86,8 +86,8 @@ def run_capacity(
     """Print the report.
 
     Args:
-        model: a config.json, a folder, or what `diptych model` takes.
-        dtype: of the cache; empty: the config's own, and the report says so where `diptych up` would take another.
+        model: a config.json, a folder, or a value that `diptych model` accepts.
+        dtype: of the cache; empty: the config's, and the report says where `diptych up` would use another.
     Raises: ConfigError.
     """
     path = Path(model)
@@ -102,7 +102,7 @@ def run_capacity(
     if not dtype and cache.dtype != _SERVED_DTYPE:
         lines.insert(
             0,
-            f"in the config's own {cache.dtype}; `diptych up` serves {_SERVED_DTYPE} on a CPU unless --dtype says otherwise",
+            f"in the config's {cache.dtype}; `diptych up` serves {_SERVED_DTYPE} on a CPU unless --dtype says otherwise",
         )
     if prefill_rate or copy_rate:
         lines += break_even_report(cache, prefill_tokens_per_s=prefill_rate, copy_gib_per_s=copy_rate)

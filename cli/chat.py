@@ -1,7 +1,7 @@
 """`diptych chat`: a conversation in the terminal over the gRPC SDK.
 
-On a terminal answers stream as they grow, Ctrl-C interrupts an answer and Ctrl-D leaves. When input or output is piped,
-every line of the input is one turn and nothing but the answers is written.
+On a terminal answers are streamed, Ctrl-C interrupts an answer and Ctrl-D exits. When input or output is piped, every
+line of the input is one message, and only the answers are written.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 HELP = "Ctrl-C interrupts an answer, Ctrl-D leaves; /clear forgets the conversation, /exit leaves."
 
 DEFAULT_MAX_TOKENS = 1024
-"""Of one answer. Small models end when they please, which may be when the context is full."""
+"""Tokens of one answer. Small models may not stop before the context is full."""
 
-# `/help me` is meant for us, `/usr/bin/env is what?` for the model.
+# `/help me` is a command, `/usr/bin/env is what?` is a message.
 _COMMAND = re.compile(r"/[\w?-]*")
 
-# A model may say anything, but it may not steer the terminal.
+# Control characters of the model's output must not reach the terminal.
 _CONTROLS = {code: None for code in (*range(32), 127, *range(128, 160)) if chr(code) not in "\n\t"}
 
 
 @dataclass(slots=True)
 class Conversation:
-    """What was said so far, and how answers are drawn."""
+    """The messages so far, and the sampling options."""
 
     model: str = ""
     system: str = ""
@@ -45,10 +45,10 @@ class Conversation:
         self.messages.clear()
 
     def ask(self, client: Client, text: str, write: Callable[[str], None]) -> Completion:
-        """One turn; `write` gets the answer's text as it grows. A turn that fails leaves the conversation as it was; one
-        that is interrupted keeps what was said. Where the context leaves less than max_tokens, that is the bound.
+        """Send one message; `write` receives the answer's text as it is streamed. max_tokens is limited by the context.
 
-        Raises: DiptychError, KeyboardInterrupt.
+        A failed turn leaves the conversation unchanged; an interrupted one keeps the partial answer. Raises:
+        DiptychError, KeyboardInterrupt.
         """
         from diptych.common.errors import InvalidRequestError
 
@@ -95,10 +95,10 @@ def run_chat(
 
     Args:
         model: empty: the cluster's only model.
-        system: text of a system message; empty: none of ours.
-        max_tokens: of an answer; None: as many as the context leaves.
-        temperature: None: the model's own.
-        tls: None: the router speaks no TLS.
+        system: text of a system message; empty: none.
+        max_tokens: of an answer; None: the rest of the context.
+        temperature: None: the model's default.
+        tls: None: the router does not use TLS.
     Returns: the exit code: 0, or 1 when a turn of a piped conversation failed.
     """
     from diptych.client import Client
@@ -112,7 +112,7 @@ def run_chat(
 
 
 def chat_piped(client: Client, conversation: Conversation, lines: Iterable[str], out: TextIO) -> int:
-    """A turn for every line that is not empty, commands as on a terminal; the first failure ends it."""
+    """One turn per line that is not empty, with the commands of a terminal; stops at the first failure."""
     from diptych.common.errors import DiptychError
 
     def write(text: str) -> None:
@@ -192,10 +192,10 @@ def _turn(client: Client, conversation: Conversation, text: str, console: Consol
 
 
 def summary(answer: Completion, first_s: float, total_s: float) -> str:
-    """One line about an answer: its size and speed, and who computed it.
+    """One line about an answer: its size, speed and workers.
 
     Args:
-        first_s, total_s: seconds from the question to the first text and to the end.
+        first_s, total_s: seconds from the message to the first text and to the end.
     """
     num_tokens = len(answer.token_ids)
     parts = [f"{num_tokens} token{'s' * (num_tokens != 1)}", f"first after {first_s:.2f} s"]
@@ -214,6 +214,6 @@ def summary(answer: Completion, first_s: float, total_s: float) -> str:
 
 
 def _switch_on_line_editing() -> None:
-    """Arrow keys and history in `input`, where the platform has readline."""
+    """Enable arrow keys and history in `input`, where the platform has readline."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - importing it is what switches it on

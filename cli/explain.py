@@ -1,4 +1,5 @@
-"""`diptych explain` and `diptych what-if`: why a request went where it went, and where one would go. One question each."""
+"""`diptych explain` and `diptych what-if`: the reasons of a past placement, and the placement of a hypothetical
+request."""
 
 from __future__ import annotations
 
@@ -18,12 +19,14 @@ def register(app: typer.Typer) -> None:
 
     @app.command()
     def explain(
-        request_id: Annotated[str, typer.Argument(help="As an answer, a header or the log shows it; or its label.")],
+        request_id: Annotated[
+            str, typer.Argument(help="Request id from an answer, a header or the log; or its label.")
+        ],
         address: Annotated[str, _ADDRESS] = "",
         tls_ca: TLS_CA = None,
         tls_server_name: TLS_SERVER_NAME = "",
     ) -> None:
-        """Show why a request of the recent past went where it went."""
+        """Show why a recent request was placed where it was."""
         from diptych.rpc.v1 import router_pb2
 
         question = router_pb2.ExplainRequest(request_id=request_id)
@@ -36,20 +39,20 @@ def register(app: typer.Typer) -> None:
     def what_if(
         prompt: Annotated[str, typer.Option(help="Text of the prompt.")],
         pool: Annotated[
-            str, typer.Option(help='Like "4P4D": as many idle workers; default: those that are there.')
+            str, typer.Option(help='Hypothetical idle workers, such as "4P4D"; default: the real ones.')
         ] = "",
-        max_tokens: Annotated[int, typer.Option(min=1, max=2**31 - 1, help="1: no KV is moved.")] = 16,
+        max_tokens: Annotated[int, typer.Option(min=1, max=2**31 - 1, help="Colocated: no KV is transferred.")] = 16,
         address: Annotated[str, _ADDRESS] = "",
         tls_ca: TLS_CA = None,
         tls_server_name: TLS_SERVER_NAME = "",
     ) -> None:
-        """Show where a request would go. Nothing is run."""
+        """Show where a request would be placed. Nothing is run."""
         from diptych.rpc.v1 import router_pb2, types_pb2
 
         if pool:
             from diptych.router.placement.what_if import parse_pool
 
-            parse_pool(pool)  # before anybody is asked
+            parse_pool(pool)  # fail before connecting
         request = router_pb2.GenerateRequest(prompt=prompt, sampling=types_pb2.SamplingParams(max_tokens=max_tokens))
         question = router_pb2.WhatIfRequest(request=request, pool=pool)
         access = router_access(address, tls_ca, tls_server_name)
@@ -59,7 +62,7 @@ def register(app: typer.Typer) -> None:
 
 
 def lines_of(why: Any) -> list[str]:
-    """A types.proto Explanation for a terminal: what was expected, what came, and what every candidate was charged."""
+    """A types.proto Explanation as text: prediction, outcome, and the cost of every candidate."""
     lines = [f"policy {why.policy or 'unknown'}, index {why.index_mode or 'unknown'}"]
     lines.append(
         f"expected: first token after {why.predicted_ttft_s:.3f} s, {why.predicted_cached_tokens} tokens cached"
@@ -88,7 +91,7 @@ def lines_of(why: Any) -> list[str]:
 
 
 def _ask(access: RouterAccess, method: str, question: Any, parse: Callable[[bytes], Any]) -> Any:
-    """One unary call. Raises: DiptychError, ConfigError."""
+    """Make one unary call. Raises: DiptychError, ConfigError."""
     import grpc
 
     from diptych.client import wire

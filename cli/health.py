@@ -1,4 +1,4 @@
-"""`diptych health ADDRESS`: one question to one server, as a health check asks it."""
+"""`diptych health ADDRESS`: one health check of one server."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ def why_unhealthy(address: str, *, timeout_s: float) -> str:
     """Why the server at `address` does not serve; empty: it does.
 
     Args:
-        address: host:port of a gRPC server: grpc.health.v1 is asked, with the certificate of DIPTYCH_CLUSTER_CA, _CERT and _KEY
-            where they are set, and for the name DIPTYCH_CLUSTER_TLS_NAME. Or an http:// or https:// URL that must answer 200;
-            where the router's own DIPTYCH_TLS_CERT is in the environment, that very certificate is expected, whomever it names.
-    Raises: ConfigError when it is none of them.
+        address: host:port of a gRPC server, checked by grpc.health.v1. It uses the certificate of DIPTYCH_CLUSTER_CA,
+            _CERT and _KEY if set, and expects the name DIPTYCH_CLUSTER_TLS_NAME. Or an http:// or https:// URL that
+            must answer 200; if the router's DIPTYCH_TLS_CERT is set, exactly this certificate is expected, whatever its
+            name.
+    Raises: ConfigError for another form of address.
     """
     if address.startswith(("http://", "https://")):
         return _ask_http(address, timeout_s)
@@ -29,7 +30,8 @@ def why_unhealthy(address: str, *, timeout_s: float) -> str:
 
 
 def _ask_http(url: str, timeout_s: float) -> str:
-    handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]  # no proxy: it is one of ours
+    # no proxy: the server is local to the cluster
+    handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
     if url.startswith("https://"):
         handlers.append(urllib.request.HTTPSHandler(context=_context(os.environ.get("DIPTYCH_TLS_CERT", ""))))
     opener = urllib.request.build_opener(*handlers)
@@ -85,5 +87,5 @@ def run_health(address: str, timeout_s: float) -> int:
     return 0
 
 
-if __name__ == "__main__":  # without the other commands' imports: health checks run every few seconds
+if __name__ == "__main__":  # without the imports of other commands: health checks run every few seconds
     sys.exit(run_health(sys.argv[1], 3.0))

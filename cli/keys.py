@@ -13,7 +13,7 @@ from diptych.common.paths import run_dir
 
 app = typer.Typer(
     name="keys",
-    help="API keys of the router. Start it with --keys-file to need them.",
+    help="API keys of the router. Start it with --keys-file to require them.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -29,17 +29,17 @@ def keys_file(given: Path | None) -> Path:
 
 @app.command()
 def add(
-    tenant: Annotated[str, typer.Argument(help="Whose cache and quota the key uses.")] = "default",
+    tenant: Annotated[str, typer.Argument(help="Tenant whose cache and quota the key uses.")] = "default",
     tokens_per_minute: Annotated[
         int, typer.Option(help="The tenant's quota, prompt and output tokens together; 0: none.")
     ] = 0,
     requests_per_minute: Annotated[int, typer.Option(help="The same, of requests; 0: none.")] = 0,
-    note: Annotated[str, typer.Option(help="For your own memory.")] = "",
-    weight: Annotated[int, typer.Option(help="The tenant's part of the pool while requests wait, beside others'.")] = 1,
+    note: Annotated[str, typer.Option(help="A note, shown in the list.")] = "",
+    weight: Annotated[int, typer.Option(help="The tenant's weight in sharing the pool while requests wait.")] = 1,
     rank: Annotated[int, typer.Option(help="Tenants of a lower rank go first while requests wait.")] = 0,
     file: _File = None,
 ) -> None:
-    """Make a key and print it: it is shown this once and kept nowhere."""
+    """Create a key and print it. It is shown only once and not stored."""
     from diptych.router.api.auth_keys import add_key
 
     key, entry = add_key(
@@ -70,7 +70,7 @@ def show(file: _File = None) -> None:
 
 @app.command()
 def revoke(key_id: Annotated[str, typer.Argument(help="See `diptych keys list`.")], file: _File = None) -> None:
-    """The key stops working within a second."""
+    """Revoke a key; it stops working within a second."""
     from diptych.router.api.auth_keys import revoke_key
 
     entry = revoke_key(keys_file(file), key_id)

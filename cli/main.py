@@ -1,6 +1,6 @@
-"""The `diptych` command. Heavy imports happen inside the commands, so that --help answers at once.
+"""The `diptych` command. Heavy imports happen inside the commands, so that --help is fast.
 
-Exit codes: 0; 1 a fault, or a setting that cannot be used; 2 wrong usage; 130 after SIGINT; 143 after SIGTERM.
+Exit codes: 0; 1 a fault, or an invalid setting; 2 wrong usage; 130 after SIGINT; 143 after SIGTERM.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _serve(config: ServeConfig) -> int:
     from diptych.cli.up.cluster_plan import own_name
     from diptych.cli.up.processes import require_free_port
 
-    for name in ("http_port", "grpc_port"):  # before the model is fetched and loaded
+    for name in ("http_port", "grpc_port"):  # fail before the model is fetched and loaded
         require_free_port(name, config.host, getattr(config, name))
     with progress_on() as progress:
         folder = resolve_model(config.model or DEFAULT_ALIASES[0], progress)
@@ -125,8 +125,8 @@ def _add_worker(role: str, run: Callable[[WorkerConfig], int]) -> Callable[[type
 
 
 _SETTINGS_COMMANDS: Mapping[str, tuple[str, Callable[[typer.Typer, str], None]]] = {
-    "up": ("Start a cluster on this machine and stay with it; Ctrl-C stops it.", _add_up),
-    "serve": ("Serve one model from this one process, without a cluster.", _add_serve),
+    "up": ("Start a cluster on this machine and supervise it; Ctrl-C stops it.", _add_up),
+    "serve": ("Serve one model in one process, without a cluster.", _add_serve),
     "router": ("Run a router.", _add_router),
     "prefill": ("Run a prefill worker.", _add_worker("prefill", _prefill)),
     "decode": ("Run a decode worker.", _add_worker("decode", _decode)),
@@ -134,18 +134,18 @@ _SETTINGS_COMMANDS: Mapping[str, tuple[str, Callable[[typer.Typer, str], None]]]
 
 
 def build_app(only: str | None = None) -> typer.Typer:
-    """The commands. Those with many flags take longest to build.
+    """The commands. Building those with many flags takes most of the time.
 
     Args:
-        only: the command that will run: of the others that have settings, only name and help are there. None: all are whole.
+        only: the command that will run: other commands with settings get only name and help. None: build all fully.
     """
     app = typer.Typer(
         name="diptych",
-        help="Serves large language models from two pools of workers, prefill and decode. `diptych --version` tells its version.",
+        help="Serves large language models from two pools of workers, prefill and decode. `diptych --version`: the version.",
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
-        rich_markup_mode=None,  # drawing frames around the help takes as long as all the rest of it
+        rich_markup_mode=None,  # drawing frames around the help takes half of the time
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     for name, (text, add) in _SETTINGS_COMMANDS.items():
@@ -165,11 +165,11 @@ LAYERED = frozenset({"chat", "explain", "what-if", "doctor", "top", "capacity"})
 
 
 def _not_built() -> None:
-    raise AssertionError("the command that runs is the one that was built")
+    raise AssertionError("only the selected command is built")
 
 
 def _register_small(app: typer.Typer) -> None:
-    """Commands without settings of their own."""
+    """Commands without a settings class."""
 
     @app.command()
     def down() -> None:
@@ -186,13 +186,13 @@ def _register_small(app: typer.Typer) -> None:
         model: Annotated[str, typer.Option(help="Default: the cluster's only model.")] = "",
         system: Annotated[str, typer.Option(help="A system message.")] = "",
         max_tokens: Annotated[
-            int, typer.Option(min=0, max=2**31 - 1, help="For every answer; 0: as many as the context leaves.")
+            int, typer.Option(min=0, max=2**31 - 1, help="Most tokens of every answer; 0: the rest of the context.")
         ] = DEFAULT_MAX_TOKENS,
-        temperature: Annotated[float | None, typer.Option(help="0 is greedy; default: the model's own.")] = None,
+        temperature: Annotated[float | None, typer.Option(help="0 is greedy; default: the model's.")] = None,
         tls_ca: TLS_CA = None,
         tls_server_name: TLS_SERVER_NAME = "",
     ) -> None:
-        """Talk to the cluster in the terminal; in a pipe, every line is one turn. An API key is taken from DIPTYCH_API_KEY."""
+        """Chat with the cluster in the terminal; in a pipe, every line is one message. DIPTYCH_API_KEY holds the API key."""
         from diptych.cli.chat import run_chat
 
         wishes: dict[str, Any] = {"system": system, "max_tokens": max_tokens or None, "temperature": temperature}
@@ -213,9 +213,9 @@ def _register_small(app: typer.Typer) -> None:
     @app.command()
     def health(
         address: Annotated[str, typer.Argument(help="host:port of a gRPC server, or an http(s):// URL.")],
-        timeout_s: Annotated[float, typer.Option(help="Deadline of the one question that is asked.")] = 3.0,
+        timeout_s: Annotated[float, typer.Option(help="Deadline of the check, in seconds.")] = 3.0,
     ) -> None:
-        """Ask one server whether it serves: exit code 0 or 1, for health checks."""
+        """Check whether one server serves: exit code 0 or 1, for health checks."""
         from diptych.cli.health import run_health
 
         raise typer.Exit(run_health(address, timeout_s))
@@ -226,20 +226,20 @@ def _register_small(app: typer.Typer) -> None:
             str,
             typer.Argument(
                 metavar="[MODEL]",
-                help="A config.json, a model's folder, or what `diptych model` takes.",
+                help="A config.json, a model's folder, or a name that `diptych model` accepts.",
                 show_default=False,
             ),
         ] = "",
-        model: Annotated[str, typer.Option("--model", help="The same, as the other commands have it.")] = "",
+        model: Annotated[str, typer.Option("--model", help="The same as the argument MODEL.")] = "",
         dtype: Annotated[
-            str, typer.Option(help="Of the cache; default: the config's own (`up` serves float32 on a CPU).")
+            str, typer.Option(help="dtype of the cache; default: the config's (`up` serves float32 on a CPU).")
         ] = "",
-        block_size: Annotated[int, typer.Option(help="Tokens of a block.")] = 16,
-        memory_gib: Annotated[float, typer.Option(help="Show what this much memory holds.")] = 0.0,
-        prefill_rate: Annotated[float, typer.Option(help="Tokens/s; with --copy-rate: when a swap pays.")] = 0.0,
+        block_size: Annotated[int, typer.Option(help="Tokens per block.")] = 16,
+        memory_gib: Annotated[float, typer.Option(help="Show how many tokens fit into this much memory.")] = 0.0,
+        prefill_rate: Annotated[float, typer.Option(help="Tokens/s; with --copy-rate: show when swapping pays.")] = 0.0,
         copy_rate: Annotated[float, typer.Option(help="GiB/s between the cache and the host tier.")] = 0.0,
     ) -> None:
-        """Show what a token's KV cache takes, for any Hugging Face config."""
+        """Show the size of a token's KV cache, for any Hugging Face config."""
         from diptych.cli.capacity import run_capacity
 
         if bool(model) == bool(named):
@@ -286,7 +286,7 @@ def main() -> NoReturn:
         if arguments[:1] in (["--version"], ["-V"]):
             _print_version()
             sys.exit(0)
-        is_bench = arguments[:1] == ["bench"]  # its flags are read by itself
+        is_bench = arguments[:1] == ["bench"]  # bench parses its own flags
         code: Any = _run_bench(arguments[1:]) if is_bench else run_app(build_app(_named(arguments)), arguments)
     except ConfigError as error:
         _fail(str(error), 1)
@@ -308,7 +308,7 @@ def main() -> NoReturn:
 
 
 def _named(arguments: Sequence[str]) -> str:
-    """The command that the arguments name; there are no options before it but --help."""
+    """The command that the arguments name; only --help may precede it."""
     return next((argument for argument in arguments if not argument.startswith("-")), "")
 
 

@@ -15,7 +15,7 @@ from diptych.cli.router_access import (
     TLS_SERVER_NAME,
 )
 
-_URL = typer.Option(metavar="URL", help="Of a router's HTTP server; default: the cluster here.")
+_URL = typer.Option(metavar="URL", help="URL of a router's HTTP server; default: the cluster of this folder.")
 
 
 def register(app: typer.Typer) -> None:
@@ -24,7 +24,7 @@ def register(app: typer.Typer) -> None:
     @app.command()
     def doctor(
         url: Annotated[str, _URL] = "",
-        sample_s: Annotated[float, typer.Option(min=0.0, max=600.0, help="Watch the workers for so long.")] = 3.0,
+        sample_s: Annotated[float, typer.Option(min=0.0, max=600.0, help="Seconds to observe the workers.")] = 3.0,
         json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
         tls_ca: TLS_CA = None,
         tls_server_name: TLS_SERVER_NAME = "",
@@ -33,7 +33,7 @@ def register(app: typer.Typer) -> None:
         cluster_key: CLUSTER_KEY = "",
         cluster_tls_name: CLUSTER_TLS_NAME = "",
     ) -> None:
-        """Find out what slows a cluster down, each finding with a next step. Exit code 1 when something is bad."""
+        """Find out what slows a cluster down; each finding has a next step. Exit code 1 when a finding is bad."""
         from diptych.cli.doctor.command import run_doctor
         from diptych.cli.router_access import cluster_tls
         from diptych.cli.status_client import StatusClient
@@ -45,12 +45,12 @@ def register(app: typer.Typer) -> None:
     @app.command()
     def top(
         url: Annotated[str, _URL] = "",
-        every_s: Annotated[float, typer.Option(min=0.1, max=3600.0, help="Pause between two looks.")] = 1.0,
-        count: Annotated[int, typer.Option(min=0, help="Look so many times; 0: until Ctrl-C.")] = 0,
+        every_s: Annotated[float, typer.Option(min=0.1, max=3600.0, help="Seconds between two samples.")] = 1.0,
+        count: Annotated[int, typer.Option(min=0, help="Number of samples; 0: until Ctrl-C.")] = 0,
         tls_ca: TLS_CA = None,
         tls_server_name: TLS_SERVER_NAME = "",
     ) -> None:
-        """Watch the cluster live; in a pipe, one line for each look."""
+        """Watch the cluster live; in a pipe, one line per sample."""
         from diptych.cli.status_client import StatusClient
         from diptych.cli.top import run_top
 
@@ -59,16 +59,16 @@ def register(app: typer.Typer) -> None:
 
     @app.command()
     def restart(
-        worker: Annotated[str, typer.Argument(help="Its id, as /status shows it.")],
-        command: Annotated[list[str], typer.Argument(help="What restarts it, after `--`.")],
+        worker: Annotated[str, typer.Argument(help="Worker id, as in /status.")],
+        command: Annotated[list[str], typer.Argument(help="The command that restarts it, after `--`.")],
         url: Annotated[str, _URL] = "",
         timeout_s: Annotated[
-            float, typer.Option(min=1.0, help="For the new life, after the command has ended.")
+            float, typer.Option(min=1.0, help="Seconds to wait for the new incarnation after the command ended.")
         ] = 600.0,
         tls_ca: TLS_CA = None,
         tls_server_name: TLS_SERVER_NAME = "",
     ) -> None:
-        """Run a command that restarts a worker, and wait until the router uses its new life: a roll-out's step."""
+        """Run a command that restarts a worker, and wait until the router uses its new incarnation: one step of a roll-out."""
         from diptych.cli.restart import run_restart
         from diptych.cli.status_client import StatusClient
 

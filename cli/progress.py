@@ -13,7 +13,7 @@ class Progress(Protocol):
         ...
 
     def note(self, text: str) -> None:
-        """One line that is not about an amount."""
+        """One line without an amount."""
         ...
 
 
@@ -89,6 +89,6 @@ class _Lines(LineProgress):
 
 
 def progress_on(out: TextIO | None = None) -> BarProgress | _Lines:
-    """What fits `out` (standard error by default): `with progress_on() as progress: ...`."""
+    """The kind of progress for `out` (standard error by default): `with progress_on() as progress: ...`."""
     out = sys.stderr if out is None else out
     return BarProgress(out) if out.isatty() else _Lines(out)

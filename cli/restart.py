@@ -1,7 +1,7 @@
-"""`diptych restart WORKER -- COMMAND`: one step of a roll-out, over when a router places on the worker's new life.
+"""`diptych restart WORKER -- COMMAND`: one step of a roll-out. It ends when a router places on the new incarnation.
 
-A worker that was just told to restart looks as it did before, for as long as its old life drains and its lease holds: only
-another incarnation tells that it is back.
+While the old incarnation drains and its lease holds, a restarting worker looks unchanged: only another incarnation
+shows that it is back.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ POLL_S = 0.5
 
 class Status(Protocol):
     def get(self) -> dict[str, Any]:
-        """A router's /status.json. Raises: NoWorkerError when it cannot be asked."""
+        """A router's /status.json. Raises: NoWorkerError when it cannot be reached."""
         ...
 
 
@@ -32,15 +32,15 @@ def run_restart(
     now: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
-    """Run the command, and wait until the router uses another life of the worker than the one before it.
+    """Run the command, and wait until the router uses another incarnation of the worker than before.
 
-    Returns: 0; the command's exit code if that is another; 1 when the worker is not back in time.
-    Raises: ConfigError when the router knows no such worker, NoWorkerError when it cannot be asked beforehand.
+    Returns: 0; the command's exit code if it failed; 1 when the worker is not back in time.
+    Raises: ConfigError when the router has no such worker, NoWorkerError when it cannot be reached beforehand.
     """
     before = _find(router.get(), worker)
     if before is None:
         known = ", ".join(sorted(one["id"] for one in _workers(router.get()))) or "none"
-        raise ConfigError("worker", worker, f"the router knows no such worker; known: {known}")
+        raise ConfigError("worker", worker, f"the router has no such worker; it has: {known}")
     code = subprocess.run(list(command), check=False).returncode
     if code != 0:
         print(f"error: {command[0]} ended with exit code {code}", file=sys.stderr)
@@ -65,7 +65,7 @@ def _why_not_back(router: Status, worker: str, old: str) -> str:
     if found is None:
         return "the router does not see it"
     if found["incarnation"] == old:
-        return "the router still sees its old life"
+        return "the router still sees the old incarnation"
     why: str = found["why_not"]
     return why
 

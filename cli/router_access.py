@@ -1,6 +1,6 @@
-"""How the commands that question a running cluster reach it: flags, then the environment, then what the cluster here says.
+"""How commands reach a running cluster: flags, then the environment, then the state of the cluster of this folder.
 
-The API key is never a flag (flags are seen by everybody on the machine): it comes from DIPTYCH_API_KEY.
+The API key is never a flag (other users of the machine can see flags): it comes from DIPTYCH_API_KEY.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TLS_CA = Annotated[
     typer.Option(
         envvar="DIPTYCH_TLS_CA",
         metavar="PATH",
-        help="PEM file of the authorities to trust: the router speaks TLS. Default: as the cluster here does.",
+        help="PEM file of the authorities to trust; the router uses TLS. Default: as the cluster of this folder.",
     ),
 ]
 TLS_SERVER_NAME = Annotated[
@@ -31,7 +31,7 @@ TLS_SERVER_NAME = Annotated[
     typer.Option(
         envvar="DIPTYCH_TLS_SERVER_NAME",
         metavar="TEXT",
-        help="Name that the router's certificate must hold, where it is not the address's host.",
+        help="Name that the router's certificate must hold, if it is not the address's host.",
     ),
 ]
 
@@ -43,26 +43,29 @@ def _cluster_file(part: str, text: str) -> typer.models.OptionInfo:
     return option
 
 
-CLUSTER_CA = Annotated[str, _cluster_file("ca", "PEM file of the authority of a cluster whose workers want mTLS.")]
-CLUSTER_CERT = Annotated[str, _cluster_file("cert", "Certificate of that authority, shown to the workers.")]
+CLUSTER_CA = Annotated[str, _cluster_file("ca", "PEM file of the authority of a cluster with mTLS.")]
+CLUSTER_CERT = Annotated[str, _cluster_file("cert", "Certificate of that authority, presented to the workers.")]
 CLUSTER_KEY = Annotated[
-    str, _cluster_file("key", "Its private key. Default of the three: as the cluster here has them.")
+    str, _cluster_file("key", "Its private key. Default of the three: those of the cluster of this folder.")
 ]
 CLUSTER_TLS_NAME = Annotated[
     str,
     typer.Option(
         envvar="DIPTYCH_CLUSTER_TLS_NAME",
         metavar="TEXT",
-        help="Name that the workers' certificates must hold, where it is not their address's host.",
+        help="Name that the workers' certificates must hold, if it is not their address's host.",
     ),
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class RouterAccess:
-    """Args:
-    address: host:port of the router's gRPC server.
-    tls_ca: None: it speaks no TLS. server_name: empty: the address's host.
+    """How to reach a router.
+
+    Args:
+        address: host:port of the router's gRPC server.
+        tls_ca: None: no TLS.
+        server_name: empty: the address's host.
     """
 
     address: str
@@ -84,42 +87,43 @@ class RouterAccess:
 
 
 def state_here() -> ClusterState | None:
-    """Of the cluster that runs from this folder."""
+    """The state of the cluster that runs from this folder."""
     from diptych.cli.up.run_folder import RunFolder
     from diptych.common.paths import run_dir
 
     return RunFolder(run_dir()).read_state()
 
 
-def tell_default(flag: str, address: str) -> None:
-    """Say where a command goes that was not told where to."""
+def print_default(flag: str, address: str) -> None:
+    """Print which address a command uses by default."""
     from diptych.common.paths import run_dir
 
-    told = f"no cluster runs from {run_dir()}: asking the default address {address} (--{flag} names another)"
+    told = f"no cluster runs from {run_dir()}: using the default address {address} (--{flag} names another)"
     print(told, file=sys.stderr)
 
 
 def router_access(address: str = "", tls_ca: Path | None = None, server_name: str = "") -> RouterAccess:
-    """An address that was given is taken with what was given beside it; none: the cluster here, else the default port."""
+    """A given address is used with the other given values; without one, the cluster of this folder, else the default
+    port."""
     from diptych.client.wire import DEFAULT_ADDRESS
 
     if address:
         return RouterAccess(address, tls_ca, server_name)
     state = state_here()
     if state is None:
-        tell_default("address", DEFAULT_ADDRESS)
+        print_default("address", DEFAULT_ADDRESS)
         return RouterAccess(DEFAULT_ADDRESS, tls_ca, server_name)
     if tls_ca is None and state.tls_cert:
-        tls_ca = Path(state.tls_cert)  # trusted as it is, whoever has signed it
+        tls_ca = Path(state.tls_cert)  # trusted as it is, whatever signed it
     return RouterAccess(state.grpc_address, tls_ca, server_name)
 
 
 def cluster_tls(ca: str, cert: str, key: str, name: str = "", *, here: bool) -> ClusterTls | None:
-    """What is shown to workers that want to see a certificate: the files named, else what the cluster here shows its own.
+    """The certificate presented to workers: the given files, else those of the cluster of this folder.
 
     Args:
-        here: that cluster is the one that is asked about; another one's workers know nothing of its certificate.
-    Raises: ConfigError when only some files are named, or one cannot be used.
+        here: the workers belong to that cluster; others do not trust its certificate.
+    Raises: ConfigError when only some files are given, or one is invalid.
     """
     from diptych.common.tls import load_cluster_tls
 

@@ -1,4 +1,5 @@
-"""The console script. The SDK's install has it too, without what the command line needs: then it says what to install."""
+"""The console script. The SDK's installation has it, too, without the dependencies of the command line; then it prints
+what to install."""
 
 from __future__ import annotations
 

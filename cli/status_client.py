@@ -1,4 +1,5 @@
-"""Asks a router for /status.json. The key comes from DIPTYCH_API_KEY; without a URL the cluster of the run folder is asked."""
+"""Client of a router's /status.json. The key comes from DIPTYCH_API_KEY; the default URL is the cluster of the run
+folder."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from diptych.cli.router_access import tell_default
+from diptych.cli.router_access import print_default
 from diptych.cli.up.run_folder import RunFolder
 from diptych.common.errors import AuthenticationError, ConfigError, NoWorkerError
 from diptych.common.paths import run_dir
@@ -21,20 +22,20 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 
 
 def _context(tls_ca: Path | None, *, pinned: bool) -> ssl.SSLContext:
-    """Raises: ConfigError when the file cannot be used."""
+    """Raises: ConfigError when the file is invalid."""
     try:
         context = ssl.create_default_context(cafile=None if tls_ca is None else str(tls_ca))
     except (OSError, ssl.SSLError) as error:
         raise ConfigError("tls_ca", str(tls_ca), f"cannot be used: {error}") from None
-    if tls_ca is not None:  # a file that is named is trusted as it is, whoever has signed it
+    if tls_ca is not None:  # the given file is trusted, whatever signed it
         context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    if pinned:  # the very certificate that the router of this folder shows: whom it names does not matter
+    if pinned:  # exactly the certificate of this folder's router; its names are not checked
         context.check_hostname = False
     return context
 
 
 class _Connection(http.client.HTTPSConnection):
-    """HTTPS to an address whose certificate names somebody else."""
+    """HTTPS to an address that the certificate does not name."""
 
     def __init__(self, host: str, *, server_name: str, context: ssl.SSLContext, **more: Any) -> None:
         super().__init__(host, context=context, **more)
@@ -56,10 +57,12 @@ class _Https(urllib.request.HTTPSHandler):
 
 
 class StatusClient:
-    """Args:
-    url: of the router's HTTP server; empty: the cluster that runs from this folder, else the default port here.
-    tls_ca: PEM file of the authorities to trust; None: those of the system, or as the cluster here has it.
-    server_name: that the router's certificate must hold; empty: the URL's host.
+    """Client of one router.
+
+    Args:
+        url: of the router's HTTP server; empty: the cluster that runs from this folder, else the default port.
+        tls_ca: PEM file of the authorities to trust; None: those of the system, or of the cluster of this folder.
+        server_name: name that the router's certificate must hold; empty: the URL's host.
     """
 
     def __init__(
@@ -69,7 +72,7 @@ class StatusClient:
         if not url:
             state = RunFolder(run_dir()).read_state()
             if state is None:
-                tell_default("url", DEFAULT_URL)
+                print_default("url", DEFAULT_URL)
             url = state.http_url if state is not None else DEFAULT_URL
             if state is not None and state.tls_cert and tls_ca is None:
                 tls_ca, own = Path(state.tls_cert), True
@@ -85,7 +88,7 @@ class StatusClient:
         self._opener = urllib.request.build_opener(*handlers)
 
     def get(self) -> dict[str, Any]:
-        """Raises: AuthenticationError, NoWorkerError when the router cannot be asked or answers nonsense."""
+        """Raises: AuthenticationError, NoWorkerError when the router cannot be reached or its answer is invalid."""
         request = urllib.request.Request(self.url + "/status.json")  # noqa: S310 - http or https, checked above
         if key := os.environ.get("DIPTYCH_API_KEY", ""):
             request.add_header("authorization", f"Bearer {key}")
@@ -95,7 +98,7 @@ class StatusClient:
         except urllib.error.HTTPError as error:
             with error:
                 if error.code == 401:
-                    raise AuthenticationError(f"{self.url} asks for a key: set DIPTYCH_API_KEY") from None
+                    raise AuthenticationError(f"{self.url} requires a key: set DIPTYCH_API_KEY") from None
                 raise NoWorkerError(f"{self.url}/status.json answers HTTP {error.code}") from None
         except urllib.error.URLError as error:
             why = getattr(error.reason, "strerror", None) or error.reason
@@ -103,5 +106,5 @@ class StatusClient:
         except (OSError, ValueError) as error:
             raise NoWorkerError(f"{self.url}/status.json: {error}") from None
         if not isinstance(found, dict) or "cluster" not in found:
-            raise NoWorkerError(f"{self.url}/status.json is no router's status")
+            raise NoWorkerError(f"{self.url}/status.json is not a router's status")
         return found

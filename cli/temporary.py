@@ -1,4 +1,4 @@
-"""A folder for temporary files, or a sentence why there is none."""
+"""A folder for temporary files."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from diptych.common.errors import ConfigError
 
 @contextmanager
 def temporary_folder(prefix: str) -> Iterator[str]:
-    """Raises: ConfigError where none can be made."""
+    """Raises: ConfigError when none can be created."""
     try:
         made = tempfile.TemporaryDirectory(prefix=prefix)
     except OSError as error:
-        rule = f"must name a folder that can be written: {error.strerror or error}"
+        rule = f"must name a writable folder: {error.strerror or error}"
         raise ConfigError("TMPDIR", os.environ.get("TMPDIR", ""), rule) from None
     with made as folder:
         yield folder

@@ -1,4 +1,4 @@
-"""`diptych top`: the cluster live in a terminal; in a pipe, one line for each look."""
+"""`diptych top`: the cluster live in a terminal; in a pipe, one line per sample."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def seconds(value: float | None) -> str:
 
 
 def by_age(series: list[dict[str, Any]], field: str, span_s: int = _SPARK_S) -> list[float | None]:
-    """The field's value of each of the last seconds, oldest first; None where nothing happened."""
+    """The field's value for each of the last seconds, oldest first; None where nothing happened."""
     found = {point["age_s"]: point[field] for point in series}
     return [found.get(age) for age in range(span_s, -1, -1)]
 
@@ -62,7 +62,7 @@ def models_of(status: dict[str, Any]) -> list[tuple[str, list[dict[str, Any]]]]:
 
 
 def line_of(status: dict[str, Any], at: str) -> str:
-    """One look as one line of fields `name=value`."""
+    """One sample as one line of fields `name=value`."""
     now = recent(status)
     hit = "-" if now["hit"] is None else f"{100 * now['hit']:.0f}%"
     parts = [
@@ -141,7 +141,7 @@ def run_top(
     count: int,
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
-    """Look again and again. `count`: so many times; 0: until Ctrl-C. Returns: 0; 1 when the last look got no answer."""
+    """Sample repeatedly. `count`: number of samples; 0: until Ctrl-C. Returns: 0; 1 when the last sample failed."""
     if sys.stdout.isatty():
         return _run_live(client, every_s, count, sleep)
     looks, failed = 0, False

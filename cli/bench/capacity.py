@@ -1,4 +1,4 @@
-"""What the harness itself can take: many streams of the scripted server, and how late it was in reading them."""
+"""Capacity of the load harness itself: many streams of the mock server, and the delay with which they were read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from diptych.loadtest.result import RunRecord, begin_report, measure
 
 @dataclass(frozen=True, slots=True)
 class CapacityPlan:
-    """`streams` open at once, `tokens_per_s` in all of them, for `duration_s` after all are open."""
+    """`streams` open at once, `tokens_per_s` in total, for `duration_s` after all are open."""
 
     streams: int
     tokens_per_s: float
@@ -38,7 +38,7 @@ class CapacityPlan:
 
     @property
     def output_tokens(self) -> int:
-        """Long enough that the first stream still runs when the full load has lasted."""
+        """Tokens per stream: enough that the first stream still runs at the end of the full load."""
         return max(2, round((self.ramp_s + self.duration_s) / self.script.token_s))
 
     def config(self, out: Path) -> BenchConfig:
@@ -58,7 +58,7 @@ class CapacityPlan:
 
 @contextlib.contextmanager
 def mock_process(script: Script, core: int | None = None) -> Iterator[str]:
-    """The scripted server as a child process on a core of its own; yields its URL."""
+    """The mock server as a child process on a core of its own; yields its URL."""
     flags = [f"--{f.name.replace('_', '-')}={getattr(script, f.name)}" for f in dataclasses.fields(script)]
     command = [sys.executable, "-P", "-m", "diptych.loadtest.mock_server", *flags]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -84,13 +84,14 @@ def distortion(run: RunRecord, script: Script) -> dict[str, float]:
 
 
 def own_lateness(url: str) -> str:
-    """How late the scripted server was against its own script: what of a deviation is not the harness's."""
+    """Delay of the mock server against its script: the part of a deviation that is not the harness's."""
     found = httpx.get(f"{url}/mock", timeout=10.0).json()
     return f"{found['chunks']} chunks, late by {found['p50_s'] * 1e3:.2f} ms at p50 and {found['p99_s'] * 1e3:.2f} ms at p99"
 
 
 def run_capacity(streams: int, tokens_per_s: float, tokens_per_chunk: int, duration_s: float, out: Path) -> int:
-    """The harness on one core, the mock on another. Returns: 1 when it was too late, or something failed."""
+    """Run the harness on one core, the mock server on another. Returns: 1 when the harness was late, or a request
+    failed."""
     plan = CapacityPlan(streams, tokens_per_s, tokens_per_chunk, duration_s)
     cores = sorted(os.sched_getaffinity(0))
     mine, other = cores[0], cores[-1]
@@ -102,7 +103,7 @@ def run_capacity(streams: int, tokens_per_s: float, tokens_per_chunk: int, durat
             run = run_async(_measure(plan, url, out))
         finally:
             os.sched_setaffinity(0, before)
-        print(f"the mock itself: {own_lateness(url)}")
+        print(f"mock server: {own_lateness(url)}")
     ratios = ", ".join(f"{name} {value:.3f}" for name, value in distortion(run, plan.script).items())
     print(f"measured / scripted at the median: {ratios}; CPU of the harness {run.lag.cpu_share:.0%} of one core")
     return 1 if run.summary.failed or any("LAG" in text for text in run.warnings) else 0

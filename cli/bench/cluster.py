@@ -1,7 +1,7 @@
-"""Clusters of the benchmark's own on this machine: P/D, and the colocated baseline with as many workers.
+"""Clusters that the benchmark starts on this machine: P/D, and the colocated baseline with as many workers.
 
-The baseline is the same code without a prefill pool: every decode worker computes its own prompts, so prefill and decode share
-a worker as in a colocated server. Its router never says ready (it waits to see a pair once) but serves.
+The baseline is the same code without a prefill pool: every decode worker computes its own prompts, so prefill and
+decode share a worker as in a colocated server. Its router serves but never becomes ready (readiness requires a pair).
 """
 
 from __future__ import annotations
@@ -41,10 +41,8 @@ class RunningCluster:
 
 @contextlib.contextmanager
 def running(choice: ClusterChoice, *, colocated: bool) -> Iterator[RunningCluster]:
-    """Start one cluster, wait for its first token, stop it in the end. Call it on the main thread.
-
-    Raises: ConfigError when it does not come up, with the tail of the log at fault.
-    """
+    """Start one cluster, wait for its first token, stop it at the end. Call it on the main thread. Raises: ConfigError
+    when it does not start, with the tail of the failing log."""
     with progress_on() as progress:
         model = resolve_model(choice.serve_model, progress)
     config = UpConfig(
@@ -87,7 +85,7 @@ def _start(plan: ClusterPlan, supervisor: Supervisor, colocated: bool) -> None:
     while time.monotonic() < until:
         for child in supervisor.dead():
             log = tail(child.spec.log, 15)
-            raise ConfigError(child.spec.name, exit_reason(child.process.returncode), f"died while it started:\n{log}")
+            raise ConfigError(child.spec.name, exit_reason(child.process.returncode), f"exited during start-up:\n{log}")
         ready, why = is_ready(plan.probe_host, plan.config.http_port)
         if ready or (colocated and _serves(why)):
             try:
@@ -104,11 +102,11 @@ def _start(plan: ClusterPlan, supervisor: Supervisor, colocated: bool) -> None:
 
 
 def _seen(explanation: Mapping[str, Any]) -> set[str]:
-    """Workers that the router had to choose from."""
+    """Workers among which the router could choose."""
     keys = ("prefill_worker_id", "decode_worker_id")
     return {str(terms[key]) for terms in explanation.get("placement", ()) for key in keys}
 
 
 def _serves(why: str) -> bool:
-    """The colocated router's readiness lacks the prefill pool only."""
+    """True when the colocated router lacks only the prefill pool for readiness."""
     return "no usable prefill worker" in why and "no usable decode worker" not in why

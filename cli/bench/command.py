@@ -1,4 +1,4 @@
-"""`diptych bench`: the load harness on the command line. Reports go to --out, the figures to stdout, progress to stderr."""
+"""`diptych bench`: the load harness as a command. Reports go to --out, figures to stdout, progress to stderr."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from diptych.loadtest.sweep_spec import SweepSpec
 
 _TARGET = typer.Option(
-    help="http://host:port or grpc://host:port, with a name= before it if you like; default: a cluster of the benchmark's own, "
+    help="http://host:port or grpc://host:port, optionally with a prefix name=; default: a cluster of the benchmark's own, "
     "with its colocated baseline."
 )
-_BASELINE = typer.Option("--baseline-target", help="A second target, measured in turns with the first.")
+_BASELINE = typer.Option("--baseline-target", help="A second target, measured in alternation with the first.")
 _ROUNDS = typer.Option(help="Rounds of A B A B.", min=1)
 
 
@@ -92,7 +92,7 @@ def _add_compare(app: typer.Typer, help: str) -> None:
         {"config": BenchConfig},
         _compare,
         arguments={
-            "a": (Annotated[str, typer.Argument(help="URL of A, with a name= before it if you like.")], ...),
+            "a": (Annotated[str, typer.Argument(help="URL of A, optionally with a prefix name=.")], ...),
             "b": (Annotated[str, typer.Argument(help="URL of B.")], ...),
             "rounds": (Annotated[int, _ROUNDS], 3),
         },
@@ -140,9 +140,9 @@ def _add_replay(app: typer.Typer, help: str) -> None:
 
 _LOAD_COMMANDS: Mapping[str, tuple[str, Callable[[typer.Typer, str], None]]] = {
     "serve": ("Drive one target, by default beside the colocated baseline with as many workers.", _add_serve),
-    "compare": ("Two targets in turns, A B A B; prints B / A with its spread.", _add_compare),
-    "sweep": ("Higher and higher rates until the SLO breaks.", _add_sweep),
-    "replay": ("Send a recorded trace at its own times, scaled.", _add_replay),
+    "compare": ("Alternate between two targets, A B A B; prints B / A with its spread.", _add_compare),
+    "sweep": ("Raise the rate until the SLO is violated.", _add_sweep),
+    "replay": ("Replay a recorded trace at its (scaled) times.", _add_replay),
 }
 
 
@@ -150,7 +150,7 @@ def build_app(only: str | None = None) -> typer.Typer:
     """The commands.
 
     Args:
-        only: the one that will run: of the others with many flags, only name and help are there. None: all are whole.
+        only: the command that will run: other commands with many flags get only name and help. None: build all fully.
     """
     app = typer.Typer(
         name="bench",
@@ -171,7 +171,7 @@ def build_app(only: str | None = None) -> typer.Typer:
 
 
 def _from_checkout(name: str) -> Any:
-    """A module of `diptych.bench`. Raises: Exit where the program was installed from a wheel, which has none of them."""
+    """A module of `diptych.bench`. Raises: Exit when installed from a wheel, which does not contain it."""
     try:
         return importlib.import_module(f"diptych.bench.{name}")
     except ModuleNotFoundError as error:
@@ -184,21 +184,21 @@ def _from_checkout(name: str) -> Any:
 
 
 def _not_built() -> None:
-    raise AssertionError("the command that runs is the one that was built")
+    raise AssertionError("only the selected command is built")
 
 
 def _register_small(app: typer.Typer) -> None:
-    """Commands without settings of their own."""
+    """Commands without a settings class."""
 
     @app.command()
     def mock(
         port: Annotated[int, typer.Option(help="0: any free one.")] = 0,
         first_token_s: Annotated[float, typer.Option(help="Seconds until the first token.")] = 0.1,
         token_s: Annotated[float, typer.Option(help="Seconds a token.")] = 0.02,
-        tokens_per_chunk: Annotated[int, typer.Option(help="After the first.")] = 4,
+        tokens_per_chunk: Annotated[int, typer.Option(help="Token rate after the first token, per stream.")] = 4,
         slots: Annotated[int, typer.Option(help="Requests at once; 0: no limit.")] = 0,
     ) -> None:
-        """A scripted server, to check a harness against."""
+        """A mock server with scripted timing, to check a load harness."""
         import asyncio
 
         from diptych.loadtest.mock_server import Script, run_forever
@@ -208,22 +208,24 @@ def _register_small(app: typer.Typer) -> None:
 
     @app.command()
     def capacity(
-        streams: Annotated[int, typer.Option(help="Open at once.")] = 2000,
-        tokens_per_s: Annotated[float, typer.Option(help="In all streams together.")] = 5000.0,
-        tokens_per_chunk: Annotated[int, typer.Option(help="1: every token is a chunk of its own.")] = 4,
-        duration_s: Annotated[float, typer.Option(help="Of the full load.")] = 20.0,
+        streams: Annotated[int, typer.Option(help="Streams open at once.")] = 2000,
+        tokens_per_s: Annotated[float, typer.Option(help="Token rate of all streams together.")] = 5000.0,
+        tokens_per_chunk: Annotated[int, typer.Option(help="Tokens per chunk.")] = 4,
+        duration_s: Annotated[float, typer.Option(help="Duration of the full load.")] = 20.0,
         out: Annotated[Path, typer.Option(help="Folder for the reports.")] = Path("bench-out"),
     ) -> None:
-        """What the harness itself can take on one core, against the scripted server; says how late it was."""
+        """Capacity of the harness on one core, against the mock server; reports its delay."""
         from diptych.cli.bench.capacity import run_capacity
 
         raise typer.Exit(run_capacity(streams, tokens_per_s, tokens_per_chunk, duration_s, out))
 
     @app.command()
     def kv(
-        transport: Annotated[str, typer.Option(help="ucx, inproc; several with commas.")] = "inproc,ucx",
-        slab_kib: Annotated[str, typer.Option(help="Sizes, with commas.")] = "64,256,1024,4096,16384",
-        repeats: Annotated[int, typer.Option(help="The best of so many.", min=1)] = 3,
+        transport: Annotated[str, typer.Option(help="ucx, inproc; separated by commas.")] = "inproc,ucx",
+        slab_kib: Annotated[
+            str, typer.Option(help="Slab sizes in KiB, separated by commas.")
+        ] = "64,256,1024,4096,16384",
+        repeats: Annotated[int, typer.Option(help="Number of runs; the best counts.", min=1)] = 3,
         out: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("bench-out"),
     ) -> None:
         """The KV transfer alone."""
@@ -232,13 +234,13 @@ def _register_small(app: typer.Typer) -> None:
         try:
             sizes = [int(part) for part in slab_kib.split(",")]
         except ValueError:
-            raise typer.BadParameter("must be numbers with commas", param_hint="--slab-kib") from None
+            raise typer.BadParameter("must be numbers separated by commas", param_hint="--slab-kib") from None
         raise typer.Exit(run_kv(transport.split(","), sizes, repeats, out))
 
     @app.command()
     def router(
-        requests: Annotated[int, typer.Option(help="For each figure.", min=1)] = 400,
-        prompt_tokens: Annotated[int, typer.Option(help="Of each request.", min=1)] = 128,
+        requests: Annotated[int, typer.Option(help="Requests per measurement.", min=1)] = 400,
+        prompt_tokens: Annotated[int, typer.Option(help="Prompt tokens per request.", min=1)] = 128,
         concurrency: Annotated[int, typer.Option(help="Requests at once.", min=1)] = 32,
         out: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("bench-out"),
     ) -> None:
@@ -249,7 +251,7 @@ def _register_small(app: typer.Typer) -> None:
 
     @app.command()
     def startup(
-        repeats: Annotated[int, typer.Option(help="The median of so many.", min=1)] = 5,
+        repeats: Annotated[int, typer.Option(help="Number of runs; the median counts.", min=1)] = 5,
         out: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("bench-out"),
     ) -> None:
         """How long every command's --help takes."""
@@ -261,16 +263,18 @@ def _register_small(app: typer.Typer) -> None:
     def vllm(
         environment: Annotated[Path, typer.Argument(help="Virtual environment made by bench/peers/setup_vllm_cpu.sh.")],
         mode: Annotated[
-            str, typer.Option(help="pd: 1 prefill + 1 decode on either side; colocated: one engine.")
+            str, typer.Option(help="pd: 1 prefill + 1 decode on both sides; colocated: one engine.")
         ] = "pd",
-        loads: Annotated[str, typer.Option(help="rate:0.3 and users:8, with commas; default: those of the mode.")] = "",
+        loads: Annotated[
+            str, typer.Option(help="rate:0.3 or users:8, separated by commas; default: by the mode.")
+        ] = "",
         rounds: Annotated[int, typer.Option(help="Rounds of A B A B.", min=1)] = 3,
-        requests: Annotated[int, typer.Option(help="Of each run; 0: by the load.", min=0)] = 0,
+        requests: Annotated[int, typer.Option(help="Duration of each run; 0: by the load.", min=0)] = 0,
         vllm_flags: Annotated[str, typer.Option(help="Further flags of `vllm serve`.")] = "--enforce-eager",
-        seed: Annotated[int, typer.Option(help="Of workload and arrivals; -1 draws one.")] = -1,
+        seed: Annotated[int, typer.Option(help="Seed of workload and arrivals; -1: random.")] = -1,
         out: Annotated[Path, typer.Option(help="Folder for the reports.")] = Path("bench-out"),
     ) -> None:
-        """vLLM on the CPU beside Diptych, in turns: TTFT, TPOT and tokens/s as ratios."""
+        """vLLM on the CPU and Diptych, alternating: TTFT, TPOT and tokens/s as ratios."""
         run_vllm_bench = _from_checkout("peers.vllm").run_vllm_bench
 
         try:
@@ -283,7 +287,7 @@ def _register_small(app: typer.Typer) -> None:
     @app.command()
     def suite(
         out: Annotated[Path, typer.Option(help="Folder for the reports.")] = Path("bench-out"),
-        minutes: Annotated[float, typer.Option(help="About how long the serving parts may take.", min=1.0)] = 6.0,
+        minutes: Annotated[float, typer.Option(help="Approximate duration of the serving benchmarks.", min=1.0)] = 6.0,
     ) -> None:
         """The CPU suite: the harness itself, P/D beside the colocated baseline, a sweep, the engine; writes the reports."""
         run_suite = _from_checkout("suite").run_suite

@@ -9,15 +9,15 @@ from diptych.cli.up.config import usable_cores
 
 @dataclass(frozen=True, slots=True)
 class ClusterChoice:
-    """What the benchmark starts when it is given no target.
+    """Clusters that the benchmark starts when no target is given.
 
     Args:
-        prefill_workers: of the P/D cluster.
-        decode_workers: of the P/D cluster; the colocated baseline has as many workers as both pools together.
-        threads_per_worker: torch threads, the same in both clusters; 0: the cores shared out.
+        prefill_workers: number in the P/D cluster.
+        decode_workers: number in the P/D cluster; the colocated baseline has as many workers as both pools together.
+        threads_per_worker: torch threads, the same in both clusters; 0: the cores divided by the workers.
         serve_model: smollm2, a local folder or a hub id.
-        baseline: measure the colocated baseline beside it.
-        cluster_args: more flags of the workers, as one string.
+        baseline: measure the colocated baseline, too.
+        cluster_args: further flags of the workers, as one string.
     """
 
     prefill_workers: int = 1

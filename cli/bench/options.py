@@ -1,4 +1,4 @@
-"""Bench commands: the flags of one settings dataclass or more, and positional arguments before them."""
+"""Bench commands: positional arguments, and the flags of one or more settings dataclasses."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def add_bench_command(
     Args:
         classes: keyword of `run` -> settings class.
         arguments: keyword of `run` -> (annotation, default).
-        defaults: other defaults than the classes'.
+        defaults: override the classes' defaults.
         hidden: fields without a flag.
-        fixed: fields that follow from the arguments.
+        fixed: fields derived from the arguments.
     """
     defaults, arguments = dict(defaults or {}), dict(arguments or {})
     parameters = [_keyword(key, annotation, default) for key, (annotation, default) in arguments.items()]
-    # an argument without default is positional; typer knows it by the ellipsis's absence
+    # typer treats a parameter without default as positional
     parameters = [p.replace(default=inspect.Parameter.empty) if p.default is ... else p for p in parameters]
     for cls in classes.values():
         texts, hints = field_help(cls), typing.get_type_hints(cls)

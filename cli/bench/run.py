@@ -1,4 +1,4 @@
-"""What the bench commands do: start or find the targets, measure them in turns, write the reports."""
+"""The bench commands: start or find the targets, measure them in alternation, write the reports."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a target is. `workers` 0: not known."""
+    """The address of a target. `workers` 0: unknown."""
 
     text: str
     workers: int = 0
@@ -39,14 +39,14 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """One target or two (the baseline first): addresses that were given, or clusters to start."""
+    """One target, or two (the baseline first): given addresses, or clusters to start."""
 
     places: tuple[Place, ...] = ()
     cluster: ClusterChoice | None = None
 
     @classmethod
     def given(cls, *texts: str) -> Targets:
-        """In the order of the command line; for `serve` that is target, baseline."""
+        """Args: texts: in the order of the command line; for `serve` target, baseline."""
         return cls(tuple(Place(text) for text in texts if text))
 
     @classmethod
@@ -55,7 +55,8 @@ class Targets:
 
     @contextlib.contextmanager
     def running(self, config: BenchConfig) -> Iterator[tuple[Place, ...]]:
-        """Raises: ConfigError when a cluster does not come up, or a file to be sent cannot be read: before anything starts."""
+        """Raises: ConfigError, before anything starts, when a file to be sent cannot be read; or when a cluster does
+        not start."""
         if self.cluster is None:
             yield self.places
             return
@@ -74,7 +75,7 @@ class Targets:
 
 
 def serve(config: BenchConfig, targets: Targets, rounds: int, *, kind: str = "serve") -> int:
-    """One target: one run. Two: `rounds` rounds in turns, and the ratios. Returns: 1 when no request succeeded."""
+    """One target: one run. Two: `rounds` alternating rounds, and the ratios. Returns: 1 when no request succeeded."""
     with targets.running(config) as places:
         return run_async(_serve(config, _baseline_first(places, kind), rounds, kind))
 
@@ -96,7 +97,7 @@ async def _serve(config: BenchConfig, places: Sequence[Place], rounds: int, kind
 
 
 def sweep(config: BenchConfig, search: SweepSpec, targets: Targets) -> int:
-    """The same search for each target, one after the other."""
+    """Run the same search for each target in turn."""
     with targets.running(config) as places:
         return run_async(_sweep(config, search, _baseline_first(places, "sweep")))
 
@@ -111,7 +112,7 @@ async def _sweep(config: BenchConfig, search: SweepSpec, places: Sequence[Place]
 
 @contextlib.asynccontextmanager
 async def opened(config: BenchConfig, places: Sequence[Place]) -> AsyncIterator[list[tuple[Target, str, BenchConfig]]]:
-    """Targets that answer, each with its model's name and its settings. Raises: ConfigError when one does not answer."""
+    """Reachable targets, each with its model's name and its settings. Raises: ConfigError when one does not answer."""
     if not places:
         raise ConfigError("target", "", "is missing")
     key = os.environ.get(config.api_key_env, "") if config.api_key_env else ""
@@ -132,7 +133,7 @@ async def opened(config: BenchConfig, places: Sequence[Place]) -> AsyncIterator[
 
 
 def finish(report: Report, config: BenchConfig) -> int:
-    """Print the figures, write the reports, say where. Returns the exit code."""
+    """Print the figures, write the reports, print their paths. Returns the exit code."""
     for run in report.runs if not report.sweeps else ():
         for line in report_text.run_lines(run):
             print(line)

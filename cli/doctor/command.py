@@ -1,4 +1,4 @@
-""" "We get 40% of the expected throughput", as a command: gather facts, judge them, say what to do next."""
+"""`diptych doctor`: gather facts about a slow cluster, evaluate them, print next steps."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _STYLES = {Level.OK: "green", Level.INFO: "dim", Level.WARN: "yellow", Level.BAD
 
 
 def examine(facts: Facts) -> list[Verdict]:
-    """Every check's verdicts. Pure."""
+    """The verdicts of all checks. Pure."""
     return [verdict for check in CHECKS for verdict in check(facts)]
 
 
@@ -53,7 +53,7 @@ def is_bad(verdicts: list[Verdict]) -> bool:
 
 
 def lines_of(verdicts: list[Verdict]) -> list[str]:
-    """For a pipe: one line a verdict, one more for its next step."""
+    """Output for a pipe: one line per verdict, and one for its next step."""
     lines = []
     for verdict in verdicts:
         lines.append(f"{verdict.level.value:<8}{verdict.check:<13}{verdict.finding}")
@@ -87,7 +87,7 @@ def show(verdicts: list[Verdict]) -> None:
 
 
 def run_doctor(client: StatusClient, *, sample_s: float, json_out: bool, cluster_tls: ClusterTls | None = None) -> int:
-    """Returns: the exit code; 1 when something is bad. Raises: DiptychError when the router cannot be asked."""
+    """Returns: the exit code; 1 when a verdict is BAD. Raises: DiptychError when the router cannot be reached."""
     from diptych.cli.doctor.gather import gather
 
     verdicts = examine(gather(client, sample_s, cluster_tls=cluster_tls))

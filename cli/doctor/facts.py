@@ -1,4 +1,4 @@
-"""What `diptych doctor` judges: a cluster at two moments, as plain values. Pure."""
+"""Input of `diptych doctor`: a cluster at two points in time, as plain values. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ UNLIMITED = 2**64 - 1
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """See worker/host_facts.py. `clock_ahead_s`: of our own wall clock; its error is at most `clock_error_s`."""
+    """See worker/host_facts.py. `clock_ahead_s`: relative to this machine's clock, with an error of at most
+    `clock_error_s`."""
 
     hostname: str = ""
     cpus: int = 1
@@ -32,12 +33,12 @@ class Worker:
     """One worker.
 
     Args:
-        error: why it could not be asked; then everything from `path` on is at its default.
+        error: why it could not be queried; then everything from `path` on has its default.
         bytes_per_s: of the transport, from its self-test or measured since.
         links: decode: measured bytes/s by prefill worker.
-        before, after: the engine's numbers by name, at the two moments.
-        settings: that bear on throughput, by name.
-        swap_from_tokens: from so many tokens on a swap is cheaper than computing again; None: not known or no host tier.
+        before, after: the engine's numbers by name, at the two points in time.
+        settings: those that affect throughput, by name.
+        swap_from_tokens: tokens from which swapping is cheaper than recomputing; None: unknown or no host tier.
     """
 
     id: str
@@ -62,7 +63,7 @@ class Worker:
         return self.after.get(name, 0.0)
 
     def rise(self, name: str) -> float:
-        """Between the two moments."""
+        """Increase between the two points in time."""
         return self.after.get(name, 0.0) - self.before.get(name, 0.0)
 
     def setting(self, name: str, default: int) -> int:
@@ -78,9 +79,11 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Args:
-    status: the router's /status.json.
-    interval_s: between the two moments.
+    """A cluster at two points in time.
+
+    Args:
+        status: the router's /status.json.
+        interval_s: seconds between the two points.
     """
 
     status: Mapping[str, Any]
@@ -89,7 +92,7 @@ class Facts:
 
     @property
     def asked(self) -> list[Worker]:
-        """Those that answered."""
+        """Workers that answered."""
         return [worker for worker in self.workers if not worker.error]
 
     def of(self, role: str) -> list[Worker]:
@@ -99,7 +102,7 @@ class Facts:
         return sum(worker.now(name) for worker in self.asked if role in (None, worker.role))
 
     def stage(self, name: str, quantile: str = "p50") -> float | None:
-        """Seconds that a stage of the last requests took; None: no request was seen."""
+        """Seconds of one stage of the last requests; None: there was no request."""
         value = self.status.get("stages", {}).get(name, {}).get(quantile)
         return None if value is None else float(value)
 

@@ -1,4 +1,4 @@
-"""What `diptych doctor` reads: the router's status over HTTP, then every worker over gRPC, twice."""
+"""Data collection of `diptych doctor`: the router's status over HTTP, and every worker over gRPC, twice."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def gather(
     cluster_tls: ClusterTls | None = None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Facts:
-    """Ask router and workers, wait `sample_s`, ask the workers again.
+    """Query router and workers, wait `sample_s`, query the workers again.
 
     Args:
-        cluster_tls: shown to workers that want to see it.
-    Raises: DiptychError when the router cannot be asked.
+        cluster_tls: for workers with mTLS.
+    Raises: DiptychError when the router cannot be reached.
     """
     known = (client.get().get("cluster") or {}).get("workers", [])
     began = time.monotonic()
@@ -39,7 +39,7 @@ def gather(
     sleep(max(0.0, sample_s))
     after = _ask_all(known, cluster_tls)
     interval_s = max(time.monotonic() - began, 1e-3)
-    # The status last: its stages then include what ended while we looked.
+    # Status comes last, so that its stages include requests that ended during the sample.
     return Facts(client.get(), [_joined(one, other) for one, other in zip(before, after, strict=True)], interval_s)
 
 
@@ -98,7 +98,7 @@ def _answers(stub: Any) -> _Answers:
     took_s = max(0.0, time.time() - asked)
     audit = stub.Audit(worker_pb2.AuditRequest(full=False), timeout=_TIMEOUT_S)
     facts = stats.host
-    # The answer was made somewhere between question and answer: half the way is the best guess, and the error's bound.
+    # The clock was read between send and receive: take the middle; half the round trip bounds the error.
     host = Host(
         hostname=facts.hostname,
         cpus=facts.cpus,

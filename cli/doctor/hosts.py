@@ -18,7 +18,7 @@ MIN_GPU_BYTES_PER_S = 5e9
 
 
 MIN_LINK_BYTES = 8e6
-"""Of KV while we looked: less is a few small reads, whose fixed cost says nothing about the link."""
+"""KV bytes during the sample. Below this the fixed cost of small reads hides the link's speed."""
 
 STEPS_FOR = (
     (
@@ -28,30 +28,30 @@ STEPS_FOR = (
     ),
     (
         "the store",
-        "is Redis up where --redis-url points, and does it take writes (`redis-cli -u URL ping`, `info replication`)? "
+        "is Redis up at --redis-url, and does it accept writes (`redis-cli -u URL ping`, `info replication`)? "
         "Serving goes on with what is known; new workers are not found meanwhile",
     ),
     (
         "has no lease",
-        "it answers, but does not reach Redis: its log says why the lease cannot be written; compare --redis-url",
+        "it answers but cannot write its lease to Redis: see its log for the reason; compare --redis-url",
     ),
     (
         "cache",
         "is --enable-prefix-caching on there, and does it reach Redis (--redis-url)? Placement there goes by load",
     ),
     ("_revision", "start router and workers from the same model folder or revision"),
-    ("is draining", "somebody stops it: it ends what runs and goes"),
+    ("is draining", "it is being stopped: it finishes running requests and exits"),
     (
         "no usable",
-        "start one with the router's --redis-url, --cluster and --secret-file; if one runs, `diptych health ADDRESS` asks it",
+        "start one with the router's --redis-url, --cluster and --secret-file, or check a running one: `diptych health ADDRESS`",
     ),
 )
-"""What the router has against the cluster, by words in it -> the next step."""
+"""Reason that the router gives (a substring) -> the next step."""
 
 
 def _step_for(reason: str) -> str:
     known = (step for words, step in STEPS_FOR if words in reason)
-    return next(known, "see that worker's log; `diptych health ADDRESS` asks it directly")
+    return next(known, "see that worker's log; check it with `diptych health ADDRESS`")
 
 
 def cluster(facts: Facts) -> Iterator[Verdict]:
@@ -62,29 +62,29 @@ def cluster(facts: Facts) -> Iterator[Verdict]:
         yield Verdict(
             "cluster",
             Level.BAD,
-            f"{pair['prefill']} and {pair['decode']} do not fit: {'; '.join(pair['why'])}",
-            "start both with the same model, revision, block size and dtype; such a pair is never placed on",
+            f"{pair['prefill']} and {pair['decode']} are incompatible: {'; '.join(pair['why'])}",
+            "start both with the same model, revision, block size and dtype; the router does not use such a pair",
         )
     for worker in facts.workers:
         if "refused" in worker.error:
             yield Verdict(
                 "cluster",
                 Level.BAD,
-                f"{worker.id} is not running: nobody listens at {worker.address}",
-                "it was killed or has crashed: see the end of its log and `dmesg` for the out-of-memory killer; `diptych up` "
-                "starts its own workers again by itself, and its lease goes within seconds",
+                f"{worker.id} is not running: nothing listens at {worker.address}",
+                "it was killed or crashed: see the end of its log, and `dmesg` for the out-of-memory killer; `diptych up` "
+                "restarts its workers, and the lease expires within seconds",
             )
         elif worker.error:
             yield Verdict(
                 "cluster",
                 Level.UNKNOWN,
                 f"{worker.id} at {worker.address} cannot be asked: {worker.error}",
-                "run the doctor where workers can be reached (inside the cluster's private network); where they want a "
-                "certificate, with --cluster-ca, --cluster-cert and --cluster-key",
+                "run the doctor where workers can be reached (inside the cluster's private network); with mTLS, "
+                "pass --cluster-ca, --cluster-cert and --cluster-key",
             )
         for violation in worker.violations:
             yield Verdict(
-                "cluster", Level.BAD, f"{worker.id}: {violation}", "a law is broken: keep its log, restart it"
+                "cluster", Level.BAD, f"{worker.id}: {violation}", "an invariant is violated: keep its log, restart it"
             )
     if status.get("ready") and not status.get("reasons"):
         roles = Counter(worker.role for worker in facts.workers)
@@ -135,8 +135,8 @@ def _links(facts: Facts) -> Iterator[Verdict]:
     for worker in facts.of("decode"):
         for peer, rate in sorted(worker.links.items()):
             if worker.rise("kv_bytes_received") < MIN_LINK_BYTES:
-                told = f"{worker.id} read from {peer} at {amount(rate)}B/s when it last did"
-                yield Verdict("link", Level.INFO, f"{told}; idle, or almost, while we looked")
+                told = f"{worker.id} read from {peer} at {amount(rate)}B/s at its last transfer"
+                yield Verdict("link", Level.INFO, f"{told}; (almost) idle during the sample")
             elif worker.bytes_per_s > 0 and rate < SLOW_LINK * worker.bytes_per_s:
                 yield Verdict(
                     "link",
@@ -156,7 +156,7 @@ def _links(facts: Facts) -> Iterator[Verdict]:
 
 
 def clocks(facts: Facts) -> Iterator[Verdict]:
-    """No lease or deadline depends on a wall clock; certificates, tickets and reading two logs side by side do."""
+    """Leases and deadlines do not depend on wall clocks; certificates, tickets and comparisons of logs do."""
     worst = 0.0
     for worker in facts.asked:
         skew = abs(worker.host.clock_ahead_s) - worker.host.clock_error_s
@@ -166,7 +166,7 @@ def clocks(facts: Facts) -> Iterator[Verdict]:
                 "clock",
                 Level.BAD if skew > BAD_SKEW_S else Level.WARN,
                 f"{worker.id}'s wall clock is {worker.host.clock_ahead_s:+.1f} s off ours",
-                "start chrony or another NTP client on that host: TLS and signed tickets go by it",
+                "start chrony or another NTP client on that host: TLS and signed tickets depend on it",
             )
     if facts.asked and worst <= MAX_SKEW_S:
         yield Verdict("clock", Level.OK, f"wall clocks agree within {MAX_SKEW_S:g} s")
@@ -212,25 +212,28 @@ INSTALL_COMPILER = (
 
 
 def kernels(facts: Facts) -> Iterator[Verdict]:
-    """C that is compiled at the first start; without a compiler everything works, about half as fast."""
+    """C code compiled at the first start; without a compiler everything works at about half the speed."""
     fine = bool(facts.asked)
     lookup = facts.status.get("lookup", {})
     if lookup.get("backend") == "numpy" and lookup.get("wanted") != "numpy":
         fine = False
-        step = INSTALL_COMPILER if not lookup.get("compiler") else "its log says why the library cannot be had"
+        step = INSTALL_COMPILER if not lookup.get("compiler") else "see its log for why the library is not available"
         why = "" if lookup.get("compiler") else ": there is no C compiler"
-        yield Verdict("kernels", Level.WARN, f"the router looks prompts up in numpy{why}", step)
+        yield Verdict("kernels", Level.WARN, f"the router uses the numpy lookup of prompts{why}", step)
     for worker in facts.asked:
         if worker.settings.get("kernels") != "torch" or worker.on_gpu or worker.settings.get("dtype") != "float32":
             continue
         fine = False
         if worker.settings.get("compiler"):
-            why, step = "", "its log says why the compiled kernels cannot be used, a dimension of the model perhaps"
+            why, step = (
+                "",
+                "see its log for why the compiled kernels cannot be used, for example a dimension of the model",
+            )
         else:
             why, step = ": there is no C compiler", INSTALL_COMPILER
         yield Verdict("kernels", Level.WARN, f"{worker.id} computes with plain torch, about half as fast{why}", step)
     if fine:
-        yield Verdict("kernels", Level.OK, "what can be compiled is compiled")
+        yield Verdict("kernels", Level.OK, "all native libraries are compiled")
 
 
 def cores(facts: Facts) -> Iterator[Verdict]:
@@ -252,7 +255,7 @@ def cores(facts: Facts) -> Iterator[Verdict]:
                 "cores",
                 Level.WARN,
                 f"{name}: load {host.load_1m:.1f} on {host.cpus} cores",
-                "something else computes there, too: look with top; token times suffer first",
+                "another process uses these cores (see top); token times suffer first",
             )
         else:
             yield Verdict("cores", Level.OK, f"{name}: load {host.load_1m:.1f} on {host.cpus} cores")

@@ -11,7 +11,7 @@ from diptych.cli.doctor.verdict import Level, Verdict, amount, milliseconds
 SMALL_BATCH_SHARE = 0.25
 LOW_HIT_RATE = 0.02
 MIN_PROMPT_TOKENS = 5_000
-"""Less says nothing about the cache."""
+"""With fewer tokens the hit rate is not meaningful."""
 FULL, ALMOST_FULL = 0.97, 0.85
 BUSY, IDLE = 0.8, 0.4
 
@@ -22,7 +22,7 @@ def batches(facts: Facts) -> Iterator[Verdict]:
         running, waiting = worker.now("num_running"), worker.now("num_waiting")
         most = worker.setting("max_num_seqs", 1)
         if steps < 1:
-            yield Verdict("batch", Level.INFO, f"{worker.id}: idle while we looked")
+            yield Verdict("batch", Level.INFO, f"{worker.id}: idle during the sample")
             continue
         per_step = tokens / steps
         seen = f"{worker.id}: {per_step:.1f} tokens a step, {running:.0f} of {most} running, {waiting:.0f} wait"
@@ -44,7 +44,7 @@ def preemptions(facts: Facts) -> Iterator[Verdict]:
     for worker in facts.of("decode"):
         rise, total = worker.rise("preemptions_total"), worker.now("preemptions_total")
         steps = max(worker.now("steps"), 1.0)
-        seen = f"{worker.id}: {rise:.0f} preemptions while we looked, {total:.0f} since its start"
+        seen = f"{worker.id}: {rise:.0f} preemptions during the sample, {total:.0f} since its start"
         if rise > 0 or total / steps > 0.01:
             yield Verdict(
                 "preemptions",
@@ -66,21 +66,21 @@ def swap(facts: Facts) -> Iterator[Verdict]:
                 yield Verdict(
                     "swap",
                     Level.WARN,
-                    f"{worker.id}: {preempted:.0f} preempted requests were computed again; there is no host tier",
-                    "try --num-host-blocks; `diptych capacity --prefill-rate --copy-rate` shows from when on a swap pays",
+                    f"{worker.id}: {preempted:.0f} preempted requests were recomputed; there is no host tier",
+                    "try --num-host-blocks; `diptych capacity --prefill-rate --copy-rate` shows from which length swapping pays",
                 )
             continue
         point = worker.swap_from_tokens
         if point is None:
             yield Verdict(
-                "swap", Level.INFO, f"{worker.id}: {slots} host blocks; what a swap costs is not measured yet"
+                "swap", Level.INFO, f"{worker.id}: {slots} host blocks; the cost of a swap is not measured yet"
             )
         elif math.isinf(point):
             yield Verdict(
                 "swap",
                 Level.WARN,
-                f"{worker.id}: copying to the host ({amount(worker.now('copy_bytes_per_s'))}B/s) never beats computing again",
-                "the host tier costs memory for nothing here: --num-host-blocks 0, or pinned memory and a faster link",
+                f"{worker.id}: recomputing is always faster than the host tier ({amount(worker.now('copy_bytes_per_s'))}B/s)",
+                "the host tier uses memory without benefit here: --num-host-blocks 0, or pinned memory and a faster link",
             )
         else:
             mode = worker.settings.get("preemption_mode", "auto")
@@ -88,8 +88,8 @@ def swap(facts: Facts) -> Iterator[Verdict]:
             yield Verdict(
                 "swap",
                 level,
-                f"{worker.id}: from {point:.0f} tokens on a swap is cheaper than computing again; mode {mode}",
-                "--preemption-mode auto takes the cheaper way" if level is Level.WARN else "",
+                f"{worker.id}: from {point:.0f} tokens on a swap is cheaper than recomputing; mode {mode}",
+                "--preemption-mode auto chooses the cheaper one" if level is Level.WARN else "",
             )
 
 
@@ -100,7 +100,7 @@ def cache(facts: Facts) -> Iterator[Verdict]:
                 "cache",
                 Level.WARN,
                 f"the router knows {worker['id']}'s cache only as {worker.get('index_mode')}",
-                "placement there is by guess: look whether Redis is reachable from that worker, and how full it is",
+                "placement on it is an estimate: check that the worker reaches Redis, and how full Redis is",
             )
     for role in ("prefill", "decode"):
         prompt, cached = facts.total("prompt_tokens_total", role), facts.total("cached_tokens_total", role)
@@ -112,7 +112,7 @@ def cache(facts: Facts) -> Iterator[Verdict]:
                 "cache",
                 Level.WARN,
                 seen,
-                "if prompts share a beginning, something differs in it (a date, an id, another tenant's salt); "
+                "if prompts share a prefix, something differs in it (a date, an id, another tenant's salt); "
                 "`diptych explain ID` shows the hit of one request",
             )
         else:
@@ -123,7 +123,7 @@ def queues(facts: Facts) -> Iterator[Verdict]:
     queue, prefill = facts.stage("queue"), facts.stage("prefill")
     transfer, second = facts.stage("transfer"), facts.stage("second_token")
     if queue is None or prefill is None:
-        yield Verdict("time", Level.INFO, "no request has ended at this router lately: nothing to split")
+        yield Verdict("time", Level.INFO, "no request ended at this router recently: no stage times")
         return
     parts = [("queue", queue), ("prefill", prefill), ("transfer", transfer), ("second token", second)]
     seen = "p50 " + ", ".join(f"{name} {milliseconds(value)}" for name, value in parts if value is not None)
@@ -132,7 +132,7 @@ def queues(facts: Facts) -> Iterator[Verdict]:
             "time",
             Level.BAD,
             seen,
-            "requests wait longer than they are computed: add workers to the pool that the balance below names, "
+            "requests wait longer than they compute: add workers to the pool that the balance below names, "
             "or shed earlier",
         )
     elif transfer is not None and transfer > 0.05 and transfer > 0.5 * prefill:
@@ -140,7 +140,7 @@ def queues(facts: Facts) -> Iterator[Verdict]:
             "time",
             Level.WARN,
             seen,
-            "moving KV takes as long as computing it: see transport and link; more --num-slabs",
+            "transferring KV takes as long as computing it: see transport and link; more --num-slabs",
         )
     else:
         yield Verdict("time", Level.OK, seen)
@@ -156,7 +156,7 @@ def tokenizer(facts: Facts) -> Iterator[Verdict]:
             "tokenizer",
             Level.WARN,
             seen,
-            "the router's threads are short: add a router replica, or look for huge prompts",
+            "the router has too few threads: add a router replica, or look for huge prompts",
         )
     else:
         yield Verdict("tokenizer", Level.OK, seen)
@@ -178,7 +178,7 @@ def kv_headroom(facts: Facts) -> Iterator[Verdict]:
 
 
 def utilization(worker: Worker, interval_s: float) -> float | None:
-    """Share of its measured rate that a worker used while we looked; None: no rate is measured yet."""
+    """Share of its measured rate that a worker used during the sample; None: no rate is measured yet."""
     if worker.role == "prefill":
         rate = worker.now("prefill_tokens_per_s")
         return worker.rise("computed_tokens_total") / (rate * interval_s) if rate > 0 else None
@@ -196,16 +196,16 @@ def balance(facts: Facts) -> Iterator[Verdict]:
         yield Verdict("balance", Level.INFO, "no rates are measured yet: send some load and ask again")
         return
     prefill, decode = means["prefill"], means["decode"]
-    seen = f"while we looked prefill was busy {100 * prefill:.0f}%, decode {100 * decode:.0f}%"
+    seen = f"during the sample prefill was busy {100 * prefill:.0f}%, decode {100 * decode:.0f}%"
     waiting = facts.total("waiting_prompt_tokens", "prefill")
     if prefill > BUSY and decode < IDLE:
         step = (
-            f"prefill is the narrow place ({waiting:.0f} tokens wait there): turn a decode worker into a prefill worker"
+            f"prefill is the bottleneck ({waiting:.0f} tokens wait there): turn a decode worker into a prefill worker"
         )
         yield Verdict("balance", Level.WARN, seen, step)
     elif decode > BUSY and prefill < IDLE:
         yield Verdict(
-            "balance", Level.WARN, seen, "decode is the narrow place: turn a prefill worker into a decode worker"
+            "balance", Level.WARN, seen, "decode is the bottleneck: turn a prefill worker into a decode worker"
         )
     elif prefill > BUSY and decode > BUSY:
         yield Verdict("balance", Level.WARN, seen, "both pools are at their limit: add workers, or shed load earlier")
@@ -225,16 +225,17 @@ def fallbacks(facts: Facts) -> Iterator[Verdict]:
         yield Verdict(
             "fallbacks",
             Level.BAD if share > 0.05 else Level.WARN,
-            f"{total:.0f} of {placed:.0f} attempts did not go as placed: {kinds}" + (f" ({why})" if why else ""),
-            "the reasons name the cause; the answer's `diptych.notes` and `diptych explain ID` name the worker",
+            f"{total:.0f} of {placed:.0f} attempts deviated from their placement: {kinds}"
+            + (f" ({why})" if why else ""),
+            "the reasons give the cause; the answer's `diptych.notes` and `diptych explain ID` name the worker",
         )
     else:
-        yield Verdict("fallbacks", Level.OK, f"all {placed:.0f} attempts went as placed")
+        yield Verdict("fallbacks", Level.OK, f"all {placed:.0f} attempts ran as placed")
     ours = {name: number for name, number in errors.items() if name not in ("INVALID_ARGUMENT", "CLIENT_LEFT")}
     if ours:
         yield Verdict(
             "errors",
             Level.WARN,
             ", ".join(f"{number:.0f} {reason}" for reason, number in sorted(ours.items())),
-            "the router's log has each with its request id",
+            "each is in the router's log, with its request id",
         )

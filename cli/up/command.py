@@ -2,9 +2,9 @@
 
     claim the run folder, check ports -> model -> secret -> redis -> workers -> router -> /ready -> one token -> supervise
 
-The supervisor is one thread without an event loop. A child that dies while the cluster starts ends the start with the tail of its
-log; later it is started again, as a fresh incarnation, with a growing delay. Every way out (Ctrl-C, SIGTERM, an error, our
-own death by SIGKILL) ends all children; the run folder keeps its logs and nothing else.
+The supervisor is one thread without an event loop. A child that exits during the start ends the start, with the tail of
+its log; later it is restarted, as a new incarnation, with a growing delay. Every exit (Ctrl-C, SIGTERM, an error,
+SIGKILL of the supervisor) ends all children; the run folder keeps only its logs.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from diptych.cli.settings.merge import child_environment
 from diptych.cli.up import embedded_redis
 from diptych.cli.up.cluster_plan import ClusterPlan
 from diptych.cli.up.config import UpConfig, threads_for, usable_cores
-from diptych.cli.up.gpus import Seat, describe_seats, find_gpus, seat_workers
-from diptych.cli.up.greeting import greeting, has_chat_template
+from diptych.cli.up.gpus import GpuAssignment, assign_gpus, describe_assignments, find_gpus
 from diptych.cli.up.processes import ProcessIdentity, require_free_port, tail
 from diptych.cli.up.progress_log import Stages
 from diptych.cli.up.readiness import first_answer, is_ready
 from diptych.cli.up.run_folder import ChildState, ClusterState, RunFolder
+from diptych.cli.up.startup_message import has_chat_template, startup_message
 from diptych.cli.up.supervisor import Child, Supervisor, exit_reason
 from diptych.common.addresses import host_port
 from diptych.common.errors import ConfigError
@@ -39,12 +39,12 @@ DOWN_DEADLINE_S = 20.0
 
 
 class StartFailed(Exception):
-    """The cluster did not come up; the message says why."""
+    """The cluster did not start; the message says why."""
 
 
 class _Signals:
-    """Signals become a number to look at; a second one means hurry. While the cluster starts, the first one ends the start there
-    and then, whatever it waits for: a download, a first answer that never comes."""
+    """Received signals. A second signal means an immediate stop. The first signal during the start interrupts it at
+    once, whatever it waits for (a download, a first answer)."""
 
     def __init__(self) -> None:
         self.received: list[int] = []
@@ -77,17 +77,17 @@ def _listening_to_signals() -> Iterator[_Signals]:
 
 
 def run_up(config: UpConfig, run_root: Path, resolve_model: Callable[[Stages], tuple[Path, str]]) -> int:
-    """Start the cluster and stay until it is told to stop.
+    """Start the cluster and supervise it until a signal.
 
     Args:
-        resolve_model: finds (folder, served name), downloading if it must.
+        resolve_model: finds (folder, served name), downloading if needed.
     Returns: the exit code: 1 when the start failed, 130 or 143 after SIGINT or SIGTERM.
     Raises: ConfigError before anything is started.
     """
     if config.keys_file is not None and not os.environ.get("DIPTYCH_API_KEY"):
-        rule = "the cluster's own first request needs one of its keys: put it into DIPTYCH_API_KEY"
+        rule = "the cluster's first request needs one of its keys: set DIPTYCH_API_KEY"
         raise ConfigError("keys_file", str(config.keys_file), rule)
-    seats = _seats(config)
+    assignments = _assign_gpus(config)
     folder = RunFolder(run_root)
     stages = Stages()
     with _listening_to_signals() as signals:
@@ -97,15 +97,15 @@ def run_up(config: UpConfig, run_root: Path, resolve_model: Callable[[Stages], t
             require_free_port("http_port", config.host, config.http_port)
             require_free_port("grpc_port", config.host, config.grpc_port)
             signals.starting = True
-            if seats:
-                stages.done(describe_seats(seats))
+            if assignments:
+                stages.done(describe_assignments(assignments))
             stages.stage("model")
             model_folder, model_name = resolve_model(stages)
             stages.done(f"model {model_name} in {model_folder}")
             threads = threads_for(config, usable_cores())
             env = child_environment(UpConfig) | _thread_environment(threads)
             supervisor = Supervisor(env, cwd=folder.root)
-            plan = ClusterPlan(config, folder, model_folder, model_name, threads, seats)
+            plan = ClusterPlan(config, folder, model_folder, model_name, threads, assignments)
             _start(plan, supervisor, signals, stages)
             signals.starting = False
             if not signals.received:
@@ -129,11 +129,11 @@ def run_up(config: UpConfig, run_root: Path, resolve_model: Callable[[Stages], t
         return signals.exit_code
 
 
-def _seats(config: UpConfig) -> dict[str, Seat]:
-    """Raises: ConfigError when GPUs are asked for and there are none."""
+def _assign_gpus(config: UpConfig) -> dict[str, GpuAssignment]:
+    """Raises: ConfigError when GPUs are requested and there are none."""
     if config.device != "cuda":
         return {}
-    return seat_workers(
+    return assign_gpus(
         find_gpus(os.environ),
         prefill=config.prefill_workers,
         decode=config.decode_workers,
@@ -148,7 +148,7 @@ def run_detached(command: list[str], run_root: Path, timeout_s: float) -> int:
     folder.make()
     if folder.owner() is not None:
         raise ConfigError("run_dir", str(run_root), "a cluster runs from this folder already; stop it with `make down`")
-    # A shell that runs us in the background, as CI does, makes us ignore SIGINT; it must end what we start.
+    # A shell that starts this process in the background, as in CI, makes it ignore SIGINT; it must end its children.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     log = folder.logs / "up.log"
     with log.open("wb", buffering=0) as output:
@@ -163,7 +163,7 @@ def run_detached(command: list[str], run_root: Path, timeout_s: float) -> int:
             state = folder.read_state()
             if code is not None:
                 print(tail(log, 40), file=sys.stderr)
-                if list(folder.logs.iterdir()) == [log]:  # nothing was started, and its words are told
+                if list(folder.logs.iterdir()) == [log]:  # nothing was started, and its output is printed
                     log.unlink()
                     folder.unmake()
                 return code or 1
@@ -173,7 +173,7 @@ def run_detached(command: list[str], run_root: Path, timeout_s: float) -> int:
                 return 0
             time.sleep(0.1)
     finally:
-        if not serves and process.poll() is None:  # too late, or somebody interrupted us
+        if not serves and process.poll() is None:  # timeout, or an interrupt
             process.terminate()
             try:
                 process.wait(timeout=DOWN_DEADLINE_S)
@@ -190,7 +190,7 @@ def run_down(run_root: Path) -> int:
     owner = folder.owner()
     if owner is None:
         found = folder.remove_dead_cluster()
-        print("no cluster runs here" + ("; removed what a killed one left" if found else ""))
+        print("no cluster runs here" + ("; removed the files of a killed one" if found else ""))
         return 0
     state = folder.read_state()
     children = [ProcessIdentity(child.pid, child.start_time) for child in state.children] if state else []
@@ -241,7 +241,7 @@ def _start(plan: ClusterPlan, supervisor: Supervisor, signals: _Signals, stages:
         if time.monotonic() > until:
             raise StartFailed(f"not ready after {config.startup_timeout_s:.0f} s: {why}")
         time.sleep(0.1)
-    stages.done("workers are registered and make progress")
+    stages.done("workers are registered and ready")
     stages.stage("first token")
     try:
         answer = first_answer(
@@ -330,7 +330,7 @@ def _thread_environment(threads: int) -> dict[str, str]:
 
 
 def _greeting(plan: ClusterPlan, folder: RunFolder) -> str:
-    return greeting(
+    return startup_message(
         http_url=plan.http_url,
         grpc_address=plan.grpc_address,
         model=plan.model_name,

@@ -13,9 +13,9 @@ from diptych.common.kv_format import COMPUTE_DTYPES
 from diptych.worker.config import AUTO, MOST, WorkerConfig
 
 _WORKER = WorkerConfig()
-"""Where the defaults of a worker's settings come from."""
+"""Source of the defaults of a worker's settings."""
 _WORKERS_OWN = ("max_model_len", "num_blocks", "max_num_seqs", "max_num_batched_tokens")
-"""0: the worker decides."""
+"""as in kvtransfer.config, whose import would load numpy"""
 DEVICES = ("cpu", "cuda")
 
 
@@ -25,34 +25,35 @@ class UpConfig:
 
     Args:
         model: a local Hugging Face folder or a hub id; "" is the default model, fetched and converted once.
-        served_model_name: the name clients use; "" takes the model's own.
+        served_model_name: the name clients use; "": the model's name.
         host: interface of the router's two servers.
         http_port: of the OpenAI API, the status page and /metrics.
         grpc_port: of the SDK.
-        prefill_workers, decode_workers: how many processes of each.
-        local_prefill_max_tokens: prompts with at most so many tokens that decode has not cached are computed there; 0: none.
-        max_model_len: prompt and answer together, in tokens; 0: the model's own.
-        block_size: tokens of a KV block.
-        max_num_seqs: requests that a worker runs at once; 0: its own default.
-        max_num_batched_tokens: of one step of a worker; 0: its own default.
-        max_step_time_s: bound on a step's prefill; 0: only max_num_batched_tokens bounds it; not set: the worker decides.
-        dtype: of weights and KV: float32, float16, bfloat16, or auto: on GPUs the checkpoint's own, on a CPU float32.
-        device: cpu or cuda; on cuda each worker gets a GPU of its own, and where there are too few they share the memory.
-        prefill_gpus, decode_gpus: which, of those that CUDA shows here, for example 0 or 0,1; empty: chosen here.
-        keys_file: API keys made by `diptych keys`; the cluster's own first request takes one of them from DIPTYCH_API_KEY.
-        tls_cert, tls_key: PEM files; when set, clients are spoken to over TLS only.
-        cluster_ca, cluster_cert, cluster_key: PEM files for mTLS between router and workers; the certificate names 127.0.0.1
-            (::1 where host is an IPv6 address).
-        insecure: let `host` be one that other machines can reach, without keys or without TLS.
+        prefill_workers, decode_workers: number of processes of each role.
+        local_prefill_max_tokens: decode computes prompts with at most this many uncached tokens itself; 0: never.
+        max_model_len: prompt and answer together, in tokens; 0: the model's.
+        block_size: tokens per KV block.
+        max_num_seqs: requests that a worker runs at once; 0: the worker's default.
+        max_num_batched_tokens: of one step of a worker; 0: the worker's default.
+        max_step_time_s: bound on a step's prefill; 0: only max_num_batched_tokens bounds it; not set: the worker's
+            default.
+        dtype: of weights and KV: float32, float16, bfloat16, or auto: on GPUs the checkpoint's, on a CPU float32.
+        device: cpu or cuda; on cuda each worker gets one GPU; with fewer GPUs than workers they share memory.
+        prefill_gpus, decode_gpus: indices among the GPUs that CUDA shows, for example 0 or 0,1; empty: automatic.
+        keys_file: API keys made by `diptych keys`; the cluster's first request uses the one in DIPTYCH_API_KEY.
+        tls_cert, tls_key: PEM files; if set, clients must use TLS.
+        cluster_ca, cluster_cert, cluster_key: PEM files for mTLS between router and workers; the certificate names
+            127.0.0.1 (::1 where host is an IPv6 address).
+        insecure: allow a `host` that other machines can reach without keys or TLS.
         redis_url: "" starts an embedded server.
         secret_file: None makes a new secret for this run.
         transport: of KV between the workers: ucx, nixl, ipc or ucx-gpu (GPUs), or auto: the best that passes its
             self-test; empty: ucx on a CPU, auto on GPUs.
-        num_blocks: KV blocks per worker; 0 lets the worker choose from the memory it finds.
+        num_blocks: KV blocks per worker; 0: by the memory that the worker finds.
         threads_per_worker: torch threads; 0: one while two workers share two cores, more on larger machines.
-        worker_args: more flags of `diptych prefill` and `diptych decode`, as one string.
-        router_args: more flags of `diptych router`, as one string.
-        startup_timeout_s: from the first process started to the first token served.
+        worker_args: further flags of `diptych prefill` and `diptych decode`, as one string.
+        router_args: further flags of `diptych router`, as one string.
+        startup_timeout_s: seconds from the first process started to the first token served.
     """
 
     model: str = ""
@@ -96,7 +97,7 @@ class UpConfig:
             if not 1 <= getattr(self, name) <= 65535:
                 raise ConfigError(name, getattr(self, name), "must be 1 to 65535")
         if (self.tls_cert is None) != (self.tls_key is None):
-            raise ConfigError("tls_key", self.tls_key, "tls_cert and tls_key go together")
+            raise ConfigError("tls_key", self.tls_key, "tls_cert and tls_key must be set together")
         if not (is_loopback(self.host) or self.insecure or (self.keys_file and self.tls_cert)):
             rule = "other machines can reach it: set keys_file, tls_cert and tls_key, or --insecure if you must"
             raise ConfigError("host", self.host, rule)
@@ -132,15 +133,15 @@ class UpConfig:
             if self.gpu_numbers(name) and self.device != "cuda":
                 raise ConfigError(name, getattr(self, name), "needs --device cuda")
         if not 0 < self.startup_timeout_s < 1e6:
-            raise ConfigError("startup_timeout_s", self.startup_timeout_s, "must be above 0, and at most some days")
+            raise ConfigError("startup_timeout_s", self.startup_timeout_s, "must be above 0, and at most a few days")
 
     def gpu_numbers(self, name: str) -> tuple[int, ...]:
-        """Of prefill_gpus or decode_gpus. Raises: ConfigError."""
+        """GPU numbers in prefill_gpus or decode_gpus. Raises: ConfigError."""
         text: str = getattr(self, name)
         try:
             return tuple(int(part) for part in text.split(",") if text.strip())
         except ValueError:
-            raise ConfigError(name, text, "must be numbers of GPUs with commas between them") from None
+            raise ConfigError(name, text, "must be GPU numbers separated by commas") from None
 
     @property
     def num_workers(self) -> int:
@@ -153,5 +154,6 @@ def usable_cores() -> int:
 
 
 def threads_for(config: UpConfig, cores: int) -> int:
-    """torch threads of one worker: the cores shared out, at least one; spinning threads on contended cores are slower."""
+    """torch threads of one worker: the cores divided by the workers, at least one; contended spinning threads are
+    slower."""
     return config.threads_per_worker or max(1, cores // config.num_workers)

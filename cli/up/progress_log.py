@@ -1,4 +1,4 @@
-"""What a start-up shows on stderr: a spinner on a terminal, one line per stage in a pipe."""
+"""Progress of a start-up on stderr: a spinner on a terminal, one line per stage in a pipe."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Stages:
             self._console = Console(stderr=True, highlight=False)
 
     def stage(self, text: str) -> None:
-        """What is being done now."""
+        """Show the current stage."""
         if self._console is None:
             self._print(text + " ...")
             return
@@ -27,12 +27,12 @@ class Stages:
         self._status.start()
 
     def done(self, text: str) -> None:
-        """One finished stage, kept on the screen."""
+        """Show one finished stage; it stays on the screen."""
         self.end()
         self._print(text)
 
     def end(self) -> None:
-        """Take the spinner away, so that somebody else may write."""
+        """Remove the spinner, so that other output can follow."""
         if self._status is not None:
             self._status.stop()
             self._status = None

@@ -1,4 +1,4 @@
-"""Is a cluster really serving? /ready says that the parts are there; one token proves it."""
+"""Whether a cluster serves: /ready checks its parts, one generated token proves it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class FirstAnswer:
 
 
 def _connection(host: str, port: int, timeout_s: float, tls_cert: Path | None) -> http.client.HTTPConnection:
-    """`tls_cert`: the very certificate that our own router shows; its name may be one for others, so it is not looked at."""
+    """`tls_cert`: exactly the certificate of this router; its names are not checked."""
     if tls_cert is None:
         return http.client.HTTPConnection(host, port, timeout=timeout_s)
     context = ssl.create_default_context(cafile=str(tls_cert))
@@ -32,7 +32,7 @@ def _key_header() -> dict[str, str]:
 
 
 def is_ready(host: str, port: int, *, timeout_s: float = 1.0, tls_cert: Path | None = None) -> tuple[bool, str]:
-    """(ready, why not): asks GET /ready, with the key in DIPTYCH_API_KEY. Nobody listening is "not listening yet"."""
+    """(ready, reason if not) from GET /ready, with the key in DIPTYCH_API_KEY. No listener: "not listening yet"."""
     connection = _connection(host, port, timeout_s, tls_cert)
     try:
         connection.request("GET", "/ready", headers=_key_header())
@@ -50,18 +50,18 @@ _PROMPT = (
     "to whom he prays; closed, they keep each other from harm. People carried such pictures on their travels, opened them at "
     "night, and lit a candle before them. Some of them can be seen in Bruges, in Antwerp and in London. The capital of France is"
 )
-"""More tokens than a decode worker computes itself by default, so that the first answer goes the whole way."""
+"""More tokens than decode computes itself by default, so that the first answer uses both pools."""
 _PROMPT_ROOM = 160
 _SHORT_PROMPT = "France is"
 
 
 def first_answer(host: str, port: int, *, timeout_s: float, room: int = 0, tls_cert: Path | None = None) -> FirstAnswer:
-    """Generate two tokens: the first is sampled by prefill, the second needs the KV on decode.
+    """Generate two tokens: prefill samples the first, the second needs the KV on decode.
 
     Args:
-        room: tokens that context and KV pool were set to; 0: what the model has. A small room gets a short prompt.
-
-    Raises: RuntimeError with the server's answer when it is not a completion; OSError when it cannot be reached in time.
+        room: context and KV pool in tokens, as set; 0: the model's. A small value gets a short prompt.
+    Raises: RuntimeError with the server's answer when it is not a completion; OSError when it cannot be reached in
+        time.
     """
     body = json.dumps(
         {

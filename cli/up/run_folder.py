@@ -1,6 +1,6 @@
-"""The run folder of one cluster: who owns it, what runs, and what stays behind (logs, nothing else).
+"""The run folder of one cluster: its owner, its processes, and the logs, which alone remain at the end.
 
-.run/up.pid        the supervisor, locked for as long as it lives
+.run/up.pid        the supervisor, locked while it runs
 .run/cluster.json  addresses and pids, for `diptych down`, `diptych chat` and the tests
 .run/secret        the cluster's secret, made at each start
 .run/logs/         kept
@@ -29,7 +29,7 @@ class ChildState:
     address: str
     log: str
     metrics: str = ""
-    """host:port of its /metrics; the router's are on its HTTP port."""
+    """host:port of its /metrics; empty for the router, which serves it on its HTTP port."""
 
 
 @dataclass(slots=True)
@@ -43,11 +43,11 @@ class ClusterState:
     model: str
     children: list[ChildState] = field(default_factory=list)
     tls_cert: str = ""
-    """The certificate that the router shows clients; empty: it speaks no TLS."""
+    """The router's certificate; empty: no TLS."""
     cluster_ca: str = ""
     cluster_cert: str = ""
     cluster_key: str = ""
-    """Files of mTLS with the workers; empty: there is none."""
+    """Files of mTLS with the workers; empty: no mTLS."""
 
 
 class RunFolder:
@@ -61,19 +61,19 @@ class RunFolder:
         self._made = False
 
     def make(self) -> None:
-        """Idempotent."""
+        """Create the folder. Idempotent."""
         self._made |= not self.root.exists()
         self.logs.mkdir(parents=True, exist_ok=True)
 
     def unmake(self) -> None:
-        """Remove a folder that we made and that holds nothing: a start that was refused leaves no trace."""
+        """Remove a folder that was created here and is empty: a rejected start leaves nothing behind."""
         if self._made:
             with contextlib.suppress(OSError):  # there are logs
                 self.logs.rmdir()
                 self.root.rmdir()
 
     def claim(self) -> None:
-        """Make us the owner. Raises: ConfigError when a living cluster has this folder."""
+        """Make this process the owner. Raises: ConfigError when a running cluster has this folder."""
         self.make()
         fd = os.open(self.pid_file, os.O_RDWR | os.O_CREAT, 0o600)
         try:
@@ -85,14 +85,14 @@ class RunFolder:
         self._lock = fd
         self._remove_leftovers()
         for log in self.logs.glob("*.log"):
-            if log.name != "up.log":  # that one is being written already, by `up --detach`
+            if log.name != "up.log":  # `up --detach` is already writing to it
                 log.unlink()
         me = ProcessIdentity.of(os.getpid())
         os.truncate(fd, 0)
         os.pwrite(fd, json.dumps({"pid": me.pid, "start_time": me.start_time}).encode(), 0)
 
     def release(self) -> None:
-        """Remove everything but the logs, if there are any; idempotent."""
+        """Remove everything but the logs, if there are any. Idempotent."""
         if self._lock is None:
             return
         self._remove_leftovers()
@@ -102,8 +102,8 @@ class RunFolder:
         self.unmake()
 
     def owner(self) -> ProcessIdentity | None:
-        """The supervisor that holds this folder now; None when nobody does. Whoever wrote the file and holds its lock is a
-        supervisor of ours, whatever else the pid may have become."""
+        """The supervisor that holds this folder; None when there is none. The process that wrote the file and holds its
+        lock is a supervisor, whatever the pid was reused for."""
         try:
             fd = os.open(self.pid_file, os.O_RDONLY)
         except FileNotFoundError:
@@ -119,7 +119,7 @@ class RunFolder:
         return None
 
     def remove_dead_cluster(self) -> bool:
-        """What a supervisor that was killed left behind. Returns: whether there was anything."""
+        """Remove the files of a killed supervisor. Returns: whether there were any."""
         if self.owner() is not None:
             return False
         found = self.pid_file.exists() or self.state_file.exists() or self.secret.exists()

@@ -1,7 +1,7 @@
-"""Keeps a set of child processes alive and ends them in order. One thread, no callbacks: the owner calls `poll`.
+"""Keeps a set of child processes running and ends them in order. One thread, no callbacks: the owner calls `poll`.
 
-start -> RUNNING --exits--> (start-up: the owner is told and gives up)
-                            (later: WAITING restart_delay_s -> started again, as a fresh process)
+start -> RUNNING --exits--> (start-up: the owner is notified and gives up)
+                            (later: WAITING restart_delay_s -> started again, as a new process)
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from pathlib import Path
 from diptych.cli.up.processes import ProcessIdentity, spawn
 
 STEADY_AFTER_S = 60.0
-"""A child that ran this long starts again without delay when it dies."""
+"""A child that ran this long is restarted without delay."""
 KILL_S = 10.0
-"""For the kernel to end a killed process."""
+"""Seconds that the kernel gets to end a killed process."""
 
 
 def restart_delay_s(failures: int) -> float:
-    """Seconds before the next start after this many deaths in a row (the first one counts 1)."""
+    """Seconds before the next start after this many consecutive failures (the first one counts 1)."""
     return min(0.25 * 2.0 ** max(failures - 1, 0), 10.0)
 
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """A process to keep alive.
+    """A process to keep running.
 
     Args:
-        command: makes the command line; called for every start, so that a port may be a new one each time.
-        stop_group: children of one group are stopped together; groups in rising order.
-        env: variables of its own, beside everybody's.
+        command: makes the command line; called for every start, so that the port may change.
+        stop_group: children of one group are stopped together, groups in ascending order.
+        env: additional variables of this child.
     """
 
     name: str
@@ -53,12 +53,12 @@ class Child:
     started_at: float
     failures: int = 0
     restart_at: float | None = None
-    """When it is to be started again; None while it runs."""
+    """Time of the next start; None while it runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """Something that the owner should say. `exit_code` is of a child that died; None: it was started again."""
+    """A message for the owner. `exit_code` is of a child that exited; None: it was restarted."""
 
     child: str
     exit_code: int | None
@@ -91,11 +91,11 @@ class Supervisor:
         return spawn(spec.command(), log=spec.log, env={**self.env, **spec.env}, cwd=self.cwd)
 
     def dead(self) -> list[Child]:
-        """Children that exited, without starting them again."""
+        """Children that exited; they are not restarted here."""
         return [child for child in self.children.values() if child.process.poll() is not None]
 
     def poll(self, now: float) -> list[Notice]:
-        """Notice deaths, start again what is due."""
+        """Detect exits and restart what is due."""
         notices: list[Notice] = []
         for child in self.children.values():
             if child.restart_at is None and (code := child.process.poll()) is not None:
@@ -110,10 +110,10 @@ class Supervisor:
         return notices
 
     def stop(self, *, grace_s: float, hurry: Callable[[], bool] = lambda: False) -> list[str]:
-        """SIGTERM group by group, SIGKILL what is left after `grace_s` of a group or once hurry() is true: what is stopped, or
-        hangs where it does not look at signals.
+        """Send SIGTERM group by group, SIGKILL to the rest after `grace_s` of a group or once hurry() is true.
 
-        Returns: names of the children that had to be killed.
+        SIGKILL also ends a process that is stopped or ignores signals. Returns: names of the children that had to be
+        killed.
         """
         killed: list[str] = []
         for group in sorted({child.spec.stop_group for child in self.children.values()}):
@@ -129,7 +129,7 @@ class Supervisor:
                     child.process.kill()
                     killed.append(child.spec.name)
             for child in members:
-                with suppress(subprocess.TimeoutExpired):  # it ends as soon as the kernel lets go of it
+                with suppress(subprocess.TimeoutExpired):  # it ends as soon as the kernel can end it
                     child.process.wait(timeout=KILL_S)
         self.children.clear()
         return killed
@@ -138,5 +138,5 @@ class Supervisor:
 def _identity(process: subprocess.Popen[bytes]) -> ProcessIdentity:
     try:
         return ProcessIdentity.of(process.pid)
-    except ProcessLookupError:  # gone already; poll() will say so
+    except ProcessLookupError:  # it exited; poll() reports it
         return ProcessIdentity(process.pid, 0.0)

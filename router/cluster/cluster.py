@@ -283,7 +283,7 @@ class Cluster:
         view = self.snapshot()
         reasons = [f"{worker_id} {why}" for worker_id, why in sorted(view.unusable.items())]
         unfit = {pair: why for pair, why in view.incompatible.items() if list(why) != [OTHER_GROUP]}
-        reasons += [f"{p} and {d} do not fit: {'; '.join(why)}" for (p, d), why in unfit.items()]
+        reasons += [f"{p} and {d} are incompatible: {'; '.join(why)}" for (p, d), why in unfit.items()]
         reasons += [f"{worker_id} {why}" for worker_id, why in sorted(self.mute.items())]
         if self.degraded:
             reasons.append(self.degraded)

@@ -307,7 +307,7 @@ def _why_nobody(snapshot: ClusterSnapshot) -> Sequence[str]:
     reasons = [f"{worker_id}: {why}" for worker_id, why in sorted(snapshot.unusable.items())]
     for (prefill, decode), differences in sorted(snapshot.incompatible.items()):
         if differences:
-            reasons.append(f"{prefill} and {decode} do not fit: {'; '.join(differences)}")
+            reasons.append(f"{prefill} and {decode} are incompatible: {'; '.join(differences)}")
     if snapshot.fleet.num_decode == len(snapshot.barred):
         reasons.insert(0, "no usable decode worker")
     elif not snapshot.fleet.num_prefill:

@@ -77,5 +77,5 @@ async def test_two_builds_are_kept_apart_by_the_handshake(model_folder, tmp_path
         await fleet.until_ready(decode=2, prefill=2)
         ready, reasons = fleet.frontend.ready()
         assert ready
-        assert [reason for reason in reasons if "prefill-1 and decode-2 do not fit: attention_version" in reason]
+        assert [reason for reason in reasons if "prefill-1 and decode-2 are incompatible: attention_version" in reason]
         assert set(await where(fleet, 20)) <= {("prefill-1", "decode-1"), ("prefill-2", "decode-2")}

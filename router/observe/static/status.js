@@ -188,7 +188,7 @@ function draw(status) {
   const unfit = models.flatMap((one) => one.cluster.incompatible);
   const pairs = byId("pairs");
   pairs.hidden = unfit.length === 0;
-  pairs.textContent = unfit.map((p) => `${p.prefill} and ${p.decode} do not fit: ${p.why.join("; ")}`).join(" · ");
+  pairs.textContent = unfit.map((p) => `${p.prefill} and ${p.decode} are incompatible: ${p.why.join("; ")}`).join(" · ");
   rowsInto("stages", Object.entries(status.stages).map(([name, s]) =>
     [name.replace("_", " "), seconds(s.p50), seconds(s.p95), s.count]));
   rowsInto("placements", placements(models).map((p) => [

@@ -9,8 +9,8 @@ import pytest
 
 from diptych.cli.up.cluster_plan import ClusterPlan, own_name
 from diptych.cli.up.config import UpConfig
-from diptych.cli.up.greeting import greeting, has_chat_template
 from diptych.cli.up.run_folder import RunFolder
+from diptych.cli.up.startup_message import has_chat_template, startup_message
 
 
 def make_plan(tmp_path: Path, **settings: object) -> ClusterPlan:
@@ -52,14 +52,14 @@ def test_a_model_without_a_chat_template_is_greeted_with_completions(tmp_path: P
     assert not has_chat_template(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
     assert has_chat_template(tmp_path)
-    shown = greeting(http_url="http://h:1", grpc_address="h:2", model="m", logs="l", chat=False)
+    shown = startup_message(http_url="http://h:1", grpc_address="h:2", model="m", logs="l", chat=False)
     assert "messages" not in shown
     assert "/v1/completions" in shown
     assert "diptych chat" not in shown
 
 
 def test_the_printed_curl_sends_json_that_crosses_both_pools():
-    shown = greeting(http_url="http://h:1", grpc_address="h:2", model="m", logs="l", chat=True)
+    shown = startup_message(http_url="http://h:1", grpc_address="h:2", model="m", logs="l", chat=True)
     body = json.loads(shown.split("-d '")[1].split("'")[0])
     assert body["local_prefill_max_tokens"] == 0
     assert body["temperature"] == 0

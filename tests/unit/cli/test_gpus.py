@@ -10,7 +10,7 @@ import pytest
 from diptych.cli.up import command as up
 from diptych.cli.up.cluster_plan import ClusterPlan
 from diptych.cli.up.config import UpConfig
-from diptych.cli.up.gpus import Gpu, choose_visible, describe_seats, find_gpus, seat_workers
+from diptych.cli.up.gpus import Gpu, assign_gpus, choose_visible, describe_assignments, find_gpus
 from diptych.cli.up.run_folder import RunFolder
 from diptych.common.errors import ConfigError
 
@@ -19,24 +19,24 @@ FOUND = [(Gpu(str(i), "NVIDIA H200", 140 * GIB, 139 * GIB), f"GPU-{i}abc") for i
 GPUS = [gpu for gpu, _ in FOUND]
 
 
-def at(seats):
-    return {name: seat.gpu.visible for name, seat in seats.items()}
+def at(assignments):
+    return {name: assignment.gpu.visible for name, assignment in assignments.items()}
 
 
 def test_15_3_4_two_gpus_are_one_for_each_worker():
-    seats = seat_workers(GPUS[:2], prefill=1, decode=1)
-    assert at(seats) == {"prefill-0": "0", "decode-0": "1"}
-    assert {seat.share for seat in seats.values()} == {0.9}
-    assert describe_seats(seats) == (
+    assignments = assign_gpus(GPUS[:2], prefill=1, decode=1)
+    assert at(assignments) == {"prefill-0": "0", "decode-0": "1"}
+    assert {assignment.share for assignment in assignments.values()} == {0.9}
+    assert describe_assignments(assignments) == (
         "prefill-0 on GPU 0 (NVIDIA H200, 140 GiB); decode-0 on GPU 1 (NVIDIA H200, 140 GiB)"
     )
 
 
 def test_15_3_4_on_one_gpu_both_roles_share_its_memory_and_that_is_told():
-    seats = seat_workers(GPUS[:1], prefill=1, decode=1)
-    assert at(seats) == {"prefill-0": "0", "decode-0": "0"}
-    assert {seat.share for seat in seats.values()} == {0.45}
-    told = describe_seats(seats)
+    assignments = assign_gpus(GPUS[:1], prefill=1, decode=1)
+    assert at(assignments) == {"prefill-0": "0", "decode-0": "0"}
+    assert {assignment.share for assignment in assignments.values()} == {0.45}
+    told = describe_assignments(assignments)
     assert "prefill-0 and decode-0 on GPU 0 (NVIDIA H200, 140 GiB), 45% of its memory each" in told
     assert "diptych serve --device cuda" in told
 
@@ -53,15 +53,15 @@ def test_15_3_4_on_one_gpu_both_roles_share_its_memory_and_that_is_told():
     ],
 )
 def test_seats(num, prefill, decode, given, expected):
-    seats = seat_workers(GPUS[:num], prefill=prefill, decode=decode, **given)
-    assert at(seats) == {name: str(number) for name, number in expected.items()}
-    for name, seat in seats.items():
-        assert seat.share == round(0.9 / list(at(seats).values()).count(at(seats)[name]), 3)
+    assignments = assign_gpus(GPUS[:num], prefill=prefill, decode=decode, **given)
+    assert at(assignments) == {name: str(number) for name, number in expected.items()}
+    for name, assignment in assignments.items():
+        assert assignment.share == round(0.9 / list(at(assignments).values()).count(at(assignments)[name]), 3)
 
 
 def test_a_gpu_that_is_not_there_is_named():
     with pytest.raises(ConfigError, match=r"decode_gpus=2: there are 2 GPUs: 0 to 1"):
-        seat_workers(GPUS[:2], prefill=1, decode=1, decode_gpus=[2])
+        assign_gpus(GPUS[:2], prefill=1, decode=1, decode_gpus=[2])
 
 
 @pytest.mark.parametrize(
@@ -87,9 +87,11 @@ def test_workers_are_told_their_gpu_and_their_share(tmp_path):
     config = UpConfig(device="cuda")
     folder = RunFolder(tmp_path / ".run")
     for gpus, transport, share in ((GPUS[:2], [], "0.9"), (GPUS[:1], ["ipc"], "0.45")):
-        seats = seat_workers(gpus, prefill=1, decode=1)
-        specs = ClusterPlan(config, folder, tmp_path / "model", "m", threads=1, seats=seats).worker_specs()
-        assert [spec.env["CUDA_VISIBLE_DEVICES"] for spec in specs] == [seat.gpu.visible for seat in seats.values()]
+        assignments = assign_gpus(gpus, prefill=1, decode=1)
+        specs = ClusterPlan(config, folder, tmp_path / "model", "m", threads=1, assignments=assignments).worker_specs()
+        assert [spec.env["CUDA_VISIBLE_DEVICES"] for spec in specs] == [
+            assignment.gpu.visible for assignment in assignments.values()
+        ]
         for spec in specs:
             command = list(spec.command())
             assert command[command.index("--gpu-memory-utilization") + 1] == share

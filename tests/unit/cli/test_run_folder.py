@@ -53,7 +53,7 @@ def test_a_command_without_a_cluster_says_whom_it_asks(tmp_path: Path, monkeypat
     monkeypatch.setenv("DIPTYCH_RUN_DIR", str(tmp_path / "none"))
     assert router_access().address == "127.0.0.1:50050"
     told = capsys.readouterr().err
-    assert f"no cluster runs from {tmp_path / 'none'}: asking the default address 127.0.0.1:50050 (--address" in told
+    assert f"no cluster runs from {tmp_path / 'none'}: using the default address 127.0.0.1:50050 (--address" in told
     router_access("a:1")
     assert not capsys.readouterr().err
     with pytest.raises(NoWorkerError, match=r"the router at http://127.0.0.1:9 cannot be reached: Connection refused"):

@@ -1,4 +1,4 @@
-"""What `diptych up` prints once a token was served."""
+"""The text that `diptych up` prints after the first token."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def has_chat_template(folder: Path) -> bool:
-    """Whether the model folder says how to render messages."""
+    """Whether the model folder has a chat template."""
     if (folder / "chat_template.jinja").exists():
         return True
     try:
@@ -16,7 +16,7 @@ def has_chat_template(folder: Path) -> bool:
         return False
 
 
-def greeting(*, http_url: str, grpc_address: str, model: str, logs: str, chat: bool) -> str:
+def startup_message(*, http_url: str, grpc_address: str, model: str, logs: str, chat: bool) -> str:
     """Args: chat: the model has a chat template; else the snippets complete text."""
     return f"""
 Diptych serves {model}
