@@ -366,7 +366,7 @@ class Attempt:
         if self._life.ended or known >= len(entries.logprobs):
             return
         if known < 0:
-            self.end_with(InternalError(f"logprobs of prompt token {entries.first_token} came too early"))
+            self.end_with(InternalError(f"logprobs of prompt token {entries.first_token} arrived too early"))
             return
         fresh = types_pb2.PromptLogprobs(first_token=self._prompt_logprobs_until, logprobs=entries.logprobs[known:])
         self._prompt_logprobs_until += len(fresh.logprobs)

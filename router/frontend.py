@@ -96,7 +96,7 @@ class Frontend:
         self._keys = IdempotencyKeys(self._clock)
         self.metrics = RouterMetrics(
             degraded=lambda: any(cluster.degraded for cluster in self._clusters()),
-            mode_degraded=lambda: any(cluster.mute for cluster in self._clusters()),
+            mode_degraded=lambda: any(cluster.untracked_workers for cluster in self._clusters()),
             copies=lambda: float(sum(cluster.placer.num_copies for cluster in self._clusters())),
             waiting_turn=lambda: float(sum(len(cluster.turnstile) for cluster in self._clusters())),
             kv_usage=lambda: max((cluster.kv_usage() for cluster in self._clusters()), default=0.0),

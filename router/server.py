@@ -210,13 +210,16 @@ class Faces:
 
     async def start(
         self,
-        door: RouterApi,
+        router_api: RouterApi,
         metrics: Metrics,
         status: Status | None = None,
         budgets: Callable[[Callable[[str], int], str], SharedQuotas] | None = None,
     ) -> RouterAddresses:
-        """Open both doors; health follows `door.ready()`, /metrics shows `metrics`, the status page `status`. `budgets` makes the
-        tenants' quotas that routers share; without it they are this router's own."""
+        """Open both servers. Health follows `router_api.ready()`; /metrics shows `metrics`, the status page `status`.
+
+        Args:
+            budgets: makes quotas shared between routers; without it they are local.
+        """
         metered: MeteredRouterApi | None = None
         shared: list[SharedQuotas] = []
         if self._keys is not None:
@@ -228,8 +231,8 @@ class Faces:
                     own.append(TenantQuotas(limit, now=time.monotonic, unit=unit))
             tokens, requests = shared or own
             refused = metrics.refused if isinstance(metrics, RouterMetrics) else lambda reason, tenant: None
-            door = metered = MeteredRouterApi(door, tokens, refused, requests=requests)
-        self._grpc.add_generic_rpc_handlers((RouterService(door, self._bodies).handler(),))
+            router_api = metered = MeteredRouterApi(router_api, tokens, refused, requests=requests)
+        self._grpc.add_generic_rpc_handlers((RouterService(router_api, self._bodies).handler(),))
         await self._health.install(self._grpc)
         if self._reflection:
             names = (SERVICE, "grpc.health.v1.Health", grpc_reflection.SERVICE_NAME)
@@ -237,7 +240,7 @@ class Faces:
         await self._grpc.start()
         options = self._options
         refuse = options.unknown_fields == "refuse"
-        app = create_app(door, metrics, metered, status, self._bodies, refuse_unknown_fields=refuse)
+        app = create_app(router_api, metrics, metered, status, self._bodies, refuse_unknown_fields=refuse)
         self._http = _HttpServer(
             uvicorn.Config(
                 guarded(app, self._keys, open_metrics=self._open_metrics, cors_origins=options.cors_origins),
@@ -257,7 +260,7 @@ class Faces:
         )
         self._tasks = [
             asyncio.create_task(self._http.serve(sockets=[self._socket])),
-            asyncio.create_task(self._follow_readiness(door)),
+            asyncio.create_task(self._follow_readiness(router_api)),
         ]
         self._tasks += [asyncio.create_task(quotas.run(), name=f"budgets of {quotas.unit}") for quotas in shared]
         http_port = self._socket.getsockname()[1]
@@ -287,9 +290,9 @@ class Faces:
         self._bodies.close()
         self._socket.close()
 
-    async def _follow_readiness(self, door: RouterApi) -> None:
+    async def _follow_readiness(self, router_api: RouterApi) -> None:
         while True:
-            await self._health.set(door.ready()[0])
+            await self._health.set(router_api.ready()[0])
             await asyncio.sleep(HEALTH_INTERVAL_S)
 
 

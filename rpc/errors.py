@@ -164,7 +164,7 @@ async def errors_to_status(context: grpc.aio.ServicerContext) -> AsyncIterator[N
         raise
     except Exception:
         _log.exception("unhandled error in a servicer")
-        await abort(context, InternalError("internal error; the log of the server has the trace"))
+        await abort(context, InternalError("internal error; the server's log has the traceback"))
 
 
 def to_failure(error: DiptychError) -> types_pb2.Failure:

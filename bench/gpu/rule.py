@@ -53,7 +53,7 @@ class CostRule:
                 max_num_seqs=256, event_epoch=0, load=load,
             )  # fmt: skip
             sides[role] = [Candidate(record, time.monotonic(), _HEADER)]
-        self._placer.set_fleet(sides["prefill"], sides["decode"], {}, {})
+        self._placer.set_workers(sides["prefill"], sides["decode"], {}, {})
 
     def place(self, attempt: str, num_tokens: int) -> bool:
         """Returns: whether decode computes it. `first_token` and `ended` are to be told."""

@@ -85,7 +85,7 @@ class Scene:
             blob = fill.bytes(16 * share)
             self._store(record.worker_id, sequences, tuple(blob[i : i + 16] for i in range(0, len(blob), 16)))
         at = [Candidate(record, 0.0, HEADER) for record in records]
-        self.placer.set_fleet(at[:half], at[half:], {}, {})
+        self.placer.set_workers(at[:half], at[half:], {}, {})
 
     def _store(self, worker_id: str, sequences: dict[str, int], keys: tuple[bytes, ...]) -> None:
         sequences[worker_id] += 1

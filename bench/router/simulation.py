@@ -23,7 +23,7 @@ from diptych.common.equal_shares import EqualShares
 from diptych.common.request import Prompt
 from diptych.common.store import KvEvent
 from diptych.common.worker_record import WorkerLoad, WorkerRecord
-from diptych.router.fairness.capacity_gate import Gate
+from diptych.router.fairness.capacity_gate import CapacityGate
 from diptych.router.fairness.deficit_round_robin import Entry
 from diptych.router.placement.cost import PlacementPolicy
 from diptych.router.placement.index import BlockIndex
@@ -123,7 +123,9 @@ class Simulation:
         self._reservations = Reservations(lambda: self.now)
         self.replication = Replication() if config.replication else None
         self._placer = Placer(self._index, self._reservations, random.Random(seed), policy, self.replication)
-        self.gate: Gate[TraceRequest] = Gate(self._placer.has_room, self._let_in, window_s=config.turn_window_s)
+        self.gate: CapacityGate[TraceRequest] = CapacityGate(
+            self._placer.has_room, self._let_in, window_s=config.turn_window_s
+        )
         self._reservations.on_less = self.gate.let_in
         names = [f"p{i}" for i in range(config.num_prefill)] + [f"d{i}" for i in range(config.num_decode)]
         self._workers = {
@@ -188,7 +190,7 @@ class Simulation:
             )
             record = msgspec.structs.replace(self._bases[name], load=load)
             sides[worker.role].append(Candidate(record, self.now, HEADER))
-        self._placer.set_fleet(sides["prefill"], sides["decode"], {}, {})
+        self._placer.set_workers(sides["prefill"], sides["decode"], {}, {})
         self.gate.let_in()
         if self._left:
             self._at(self.now + config.lease_s, self._read_leases)

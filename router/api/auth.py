@@ -1,6 +1,6 @@
-"""Who is asking. Both faces ask here before anything else looks at a request.
+"""Authentication of callers, by HTTP and gRPC, before any other handling of a request.
 
-The file of keys is read again when it changes, so a key that is added or revoked counts within a second, without a restart.
+The key file is read again when it changes: an added or revoked key takes effect within a second, without a restart.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ _SCHEME = "bearer "
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Args:
-    key_id: public part of the key; empty when no keys are needed.
-    tenant: "" is the default tenant.
+    """An authenticated caller.
+
+    Args:
+        key_id: public part of the key; empty when no keys are required.
+        tenant: "" is the default tenant.
     """
 
     key_id: str = ""
@@ -35,15 +37,17 @@ class Caller:
 
 ANYBODY = Caller()
 current_caller: ContextVar[Caller] = ContextVar("current_caller", default=ANYBODY)
-"""Of the call that the running task answers; set by the faces."""
+"""The caller of the request that the running task handles; set by the HTTP and gRPC servers."""
 
 
 class Authenticator:
-    """Args:
-    path: file of keys.
-    now: seconds on a monotonic clock.
-    Raises: ConfigError when the file cannot be used at the start. Later a file that cannot be read leaves the keys as they
-        were, with a warning.
+    """Checks API keys.
+
+    Args:
+        path: file of keys.
+        now: seconds on a monotonic clock.
+    Raises: ConfigError when the file is invalid at the start. If it becomes invalid later, the keys stay and a warning
+        is logged.
     """
 
     def __init__(self, path: Path, *, now: Callable[[], float]) -> None:
@@ -69,13 +73,13 @@ class Authenticator:
         return self.keys.request_quota(tenant)
 
     def share(self, tenant: str) -> Share:
-        """The tenant's part of the pool while requests wait."""
+        """The tenant's weight and rank while requests wait."""
         return self.keys.share(tenant)
 
     def identify(self, authorization: str) -> Caller:
-        """The caller whose `Authorization` header this is (empty: it sent none). Raises: AuthenticationError."""
+        """The caller of this `Authorization` header (empty: none was sent). Raises: AuthenticationError."""
         if not authorization:
-            raise AuthenticationError("an API key is needed: send it as `Authorization: Bearer <key>`")
+            raise AuthenticationError("an API key is required: send it as `Authorization: Bearer <key>`")
         if authorization[: len(_SCHEME)].lower() != _SCHEME:
             raise AuthenticationError("the Authorization header must be `Bearer <key>`")
         key = authorization[len(_SCHEME) :].strip()
@@ -92,10 +96,10 @@ class Authenticator:
             return
         try:
             self._keys, self._seen = load_keys(self._path), stamp
-            log.info("API keys read again", num_keys=len(self._keys.entries))
+            log.info("API keys reloaded", num_keys=len(self._keys.entries))
         except ConfigError as error:
             self._seen = stamp
-            log.warning("the file of API keys cannot be used: the keys stay as they were", error=str(error))
+            log.warning("the file of API keys is invalid: keeping the previous keys", error=str(error))
 
 
 def _stamp(path: Path) -> tuple[int, int, int]:

@@ -1,5 +1,4 @@
-"""Every gRPC method needs a key once keys are on, health and unknown methods too: the check stands before the choice of
-the method."""
+"""With keys enabled every gRPC method requires one, including health and unknown methods: the check precedes routing."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
         try:
             if len(values) > 1:
                 raise AuthenticationError("more than one Authorization header")
-            # Interceptor and method run in one task, so what is set here is seen there and nowhere else.
+            # Interceptor and method run in one task, so the context variable is set for this call only.
             current_caller.set(self._keys.identify(values[0] if values else ""))
         except AuthenticationError as error:
             access = Access("grpc", str(handler_call_details.method))
@@ -41,5 +40,5 @@ def _refuse(error: AuthenticationError) -> grpc.RpcMethodHandler:
     async def refuse(requests: Any, context: grpc.aio.ServicerContext) -> None:
         await abort(context, error)
 
-    # This kind reads nothing before it answers, whatever the method's own kind is.
+    # This handler kind reads nothing before it answers, whatever the kind of the method.
     return grpc.stream_stream_rpc_method_handler(refuse)

@@ -1,7 +1,7 @@
-"""API keys: made, hashed, and kept in one file that holds no key.
+"""API keys: creation, hashing, and a file that stores no key.
 
-A key is `dpk-<id>-<secret>`. The id is public: it finds the entry and stands in logs and lists. The secret has 256 random
-bits, of which the file keeps a keyed blake3 hash; the hash's key is the file's own, so two files never share a hash.
+A key is `dpk-<id>-<secret>`. The id is public: it finds the entry and appears in logs and lists. The secret has 256
+random bits; the file stores its keyed blake3 hash. The hash key is unique to the file, so two files never share a hash.
 """
 
 from __future__ import annotations
@@ -34,14 +34,17 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class KeyEntry:
-    """Args:
-    tenant: whose cache and quota the key uses.
-    hash: hexadecimal.
-    created: Unix seconds.
-    tokens_per_minute: the tenant's quota, prompt and output tokens together; 0: none. The largest of its keys counts.
-    requests_per_minute: the same, of requests.
-    weight: the tenant's part of the pool while requests wait, beside the others'. The largest of its keys counts.
-    rank: tenants of a lower rank go before all others then. The lowest of its keys counts.
+    """One API key of the file.
+
+    Args:
+        tenant: whose cache and quota the key uses.
+        hash: hexadecimal.
+        created: Unix seconds.
+        tokens_per_minute: the tenant's quota, prompt and output tokens together; 0: none. The largest of its keys
+            counts.
+        requests_per_minute: the same for requests.
+        weight: the tenant's weight in sharing the pool while requests wait. The largest of its keys counts.
+        rank: tenants of a lower rank go first while requests wait. The lowest of its keys counts.
     """
 
     id: str
@@ -57,13 +60,13 @@ class KeyEntry:
 
 @dataclass(frozen=True, slots=True)
 class KeySet:
-    """What a file of keys says at one moment."""
+    """The content of a key file at one point in time."""
 
     hash_key: bytes
     entries: Mapping[str, KeyEntry] = field(default_factory=dict)
 
     def find(self, key: str) -> KeyEntry | None:
-        """The entry of `key`; None: there is none. The time taken does not depend on how much of the secret is right."""
+        """The entry of `key`, or None. The time does not depend on how much of the secret is correct."""
         match = _KEY.fullmatch(key) if len(key) <= MAX_KEY_CHARS else None
         if match is None:
             return None
@@ -80,7 +83,7 @@ class KeySet:
         return max((e.requests_per_minute for e in self.entries.values() if e.tenant == tenant), default=0)
 
     def share(self, tenant: str) -> Share:
-        """Of the pool, while requests wait."""
+        """Weight and rank while requests wait."""
         own = [entry for entry in self.entries.values() if entry.tenant == tenant]
         return Share(max((e.weight for e in own), default=1), min((e.rank for e in own), default=0))
 
@@ -91,13 +94,13 @@ def hash_of(key: str, hash_key: bytes) -> str:
 
 
 def public_id(key: str) -> str:
-    """What of a key may stand in a log; empty for what is no key."""
+    """The part of a key that may be logged; empty for text that is not a key."""
     match = _KEY.fullmatch(key) if len(key) <= MAX_KEY_CHARS else None
     return match[1] if match else ""
 
 
 def load_keys(path: Path) -> KeySet:
-    """Raises: ConfigError when the file is missing or not ours."""
+    """Raises: ConfigError when the file is missing or of another kind."""
     try:
         data: Any = json.loads(path.read_text(encoding="utf-8"))
         if data["version"] != VERSION:
@@ -126,10 +129,8 @@ def add_key(
     weight: int = 1,
     rank: int = 0,
 ) -> tuple[str, KeyEntry]:
-    """Make a key for `tenant`, creating the file when there is none. Returns the key (kept nowhere else) and its entry.
-
-    Raises: ConfigError.
-    """
+    """Create a key for `tenant`, and the file if there is none. Returns the key (not stored) and its entry. Raises:
+    ConfigError."""
     if not _NAME.fullmatch(tenant):
         raise ConfigError("tenant", tenant, "must be 1 to 64 letters, digits, '.', '_' or '-'")
     for name, limit in (("tokens_per_minute", tokens_per_minute), ("requests_per_minute", requests_per_minute)):

@@ -1,8 +1,8 @@
-"""Tokens and requests a minute per tenant, each in a bucket that refills steadily; prompt and output tokens count together.
+"""Tokens and requests a minute per tenant, as token buckets that refill steadily. Prompt and output tokens both count.
 
-A request is let in while the bucket is not empty, pays for its prompt at once and for its output as it comes; so the level
-can fall below zero, and the tenant then waits until it is above again. The buckets are this router's own: with several
-routers each grants the whole quota.
+A request is admitted while the bucket is not empty; it pays for its prompt at once and for its output as it is
+generated. So the level can fall below zero, and the tenant then waits until it is positive again. The buckets are
+local: with several routers each one grants the whole quota.
 """
 
 from __future__ import annotations
@@ -31,11 +31,13 @@ MAX_TENANTS = 10_000
 
 
 class TenantQuotas:
-    """Args:
-    per_minute: tokens (or what `unit` says) a minute of a tenant; 0: no limit. Asked at every use, so a changed quota counts
-        at once.
-    now: seconds on a monotonic clock.
-    unit: "tokens" or "requests".
+    """The buckets of all tenants.
+
+    Args:
+        per_minute: tokens (or `unit`) a minute of a tenant; 0: no limit. Called at every use, so that a changed quota
+            takes effect at once.
+        now: seconds on a monotonic clock.
+        unit: "tokens" or "requests".
     """
 
     def __init__(self, per_minute: Callable[[str], int], *, now: Callable[[], float], unit: str = "tokens") -> None:
@@ -43,10 +45,10 @@ class TenantQuotas:
         self._per_minute = per_minute
         self._now = now
         self._levels: dict[str, tuple[float, float]] = {}
-        """Tenant -> (level, when that was true). A tenant that is not in here has a full bucket."""
+        """Tenant -> (level, time of that level). A missing tenant has a full bucket."""
 
     def check(self, tenant: str) -> None:
-        """Raises: QuotaExceededError, with the time after which there is something again, when nothing is left."""
+        """Raises: QuotaExceededError, with the time until the bucket refills, when it is empty."""
         limit = self._per_minute(tenant)
         if limit and (level := self._level(tenant, limit)) < 1.0:
             raise QuotaExceededError(
@@ -62,12 +64,12 @@ class TenantQuotas:
             self._levels[tenant] = (level, self._now())
 
     def headers(self, tenant: str) -> dict[str, str]:
-        """x-ratelimit-* as the OpenAI API has them; empty without a limit."""
+        """The x-ratelimit-* headers of the OpenAI API; empty without a limit."""
         limit = self._per_minute(tenant)
-        return self._told(limit, self._level(tenant, limit)) if limit else {}
+        return self._header_values(limit, self._level(tenant, limit)) if limit else {}
 
-    def _told(self, limit: int, level: float, remaining: float | None = None) -> dict[str, str]:
-        """`remaining`: None: the level."""
+    def _header_values(self, limit: int, level: float, remaining: float | None = None) -> dict[str, str]:
+        """Args: remaining: None: the level."""
         return {
             f"x-ratelimit-limit-{self.unit}": str(limit),
             f"x-ratelimit-remaining-{self.unit}": str(max(0, math.floor(level if remaining is None else remaining))),
@@ -85,53 +87,54 @@ class TenantQuotas:
 
 
 class MeteredRouterApi:
-    """A door that takes tenants' quotas into account.
+    """A RouterApi that applies tenants' quotas.
 
     Args:
-        quotas: of tokens. requests: of requests; every one that is let in counts, however it ends.
-        on_refused: is told (reason, tenant) of those that it refuses.
+        quotas: of tokens.
+        requests: of requests; every admitted one counts, whatever its outcome.
+        on_refused: called with (reason, tenant) of each rejected request.
     """
 
     def __init__(
         self,
-        door: RouterApi,
+        router_api: RouterApi,
         quotas: TenantQuotas,
         on_refused: Callable[[str, str], None] = lambda reason, tenant: None,
         *,
         requests: TenantQuotas | None = None,
     ) -> None:
-        self._door = door
+        self._router_api = router_api
         self._on_refused = on_refused
         self._quotas = quotas
         self._requests = requests
 
     def headers(self, tenant: str) -> dict[str, str]:
-        """Of the tenant's answers."""
-        told = {} if self._requests is None else self._requests.headers(tenant)
-        return told | self._quotas.headers(tenant)
+        """Headers of the tenant's answers."""
+        headers = {} if self._requests is None else self._requests.headers(tenant)
+        return headers | self._quotas.headers(tenant)
 
     def models(self) -> list[ModelInfo]:
-        return self._door.models()
+        return self._router_api.models()
 
     def ready(self) -> tuple[bool, list[str]]:
-        return self._door.ready()
+        return self._router_api.ready()
 
     def features(self, model: object = "") -> ModelFeatures:
-        return self._door.features(model)
+        return self._router_api.features(model)
 
     def tokens(self, model: object = "") -> Tokens:
-        return self._door.tokens(model)
+        return self._router_api.tokens(model)
 
     async def tokenize(self, spec: UncheckedRequest) -> list[int]:
-        return await self._door.tokenize(spec)
+        return await self._router_api.tokenize(spec)
 
     async def detokenize(self, model: object, token_ids: object) -> str:
-        return await self._door.detokenize(model, token_ids)
+        return await self._router_api.detokenize(model, token_ids)
 
     async def prepare(self, spec: UncheckedRequest) -> ValidatedRequest:
-        """Raises: QuotaExceededError, and what the door raises."""
+        """Raises: QuotaExceededError, and the errors of the wrapped API."""
         self._check(spec.tenant)
-        prepared = await self._door.prepare(spec)
+        prepared = await self._router_api.prepare(spec)
         self._quotas.spend(spec.tenant, len(prepared.prompt.token_ids))
         return prepared
 
@@ -140,7 +143,7 @@ class MeteredRouterApi:
     ) -> ValidatedRequest:
         """Raises: as prepare."""
         self._check(before.tenant)
-        prepared = self._door.prepare_again(before, prompt, timeout_s, draws_seed=draws_seed)
+        prepared = self._router_api.prepare_again(before, prompt, timeout_s, draws_seed=draws_seed)
         self._quotas.spend(before.tenant, prompt.count)
         return prepared
 
@@ -156,10 +159,10 @@ class MeteredRouterApi:
             raise
 
     def explain(self, request_id: str, tenant: str) -> router_pb2.ExplainResponse:
-        return self._door.explain(request_id, tenant)
+        return self._router_api.explain(request_id, tenant)
 
     def what_if(self, request: ValidatedRequest, pool: str) -> router_pb2.WhatIfResponse:
-        return self._door.what_if(request, pool)
+        return self._router_api.what_if(request, pool)
 
     def place(
         self, requests: Sequence[ValidatedRequest], spend: Callable[[str, int], None] = lambda _, __: None
@@ -168,13 +171,13 @@ class MeteredRouterApi:
             self._quotas.spend(tenant, num_tokens)
             spend(tenant, num_tokens)
 
-        return self._door.place(requests, spent)
+        return self._router_api.place(requests, spent)
 
     def tickets_left(self, attempts: Iterable[str]) -> None:
-        self._door.tickets_left(attempts)
+        self._router_api.tickets_left(attempts)
 
     async def generate(self, request: ValidatedRequest) -> AsyncIterator[GenerateEvent]:
-        events = cast(AsyncGenerator[GenerateEvent, None], self._door.generate(request))
+        events = cast(AsyncGenerator[GenerateEvent, None], self._router_api.generate(request))
         async with aclosing(events):
             async for event in events:
                 if isinstance(event, TokenEvent):

@@ -1,4 +1,4 @@
-"""A frontend without a cluster: plays a script. For tests of the faces and of clients."""
+"""A frontend without a cluster that plays a script, for tests of the HTTP and gRPC servers and of clients."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from diptych.router.requests.messages import (
 from diptych.rpc.v1 import router_pb2, types_pb2
 
 Step = GenerateEvent | BaseException | asyncio.Event | None
-"""What one step of a script does: give an event, raise, wait until the event is set, or (None) stand still for ever."""
+"""One step of a script: yield an event, raise an error, wait for an event, or (None) block forever."""
 
 MODEL = "fake-model"
 REQUEST_ID = "req-fake"
@@ -43,10 +43,12 @@ def _bytes_of(token_id: int) -> bytes:
 
 
 class FakeRouterApi:
-    """Args:
-    script: the steps after StartedEvent; every request plays it from the start.
-    refuse: raised by `prepare`.
-    before_start: steps before StartedEvent.
+    """A RouterApi that plays a script.
+
+    Args:
+        script: the steps after StartedEvent; every request plays it from the start.
+        refuse: raised by `prepare`.
+        before_start: steps before StartedEvent.
     """
 
     def __init__(
@@ -59,13 +61,13 @@ class FakeRouterApi:
         self.metrics = Metrics()
         self.model_features = ModelFeatures()
         self.reasons: list[str] = []
-        """Why `ready` says no; empty: it says yes."""
+        """Why `ready` is false; empty: it is true."""
         self.thinking = False
         self.running = 0
         self.cancelled = 0
         self.prepared = 0
         self.left = asyncio.Event()
-        """Set when a request was left before its end."""
+        """Set when a client left a request before its end."""
 
     def models(self) -> list[ModelInfo]:
         return [ModelInfo(MODEL, max_model_len=2048, created=1_700_000_000)]
@@ -135,7 +137,7 @@ class FakeRouterApi:
         return replace(before, prompt=Prompt(unpack(prompt.packed, prompt.count)[0]))
 
     def explain(self, request_id: str, tenant: str) -> router_pb2.ExplainResponse:
-        """Remembers the one request."""
+        """Knows only the last request."""
         if request_id != REQUEST_ID or not self.specs or self.specs[-1].tenant != tenant:
             raise InvalidRequestError("this router remembers no request of yours with that id", param="request_id")
         return router_pb2.ExplainResponse(explanation=Explanation(request_id=request_id), outcome="finished")
@@ -148,7 +150,7 @@ class FakeRouterApi:
     def place(
         self, requests: Sequence[ValidatedRequest], spend: Callable[[str, int], None] = lambda _, __: None
     ) -> list[router_pb2.Placed | DiptychError]:
-        return [NoWorkerError("there is no worker behind this door") for _ in requests]
+        return [NoWorkerError("the fake router has no worker") for _ in requests]
 
     def tickets_left(self, attempts: Iterable[str]) -> None:
         pass
@@ -165,7 +167,7 @@ class FakeRouterApi:
                     complete = True
                     yield finished(step, request.explain)
                 elif isinstance(step, TokenEvent) and step.offset < len(request.resume_after):
-                    continue  # the caller has it
+                    continue  # already sent to the caller
                 elif isinstance(step, (TokenEvent, ChoiceFinishedEvent, PromptLogprobsEvent)):
                     yield step
                 else:
@@ -185,13 +187,13 @@ async def _play(step: Step) -> None:
 
 
 def finished(event: FinishedEvent, explain: bool) -> FinishedEvent:
-    """The event as the request sees it: with an explanation only if it asked for one."""
+    """The event, with an explanation only if the request asked for one."""
     explanation = event.explanation if explain else None
     return FinishedEvent(event.reason, event.usage, event.stop_string, event.stop_token_id, explanation)
 
 
 def hello_script() -> list[Step]:
-    """Three tokens, "Hello there", one of them without certain text; ended by the stop string "!"."""
+    """Three tokens, "Hello there", one of them without complete text; ended by the stop string "!"."""
     explanation = Explanation(
         request_id=REQUEST_ID,
         prefill="p0",

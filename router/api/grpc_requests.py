@@ -1,4 +1,4 @@
-"""From the bytes of a gRPC request to a UncheckedRequest. Pure."""
+"""Conversion of gRPC request bytes to an UncheckedRequest. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from diptych.rpc.v1 import router_pb2, types_pb2
 _Message = TypeVar("_Message", bound=Message)
 _MAX_REMEMBERED_BYTES = 512
 MAX_TOKEN_IDS = 1_000_000
-"""Of one prompt, whatever the model: only its context is checked later."""
+"""Most token ids of one prompt, for any model; the model's context is checked later."""
 _POLICIES = {number: name for name, number in FAILURE_POLICIES.items()}
 
 
@@ -34,7 +34,7 @@ def parse(kind: type[_Message], body: bytes) -> _Message:
 def spec_from(
     request: router_pb2.GenerateRequest, remaining_s: float | None, features: ModelFeatures, tenant: str = ""
 ) -> tuple[UncheckedRequest, ToolOptions]:
-    """What to generate, and the tools. Raises: InvalidRequestError naming the field."""
+    """The request and its tools. Raises: InvalidRequestError naming the field."""
     kind = request.WhichOneof("input")
     if kind is None:
         raise InvalidRequestError("input: one of prompt, token_ids and chat must be set", param="input")
@@ -78,7 +78,7 @@ def _sampling_values(wire: bytes) -> Mapping[str, object]:
         name = field.name
         row = SAMPLING.get(name)
         if row is None or name == "grammar":
-            continue  # made by the router from bad_words; see service_tools.grammar_of
+            continue  # set by the router from bad_words; see service_tools.grammar_of
         if name == "early_stopping":
             value = early_stopping_from_proto(value)
         elif name == "logit_bias":
@@ -90,11 +90,11 @@ def _sampling_values(wire: bytes) -> Mapping[str, object]:
 
 
 _short_sampling = lru_cache(1024)(_sampling_values)
-"""Requests repeat their sampling values, and reading them one by one takes longer than comparing them as a whole."""
+"""Cached: requests repeat their sampling values, and comparing their bytes is faster than parsing them."""
 
 
 def _few(values: Any, field: str, most: int) -> list[Any]:
-    """Raises: InvalidRequestError before anything looks at each of too many: they would hold up everybody else."""
+    """Raises: InvalidRequestError before each of too many entries is examined, which would block the event loop."""
     if len(values) > most:
         raise InvalidRequestError(f"{field} takes at most {most} entries, got {len(values)}", param=field)
     return list(values)

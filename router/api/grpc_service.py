@@ -1,7 +1,7 @@
-"""The gRPC face: service diptych.rpc.v1.Router.
+"""The gRPC server: service diptych.rpc.v1.Router.
 
-Requests arrive here as bytes and are parsed inside the call: what does not decode is the caller's error and is answered as
-one, where gRPC's own deserializer would report INTERNAL.
+Requests arrive as bytes and are parsed inside the call, so that invalid ones are reported as the caller's error; gRPC's
+deserializer would report INTERNAL.
 """
 
 from __future__ import annotations
@@ -39,18 +39,19 @@ SERVICE = "diptych.rpc.v1.Router"
 
 
 class RouterService:
-    """Parse, prepare, relay; the frontend does the rest. A client that cancels ends the method's task, which leaves the
-    frontend's iterator and so cancels the request on its workers.
+    """Parse, prepare, relay. A client that cancels ends the method's task, which closes the frontend's iterator and so
+    cancels the request on its workers.
 
-    Args: bodies: where large requests are read; closed by whoever brings it.
+    Args:
+        bodies: parses large requests; closed by its owner.
     """
 
-    def __init__(self, door: RouterApi, bodies: Bodies | None = None) -> None:
-        self._door = door
+    def __init__(self, router_api: RouterApi, bodies: Bodies | None = None) -> None:
+        self._router_api = router_api
         self._bodies = bodies or Bodies()
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """To be given to `server.add_generic_rpc_handlers`."""
+        """For `server.add_generic_rpc_handlers`."""
         methods = {
             "Generate": grpc.unary_stream_rpc_method_handler(
                 self.generate, response_serializer=router_pb2.GenerateResponse.SerializeToString
@@ -82,7 +83,7 @@ class RouterService:
 
         def read() -> tuple[router_pb2.GenerateRequest, ModelFeatures, UncheckedRequest, ToolOptions]:
             request = parse(router_pb2.GenerateRequest, body)
-            features = self._door.features(request.model)
+            features = self._router_api.features(request.model)
             return request, features, *spec_from(request, remaining_s, features)
 
         request, features, spec, offer = await self._bodies.off_loop(read, len(body))
@@ -92,10 +93,10 @@ class RouterService:
             traceparent=trace_context(context.invocation_metadata()),
         )
         access.asked(spec)
-        prepared = await self._door.prepare(spec)
+        prepared = await self._router_api.prepare(spec)
         splitter = Splitter.of(request, offer, prepared, features)
         finished = False
-        async with accepted(self._door, prepared) as (started, events):
+        async with accepted(self._router_api, prepared) as (started, events):
             response = response_from(started)
             response.started.seed = prepared.sampling.seed
             await context.write(response)
@@ -103,25 +104,25 @@ class RouterService:
                 response = response_from(event)
                 if splitter is not None:
                     splitter.fill(response, event)
-                # Tokens that come while this write is pending are waiting in one event afterwards.
+                # Tokens that arrive during this write are merged into one event.
                 await context.write(response)
                 finished = isinstance(event, FinishedEvent)
         if not finished:
-            raise InternalError("the answer ended without its end")
+            raise InternalError("the answer ended without FinishedEvent")
 
     async def list_models(self, body: bytes, context: grpc.aio.ServicerContext) -> router_pb2.ListModelsResponse:
         async with errors_to_status(context):
             parse(router_pb2.ListModelsRequest, body)
             models = [
                 router_pb2.Model(id=model.id, max_model_len=model.max_model_len, created=model.created)
-                for model in self._door.models()
+                for model in self._router_api.models()
             ]
             return router_pb2.ListModelsResponse(models=models)
 
     async def explain(self, body: bytes, context: grpc.aio.ServicerContext) -> router_pb2.ExplainResponse:
         async with errors_to_status(context):
             request = parse(router_pb2.ExplainRequest, body)
-            return self._door.explain(request.request_id, current_caller.get().tenant)
+            return self._router_api.explain(request.request_id, current_caller.get().tenant)
 
     async def what_if(self, body: bytes, context: grpc.aio.ServicerContext) -> router_pb2.WhatIfResponse:
         access = Access("grpc", f"/{SERVICE}/WhatIf", tenant=current_caller.get().tenant)
@@ -134,21 +135,21 @@ class RouterService:
 
         def read() -> tuple[router_pb2.WhatIfRequest, UncheckedRequest]:
             request = parse(router_pb2.WhatIfRequest, body)
-            return request, spec_from(request.request, remaining_s, self._door.features(request.request.model))[0]
+            return request, spec_from(request.request, remaining_s, self._router_api.features(request.request.model))[0]
 
         request, spec = await self._bodies.off_loop(read, len(body))
         spec = replace(spec, tenant=current_caller.get().tenant)
-        return self._door.what_if(await self._door.prepare(spec), request.pool)
+        return self._router_api.what_if(await self._router_api.prepare(spec), request.pool)
 
     async def place(self, body: bytes, context: grpc.aio.ServicerContext) -> router_pb2.Placed:
         async with errors_to_status(context):
             request = await self._bodies.off_loop(lambda: parse(router_pb2.PlaceRequest, body), len(body))
             if not request.remaining_s:
                 request.remaining_s = context.time_remaining() or 0.0
-            return await place(self._door, request, current_caller.get().tenant)
+            return await place(self._router_api, request, current_caller.get().tenant)
 
     async def placements(self, bodies: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
-        await serve_placements(self._door, bodies, context)
+        await serve_placements(self._router_api, bodies, context)
 
 
 def response_from(event: GenerateEvent) -> router_pb2.GenerateResponse:

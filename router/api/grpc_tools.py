@@ -1,4 +1,4 @@
-"""Tools, formats and pieces of the gRPC face: the wire's forms of what router/openai_* take and give over HTTP."""
+"""Tools, constraints and pieces over gRPC: the counterparts of openai_* over HTTP."""
 
 from __future__ import annotations
 
@@ -82,14 +82,14 @@ def grammar_of(sampling: types_pb2.SamplingParams, offer: ToolOptions) -> Gramma
 def _own_grammar(sampling: types_pb2.SamplingParams) -> Grammar:
     grammar = grammar_from_proto(sampling.grammar)
     if grammar.kind is GrammarKind.TAGS or grammar.free_until:
-        raise InvalidRequestError("grammar: tags and free_until are the router's own", param="grammar")
+        raise InvalidRequestError("grammar: tags and free_until cannot be set by clients", param="grammar")
     if grammar.kind is GrammarKind.JSON_SCHEMA:
         return replace(schema_grammar(grammar.source, "grammar"), compact=grammar.compact)
     return plain_grammar(grammar, "grammar")
 
 
 class Splitter:
-    """Takes the answer of one request apart; None of `of` for a request that did not ask."""
+    """Splits the answer of one request into pieces. `of` returns None for a request without splitting."""
 
     def __init__(self, choices: Sequence[Choice]) -> None:
         self._choices = choices
@@ -102,14 +102,16 @@ class Splitter:
         prepared: ValidatedRequest,
         features: ModelFeatures,
     ) -> Splitter | None:
-        """Raises: InvalidRequestError when an answer is to be taken apart from its middle on."""
+        """Raises: InvalidRequestError when a split answer would be resumed."""
         if not (offer.names or (request.split and request.WhichOneof("input") == "chat")):
             return None
         if prepared.resume_after:
-            raise InvalidRequestError("resume_after: an answer is taken apart from its beginning", param="resume_after")
-        wishes = ResponseOptions(tool_names=offer.names, parallel_tool_calls=not request.single_tool_call)
-        scene = ResponseContext(prepared, 0, features, ByteTokens(lambda _: b""))
-        return cls([make_choice(index, wishes, scene, chat=True) for index in range(prepared.sampling.n)])
+            raise InvalidRequestError(
+                "resume_after: cannot resume an answer that is split into parts", param="resume_after"
+            )
+        options = ResponseOptions(tool_names=offer.names, parallel_tool_calls=not request.single_tool_call)
+        context = ResponseContext(prepared, 0, features, ByteTokens(lambda _: b""))
+        return cls([make_choice(index, options, context, chat=True) for index in range(prepared.sampling.n)])
 
     def fill(self, response: router_pb2.GenerateResponse, event: GenerateEvent) -> None:
         """Add the event's pieces to its message."""

@@ -1,4 +1,4 @@
-"""The HTTP face: the OpenAI routes, health, readiness and metrics."""
+"""The HTTP server: the OpenAI routes, health, readiness and metrics."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from diptych.router.api.http_routes import add_index
 from diptych.router.api.interface import RouterApi
 from diptych.router.api.openai_fields import UnknownFields
 from diptych.router.api.openai_requests import (
-    Call,
     ChatCompletionRequest,
     CompletionRequest,
+    ParsedRequest,
     chat_call,
     completion_call,
     note_unknown,
@@ -52,7 +52,7 @@ EXPOSED_HEADERS = [
     LABEL_HEADER, WARNING_HEADER, "retry-after", "retry-after-ms",
     *(f"x-ratelimit-{what}-{unit}" for what in ("limit", "remaining", "reset") for unit in ("tokens", "requests")),
 ]  # fmt: skip
-"""To scripts of other origins."""
+"""Response headers that scripts of other origins may read."""
 _BODIES: tuple[type[BaseModel], ...] = (
     ChatCompletionRequest,
     CompletionRequest,
@@ -63,7 +63,7 @@ _BODIES: tuple[type[BaseModel], ...] = (
 
 
 def create_app(
-    door: RouterApi,
+    router_api: RouterApi,
     metrics: Metrics,
     quotas: MeteredRouterApi | None = None,
     status: Status | None = None,
@@ -71,17 +71,24 @@ def create_app(
     *,
     refuse_unknown_fields: bool = False,
 ) -> FastAPI:
-    """The ASGI application. `door` is the router's frontend; `metrics` is what /metrics shows; `quotas`, if there are any,
-    are told in headers; `status`, if given, is what the status page shows; `bodies`: where large ones are read, closed by
-    whoever brings it; `refuse_unknown_fields`: else they are named in a header of the answer."""
+    """The ASGI application.
+
+    Args:
+        router_api: the router's frontend.
+        metrics: the content of /metrics.
+        quotas: sent in response headers, if given.
+        status: the content of the status page, if given.
+        bodies: parses large bodies; closed by its owner.
+        refuse_unknown_fields: reject them; else name them in a response header.
+    """
     app = FastAPI(title="Diptych", version=package_version(), docs_url=None, redoc_url=None)
     http_errors.install(app)
     bodies = bodies or Bodies()
     unknown = UnknownFields(refuse=refuse_unknown_fields)
-    _add_generation(app, door, bodies, quotas, unknown)
-    _add_tokens(app, door, bodies, unknown)
-    _add_models(app, door)
-    _add_operations(app, door, metrics)
+    _add_generation(app, router_api, bodies, quotas, unknown)
+    _add_tokens(app, router_api, bodies, unknown)
+    _add_models(app, router_api)
+    _add_operations(app, router_api, metrics)
     if status is not None:
         add_status(app, status, package_version())
     add_index(app, package_version())
@@ -92,12 +99,12 @@ def create_app(
 def guarded(
     app: ASGIApp, keys: Authenticator | None, *, open_metrics: bool = False, cors_origins: Sequence[str] = ()
 ) -> ASGIApp:
-    """The application behind the checks that come before any routing.
+    """The application behind the checks that precede routing.
 
     Args:
-        keys: None: nobody needs one.
-        open_metrics: /metrics and /ready do not.
-        cors_origins: web pages from there may use the API; their browsers ask before, and without a key.
+        keys: None: no keys are required.
+        open_metrics: /metrics and /ready require no key.
+        cors_origins: web pages from there may use the API; preflight requests carry no key.
     """
     app = GuardMiddleware(app, keys, open_metrics=open_metrics)
     if cors_origins:
@@ -114,22 +121,22 @@ def guarded(
 def package_version() -> str:
     try:
         return version("diptych")
-    except PackageNotFoundError:  # a bare checkout
+    except PackageNotFoundError:  # a checkout that is not installed
         return "0"
 
 
 def _add_generation(
-    app: FastAPI, door: RouterApi, bodies: Bodies, quotas: MeteredRouterApi | None, unknown: UnknownFields
+    app: FastAPI, router_api: RouterApi, bodies: Bodies, quotas: MeteredRouterApi | None, unknown: UnknownFields
 ) -> None:
     def limits(tenant: str) -> dict[str, str]:
         return {} if quotas is None else quotas.headers(tenant)
 
-    async def answer(request: Request, build: Callable[..., Call]) -> Response:
-        def made(body: dict[str, Any]) -> Call:
-            return build(body, features=door.features(body.get("model")), unknown=unknown)
+    async def answer(request: Request, build: Callable[..., ParsedRequest]) -> Response:
+        def made(body: dict[str, Any]) -> ParsedRequest:
+            return build(body, features=router_api.features(body.get("model")), unknown=unknown)
 
         call = await bodies.object_of(await read_body(request), made)
-        return GenerationResponse(door, _sent_by(request, call), extra_headers=limits)
+        return GenerationResponse(router_api, _with_headers(request, call), extra_headers=limits)
 
     @app.post("/v1/chat/completions", openapi_extra=_body_schema("ChatCompletionRequest"))
     async def chat_completions(request: Request) -> Response:
@@ -144,17 +151,17 @@ def _add_generation(
         return await answer(request, responses_call)
 
 
-def _add_tokens(app: FastAPI, door: RouterApi, bodies: Bodies, unknown: UnknownFields) -> None:
+def _add_tokens(app: FastAPI, router_api: RouterApi, bodies: Bodies, unknown: UnknownFields) -> None:
     @app.post("/tokenize", openapi_extra=_body_schema("TokenizeRequest"))
     async def tokenize(request: Request) -> Response:
         def made(body: dict[str, Any]) -> tuple[UncheckedRequest, bool, dict[str, str]]:
             warning = warning_headers(note_unknown(TokenizeRequest, body, {}, unknown))
-            return *tokenize_spec(body, door.features(body.get("model"))), warning
+            return *tokenize_spec(body, router_api.features(body.get("model"))), warning
 
         spec, with_texts, warning = await bodies.object_of(await read_body(request), made)
-        tokens, model = await door.tokenize(spec), str(spec.model)
-        bytes_of = door.tokens(model).of
-        there = door.models()
+        tokens, model = await router_api.tokenize(spec), str(spec.model)
+        bytes_of = router_api.tokens(model).of
+        there = router_api.models()
         length = next((one.max_model_len for one in there if one.id == model), there[0].max_model_len)
 
         def answer() -> Response:
@@ -171,10 +178,10 @@ def _add_tokens(app: FastAPI, door: RouterApi, bodies: Bodies, unknown: UnknownF
             return validate(DetokenizeRequest, body), warning
 
         body, warning = await bodies.object_of(await read_body(request), made)
-        return json_response({"prompt": await door.detokenize(body.model, body.tokens)}, headers=warning)
+        return json_response({"prompt": await router_api.detokenize(body.model, body.tokens)}, headers=warning)
 
 
-def _add_models(app: FastAPI, door: RouterApi) -> None:
+def _add_models(app: FastAPI, router_api: RouterApi) -> None:
     def shown(model: ModelInfo) -> dict[str, Any]:
         return {
             "id": model.id,
@@ -186,26 +193,26 @@ def _add_models(app: FastAPI, door: RouterApi) -> None:
 
     @app.get("/v1/models")
     async def models() -> Response:
-        return json_response({"object": "list", "data": [shown(model) for model in door.models()]})
+        return json_response({"object": "list", "data": [shown(model) for model in router_api.models()]})
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
-        for found in door.models():
+        for found in router_api.models():
             if found.id == name:
                 return json_response(shown(found))
         raise ModelNotFoundError(f"model {name!r} is not served here", param="model")
 
 
-def _add_operations(app: FastAPI, door: RouterApi, metrics: Metrics) -> None:
+def _add_operations(app: FastAPI, router_api: RouterApi, metrics: Metrics) -> None:
     @app.get("/health")
     @app.get("/live")
     async def live() -> Response:
-        """The process answers. Whether it can serve is /ready's to say."""
+        """The process answers; /ready says whether it can serve."""
         return json_response({"status": "alive"})
 
     @app.get("/ready")
     async def ready() -> Response:
-        is_ready, reasons = door.ready()
+        is_ready, reasons = router_api.ready()
         status = 200 if is_ready else 503
         return json_response({"ready": is_ready, "reasons": reasons}, status, retry_headers(status, None))
 
@@ -218,8 +225,8 @@ def _add_operations(app: FastAPI, door: RouterApi, metrics: Metrics) -> None:
         return json_response({"version": package_version()})
 
 
-def _sent_by(request: Request, call: Call) -> Call:
-    """Add what the headers say, and whose request it is."""
+def _with_headers(request: Request, call: ParsedRequest) -> ParsedRequest:
+    """Add the request's headers and the caller's tenant."""
     spec = replace(
         call.spec,
         request_id=call.spec.request_id or _label(request),
@@ -230,7 +237,7 @@ def _sent_by(request: Request, call: Call) -> Call:
     )
     if (access := current_access.get()) is not None:
         access.asked(spec)
-    # An idempotency key is for the whole of it: the first prompt's request holds it.
+    # An idempotency key covers the whole request: the first prompt's request holds it.
     more = tuple(
         replace(one, request_id=spec.request_id, tenant=spec.tenant, traceparent=spec.traceparent) for one in call.more
     )
@@ -238,7 +245,7 @@ def _sent_by(request: Request, call: Call) -> Call:
 
 
 def _label(request: Request) -> str:
-    """The caller's own id. The request_id of a body is checked by the frontend. Raises: InvalidRequestError."""
+    """The caller's request id. The request_id of a body is checked by the frontend. Raises: InvalidRequestError."""
     label = request.headers.get(LABEL_HEADER, "")
     if len(label) > MAX_LABEL_BYTES or not label.isascii() or (label and not label.isprintable()):
         rule = f"must be printable ASCII of at most {MAX_LABEL_BYTES} bytes"
@@ -252,7 +259,7 @@ def _body_schema(model: str) -> dict[str, Any]:
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:
-    """The routes read their bodies themselves (size, encoding and numbers are checked there); add the models' schemas."""
+    """The routes read their bodies themselves (to check size, encoding and numbers); add the models' schemas."""
     if app.openapi_schema is None:
         schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
         _, definitions = models_json_schema(

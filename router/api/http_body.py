@@ -1,7 +1,7 @@
-"""From untrusted bytes to a JSON object: size, time, encoding, nesting, numbers and how many values are bounded here.
+"""From untrusted bytes to a JSON object, with bounds on size, time, encoding, nesting, numbers and number of values.
 
-A large body is read, and turned into a request, on a thread: see `Bodies`. The parser itself lets no other thread run, so a
-body of millions of values, which may be brackets and commas alone, is refused by a count that does.
+A large body is parsed, and converted to a request, on a thread: see `Bodies`. The JSON parser holds the GIL, so a body
+of millions of values (which may be only brackets and commas) is rejected before, by counting without the GIL.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from diptych.router.preprocess.bounded_executor import LONG_BYTES, BoundedExecut
 MAX_BODY_BYTES = 8 * 1024 * 1024
 BODY_TIMEOUT_S = 30.0
 MAX_VALUES = 1_000_000
-"""In one body: 64 prompts of 15,000 token ids."""
+"""Most values of one body: 64 prompts of 15,000 token ids."""
 MAX_INTEGER_DIGITS = 40
-"""More digits than any field takes: a longer integer is replaced by one that is out of every range, and so refused by name."""
+"""More digits than any field accepts: a longer integer is replaced by one out of every range, so that its field rejects
+it."""
 _LENGTH_DIGITS = 19
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _QUOTE, _COMMA, _COLON = (ord(character) for character in '",:')
@@ -47,13 +48,13 @@ class BodyTimeoutError(DiptychError):
 
 
 async def read_body(request: Request, *, limit: int = MAX_BODY_BYTES, timeout_s: float = BODY_TIMEOUT_S) -> bytes:
-    """The whole body. Raises: BodyTooLargeError (as soon as it is known), BodyEncodingError, BodyTimeoutError,
+    """The whole body. Raises: BodyTooLargeError (as early as possible), BodyEncodingError, BodyTimeoutError,
     ClientDisconnect."""
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.strip().lower() not in ("identity", ""):
-        raise BodyEncodingError(f"content-encoding {encoding[:32]!r} is not taken: send the body as it is")
+        raise BodyEncodingError(f"content-encoding {encoding[:32]!r} is not supported: send the body unencoded")
     declared = request.headers.get("content-length", "").lstrip("0")
-    # A number of many digits is not read: it is too large, whatever it is.
+    # A number of many digits is not parsed: it is too large anyway.
     if declared.isdecimal() and (len(declared) > _LENGTH_DIGITS or int(declared) > limit):
         shown = declared if len(declared) <= _LENGTH_DIGITS else f"{declared[:_LENGTH_DIGITS]}..."
         raise BodyTooLargeError(f"the body has {shown} bytes; at most {limit} are taken")
@@ -72,18 +73,18 @@ async def read_body(request: Request, *, limit: int = MAX_BODY_BYTES, timeout_s:
 
 
 class Bodies:
-    """Work on bodies: that on a small one is done at once, that on a large one on a thread."""
+    """Work on bodies: small ones at once, large ones on a thread."""
 
     def __init__(self) -> None:
         self._lanes = BoundedExecutor("large request bodies", "body")
 
     async def object_of(self, body: bytes, make: Callable[[dict[str, Any]], _T]) -> _T:
-        """What `make` makes of the body's object. Raises: as parse_object and `make` do, OverloadedError."""
+        """`make` applied to the body's object. Raises: as parse_object and `make` do, OverloadedError."""
         parse = parse_object if len(body) <= LONG_BYTES else _parse_large
         return await self.off_loop(lambda: make(parse(body)), len(body))
 
     async def off_loop(self, work: Callable[[], _T], size: int) -> _T:
-        """What `work` returns. Args: size: in bytes, of what it works on, about. Raises: OverloadedError, what it raises."""
+        """The result of `work`, whose input has about `size` bytes. Raises: OverloadedError, and the errors of `work`."""
         return work() if size <= LONG_BYTES else await self._lanes.run(work, size)
 
     def close(self) -> None:
@@ -98,8 +99,7 @@ def _parse_large(body: bytes) -> dict[str, Any]:
 
 
 def count_values(body: bytes) -> int:
-    """About how many values a JSON text holds, keys among them: what commas and colons outside of strings part. Lets other
-    threads run meanwhile."""
+    """Approximate number of values in a JSON text, including keys: commas and colons outside strings. Releases the GIL."""
     plain = body.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in body else body
     text = np.frombuffer(plain, np.uint8)
     inside = np.cumsum(text == _QUOTE, dtype=np.uint8) & 1  # the parity survives the overflow
@@ -112,7 +112,7 @@ _collecting = threading.Lock()
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """No garbage collection: it would look at every value of a large body again and again, while nothing else can run."""
+    """Disable garbage collection, which would scan every value of a large body repeatedly and block all threads."""
     with _collecting:
         was_on = gc.isenabled()
         gc.disable()
@@ -124,7 +124,7 @@ def _uncollected() -> Iterator[None]:
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """NaN and Infinity are let through as floats: the field's own check refuses them by name.
+    """The body as an object. NaN and Infinity pass as floats: the field's check rejects them by name.
 
     Raises: InvalidRequestError for anything but one JSON object in valid UTF-8.
     """
@@ -144,7 +144,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 
 def _check_text(value: dict[str, Any]) -> None:
-    """JSON can spell half a surrogate pair, which is no text: no tokenizer takes it and no answer can repeat it."""
+    """Reject half a surrogate pair, which JSON escapes can contain: it can be neither tokenized nor sent."""
     for name, part in value.items():
         left: list[Any] = [name, part]
         while left:

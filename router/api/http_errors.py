@@ -1,4 +1,4 @@
-"""Errors as the OpenAI API shows them: {"error": {"message", "type", "param", "code"}}."""
+"""Errors in the OpenAI API's form: {"error": {"message", "type", "param", "code"}}."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from diptych.common.errors import DiptychError
-from diptych.router.api.http_unsupported import not_allowed, not_had
+from diptych.router.api.http_unsupported import no_route_message, not_allowed
 from diptych.router.observe.access_log import current_access
 
 DEFAULT_RETRY_AFTER_S = 1.0
@@ -48,13 +48,13 @@ def error_object(status: int, message: str, *, param: str | None = None, code: s
 
 
 def error_body(error: DiptychError) -> dict[str, Any]:
-    """The body of an answer, or of the event in a stream that cannot go on."""
+    """The body of an error response, or of the error event of a stream."""
     code = _CODES.get(error.reason, error.reason.lower())
     return error_object(error.http_status, error.message, param=error.param, code=code)
 
 
 def retry_headers(status: int, retry_after_s: float | None) -> dict[str, str]:
-    """Clients of the OpenAI API try again at once unless they are told when."""
+    """Without these headers OpenAI clients retry at once."""
     if status not in RETRY_STATUSES:
         return {}
     wait_s = DEFAULT_RETRY_AFTER_S if retry_after_s is None else max(0.0, retry_after_s)
@@ -62,7 +62,7 @@ def retry_headers(status: int, retry_after_s: float | None) -> dict[str, str]:
 
 
 def warning_headers(warnings: Sequence[str]) -> dict[str, str]:
-    """What was ignored, for a person who reads headers: printable ASCII, MAX_WARNING_CHARS at most."""
+    """Ignored fields, for people: printable ASCII, at most MAX_WARNING_CHARS."""
     if not warnings:
         return {}
     text = ""
@@ -92,7 +92,7 @@ def json_response(content: object, status: int = 200, headers: dict[str, str] | 
 
 
 def install(app: FastAPI) -> None:
-    """Every way in which an answer can be an error, in one form."""
+    """Convert every kind of error to the same form."""
 
     async def on_diptych(request: Request, error: Exception) -> Response:
         assert isinstance(error, DiptychError)
@@ -104,7 +104,7 @@ def install(app: FastAPI) -> None:
         message, code = str(error.detail), None
         if error.status_code == 404:
             known = {route.path for route in app.routes if isinstance(route, Route)}
-            message, code = not_had(request.method, request.url.path, known), "unknown_url"
+            message, code = no_route_message(request.method, request.url.path, known), "unknown_url"
         elif error.status_code == 405:
             allowed = headers.get("Allow", "").split(", ")
             message, code = not_allowed(request.method, request.url.path, allowed), "method_not_supported"
@@ -118,11 +118,11 @@ def install(app: FastAPI) -> None:
 
     async def on_bug(request: Request, error: Exception) -> Response:
         return json_response(
-            error_object(500, "internal error; the log of the server has the trace", code="internal"), 500
+            error_object(500, "internal error; the server's log has the traceback", code="internal"), 500
         )
 
     async def on_gone(request: Request, error: Exception) -> Response:
-        return Response(status_code=499)  # nobody reads it: the client left while it sent its body
+        return Response(status_code=499)  # the client disconnected while sending its body
 
     app.add_exception_handler(DiptychError, on_diptych)
     app.add_exception_handler(ClientDisconnect, on_gone)

@@ -1,5 +1,7 @@
-"""What stands before the routes: the size and the framing of the request, and the caller's key. It looks at no route table:
-health and the status page's static files, spelled exactly so, are open, and everything else, known or not, needs a key."""
+"""Checks before routing: the request's size and framing, and the caller's key.
+
+Only health and the status page's static files, spelled exactly, need no key; every other path needs one, known or not.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from diptych.router.observe.status_page import STATIC_PATHS
 MAX_HEADER_BYTES = 32 * 1024
 OPEN_PATHS = frozenset({"/live", "/health"}) | STATIC_PATHS
 PROBE_PATHS = frozenset({"/metrics", "/ready"})
-"""Open, too, where `open_metrics` says so."""
+"""Need no key with `open_metrics`."""
 
 
 class HeadersTooLargeError(DiptychError):
@@ -26,9 +28,11 @@ class FramingError(DiptychError):
 
 
 class GuardMiddleware:
-    """Args:
-    keys: None: everybody is let in, as the default tenant.
-    open_metrics: /metrics and /ready need no key.
+    """Middleware for these checks.
+
+    Args:
+        keys: None: every caller is the default tenant.
+        open_metrics: /metrics and /ready need no key.
     """
 
     def __init__(self, app: ASGIApp, keys: Authenticator | None, *, open_metrics: bool = False) -> None:
@@ -37,7 +41,7 @@ class GuardMiddleware:
         self._open = OPEN_PATHS | (PROBE_PATHS if open_metrics else frozenset())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":  # nothing else is served
+        if scope["type"] != "http":  # only HTTP is served
             await self._app(scope, receive, send)
             return
         try:
@@ -46,8 +50,9 @@ class GuardMiddleware:
                 raise HeadersTooLargeError(f"the headers have {size} bytes; at most {MAX_HEADER_BYTES} are taken")
             names = {name for name, _ in scope["headers"]}
             if b"content-length" in names and b"transfer-encoding" in names:
-                # A proxy before us may have gone by the other one: what follows could be somebody else's request.
-                raise FramingError("content-length and transfer-encoding do not go together")
+                # A proxy may have used the other header: what follows could be another client's request (request
+                # smuggling).
+                raise FramingError("content-length and transfer-encoding cannot be combined")
             current_caller.set(ANYBODY)
             if self._keys is not None and scope["path"] not in self._open:
                 caller = self._keys.identify(_authorization(scope))

@@ -1,4 +1,4 @@
-"""Settings of how HTTP is spoken."""
+"""HTTP settings of the router."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ UNKNOWN_FIELDS = ("ignore", "refuse")
 
 @dataclass(frozen=True, slots=True)
 class HttpOptions:
-    """Args:
-    cors_origins: web pages from there may call the API from a browser: scheme://host[:port], or "*" for all.
-    unknown_fields: of a body: "ignore" names them in a header of the answer, "refuse" makes them a 400.
-    head_timeout_s: from the connection, or from a request's first byte, to the end of the request's head.
-    idle_timeout_s: how long a connection is kept between two requests.
+    """HTTP settings.
+
+    Args:
+        cors_origins: web pages from there may call the API from a browser: scheme://host[:port], or "*" for all.
+        unknown_fields: of a body: "ignore" names them in a response header, "refuse" rejects them with 400.
+        head_timeout_s: from the connection, or from a request's first byte, to the end of the request's head.
+        idle_timeout_s: how long a connection is kept between two requests.
     Raises: ConfigError naming the field.
     """
 

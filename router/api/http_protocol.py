@@ -1,12 +1,12 @@
-"""uvicorn's HTTP/1.1, with deadlines and with answers for what is no request.
+"""uvicorn's HTTP/1.1 with deadlines, and with responses to malformed requests.
 
-    nothing, or half a head, for head_timeout_s    closed (a half gets a 408 first)
-    answered before the body was read              the rest has LINGER_S to come, whatever comes meanwhile
+    nothing, or half a head, for head_timeout_s    closed (half a head gets a 408 first)
+    answered before the body was read              the rest must arrive within LINGER_S
     a request head over the limit                  431
-    HTTP/2 by prior knowledge, as gRPC speaks it   505, in HTTP/1.1: gRPC names that, and waits before it tries again
+    HTTP/2 by prior knowledge, as gRPC uses it     505, in HTTP/1.1: gRPC reports that, and backs off
 
-A client that closes its sending side is taken to have left, as in most servers: over TCP the two look the same until
-something is written, and a client that left must free its blocks at once.
+A half-closed connection is treated as a disconnect, as in most servers: over TCP the two are indistinguishable until a
+write, and a disconnected client must free its blocks at once.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class HttpProtocol(H11Protocol):
         super().__init__(*args, **more)
         self._head_timeout_s = head_timeout_s
         self._begin: bytes | None = b""
-        """The connection's first bytes, while they could be HTTP/2's; None: they are not."""
+        """The connection's first bytes while they may be an HTTP/2 preface; None: they are not."""
         self._deadline: asyncio.TimerHandle | None = None
         self._awaited: tuple[object, object] | None = None
 
@@ -54,7 +54,7 @@ class HttpProtocol(H11Protocol):
                 self._answer(_NOT_HTTP_1, "this port speaks HTTP/1.1, not HTTP/2; gRPC has a port of its own")
                 return
             if _PREFACE.startswith(self._begin):
-                return  # the deadline runs
+                return  # the deadline is running
             data, self._begin = self._begin, None
         super().data_received(data)
         self._watch()
@@ -64,7 +64,7 @@ class HttpProtocol(H11Protocol):
         self._watch()
 
     def _watch(self) -> None:
-        """Have a deadline while part of a request is awaited that nobody else waits for."""
+        """Set a deadline while the rest of a request is awaited and no other timer covers it."""
         awaited: tuple[object, object] | None = None
         their = self.conn.their_state
         if self.transport.is_closing():
@@ -72,7 +72,7 @@ class HttpProtocol(H11Protocol):
         elif their is h11.IDLE:
             if self.cycle is None or self.conn.trailing_data[0]:
                 awaited = (self.cycle, their)
-            elif self.timeout_keep_alive_task is None:  # the end of a body that nobody wanted has come
+            elif self.timeout_keep_alive_task is None:  # the end of a discarded body arrived
                 self.timeout_keep_alive_task = self.loop.call_later(
                     self.timeout_keep_alive, self.timeout_keep_alive_handler
                 )
@@ -102,18 +102,18 @@ class HttpProtocol(H11Protocol):
             self.transport.close()
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Some clients offer HTTP/2 with every request; they are answered in HTTP/1.1, as they expect."""
+        """Some clients offer HTTP/2 with every request; they accept HTTP/1.1."""
 
     def send_400_response(self, msg: str) -> None:
-        """Called for whatever is no HTTP; h11 itself knows what status that deserves."""
+        """Called for input that is not HTTP; h11 chooses the status."""
         if self.conn.their_state is h11.ERROR and self._head_is_too_long():
             self._answer(_TOO_LARGE, "the request head is too large")
         else:
             self._answer(400, msg)
 
     def _answer(self, status: int, text: str) -> None:
-        """The connection's last words, in place of an answer of the application."""
-        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # half of another answer is out already
+        """Write a final response in place of the application's and close."""
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # part of another response is already sent
             self.transport.close()
             return
         body = msgspec.json.encode(error_object(status, text, code=_CODES.get(status)))

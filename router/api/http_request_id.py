@@ -1,4 +1,5 @@
-"""ASGI middleware: every answer carries x-request-id, also those that no route made; every request has its line in the log."""
+"""ASGI middleware: every response carries x-request-id, also errors before routing; every request has a line in the
+log."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ _CLIENT_LEFT = 499
 
 
 class RequestIdMiddleware:
-    """A route that has minted an id of its own sets the header itself; this fills in the rest."""
+    """A route that created a request id sets the header itself; this sets it for the others."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

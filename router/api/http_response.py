@@ -1,7 +1,7 @@
-"""One generation as an ASGI response: whole or streamed, cancelled when the client leaves.
+"""One generation as an ASGI response: whole or streamed, cancelled when the client disconnects.
 
-Status and headers are sent only after a decode worker has accepted the request, so that every failure before that is a
-plain error answer. A failure after that is one `data: {"error": ...}` event and the end of the stream without [DONE].
+Status and headers are sent only after a decode worker accepted the request, so that every earlier failure is a plain
+error response. A later failure is one `data: {"error": ...}` event and the end of the stream without [DONE].
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from diptych.router.api.http_errors import error_response, json_response, warnin
 from diptych.router.api.interface import RouterApi, accepted
 from diptych.router.api.openai_answers import PING
 from diptych.router.api.openai_format import ResponseContext, ResponseFormatter
-from diptych.router.api.openai_requests import Call
+from diptych.router.api.openai_requests import ParsedRequest
 from diptych.router.requests.batch import all_accepted
 from diptych.router.requests.messages import FinishedEvent, GenerateEvent, ValidatedRequest
 
@@ -37,18 +37,18 @@ _SSE_HEADERS = {
 
 
 class GenerationResponse(Response):
-    """Runs the whole exchange inside the response, where the connection can be watched.
+    """Runs the generation inside the response, which can watch the connection.
 
     Args:
-        extra_headers: of a tenant's answers, asked when the answer begins.
-        ping_s: a comment line is sent after so many seconds of silence in a stream.
-        send_timeout_s: a client that takes nothing for so long is given up.
+        extra_headers: called when the response starts; headers of the tenant.
+        ping_s: seconds without output after which a stream sends a comment line.
+        send_timeout_s: seconds after which a client that does not read is disconnected.
     """
 
     def __init__(
         self,
-        door: RouterApi,
-        call: Call,
+        router_api: RouterApi,
+        call: ParsedRequest,
         *,
         now: Callable[[], float] = time.time,
         extra_headers: Callable[[str], dict[str, str]] = lambda _: {},
@@ -56,7 +56,7 @@ class GenerationResponse(Response):
         send_timeout_s: float = SEND_TIMEOUT_S,
     ) -> None:
         super().__init__()
-        self._door = door
+        self._router_api = router_api
         self._call = call
         self._now = now
         self._limit_headers = partial(extra_headers, call.spec.tenant)
@@ -88,12 +88,12 @@ class GenerationResponse(Response):
         request_id = ""
         try:
             call = self._call
-            prepared = await self._door.prepare(call.spec)
+            prepared = await self._router_api.prepare(call.spec)
             request_id = prepared.request_id
-            more = tuple([await self._door.prepare(spec) for spec in call.more])
-            tokens, features = self._door.tokens(prepared.model), self._door.features(prepared.model)
-            scene = ResponseContext(prepared, int(self._now()), features, tokens, more)
-            self._form = form = call.make_form(scene)
+            more = tuple([await self._router_api.prepare(spec) for spec in call.more])
+            tokens, features = self._router_api.tokens(prepared.model), self._router_api.features(prepared.model)
+            context = ResponseContext(prepared, int(self._now()), features, tokens, more)
+            self._form = form = call.make_form(context)
             async with self._accepted(prepared, more) as events:
                 if call.stream:
                     await self._stream(form, request_id, events, send)
@@ -106,7 +106,7 @@ class GenerationResponse(Response):
             return  # the client's connection broke
         except Exception:
             _log.exception("unhandled error in request %s", request_id)
-            bug = InternalError("internal error; the log of the server has the trace")
+            bug = InternalError("internal error; the server's log has the traceback")
             await self._fail(bug, request_id, scope, receive, send)
 
     @asynccontextmanager
@@ -114,10 +114,10 @@ class GenerationResponse(Response):
         self, prepared: ValidatedRequest, more: tuple[ValidatedRequest, ...]
     ) -> AsyncIterator[AsyncIterator[GenerateEvent]]:
         if more:
-            async with all_accepted(self._door, (prepared, *more)) as events:
+            async with all_accepted(self._router_api, (prepared, *more)) as events:
                 yield events
         else:
-            async with accepted(self._door, prepared) as (_, events):
+            async with accepted(self._router_api, prepared) as (_, events):
                 yield events
 
     async def _stream(
@@ -136,7 +136,7 @@ class GenerationResponse(Response):
                 return
             if chunk:
                 await self._write(chunk, send)
-        raise InternalError("the answer ended without its end")
+        raise InternalError("the answer ended without FinishedEvent")
 
     async def _write(self, chunk: bytes, send: Send, *, last: bool = False) -> None:
         self._writing_since = self._last_write = time.monotonic()
@@ -166,7 +166,7 @@ class GenerationResponse(Response):
                 body = form.whole(event)
                 return json_response(body, headers={"x-request-id": request_id} | self._extra_headers())
             form.absorb(event)
-        raise InternalError("the answer ended without its end")
+        raise InternalError("the answer ended without FinishedEvent")
 
     def _stuck(self) -> bool:
         return self._writing_since is not None and time.monotonic() - self._writing_since > self._send_timeout_s

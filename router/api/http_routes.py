@@ -1,4 +1,4 @@
-"""The page that says where things are."""
+"""The index page of the HTTP server."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PAGE = """<!doctype html>
 
 
 def add_index(app: FastAPI, version: str) -> None:
-    """`/` and `/docs`: a page for browsers, JSON for everybody else."""
+    """`/` and `/docs`: HTML for browsers, JSON otherwise."""
 
     async def index(request: Request) -> Response:
         rows = routes_of(app)
@@ -39,6 +39,6 @@ def add_index(app: FastAPI, version: str) -> None:
 
 
 def routes_of(app: FastAPI) -> list[tuple[str, str]]:
-    """(method, path) of what the API has."""
+    """(method, path) of every route."""
     routes = [route for route in app.routes if isinstance(route, APIRoute) and route.include_in_schema]
     return [(method, route.path) for route in routes for method in sorted(route.methods or ())]

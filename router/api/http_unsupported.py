@@ -1,4 +1,4 @@
-"""Words for routes that are not had. Pure."""
+"""Error messages for routes that do not exist. Pure."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ NOT_HAD = {
     "score": "scores", "skills": "skills", "threads": "threads", "uploads": "uploads",
     "vector_stores": "vector stores", "videos": "videos", "webhooks": "webhooks",
 }  # fmt: skip
-"""First part of the path behind /v1 -> what it is: routes of the OpenAI API, and of servers like it."""
+"""First part of the path after /v1 -> its meaning: routes of the OpenAI API and similar servers."""
 _STORED = {"chat/completions": "chat completions", "responses": "responses"}
 
 
-def not_had(method: str, path: str, known: Collection[str]) -> str:
-    """Why there is no such route, and which one may be meant. Args: known: paths that there are."""
+def no_route_message(method: str, path: str, known: Collection[str]) -> str:
+    """Why there is no such route, and a similar existing one. Args: known: existing paths."""
     bare = "/" + "/".join(part for part in path.split("/") if part and part != "v1")
     meant = next((one for one in (f"/v1{bare}", bare) if one in known and one != path), None)
     shown = f"{method} {path[:128]}"

@@ -1,4 +1,4 @@
-"""What the gRPC and the HTTP face need of the frontend; tests bring their own."""
+"""The frontend's interface for the gRPC and HTTP servers; tests implement it, too."""
 
 from __future__ import annotations
 
@@ -56,17 +56,17 @@ class RouterApi(Protocol):
 
 @asynccontextmanager
 async def accepted(
-    door: RouterApi, prepared: ValidatedRequest
+    router_api: RouterApi, prepared: ValidatedRequest
 ) -> AsyncIterator[tuple[StartedEvent, AsyncIterator[GenerateEvent]]]:
-    """The request's start and the events after it; leaving the block cancels what still runs.
+    """The request's start and the events after it; leaving the block cancels the rest.
 
     Raises: the DiptychError with which the request failed before a decode worker accepted it.
     """
-    events = cast(AsyncGenerator[GenerateEvent, None], door.generate(prepared))
+    events = cast(AsyncGenerator[GenerateEvent, None], router_api.generate(prepared))
     try:
         started = await anext(events, None)
         if not isinstance(started, StartedEvent):
-            raise InternalError("the answer did not begin with its start")
+            raise InternalError("the answer did not begin with StartedEvent")
         yield started, events
     finally:
         await events.aclose()

@@ -1,4 +1,4 @@
-"""Parts that every kind of OpenAI answer has. Pure: facts in, JSON-ready dictionaries or SSE bytes out."""
+"""Common parts of OpenAI responses. Pure: returns JSON-ready dictionaries or SSE bytes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def usage_object(usage: UsageInfo, reasoning_tokens: int = 0) -> dict[str, Any]:
 
 
 def explanation_object(explanation: Explanation) -> dict[str, Any]:
-    """The `diptych` object: everything of the message, plus the candidates' terms as `placement`."""
+    """The `diptych` object: all fields of the message; the candidates' costs are in `placement`."""
     facts: dict[str, Any] = {name: getattr(explanation, name) for name in _EXPLAINED}
     facts["notes"] = list(explanation.notes)
     facts["placement"] = [{name: getattr(terms, name) for name in _TERMS} for terms in explanation.candidates]
@@ -39,5 +39,5 @@ def explanation_object(explanation: Explanation) -> dict[str, Any]:
 
 
 def stop_reason(finished: FinishedEvent | ChoiceFinishedEvent) -> str | int | None:
-    """The request's stop string or stop token that ended the answer, if one did."""
+    """The request's stop string or stop token that ended the answer, if any."""
     return finished.stop_string or finished.stop_token_id

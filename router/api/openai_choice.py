@@ -1,5 +1,5 @@
-"""One choice of an answer as it grows: its text is taken apart into content, thoughts and tool calls, in a stream and in a
-whole answer by the same code, so that the two are always the same."""
+"""One choice of an answer during generation. Streams and whole answers split it into content, reasoning and tool calls
+by the same code, so that they are always the same."""
 
 from __future__ import annotations
 
@@ -21,17 +21,19 @@ class ToolCall:
 
     @property
     def cut(self) -> bool:
-        """Its arguments do not come to their end."""
+        """Its arguments are incomplete."""
         value, text = ValueScanner(), "".join(self.arguments)
         return text.startswith(("{", "[")) and not any(map(value.push, text))
 
 
 class Choice:
-    """Args:
-    splitter: None: the model does not think aloud, or nobody asked.
-    parser: None: no tools were offered.
-    parallel: False: calls after the first are dropped.
-    keep_reasoning: False: thoughts are dropped.
+    """One choice.
+
+    Args:
+        splitter: None: no reasoning is separated.
+        parser: None: no tools were offered.
+        parallel: False: calls after the first are dropped.
+        keep_reasoning: False: reasoning is dropped.
     """
 
     def __init__(
@@ -58,7 +60,7 @@ class Choice:
         self.stop_reason: str | int | None = None
 
     def feed(self, event: TokenEvent) -> list[Piece]:
-        """What became visible with these tokens."""
+        """The pieces completed by these tokens."""
         if self._splitter is not None and self._splitter.thinking:
             self.reasoning_tokens += len(event.token_ids)
         self.token_ids.extend(event.token_ids)
@@ -66,12 +68,12 @@ class Choice:
         return self._keep(self._parsed(self._split(event.text)))
 
     def end(self, event: FinishedEvent | ChoiceFinishedEvent) -> list[Piece]:
-        """What was held back. Sets finish_reason and stop_reason."""
+        """The held-back pieces. Sets finish_reason and stop_reason."""
         rest = self._parsed(self._splitter.end() if self._splitter is not None else [])
         if self._parser is not None:
             rest += self._parser.end()
         pieces = self._keep(rest)
-        # A stop string may end the answer within a call: who reads "tool_calls" takes the arguments for JSON.
+        # A stop string may end the answer within a call, and "tool_calls" promises complete JSON arguments.
         calls = bool(self.calls) and event.reason is FinishReason.STOP and not self.calls[-1].cut
         self.finish_reason = "tool_calls" if calls else event.reason.value
         self.stop_reason = stop_reason(event)

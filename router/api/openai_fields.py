@@ -1,7 +1,7 @@
-"""Fields of the OpenAI and vLLM APIs that are known but not built yet, and fields that nobody knows.
+"""Fields of the OpenAI and vLLM APIs that are known but not supported, and unknown fields.
 
-A known field is refused by name when it asks for something; its neutral values are let through. An unknown field is
-ignored, with a warning to the client and one in the log for each name; or it is refused.
+A known field is rejected by name unless its value is neutral. An unknown field is ignored, with a warning to the client
+and one in the log for each name; or it is rejected.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from diptych.common.errors import InvalidRequestError
 _log = logging.getLogger(__name__)
 
 MAX_NAME_CHARS = 64
-MAX_TOLD = 8
-"""Unknown names that one answer tells of."""
+MAX_WARNINGS = 8
+"""Most unknown names in one response."""
 _ALIKE = 0.8
 
 _NO: tuple[object, ...] = (None,)
@@ -43,15 +43,15 @@ NOT_BUILT: Mapping[str, tuple[object, ...]] = {
     "prediction": _NO,
     "web_search_options": _NO,
 }
-"""Name -> values that ask for nothing."""
+"""Name -> neutral values."""
 
 HARMLESS = frozenset({
     "parallel_tool_calls", "include_reasoning", "tool_choice",
     "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "service_tier",
     "client_metadata", "store", "metadata", "verbosity", "max_tool_calls",
 })  # fmt: skip
-"""These change no answer, whatever they say: there are no tools and no reasoning; the server has no tools of its own, no storage
-and no tiers; and no model knows the hint."""
+"""These never change an answer: the server has no tools, reasoning, storage or tiers of its own, and no model uses the
+hint."""
 
 CHAT_NOT_BUILT: Mapping[str, tuple[object, ...]] = {**NOT_BUILT, "add_special_tokens": _OFF, "echo": _OFF}
 _OF_CHAT: Mapping[str, tuple[object, ...]] = {
@@ -86,8 +86,8 @@ RESPONSES_NOT_BUILT: Mapping[str, tuple[object, ...]] = {
 }
 
 
-def refuse_unbuilt(body: Mapping[str, Any], not_built: Mapping[str, tuple[object, ...]]) -> None:
-    """Raises: InvalidRequestError naming the first field that asks for something we do not have."""
+def reject_unsupported(body: Mapping[str, Any], not_built: Mapping[str, tuple[object, ...]]) -> None:
+    """Raises: InvalidRequestError naming the first unsupported field with another than a neutral value."""
     for name in body:
         neutral = not_built.get(name)
         if neutral is not None and not any(_same(body[name], value) for value in neutral):
@@ -99,11 +99,11 @@ def _same(value: object, neutral: object) -> bool:
 
 
 class UnknownFields:
-    """What becomes of fields that nobody knows.
+    """Handling of unknown fields.
 
     Args:
-        refuse: they are an error; else they are ignored, with one line in the log for each name.
-        limit: of names that are remembered; past that, new names are not logged.
+        refuse: reject them; else ignore them, with one line in the log for each name.
+        limit: most names remembered; further new names are not logged.
     """
 
     def __init__(self, *, refuse: bool = False, limit: int = 256) -> None:
@@ -112,21 +112,21 @@ class UnknownFields:
         self._seen: set[str] = set()
 
     def note(self, names: Iterable[str], known: Collection[str]) -> tuple[str, ...]:
-        """What the client is to be told. Raises: InvalidRequestError naming the first one, where they are refused.
+        """Warnings for the client. Raises: InvalidRequestError naming the first field, if they are rejected.
 
         Args:
-            known: what the caller may have meant.
+            known: existing fields, for suggestions.
         """
-        told: list[str] = []
+        warnings: list[str] = []
         for name in names:
             short = name[:MAX_NAME_CHARS]
-            close = difflib.get_close_matches(short, known, 1, _ALIKE) if len(told) < MAX_TOLD else []
+            close = difflib.get_close_matches(short, known, 1, _ALIKE) if len(warnings) < MAX_WARNINGS else []
             meant = f" (did you mean {close[0]}?)" if close else ""
             if self._refuse:
                 raise InvalidRequestError(f"there is no field {short!r}{meant}", param=short)
-            if len(told) < MAX_TOLD:
-                told.append(f"unknown field {short!r} is ignored{meant}")
+            if len(warnings) < MAX_WARNINGS:
+                warnings.append(f"unknown field {short!r} is ignored{meant}")
             if short not in self._seen and len(self._seen) < self._limit:
                 self._seen.add(short)
                 _log.warning("unknown field %r is ignored", short)
-        return tuple(told)
+        return tuple(warnings)

@@ -1,6 +1,6 @@
-"""How answers are written: chat and completions, whole and as a stream.
+"""Formatting of responses: chat and completions, whole and streamed.
 
-chunks of a stream:  role -> content* -> finish_reason -> [usage, if asked for] -> data: [DONE]
+chunks of a stream:  role -> content* -> finish_reason -> [usage, if requested] -> data: [DONE]
                      |---- for each choice ----------|
 """
 
@@ -39,14 +39,15 @@ from diptych.router.tools.registry import id_maker, tool_factory
 
 @dataclass(frozen=True, slots=True)
 class ResponseOptions:
-    """What a request says about the form of its answer.
+    """Options of the response in the request.
 
     Args:
         include_usage: a stream ends with the usage.
         continuous_usage: every chunk of a stream carries the usage so far.
-        tool_names: functions that were offered; empty: tool calls are not looked for.
-        prompt_logprobs: candidates at each of the prompt's places; None: these are not shown (but an echo may need them).
-        echo: the answer begins with the prompt. prompt_only: the token that was computed is not shown (max_tokens: 0).
+        tool_names: functions that were offered; empty: tool calls are not parsed.
+        prompt_logprobs: candidates at each prompt position; None: not shown (but an echo may need them).
+        echo: the answer begins with the prompt.
+        prompt_only: the computed token is not shown (max_tokens: 0).
     """
 
     include_usage: bool = False
@@ -63,7 +64,7 @@ class ResponseOptions:
 
 @dataclass(frozen=True, slots=True)
 class ResponseContext:
-    """What an answer needs to know beside its events.
+    """Further inputs of the formatting, beside the events.
 
     Args:
         created: Unix seconds.
@@ -82,37 +83,37 @@ class ResponseContext:
 
 
 class ResponseFormatter(Protocol):
-    """Feed it every event, in order: `chunks` while streaming, else `absorb`, then `whole`."""
+    """Pass every event in order: to `chunks` for a stream, else to `absorb`, followed by `whole`."""
 
     def begin(self) -> bytes:
-        """What a stream begins with; may be empty."""
+        """The start of a stream; may be empty."""
 
     def chunks(self, event: GenerateEvent) -> bytes:
-        """What a stream says about the event; may be empty."""
+        """The chunks of a stream for the event; may be empty."""
 
     def absorb(self, event: GenerateEvent) -> None: ...
 
     def whole(self, finished: FinishedEvent) -> dict[str, Any]: ...
 
     def failure(self, error: DiptychError) -> bytes:
-        """The last words of a stream that cannot go on."""
+        """The end of a failed stream."""
 
 
 class _Answer:
-    """What chat and completions share."""
+    """Common part of chat and completions."""
 
     prefix = ""
     kind = ""
     chunk_kind = ""
     bytes_prefix = ""
 
-    def __init__(self, wishes: ResponseOptions, scene: ResponseContext, *, chat: bool) -> None:
-        self.wishes = wishes
-        self.prepared = scene.prepared
-        self.created = scene.created
-        self.names = TokenNames(scene.tokens, as_ids=wishes.tokens_as_ids, bytes_prefix=self.bytes_prefix)
-        self.choices = [make_choice(index, wishes, scene, chat=chat) for index in range(scene.num_choices)]
-        self.prompts = (scene.prepared, *scene.more)
+    def __init__(self, options: ResponseOptions, context: ResponseContext, *, chat: bool) -> None:
+        self.options = options
+        self.prepared = context.prepared
+        self.created = context.created
+        self.names = TokenNames(context.tokens, as_ids=options.tokens_as_ids, bytes_prefix=self.bytes_prefix)
+        self.choices = [make_choice(index, options, context, chat=chat) for index in range(context.num_choices)]
+        self.prompts = (context.prepared, *context.more)
         self.prompt_entries = [PromptEntries(len(prompt.prompt.token_ids)) for prompt in self.prompts]
         self._num_prompt_tokens = sum(len(prompt.prompt.token_ids) for prompt in self.prompts)
         self._num_tokens = 0
@@ -125,12 +126,12 @@ class _Answer:
 
     def choice(self, index: int) -> Choice:
         if not index < len(self.choices):
-            raise InternalError(f"choice {index} came, {len(self.choices)} were asked for")
+            raise InternalError(f"choice {index} arrived, but {len(self.choices)} were requested")
         return self.choices[index]
 
     def absorb(self, event: GenerateEvent) -> None:
         if isinstance(event, TokenEvent):
-            if not self.wishes.prompt_only:
+            if not self.options.prompt_only:
                 self.choice(event.choice).feed(event)
         elif isinstance(event, ChoiceFinishedEvent):
             self.choice(event.choice).end(self._ending(event))
@@ -139,7 +140,7 @@ class _Answer:
 
     def chunks(self, event: GenerateEvent) -> bytes:
         if isinstance(event, TokenEvent):
-            if self.wishes.prompt_only:
+            if self.options.prompt_only:
                 return b""
             choice = self.choice(event.choice)
             self._num_tokens += len(event.token_ids)
@@ -150,22 +151,22 @@ class _Answer:
             entries = self.prompt_entries[event.prompt]
             was_complete = entries.complete
             entries.take(event)
-            return self.prompt_told(event.prompt) if entries.complete and not was_complete else b""
+            return self.prompt_logprobs_complete(event.prompt) if entries.complete and not was_complete else b""
         if isinstance(event, FinishedEvent):
             return self._end(event)
         return b""
 
     def _ending(self, event: FinishedEvent | ChoiceFinishedEvent) -> FinishedEvent | ChoiceFinishedEvent:
-        """How a choice has ended, as the caller sees it."""
-        if not self.wishes.prompt_only:
+        """How a choice ended, as the caller sees it."""
+        if not self.options.prompt_only:
             return event
         return replace(event, reason=FinishReason.LENGTH, stop_string="", stop_token_id=None)
 
     def failure(self, error: DiptychError) -> bytes:
         return sse(error_body(error))
 
-    def prompt_told(self, prompt: int) -> bytes:
-        """What a stream says when all logprobs of a prompt have come."""
+    def prompt_logprobs_complete(self, prompt: int) -> bytes:
+        """Chunks of a stream once all logprobs of a prompt have arrived."""
         return b""
 
     def token_chunks(self, choice: Choice, pieces: list[Piece], event: TokenEvent | None) -> bytes:
@@ -185,15 +186,15 @@ class _Answer:
             extra["diptych"] = explanation_object(event.explanation)
         running = [choice for choice in self.choices if choice.finish_reason is None]
         out = b"".join(self._choice_end(choice, event, extra) for choice in running)
-        if extra and not running and not self.wishes.include_usage:  # every choice has had its last chunk
+        if extra and not running and not self.options.include_usage:  # every choice has had its last chunk
             out += sse(self.head() | {"choices": []} | extra)
-        if self.wishes.include_usage:
+        if self.options.include_usage:
             out += sse(self.head() | {"choices": [], "usage": self._final_usage} | extra)
         return out + DONE
 
     def usage(self, event: FinishedEvent) -> dict[str, Any]:
         usage = event.usage
-        if self.wishes.prompt_only:
+        if self.options.prompt_only:
             usage = UsageInfo(usage.prompt_tokens, 0, usage.cached_tokens)
         return usage_object(usage, sum(choice.reasoning_tokens for choice in self.choices))
 
@@ -212,14 +213,14 @@ class _Answer:
         if ended:
             shown["stop_reason"] = choice.stop_reason
         chunk = self.head() | {"choices": [shown]}
-        if self.wishes.continuous_usage:
+        if self.options.continuous_usage:
             chunk["usage"] = self._final_usage or self._usage_so_far()
-        elif self.wishes.include_usage:
+        elif self.options.include_usage:
             chunk["usage"] = None
         return chunk
 
     def _usage_so_far(self) -> dict[str, Any]:
-        """How much of the prompt came from the cache is known at the end only."""
+        """The number of cached prompt tokens is known only at the end."""
         return {
             "prompt_tokens": self._num_prompt_tokens,
             "completion_tokens": self._num_tokens,
@@ -245,15 +246,15 @@ class _Answer:
 class ChatForm(_Answer):
     prefix, kind, chunk_kind = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, wishes: ResponseOptions, scene: ResponseContext) -> None:
-        super().__init__(wishes, scene, chat=True)
-        self._logprobs = scene.prepared.sampling.logprobs is not None
+    def __init__(self, options: ResponseOptions, context: ResponseContext) -> None:
+        super().__init__(options, context, chat=True)
+        self._logprobs = context.prepared.sampling.logprobs is not None
 
     def begin(self) -> bytes:
         out = b""
         for choice in self.choices:
             chunk = self.chunk(choice, {"delta": {"role": "assistant", "content": ""}})
-            if self.wishes.return_token_ids and not choice.index:
+            if self.options.return_token_ids and not choice.index:
                 chunk["prompt_token_ids"] = list(self.prepared.prompt.token_ids)
             out += sse(chunk)
         return out
@@ -262,9 +263,9 @@ class ChatForm(_Answer):
         return {"delta": {}}
 
     def token_chunks(self, choice: Choice, pieces: list[Piece], event: TokenEvent | None) -> bytes:
-        """One chunk a piece; the tokens' facts go with the first."""
+        """One chunk a piece; the tokens' data go with the first."""
         facts: dict[str, Any] = {}
-        if event is not None and self.wishes.return_token_ids and event.token_ids:
+        if event is not None and self.options.return_token_ids and event.token_ids:
             facts["token_ids"] = list(event.token_ids)
         if event is not None and self._logprobs and event.logprobs:
             facts["logprobs"] = chat_logprobs(event.logprobs, self.names)
@@ -276,11 +277,11 @@ class ChatForm(_Answer):
 
     def whole(self, finished: FinishedEvent) -> dict[str, Any]:
         body = super().whole(finished)
-        if self.wishes.return_token_ids:
+        if self.options.return_token_ids:
             body["prompt_token_ids"] = list(self.prepared.prompt.token_ids)
-        if self.wishes.prompt_logprobs is not None:
+        if self.options.prompt_logprobs is not None:
             entries = self.prompt_entries[0].entries
-            body["prompt_logprobs"] = prompt_logprobs(entries, self.names, self.wishes.prompt_logprobs)
+            body["prompt_logprobs"] = prompt_logprobs(entries, self.names, self.options.prompt_logprobs)
         return body
 
     def whole_choice(self, choice: Choice) -> dict[str, Any]:
@@ -308,7 +309,7 @@ class ChatForm(_Answer):
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }
-        if self.wishes.return_token_ids:
+        if self.options.return_token_ids:
             shown["token_ids"] = choice.token_ids
         return shown
 
@@ -317,10 +318,10 @@ class CompletionForm(_Answer):
     prefix, kind, chunk_kind = "cmpl-", "text_completion", "text_completion"
     bytes_prefix = "bytes:"
 
-    def __init__(self, wishes: ResponseOptions, scene: ResponseContext) -> None:
-        super().__init__(wishes, scene, chat=False)
-        most = scene.prepared.sampling.logprobs
-        self._wants_logprobs = most is not None
+    def __init__(self, options: ResponseOptions, context: ResponseContext) -> None:
+        super().__init__(options, context, chat=False)
+        most = context.prepared.sampling.logprobs
+        self._with_logprobs = most is not None
         self._logprobs = [
             CompletionLogprobs(self.names, most or 0, len(self._prompt_of(choice).echo)) for choice in self.choices
         ]
@@ -336,12 +337,12 @@ class CompletionForm(_Answer):
         return self._logprobs[choice.index].echoed(prompt.prompt.token_ids, entries, prompt.echo_offsets)
 
     def begin(self) -> bytes:
-        """An echo with logprobs waits for these."""
-        echoes = self.wishes.echo and self._wants_logprobs
-        tell = self.prompt_told if echoes else self._prompt_chunks
+        """An echo with logprobs waits for them."""
+        echoes = self.options.echo and self._with_logprobs
+        tell = self.prompt_logprobs_complete if echoes else self._prompt_chunks
         return b"".join(tell(i) for i, entries in enumerate(self.prompt_entries) if entries.complete or not echoes)
 
-    def prompt_told(self, prompt: int) -> bytes:
+    def prompt_logprobs_complete(self, prompt: int) -> bytes:
         return self._prompt_chunks(prompt, with_logprobs=True)
 
     def _prompt_chunks(self, number: int, *, with_logprobs: bool = False) -> bytes:
@@ -350,7 +351,7 @@ class CompletionForm(_Answer):
             if self._prompt_number(choice) != number:
                 continue
             body: dict[str, Any] = {"text": prompt.echo}
-            if self.wishes.return_token_ids:
+            if self.options.return_token_ids:
                 body["prompt_token_ids"] = list(prompt.prompt.token_ids)
             if with_logprobs:
                 body["logprobs"] = self._echo_logprobs(choice)
@@ -364,15 +365,15 @@ class CompletionForm(_Answer):
     def token_chunks(self, choice: Choice, pieces: list[Piece], event: TokenEvent | None) -> bytes:
         text = "".join(piece.text for piece in pieces if isinstance(piece, Content))
         body: dict[str, Any] = {"text": text}
-        if event is not None and self.wishes.return_token_ids and event.token_ids:
+        if event is not None and self.options.return_token_ids and event.token_ids:
             body["token_ids"] = list(event.token_ids)
-        if event is not None and self._wants_logprobs and event.logprobs:
+        if event is not None and self._with_logprobs and event.logprobs:
             body["logprobs"] = self._logprobs[choice.index].part(event.logprobs)
         return sse(self.chunk(choice, body)) if text or len(body) > 1 else b""
 
     def whole_choice(self, choice: Choice) -> dict[str, Any]:
-        logprobs = self._logprobs[choice.index].part(choice.logprobs) if self._wants_logprobs else None
-        if self.wishes.echo and logprobs is not None:
+        logprobs = self._logprobs[choice.index].part(choice.logprobs) if self._with_logprobs else None
+        if self.options.echo and logprobs is not None:
             echoed = self._echo_logprobs(choice)
             logprobs = {name: echoed[name] + values for name, values in logprobs.items()}
         prompt = self._prompt_of(choice)
@@ -383,30 +384,30 @@ class CompletionForm(_Answer):
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }
-        if self.wishes.return_token_ids:
+        if self.options.return_token_ids:
             shown["token_ids"] = choice.token_ids
             shown["prompt_token_ids"] = list(prompt.prompt.token_ids)
-        if self.wishes.prompt_logprobs is not None:
+        if self.options.prompt_logprobs is not None:
             entries = self.prompt_entries[self._prompt_number(choice)].entries
-            shown["prompt_logprobs"] = prompt_logprobs(entries, self.names, self.wishes.prompt_logprobs)
+            shown["prompt_logprobs"] = prompt_logprobs(entries, self.names, self.options.prompt_logprobs)
         return shown
 
 
-def make_choice(index: int, wishes: ResponseOptions, scene: ResponseContext, *, chat: bool) -> Choice:
-    """Completions are given out as they are; chat answers are taken apart."""
+def make_choice(index: int, options: ResponseOptions, context: ResponseContext, *, chat: bool) -> Choice:
+    """Completions are returned unchanged; chat answers are split."""
     if not chat:
         return Choice(index)
-    features = scene.features
-    splitter = ReasoningSplitter(thinking=scene.prepared.thinking) if features.reasoning else None
+    features = context.features
+    splitter = ReasoningSplitter(thinking=context.prepared.thinking) if features.reasoning else None
     parser = None
-    if wishes.tool_names and features.tool_parser != "none":
-        parser = tool_factory(features.tool_parser)(wishes.tool_names, id_maker(features.tool_parser))
+    if options.tool_names and features.tool_parser != "none":
+        parser = tool_factory(features.tool_parser)(options.tool_names, id_maker(features.tool_parser))
     return Choice(
         index,
         splitter,
         parser,
-        parallel=wishes.parallel_tool_calls,
-        keep_reasoning=wishes.include_reasoning,
+        parallel=options.parallel_tool_calls,
+        keep_reasoning=options.include_reasoning,
     )
 
 

@@ -1,4 +1,4 @@
-"""Log probabilities in the three forms that clients of the OpenAI and vLLM APIs know. Pure."""
+"""Log probabilities in the three formats of the OpenAI and vLLM APIs. Pure."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from diptych.common.token_bytes import Tokens
 from diptych.router.requests.messages import PromptLogprobsEvent, TokenLogprob
 
 _LEAST = -9999.0
-"""JSON has no -Infinity: a token that cannot be drawn at all shows this, as at vLLM."""
+"""JSON has no -Infinity: a token that cannot be sampled shows this, as in vLLM."""
 
 
 class TokenNames:
-    """How tokens are written in an answer.
+    """How tokens are written in a response.
 
     Args:
         as_ids: as "token_id:17" instead of their text (`return_tokens_as_token_ids`).
@@ -43,12 +43,12 @@ class TokenNames:
         return self.tokens.of(token_id).decode("utf-8", "replace")
 
     def bytes_of(self, token_id: int) -> list[int] | None:
-        """The token's part of the text; None: it has none there."""
+        """The bytes that the token adds to the text; None: it adds none."""
         return list(self.tokens.of(token_id)) if self.tokens.is_text(token_id) else None
 
 
 class PromptEntries:
-    """Of one prompt; what an attempt tells again is known."""
+    """Logprobs of one prompt; repeats from a later attempt are dropped."""
 
     def __init__(self, num_prompt: int) -> None:
         self._wanted = num_prompt - 1
@@ -62,7 +62,7 @@ class PromptEntries:
         """Raises: InternalError for a gap."""
         known = len(self.entries) + 1 - event.first_token
         if known < 0:
-            raise InternalError(f"logprobs of prompt token {event.first_token} came too early")
+            raise InternalError(f"logprobs of prompt token {event.first_token} arrived too early")
         self.entries.extend(event.logprobs[known:])
 
 
@@ -84,10 +84,10 @@ def chat_logprobs(entries: Sequence[TokenLogprob], names: TokenNames) -> dict[st
 
 
 class CompletionLogprobs:
-    """The `logprobs` object of a completions choice: parallel lists. Offsets run on over the chunks of a stream.
+    """The `logprobs` object of a completions choice: parallel lists. Offsets continue over the chunks of a stream.
 
     Args:
-        most: candidates that the caller asked for at each place.
+        most: candidates requested at each position.
         echo: characters of the prompt before the answer.
     """
 
@@ -100,9 +100,10 @@ class CompletionLogprobs:
     def echoed(
         self, token_ids: Sequence[int], entries: Sequence[TokenLogprob], offsets: Sequence[int]
     ) -> dict[str, Any]:
-        """Of the prompt, whose first token has no logprob. `offsets`: empty: of the tokens' own text. Raises: InternalError."""
+        """The prompt's part; its first token has no logprob. `offsets`: empty: those of the tokens' own text. Raises:
+        InternalError."""
         if len(entries) != len(token_ids) - 1:
-            raise InternalError(f"logprobs of {len(entries)} of {len(token_ids) - 1} prompt tokens came")
+            raise InternalError(f"logprobs of {len(entries)} of {len(token_ids) - 1} prompt tokens arrived")
         own = self._names.tokens.offsets()
         return {
             "text_offset": list(offsets) or [own.push(token_id) for token_id in token_ids],
@@ -112,7 +113,7 @@ class CompletionLogprobs:
         }
 
     def part(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
-        """Of the answer's next tokens."""
+        """The part of the answer's next tokens."""
         return {
             "text_offset": [self._echo + self._offsets.push(entry.token_id) for entry in entries],
             "token_logprobs": [finite(entry.logprob) for entry in entries],
@@ -121,8 +122,8 @@ class CompletionLogprobs:
         }
 
     def _top(self, entry: TokenLogprob) -> dict[str, float]:
-        """The likeliest first. The token itself is always among them, by the name that it has in `tokens`: another with the
-        same text is written as an id."""
+        """The likeliest first. The token itself is always included, under its name in `tokens`; another with the same
+        text is written as an id."""
         own = self._names.of(entry.token_id)
         shown: dict[str, float] = {}
         for token_id, logprob in entry.top[: self._most]:
@@ -134,7 +135,7 @@ class CompletionLogprobs:
 
 
 def prompt_logprobs(entries: Sequence[TokenLogprob], names: TokenNames, most: int) -> list[dict[str, Any] | None]:
-    """vLLM's form: one object a prompt token, by token id; null for the first."""
+    """vLLM's format: one object a prompt token, by token id; null for the first."""
     out: list[dict[str, Any] | None] = [None]
     for entry in entries:
         ranked = [(token_id, logprob, rank) for rank, (token_id, logprob) in enumerate(entry.top[:most], 1)]

@@ -1,4 +1,4 @@
-"""What the OpenAI routes take: shapes and types are checked here, ranges by the frontend."""
+"""Request bodies of the OpenAI routes: shapes and types are checked here, ranges by the frontend."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from diptych.router.api.openai_fields import (
     COMPLETION_NOT_BUILT,
     HARMLESS,
     UnknownFields,
-    refuse_unbuilt,
+    reject_unsupported,
 )
 from diptych.router.api.openai_format import (
     ChatForm,
@@ -42,7 +42,7 @@ from diptych.router.tools.options import (
 _Model = TypeVar("_Model", bound=BaseModel)
 _Item = TypeVar("_Item")
 Items: TypeAlias = Annotated[list[_Item], Field(fail_fast=True)]
-"""A list that is given up at its first bad element: a body of millions of them must not cost as many errors."""
+"""Validation stops at the first invalid element: a body of millions of them must not produce as many errors."""
 
 _UNION_FORMS = {
     "prompt": "a string, a list of token ids, or a list of those",
@@ -53,7 +53,7 @@ _UNION_FORMS = {
 _UNCHANGED = (
     "use_beam_search", "local_prefill_max_tokens", "priority", "truncate_prompt_tokens", "truncation_side", "cache_salt",
 )  # fmt: skip
-"""Fields that go into the spec as they are."""
+"""Fields that are passed on unchanged."""
 _TYPES: Mapping[str, Any] = {
     "float": float,
     "int": int,
@@ -64,13 +64,13 @@ _TYPES: Mapping[str, Any] = {
     "Mapping[int, float]": dict[str, Any],
     "bool | str": bool | Literal["never"],
 }
-"""Type in the table of sampling parameters -> type in a body. A grammar has fields of its own."""
+"""Type in the table of sampling parameters -> type in a body. A grammar has separate fields."""
 
 FORMAT_FIELDS = (
     "response_format", "text", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
 )  # fmt: skip
 _COMPLETION_TOKENS = 16
-"""The API's default of max_tokens for completions; chat answers run to their end."""
+"""The API's default of max_tokens for completions; chat answers have no default limit."""
 _MAX_TEMPLATE_KWARGS = 16
 _MAX_TEMPLATE_VALUE_CHARS = 256
 
@@ -83,7 +83,7 @@ class StreamOptions(BaseModel):
 
 
 def _with_sampling(name: str, base: type[BaseModel], *, responses: bool) -> Any:
-    """`base` with a field for each sampling parameter that the Responses API takes, or with those for the other two."""
+    """`base` with a field for each sampling parameter of the Responses API, or of the other two APIs."""
     rows = {name: row for name, row in SAMPLING.items() if row.responses == responses}
     fields: dict[str, Any] = {
         name: (_TYPES[row.check.type_name] | None, None) for name, row in rows.items() if row.check.type_name in _TYPES
@@ -96,7 +96,7 @@ class _Strict(BaseModel):
 
 
 class Sampled(_with_sampling("_Sampled", _Strict, responses=True)):  # type: ignore[misc]
-    """What every kind of request has."""
+    """Common fields of all requests."""
 
     model: str = ""
     use_beam_search: bool | None = None
@@ -149,11 +149,11 @@ class CompletionRequest(_Common):
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """A checked request: what to generate, and the form in which to answer.
+class ParsedRequest:
+    """A parsed request: what to generate, and how to format the response.
 
-    `renamed` maps a parameter of the spec to the name under which the caller gave it. `more`: the further prompts. `warnings`:
-    what was ignored, for the caller.
+    `renamed` maps a parameter to the name that the caller used. `more`: the further prompts. `warnings`: ignored
+    fields, for the caller.
     """
 
     spec: UncheckedRequest
@@ -164,9 +164,9 @@ class Call:
     warnings: tuple[str, ...] = ()
 
 
-def chat_call(body: dict[str, Any], *, features: ModelFeatures, unknown: UnknownFields) -> Call:
+def chat_call(body: dict[str, Any], *, features: ModelFeatures, unknown: UnknownFields) -> ParsedRequest:
     """Raises: InvalidRequestError naming the field."""
-    refuse_unbuilt(body, CHAT_NOT_BUILT)
+    reject_unsupported(body, CHAT_NOT_BUILT)
     request = validate(ChatCompletionRequest, body)
     for message in body["messages"]:
         for name in ("function_call", "audio"):
@@ -177,7 +177,7 @@ def chat_call(body: dict[str, Any], *, features: ModelFeatures, unknown: Unknown
     offer = offer_tools(request.tools, request.tool_choice, features, parallel=parallel)
     grammar, renamed = grammar_of(request, offer)
     if request.top_logprobs is not None and not request.logprobs:
-        raise InvalidRequestError("top_logprobs is for logprobs=true only", param="top_logprobs")
+        raise InvalidRequestError("top_logprobs requires logprobs=true", param="top_logprobs")
     max_tokens = request.max_tokens
     renamed["logprobs"] = "top_logprobs"
     if request.max_completion_tokens is not None:
@@ -193,18 +193,18 @@ def chat_call(body: dict[str, Any], *, features: ModelFeatures, unknown: Unknown
         chat_template_kwargs=template_kwargs(request.chat_template_kwargs, request.reasoning_effort, features),
         **ending(request.add_generation_prompt, request.continue_final_message),
     )
-    wishes = _wishes(
+    options = _response_options(
         request,
         tool_names=offer.names,
         parallel_tool_calls=parallel,
         include_reasoning=request.include_reasoning is not False,
     )
-    return Call(spec, bool(request.stream), partial(ChatForm, wishes), renamed, (), warnings)
+    return ParsedRequest(spec, bool(request.stream), partial(ChatForm, options), renamed, (), warnings)
 
 
-def completion_call(body: dict[str, Any], *, features: ModelFeatures, unknown: UnknownFields) -> Call:
+def completion_call(body: dict[str, Any], *, features: ModelFeatures, unknown: UnknownFields) -> ParsedRequest:
     """Raises: InvalidRequestError naming the field."""
-    refuse_unbuilt(body, COMPLETION_NOT_BUILT)
+    reject_unsupported(body, COMPLETION_NOT_BUILT)
     request = validate(CompletionRequest, body)
     warnings = note_unknown(CompletionRequest, body, COMPLETION_NOT_BUILT, unknown)
     prompts = _prompts(request.prompt)
@@ -218,7 +218,7 @@ def completion_call(body: dict[str, Any], *, features: ModelFeatures, unknown: U
         raise InvalidRequestError("min_tokens must be between 0 and max_tokens=0", param="min_tokens")
     grammar, renamed = grammar_of(request)
     if prompt_only:
-        sampling["max_tokens"] = 1  # a step without a token would be one of its own kind
+        sampling["max_tokens"] = 1  # the engine has no step without a token
     spec = _spec(
         request,
         sampling,
@@ -231,8 +231,8 @@ def completion_call(body: dict[str, Any], *, features: ModelFeatures, unknown: U
     if "token_ids" in sources[0]:
         renamed |= {"token_ids": "prompt"}
     further = tuple(replace(spec, **source) for source in sources[1:])
-    wishes = _wishes(request, echo=bool(request.echo), prompt_only=prompt_only)
-    return Call(spec, bool(request.stream), partial(CompletionForm, wishes), renamed, further, warnings)
+    options = _response_options(request, echo=bool(request.echo), prompt_only=prompt_only)
+    return ParsedRequest(spec, bool(request.stream), partial(CompletionForm, options), renamed, further, warnings)
 
 
 def _prompts(given: str | list[Any]) -> list[str | list[int]]:
@@ -240,15 +240,12 @@ def _prompts(given: str | list[Any]) -> list[str | list[int]]:
     if isinstance(given, str) or not given or isinstance(given[0], int):
         return [given]
     if len(given) > MAX_PROMPTS:
-        raise InvalidRequestError(f"prompt holds {len(given)} prompts: at most {MAX_PROMPTS} are taken", param="prompt")
+        raise InvalidRequestError(f"prompt has {len(given)} prompts: at most {MAX_PROMPTS} are taken", param="prompt")
     return given
 
 
 def grammar_of(request: Sampled, offer: ToolOptions | None = None) -> tuple[Grammar | None, dict[str, str]]:
-    """The answer's grammar, and the name under which an error of it is told.
-
-    Raises: InvalidRequestError naming the field.
-    """
+    """The answer's grammar, and the parameter that errors of it name. Raises: InvalidRequestError naming the field."""
     wanted = wanted_grammar({name: _plain(getattr(request, name, None)) for name in FORMAT_FIELDS})
     found = wanted if offer is None else offer.grammar_with(wanted)
     return (None, {}) if found is None else (found.grammar, {"grammar": found.field})
@@ -259,9 +256,10 @@ def _plain(value: Any) -> Any:
 
 
 def spec_fields(request: Sampled, sampling: Mapping[str, object]) -> dict[str, Any]:
-    """Arguments of a UncheckedRequest that every kind of request fills in alike.
+    """Arguments of an UncheckedRequest that are common to all requests.
 
-    Args: sampling: values that this kind of request tells in another way; None: not given.
+    Args:
+        sampling: values that this kind of request passes in another way; None: not given.
     """
     given = request.model_fields_set
     values = {**{name: getattr(request, name) for name in SAMPLING if name in given}, **sampling}
@@ -278,14 +276,14 @@ def spec_fields(request: Sampled, sampling: Mapping[str, object]) -> dict[str, A
 
 def _spec(request: _Common, sampling: Mapping[str, object], **more: Any) -> UncheckedRequest:
     if request.stream_options is not None and not request.stream:
-        raise InvalidRequestError("stream_options is for stream=true only", param="stream_options")
+        raise InvalidRequestError("stream_options requires stream=true", param="stream_options")
     for name in ("prompt_logprobs", "best_of", "use_beam_search", "beam_width"):
         if request.stream and getattr(request, name) not in (None, False):
-            raise InvalidRequestError(f"{name} is for stream=false only", param=name)
+            raise InvalidRequestError(f"{name} requires stream=false", param=name)
     return UncheckedRequest(**spec_fields(request, sampling) | more)
 
 
-def _wishes(request: _Common, **more: Any) -> ResponseOptions:
+def _response_options(request: _Common, **more: Any) -> ResponseOptions:
     options = request.stream_options or StreamOptions()
     return ResponseOptions(
         include_usage=bool(options.include_usage),
@@ -298,9 +296,9 @@ def _wishes(request: _Common, **more: Any) -> ResponseOptions:
 
 
 def ending(add_generation_prompt: bool | None, continue_final_message: bool | None) -> dict[str, Any]:
-    """How a chat prompt ends. Raises: InvalidRequestError when two endings are asked for."""
+    """How a chat prompt ends. Raises: InvalidRequestError for conflicting values."""
     if add_generation_prompt and continue_final_message:
-        rule = "continue_final_message does not go together with add_generation_prompt"
+        rule = "continue_final_message cannot be combined with add_generation_prompt"
         raise InvalidRequestError(rule, param="continue_final_message")
     return {
         "add_generation_prompt": add_generation_prompt is not False,
@@ -311,9 +309,12 @@ def ending(add_generation_prompt: bool | None, continue_final_message: bool | No
 def template_kwargs(
     values: dict[str, Any] | None, effort: str | None, features: ModelFeatures
 ) -> dict[str, Any] | None:
-    """Switches of the model's own template, such as enable_thinking: plain values only, so that nothing can be looped over."""
+    """Variables of the model's template, such as enable_thinking: scalars only, so that a template cannot loop over
+    them."""
     if effort not in (None, "none") and not features.takes_effort:
-        raise InvalidRequestError("this model's chat template knows no reasoning_effort", param="reasoning_effort")
+        raise InvalidRequestError(
+            "this model's chat template does not support reasoning_effort", param="reasoning_effort"
+        )
     param = "chat_template_kwargs"
     if features.takes_effort and effort is not None:
         values = {"reasoning_effort": effort} | (values or {})
@@ -330,8 +331,8 @@ def template_kwargs(
 
 def validate(model: type[_Model], body: dict[str, Any], *, at: str = "", param: str = "") -> _Model:
     """Args:
-        at, param: where the body stands, and the top-level field of that; empty: it is the whole.
-    Raises: InvalidRequestError naming the first field that does not fit.
+        at, param: path of the body, and its top-level field; empty: the whole body.
+    Raises: InvalidRequestError naming the first invalid field.
     """
     try:
         return model.model_validate(body)
@@ -347,6 +348,6 @@ def validate(model: type[_Model], body: dict[str, Any], *, at: str = "", param: 
 def note_unknown(
     model: type[BaseModel], body: dict[str, Any], not_built: Mapping[str, object], unknown: UnknownFields
 ) -> tuple[str, ...]:
-    """What the caller is to be told of fields that nobody knows. Raises: InvalidRequestError where they are refused."""
+    """Warnings for the caller about unknown fields. Raises: InvalidRequestError where they are rejected."""
     known = {*model.model_fields, *not_built, *HARMLESS}
     return unknown.note((name for name in body if name not in known), model.model_fields)

@@ -1,8 +1,7 @@
 """The basic form of the Responses API: text and function calls in, text and function calls out. Nothing is stored.
 
-Agents that are made for OpenAI's own server send more than that. Where leaving it out changes nothing but what the model could
-have used (a web search, a shell of the server's), it is left out, and the answer's warning says so; what would change the
-conversation (an image, a stored item) is refused by name.
+Agents built for OpenAI's server send more. A field that only offers the model a capability (a web search, a shell) is
+dropped with a warning in the response; one that would change the conversation (an image, a stored item) is rejected.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from typing import Annotated, Any, Literal, NoReturn
 from pydantic import BaseModel, ConfigDict, Field
 
 from diptych.common.errors import InvalidRequestError
-from diptych.router.api.openai_fields import RESPONSES_NOT_BUILT, UnknownFields, refuse_unbuilt
+from diptych.router.api.openai_fields import RESPONSES_NOT_BUILT, UnknownFields, reject_unsupported
 from diptych.router.api.openai_format import ResponseOptions
 from diptych.router.api.openai_requests import (
-    Call,
     Items,
+    ParsedRequest,
     Sampled,
     grammar_of,
     note_unknown,
@@ -33,33 +32,33 @@ from diptych.router.tools.options import MAX_MESSAGES, FunctionTool, Tool, calle
 
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
-"""Kind of a content part -> where its text stands."""
+"""Kind of a content part -> its field with the text."""
 
 _OTHER_TOOLS = frozenset({
     "apply_patch", "code_interpreter", "computer", "computer_use_preview", "custom", "file_search", "image_generation",
     "local_shell", "mcp", "namespace", "programmatic_tool_calling", "shell", "tool_search", "web_search",
     "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11",
 })  # fmt: skip
-"""Of the API, and not had: the model is not told of them."""
+"""Tools of the API that are not supported: the model does not see them."""
 _IGNORED_ITEMS = frozenset({
     "code_interpreter_call", "file_search_call", "image_generation_call", "mcp_approval_request",
     "mcp_approval_response", "mcp_call", "mcp_list_tools", "tool_search_call", "tool_search_output", "web_search_call",
 })  # fmt: skip
-"""What another server has done by itself; what it found is in its message."""
+"""Actions of another server; their results are in its message."""
 _CALLS: Mapping[str, str] = {
     "custom_tool_call": "input",
     "local_shell_call": "action",
     "shell_call": "action",
     "apply_patch_call": "operation",
 }
-"""Calls that the client has carried out -> where their arguments stand. In the history they are calls like any other."""
+"""Calls that the client has executed -> the field of their arguments. They become ordinary calls in the history."""
 _OUTPUTS = frozenset({"function_call_output", *(f"{kind}_output" for kind in _CALLS)})
 _NOTHING_TO_INCLUDE = frozenset({
     "code_interpreter_call.outputs", "computer_call_output.output.image_url", "file_search_call.results",
     "message.input_image.image_url", "reasoning.encrypted_content", "web_search_call.action.sources",
     "web_search_call.results",
 })  # fmt: skip
-"""Facts of items that no answer of ours has."""
+"""Item fields that no response of this server has."""
 
 
 class _Options(BaseModel):
@@ -69,7 +68,7 @@ class _Options(BaseModel):
 class TextOptions(_Options):
     format: dict[str, Any] | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
-    """A hint that no model here knows: ignored."""
+    """A hint that no model uses: ignored."""
 
 
 class ReasoningOptions(_Options):
@@ -93,12 +92,12 @@ class ResponsesRequest(Sampled):
     include: Items[str] | None = None
     reasoning: ReasoningOptions | None = None
     stream_options: dict[str, Any] | None = None
-    """Only include_obfuscation is the API's: padding, which no stream of ours has."""
+    """The API defines only include_obfuscation: padding, which is never sent here."""
 
 
-def responses_call(body: dict[str, Any], *, features: ModelFeatures, unknown: UnknownFields) -> Call:
+def responses_call(body: dict[str, Any], *, features: ModelFeatures, unknown: UnknownFields) -> ParsedRequest:
     """Raises: InvalidRequestError naming the field."""
-    refuse_unbuilt(body, RESPONSES_NOT_BUILT)
+    reject_unsupported(body, RESPONSES_NOT_BUILT)
     request = validate(ResponsesRequest, body)
     warnings = list(note_unknown(ResponsesRequest, body, RESPONSES_NOT_BUILT, unknown))
     if request.metadata and len(request.metadata) > 16:
@@ -110,7 +109,7 @@ def responses_call(body: dict[str, Any], *, features: ModelFeatures, unknown: Un
     tools = _function_tools(request.tools or (), warnings)
     offer = offer_tools(tools, _tool_choice(request.tool_choice), features, parallel=parallel)
     grammar, renamed = grammar_of(request, offer)
-    messages = _Turns(warnings).of(request)
+    messages = _Conversation(warnings).of(request)
     fields = spec_fields(request, {"max_tokens": request.max_output_tokens}) | {
         "messages": messages,
         "more_text": text_beside(messages, offer.shown),
@@ -119,21 +118,21 @@ def responses_call(body: dict[str, Any], *, features: ModelFeatures, unknown: Un
         "chat_template_kwargs": _effort(request, features, warnings),
     }
     renamed |= {"messages": "input", "max_tokens": "max_output_tokens"}
-    wishes = ResponseOptions(tool_names=offer.names, parallel_tool_calls=parallel, include_reasoning=False)
-    told = {
+    options = ResponseOptions(tool_names=offer.names, parallel_tool_calls=parallel, include_reasoning=False)
+    request_fields = {
         "instructions": request.instructions,
         "max_output_tokens": request.max_output_tokens,
         "metadata": request.metadata or {},
         "parallel_tool_calls": parallel,
-        "text": {"format": _told_format(request.text)},
-        "tool_choice": _told_choice(request.tool_choice),
-        "tools": [_told(tool.function) for tool in tools],
+        "text": {"format": _format_object(request.text)},
+        "tool_choice": _choice_object(request.tool_choice),
+        "tools": [_tool_object(tool.function) for tool in tools],
         "user": request.user,
     }
-    return Call(
+    return ParsedRequest(
         UncheckedRequest(**fields),
         bool(request.stream),
-        partial(ResponsesForm, told, wishes),
+        partial(ResponsesForm, request_fields, options),
         renamed,
         (),
         tuple(warnings),
@@ -141,21 +140,23 @@ def responses_call(body: dict[str, Any], *, features: ModelFeatures, unknown: Un
 
 
 def _function_tools(tools: Sequence[dict[str, Any]], warnings: list[str]) -> list[Tool]:
-    """They are flat, unlike in chat. Raises: InvalidRequestError."""
+    """Flat objects, unlike in chat. Raises: InvalidRequestError."""
     found: list[Tool] = []
     for i, tool in enumerate(tools):
         kind = tool.get("type")
         if kind == "function":
             found.append(Tool(type="function", function=validate(FunctionTool, tool, at=f"tools.{i}", param="tools")))
         elif isinstance(kind, str) and kind in _OTHER_TOOLS:
-            warnings.append(f"tools.{i}: {kind} is not had here, the model is not told of it")
+            warnings.append(f"tools.{i}: {kind} is not supported and ignored")
         else:
-            raise InvalidRequestError(f"tools.{i}: {_shown(kind)} is no kind of tool; there is function", param="tools")
+            raise InvalidRequestError(
+                f"tools.{i}: {_shown(kind)} is not a tool type; supported: function", param="tools"
+            )
     return found
 
 
-def _told(function: FunctionTool) -> dict[str, Any]:
-    """All that the API's schema requires of a tool in an answer."""
+def _tool_object(function: FunctionTool) -> dict[str, Any]:
+    """All fields that the API's schema requires of a tool in a response."""
     return {
         "type": "function",
         "name": function.name,
@@ -165,24 +166,24 @@ def _told(function: FunctionTool) -> dict[str, Any]:
     }
 
 
-def _told_format(text: TextOptions | None) -> dict[str, Any]:
+def _format_object(text: TextOptions | None) -> dict[str, Any]:
     form = (text and text.format) or {"type": "text"}
     return {"name": "answer"} | form if form.get("type") == "json_schema" else form
 
 
-def _told_choice(choice: Any) -> Any:
-    """Chat's form of it is taken, too."""
+def _choice_object(choice: Any) -> Any:
+    """Chat's form is accepted, too."""
     if isinstance(choice, Mapping) and isinstance(choice.get("function"), Mapping):
         return {"type": "function", "name": choice["function"].get("name")}
     return choice or "auto"
 
 
 def _tool_choice(choice: Any) -> Any:
-    """Raises: InvalidRequestError for a tool that is not had."""
+    """Raises: InvalidRequestError for an unsupported tool."""
     kind = choice.get("type") if isinstance(choice, Mapping) else None
     if isinstance(kind, str) and kind in _OTHER_TOOLS:
         raise InvalidRequestError(
-            f"tool_choice: {kind} is not had here: only functions can be called", param="tool_choice"
+            f"tool_choice: {kind} is not supported: only functions can be called", param="tool_choice"
         )
     return choice
 
@@ -190,13 +191,13 @@ def _tool_choice(choice: Any) -> Any:
 def _effort(request: ResponsesRequest, features: ModelFeatures, warnings: list[str]) -> dict[str, Any] | None:
     effort = request.reasoning.effort if request.reasoning is not None else None
     if effort not in (None, "none") and not features.takes_effort:
-        warnings.append("reasoning.effort is ignored: this model's chat template knows none")
+        warnings.append("reasoning.effort is ignored: this model's chat template does not support it")
         effort = None
     return template_kwargs(None, effort, features)
 
 
-class _Turns:
-    """The conversation as chat templates know it."""
+class _Conversation:
+    """The conversation in the form of chat templates."""
 
     def __init__(self, warnings: list[str]) -> None:
         self._warnings = warnings
@@ -234,7 +235,7 @@ class _Turns:
             _refuse(f"{at}: nothing is stored here: send the item itself, not a reference to it")
         elif isinstance(kind, str) and kind in _IGNORED_ITEMS:
             self._warnings.append(f"{at}: {kind} is ignored")
-        elif kind != "reasoning":  # the thoughts of an earlier answer: models are not shown them again
+        elif kind != "reasoning":  # reasoning of an earlier answer is not shown to models again
             _refuse(f"{at}: items of type {_shown(kind)} are not supported")
 
     def _message(self, item: dict[str, Any], at: str) -> None:
@@ -253,7 +254,7 @@ class _Turns:
 
 
 def _call_id(item: Mapping[str, Any], at: str) -> str:
-    """The oldest form of shell calls has an id alone."""
+    """The oldest form of shell calls has only an id."""
     return _text(item, "id" if item.get("call_id") is None and "shell" in item["type"] else "call_id", at)
 
 
@@ -265,7 +266,7 @@ def _text(item: Mapping[str, Any], name: str, at: str) -> str:
 
 
 def _joined(content: object, at: str) -> str:
-    """Text, or the texts of a list of parts."""
+    """Text, or the joined texts of a list of parts."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -275,7 +276,7 @@ def _joined(content: object, at: str) -> str:
         kind = part.get("type") if isinstance(part, Mapping) else None
         text = part.get(_TEXT_PARTS[kind]) if isinstance(part, Mapping) and kind in _TEXT_PARTS else None
         if not isinstance(text, str):
-            _refuse(f"{at}.{i}: parts of type {_shown(kind)} are not supported; there are input_text and output_text")
+            _refuse(f"{at}.{i}: parts of type {_shown(kind)} are not supported; supported: input_text and output_text")
         texts.append(text)
     return "\n".join(texts)
 

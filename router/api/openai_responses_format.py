@@ -1,9 +1,10 @@
-"""How /v1/responses answers: one item after the other, a message or a function call.
+"""Formatting of /v1/responses: a sequence of items, each a message or a function call.
 
 events of a stream:  created -> in_progress -> item* -> completed | incomplete
     a message        output_item.added -> content_part.added -> output_text.delta* -> output_text.done
                      -> content_part.done -> output_item.done
-    a call           output_item.added -> function_call_arguments.delta* -> function_call_arguments.done -> output_item.done
+    a call           output_item.added -> function_call_arguments.delta* -> function_call_arguments.done
+                     -> output_item.done
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ from diptych.router.tools.pieces import CallArguments, CallStart, Content, Piece
 
 
 class ResponsesForm:
-    """See openai_form.Form.
+    """See ResponseFormatter.
 
     Args:
-        told: what the response says about its request.
+        request_fields: fields of the request repeated in the response.
     """
 
-    def __init__(self, told: Mapping[str, Any], wishes: ResponseOptions, scene: ResponseContext) -> None:
-        self._told = told
-        self._scene = scene
-        self._choice = make_choice(0, wishes, scene, chat=True)
+    def __init__(self, request_fields: Mapping[str, Any], options: ResponseOptions, context: ResponseContext) -> None:
+        self._request_fields = request_fields
+        self._context = context
+        self._choice = make_choice(0, options, context, chat=True)
         self._sequence = 0
         self._items: list[dict[str, Any]] = []
         self._texts: list[str] = []
-        """Of the item that is being written, the last one."""
+        """Of the last item, which is being written."""
 
     def begin(self) -> bytes:
         body = self._response("in_progress", None)
@@ -55,8 +56,8 @@ class ResponsesForm:
         return self._final(finished)
 
     def failure(self, error: DiptychError) -> bytes:
-        told: Mapping[str, Any] = error_body(error)["error"]
-        return self._event("error", code=told["code"], message=told["message"], param=told["param"])
+        body: Mapping[str, Any] = error_body(error)["error"]
+        return self._event("error", code=body["code"], message=body["message"], param=body["param"])
 
     def _pieces(self, pieces: list[Piece]) -> bytes:
         out = b""
@@ -81,7 +82,7 @@ class ResponsesForm:
 
     def _message(self) -> bytes:
         item = {
-            "id": f"msg_{self._scene.prepared.request_id}_{len(self._items)}",
+            "id": f"msg_{self._context.prepared.request_id}_{len(self._items)}",
             "type": "message",
             "status": "in_progress",
             "role": "assistant",
@@ -92,7 +93,7 @@ class ResponsesForm:
     def _call(self, call_id: str, name: str) -> bytes:
         return self._add(
             {
-                "id": f"fc_{self._scene.prepared.request_id}_{len(self._items)}",
+                "id": f"fc_{self._context.prepared.request_id}_{len(self._items)}",
                 "type": "function_call",
                 "status": "in_progress",
                 "call_id": call_id,
@@ -107,7 +108,7 @@ class ResponsesForm:
         return self._event("response.output_item.added", output_index=len(self._items) - 1, item=item)
 
     def _item_done(self, status: str) -> bytes:
-        """The last item has got everything it will get."""
+        """The last item is complete."""
         if not self._items or self._items[-1]["status"] != "in_progress":
             return b""
         text, item = "".join(self._texts), self._items[-1]
@@ -143,7 +144,7 @@ class ResponsesForm:
             _status(finished),
             {
                 "input_tokens": usage.prompt_tokens,
-                # what is written to a cache costs nobody anything here
+                # cache writes are free of charge
                 "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
                 "output_tokens": usage.completion_tokens,
                 "output_tokens_details": {"reasoning_tokens": self._choice.reasoning_tokens},
@@ -155,11 +156,11 @@ class ResponsesForm:
         return body
 
     def _response(self, status: str, usage: dict[str, Any] | None) -> dict[str, Any]:
-        prepared = self._scene.prepared
+        prepared = self._context.prepared
         return {
             "id": "resp_" + prepared.request_id,
             "object": "response",
-            "created_at": self._scene.created,
+            "created_at": self._context.created,
             "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
@@ -171,7 +172,7 @@ class ResponsesForm:
             "top_p": prepared.sampling.top_p,
             "truncation": "disabled",
             "usage": usage,
-        } | dict(self._told)
+        } | dict(self._request_fields)
 
     def _event(self, kind: str, **facts: Any) -> bytes:
         payload = {"type": kind, "sequence_number": self._sequence} | facts

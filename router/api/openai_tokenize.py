@@ -1,4 +1,4 @@
-"""Bodies of /tokenize and /detokenize, in vLLM's form."""
+"""Bodies of /tokenize and /detokenize, in vLLM's format."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class DetokenizeRequest(BaseModel):
 
 
 def tokenize_spec(body: dict[str, Any], features: ModelFeatures) -> tuple[UncheckedRequest, bool]:
-    """(what to tokenize, whether the tokens' texts are wanted). Raises: InvalidRequestError naming the field."""
+    """(what to tokenize, whether to return the tokens' texts). Raises: InvalidRequestError naming the field."""
     request = validate(TokenizeRequest, body)
     if (request.prompt is None) == (request.messages is None):
         raise InvalidRequestError("give one of prompt and messages", param="prompt")

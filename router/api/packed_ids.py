@@ -1,5 +1,5 @@
-"""Token ids as a client sent them, taken along as bytes: where they are only hashed, counted and passed on, no Python number is
-made of each. Pure."""
+"""Token ids kept as the client's protobuf bytes: where they are only hashed, counted and passed on, no Python integers
+are created. Pure."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ _FIELD = bytes([decode_pb2.Submit.PROMPT_TOKEN_IDS_FIELD_NUMBER << 3 | 2])
 
 @dataclass(slots=True)
 class PackedIds:
-    """Args:
-    packed: a TokenIdsInput, encoded; empty for no ids.
+    """Token ids in encoded form.
+
+    Args:
+        packed: a TokenIdsInput, encoded; empty for no ids.
     """
 
     packed: bytes

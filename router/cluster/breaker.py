@@ -1,13 +1,14 @@
-"""Workers that fail more than their peers are left alone for a while. Pure: outcomes and `now` in, a reason or "" out.
+"""Circuit breakers: workers that fail more than their peers are not used for a while. Pure: outcomes and `now` in, a
+reason or "" out.
 
     CLOSED --outlier--> OPEN --open_s * 2^k passed--> HALF_OPEN --probe succeeds--> CLOSED
                          ^                              |   ^________
-                         |__________probe fails_________|   |        | probe ends neutrally, or tells nothing for probe_s
+                         |__________probe fails_________|   |        | probe is inconclusive, or has no result for probe_s
                                                             |__probe_|
 
-An outlier has failed `consecutive` times in a row, or, of its last outcomes, more than `min_rate` and more than `factor` times
-as often as the rest of its pool. Only faults of the worker count: an invalid request, a cancel or an overload say nothing
-about it. At most half of a pool is ever out, and a pool of one never is.
+An outlier has failed `consecutive` times in a row; or its failure rate exceeds `min_rate`, and `factor` times the rate
+of the rest of its pool. Only faults of the worker count, not an invalid request, a cancel or an overload. At most half
+of a pool is excluded at a time, and a pool of one never is.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _FAULTS = frozenset(kind.reason for kind in (InternalError, TransferError, Worke
 
 
 def is_fault(error: DiptychError | str) -> bool:
-    """Whether an error, or its reason, speaks against the worker that it came from."""
+    """Whether an error, or its reason, is a fault of the worker that reported it."""
     return (error if isinstance(error, str) else error.reason) in _FAULTS
 
 
@@ -35,11 +36,13 @@ class BreakerState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class BreakerRules:
-    """Args:
-    consecutive: faults in a row.
-    window, min_outcomes: how many outcomes are remembered, and how many there must be to speak of a rate.
-    open_s, max_open_s: how long a worker is left alone the first time, and at most.
-    probe_s: after this long a probe that told nothing makes room for the next.
+    """Rules of the breakers.
+
+    Args:
+        consecutive: faults in a row.
+        window, min_outcomes: number of remembered outcomes, and how many are needed for a rate.
+        open_s, max_open_s: how long a worker is excluded the first time, and at most.
+        probe_s: seconds after which a probe without result is replaced by the next.
     """
 
     consecutive: int = 5
@@ -67,7 +70,7 @@ class _Breaker:
 
 
 class Breakers:
-    """By worker id. An id that is asked for and unknown has a clean record."""
+    """Breakers by worker id. An unknown id is closed."""
 
     def __init__(self, rules: BreakerRules | None = None) -> None:
         self._rules = rules or BreakerRules()
@@ -79,13 +82,13 @@ class Breakers:
         self._pools[role] = tuple(worker_ids)
 
     def forget(self, worker_id: str) -> None:
-        """Another life begins with a clean record."""
+        """A new incarnation starts closed."""
         self._breakers.pop(worker_id, None)
 
     # ---- what happened -------------------------------------------------------------------------------------------
 
     def on_placed(self, worker_id: str, now: float) -> bool:
-        """A request goes there. Returns whether it is a probe (the worker is then left alone until it has ended)."""
+        """A request was placed there. Returns whether it is a probe (the worker is then excluded until it ends)."""
         if worker_id not in self._breakers:
             return False
         if self.state(worker_id, now) is not BreakerState.HALF_OPEN:
@@ -112,8 +115,8 @@ class Breakers:
             return True
         return False
 
-    def on_nothing_learned(self, worker_id: str, now: float) -> bool:
-        """A request ended without telling anything about the worker: the next may probe. Returns whether that changed."""
+    def on_inconclusive(self, worker_id: str, now: float) -> bool:
+        """A request ended inconclusively: the next one may probe. Returns whether that changed."""
         breaker = self._breakers.get(worker_id)
         if breaker is None or breaker.probe_until is None or self.state(worker_id, now) is not BreakerState.HALF_OPEN:
             return False
@@ -131,13 +134,13 @@ class Breakers:
         return breaker.state
 
     def why_not(self, worker_id: str, now: float) -> str:
-        """Why nothing should be placed there, or ""."""
+        """Why the worker is excluded, or ""."""
         state = self.state(worker_id, now)
         if state is BreakerState.CLOSED:
             return ""
         breaker = self._breakers[worker_id]
         if state is BreakerState.OPEN:
-            return f"failed more than its peers: left alone for {breaker.open_until - now:.1f} s"
+            return f"failed more than its peers: excluded for {breaker.open_until - now:.1f} s"
         if breaker.probe_until is not None and now < breaker.probe_until:
             return "failed more than its peers: a probe is running"
         return ""

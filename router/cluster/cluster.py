@@ -1,5 +1,7 @@
-"""The router's live view of the cluster: leases are polled, event streams tailed, workers probed, all in the background.
-A request asks only this view. While the store is away, or takes no writes, the last view is kept, and `degraded` says so."""
+"""The router's live view of the cluster: leases are polled, event streams read and workers probed in the background.
+
+Requests use only this view. While the store is unavailable or read-only, the last view is kept; see `degraded`.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,13 @@ from diptych.router.cluster.compatibility import RouterCheck, pair_differences
 from diptych.router.cluster.decode_stream import Attempt
 from diptych.router.cluster.event_watch import EventWatch
 from diptych.router.cluster.index_follow import IndexFollower
-from diptych.router.cluster.loop_uptime import Listening
+from diptych.router.cluster.loop_uptime import LoopUptime
 from diptych.router.cluster.members import Members
-from diptych.router.cluster.startup_grace import Settling
+from diptych.router.cluster.startup_grace import StartupGrace
 from diptych.router.cluster.usable import usable_sides
 from diptych.router.cluster.worker_link import WorkerLink
 from diptych.router.fairness.admission import Admission, AdmissionDecision
-from diptych.router.fairness.wait_queue import Turnstile
+from diptych.router.fairness.wait_queue import WaitQueue
 from diptych.router.observe.status_view import cluster_status
 from diptych.router.placement.cost import CHEAPEST, Placement, PlacementRequest, Rejected, choose_placement
 from diptych.router.placement.index import BlockIndex, IndexMode
@@ -56,18 +58,20 @@ def new_router_id() -> str:
 
 
 class Cluster:
-    """Args:
-    check: what workers must share with this router.
-    poll_s: pause between two looks at the leases, and between two probes of a worker.
-    dead_s: silence, while this process listened, after which a worker is not placed on.
-    policy: name of the placement policy.
-    require_prefill: not ready before a prefill worker was there once.
-    turn_window_s: see Turnstile.
-    hot_prefix_copies, library: see Placer.
-    rollout: canary and shadow workers.
-    settle_s: see Settling.
-    router_id: see PendingShare; "": a new one.
-    is_mine: which workers are looked at at all.
+    """The view of one model's workers.
+
+    Args:
+        check: what workers must share with this router.
+        poll_s: pause between two polls of the leases, and between two probes of a worker.
+        dead_s: seconds without an answer, while this process could receive, after which a worker is not used.
+        policy: name of the placement policy.
+        require_prefill: not ready before a prefill worker was usable once.
+        turn_window_s: see WaitQueue.
+        hot_prefix_copies, library: see Placer.
+        rollout: canary and shadow workers.
+        settle_s: see StartupGrace.
+        router_id: see PendingShare; "": a new one.
+        is_mine: selects the workers of this model.
     """
 
     def __init__(
@@ -96,20 +100,20 @@ class Cluster:
         self._store = store
         self._check = check
         self._clock = clock
-        self._listening = Listening(clock.now)
+        self._listening = LoopUptime(clock.now)
         self._rng = rng
         self._poll_s = poll_s
         self._pace = TokenPace()
         self._changed = asyncio.Event()
         self._members: Members[WorkerLink] = Members(open_link or self._open_link, check.why_not, dead_s)
         self._dead_s = dead_s
-        self.settling = Settling(clock, settle_s)
+        self.settling = StartupGrace(clock, settle_s)
         self._index = BlockIndex()
         self._pairs: dict[tuple[Incarnation, Incarnation], list[str]] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._closing: set[asyncio.Task[None]] = set()
         self.reservations = Reservations(clock.now)
-        self.turnstile = Turnstile(self._has_room, window_s=turn_window_s)
+        self.turnstile = WaitQueue(self._has_room, window_s=turn_window_s)
         self.reservations.on_less = self.turnstile.let_in
         self.placer = Placer.of(
             self._index, self.reservations, rng, policy=policy, hot_prefix_copies=hot_prefix_copies, library=library
@@ -127,17 +131,17 @@ class Cluster:
         self._follower = IndexFollower(
             store, self._index, self._members, self._event_watch, clock=clock, poll_s=poll_s, dead_s=dead_s
         )
-        self.mute: dict[str, str] = {}
-        """Workers whose cache the index cannot follow, and why."""
+        self.untracked_workers: dict[str, str] = {}
+        """Workers whose cache events do not arrive, and the reason."""
         self._old_view = ""
-        """Why the view may be old, or ""."""
+        """Why the view may be stale, or ""."""
         self._pair_seen = not require_prefill
         self.on_ticket_news: Callable[[decode_pb2.TicketStatus], None] = lambda _: None
 
     def _open_link(self, record: WorkerRecord) -> WorkerLink:
         return WorkerLink(
             record,
-            heard_s=self._listening.heard_s,
+            receiving_s=self._listening.receiving_s,
             probe_s=self._poll_s,
             dead_s=self._dead_s,
             pace=self._pace,
@@ -177,26 +181,26 @@ class Cluster:
                 self._set_old_view("")
                 self._fold_records(records)
             except StoreError as err:
-                self._set_old_view(f"the store is away, the view of the cluster may be old ({err})")
+                self._set_old_view(f"the store is unavailable, the view of the cluster may be stale ({err})")
             for member in self._members.given_up():
                 if member.link.decode is not None and member.link.decode.num_attempts:
                     member.link.decode.fail_attempts(member.link.why_not() or "its lease ended")
-            self._fleet_is_old = True  # silence and breakers change with time alone
-            if self.placer.policy.name == CHEAPEST.name:  # nobody else relies on the index
-                self.mute = self._follower.mute_workers(self.mute)
+            self._fleet_is_old = True  # silence and breakers depend on time alone
+            if self.placer.policy.name == CHEAPEST.name:  # other policies do not use the index
+                self.untracked_workers = self._follower.find_untracked(self.untracked_workers)
             self._follower.fetch_snapshots()
             await asyncio.sleep(self._poll_s)
 
     @property
     def degraded(self) -> str:
-        """What is wrong with the store, or "": the view may be old, or this router's own rows cannot be written."""
+        """What is wrong with the store, or "": the view may be stale, or this router's rows cannot be written."""
         return self._old_view or (
-            self._pending.failing and f"the store takes no rows of ours ({self._pending.failing})"
+            self._pending.failing and f"the store rejects this router's rows ({self._pending.failing})"
         )
 
     def _set_old_view(self, why: str) -> None:
         if bool(why) != bool(self._old_view):
-            log.warning("store is away", why=why) if why else log.info("store is back")
+            log.warning("store is unavailable", why=why) if why else log.info("store is available again")
         self._old_view = why
 
     def _fold_records(self, everybody: Sequence[WorkerRecord]) -> None:
@@ -205,7 +209,7 @@ class Cluster:
         new, lost = self._members.on_records(records, now)
         for member in lost:
             known = {"worker": member.record.worker_id, "incarnation": member.record.incarnation}
-            if self._members.left_in_order(member, now):
+            if self._members.left_gracefully(member, now):
                 log.info("worker left", **known)
             else:
                 log.warning("worker lost", **known)
@@ -220,7 +224,7 @@ class Cluster:
             record = member.record
             log.info("worker found", worker=record.worker_id, role=record.role, address=record.address)
             if why := self._check.why_not(record):
-                log.error("worker is never placed on", worker=record.worker_id, why=why)
+                log.error("worker is incompatible", worker=record.worker_id, why=why)
             self._follower.begin(record.worker_id)
             member.link.start()
         for record in records:
@@ -243,7 +247,7 @@ class Cluster:
                 for d in sides["decode"]
                 if (differences := self._pair(p.record, d.record))
             }
-            self.placer.set_fleet(sides["prefill"], sides["decode"], incompatible, unusable)
+            self.placer.set_workers(sides["prefill"], sides["decode"], incompatible, unusable)
             fleet = self.placer.fleet
             self._least_context = min((r.max_model_len for r in fleet.records), default=None)
             self._decode_pools = {(r.num_blocks, r.block_size) for r in fleet.records[fleet.num_prefill :]}
@@ -260,7 +264,7 @@ class Cluster:
     def snapshot(
         self, prompt: PromptBlocks | None = None, exclude: frozenset[Incarnation] = frozenset()
     ) -> ClusterSnapshot:
-        """Usable workers with this prompt's hits. `exclude`: lives that must not be chosen as decode."""
+        """Usable workers with this prompt's hits. `exclude`: incarnations that must not be chosen as decode."""
         return self._refresh().snapshot(prompt, exclude)
 
     def uncached_tokens(self, prompt: PromptBlocks) -> int:
@@ -278,13 +282,16 @@ class Cluster:
         return self._pairs[key]
 
     def ready(self) -> tuple[bool, list[str]]:
-        """Whether a request could be placed, and what stands against it or is degraded. The first time, a prefill and a
-        decode worker that fit are needed (see require_prefill); later decode alone is enough (it computes prompts itself)."""
+        """Whether a request could be placed, and the reasons against it or for being degraded.
+
+        The first time a compatible prefill and decode worker are needed (see require_prefill); later decode alone is
+        enough.
+        """
         view = self.snapshot()
         reasons = [f"{worker_id} {why}" for worker_id, why in sorted(view.unusable.items())]
         unfit = {pair: why for pair, why in view.incompatible.items() if list(why) != [OTHER_GROUP]}
         reasons += [f"{p} and {d} are incompatible: {'; '.join(why)}" for (p, d), why in unfit.items()]
-        reasons += [f"{worker_id} {why}" for worker_id, why in sorted(self.mute.items())]
+        reasons += [f"{worker_id} {why}" for worker_id, why in sorted(self.untracked_workers.items())]
         if self.degraded:
             reasons.append(self.degraded)
         pair = len(view.prefill) * len(view.decode) > len(view.incompatible)
@@ -295,18 +302,18 @@ class Cluster:
         return bool(view.decode) and self._pair_seen, reasons
 
     def max_model_len(self) -> int | None:
-        """The smallest context of the usable workers; None: nobody is there."""
+        """The smallest context of the usable workers; None: there is none."""
         self._refresh()
         return self._least_context
 
     def pool_tokens(self, num_beams: int) -> int | None:
-        """Of how many tokens the smallest pool of the usable decode workers holds the KV, for each of so many beams that share no
-        block; None: nobody is there."""
+        """Tokens of KV that the smallest pool of the usable decode workers holds, for each of `num_beams` beams without
+        shared blocks; None: there is no worker."""
         self._refresh()
         return min((blocks // num_beams * size for blocks, size in self._decode_pools), default=None)
 
     def index_mode(self, placement: Placement) -> IndexMode:
-        """The least trusted of what the placement rests on."""
+        """The least exact mode among the placement's workers."""
         chosen = placement.chosen
         mode = self._index.mode(chosen.decode.worker_id)
         if chosen.prefill is not None and mode is not IndexMode.GUESS:
@@ -315,7 +322,7 @@ class Cluster:
         return IndexMode.STALE if self._old_view and mode is IndexMode.EXACT else mode
 
     def name_blocks(self, prompt: PromptBlocks) -> None:
-        """Ahead of `place`, which would do it."""
+        """Compute block identities before `place`, which else would."""
         self._refresh().name_blocks(prompt)
 
     def place(
@@ -327,14 +334,14 @@ class Cluster:
         if isinstance(answer, Rejected) and request.group == CANARY:
             answer = placer.place(request, prompt, now, exclude | self._groups.others(STABLE))
             if isinstance(answer, Placement):
-                answer = replace(answer, notes=(*answer.notes, "no canary can serve it: went to a stable worker"))
+                answer = replace(answer, notes=(*answer.notes, "no canary worker is usable: placed on a stable worker"))
         if isinstance(answer, Rejected):
             text = "; ".join(answer.reasons) or "no worker has registered"
-            raise NoWorkerError(f"nobody can serve this request: {text}", retry_after_s=_RETRY_AFTER_S)
+            raise NoWorkerError(f"no worker can serve this request: {text}", retry_after_s=_RETRY_AFTER_S)
         return answer
 
     def what_if(self, request: PlacementRequest, pool: str) -> Placement:
-        """Where the request would go in another pool of workers. Raises: InvalidRequestError, NoWorkerError."""
+        """The placement in another pool of workers. Raises: InvalidRequestError, NoWorkerError."""
         now = self._clock.now()
         placer = self._refresh()
         answer = choose_placement(
@@ -345,7 +352,7 @@ class Cluster:
         return answer
 
     def judge(self, placement: Placement, waited_s: float, allowed_s: float) -> AdmissionDecision:
-        """Whether the request is worth starting there. `waited_s`, `allowed_s`: from its arrival, until now and at most."""
+        """Whether the request should start there. `waited_s`, `allowed_s`: since its arrival, and at most."""
         ttft_s = waited_s + placement.chosen.ttft_ms / 1000.0
         tpot_s = placement.decode.record.load.decode_step_s
         return self.admission.judge(ttft_s, tpot_s, allowed_s, self._rng)
@@ -375,18 +382,18 @@ class Cluster:
                 self._fleet_is_old = True
 
     def direct_endpoint(self, life: Incarnation) -> decode_pb2.DirectEndpoint | None:
-        """Where clients may take tickets for this life of a decode worker; None: nowhere, or it is gone."""
+        """Where clients may redeem tickets for this incarnation of a decode worker; None: nowhere, or it is gone."""
         member = self._members.get(life[0])
         if member is None or member.link.incarnation != life[1] or member.link.decode is None:
             return None
         return member.link.decode.direct_endpoint
 
     def on_outcome(self, worker_id: str, reason: str) -> None:
-        """How a request ended at a worker. `reason`: of the error, or ""; what speaks neither for nor against the worker
-        only ends a probe."""
+        """Record how a request ended at a worker. `reason`: of the error, or "". An inconclusive outcome only ends a
+        probe."""
         now = self._clock.now()
         if reason and not is_fault(reason):
-            changed = self.breakers.on_nothing_learned(worker_id, now)
+            changed = self.breakers.on_inconclusive(worker_id, now)
         else:
             changed = self.breakers.on_outcome(worker_id, fault=bool(reason), now=now)
             if changed:
@@ -406,17 +413,17 @@ class Cluster:
 
     @property
     def num_routers(self) -> int:
-        """Those that were heard of last, this one included."""
+        """Routers in the last exchange, including this one."""
         return self._pending.num_others + 1
 
     def status(self, owner: bytes) -> dict[str, Any]:
-        """For the status page. `owner`: whose requests are told."""
+        """Data of the status page. `owner`: the tenant whose requests are included."""
         view = self.snapshot()
         return cluster_status(
             self._members.all(),
             view=view,
             index=self._index,
-            mute=self.mute,
+            untracked_workers=self.untracked_workers,
             degraded=self.degraded,
             policy=self.placer.policy.name,
             breakers=self.breakers,
@@ -426,7 +433,7 @@ class Cluster:
         )
 
     async def wait_for_change(self, timeout_s: float) -> None:
-        """Until a worker comes, goes, or changes its usability, or the time is up."""
+        """Wait until a worker joins, leaves or changes its usability, or until the timeout."""
         self._changed.clear()
         try:
             async with asyncio.timeout(timeout_s):

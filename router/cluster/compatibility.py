@@ -1,4 +1,4 @@
-"""Who fits whom, from the `compat` maps of the leases. Pure."""
+"""Compatibility of workers with each other and with the router, from the `compat` maps of the leases. Pure."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from diptych.common.worker_record import WorkerRecord
 
 
 def pair_differences(prefill: Mapping[str, str], decode: Mapping[str, str]) -> list[str]:
-    """Facts that differ, each as "field: prefill X, decode Y"; an empty list: KV may cross, where decode converts it after a
-    conversion."""
+    """Fields that differ, each as "field: prefill X, decode Y"; an empty list: KV may be transferred, after a
+    conversion where decode supports it."""
     passed_over = {CONVERTS, KV_RULE, *(CONVERTIBLE if decode.get(CONVERTS) else ())}
     return [
         f"{name}: prefill {prefill.get(name, 'unset')}, decode {decode.get(name, 'unset')}"
@@ -23,11 +23,11 @@ def pair_differences(prefill: Mapping[str, str], decode: Mapping[str, str]) -> l
 
 @dataclass(slots=True)
 class RouterCheck:
-    """What a worker must share with this router. Answers are remembered per incarnation.
+    """What a worker must share with this router. Results are cached per incarnation.
 
     Args:
-        model_revision, tokenizer_revision: of the router's own model folder; model_revision "" (a folder without weights)
-            takes any.
+        model_revision, tokenizer_revision: of the router's model folder; model_revision "" (a folder without weights)
+            accepts any.
         identity_key: derived from the cluster secret.
     """
 
@@ -40,7 +40,7 @@ class RouterCheck:
         return self._checked(record)[0]
 
     def why_not(self, record: WorkerRecord) -> str:
-        """Why this router must not place on the worker, or ""."""
+        """Why this router must not use the worker, or ""."""
         return self._checked(record)[1]
 
     def _checked(self, record: WorkerRecord) -> tuple[IdentityHeader | None, str]:

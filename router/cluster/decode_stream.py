@@ -1,11 +1,11 @@
-"""One `Decode.Attach` stream to one life of a decode worker, shared by all requests of this router.
+"""One `Decode.Attach` stream to one incarnation of a decode worker, shared by all requests of this router.
 
     CLOSED --start--> CONNECTING --channel ready--> UP --stream ends--> CONNECTING (after a pause)
     any --close--> CLOSED
 
-A stream that breaks takes its attempts with it: each ends with WorkerLostError (decode cancels them on its side). The
-stream is always drained; what an attempt's reader has not taken yet is merged, up to a cap, and then cancelled. A message costs
-as much whatever is in it, so tokens after the first are due at most every LEAST_GAP_S; starts, ends and errors at once.
+When a stream breaks, each attempt ends with WorkerLostError (decode cancels them on its side). The stream is always
+read; events that an attempt's reader has not taken are merged up to a limit, then the attempt is cancelled. A message
+has a fixed cost, so tokens after the first are delivered at most every LEAST_GAP_S; starts, ends and errors at once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _COMMAND_OVERHEAD_BYTES = 64
 
 
 class Attempt:
-    """One request's events on this worker. Read with `next` until End or an error; then it is over."""
+    """One request's events on this worker. Call `next` until End or an error; then it is over."""
 
     def __init__(self, stream: DecodeStream, attempt: str, max_buffered_bytes: int) -> None:
         self._stream = stream
@@ -45,17 +45,19 @@ class Attempt:
         self._ready = asyncio.Event()
         self._waits = False
         self._busy_since: float | None = None
-        """When the reader was told of the event that it has, or took it; None: it waits for one, or has left."""
+        """When the reader was woken for its current event, or took it; None: it is waiting, or has left."""
         self._due = False
-        """The reader need not wait for more. Never without something to read: else the next token would tell nobody."""
+        """The reader need not wait any longer. Only set with something to read, else the next token would wake no
+        reader."""
         self._begun = False
         self.woken_at = 0.0
-        """When something was due last, on the stream's clock."""
+        """When something was last due, on the stream's clock."""
         self.over = False
-        """No event will be added any more."""
+        """No event will be added."""
 
     async def next(self) -> decode_pb2.Event:
-        """The next event; tokens that came meanwhile are one event. One reader. Raises: WorkerLostError, OverloadedError."""
+        """The next event; tokens that arrived meanwhile are merged. For one reader. Raises: WorkerLostError,
+        OverloadedError."""
         self._rest()
         try:
             while not self.has_event:
@@ -80,19 +82,19 @@ class Attempt:
         return event
 
     def _work(self, now: float) -> None:
-        """The reader has something to do from now on."""
+        """The reader has work from now on."""
         if self._busy_since is None:
             self._busy_since = now
             self._stream.pace.begun()
 
     def _rest(self) -> None:
-        """The reader has done it."""
+        """The reader has done its work."""
         if self._busy_since is not None:
             self._stream.pace.served(self._stream.now() - self._busy_since)
             self._busy_since = None
 
     def cancel(self) -> None:
-        """Leave: decode is told unless the attempt is over. Idempotent, never blocks."""
+        """Leave; decode is notified unless the attempt is over. Idempotent, never blocks."""
         self._rest()
         if not self.over:
             self.over = True
@@ -100,11 +102,11 @@ class Attempt:
 
     @property
     def has_event(self) -> bool:
-        """`next` would not wait."""
+        """Whether `next` returns without waiting."""
         return self._due and bool(self._events)
 
     def wake(self, now: float) -> None:
-        """What is there is due."""
+        """Deliver the buffered events."""
         self._due = bool(self._events)
         if not self._due and self._error is None:
             return
@@ -132,7 +134,7 @@ class Attempt:
         self.wake(self._stream.now())
 
     def _merged(self, more: router_pb2.TokenDelta) -> bool:
-        """Whether they went into the event before; a hole or a repeat is for the reader to judge."""
+        """Whether the tokens were merged into the previous event; the reader checks gaps and repeats."""
         if not self._events or not self._events[-1].HasField("tokens"):
             return False
         mine = self._events[-1].tokens
@@ -146,7 +148,7 @@ class Attempt:
         return True
 
     def fail(self, error: DiptychError) -> None:
-        """End the attempt after what is buffered."""
+        """End the attempt after the buffered events."""
         self.over = True
         self._error = self._error or error
         self.wake(self._stream.now())
@@ -163,11 +165,13 @@ def _size(event: decode_pb2.Event, kind: str | None) -> int:
 
 
 class DecodeStream:
-    """Args:
-    channel: to the worker; not closed here.
-    on_change: called when the stream goes up or down.
-    on_news: called with what the worker tells of clients' own attempts.
-    pace: shared by all streams of this event loop.
+    """The stream of one worker.
+
+    Args:
+        channel: to the worker; not closed here.
+        on_change: called when the stream goes up or down.
+        on_news: called with the worker's TicketStatus messages about clients' attempts.
+        pace: shared by all streams of this event loop.
     """
 
     def __init__(
@@ -188,7 +192,7 @@ class DecodeStream:
         self._on_change = on_change
         self._on_news = on_news
         self.direct_endpoint: decode_pb2.DirectEndpoint | None = None
-        """Where clients may come with tickets; None: nowhere."""
+        """Where clients may redeem tickets; None: nowhere."""
         self._max_buffered_bytes = max_buffered_bytes
         self._attempts: dict[str, Attempt] = {}
         self._commands: asyncio.Queue[decode_pb2.Command | None] | None = None
@@ -197,7 +201,7 @@ class DecodeStream:
         self._late_timer: asyncio.TimerHandle | None = None
         self.num_drops = 0
         self.num_batches = 0
-        """Rises with every message: a sign of life."""
+        """Incremented by every message: a sign of life."""
 
     @property
     def up(self) -> bool:
@@ -224,7 +228,7 @@ class DecodeStream:
         if self._commands is None:
             raise WorkerLostError(f"decode worker {self._worker_id} cannot be reached")
         if submit.ByteSize() > MAX_MESSAGE_BYTES - _COMMAND_OVERHEAD_BYTES:
-            # gRPC would break the whole stream over it, and with it every other request.
+            # gRPC would break the whole stream, and with it every other request.
             raise InvalidRequestError(f"the request takes {submit.ByteSize()} bytes on the wire: too many")
         attempt = Attempt(self, submit.attempt, self._max_buffered_bytes)
         self._attempts[submit.attempt] = attempt
@@ -236,7 +240,7 @@ class DecodeStream:
             self._commands.put_nowait(decode_pb2.Command(cancel=decode_pb2.Cancel(attempt=attempt)))
 
     def wake_in_time(self, attempt: Attempt) -> None:
-        """Tokens came: they are due at once, or when the pace says. One timer for all attempts that wait for that."""
+        """Tokens arrived: deliver them at once, or when the pace says. One timer serves all waiting attempts."""
         now = self.now()
         wait_s = self.pace.wait_s(attempt.woken_at, now)
         if not wait_s:
@@ -247,14 +251,14 @@ class DecodeStream:
             self._late_timer = asyncio.get_running_loop().call_later(wait_s, self._wake_late)
 
     def _wake_late(self) -> None:
-        """All of them: who comes a little early for its own gap must not wait for a second timer."""
+        """Wake all of them: one that is slightly early must not wait for a second timer."""
         late, self._late, self._late_timer = self._late, set(), None
         now = self.now()
         for attempt in late:
             attempt.wake(now)
 
     def fail_attempts(self, why: str) -> None:
-        """The worker is considered dead though the stream still stands: end its attempts, and tell it to stop them."""
+        """The worker is considered dead though the stream is open: end its attempts, and cancel them there."""
         for attempt in list(self._attempts.values()):
             self.forget(attempt.id, cancel=True)
             attempt.fail(WorkerLostError(f"decode worker {self._worker_id} was lost: {why}"))
@@ -271,14 +275,14 @@ class DecodeStream:
             except TimeoutError:
                 pass
             except grpc.aio.UsageError:
-                return  # the channel was closed under us
+                return  # the channel was closed meanwhile
             finally:
                 self._down(why)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 
     async def _serve(self) -> str:
-        """One stream from its opening to its end. Returns why it ended."""
+        """Run one stream to its end. Returns why it ended."""
         commands: asyncio.Queue[decode_pb2.Command | None] = asyncio.Queue()
         stub = decode_pb2_grpc.DecodeStub(self._channel)  # type: ignore[no-untyped-call]
         call = stub.Attach(_drain(commands))
@@ -324,7 +328,7 @@ class DecodeStream:
             self.num_drops += 1
             say = (
                 log.warning if attempts else log.info
-            )  # without any it is what the end of a worker or a router looks like
+            )  # without attempts this is an ordinary end of a worker or router
             say("stream to decode went down", worker=self._worker_id, why=why, attempts=len(attempts))
             self._notify()
 

@@ -1,7 +1,8 @@
-"""Which workers the index cannot follow, so that placement by cache quietly turns into placement by load. Pure.
+"""Detects workers whose cache events do not arrive, which would silently turn cache-aware placement into load
+balancing. Pure.
 
-A worker is mute when it computed whole blocks for us and neither its stream nor its lease has told of any event since, or
-when its lease keeps running ahead of a stream that brings nothing.
+A worker is untracked when it computed whole blocks for this router and neither its stream nor its lease mentioned an
+event since; or when its lease stays ahead of a stream that delivers nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class _Watched:
 
 
 class EventWatch:
-    """By worker id; `forget` when a life ends."""
+    """State by worker id; call `forget` when an incarnation ends."""
 
     def __init__(self) -> None:
         self._workers: dict[str, _Watched] = {}
@@ -35,7 +36,7 @@ class EventWatch:
         return self._workers.setdefault(worker_id, _Watched())
 
     def computed(self, worker_id: str, now: float) -> None:
-        """It computed at least one whole block for a request of ours."""
+        """It computed at least one whole block for a request of this router."""
         watched = self._of(worker_id)
         if watched.computed_at is None:
             watched.computed_at = now
@@ -48,8 +49,8 @@ class EventWatch:
         """What is wrong with the worker's events, or "".
 
         Args:
-            num_events: events that came from this life of the worker.
-            lease_sequence: how many its lease speaks of.
+            num_events: events that arrived from this incarnation of the worker.
+            lease_sequence: the sequence in its lease.
         """
         watched = self._of(worker_id)
         if mode is IndexMode.EXACT:

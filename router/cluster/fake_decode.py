@@ -1,7 +1,7 @@
-"""A decode worker without an engine, over real gRPC on loopback: the tests' other end of `Decode.Attach`.
+"""A decode worker without an engine, over real gRPC on loopback, for tests of `Decode.Attach`.
 
-It answers every attempt with the tokens 0, 1, 2, ... as the words "t0 ", "t1 ", ..., one batch a token, and does what the
-test tells it: hold, refuse, fall silent, skip a token.
+It answers every attempt with the tokens 0, 1, 2, ... as the words "t0 ", "t1 ", ..., one batch a token. Tests make it
+hold, refuse, stop answering, or skip a token.
 """
 
 from __future__ import annotations
@@ -23,17 +23,19 @@ from diptych.rpc.v1 import decode_pb2, decode_pb2_grpc, router_pb2, types_pb2, w
 
 @dataclass
 class FakeDecode(decode_pb2_grpc.DecodeServicer, worker_pb2_grpc.WorkerServicer):
-    """Args:
-    ticket_key: clients may come with tickets sealed with it, to a port of their own; None: routers only.
-    ticket_epoch: of the tickets that are taken.
-    tokens_at_once: so many are told in one event.
-    first_token: of every answer.
-    refuse: ends every new attempt with this error instead of accepting it.
-    go: a gate; while it is cleared no token comes.
-    hold_from: the gate closes by itself before this token.
-    accept: a gate before Accepted.
-    skip_offset: this token is left out of the stream.
-    dump: (epoch, sequence, keys) of DumpBlocks.
+    """The fake worker.
+
+    Args:
+        ticket_key: clients may redeem tickets signed with it, on a separate port; None: routers only.
+        ticket_epoch: epoch of the accepted tickets.
+        tokens_at_once: tokens per event.
+        first_token: of every answer.
+        refuse: ends every new attempt with this error instead of accepting it.
+        go: a gate; while it is cleared no token is sent.
+        hold_from: the gate closes by itself before this token.
+        accept: a gate before Accepted.
+        skip_offset: this token is left out of the stream.
+        dump: (epoch, sequence, keys) of DumpBlocks.
     """
 
     worker_id: str = "d0"
@@ -69,7 +71,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer, worker_pb2_grpc.WorkerServicer)
         worker_pb2_grpc.add_WorkerServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
         if self.ticket_key is not None:
             self._clients = channels.new_server()
-            decode_pb2_grpc.add_LookasideServicer_to_server(FakeDoorway(self), self._clients)  # type: ignore[no-untyped-call]
+            decode_pb2_grpc.add_LookasideServicer_to_server(FakeLookaside(self), self._clients)  # type: ignore[no-untyped-call]
             self.client_address = f"127.0.0.1:{channels.bind(self._clients, '127.0.0.1', 0)}"
             await self._clients.start()
         await self.health.install(self._server)
@@ -129,12 +131,12 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer, worker_pb2_grpc.WorkerServicer)
         out.answers[attempt].cancel()
 
     def _left(self, attempt: str) -> None:
-        """What a decode worker tells of an attempt that its client has cancelled."""
+        """The TicketStatus of an attempt that its client has cancelled."""
         sent, reason = self.sent.get(attempt, 0), RequestCancelledError.reason
         self.tell(decode_pb2.TicketStatus(attempt=attempt, ended=True, completion_tokens=sent, reason=reason))
 
     def break_clients(self) -> None:
-        """Break the streams of all clients; new ones may come."""
+        """Break the streams of all clients; they may reconnect."""
         for out in self.clients:
             out.fail()
 
@@ -182,7 +184,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer, worker_pb2_grpc.WorkerServicer)
 
 
 class _Out:
-    """What goes out over one stream, and the answers that fill it."""
+    """The outgoing messages of one stream, and the answers that fill it."""
 
     def __init__(self, *, client: bool = False) -> None:
         self.client = client
@@ -215,8 +217,8 @@ class _Out:
         await asyncio.gather(reader, *self.answers.values(), return_exceptions=True)
 
 
-class FakeDoorway(decode_pb2_grpc.LookasideServicer):
-    """The clients' door: takes tickets of the right key and epoch."""
+class FakeLookaside(decode_pb2_grpc.LookasideServicer):
+    """The clients' service: accepts tickets of the right key and epoch."""
 
     def __init__(self, worker: FakeDecode) -> None:
         self._worker = worker

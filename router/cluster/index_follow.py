@@ -1,4 +1,4 @@
-"""Keeps the block index up with the workers: tails their event streams, notices what was lost, fetches snapshots."""
+"""Keeps the block index current: reads the workers' event streams, detects losses, fetches snapshots."""
 
 from __future__ import annotations
 
@@ -24,9 +24,11 @@ _SNAPSHOT_PAUSE_S = 0.5
 
 
 class IndexFollower:
-    """Args:
-    poll_s: pause while there is no worker.
-    dead_s: a worker that is silent for longer is asked nothing.
+    """Follows all workers.
+
+    Args:
+        poll_s: pause while there is no worker.
+        dead_s: workers that have not answered for longer are not queried.
     """
 
     def __init__(
@@ -51,7 +53,7 @@ class IndexFollower:
         self._snapshots: dict[str, asyncio.Task[None]] = {}
 
     def begin(self, worker_id: str) -> None:
-        """A new life: its stream is read from the start."""
+        """A new incarnation: its stream is read from the start."""
         self._cursors[worker_id] = "0"
 
     def forget(self, worker_id: str) -> None:
@@ -76,13 +78,13 @@ class IndexFollower:
             member.behind_since = now
         elif now - member.behind_since > _BEHIND_S:
             member.behind_since = None
-            self._index.lose_track(record.worker_id)
+            self._index.mark_stale(record.worker_id)
             self._event_watch.resynced(record.worker_id)
 
-    def mute_workers(self, known: Mapping[str, str]) -> dict[str, str]:
-        """Workers whose cache the index cannot follow, and why. `known`: those that were told before."""
+    def find_untracked(self, known: Mapping[str, str]) -> dict[str, str]:
+        """Workers whose cache events do not arrive, and the reason. `known`: those reported before."""
         now = self._clock.now()
-        mute: dict[str, str] = {}
+        untracked_workers: dict[str, str] = {}
         for member in self._members.all():
             record = member.record
             why = self._event_watch.why(
@@ -93,10 +95,10 @@ class IndexFollower:
                 now=now,
             )
             if why:
-                mute[record.worker_id] = why
+                untracked_workers[record.worker_id] = why
                 if record.worker_id not in known:
-                    log.warning("a worker's cache cannot be followed", worker=record.worker_id, why=why)
-        return mute
+                    log.warning("a worker's cache events do not arrive", worker=record.worker_id, why=why)
+        return untracked_workers
 
     async def run(self) -> None:
         while True:
@@ -135,5 +137,5 @@ class IndexFollower:
         except DiptychError as err:
             log.warning("no snapshot of a worker's cache", worker=worker_id, error=err.message)
         finally:
-            # The pause bounds how often a worker whose stream stays broken is asked.
+            # The pause limits how often a worker with a broken stream is queried.
             asyncio.get_running_loop().call_later(_SNAPSHOT_PAUSE_S, self._snapshots.pop, worker_id, None)

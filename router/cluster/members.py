@@ -1,9 +1,9 @@
-"""Who is in the cluster, as leases and probes tell it. Decides only: links are opened and closed by the caller.
+"""Members of the cluster, by leases and probes. Decides only: links are opened and closed by the caller.
 
-no lease --lease seen--> MEMBER --another incarnation--> the old life is LOST, the new one a MEMBER
+no lease --lease seen--> MEMBER --another incarnation--> the old one is LOST, the new one a MEMBER
                            | lease missing, and silent for dead_s --> LOST
-                           | lease missing, but it answers: stays; unplaceable after dead_s (a FLUSHALL heals before)
-                           | silent for dead_s without a lease, or for 3 dead_s with one: attempts are given up
+                           | lease missing, but it answers: stays; not used after dead_s (a FLUSHALL is repaired before)
+                           | silent for dead_s without a lease, or for 3 dead_s with one: its attempts are given up
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LinkT = TypeVar("LinkT", bound=Link)
 
 @dataclass(slots=True)
 class Member(Generic[LinkT]):
-    """One life of a worker. `read_at`: when its record last changed."""
+    """One incarnation of a worker. `read_at`: when its record last changed."""
 
     record: WorkerRecord
     link: LinkT
@@ -40,10 +40,12 @@ class Member(Generic[LinkT]):
 
 @dataclass(slots=True)
 class Members(Generic[LinkT]):
-    """Args:
-    open_link: makes the link of a new life.
-    why_not: what the router itself has against a record, or "".
-    dead_s: silence after which a worker is not placed on.
+    """The members.
+
+    Args:
+        open_link: makes the link of a new incarnation.
+        why_not: why the router cannot use a record, or "".
+        dead_s: silence after which a worker is not used.
     """
 
     open_link: Callable[[WorkerRecord], LinkT]
@@ -60,12 +62,12 @@ class Members(Generic[LinkT]):
     def on_records(
         self, records: Sequence[WorkerRecord], now: float
     ) -> tuple[list[Member[LinkT]], list[Member[LinkT]]]:
-        """Fold a complete list of leases. Returns (new members, lost members)."""
+        """Apply a complete list of leases. Returns (new members, lost members)."""
         new: list[Member[LinkT]] = []
         lost: list[Member[LinkT]] = []
         for record in records:
             member = self._members.get(record.worker_id)
-            if member is not None and _same_life(member.record, record):
+            if member is not None and _same_incarnation(member.record, record):
                 member.missing_since = None
                 if member.record != record:
                     member.record, member.read_at = record, now
@@ -83,15 +85,15 @@ class Members(Generic[LinkT]):
                 lost.append(self._members.pop(worker_id))
         return new, lost
 
-    def left_in_order(self, member: Member[LinkT], now: float) -> bool:
-        """Of a lost member: it said that it drains, or gave its lease up while it still answered. A worker that was killed falls
-        silent first, and its lease ends later."""
+    def left_gracefully(self, member: Member[LinkT], now: float) -> bool:
+        """Whether a lost member was draining, or gave up its lease while it still answered. A killed worker stops
+        answering first, and its lease expires later."""
         last_heard = now - member.link.silent_s
         gave_up = member.missing_since is not None and member.missing_since - last_heard < self.dead_s
         return member.record.state == "draining" or gave_up
 
     def given_up(self) -> list[Member[LinkT]]:
-        """Members whose attempts should not be waited for any longer."""
+        """Members whose attempts should not be awaited any longer."""
         return [
             member
             for member in self._members.values()
@@ -99,7 +101,7 @@ class Members(Generic[LinkT]):
         ]
 
     def why_unplaceable(self, member: Member[LinkT], now: float) -> str:
-        """Why nothing is placed on it now, or ""."""
+        """Why the worker is not used now, or ""."""
         if member.record.state != "ready":
             return f"is {member.record.state}"
         if member.missing_since is not None and now - member.missing_since > self.dead_s:
@@ -107,5 +109,5 @@ class Members(Generic[LinkT]):
         return self.why_not(member.record) or member.link.why_not()
 
 
-def _same_life(a: WorkerRecord, b: WorkerRecord) -> bool:
+def _same_incarnation(a: WorkerRecord, b: WorkerRecord) -> bool:
     return (a.incarnation, a.address, a.role) == (b.incarnation, b.address, b.role)

@@ -1,4 +1,4 @@
-"""Which workers may be placed on now, by role. Pure but for telling the breakers how large each pool is."""
+"""The usable workers by role. Pure, except that it sets the breakers' pool sizes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from diptych.router.placement.placer import Candidate
 def usable_sides(
     known: Members[Any], breakers: Breakers, check: RouterCheck, now: float
 ) -> tuple[dict[str, list[Candidate]], dict[str, str]]:
-    """The usable workers by role, and why the others are not."""
+    """The usable workers by role, and the reasons against the others."""
     sides: dict[str, list[Candidate]] = {}
     unusable = {}
     for role in ("prefill", "decode"):

@@ -1,5 +1,5 @@
-"""This router's connection to one life of a worker: its channel, a probe that says whether it lives and makes progress,
-the snapshot of its cache, and for a decode worker the stream of requests."""
+"""The connection to one incarnation of a worker: its channel, a health probe, the snapshot of its cache, and for a
+decode worker the stream of requests."""
 
 from __future__ import annotations
 
@@ -37,20 +37,22 @@ class CacheDump:
 
 
 class WorkerLink:
-    """Args:
-    record: the lease under which the worker was found; address and incarnation never change within a link.
-    heard_s: seconds in which this process could hear anybody, see loop_uptime.py.
-    probe_s: pause between probes; each may take as long as `dead_s`.
-    on_news: what a decode worker tells of clients' own attempts.
-    pace: of tokens, see DecodeStream.
-    on_change: called when the worker becomes usable or stops being so.
+    """The connection.
+
+    Args:
+        record: the lease under which the worker was found; address and incarnation never change within a link.
+        receiving_s: seconds in which this process could receive, see loop_uptime.py.
+        probe_s: pause between probes; each may take as long as `dead_s`.
+        on_news: called with a decode worker's TicketStatus messages.
+        pace: of tokens, see DecodeStream.
+        on_change: called when the worker becomes usable or stops being so.
     """
 
     def __init__(
         self,
         record: WorkerRecord,
         *,
-        heard_s: Callable[[], float],
+        receiving_s: Callable[[], float],
         probe_s: float,
         dead_s: float,
         on_change: Callable[[], None],
@@ -60,7 +62,7 @@ class WorkerLink:
     ) -> None:
         self.worker_id = record.worker_id
         self.incarnation = record.incarnation
-        self._heard_s = heard_s
+        self._heard_s = receiving_s
         self._probe_s = probe_s
         self._dead_s = dead_s
         self._on_change = on_change
@@ -73,7 +75,7 @@ class WorkerLink:
         self._tasks: list[asyncio.Task[None]] = []
         self._serving = False
         self._probed = False
-        self._last_answer = heard_s()
+        self._last_answer = receiving_s()
         self._batches_seen = 0
 
     def start(self) -> None:
@@ -92,21 +94,20 @@ class WorkerLink:
 
     @property
     def silent_s(self) -> float:
-        """Seconds of listening since the last sign of life: an answer to a probe, whatever it said, or a message of its
-        stream."""
+        """Receiving seconds since the last sign of life: an answer to a probe, or a message of its stream."""
         now = self._heard_s()
         if self.decode is not None and self.decode.num_batches != self._batches_seen:
             self._batches_seen, self._last_answer = self.decode.num_batches, now
         return now - self._last_answer
 
     def why_not(self) -> str:
-        """Why nothing can be placed there now, or ""."""
+        """Why the worker is not usable now, or ""."""
         if self.silent_s > self._dead_s:
             return f"does not answer (for {self.silent_s:.1f} s)"
         if not self._probed:
             return "is being connected"
         if not self._serving:
-            return "says that it is not serving"
+            return "reports that it is not serving"
         if self.decode is not None and not self.decode.up:
             return "its request stream is down"
         return ""
@@ -131,7 +132,7 @@ class WorkerLink:
             await asyncio.sleep(self._probe_s)
 
     async def dump_blocks(self) -> CacheDump:
-        """What the worker's prefix cache holds. Raises: DiptychError."""
+        """The content of the worker's prefix cache. Raises: DiptychError."""
         stub = worker_pb2_grpc.WorkerStub(self._channel)  # type: ignore[no-untyped-call]
         held: dict[str, list[bytes]] = {name: [] for name in TIER_NAMES}
         position = None
@@ -142,7 +143,7 @@ class WorkerLink:
                     if keys is None:
                         raise InternalError(f"{self.worker_id}: a dump of an unknown tier {tier.tier!r}")
                     if len(blob) % KEY_BYTES or len(keys) + len(blob) // KEY_BYTES > _MAX_DUMP_KEYS:
-                        raise InternalError(f"{self.worker_id}: a dump of {len(blob)} bytes makes no sense")
+                        raise InternalError(f"{self.worker_id}: a dump of {len(blob)} bytes is invalid")
                     keys += [blob[i : i + KEY_BYTES] for i in range(0, len(blob), KEY_BYTES)]
                 at = (part.epoch, {tier.tier: tier.sequence for tier in part.tiers})
                 if position is not None and position != at:

@@ -89,7 +89,7 @@ class SharedQuotas(TenantQuotas):
             return {}
         lease = self._lease(tenant, limit)
         level = min(float(limit), lease.tokens - lease.owed + self._bucket(lease, limit))
-        return self._told(limit, level, remaining=min(float(limit), self._left(lease, limit)))
+        return self._header_values(limit, level, remaining=min(float(limit), self._left(lease, limit)))
 
     def _count(self) -> int:
         return max(1, self._num_routers())

@@ -4,7 +4,7 @@
     else wait -> let_in, when prompts get computed or requests end: deficit_round_robin.py says whose turn
     -> passing -> placed
 
-Room is counted for each worker and each tenant alone, and for a request's size: of the tenant's prompts that are placed there and
+RoomCheck is counted for each worker and each tenant alone, and for a request's size: of the tenant's prompts that are placed there and
 not computed yet, what the worker computes before the request, against what it computes in `window_s` (backlog.py). Workers
 compute tenants in equal shares and short prompts before long ones: so a short request finds little before it, and what other
 tenants sent takes no more than their shares. Beyond the window a worker's own queue would only take the order out of our hands.
@@ -23,7 +23,7 @@ from diptych.router.fairness.deficit_round_robin import DeficitRoundRobin, Entry
 T = TypeVar("T")
 
 
-class Room(Protocol):
+class RoomCheck(Protocol):
     def __call__(
         self, window_s: float, tenant: str, tokens: int, beside: float = 0.0, *, doubtful: bool = False
     ) -> bool:
@@ -32,9 +32,9 @@ class Room(Protocol):
         ...
 
 
-class Gate(Generic[T]):
+class CapacityGate(Generic[T]):
     """Args:
-    room: see Room.
+    room: see RoomCheck.
     admit: called with an entry whose turn it is; whether it still wanted it. Whoever did calls `arrived` once it is placed.
     window_s: seconds of work that the pool is given ahead; 0: nobody ever waits.
     share: of a tenant.
@@ -42,7 +42,7 @@ class Gate(Generic[T]):
 
     def __init__(
         self,
-        room: Room,
+        room: RoomCheck,
         admit: Callable[[Entry[T]], bool],
         *,
         window_s: float,

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable
 
 from diptych.common.errors import OverloadedError, RequestDeadlineError
-from diptych.router.fairness.capacity_gate import Gate, Room
+from diptych.router.fairness.capacity_gate import CapacityGate, RoomCheck
 from diptych.router.fairness.deficit_round_robin import Entry, Share
 
 MAX_WAITING = 4096
@@ -21,20 +21,20 @@ _LOOK_S = 0.05
 _Turn = asyncio.Future[None]
 
 
-class Turnstile:
+class WaitQueue:
     """Args:
-    room, window_s, share: see Gate.
+    room, window_s, share: see CapacityGate.
     """
 
     def __init__(
         self,
-        room: Room,
+        room: RoomCheck,
         *,
         window_s: float,
         share: Callable[[str], Share] = lambda _: Share(),
         most: int = MAX_WAITING,
     ) -> None:
-        self._gate: Gate[_Turn] = Gate(room, _admit, window_s=window_s, share=share)
+        self._gate: CapacityGate[_Turn] = CapacityGate(room, _admit, window_s=window_s, share=share)
         self._most = most
         self._looking: asyncio.TimerHandle | None = None
 
@@ -49,7 +49,7 @@ class Turnstile:
         return self._gate.passing
 
     def may_pass(self, tenant: str, tokens: int, *, doubtful: bool = False) -> bool:
-        """See Gate."""
+        """See CapacityGate."""
         return self._gate.may_pass(tenant, tokens, doubtful=doubtful)
 
     def written(self, tenant: str, tokens: int) -> None:

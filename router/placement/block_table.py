@@ -1,13 +1,13 @@
 """Block keys and which workers hold them, in flat numpy tables: 33 bytes a slot for up to 64 workers, and 8 more for each lower
 tier that is used.
 
-    key (lo, hi) --the low bits of lo, of hi--> two buckets of 8 slots; a key lies in one of the 16
+    key (lo, hi) --the low bits of lo, of hi--> two buckets of 8 slots; a key is in one of the 16
 
-A key goes into the emptier bucket; when both are full one that lies there moves to its other one. There is no probing beyond
-the two, so that removing leaves no tombstone. From a load of 0.65 on every key that is added splits a bucket (linear hashing:
-bucket b splits into b and b + round, in order) until all are split, so that no call pays for a doubling; the arrays are made
-for the largest table at once, and memory that was never written costs nothing. Bit c of a slot's mask says that the worker of
-column c holds the block in that tier. Keys are digests: their bits are evenly spread.
+A key goes into the emptier bucket. When both are full, one of their keys moves to its other bucket. There is no further
+probing, so removal leaves no tombstone. From a load of 0.65 on every added key splits a bucket (linear hashing: bucket
+b splits into b and b + round, in order) until all are split, so that no call pays for a doubling. The arrays have their
+largest size from the start; untouched memory costs nothing. Bit c of a slot's mask says that the worker of column c
+holds the block in that tier. Keys are digests, so their bits are evenly spread.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _ALL_TIERS = tuple(range(NUM_TIERS))
 _WAYS = 8
 _WORD = 64
 _CHUNK = 128
-"""Keys that are looked up at once; below 256, so that runs inside a chunk are counted in bytes."""
+"""Keys looked up at once; below 256, so that run lengths inside a chunk fit into a byte."""
 _ROWS = np.arange(_CHUNK)
 _TOUCH_EVERY = 4
-"""One lookup in four marks what it found: enough to tell the hot from the cold, and a quarter of the writes."""
+"""One lookup in four marks its blocks as used: enough to tell hot from cold, with a quarter of the writes."""
 _MAX_LOAD = 0.65
-"""Of the slots, from which on buckets are split; with two choices a full pair of buckets is then rare."""
+"""Share of used slots from which buckets are split; with two choices a full pair of buckets is then rare."""
 _MIN_LOAD = 1 / 16
-"""Below this load an overflow is no reason to grow: the keys are not evenly spread, and one is dropped."""
+"""Below this load an overflow means unevenly spread keys: one is dropped instead of growing."""
 _MIN_SPLITS = 32
 _MAX_STAMP = 2**32 - 2**20
 
@@ -45,7 +45,7 @@ Bools = npt.NDArray[np.bool_]
 
 
 def as_keys(keys: Sequence[bytes]) -> Keys:
-    """[n, 2] of the two halves of each key."""
+    """[n, 2]: the two halves of each key."""
     return np.frombuffer(b"".join(keys), dtype=np.uint64).reshape(-1, 2)
 
 
@@ -67,16 +67,17 @@ class BlockTable:
     """`counts`: [tier, column], blocks held.
 
     Args:
-        max_keys: a few more may be held; beyond twice as many some are dropped.
+        max_keys: soft limit; beyond twice as many, keys are dropped.
     """
 
     def __init__(self, max_keys: int = 1_000_000) -> None:
-        self._round = 64  # a power of two: buckets when the present round of splits began
+        self._round = 64  # a power of two: buckets when the current round of splits began
         self._num_buckets = self._round
         self._capacity = max(self._round, 1 << (max(1, max_keys) // _WAYS * 2).bit_length())
         self._lo = np.zeros((self._capacity, _WAYS), np.uint64)
         self._hi = np.zeros((self._capacity, _WAYS), np.uint64)
-        self._tag = np.zeros((self._capacity, _WAYS), np.uint32)  # the upper half of lo: a lookup reads nothing else
+        # the upper half of lo, the only part that a lookup compares
+        self._tag = np.zeros((self._capacity, _WAYS), np.uint32)
         self._used = np.zeros((self._capacity, _WAYS), np.bool_)
         self._stamp = np.zeros(self._capacity * _WAYS, np.uint32)
         self._words = 1
@@ -104,7 +105,7 @@ class BlockTable:
 
     @property
     def nbytes(self) -> int:
-        """Of the buckets in use."""
+        """Bytes of the buckets in use."""
         arrays: list[Any] = [self._lo, self._hi, self._tag, self._used, self._stamp]
         arrays += self._all_masks()
         return int(sum(array.nbytes for array in arrays)) * self._num_buckets // self._capacity
@@ -131,7 +132,7 @@ class BlockTable:
         return buckets
 
     def _find(self, keys: Keys) -> tuple[Ints, Bools]:
-        """(slot of each key, whether the key is there); the slot of a missing key means nothing."""
+        """(slot of each key, whether the key is there); the slot of a missing key is undefined."""
         buckets = self._buckets(keys)
         shown = self._lo.take(buckets, axis=0).reshape(len(keys), 2 * _WAYS)
         place = (shown == keys[:, :1]).argmax(axis=1)
@@ -140,10 +141,10 @@ class BlockTable:
         return slots, found & self._used.ravel().take(slots)
 
     def runs(self, keys: Keys) -> Runs:
-        """How far each worker's blocks reach into `keys`; now and then marks what was found as lately used.
+        """Length of each worker's leading run in `keys`; one call in four marks the found blocks as recently used.
 
-        In the two buckets, which the low bits name, 32 more bits are compared: once in some hundred million keys a wrong match
-        adds a block to an estimate. Changes compare whole keys.
+        Beside the low bits, which select the buckets, 32 more bits are compared: once in some hundred million keys a
+        wrong match adds a block to an estimate. Changes compare whole keys.
         """
         self._num_lookups += 1
         touches = self._num_lookups % _TOUCH_EVERY == 0
@@ -204,7 +205,7 @@ class BlockTable:
         return lookup.find(keys, now, most_blocks, into, stride)
 
     def _leading_slots(self, keys: Keys, tags: Any) -> Ints:
-        """Slots of the keys, up to the first that is not there."""
+        """Slots of the keys, up to the first missing one."""
         buckets = self._buckets(keys)
         same = self._tag.take(buckets, axis=0).reshape(len(keys), 2 * _WAYS) == tags
         (at,) = same.ravel().nonzero()
@@ -220,7 +221,7 @@ class BlockTable:
         return slots
 
     def _touch(self, slots: Ints) -> None:
-        """Lately used, the first ones most: a chain is forgotten from its end."""
+        """Mark as recently used, the first ones most: a chain is evicted from its end."""
         self._age(len(slots))
         if len(slots):
             self._stamp[slots] = np.arange(self._now, self._now - len(slots), -1)
@@ -329,18 +330,18 @@ class BlockTable:
             used |= mask[slots] != 0
         self._used.ravel()[slots] = used
         self._num_used -= len(slots) - int(np.count_nonzero(used))
-        gone = slots[~used]  # a free slot must not hide a key that lives in the other bucket
+        gone = slots[~used]  # a free slot must not shadow a key in the other bucket
         self._lo.ravel()[gone] = self._hi.ravel()[gone] = 0
         self._tag.ravel()[gone] = 0
 
     # ---- growing -------------------------------------------------------------------------------------------------
 
     def _is_full(self) -> bool:
-        """Whether more buckets cannot be had, or would not help."""
+        """Whether no more buckets can be added, or would not help."""
         return self._num_buckets >= self._capacity or self._num_used < self._num_buckets * _WAYS * _MIN_LOAD
 
     def _make_room(self, num_keys: int) -> None:
-        """A round of splits begins at the highest load, and goes on with every key."""
+        """A round of splits begins at the highest load, and continues with every key."""
         left = num_keys
         while left > 0 and self._num_buckets < self._capacity:
             load = (self._num_used + num_keys - left) / (self._num_buckets * _WAYS)
@@ -350,7 +351,7 @@ class BlockTable:
                 left -= self._split(max(_MIN_SPLITS, left))
 
     def _kick(self, keys: Keys) -> bool:
-        """Move a key out of the full buckets of each of these. False: of one of them nothing can move."""
+        """Move a key out of the full buckets of each of these. False: nothing can move out of one of them."""
         for pair in self._buckets(keys).tolist():
             for slot in (bucket * _WAYS + way for bucket in pair for way in range(_WAYS)):
                 resident = np.array([[self._lo.ravel()[slot], self._hi.ravel()[slot]]], np.uint64)
@@ -373,7 +374,7 @@ class BlockTable:
             mask[old] = 0
 
     def _split(self, count: int) -> int:
-        """Split the next `count` buckets, at most to the end of the round. Returns how many were."""
+        """Split the next `count` buckets, at most to the end of the round. Returns the number of splits."""
         first = self._num_buckets - self._round
         count = min(count, self._round - first)
         slots = np.flatnonzero(self._used[first : first + count].ravel()) + first * _WAYS
@@ -389,8 +390,8 @@ class BlockTable:
 
 
 def _put_prefixes(held: Keys, counts: Ints) -> None:
-    """`held`: [keys] of masks, each a subset of the one before. Adds to counts[bit], how many keys' masks have the bit: few of
-    them differ, so this goes by the places where a bit ends."""
+    """Add to counts[bit] how many keys' masks have the bit. `held`: [keys] of masks, each a subset of the one before.
+    Few of them differ, so only the places where a bit ends are counted."""
     (changes,) = (held[1:] != held[:-1]).nonzero()
     ends = changes.tolist()
     kinds = held.take(changes).tolist()
@@ -406,7 +407,7 @@ def _put_prefixes(held: Keys, counts: Ints) -> None:
 
 
 def _count(held: Keys) -> npt.NDArray[np.uint8]:
-    """[keys] of masks -> [64], how many keys' masks have the bit. Eight counters, of a byte each, are added at once."""
+    """[keys] of masks -> [64], how many masks have each bit. Eight byte counters are added at once."""
     bits = np.unpackbits(held.view(np.uint8), bitorder="little").view(np.uint64).reshape(-1, _WAYS)
     counted: Keys = np.add.reduce(bits, axis=0)
     return counted.view(np.uint8)

@@ -1,12 +1,12 @@
-"""Where a request runs: the (prefill, decode) pair with the least cost in milliseconds. Pure; all pairs at once.
+"""Placement: the (prefill, decode) pair with the least cost in milliseconds. Pure; all pairs at once.
 
     cost(P, D) = queue(P) + uncached tokens on P / prefill rate(P) + bytes to move / link(P, D) + decode load(D)
     cost(D)    = queue(D) + uncached tokens on D / prefill rate(D) + stall of D's sequences     + decode load(D)
 
-Before a prompt the worker ends its step and computes at most as much of every other one that is there (common/equal_shares.py):
-so the queue of a short prompt is short. P's hit saves compute, D's hit saves bytes; a hit in a host tier is charged the copy
-back. Local prefill on D is a candidate only when few tokens are uncached there, or when no prefill worker is usable: an idle
-cluster still disaggregates.
+Before a prompt the worker finishes its step and computes at most as many tokens of every other waiting prompt
+(common/equal_shares.py), so the queue of a short prompt is short. A hit on P saves compute, a hit on D saves bytes; a
+hit in a host tier is charged the copy back. Local prefill on D is a candidate only when few tokens are uncached there,
+or when no prefill worker is usable: an idle cluster still disaggregates.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LOCAL_BIAS_MS = 1.0
 COLOCATED_SLACK_MS = 1000.0
 TIE_FRACTION, TIE_MS = 0.02, 0.5
 MAX_SPARES = 8
-"""Prefill workers that a placement names, the choice among them: decode tries them in turn."""
+"""Most prefill workers of a placement; decode tries them in turn."""
 
 Choice = tuple[int | None, int]
 """(index of the prefill worker, or None for local prefill; index of the decode worker, 0 to D - 1)"""
@@ -51,14 +51,14 @@ Choice = tuple[int | None, int]
 
 @dataclass(slots=True, eq=False)
 class Costs:
-    """Every candidate's charge in milliseconds.
+    """Every candidate's cost in milliseconds.
 
     Args:
         remote: [P, D], infinite where not a candidate.
-        local: [D], the same; None: local prefill is no candidate anywhere.
+        local: [D], the same; None: local prefill is never a candidate.
         queue, compute: [P + D].
         sequences, decode_load: [D].
-        colocated: a decode worker was made a candidate for the margin's sake.
+        colocated: the decode worker that became a candidate by the colocated margin.
     """
 
     request: PlacementRequest
@@ -85,7 +85,7 @@ class Costs:
         return float(self.local.min(initial=np.inf)) if self.local is not None else np.inf
 
     def draw(self, rng: random.Random) -> Choice:
-        """The cheapest, near-equal ones by power of two choices over pending placements."""
+        """The cheapest candidate; near-equal ones are chosen by power of two choices over pending placements."""
         remote, local = self.remote, self.local
         pending = self.snapshot.loads.pending_requests
         num_prefill = self.snapshot.fleet.num_prefill
@@ -112,7 +112,7 @@ class Costs:
         return p, d
 
     def order(self, d: int) -> Sequence[int]:
-        """The prefill workers that fit decode worker `d`, cheapest first, at most MAX_SPARES."""
+        """The prefill workers compatible with decode worker `d`, cheapest first, at most MAX_SPARES."""
         column = self.remote[:, d]
         cheapest = column.argsort(kind="stable")[:MAX_SPARES].tolist()
         return cheapest if self.snapshot.fleet.all_fit else [i for i in cheapest if np.isfinite(column[i])]
@@ -145,7 +145,7 @@ class Costs:
 
 
 class PlacementPolicy(Protocol):
-    """A policy: which of the candidates is taken. At least one cost is finite."""
+    """A policy that picks one of the candidates. At least one cost is finite."""
 
     @property
     def name(self) -> str: ...
@@ -154,7 +154,7 @@ class PlacementPolicy(Protocol):
 
 
 class CheapestPair:
-    """The cheapest candidate; near-equal ones are drawn by power of two choices over pending placements."""
+    """The cheapest candidate; near-equal ones are chosen by power of two choices over pending placements."""
 
     name = "cost"
 
@@ -163,7 +163,7 @@ class CheapestPair:
 
 
 def _two(count: int, rng: random.Random) -> tuple[int, int]:
-    """Two different indexes below `count`; the same twice when there is only one."""
+    """Two different indexes below `count`; the same twice if there is only one."""
     first, second = int(rng.random() * count), int(rng.random() * (count - 1))
     return (first, second + (second >= first)) if count > 1 else (0, 0)
 
@@ -178,10 +178,10 @@ def choose_placement(
     rng: random.Random,
     policy: PlacementPolicy = CHEAPEST,
 ) -> Placement | Rejected:
-    """Charge every candidate and let the policy take one."""
+    """Compute all candidates' costs and let the policy pick one."""
     costs = candidate_costs(request, snapshot, now)
     if not costs.any:
-        return Rejected(tuple(_why_nobody(snapshot)))
+        return Rejected(tuple(_rejection_reasons(snapshot)))
     p, d = policy.pick(costs, rng)
     notes: tuple[str, ...] = ()
     alone = colocated(costs) if p is not None else None
@@ -204,8 +204,10 @@ def choose_placement(
 
 
 def colocated(costs: Costs) -> int | None:
-    """The decode worker that would be enough cheaper than the cheapest pair, so that disaggregating never costs more than the
-    margin; the charges stay what they are, and it becomes a candidate."""
+    """The decode worker that is cheaper than the cheapest pair by more than the margin, or None.
+
+    It bounds the cost of disaggregation. The costs are unchanged; the worker only becomes a candidate.
+    """
     request, snapshot = costs.request, costs.snapshot
     allowed = request.allow_local_fallback and request.local_prefill_max_tokens > 0
     if not allowed or costs.least_remote <= COLOCATED_SLACK_MS or not np.isfinite(request.colocated_margin):
@@ -228,15 +230,15 @@ def colocated(costs: Costs) -> int | None:
 def candidate_costs(request: PlacementRequest, snapshot: ClusterSnapshot, now: float) -> Costs:
     fleet, loads = snapshot.fleet, snapshot.loads
     first_decode = fleet.num_prefill
-    # What waits there: reported, less what was computed since, or placed by us, whichever is more (the report includes
-    # our own placements as soon as it is younger than they are).
+    # Waiting tokens: the reported ones less those computed since, or those placed by routers, whichever is more. (A
+    # report younger than a placement includes it.)
     queue = loads.pending_tokens * fleet.token_ms
     np.maximum(queue, fleet.idle_at_ms - 1000.0 * now, out=queue)
     hits = loads.hit_tokens
     uncached: Ints | int = request.num_prompt_tokens if hits is None else request.num_prompt_tokens - hits
     compute = uncached * fleet.token_ms
-    # Of every other prompt a worker computes no more before this one than it has itself (common/equal_shares.py), behind the
-    # step that runs.
+    # A worker computes at most as many tokens of each other prompt before this one as this one has
+    # (common/equal_shares.py), after the current step.
     before = np.maximum(loads.pending_requests, fleet.requests) * compute
     before += fleet.prompt_step_ms
     np.minimum(queue, before, out=queue)
@@ -292,8 +294,8 @@ def _local_costs(
 
 
 def _holds_all(request: PlacementRequest, snapshot: ClusterSnapshot) -> Bools | None:
-    """[D]: all of the prompt that a cache can hold lies on this decode worker, which may compute the rest (less than a
-    block): no prefill worker is needed, whatever the two rates, measured on other lengths, say about so few tokens."""
+    """[D]: the decode worker holds the whole cacheable prompt and may compute the rest (less than a block). Then no
+    prefill worker is needed; rates measured on other lengths say nothing about so few tokens."""
     if snapshot.loads.hit_tokens is None:
         return None
     hits = snapshot.loads.hit_tokens[snapshot.fleet.num_prefill :]
@@ -303,7 +305,7 @@ def _holds_all(request: PlacementRequest, snapshot: ClusterSnapshot) -> Bools | 
     return full if full.any() else None
 
 
-def _why_nobody(snapshot: ClusterSnapshot) -> Sequence[str]:
+def _rejection_reasons(snapshot: ClusterSnapshot) -> Sequence[str]:
     reasons = [f"{worker_id}: {why}" for worker_id, why in sorted(snapshot.unusable.items())]
     for (prefill, decode), differences in sorted(snapshot.incompatible.items()):
         if differences:

@@ -1,12 +1,13 @@
-"""Which worker holds which KV blocks, folded from the workers' event streams. Pure: no clock, no sockets.
+"""An index of the KV blocks that each worker holds, folded from the workers' event streams. Pure: no clock, no sockets.
 
     GUESS --snapshot--> EXACT --gap, newer epoch, missed tail--> STALE --snapshot--> EXACT
       ^                   |  ^______________ cleared _____________|
       |__ new incarnation_|
 
-A worker's events carry (incarnation, epoch, tier, sequence); each tier of an epoch counts its own. The next event of a tier
-has sequence + 1; "cleared" opens a new epoch and voids everything before it, in all tiers. Repeats are ignored, a hole makes
-the tier STALE until a snapshot arrives; events that come meanwhile wait in a bounded buffer and are replayed on top of it.
+A worker's events carry (incarnation, epoch, tier, sequence); each tier of an epoch counts separately. The next event of
+a tier has sequence + 1; "cleared" opens a new epoch and voids everything before it, in all tiers. Repeats are ignored.
+A gap makes the tier STALE until a snapshot arrives; events that arrive meanwhile wait in a bounded buffer and are then
+replayed.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from diptych.router.placement.native.lookup import Found, NativeLookup
 
 _MAX_WAITING_EVENTS = 4096
 _TRIM_FRACTION = 8
-"""A worker over its share loses 1/8 of it at once: the scan for the oldest is paid for many blocks together."""
+"""A worker over its share loses 1/8 of it at once: one scan for the oldest serves many blocks."""
 
 
 class IndexMode(Enum):
-    """How far the index of a worker can be trusted."""
+    """How exact the index of a worker is."""
 
     EXACT = "EXACT"
     STALE = "STALE"
@@ -41,13 +42,13 @@ class _Stream:
     mode: IndexMode = IndexMode.GUESS
     waiting: list[KvEvent] = field(default_factory=list)
 
-    def lose_track(self) -> None:
+    def mark_stale(self) -> None:
         if self.mode is IndexMode.EXACT:
             self.mode = IndexMode.STALE
 
     def wait(self, event: KvEvent) -> None:
         if len(self.waiting) >= _MAX_WAITING_EVENTS:
-            self.waiting.clear()  # leaves a hole, which the snapshot after next will close
+            self.waiting.clear()  # leaves a gap, which a later snapshot closes
         self.waiting.append(event)
 
 
@@ -62,9 +63,11 @@ class _Worker:
 
 
 class BlockIndex:
-    """Args:
-    max_blocks: blocks held for all workers together; each worker gets an equal share, beyond it what was used least lately
-        is dropped, so that a busy worker pushes out only its own.
+    """The index of all workers.
+
+    Args:
+        max_blocks: blocks held for all workers together. Each worker gets an equal share; beyond it its least recently
+            used blocks are dropped, so that a busy worker evicts only its own.
     """
 
     def __init__(self, max_blocks: int = 2_000_000) -> None:
@@ -82,7 +85,7 @@ class BlockIndex:
 
     @property
     def num_columns(self) -> int:
-        """Above every worker's column."""
+        """One more than the highest column."""
         return len(self._workers) + len(self._free_columns)
 
     @property
@@ -119,11 +122,11 @@ class BlockIndex:
         seen = zip(sequences, worker.streams, strict=False)
         return epoch > worker.epoch or any(sequence > stream.sequence for sequence, stream in seen)
 
-    def lose_track(self, worker_id: str) -> None:
-        """Events of this worker went missing: STALE until the next snapshot."""
+    def mark_stale(self, worker_id: str) -> None:
+        """Events of this worker were lost: STALE until the next snapshot."""
         if worker_id in self._workers:
             for stream in self._workers[worker_id].streams:
-                stream.lose_track()
+                stream.mark_stale()
 
     def forget(self, worker_id: str) -> None:
         worker = self._workers.pop(worker_id, None)
@@ -137,8 +140,8 @@ class BlockIndex:
         self.apply_all(worker_id, (event,))
 
     def apply_all(self, worker_id: str, events: Iterable[KvEvent]) -> None:
-        """Fold events in the order in which they came; neighbours of one kind cost as much as one. Events of an unknown
-        worker or of another incarnation are ignored."""
+        """Fold events in order; adjacent events of one kind cost as much as one. Events of an unknown worker or another
+        incarnation are ignored."""
         worker = self._workers.get(worker_id)
         if worker is None:
             return
@@ -158,7 +161,7 @@ class BlockIndex:
         elif stream.mode is not IndexMode.EXACT:
             stream.wait(event)
         elif not _fold(worker, event, changes):
-            stream.lose_track()
+            stream.mark_stale()
             stream.wait(event)
 
     def _clear(self, worker: _Worker, event: KvEvent, changes: _Changes) -> None:
@@ -232,7 +235,7 @@ class BlockIndex:
         return IndexMode.EXACT if exact else IndexMode.STALE
 
     def num_events(self, worker_id: str) -> int:
-        """Events that came from this life of the worker, whatever became of them."""
+        """Events that arrived from this incarnation of the worker, including dropped ones."""
         worker = self._workers.get(worker_id)
         return worker.num_events if worker is not None else 0
 
@@ -246,12 +249,12 @@ class BlockIndex:
         return set(to_bytes(self._table.keys_of(worker.column, tier))) if worker is not None else set()
 
     def column(self, worker_id: str) -> int | None:
-        """Where the worker stands in the answers of `runs`; valid until it is forgotten."""
+        """The worker's column in the result of `runs`; valid until it is forgotten."""
         worker = self._workers.get(worker_id)
         return worker.column if worker is not None else None
 
     def runs(self, keys: Keys) -> Runs:
-        """For every worker at once, the length of the longest run of `keys`, from the first one on, that it holds."""
+        """For every worker, the length of the longest leading run of `keys` that it holds."""
         return self._table.runs(keys)
 
     def hits_into(self, lookup: NativeLookup, keys: Keys, most_blocks: int, into: int, stride: int) -> Found:
@@ -264,7 +267,7 @@ class BlockIndex:
 
 
 class _Changes:
-    """Neighbouring changes of one kind, written to the table together."""
+    """Adjacent changes of one kind, written to the table together."""
 
     def __init__(self, table: BlockTable, column: int) -> None:
         self._table = table

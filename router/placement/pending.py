@@ -1,9 +1,10 @@
-"""Pending placements shared among routers through the store, in the background, so that several do not stampede one worker.
+"""Pending placements shared among routers through the store, in the background, so that they do not stampede one
+worker.
 
-    every interval_s: write this router's sums if they changed (or half their life is over), read those of the others
+    every interval_s: write this router's sums if they changed (or half their TTL is over), read those of the others
 
-No request waits for it. A router that dies is forgotten when its row's life ends; while the store is away the others' sums are
-kept for as long, then dropped.
+No request waits for it. A dead router is forgotten when its row expires; while the store is unavailable the others'
+sums are kept for that long, then dropped.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ log = structlog.get_logger(__name__)
 
 
 class PendingShare:
-    """Args:
-    router_id: unique among the routers of the cluster; what stands behind a "." tells the models of one router apart.
+    """Exchanges the sums.
+
+    Args:
+        router_id: unique among the routers of the cluster; a suffix after "." distinguishes the models of one router.
     """
 
     def __init__(
@@ -56,7 +59,7 @@ class PendingShare:
             await asyncio.sleep(self._interval_s)
 
     async def exchange(self) -> None:
-        """Write what changed and read the others once."""
+        """Write changed sums and read the others once."""
         mine = self._reservations.mine()
         now = self._clock.now()
         try:

@@ -25,7 +25,7 @@ from diptych.router.placement.worker_arrays import ClusterSnapshot, Ints, Reques
 
 _AFFINITY_BLOCKS = 16
 _PREFIX_TOKENS = 512
-"""What requests must share, at most, to count as one hot prefix."""
+"""Most tokens that requests must share to count as one hot prefix."""
 _ALL = slice(None)
 
 Incarnation = tuple[str, str]
@@ -37,7 +37,7 @@ _salted = lru_cache(4096)(IdentityHeader.with_salt)
 
 @dataclass(slots=True)
 class PromptBlocks:
-    """A prompt and, once for each way of naming blocks, the identities of its blocks."""
+    """A prompt and the identities of its blocks, cached for each identity header."""
 
     prompt: Prompt
     _keys: dict[IdentityHeader, Keys] = field(default_factory=dict)
@@ -55,13 +55,13 @@ class PromptBlocks:
         return keys
 
     def know(self, header: IdentityHeader, keys: Keys) -> None:
-        """The identities are known already."""
+        """Set identities that are already known."""
         self._keys[header] = keys
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A usable worker. `header`: how it names blocks; None: unknown, so no hit is ever found."""
+    """A usable worker. `header`: how it names blocks; None: unknown, so it never has a hit."""
 
     record: WorkerRecord
     read_at: float
@@ -70,7 +70,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Group:
-    """Workers that name blocks alike: their places in the fleet (None: they are all of it) and columns in the index."""
+    """Workers with equal identity headers: their positions in the arrays (None: all) and columns in the index."""
 
     header: IdentityHeader
     at: Ints | None
@@ -79,10 +79,12 @@ class _Group:
 
 
 class Placer:
-    """Args:
-    policy: who is taken among the candidates.
-    replication: copies hot prefixes on purpose, under the policy "cost"; None: they are only copied where queues are long.
-    library: looks prompts up in C; None: in numpy.
+    """Places requests on the usable workers.
+
+    Args:
+        policy: picks among the candidates.
+        replication: creates copies of hot prefixes, under the policy "cost"; None: copies arise only from long queues.
+        library: looks prompts up in C; None: in numpy.
     """
 
     def __init__(
@@ -97,7 +99,7 @@ class Placer:
         self._replication = replication if policy.name == CHEAPEST.name else None
         self._library = library
         self._found: Ints | None = None
-        """[2, workers]: where a lookup in C writes hits and those of the host tier; None: lookups are in numpy."""
+        """[2, workers]: a lookup in C writes hits and host-tier hits here; None: lookups use numpy."""
         self._index = index
         self._reservations = reservations
         self._rng = rng
@@ -108,7 +110,7 @@ class Placer:
         self._reserved = np.empty(0, np.int64)
         self._groups: list[_Group] = []
         self._is_parted = False
-        """One lookup does not tell of everybody."""
+        """One lookup does not cover all workers."""
         self._lives: dict[Incarnation, int] = {}
 
     @staticmethod
@@ -121,19 +123,18 @@ class Placer:
         hot_prefix_copies: bool = False,
         library: Library | None = None,
     ) -> Placer:
-        """As the router's settings ask for it; benchmarks make theirs in the same way. Raises: ConfigError."""
+        """A placer by the router's settings; benchmarks use it, too. Raises: ConfigError."""
         replication = Replication() if hot_prefix_copies else None
         return Placer(index, reservations, rng, policy_by_name(policy), replication, library)
 
-    def set_fleet(
+    def set_workers(
         self,
         prefill: Sequence[Candidate],
         decode: Sequence[Candidate],
         incompatible: Mapping[tuple[str, str], Sequence[str]],
         unusable: Mapping[str, str],
     ) -> None:
-        """Who is there, until the next call. To be called whenever a record, a worker's usability or the index's workers
-        changed."""
+        """Set the usable workers. Call it whenever a record, a worker's usability or the index's workers change."""
         one, other = ([(candidate.record, candidate.read_at) for candidate in side] for side in (prefill, decode))
         self._fleet = WorkerArrays.of(one, other, incompatible, unusable)
         self._speeds = self._fleet.prompt_tokens_per_s()
@@ -157,7 +158,7 @@ class Placer:
 
     @property
     def num_copies(self) -> int:
-        """Copies of hot prefixes that were made on purpose."""
+        """Copies of hot prefixes created by replication."""
         return self._replication.num_copies if self._replication is not None else 0
 
     @property
@@ -167,7 +168,7 @@ class Placer:
     def has_room(
         self, window_s: float, tenant: str, tokens: int, beside: float = 0.0, *, doubtful: bool = False
     ) -> bool:
-        """See gate.Room. `doubtful`: count what is doubtful (see Reservations)."""
+        """See capacity_gate.RoomCheck. `doubtful`: count doubtful reservations (see Reservations)."""
         before = self._reservations.backlog.before
         return not self._speeds or any(
             before(worker_id, tenant, tokens, doubtful=doubtful) + beside < window_s * speed
@@ -175,19 +176,19 @@ class Placer:
         )
 
     def name_blocks(self, prompt: PromptBlocks) -> None:
-        """In every way in which a usable worker names them."""
+        """Compute the identities for every header of a usable worker."""
         for group in self._groups:
             prompt.keys(group.header, self._library)
 
     def uncached_tokens(self, prompt: PromptBlocks) -> int:
-        """Of the prompt, as many as have to be computed where most of it is cached."""
+        """Tokens to compute on the worker with the most cached tokens."""
         hits = self.snapshot(prompt).loads.hit_tokens
         return max(1, len(prompt.prompt.token_ids) - (0 if hits is None else int(hits.max(initial=0))))
 
     def snapshot(
         self, prompt: PromptBlocks | None = None, exclude: frozenset[Incarnation] = frozenset()
     ) -> ClusterSnapshot:
-        """The usable workers with this prompt's hits. `exclude`: lives that must not be chosen as decode."""
+        """The usable workers with this prompt's hits. `exclude`: incarnations that must not be chosen as decode."""
         barred = tuple(self._lives[life] for life in exclude if life in self._lives) if exclude else ()
         tokens, requests = self._reservations.at(self._reserved)
         hit, lower = self._hits(prompt)
@@ -262,7 +263,7 @@ class Placer:
         snapshot: ClusterSnapshot,
         now: float,
     ) -> Placement | Rejected:
-        """The placement, or, when the prefix is too hot for those that hold it, one that makes a copy."""
+        """The placement; or, if the prefix is too hot for its holders, one that creates a copy."""
         prefill = placement.chosen.prefill
         if prefill is None or prefill.hit_tokens < LEAST_TOKENS or snapshot.loads.hit_tokens is None:
             return placement

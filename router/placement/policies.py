@@ -1,7 +1,5 @@
-"""Placement policies by name. All of them see the same candidates and charges as `cost`, so that answers can be explained
-and compared alike; they differ in whom they take. Local prefill follows one rule for all: it is taken where it is allowed on
-the chosen decode worker.
-"""
+"""Placement policies by name. All use the same candidates and costs as `cost`, so that answers can be explained and
+compared. They differ only in their choice. Local prefill is used where it is allowed on the chosen decode worker."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ _RANDOM_SESSION_BYTES = 8
 
 
 class _ByWorker:
-    """Picks a decode worker, then a prefill worker that fits it; subclasses only order workers."""
+    """Picks a decode worker, then a compatible prefill worker; subclasses only rank workers."""
 
     name = ""
 
@@ -56,7 +54,7 @@ class RoundRobin(_ByWorker):
 
 
 def load_of(costs: Costs, role: str, index: int) -> float:
-    """Milliseconds of prompts that wait at a prefill worker; sequences of a decode worker."""
+    """Milliseconds of prompts waiting at a prefill worker; sequences of a decode worker."""
     if role == "prefill":
         return float(costs.queue[index])
     return float(costs.decode_load[index])
@@ -80,7 +78,8 @@ class PowerOfTwo(_ByWorker):
 
 
 class SessionAffinity(_ByWorker):
-    """Rendezvous hashing: a session stays where it is while its workers live, and one that leaves moves only its own."""
+    """Rendezvous hashing: a session stays on its worker while the worker exists; a leaving worker moves only its
+    sessions."""
 
     name = "session-affinity"
 
@@ -101,7 +100,7 @@ POLICIES: Mapping[str, Callable[[], PlacementPolicy]] = {
 
 
 def policy_by_name(name: str) -> PlacementPolicy:
-    """A policy with a state of its own. Raises: ConfigError."""
+    """A policy with its own state. Raises: ConfigError."""
     if name not in POLICIES:
         raise ConfigError("placement_policy", name, f"must be one of {', '.join(POLICIES)}")
     return POLICIES[name]()

@@ -1,4 +1,4 @@
-"""The last placements of this router, for whoever asks afterwards why. Bounded, oldest out first. Pure."""
+"""The last placements of this router, for later explanation. Bounded, oldest evicted first. Pure."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from diptych.router.observe.explain import RequestTrace
 from diptych.rpc.v1 import types_pb2
 
 _SHOWN = re.compile(r"(?:(?:chatcmpl|cmpl)-|(?:resp|msg|fc)_)(req-[0-9a-f]+)(?:_\d+)?")
-"""Of an answer, or of an item of one: chatcmpl-req-..., cmpl-..., resp_..., msg_..._0, fc_..._1."""
+"""Id of an answer or of an item of one: chatcmpl-req-..., cmpl-..., resp_..., msg_..._0, fc_..._1."""
 
 
 @dataclass(slots=True)
 class Decision:
-    """Args:
-    owner: the tenant's salt; nobody else is told.
-    story: what is known of it; grows while it runs.
-    outcome: "running", "finished", or the reason of the error that ended the request.
+    """One placement.
+
+    Args:
+        owner: the tenant's salt; only this tenant may read it.
+        story: the request's trace; grows while it runs.
+        outcome: "running", "finished", or the reason of the error that ended the request.
     """
 
     request_id: str
@@ -35,7 +37,7 @@ class Decision:
 
 
 class Decisions:
-    """By the router's request id and by the caller's label (its latest)."""
+    """By the router's request id and by the caller's label (the latest)."""
 
     def __init__(self, max_decisions: int = 2048) -> None:
         self._max = max_decisions
@@ -56,13 +58,13 @@ class Decisions:
                 del self._labels[old.label]
 
     def get(self, name: str) -> Decision | None:
-        """`name`: a request id, else a label, else an id as answers show it, which has the request's inside."""
+        """`name`: a request id, a label, or an id of an answer, which contains the request id."""
         found = self._by_id.get(name) or self._by_id.get(self._labels.get(name, ""))
         if found is None and (shown := _SHOWN.fullmatch(name)):
             found = self._by_id.get(shown[1])
         return found
 
     def latest(self, owner: bytes, most: int = 40) -> list[Decision]:
-        """The owner's last ones, latest first."""
+        """The owner's last placements, latest first."""
         own = (decision for decision in reversed(self._by_id.values()) if decision.owner == owner)
         return list(islice(own, most))

@@ -1,9 +1,10 @@
-"""When a prefix is copied to a second holder on purpose, before its queue says so. Pure.
+"""Replication of a hot prefix to a second worker before queues build up. Pure.
 
-    each placement on a hit -> load of the prefix (share of a holder's time, fading) -> above the bound, per holder
-    -> this one request goes to a worker that does not hold it, and leaves a copy there -> pause until the copy is known
+    each placement on a hit -> load of the prefix (share of a holder's time, decaying) -> above the bound, per holder
+    -> this one request goes to a worker without it, which creates a copy there -> pause until the copy is known
 
-One request at a time makes a copy, and not the next before PAUSE_S: a hot prefix spreads step by step, without a herd.
+One request at a time creates a copy, and the next not before PAUSE_S: a hot prefix spreads step by step, without a
+herd.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from diptych.router.placement.cost import CHEAPEST, Choice, Costs
 from diptych.router.placement.worker_arrays import Bools
 
 BOUND = 0.5
-"""Of a holder's time, taken by requests with one prefix."""
+"""Share of a holder's time for requests with one prefix."""
 PAUSE_S = 1.0
 _FADE_S = 2.0
 _MAX_PREFIXES = 4096
 LEAST_TOKENS = 128
-"""A shorter hit is not worth a copy on purpose."""
+"""A shorter hit is not worth a copy."""
 
 
 @dataclass(slots=True)
-class _Heat:
+class _PrefixLoad:
     busy_s: float = 0.0
     at: float = 0.0
     copied_at: float = -math.inf
@@ -36,18 +37,20 @@ class _Heat:
 
 @dataclass(slots=True)
 class Replication:
-    """Args:
-    bound: share of one holder's time above which a prefix gets another holder.
+    """Decides when a prefix gets another copy.
+
+    Args:
+        bound: share of one holder's time above which a prefix gets another holder.
     """
 
     bound: float = BOUND
     num_copies: int = 0
-    _prefixes: OrderedDict[bytes, _Heat] = field(default_factory=OrderedDict)
+    _prefixes: OrderedDict[bytes, _PrefixLoad] = field(default_factory=OrderedDict)
 
     def on_placed(self, prefix: bytes, busy_s: float, num_holders: int, now: float) -> float:
-        """A request with this prefix takes `busy_s` of a holder. Returns the load per holder when this one should rather make a
-        copy, else 0.0."""
-        heat = self._prefixes.setdefault(prefix, _Heat(at=now))
+        """Record a request with this prefix that takes `busy_s` of a holder. Returns the load per holder if this
+        request should create a copy, else 0.0."""
+        heat = self._prefixes.setdefault(prefix, _PrefixLoad(at=now))
         self._prefixes.move_to_end(prefix)
         if len(self._prefixes) > _MAX_PREFIXES:
             self._prefixes.popitem(last=False)
@@ -63,7 +66,7 @@ class Replication:
 
 @dataclass(slots=True)
 class ExcludeHolders:
-    """The cheapest pair whose prefill worker is none of the holders ([P]); where there is none, the cheapest."""
+    """The cheapest pair whose prefill worker is not a holder ([P]); if there is none, the cheapest."""
 
     holders: Bools
     name: str = CHEAPEST.name

@@ -1,9 +1,9 @@
-"""What routers placed and have not seen the end of, so that a burst does not stampede one worker. Pure.
+"""Placements of the routers that have not ended, so that a burst does not stampede one worker. Pure.
 
-This router's own placements are kept by attempt; those of the other routers are sums, as they last told (see pending.py).
+This router's placements are kept by attempt; those of other routers are sums, as last reported (see pending.py).
 
-What is placed may be *doubtful*: a ticket that nobody has handed in yet. It counts where workers are compared, so that a burst is
-spread, and not in what keeps others waiting or is told to other routers.
+A reservation may be *doubtful*: its ticket has not been redeemed yet. It counts when workers are compared, which
+spreads a burst, but neither in what makes others wait nor in what is reported to other routers.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class Reservation:
 
 
 class Reservations:
-    """By attempt. Releasing twice, or what was never reserved, does nothing.
+    """Reservations by attempt. Releasing twice, or an unknown attempt, has no effect.
 
     Args:
-    now: see Backlog.
+        now: see Backlog.
     """
 
     def __init__(self, now: Callable[[], float] = lambda: 0.0) -> None:
@@ -43,7 +43,7 @@ class Reservations:
         self._computed: set[str] = set()
         self._doubtful: set[str] = set()
         self._columns: dict[str, int] = {}
-        self._mine = np.zeros((3, 64), np.int64)  # tokens, requests, doubtful ones of the tokens by column
+        self._mine = np.zeros((3, 64), np.int64)  # tokens, requests, doubtful tokens by column
         self._others = np.zeros((2, 64), np.int64)
         self._sum_up()
         self.on_less: Callable[[], None] = lambda: None
@@ -63,7 +63,7 @@ class Reservations:
             self._doubt(reservation.prefill_id, reservation.num_tokens)
 
     def settle(self, attempt: str) -> None:
-        """It is doubtful no longer."""
+        """Make the reservation no longer doubtful."""
         if attempt in self._doubtful:
             self._doubtful.discard(attempt)
             reservation = self._open[attempt]
@@ -74,7 +74,7 @@ class Reservations:
         self._numbers[0][2 * self.width + self._column(worker_id)] += tokens
 
     def prompt_computed(self, attempt: str) -> None:
-        """The first token was seen: the prompt no longer waits anywhere."""
+        """The first token arrived: the prompt no longer waits."""
         reservation = self._open.get(attempt)
         if reservation is None or attempt in self._computed:
             return
@@ -86,7 +86,7 @@ class Reservations:
         self.on_less()
 
     def release(self, attempt: str) -> Reservation | None:
-        """Returns what was reserved, if it was."""
+        """Returns the reservation, if there was one."""
         self.prompt_computed(attempt)
         self._computed.discard(attempt)
         reservation = self._open.pop(attempt, None)
@@ -95,13 +95,13 @@ class Reservations:
         return reservation
 
     def _sum_up(self) -> None:
-        """After either table became another."""
+        """Call it after a table was replaced."""
         self._mine = np.ascontiguousarray(self._mine)
         self._all = np.ascontiguousarray(self._mine[:2] + self._others)
         self.width = self._all.shape[1]
         self.address: int = self._all.ctypes.data
-        """Of all routers' sums, [2, width]: tokens, requests by column."""
-        # One number of a memoryview is changed in a fifth of the time that it takes in an array.
+        """Address of all routers' sums, [2, width]: tokens, requests by column."""
+        # Setting a number through a memoryview takes a fifth of the time of an array.
         self._numbers: list[memoryview] = [table.reshape(-1).data for table in (self._mine, self._all)]
 
     def _add(self, worker_id: str, tokens: int, requests: int) -> None:
@@ -124,14 +124,14 @@ class Reservations:
         return column
 
     def tokens(self, worker_id: str) -> int:
-        """Placed by this router."""
+        """Tokens placed by this router."""
         return int(self._mine[0, self._column(worker_id)])
 
     def requests(self, worker_id: str) -> int:
         return int(self._mine[1, self._column(worker_id)])
 
     def mine(self) -> dict[str, tuple[int, int]]:
-        """(tokens, requests) of every worker on which this router has something pending; doubtful tokens do not count."""
+        """(tokens, requests) of every worker with pending requests of this router; without doubtful tokens."""
         return {
             name: (int(self._mine[0, column] - self._mine[2, column]), int(self._mine[1, column]))
             for name, column in self._columns.items()
@@ -139,7 +139,7 @@ class Reservations:
         }
 
     def set_others(self, pending: Mapping[str, tuple[int, int]]) -> None:
-        """The sums of the other routers, in place of what they told before."""
+        """Replace the sums of the other routers."""
         self.backlog.set_others(pending)
         columns = {self._column(name): value for name, value in pending.items()}
         self._others[:] = 0
@@ -150,18 +150,18 @@ class Reservations:
     # ---- for a placement: all workers at once --------------------------------------------------------------------
 
     def columns(self, worker_ids: Sequence[str]) -> Ints:
-        """Where these workers stand in `at`; valid until the next call."""
+        """Positions of these workers in `at`; valid until the next call."""
         if len(self._columns) > 4 * len(worker_ids) + _MAX_IDLE_COLUMNS:
             self._compact(set(worker_ids))
         return np.array([self._column(name) for name in worker_ids], np.int64)
 
     def at(self, columns: Ints) -> tuple[Ints, Ints]:
-        """(pending tokens, pending requests), all routers together."""
+        """(pending tokens, pending requests) of all routers."""
         tokens, requests = self._all.take(columns, axis=1)
         return tokens, requests
 
     def _compact(self, keep: set[str]) -> None:
-        """Forget workers that left long ago."""
+        """Drop workers that left long ago."""
         kept = [(n, c) for n, c in self._columns.items() if n in keep or self._mine[:, c].any()]
         old = [column for _, column in kept]
         width = max(64, len(old))

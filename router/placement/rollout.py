@@ -1,11 +1,11 @@
-"""Canary and shadow: which group of workers a request goes to. Pure.
+"""Canary and shadow: the group of workers for a request. Pure.
 
-    stable   every worker that no pattern names; all traffic, unless a canary takes its share
+    stable   every worker that no pattern matches; all traffic except a canary's share
     canary   a share of the requests goes to these workers only (and back to stable while none of them can serve)
-    shadow   a share of the requests is sent there *as well*; nobody sees those answers
+    shadow   a share of the requests is sent there *as well*; those answers are discarded
 
-A worker belongs to one group, by its id; prefill and decode of different groups are never paired. The choice depends on the
-request's id alone, so every router and every retry makes the same.
+A worker belongs to one group, by its id; prefill and decode of different groups are never paired. The choice depends
+only on the request's id, so every router and every retry makes the same.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ _SCALE = 2**32
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """Args:
-    canary_workers, shadow_workers: patterns of worker ids, with * and ?.
-    canary_share, shadow_share: 0 to 1.
+    """The roll-out's settings.
+
+    Args:
+        canary_workers, shadow_workers: patterns of worker ids, with * and ?.
+        canary_share, shadow_share: 0 to 1.
     Raises: ConfigError.
     """
 
@@ -41,14 +43,14 @@ class Rollout:
             if not 0.0 <= share <= 1.0:
                 raise ConfigError(f"{name}_share", share, "must be between 0 and 1")
             if share and not workers:
-                raise ConfigError(f"{name}_share", share, f"needs {name}_workers: which workers are they?")
+                raise ConfigError(f"{name}_share", share, f"needs {name}_workers")
 
     @property
     def on(self) -> bool:
         return bool(self.canary_workers or self.shadow_workers)
 
     def group_of(self, worker_id: str) -> str:
-        """Of a worker. Shadow comes first: what must not serve does not serve."""
+        """The group of a worker. Shadow is checked first: a shadow worker must never serve."""
         for group, patterns in ((SHADOW, self.shadow_workers), (CANARY, self.canary_workers)):
             if any(fnmatchcase(worker_id, pattern) for pattern in patterns):
                 return group
@@ -59,7 +61,7 @@ class Rollout:
         return CANARY if self.canary_share and _draw(request_id, b"canary") < self.canary_share else STABLE
 
     def is_shadowed(self, request_id: str) -> bool:
-        """Whether a request goes to the shadow group as well."""
+        """Whether the request is also sent to the shadow group."""
         return bool(self.shadow_share) and _draw(request_id, b"shadow") < self.shadow_share
 
 
@@ -82,13 +84,13 @@ class Groups:
                 self._lives.setdefault(self._rollout.group_of(life[0]), set()).add(life)
 
     def others(self, group: str) -> frozenset[tuple[str, str]]:
-        """Lives that must not serve this group; prefill workers follow from the pairs. Empty without a roll-out."""
+        """Incarnations that must not serve this group; prefill workers follow from the pairs. Empty without a roll-out."""
         if not self._lives:
             return frozenset()
         return frozenset().union(*(lives for name, lives in self._lives.items() if name != group))
 
 
 def _draw(request_id: str, domain: bytes) -> float:
-    """[0, 1), the same for the same id; independent for the two domains."""
+    """A number in [0, 1), the same for the same id; independent for the two domains."""
     digest = blake2b(request_id.encode(), digest_size=4, person=domain).digest()
     return int.from_bytes(digest, "big") / _SCALE

@@ -1,5 +1,5 @@
-"""What a placement is: the question, the answer, and what each candidate was charged. Values only: nobody changes one once it is
-made (they are not frozen because that would triple what making them costs, several times a request)."""
+"""Request, result and candidate costs of a placement. The values are immutable by convention: frozen classes would
+triple the cost of creating them, several times a request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from diptych.common.worker_record import WorkerRecord
 
 @dataclass(slots=True)
 class WorkerView:
-    """A worker that may be placed on, as the router knows it now.
+    """A usable worker in the router's current view.
 
     Args:
         hit_tokens: leading prompt tokens in its cache, already capped to what may be used.
@@ -37,14 +37,16 @@ class WorkerView:
 
 @dataclass(slots=True)
 class PlacementRequest:
-    """Args:
-    wants_kv: False when prefill's first token is the whole answer (max_tokens = 1): no KV is moved.
-    local_prefill_max_tokens: 0: never local while a prefill worker is usable.
-    allow_local_fallback: compute on decode, whatever the length, when no prefill worker is usable.
-    group: of workers that may be taken, see router/placement/rollout.py.
-    colocated_margin: compute on decode, whatever the length, where that is expected to be cheaper than every prefill worker by
-        more than this part of its own cost and COLOCATED_SLACK_MS; infinite: never.
-    affinity: names the session or prefix, for the policy that keeps those together.
+    """What to place.
+
+    Args:
+        wants_kv: False when prefill's first token is the whole answer (max_tokens = 1): no KV is transferred.
+        local_prefill_max_tokens: 0: never local while a prefill worker is usable.
+        allow_local_fallback: compute on decode, for any length, when no prefill worker is usable.
+        group: group of workers, see router/placement/rollout.py.
+        colocated_margin: compute on decode, for any length, if that is expected to be cheaper than every pair by more
+            than this part of its cost and COLOCATED_SLACK_MS; infinite: never.
+        affinity: the session or prefix, for the session affinity policy.
     """
 
     num_prompt_tokens: int
@@ -58,7 +60,7 @@ class PlacementRequest:
 
 @dataclass(slots=True)
 class Terms:
-    """What one candidate was charged; `prefill` is None for local prefill on `decode`."""
+    """The cost of one candidate; `prefill` is None for local prefill on `decode`."""
 
     prefill: WorkerView | None
     decode: WorkerView
@@ -74,12 +76,12 @@ class Terms:
 
     @property
     def ttft_ms(self) -> float:
-        """Predicted time to the first token: what stands before prefill's sampling, the hand-off's fixed price included."""
+        """Predicted time to the first token: costs before prefill's sampling, including the fixed cost of the hand-off."""
         return self.queue_ms + self.prefill_ms
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens that nobody would have to compute: what decode has, and of the rest what prefill has."""
+        """Prompt tokens that need no compute: those cached on decode, and of the rest those cached on prefill."""
         return max(self.decode.hit_tokens, self.prefill.hit_tokens if self.prefill is not None else 0)
 
 
@@ -93,13 +95,13 @@ class Views(Protocol):
 
 @dataclass(slots=True)
 class Placement:
-    """The choice and all that it was chosen from; what is only looked at is made on demand.
+    """The choice and its inputs; details are computed on demand.
 
     Args:
         order: indexes of the prefill workers in the order in which to try them; empty when none is usable.
         best: the cheapest candidates, cheapest first (None: all of them).
-        policy: name of the policy that chose.
-        colocated: decode computes the prompt, however long, because every pair would cost more than the margin.
+        policy: name of the policy.
+        colocated: decode computes the prompt, for any length, because every pair would cost more than the margin.
     """
 
     chosen: Terms
@@ -130,7 +132,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """Nobody can serve it; `reasons` for a human."""
+    """No worker can serve the request; `reasons` in words."""
 
     reasons: tuple[str, ...]
 

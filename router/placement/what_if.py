@@ -1,4 +1,4 @@
-"""Hypothetical pools: where a request would go among workers that are not there. Pure."""
+"""Placement on hypothetical pools of workers. Pure."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def parse_pool(text: str) -> tuple[int, int]:
 
 
 def pool_snapshot(pool: str, records: Sequence[WorkerRecord], now: float) -> ClusterSnapshot:
-    """Idle workers with empty caches and the rates that the workers of their role have measured.
+    """Idle workers with empty caches and the rates measured by the real workers of their role.
 
-    Raises: InvalidRequestError; NoWorkerError when there is no worker to take the model's facts from.
+    Raises: InvalidRequestError; NoWorkerError when no worker provides the model's facts.
     """
     num_prefill, num_decode = parse_pool(pool)
     if not records:
-        raise NoWorkerError("no worker is there to take the model's facts from", retry_after_s=1.0)
+        raise NoWorkerError("no worker provides the model's facts", retry_after_s=1.0)
     return ClusterSnapshot.of(
         _clones("prefill", num_prefill, records, now), _clones("decode", num_decode, records, now)
     )

@@ -1,6 +1,6 @@
-"""The usable workers as arrays: `Fleet` holds what changes with a lease, `Loads` what changes with every request. Pure.
+"""The usable workers as arrays: `WorkerArrays` changes with leases, `RequestLoads` with every request. Pure.
 
-Arrays over workers have the prefill workers first, then the decode workers: what both need is computed for all at once.
+Arrays over workers have the prefill workers first, then the decode workers, so that common parts are computed at once.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ DEFAULT_PREFILL_TOKENS_PER_S = 200.0
 DEFAULT_DECODE_STEP_S = 0.03
 DEFAULT_LINK_BYTES_PER_S = 400e6
 HANDOFF_MS = 5.0
-"""Fixed price of a hand-off: a call to prefill, the announcements, the acknowledgements."""
+"""Fixed cost of a hand-off: a call to prefill, the announcements, the acknowledgements."""
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 Lease = tuple[WorkerRecord, float]
-"""A record and when it was read."""
+"""A record and the time at which it was read."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,10 +40,11 @@ class WorkerArrays:
         prompt_step_ms: a step that computes prompts.
         requests: reported as running or waiting, at least 1 where prompt tokens are reported.
         sequences, step_ms, block_size: [D]; reported as running or waiting; one decode step.
-        fits: [P, D], whether KV may cross. all_fit, alone: whether that is so for all, and [D] for nobody.
-        move_ms: [P, D], to move one token's KV.
-        handoff_ms: [P, D], the fixed price of a pair, infinite where KV may not cross.
-        incompatible, unusable: for a human, by pair of ids and by id.
+        fits: [P, D], whether KV may be transferred.
+        all_fit, alone: whether that holds for all pairs; [D], whether it holds for no prefill worker.
+        move_ms: [P, D], to transfer one token's KV.
+        handoff_ms: [P, D], the fixed cost of a pair, infinite where KV may not be transferred.
+        incompatible, unusable: reasons in words, by pair of ids and by id.
     """
 
     num_prefill: int
@@ -71,8 +72,8 @@ class WorkerArrays:
         return len(self.records) - self.num_prefill
 
     def prompt_tokens_per_s(self) -> dict[str, float]:
-        """How many prompt tokens each prefill worker (without any: each decode worker) computes a second, by id; empty: it is
-        known of none."""
+        """Measured prompt tokens per second of each prefill worker (without any: each decode worker), by id; empty:
+        none is measured."""
         side = slice(0, self.num_prefill) if self.num_prefill else slice(0, None)
         records = self.records[side]
         if not any(record.load.prefill_tokens_per_s for record in records):
@@ -172,7 +173,7 @@ def _by_tier(tokens: Ints) -> tuple[tuple[str, int], ...]:
 
 @dataclass(slots=True, eq=False)
 class RequestLoads:
-    """What this request finds at each of the P + D workers; see WorkerView. None: nobody has any."""
+    """The load and hits of each of the P + D workers for this request; see WorkerView. None: no hits."""
 
     hit_tokens: Ints | None
     lower_tokens: Ints | None
@@ -183,8 +184,10 @@ class RequestLoads:
 
 @dataclass(slots=True, eq=False)
 class ClusterSnapshot:
-    """Args:
-    barred: indexes (0 to D - 1) of decode workers that failed for this request.
+    """The cluster's state for one placement.
+
+    Args:
+        barred: indexes (0 to D - 1) of decode workers that failed for this request.
     """
 
     fleet: WorkerArrays

@@ -19,25 +19,25 @@ grpc.aio.init_grpc_aio()  # its poller thread lives as long as the process; it m
 
 
 @asynccontextmanager
-async def serving(door: FakeRouterApi, options: HttpOptions | None = None) -> AsyncIterator[str]:
-    """The base URL of a router whose frontend is `door`."""
+async def serving(router_api: FakeRouterApi, options: HttpOptions | None = None) -> AsyncIterator[str]:
+    """The base URL of a router whose frontend is `router_api`."""
     faces = Faces("127.0.0.1", 0, 0, options=options)
     try:
-        yield "http://" + (await faces.start(door, door.metrics)).http
+        yield "http://" + (await faces.start(router_api, router_api.metrics)).http
     finally:
         await faces.stop(1.0)
 
 
 @asynccontextmanager
-async def http(door: FakeRouterApi, options: HttpOptions | None = None) -> AsyncIterator[httpx.AsyncClient]:
-    async with serving(door, options) as url, httpx.AsyncClient(base_url=url, timeout=WAIT_S) as client:
+async def http(router_api: FakeRouterApi, options: HttpOptions | None = None) -> AsyncIterator[httpx.AsyncClient]:
+    async with serving(router_api, options) as url, httpx.AsyncClient(base_url=url, timeout=WAIT_S) as client:
         yield client
 
 
 @asynccontextmanager
-async def openai_client(door: FakeRouterApi) -> AsyncIterator[openai.AsyncOpenAI]:
+async def openai_client(router_api: FakeRouterApi) -> AsyncIterator[openai.AsyncOpenAI]:
     async with (
-        serving(door) as url,
+        serving(router_api) as url,
         openai.AsyncOpenAI(base_url=url + "/v1", api_key="none", max_retries=0, timeout=WAIT_S) as client,
     ):
         yield client

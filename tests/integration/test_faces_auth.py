@@ -44,10 +44,10 @@ class Clock:
 
 
 @asynccontextmanager
-async def serving(door: FakeRouterApi, **options: Any) -> AsyncIterator[tuple[str, str]]:
+async def serving(router_api: FakeRouterApi, **options: Any) -> AsyncIterator[tuple[str, str]]:
     faces = Faces("127.0.0.1", 0, 0, **options)
     try:
-        addresses = await faces.start(door, door.metrics)
+        addresses = await faces.start(router_api, router_api.metrics)
         yield addresses.http, addresses.grpc
     finally:
         await faces.stop(1.0)
@@ -71,12 +71,12 @@ async def test_metrics_and_readiness_are_open_where_that_was_said(file: Path) ->
 
 async def test_every_route_but_liveness_needs_a_key(file: Path) -> None:
     key, _ = add_key(file, "acme", now=0.0)
-    door = FakeRouterApi(hello_script())
-    routes = [route for route in create_app(door, door.metrics).routes if isinstance(route, Route)]
+    router_api = FakeRouterApi(hello_script())
+    routes = [route for route in create_app(router_api, router_api.metrics).routes if isinstance(route, Route)]
     paths = sorted({route.path for route in routes})
     assert {CHAT, "/metrics", "/ready", "/openapi.json", "/v1/models"} <= set(paths)
     odd = ["/nowhere", "//live", "/live/", "/LIVE", "/live%2f..%2fmetrics", "/health/../metrics", "/live?x=/metrics/"]
-    async with serving(door, keys=Authenticator(file, now=Clock())) as (address, _):
+    async with serving(router_api, keys=Authenticator(file, now=Clock())) as (address, _):
         async with httpx.AsyncClient(base_url=f"http://{address}", timeout=WAIT_S) as client:
             for path in [*paths, *odd]:
                 for method in ("GET", "POST", "OPTIONS"):
@@ -93,7 +93,7 @@ async def test_every_route_but_liveness_needs_a_key(file: Path) -> None:
             assert (await client.get("/nowhere", headers=good)).status_code == 404
             two = [("authorization", f"Bearer {key}"), ("authorization", "Bearer x")]
             assert (await client.get("/ready", headers=two)).status_code == 401
-    assert [spec.tenant for spec in door.specs] == ["acme"]
+    assert [spec.tenant for spec in router_api.specs] == ["acme"]
 
 
 async def test_the_openai_client_knows_the_error(file: Path) -> None:
@@ -111,10 +111,10 @@ async def test_the_openai_client_knows_the_error(file: Path) -> None:
 
 async def test_every_grpc_method_needs_a_key(file: Path) -> None:
     key, _ = add_key(file, "acme", now=0.0)
-    door = FakeRouterApi(hello_script())
+    router_api = FakeRouterApi(hello_script())
     names = ["/diptych.rpc.v1.Router/Generate", "/diptych.rpc.v1.Router/ListModels", "/grpc.health.v1.Health/Check"]
     names += ["/grpc.health.v1.Health/Watch", "/no.such.Service/Method", "/diptych.rpc.v1.Router/Nothing"]
-    async with serving(door, keys=Authenticator(file, now=Clock())) as (_, address):
+    async with serving(router_api, keys=Authenticator(file, now=Clock())) as (_, address):
         async with open_channel(address) as channel:
             for name in names:
                 call = channel.unary_stream(name)(b"", timeout=WAIT_S)
@@ -133,13 +133,13 @@ async def test_every_grpc_method_needs_a_key(file: Path) -> None:
             async with AsyncClient(address, api_key=bad) as client:
                 with pytest.raises(AuthenticationError):
                     await client.generate(prompt="a")
-    assert [spec.tenant for spec in door.specs] == ["acme"]
+    assert [spec.tenant for spec in router_api.specs] == ["acme"]
 
 
 async def test_concurrent_callers_keep_their_tenants_apart(file: Path) -> None:
     keys = {tenant: add_key(file, tenant, now=0.0)[0] for tenant in ("a", "b")}
-    door = FakeRouterApi(hello_script())
-    async with serving(door, keys=Authenticator(file, now=Clock())) as (http, address):
+    router_api = FakeRouterApi(hello_script())
+    async with serving(router_api, keys=Authenticator(file, now=Clock())) as (http, address):
 
         async def by_grpc(tenant: str) -> None:
             async with AsyncClient(address, api_key=keys[tenant]) as client:
@@ -151,8 +151,8 @@ async def test_concurrent_callers_keep_their_tenants_apart(file: Path) -> None:
                 await client.post("/v1/completions", json={"prompt": tenant}, headers=headers)
 
         await asyncio.gather(*(work(tenant) for tenant in "abab" for work in (by_grpc, by_http)))
-    assert len(door.specs) == 8
-    assert all(spec.tenant == spec.prompt for spec in door.specs)
+    assert len(router_api.specs) == 8
+    assert all(spec.tenant == spec.prompt for spec in router_api.specs)
 
 
 async def test_a_revoked_key_stops_working_while_the_router_runs(file: Path) -> None:
@@ -170,8 +170,8 @@ async def test_a_revoked_key_stops_working_while_the_router_runs(file: Path) -> 
 
 async def test_a_quota_is_429_on_both_faces(file: Path) -> None:
     key, _ = add_key(file, "acme", now=0.0, tokens_per_minute=5)
-    door = FakeRouterApi(hello_script())
-    async with serving(door, keys=Authenticator(file, now=Clock())) as (address, grpc_address):
+    router_api = FakeRouterApi(hello_script())
+    async with serving(router_api, keys=Authenticator(file, now=Clock())) as (address, grpc_address):
         headers = {"authorization": f"Bearer {key}"}
         async with httpx.AsyncClient(base_url=f"http://{address}", headers=headers, timeout=WAIT_S) as client:
             first = await client.post(CHAT, json=BODY)
@@ -185,14 +185,14 @@ async def test_a_quota_is_429_on_both_faces(file: Path) -> None:
             with pytest.raises(QuotaExceededError) as caught:
                 await sdk.generate(prompt="a")
         assert caught.value.retry_after_s
-    assert len(door.specs) == 1
+    assert len(router_api.specs) == 1
 
 
 async def test_requests_a_minute_are_a_quota_of_their_own(file: Path) -> None:
     """Whatever becomes of them: one that cannot be used counts, too."""
     key, _ = add_key(file, "acme", now=0.0, requests_per_minute=2)
-    door = FakeRouterApi(hello_script())
-    async with serving(door, keys=Authenticator(file, now=Clock())) as (address, grpc_address):
+    router_api = FakeRouterApi(hello_script())
+    async with serving(router_api, keys=Authenticator(file, now=Clock())) as (address, grpc_address):
         headers = {"authorization": f"Bearer {key}"}
         async with httpx.AsyncClient(base_url=f"http://{address}", headers=headers, timeout=WAIT_S) as client:
             first = await client.post(CHAT, json=BODY)

@@ -39,23 +39,23 @@ async def test_connections_that_send_nothing_or_half_a_head_are_closed(data: byt
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 async def test_content_length_with_transfer_encoding_is_refused_and_closed(order: tuple[int, int]) -> None:
-    door = FakeRouterApi(hello_script())
+    router_api = FakeRouterApi(hello_script())
     both = (b"Content-Length: 6\r\n", b"Transfer-Encoding: chunked\r\n")
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\n" + both[order[0]] + both[order[1]] + b"\r\n"
     smuggled = b"GET /live HTTP/1.1\r\nHost: a\r\n\r\n"
-    async with serving(door) as url:
+    async with serving(router_api) as url:
         answer = await said_to(url, head + b"0\r\n\r\n" + smuggled)
     assert answer.startswith(b"HTTP/1.1 400")
     assert answer.count(b"HTTP/1.1") == 1
     assert b"connection: close" in answer.lower()
     assert json.loads(answer.split(b"\r\n\r\n", 1)[1])["error"]["code"] == "ambiguous_framing"
-    assert door.prepared == 0
+    assert router_api.prepared == 0
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "zstd", "identity, gzip", "GZIP"])
 async def test_a_compressed_body_is_415(encoding: str) -> None:
-    door = FakeRouterApi(hello_script())
-    async with http(door) as client:
+    router_api = FakeRouterApi(hello_script())
+    async with http(router_api) as client:
         for path in (CHAT, "/v1/completions", "/v1/responses", "/tokenize", "/detokenize"):
             answer = await client.post(path, content=gzip.compress(ASK), headers={"content-encoding": encoding})
             error: dict[str, Any] = answer.json()["error"]

@@ -134,9 +134,9 @@ def data_of(path: str, text: str) -> list[str]:
 async def test_every_answer_and_chunk_fits_the_schema(
     name: str, path: str, script: list[Step], fields: dict[str, Any]
 ) -> None:
-    door = FakeRouterApi(script)
-    door.model_features = CALLER
-    async with http(door) as client:
+    router_api = FakeRouterApi(script)
+    router_api.model_features = CALLER
+    async with http(router_api) as client:
         whole = await ask(client, path, fields, stream=False)
         assert whole.status_code == 200, whole.text
         answer = read(KINDS[path], whole.content)
@@ -159,9 +159,9 @@ async def test_every_answer_and_chunk_fits_the_schema(
 
 
 async def test_every_failure_fits_the_schema() -> None:
-    door = FakeRouterApi([TokenEvent(0, (1,), "He"), WorkerLostError("gone")])
+    router_api = FakeRouterApi([TokenEvent(0, (1,), "He"), WorkerLostError("gone")])
     full = FakeRouterApi([], refuse=OverloadedError("full"))
-    async with http(door) as client, http(full) as busy:
+    async with http(router_api) as client, http(full) as busy:
         for path in KINDS:
             answers = [
                 await client.post(path, json={}),

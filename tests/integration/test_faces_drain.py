@@ -29,22 +29,22 @@ async def test_draining(ends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "CLOSE_S", WAIT_S)
     gate = asyncio.Event()
     after = hello_script()[1:] if ends else [WorkerLostError("the router stops")]
-    door = FakeRouterApi([TokenEvent(0, (10,), "Hello"), gate, *after])
+    router_api = FakeRouterApi([TokenEvent(0, (10,), "Hello"), gate, *after])
     faces = Faces("127.0.0.1", 0, 0)
-    addresses = await faces.start(door, door.metrics)
+    addresses = await faces.start(router_api, router_api.metrics)
     async with (
         httpx.AsyncClient(base_url=f"http://{addresses.http}", timeout=WAIT_S) as http,
         AsyncClient(addresses.grpc, timeout_s=WAIT_S, retry=RetryPolicy(max_tries=1)) as client,
     ):
         posted = asyncio.create_task(http.post("/v1/chat/completions", json=BODY))
         called = asyncio.ensure_future(client.generate(prompt="Hi"))
-        await waiting.until(lambda: door.running == 2)
+        await waiting.until(lambda: router_api.running == 2)
 
         running_at_close = -1
 
         async def close() -> None:
             nonlocal running_at_close
-            running_at_close = door.running
+            running_at_close = router_api.running
             gate.set()
 
         async def end_once_draining() -> None:

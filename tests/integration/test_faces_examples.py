@@ -59,9 +59,9 @@ async def test_without_a_router_it_ends_with_a_code_and_words(name: str) -> None
 async def test_example(name: str, tmp_path: Path) -> None:
     key, _ = add_key(tmp_path / "keys.json", "acme", now=0.0)
     faces = Faces("127.0.0.1", 0, 0, keys=Authenticator(tmp_path / "keys.json", now=time.monotonic))
-    door = FakeRouterApi(hello_script())
+    router_api = FakeRouterApi(hello_script())
     try:
-        addresses = await faces.start(door, door.metrics)
+        addresses = await faces.start(router_api, router_api.metrics)
         target = addresses.grpc if name.startswith("sdk_") else f"http://{addresses.http}/v1"
         child = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -77,4 +77,4 @@ async def test_example(name: str, tmp_path: Path) -> None:
         await faces.stop(1.0)
     assert child.returncode == 0, err.decode()
     assert SAYS[name] in out.decode()
-    assert {spec.tenant for spec in door.specs} == {"acme"}
+    assert {spec.tenant for spec in router_api.specs} == {"acme"}

@@ -27,9 +27,9 @@ def says(*texts: str, reason: FinishReason = FinishReason.STOP) -> list[Step]:
 
 
 async def test_tool_calls_there_and_back() -> None:
-    door = FakeRouterApi(says("Well.\n<tool", '_call>{"name": "add", "arguments": {"a"', ": 1}}</tool_call>"))
-    door.model_features = CALLER
-    async with openai_client(door) as client:
+    router_api = FakeRouterApi(says("Well.\n<tool", '_call>{"name": "add", "arguments": {"a"', ": 1}}</tool_call>"))
+    router_api.model_features = CALLER
+    async with openai_client(router_api) as client:
         ask: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "tools": [TOOL]}
         answer = await client.chat.completions.create(**ask, tool_choice="auto")
         message = answer.choices[0].message
@@ -47,23 +47,23 @@ async def test_tool_calls_there_and_back() -> None:
         said = message.model_dump(exclude_none=True)
         turns = [*MESSAGES, said, {"role": "tool", "tool_call_id": call.id, "content": "1"}]
         await client.chat.completions.create(model=MODEL, messages=turns, tools=[TOOL])  # type: ignore[list-item]
-    assert door.specs[0].tools == [TOOL]
-    spec = door.specs[-1]
+    assert router_api.specs[0].tools == [TOOL]
+    spec = router_api.specs[-1]
     assert isinstance(spec.messages, list)
     assert spec.messages[1]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1}}
     assert spec.messages[2] == {"role": "tool", "content": "1", "tool_call_id": call.id}
 
 
 async def test_promised_calls_are_grammars() -> None:
-    door = FakeRouterApi(says('<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'))
-    door.model_features = CALLER
+    router_api = FakeRouterApi(says('<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'))
+    router_api.model_features = CALLER
     other = {"type": "function", "function": {"name": "sub", "parameters": {"type": "object"}, "strict": True}}
-    async with http(door) as client:
+    async with http(router_api) as client:
 
         async def grammar(**body: Any) -> Tags | None:
             answer = await client.post(CHAT, json={"messages": MESSAGES, "tools": [TOOL, other]} | body)
             assert answer.status_code == 200, answer.text
-            found = door.specs[-1].grammar
+            found = router_api.specs[-1].grammar
             assert found is None or isinstance(found, Grammar)
             return None if found is None else Tags.load(found.source)
 
@@ -91,16 +91,16 @@ async def test_tools_with_response_format() -> None:
     form = {"type": "json_schema", "json_schema": {"name": "place", "schema": PLACE}}
     strict = {"type": "function", "function": TOOL["function"] | {"strict": True}}
     flat = {"type": "function", "name": "add", "parameters": {"type": "object"}}
-    door = FakeRouterApi(says(said))
+    router_api = FakeRouterApi(says(said))
 
     def grammar() -> Grammar:
-        found = door.specs[-1].grammar
+        found = router_api.specs[-1].grammar
         assert isinstance(found, Grammar)
         return found
 
-    async with http(door) as client:
+    async with http(router_api) as client:
         for features, tool in ((CALLER, TOOL), (CALLER, strict), (LLAMA, strict)):
-            door.model_features = features
+            router_api.model_features = features
             ask: dict[str, Any] = {"messages": MESSAGES, "tools": [tool], "response_format": form}
             answer = (await client.post(CHAT, json=ask)).json()
             assert (answer["choices"][0]["message"]["content"], answer["choices"][0]["finish_reason"]) == (said, "stop")
@@ -156,25 +156,25 @@ async def test_tools_that_cannot_be_had_are_400() -> None:
         (CALLER, {"chat_template_kwargs": {"a": [1]}}, "chat_template_kwargs"),
         (CALLER, {"chat_template_kwargs": {str(i): 1 for i in range(17)}}, "chat_template_kwargs"),
     ]
-    door = FakeRouterApi(hello_script())
-    async with http(door) as client:
+    router_api = FakeRouterApi(hello_script())
+    async with http(router_api) as client:
         for features, body, param in bad:
-            door.model_features = features
+            router_api.model_features = features
             answer = await client.post(CHAT, json={"messages": MESSAGES} | body)
             error = answer.json()["error"]
             assert (answer.status_code, error["param"]) == (400, param), (str(body)[:80], error)
-        door.model_features = CALLER
+        router_api.model_features = CALLER
         for body in ({"tools": [TOOL], "tool_choice": "none"}, {"tools": []}, {"tools": None, "tool_choice": "auto"}):
             assert (await client.post(CHAT, json={"messages": MESSAGES} | body)).status_code == 200
-            assert door.specs[-1].tools is None
+            assert router_api.specs[-1].tools is None
 
 
 async def test_function_calls_in_responses() -> None:
     call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
-    door = FakeRouterApi(says("Well.", call[:20], call[20:]))
-    door.model_features = CALLER
+    router_api = FakeRouterApi(says("Well.", call[:20], call[20:]))
+    router_api.model_features = CALLER
     tool: dict[str, Any] = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": False}
-    async with openai_client(door) as client:
+    async with openai_client(router_api) as client:
         ask: dict[str, Any] = {"model": MODEL, "tools": [tool], "tool_choice": "required"}
         answer = await client.responses.create(**ask, input="Hi")
         message, made = answer.output
@@ -193,7 +193,7 @@ async def test_function_calls_in_responses() -> None:
             {"type": "function_call_output", "call_id": made.call_id, "output": "1"},
         ]
         await client.responses.create(**ask, input=back)
-    spec = door.specs[-1]
+    spec = router_api.specs[-1]
     assert isinstance(spec.grammar, Grammar)
     assert isinstance(spec.messages, list)
     assert spec.messages[1]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1}}
@@ -206,10 +206,10 @@ _CALL_TO_ARGUMENTS = '<tool_call>{"name": "add", "arguments": '
 
 async def test_a_truncated_call_is_taken_back() -> None:
     """What we hand out at finish_reason length comes back in the history, on every face."""
-    door = FakeRouterApi(says('<tool_call>{"name": "add", "arguments": ', CUT, reason=FinishReason.LENGTH))
-    door.model_features = CALLER
+    router_api = FakeRouterApi(says('<tool_call>{"name": "add", "arguments": ', CUT, reason=FinishReason.LENGTH))
+    router_api.model_features = CALLER
     tool: Any = {"type": "function", "name": "add", "parameters": {"type": "object"}}
-    async with openai_client(door) as client:
+    async with openai_client(router_api) as client:
         ask: dict[str, Any] = {"model": MODEL, "tools": [TOOL]}
         choice = (await client.chat.completions.create(**ask, messages=MESSAGES)).choices[0]
         said: Any = choice.message.model_dump()
@@ -220,13 +220,13 @@ async def test_a_truncated_call_is_taken_back() -> None:
             {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": "?"},
         ]
         await client.chat.completions.create(**ask, messages=turns)
-        chat: Any = door.specs[-1].messages
+        chat: Any = router_api.specs[-1].messages
 
         answer = await client.responses.create(model=MODEL, tools=[tool], input="Hi")
         assert answer.status == "incomplete"
         items: Any = [*(item.model_dump() for item in answer.output), {"role": "user", "content": "Go on"}]
         await client.responses.create(model=MODEL, tools=[tool], input=items)
-        responses: Any = door.specs[-1].messages
+        responses: Any = router_api.specs[-1].messages
     for messages in (chat[1:], responses):
         assert messages[0]["tool_calls"][0]["function"] == {"name": "add", "arguments": CUT}
 
@@ -234,9 +234,11 @@ async def test_a_truncated_call_is_taken_back() -> None:
 @pytest.mark.parametrize("cut", [CUT, '{"city": "Paris"'])
 async def test_a_call_that_a_stop_string_cuts_is_no_call_to_make(cut: str) -> None:
     """Who reads `tool_calls` takes the arguments for JSON."""
-    door = FakeRouterApi(says('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', _CALL_TO_ARGUMENTS, cut))
-    door.model_features = CALLER
-    async with openai_client(door) as client:
+    router_api = FakeRouterApi(
+        says('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', _CALL_TO_ARGUMENTS, cut)
+    )
+    router_api.model_features = CALLER
+    async with openai_client(router_api) as client:
         ask: dict[str, Any] = {"model": MODEL, "tools": [TOOL], "messages": MESSAGES, "stop": ["x"]}
         choice = (await client.chat.completions.create(**ask)).choices[0]
         chunks = [chunk async for chunk in await client.chat.completions.create(**ask, stream=True)]
@@ -247,18 +249,18 @@ async def test_a_call_that_a_stop_string_cuts_is_no_call_to_make(cut: str) -> No
 
 @pytest.mark.parametrize("arguments", ["[", "[1]", "null", "3", '"a"', '{"a": "\\ud83d"}', "{" * 9000, "1" * 5000])
 async def test_arguments_that_are_no_object_stay_text(arguments: str) -> None:
-    door = FakeRouterApi(hello_script())
+    router_api = FakeRouterApi(hello_script())
     call = {"id": "a", "function": {"name": "f", "arguments": arguments}}
-    async with http(door) as client:
+    async with http(router_api) as client:
         answer = await client.post(CHAT, json={"messages": [{"role": "assistant", "tool_calls": [call]}, *MESSAGES]})
     assert answer.status_code == 200, answer.text
-    messages: Any = door.specs[0].messages
+    messages: Any = router_api.specs[0].messages
     assert messages[0]["tool_calls"][0]["function"]["arguments"] == arguments
 
 
 async def test_responses() -> None:
-    door = FakeRouterApi(hello_script())
-    async with openai_client(door) as client:
+    router_api = FakeRouterApi(hello_script())
+    async with openai_client(router_api) as client:
         answer = await client.responses.create(model=MODEL, input="Hi", instructions="Be brief", max_output_tokens=9)
         assert (answer.output_text, answer.status) == ("Hello there", "completed")
         assert answer.usage is not None
@@ -269,9 +271,12 @@ async def test_responses() -> None:
             {"role": "assistant", "content": "b", "type": "message"},
         ]
         seen = [event async for event in await client.responses.create(model=MODEL, input=turns, stream=True)]
-    assert door.specs[0].messages == [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "Hi"}]
-    assert door.specs[0].sampling["max_tokens"] == 9
-    assert door.specs[1].messages == [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert router_api.specs[0].messages == [
+        {"role": "system", "content": "Be brief"},
+        {"role": "user", "content": "Hi"},
+    ]
+    assert router_api.specs[0].sampling["max_tokens"] == 9
+    assert router_api.specs[1].messages == [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     assert [event.type for event in seen] == [
         "response.created",
         "response.in_progress",
@@ -314,8 +319,8 @@ async def test_responses_that_are_cut_and_that_fail() -> None:
 
 
 async def test_tokenize_and_back() -> None:
-    door = FakeRouterApi([])
-    async with http(door) as client:
+    router_api = FakeRouterApi([])
+    async with http(router_api) as client:
         answer = (await client.post("/tokenize", json={"prompt": "h\u00e9", "return_token_strs": True})).json()
         assert (answer["count"], answer["tokens"], answer["max_model_len"]) == (3, [204, 295, 269], 2048)
         assert answer["token_strs"][0] == "h"
@@ -323,7 +328,7 @@ async def test_tokenize_and_back() -> None:
         assert back.json() == {"prompt": "h\u00e9"}
         chat = await client.post("/tokenize", json={"messages": MESSAGES, "add_special_tokens": False})
         assert chat.json()["token_strs"] is None
-        assert door.specs[-1].messages == MESSAGES
+        assert router_api.specs[-1].messages == MESSAGES
         bad: list[tuple[str, dict[str, Any], int]] = [
             ("/tokenize", {}, 400),
             ("/tokenize", {"prompt": "a", "messages": MESSAGES}, 400),

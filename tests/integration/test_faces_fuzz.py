@@ -38,8 +38,8 @@ class Router:
     """Faces on a loop of their own, for tests that are not async."""
 
     def __init__(self) -> None:
-        self.door = FakeRouterApi(hello_script())
-        self.door.model_features = ModelFeatures("hermes", reasoning=True, takes_tools=True)
+        self.router_api = FakeRouterApi(hello_script())
+        self.router_api.model_features = ModelFeatures("hermes", reasoning=True, takes_tools=True)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="router under test")
         self._thread.start()
@@ -47,7 +47,7 @@ class Router:
 
     async def _start(self) -> Any:
         faces = Faces("127.0.0.1", 0, 0)
-        return faces, await faces.start(self.door, self.door.metrics)
+        return faces, await faces.start(self.router_api, self.router_api.metrics)
 
     def _call(self, work: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(WAIT_S)
@@ -96,7 +96,7 @@ def test_what_the_schema_allows(router: Router, operations: list[Any], path: str
             assert answer.json()["error"]["message"]
 
     check()
-    assert router.door.running == 0
+    assert router.router_api.running == 0
 
 
 JSON = st.recursive(
@@ -249,4 +249,4 @@ def test_bytes(router: Router, body: bytes) -> None:
 
 
 def test_nothing_is_left_running(router: Router) -> None:
-    assert router.door.running == 0
+    assert router.router_api.running == 0

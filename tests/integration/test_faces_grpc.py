@@ -52,19 +52,19 @@ grpc.aio.init_grpc_aio()  # its poller thread lives as long as the process; it m
 
 
 @asynccontextmanager
-async def serving(door: FakeRouterApi) -> AsyncIterator[str]:
-    """The gRPC address of a router whose frontend is `door`."""
+async def serving(router_api: FakeRouterApi) -> AsyncIterator[str]:
+    """The gRPC address of a router whose frontend is `router_api`."""
     faces = Faces("127.0.0.1", 0, 0)
     try:
-        yield (await faces.start(door, door.metrics)).grpc
+        yield (await faces.start(router_api, router_api.metrics)).grpc
     finally:
         await faces.stop(1.0)
 
 
 @asynccontextmanager
-async def sdk(door: FakeRouterApi, **options: Any) -> AsyncIterator[AsyncClient]:
+async def sdk(router_api: FakeRouterApi, **options: Any) -> AsyncIterator[AsyncClient]:
     # A deadline that no test reaches: a call that should be cancelled must not end by it.
-    async with serving(door) as address, AsyncClient(address, timeout_s=10 * WAIT_S, **options) as client:
+    async with serving(router_api) as address, AsyncClient(address, timeout_s=10 * WAIT_S, **options) as client:
         yield client
 
 
@@ -95,12 +95,12 @@ async def in_thread(work: Callable[[], Any]) -> Any:
 
 
 async def test_async_whole_answer_and_models() -> None:
-    door = FakeRouterApi(hello_script())
-    async with sdk(door) as client:
+    router_api = FakeRouterApi(hello_script())
+    async with sdk(router_api) as client:
         answer = await client.generate(prompt="Hi", max_tokens=7, stop="!", seed=3, explain=True, request_id="mine")
         models = await client.list_models()
     check_hello(answer)
-    spec = door.specs[0]
+    spec = router_api.specs[0]
     assert (spec.prompt, spec.request_id) == ("Hi", "mine")
     assert spec.sampling == {"max_tokens": 7, "stop": ("!",), "seed": 3}
     assert isinstance(spec.timeout_s, float)
@@ -119,7 +119,7 @@ def check_hello(answer: Completion) -> None:
 
 
 async def test_sync_client() -> None:
-    door = FakeRouterApi(hello_script())
+    router_api = FakeRouterApi(hello_script())
 
     def work(address: str) -> tuple[Completion, list[Delta], Completion]:
         with Client(address, timeout_s=WAIT_S) as client:
@@ -127,12 +127,15 @@ async def test_sync_client() -> None:
             stream = client.stream(messages=[{"role": "user", "content": "Hi"}], explain=True)
             return whole, list(stream), stream.result
 
-    async with serving(door) as address:
+    async with serving(router_api) as address:
         whole, deltas, result = await in_thread(lambda: work(address))
     check_hello(whole)
     assert whole == result
     assert deltas == [Delta(0, (10,), "Hello"), Delta(1, (11,), ""), Delta(2, (12, 13), " there")]
-    assert (door.specs[0].token_ids, door.specs[1].messages) == ([1, 2, 3], [{"role": "user", "content": "Hi"}])
+    assert (router_api.specs[0].token_ids, router_api.specs[1].messages) == (
+        [1, 2, 3],
+        [{"role": "user", "content": "Hi"}],
+    )
 
 
 async def test_errors_are_typed_and_carry_details() -> None:
@@ -160,16 +163,16 @@ async def test_errors_are_typed_and_carry_details() -> None:
 
 async def test_an_answer_that_just_ends_raises() -> None:
     async with sdk(FakeRouterApi([TokenEvent(0, (1,), "a")])) as client:
-        with pytest.raises(DiptychError, match="without its end"):
+        with pytest.raises(DiptychError, match="without FinishedEvent"):
             await client.generate(prompt="Hi")
 
 
 async def test_a_gap_raises_and_cancels() -> None:
-    door = FakeRouterApi([TokenEvent(0, (1,), "a"), TokenEvent(5, (1,), "a"), None])
-    async with sdk(door) as client:
+    router_api = FakeRouterApi([TokenEvent(0, (1,), "a"), TokenEvent(5, (1,), "a"), None])
+    async with sdk(router_api) as client:
         with pytest.raises(StreamBrokenError, match="a gap") as broken:
             await client.generate(prompt="Hi")
-        await asyncio.wait_for(door.left.wait(), WAIT_S)
+        await asyncio.wait_for(router_api.left.wait(), WAIT_S)
     del broken  # kept till here: its frames hold the call, so no collector cancels it for us
 
 
@@ -177,7 +180,7 @@ ENDLESS: list[Step] = [TokenEvent(0, (1,), "a"), None]
 
 
 async def test_leaving_the_async_iterator_cancels() -> None:
-    door = FakeRouterApi(ENDLESS)
+    router_api = FakeRouterApi(ENDLESS)
 
     async def break_out(client: AsyncClient) -> None:
         async for _ in client.stream(prompt="Hi"):
@@ -198,7 +201,7 @@ async def test_leaving_the_async_iterator_cancels() -> None:
         stream = client.stream(prompt="Hi")
 
         async def close_soon() -> None:
-            await until(lambda: door.running == 1 and stream.request_id != "")
+            await until(lambda: router_api.running == 1 and stream.request_id != "")
             await stream.aclose()
 
         closing = asyncio.create_task(close_soon())
@@ -214,7 +217,7 @@ async def test_leaving_the_async_iterator_cancels() -> None:
 
     async def cancel_task(client: AsyncClient) -> None:
         task = asyncio.ensure_future(client.generate(prompt="Hi"))
-        await until(lambda: door.running == 1)
+        await until(lambda: router_api.running == 1)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -225,18 +228,18 @@ async def test_leaving_the_async_iterator_cancels() -> None:
         del iterator
         gc.collect()
 
-    async with sdk(door) as client:
+    async with sdk(router_api) as client:
         for number, way in enumerate(
             [break_out, raise_out, close_inside, close_outside, leave_with, cancel_task, drop], start=1
         ):
-            door.left.clear()
+            router_api.left.clear()
             await way(client)
-            await asyncio.wait_for(door.left.wait(), WAIT_S)
-            assert (door.running, door.cancelled) == (0, number), way.__name__
+            await asyncio.wait_for(router_api.left.wait(), WAIT_S)
+            assert (router_api.running, router_api.cancelled) == (0, number), way.__name__
 
 
 async def test_leaving_the_sync_iterator_cancels() -> None:
-    door = FakeRouterApi(ENDLESS)
+    router_api = FakeRouterApi(ENDLESS)
 
     def break_out(client: Client) -> None:
         for _ in client.stream(prompt="Hi"):
@@ -259,38 +262,38 @@ async def test_leaving_the_sync_iterator_cancels() -> None:
         with client.stream(prompt="Hi") as stream:
             next(iter(stream))
 
-    async with serving(door) as address:
+    async with serving(router_api) as address:
         client = Client(address, timeout_s=10 * WAIT_S)
         try:
             for number, way in enumerate([break_out, raise_out, close_from_a_thread, leave_with], start=1):
-                door.left.clear()
+                router_api.left.clear()
                 await in_thread(lambda way=way: way(client))
-                await asyncio.wait_for(door.left.wait(), WAIT_S)
-                assert (door.running, door.cancelled) == (0, number), way.__name__
+                await asyncio.wait_for(router_api.left.wait(), WAIT_S)
+                assert (router_api.running, router_api.cancelled) == (0, number), way.__name__
         finally:
             client.close()
 
 
 async def test_the_deadline_ends_the_call() -> None:
-    door = FakeRouterApi(ENDLESS)
-    async with sdk(door) as client:
+    router_api = FakeRouterApi(ENDLESS)
+    async with sdk(router_api) as client:
         with pytest.raises(RequestDeadlineError):
             await client.generate(prompt="Hi", timeout_s=1.0)
-        await until(lambda: door.running == 0 and door.cancelled == door.prepared)
+        await until(lambda: router_api.running == 0 and router_api.cancelled == router_api.prepared)
 
 
 async def test_unavailable_is_tried_again_before_the_first_message() -> None:
-    door = FakeRouterApi(hello_script(), refuse=NoWorkerError("nobody yet"))
-    async with sdk(door, retry=RetryPolicy(max_tries=10_000, budget_s=WAIT_S)) as client:
+    router_api = FakeRouterApi(hello_script(), refuse=NoWorkerError("nobody yet"))
+    async with sdk(router_api, retry=RetryPolicy(max_tries=10_000, budget_s=WAIT_S)) as client:
         task = asyncio.ensure_future(client.generate(prompt="Hi"))
-        await until(lambda: len(door.specs) >= 2)
-        door.refuse = None
+        await until(lambda: len(router_api.specs) >= 2)
+        router_api.refuse = None
         assert (await task).text == "Hello there"
-    door = FakeRouterApi([], refuse=NoWorkerError("nobody"))
-    async with sdk(door, retry=ONCE) as client:
+    router_api = FakeRouterApi([], refuse=NoWorkerError("nobody"))
+    async with sdk(router_api, retry=ONCE) as client:
         with pytest.raises(NoWorkerError):
             await client.generate(prompt="Hi")
-        assert len(door.specs) == 1
+        assert len(router_api.specs) == 1
 
 
 async def test_an_address_without_a_router_is_unreachable() -> None:
@@ -320,8 +323,8 @@ def raw_generate(channel: grpc.aio.Channel) -> Callable[..., Any]:
     ],
 )
 async def test_bytes_that_are_no_request_are_the_callers_error(body: bytes, param: str) -> None:
-    door = FakeRouterApi(hello_script())
-    async with serving(door) as address, open_channel(address) as channel:
+    router_api = FakeRouterApi(hello_script())
+    async with serving(router_api) as address, open_channel(address) as channel:
         with pytest.raises(grpc.RpcError) as caught:
             async for _ in raw_generate(channel)(body, timeout=WAIT_S):
                 pass
@@ -336,12 +339,12 @@ async def test_bytes_that_are_no_request_are_the_callers_error(body: bytes, para
         with pytest.raises(grpc.RpcError) as listed:
             await channel.unary_unary(f"/{SERVICE}/ListModels")(b"\xff\xff", timeout=WAIT_S)
         assert listed.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert door.prepared == 0
+    assert router_api.prepared == 0
 
 
 async def test_health_follows_readiness() -> None:
-    door = FakeRouterApi([])
-    async with serving(door) as address, open_channel(address) as channel:
+    router_api = FakeRouterApi([])
+    async with serving(router_api) as address, open_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
 
         async def status(service: str) -> int:
@@ -354,5 +357,5 @@ async def test_health_follows_readiness() -> None:
             await until(reached)
 
         await reaches(health_pb2.HealthCheckResponse.SERVING)
-        door.reasons = ["no prefill worker"]
+        router_api.reasons = ["no prefill worker"]
         await reaches(health_pb2.HealthCheckResponse.NOT_SERVING)

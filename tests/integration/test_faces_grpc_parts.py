@@ -27,10 +27,10 @@ grpc.aio.init_grpc_aio()
 
 
 @asynccontextmanager
-async def sdk(door: FakeRouterApi, **options: Any) -> AsyncIterator[AsyncClient]:
+async def sdk(router_api: FakeRouterApi, **options: Any) -> AsyncIterator[AsyncClient]:
     faces = Faces("127.0.0.1", 0, 0)
     try:
-        address = (await faces.start(door, door.metrics)).grpc
+        address = (await faces.start(router_api, router_api.metrics)).grpc
         async with AsyncClient(address, timeout_s=WAIT_S, **options) as client:
             yield client
     finally:
@@ -53,9 +53,9 @@ async def test_thoughts_content_and_calls_come_apart() -> None:
         ": 1}}</tool_call>",
         "\n<to",
     )
-    door = FakeRouterApi(says(*parts))
-    door.model_features = CALLER
-    async with sdk(door) as client:
+    router_api = FakeRouterApi(says(*parts))
+    router_api.model_features = CALLER
+    async with sdk(router_api) as client:
         whole = await client.generate(**ASK, tools=[TOOL])
         assert whole.text == "".join(parts)
         assert (whole.reasoning, whole.content, whole.finish_reason) == ("hm", "Well. <to", "tool_calls")
@@ -73,12 +73,12 @@ async def test_thoughts_content_and_calls_come_apart() -> None:
         split = await client.generate(messages=[*ASK["messages"], said, answer], split=True)
         assert split.reasoning == "hm"
         assert split.finish_reason == "stop"
-    spec = door.specs[-1]
+    spec = router_api.specs[-1]
     assert isinstance(spec.messages, list)
     assert spec.messages[1]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1}}
     assert spec.messages[1]["reasoning_content"] == "hm"
     assert spec.messages[2]["tool_call_id"] == call.id
-    assert door.specs[0].tools == [{"type": "function", "function": TOOL}]
+    assert router_api.specs[0].tools == [{"type": "function", "function": TOOL}]
 
 
 async def test_several_choices_come_apart_each() -> None:
@@ -90,9 +90,9 @@ async def test_several_choices_come_apart_each() -> None:
         ChoiceFinishedEvent(1, FinishReason.STOP, "", None),
         end(2),
     ]
-    door = FakeRouterApi(steps)
-    door.model_features = CALLER
-    async with sdk(door) as client:
+    router_api = FakeRouterApi(steps)
+    router_api.model_features = CALLER
+    async with sdk(router_api) as client:
         answer = await client.generate(**ASK, n=2, tools=[TOOL], tool_choice="auto", parallel_tool_calls=False)
     first, second = answer.choices
     assert (first.finish_reason, [made.name for made in first.tool_calls]) == ("tool_calls", ["add"])
@@ -100,24 +100,24 @@ async def test_several_choices_come_apart_each() -> None:
 
 
 async def test_a_truncated_call_is_taken_back() -> None:
-    door = FakeRouterApi(hello_script())
-    door.model_features = CALLER
+    router_api = FakeRouterApi(hello_script())
+    router_api.model_features = CALLER
     call = {"id": "c", "name": "add", "arguments": '{"city": "Par'}
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": [call]}]
-    async with sdk(door) as client:
+    async with sdk(router_api) as client:
         await client.generate(messages=turns, tools=[TOOL])
-    messages: Any = door.specs[0].messages
+    messages: Any = router_api.specs[0].messages
     assert messages[1]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"city": "Par'}
 
 
 async def test_grammars_and_promised_calls_on_the_wire() -> None:
-    door = FakeRouterApi(hello_script())
-    door.model_features = CALLER
-    async with sdk(door) as client:
+    router_api = FakeRouterApi(hello_script())
+    router_api.model_features = CALLER
+    async with sdk(router_api) as client:
 
         async def grammar(**options: Any) -> Grammar:
             await client.generate(**ASK, **options)
-            found = door.specs[-1].grammar
+            found = router_api.specs[-1].grammar
             assert isinstance(found, Grammar)
             return found
 
@@ -152,9 +152,9 @@ async def test_grammars_and_promised_calls_on_the_wire() -> None:
     ],
 )
 async def test_what_cannot_be_had_names_its_field(options, param) -> None:
-    door = FakeRouterApi(hello_script())
-    door.model_features = CALLER
-    async with sdk(door) as client:
+    router_api = FakeRouterApi(hello_script())
+    router_api.model_features = CALLER
+    async with sdk(router_api) as client:
         with pytest.raises(InvalidRequestError) as caught:
             await client.generate(**ASK, **options)
     assert caught.value.param == param
@@ -163,18 +163,18 @@ async def test_what_cannot_be_had_names_its_field(options, param) -> None:
 async def test_a_stream_that_breaks_is_resumed_if_asked() -> None:
     script = says("a", "", "bc", "d", "")
     broken: list[Step] = [*script[:3], WorkerLostError("gone")]
-    door = FakeRouterApi(broken)
-    async with sdk(door, retry=RetryPolicy(base_s=0.01)) as client:
+    router_api = FakeRouterApi(broken)
+    async with sdk(router_api, retry=RetryPolicy(base_s=0.01)) as client:
         with pytest.raises(WorkerLostError):
             await client.generate(**ASK)
         stream = client.stream(**ASK, resume=True, seed=9, idempotency_key="once")
         deltas = []
         async for delta in stream:
             deltas.append(delta)
-            door.script = script
+            router_api.script = script
         assert [delta.offset for delta in deltas] == [0, 1, 2, 3, 4]
         assert (stream.result.text, stream.result.token_ids) == ("abcd", (10, 11, 12, 13, 14))
         assert stream.seed == 9
-    first, second = door.specs[-2:]
+    first, second = router_api.specs[-2:]
     assert (first.resume_after, first.idempotency_key) == (None, "once")
     assert (second.resume_after, second.sampling["seed"], second.idempotency_key) == ([10, 11, 12], 9, "once~1")

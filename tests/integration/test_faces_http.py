@@ -17,8 +17,8 @@ MESSAGES: list[Any] = [{"role": "user", "content": "Hi"}]
 
 
 async def test_openai_client_whole_answer() -> None:
-    door = FakeRouterApi(hello_script())
-    async with openai_client(door) as client:
+    router_api = FakeRouterApi(hello_script())
+    async with openai_client(router_api) as client:
         answer = await client.chat.completions.create(
             model=MODEL,
             messages=[
@@ -32,7 +32,7 @@ async def test_openai_client_whole_answer() -> None:
             extra_headers={"x-diptych-explain": "1", "x-request-id": "mine"},
         )
         models = [model.id async for model in client.models.list()]
-    spec = door.specs[0]
+    spec = router_api.specs[0]
     assert spec.messages == [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "a\nb"}]
     assert spec.sampling == {"max_tokens": 7, "temperature": 0, "stop": ["!"], "top_k": 5, "ignore_eos": True}
     assert (spec.request_id, spec.explain) == ("mine", True)
@@ -54,8 +54,8 @@ async def test_openai_client_whole_answer() -> None:
 
 
 async def test_openai_client_stream() -> None:
-    door = FakeRouterApi(hello_script())
-    async with openai_client(door) as client:
+    router_api = FakeRouterApi(hello_script())
+    async with openai_client(router_api) as client:
         stream = await client.chat.completions.create(
             model=MODEL, messages=MESSAGES, stream=True, stream_options={"include_usage": True}
         )
@@ -72,20 +72,20 @@ async def test_openai_client_stream() -> None:
 
 
 async def test_openai_client_completions() -> None:
-    door = FakeRouterApi(hello_script())
-    async with openai_client(door) as client:
+    router_api = FakeRouterApi(hello_script())
+    async with openai_client(router_api) as client:
         answer = await client.completions.create(model=MODEL, prompt=[5, 6, 7])
         stream = await client.completions.create(model=MODEL, prompt="text", stream=True)
         chunks = [chunk async for chunk in stream]
     assert answer.choices[0].text == "Hello there"
-    assert (door.specs[0].token_ids, door.specs[1].prompt) == ([5, 6, 7], "text")
+    assert (router_api.specs[0].token_ids, router_api.specs[1].prompt) == ([5, 6, 7], "text")
     assert "".join(chunk.choices[0].text for chunk in chunks) == "Hello there"
     assert chunks[-1].choices[0].finish_reason == "stop"
 
 
 async def test_openai_client_several_prompts() -> None:
-    door = FakeRouterApi(hello_script())
-    async with openai_client(door) as client:
+    router_api = FakeRouterApi(hello_script())
+    async with openai_client(router_api) as client:
         prompts: list[Any] = ["one", "two", "three"]
         answer = await client.completions.create(
             model=MODEL, prompt=prompts, echo=True, extra_headers={"idempotency-key": "k"}
@@ -105,8 +105,8 @@ async def test_openai_client_several_prompts() -> None:
             texts[choice.index] += choice.text
     assert texts == [choice.text for choice in answer.choices]
     assert chunks[-1].usage == answer.usage
-    assert [spec.prompt for spec in door.specs] == prompts * 2
-    assert [spec.idempotency_key for spec in door.specs] == ["k", "", "", "", "", ""]
+    assert [spec.prompt for spec in router_api.specs] == prompts * 2
+    assert [spec.idempotency_key for spec in router_api.specs] == ["k", "", "", "", "", ""]
     assert len({chunk.id for chunk in chunks}) == 1
 
 
@@ -126,8 +126,8 @@ async def test_one_of_several_prompts_fails() -> None:
 
 @pytest.mark.parametrize("seed", [-1, -(2**63), 2**63 - 1, 2**64 - 1])
 async def test_the_seed_takes_signed_64_bits(seed: int) -> None:
-    door = FakeRouterApi(hello_script())
-    async with http(door) as client:
+    router_api = FakeRouterApi(hello_script())
+    async with http(router_api) as client:
         for path, body in (
             (CHAT, {"messages": MESSAGES}),
             ("/v1/completions", {"prompt": "a"}),
@@ -135,7 +135,7 @@ async def test_the_seed_takes_signed_64_bits(seed: int) -> None:
         ):
             answer = await client.post(path, json=body | {"seed": seed})
             assert answer.status_code == 200, answer.text
-    assert [spec.sampling["seed"] for spec in door.specs] == [seed] * 3
+    assert [spec.sampling["seed"] for spec in router_api.specs] == [seed] * 3
 
 
 async def test_stream_on_the_wire() -> None:
@@ -156,16 +156,16 @@ async def test_stream_on_the_wire() -> None:
 
 
 async def test_health_readiness_metrics_version() -> None:
-    door = FakeRouterApi([])
-    async with http(door) as client:
+    router_api = FakeRouterApi([])
+    async with http(router_api) as client:
         assert (await client.get("/health")).status_code == 200
         assert (await client.get("/live")).status_code == 200
         assert (await client.get("/ready")).json() == {"ready": True, "reasons": []}
-        door.reasons = ["no decode worker"]
+        router_api.reasons = ["no decode worker"]
         not_ready = await client.get("/ready")
         assert (not_ready.status_code, not_ready.json()["reasons"]) == (503, ["no decode worker"])
         assert (await client.get("/health")).status_code == 200
-        door.metrics.counter("things", "Things").inc(2)
+        router_api.metrics.counter("things", "Things").inc(2)
         assert "diptych_things_total 2.0" in (await client.get("/metrics")).text
         assert (await client.get("/version")).json()["version"]
         schema = (await client.get("/openapi.json")).json()

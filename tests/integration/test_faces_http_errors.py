@@ -130,8 +130,8 @@ BAD_BODIES: list[tuple[str, bytes | dict[str, Any], str | None]] = [
 
 
 async def test_bad_bodies_are_400_and_name_the_field() -> None:
-    door = FakeRouterApi(hello_script())
-    async with http(door) as client:
+    router_api = FakeRouterApi(hello_script())
+    async with http(router_api) as client:
         for path, body, param in BAD_BODIES:
             content = body if isinstance(body, bytes) else json.dumps(body).encode()
             answer = await client.post(path, content=content, headers={"content-type": "application/json"})
@@ -142,7 +142,7 @@ async def test_bad_bodies_are_400_and_name_the_field() -> None:
             assert error["message"], shown
             assert not error["message"].startswith("token_ids is"), shown
             assert answer.headers["x-request-id"], shown
-    assert door.prepared == 0
+    assert router_api.prepared == 0
 
 
 async def test_neutral_values_of_unbuilt_fields_pass_and_unknown_ones_warn_once(
@@ -190,8 +190,8 @@ async def test_errors_before_the_start_are_plain_answers() -> None:
         (FakeRouterApi([], before_start=[RequestDeadlineError("late")]), 504, None),
         (FakeRouterApi([], before_start=[ValueError("a bug")]), 500, None),
     ]
-    for door, status, retry_after in table:
-        async with http(door) as client:
+    for router_api, status, retry_after in table:
+        async with http(router_api) as client:
             for stream in (False, True):
                 answer = await client.post(CHAT, json={"messages": MESSAGES, "stream": stream})
                 assert answer.status_code == status
@@ -238,15 +238,15 @@ async def test_a_stream_that_just_ends_is_an_error() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("started", [False, True])
 async def test_a_client_that_leaves_cancels(stream: bool, started: bool) -> None:
-    door = FakeRouterApi([TokenEvent(0, (1,), "He"), None]) if started else FakeRouterApi([], before_start=[None])
-    async with serving(door) as url:
+    router_api = FakeRouterApi([TokenEvent(0, (1,), "He"), None]) if started else FakeRouterApi([], before_start=[None])
+    async with serving(router_api) as url:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rsplit(":", 1)[1]))
         body = json.dumps({"messages": MESSAGES, "stream": stream}).encode()
         writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
-        await until(lambda: door.running == 1)
+        await until(lambda: router_api.running == 1)
         if stream and started:
             await asyncio.wait_for(reader.readuntil(b"He"), WAIT_S)
         writer.close()
         await writer.wait_closed()
-        await asyncio.wait_for(door.left.wait(), WAIT_S)
-        assert (door.running, door.cancelled) == (0, 1)
+        await asyncio.wait_for(router_api.left.wait(), WAIT_S)
+        assert (router_api.running, router_api.cancelled) == (0, 1)

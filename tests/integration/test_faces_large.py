@@ -64,7 +64,7 @@ async def test_large_bodies_leave_the_loop_and_small_ones_do_not(threads):
 async def test_the_grpc_face_does_the_same(threads):
     faces = Faces("127.0.0.1", 0, 0)
     try:
-        address = (await faces.start(door := FakeRouterApi(hello_script()), door.metrics)).grpc
+        address = (await faces.start(router_api := FakeRouterApi(hello_script()), router_api.metrics)).grpc
         async with AsyncClient(address) as client:
             await client.generate(prompt="Hi")
             await client.generate(prompt="a" * (LONG_BYTES + 1))

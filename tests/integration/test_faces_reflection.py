@@ -34,9 +34,9 @@ def described(address: str) -> dict[str, set[str]]:
 
 
 async def ask(faces: Faces) -> dict[str, set[str]]:
-    door = FakeRouterApi(hello_script())
+    router_api = FakeRouterApi(hello_script())
     try:
-        addresses = await faces.start(door, door.metrics)
+        addresses = await faces.start(router_api, router_api.metrics)
         return await asyncio.to_thread(described, addresses.grpc)
     finally:
         await faces.stop(1.0)

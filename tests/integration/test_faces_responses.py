@@ -79,14 +79,14 @@ CODEX: dict[str, Any] = {
 
 
 async def test_the_body_of_a_coding_agent() -> None:
-    door = FakeRouterApi(hello_script())
-    door.model_features = CALLER
-    async with http(door) as client:
+    router_api = FakeRouterApi(hello_script())
+    router_api.model_features = CALLER
+    async with http(router_api) as client:
         answer = await client.post(PATH, json=CODEX)
         whole = (await client.post(PATH, json=CODEX | {"stream": False})).json()
     assert answer.status_code == 200, answer.text
     assert "response.completed" in answer.text
-    spec = door.specs[0]
+    spec = router_api.specs[0]
 
     def call(call_id: str, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
         return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
@@ -114,21 +114,21 @@ async def test_the_body_of_a_coding_agent() -> None:
     assert [tool["function"]["name"] for tool in spec.tools] == ["shell"]
     assert [tool["name"] for tool in whole["tools"]] == ["shell"]
     assert answer.headers["x-diptych-warning"].split("; ") == [
-        "tools.1: custom is not had here, the model is not told of it",
-        "tools.2: local_shell is not had here, the model is not told of it",
-        "tools.3: web_search is not had here, the model is not told of it",
+        "tools.1: custom is not supported and ignored",
+        "tools.2: local_shell is not supported and ignored",
+        "tools.3: web_search is not supported and ignored",
         "input.4: web_search_call is ignored",
-        "reasoning.effort is ignored: this model's chat template knows none",
+        "reasoning.effort is ignored: this model's chat template does not support it",
     ]
 
 
 async def test_the_effort_reaches_a_template_that_knows_it() -> None:
-    door = FakeRouterApi(hello_script())
-    door.model_features = ModelFeatures(takes_effort=True)
-    async with http(door) as client:
+    router_api = FakeRouterApi(hello_script())
+    router_api.model_features = ModelFeatures(takes_effort=True)
+    async with http(router_api) as client:
         answer = await client.post(PATH, json={"input": "Hi", "reasoning": {"effort": "low"}})
     assert "x-diptych-warning" not in answer.headers
-    assert door.specs[0].chat_template_kwargs == {"reasoning_effort": "low"}
+    assert router_api.specs[0].chat_template_kwargs == {"reasoning_effort": "low"}
 
 
 def one(**item: Any) -> dict[str, Any]:
@@ -157,13 +157,13 @@ def one(**item: Any) -> dict[str, Any]:
         ({"input": [{"type": "reasoning"}]}, "input", "input is empty"),
         ({"input": "a", "include": ["message.output_text.logprobs"]}, "include", "'message.output_text.logprobs'"),
         ({"input": "a", "include": "x"}, "include", "include"),
-        ({"input": "a", "tools": [{"type": "fucntion"}]}, "tools", "tools.0: 'fucntion' is no kind of tool"),
-        ({"input": "a", "tools": [{"name": "f"}]}, "tools", "tools.0: without a type is no kind of tool"),
+        ({"input": "a", "tools": [{"type": "fucntion"}]}, "tools", "tools.0: 'fucntion' is not a tool type"),
+        ({"input": "a", "tools": [{"name": "f"}]}, "tools", "tools.0: without a type is not a tool type"),
         ({"input": "a", "tools": [{"type": "function"}]}, "tools", "tools.0.name: Field required"),
         (
             {"input": "a", "tools": [SHELL, {"type": "web_search"}], "tool_choice": {"type": "web_search"}},
             "tool_choice",
-            "tool_choice: web_search is not had here",
+            "tool_choice: web_search is not supported",
         ),
         (
             {"input": "a", "tools": [{"type": "web_search"}], "tool_choice": "required"},
@@ -175,9 +175,9 @@ def one(**item: Any) -> dict[str, Any]:
     ],
 )
 async def test_what_cannot_be_had_in_responses_is_named(body: dict[str, Any], param: str, words: str) -> None:
-    door = FakeRouterApi(hello_script())
-    door.model_features = CALLER
-    async with http(door) as client:
+    router_api = FakeRouterApi(hello_script())
+    router_api.model_features = CALLER
+    async with http(router_api) as client:
         answer = await client.post(PATH, content=json.dumps(body))
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, param), error

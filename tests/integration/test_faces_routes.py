@@ -111,16 +111,16 @@ async def test_unknown_fields_are_named_in_a_header() -> None:
             CHAT, json=ASK | {"user": "me", "store": True, "metadata": {}, "service_tier": "auto"}
         )
         assert "x-diptych-warning" not in clean.headers
-    door = FakeRouterApi([], before_start=[ConfigError("a", "b", "c")])
-    async with http(door) as client:
+    router_api = FakeRouterApi([], before_start=[ConfigError("a", "b", "c")])
+    async with http(router_api) as client:
         failed = await client.post(CHAT, json=MISSPELT)
         assert failed.status_code >= 500
         assert "max_token" in failed.headers["x-diptych-warning"]
 
 
 async def test_unknown_fields_are_refused_by_a_flag() -> None:
-    door = FakeRouterApi(hello_script())
-    async with http(door, HttpOptions(unknown_fields="refuse")) as client:
+    router_api = FakeRouterApi(hello_script())
+    async with http(router_api, HttpOptions(unknown_fields="refuse")) as client:
         for path, body in (
             (CHAT, ASK),
             ("/v1/completions", {"prompt": "a"}),
@@ -133,7 +133,7 @@ async def test_unknown_fields_are_refused_by_a_flag() -> None:
             error = answer.json()["error"]
             assert (answer.status_code, error["param"]) == (400, "modell")
             assert error["message"] == "there is no field 'modell' (did you mean model?)"
-    assert door.prepared == 3
+    assert router_api.prepared == 3
 
 
 @pytest.mark.parametrize(

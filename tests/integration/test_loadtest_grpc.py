@@ -18,7 +18,7 @@ from diptych.router.server import Faces
 grpc.aio.init_grpc_aio()  # its poller thread lives as long as the process; it must not look like a leak of the first test
 
 
-async def bench(door: FakeRouterApi, **more: object) -> tuple[str, RunRecord]:
+async def bench(router_api: FakeRouterApi, **more: object) -> tuple[str, RunRecord]:
     settings = {
         "num_requests": 6,
         "request_rate": 50.0,
@@ -30,7 +30,7 @@ async def bench(door: FakeRouterApi, **more: object) -> tuple[str, RunRecord]:
     config = BenchConfig(**(settings | more))
     faces = Faces("127.0.0.1", 0, 0)
     try:
-        address = (await faces.start(door, door.metrics)).grpc
+        address = (await faces.start(router_api, router_api.metrics)).grpc
         target = make_target(f"ours=grpc://{address}", config)
         try:
             model = await target.open()
@@ -58,9 +58,9 @@ async def test_every_form_of_prompt(form):
 
 
 async def test_a_shed_request_is_a_refusal():
-    door = FakeRouterApi(hello_script())
-    door.refuse = OverloadedError("busy", retry_after_s=1.0)
-    _, run = await bench(door, num_requests=3, warmup=0)
+    router_api = FakeRouterApi(hello_script())
+    router_api.refuse = OverloadedError("busy", retry_after_s=1.0)
+    _, run = await bench(router_api, num_requests=3, warmup=0)
     assert run.summary.outcomes == {"refused": 3}
     assert run.summary.failed == 3
 
@@ -82,10 +82,10 @@ async def test_tenants_are_known_to_the_server_by_their_keys(tmp_path, scheme):
     config = BenchConfig(
         num_requests=12, request_rate=100.0, input_len="8", output_len="8", tenants="gold:1,free:1", tenant_keys=keys
     )
-    door = FakeRouterApi(hello_script())
+    router_api = FakeRouterApi(hello_script())
     faces = Faces("127.0.0.1", 0, 0, keys=Authenticator(served, now=lambda: 0.0))
     try:
-        addresses = await faces.start(door, door.metrics)
+        addresses = await faces.start(router_api, router_api.metrics)
         target = make_target(f"ours={scheme}://{getattr(addresses, scheme)}", config)
         try:
             run = await measure(target, await target.open(), config, config.items(), live.silent)
@@ -95,7 +95,7 @@ async def test_tenants_are_known_to_the_server_by_their_keys(tmp_path, scheme):
         await faces.stop(1.0)
     assert run.summary.outcomes == {"ok": 12}
     sent = [record.tenant for record in run.records]
-    assert sorted(spec.tenant for spec in door.specs) == sorted(sent)
+    assert sorted(spec.tenant for spec in router_api.specs) == sorted(sent)
     assert set(sent) == {"gold", "free"}
 
 

@@ -97,7 +97,7 @@ async def test_a_worker_without_events_is_said(fleet):
     watch = fleet.frontend._cluster._event_watch
     assert watch._workers["p0"].computed_at is not None
     watch._workers["p0"].computed_at -= 10.0
-    await fleet.until(lambda: fleet.frontend._cluster.mute == {"p0": "publishes no cache events"})
+    await fleet.until(lambda: fleet.frontend._cluster.untracked_workers == {"p0": "publishes no cache events"})
     assert fleet.frontend.metrics.value("mode_degraded") == 1.0
     assert "p0 publishes no cache events" in fleet.frontend.ready()[1]
 
@@ -196,7 +196,7 @@ async def test_store_away_serving_goes_on(fleet):
     assert finished.explanation.index_mode == "STALE"
     ok, reasons = fleet.frontend.ready()
     assert ok
-    assert any("store is away" in reason for reason in reasons)
+    assert any("store is unavailable" in reason for reason in reasons)
     fleet.store.available = True
     fleet.store.flush()
     await fleet.until(lambda: not fleet.frontend._cluster.degraded)

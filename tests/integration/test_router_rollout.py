@@ -42,7 +42,7 @@ async def test_without_a_canary_its_share_goes_to_stable_workers_and_says_so(mod
         await fleet.add("d0")
         await fleet.until_ready()
         finished = (await fleet.ask())[-1]
-        assert "no canary can serve it: went to a stable worker" in finished.explanation.notes
+        assert "no canary worker is usable: placed on a stable worker" in finished.explanation.notes
 
 
 async def test_shadows_get_copies_that_nobody_sees_and_that_harm_nobody(model_folder, tmp_path) -> None:

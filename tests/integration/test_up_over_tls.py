@@ -35,9 +35,9 @@ async def test_the_probes_know_key_and_certificate(tmp_path: Path, monkeypatch: 
     api_key, _ = add_key(tmp_path / "keys.json", "acme", now=0.0)
     keys = Authenticator(tmp_path / "keys.json", now=time.monotonic)
     faces = Faces("127.0.0.1", 0, 0, keys=keys, tls=load_server_tls(cert, key))
-    door = FakeRouterApi(hello_script())
+    router_api = FakeRouterApi(hello_script())
     try:
-        host, _, port = (await faces.start(door, door.metrics)).http.rpartition(":")
+        host, _, port = (await faces.start(router_api, router_api.metrics)).http.rpartition(":")
 
         def ready(tls_cert: Path | None) -> bool:
             return is_ready(host, int(port), timeout_s=60.0, tls_cert=tls_cert)[0]

@@ -121,7 +121,7 @@ async def test_host_credit_from_events_and_after_a_hole_from_a_snapshot(pd: Modu
             return record.event_sequences[1] == last
 
         await waiting.until(lease_says_so)
-        link = WorkerLink(record, heard_s=MonotonicClock().now, probe_s=1.0, dead_s=1.0, on_change=lambda: None)
+        link = WorkerLink(record, receiving_s=MonotonicClock().now, probe_s=1.0, dead_s=1.0, on_change=lambda: None)
         try:
             dump = await link.dump_blocks()
         finally:

@@ -125,7 +125,7 @@ function workerCard(worker) {
   title.append(element("span", usable ? worker.state : "not usable", `pill ${usable ? "good" : "bad"}`));
   card.append(title);
   if (worker.why_not) card.append(element("div", worker.why_not, "bad"));
-  if (worker.mute) card.append(element("div", worker.mute, "bad"));
+  if (worker.untracked_workers) card.append(element("div", worker.untracked_workers, "bad"));
   const [canvas, used, cached] = kvMap(worker);
   card.append(canvas);
   const legend = element("div", undefined, "legend");

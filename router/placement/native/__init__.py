@@ -1,1 +1,1 @@
-"""A placement decision's two loops in C, called through ctypes; numpy says the same where there is no compiler."""
+"""The two loops of a placement decision in C, called through ctypes; numpy does the same without a compiler."""

@@ -1,4 +1,4 @@
-"""The compiled library's functions and structs. What the structs hold are addresses: whoever fills one keeps the arrays."""
+"""Functions and structs of the compiled library. The structs hold addresses: their owner must keep the arrays alive."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SOURCES = CSources(
     ),
 )
 MAX_WORDS = 16
-"""Of 64 workers each, in one lookup."""
+"""Words of 64 workers each, in one lookup."""
 MAX_COLUMNS = 64 * MAX_WORDS
 
 
@@ -89,23 +89,23 @@ class Library:
 
 
 def address(values: Any) -> int:
-    """Of a contiguous array's data."""
+    """Address of a contiguous array's data."""
     found: int = values.__array_interface__["data"][0]
     return found
 
 
 @cache
 def _load(compiler: str, lanes: int | None) -> Library:
-    """Compiled now if it was not before: a second of one core. Raises: NativeError."""
+    """Load the library; compiling it the first time takes a second of one core. Raises: NativeError."""
     return Library(SOURCES.build(cache_dir() / "native", compiler, lanes))
 
 
 def choose_library(wanted: str) -> Library | None:
-    """The library, or None for numpy. Where the log says that it cannot be had, a decision takes about twice as long.
+    """The library, or None for numpy, with which a decision takes about twice as long (logged).
 
     Args:
-        wanted: "native", "numpy", or "auto": native where it can be had.
-    Raises: ConfigError when "native" is wanted and cannot be had.
+        wanted: "native", "numpy", or "auto": native if available.
+    Raises: ConfigError when "native" is requested and not available.
     """
     if wanted == "numpy":
         return None
@@ -114,6 +114,6 @@ def choose_library(wanted: str) -> Library | None:
         return _load(find_compiler(), lanes)
     except NativeError as error:
         if wanted == "native":
-            raise ConfigError("placement_backend", wanted, f"cannot be had: {error}") from None
-        log.warning("prompts are looked up in numpy, which takes about twice as long", why=str(error))
+            raise ConfigError("placement_backend", wanted, f"is not available: {error}") from None
+        log.warning("using the numpy lookup of prompts, which takes about twice as long", why=str(error))
         return None

@@ -23,10 +23,10 @@ class Found(IntEnum):
 
 
 class NativeLookup:
-    """Holds addresses of the table's arrays: `follow` before `find`, whenever they may be others.
+    """Holds addresses of the table's arrays: call `follow` before `find` whenever the arrays may have changed.
 
     Args:
-        at, columns: the group's workers, as places in the answer and columns of the table.
+        at, columns: the group's workers, as positions in the result and columns of the table.
         block_size: tokens of a block, of this group.
     """
 

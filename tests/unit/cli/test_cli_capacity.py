@@ -49,9 +49,7 @@ def test_a_small_model_is_shown_in_small_units(tmp_path, capsys):
 def test_it_says_when_up_would_take_another_dtype(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_70B))
     run_capacity(str(tmp_path))
-    assert (
-        "in the config's own bfloat16; `diptych up` serves float32 on a CPU unless --dtype" in capsys.readouterr().out
-    )
+    assert "in the config's bfloat16; `diptych up` serves float32 on a CPU unless --dtype" in capsys.readouterr().out
     run_capacity(str(tmp_path), dtype="bfloat16")
     assert "diptych up" not in capsys.readouterr().out
 
@@ -103,7 +101,7 @@ def test_the_break_even_is_printed(tmp_path, capsys):
     assert "6.104 GiB/s: a slower link never pays" in (out := capsys.readouterr().out)
     assert "at 20 GiB/s: swap from" in out
     run_capacity(str(tmp_path), dtype="float16", prefill_rate=10_000.0, copy_rate=6.0)
-    assert "always compute again" in capsys.readouterr().out
+    assert "always recompute" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="copy_rate"):
         run_capacity(str(tmp_path), prefill_rate=10.0)
 

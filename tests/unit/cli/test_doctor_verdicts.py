@@ -114,12 +114,12 @@ HOST_TIER = {**SETTINGS, "num_host_blocks": "100", "preemption_mode": "auto"}
         ("transport", Level.WARN, "20.0 MB/s", facts(decode=replace(DECODE, bytes_per_s=20e6))),
         ("rdma", Level.WARN, "mlx5_0", facts(decode=replace(DECODE, host=replace(HOST, hostname="two", rdma_devices=("mlx5_0",))))),
         ("cluster", Level.BAD, "the same --secret-file", facts(reasons=["d0 block identity: worker 1, router 2 (another cluster secret or version)"])),
-        ("cluster", Level.BAD, "is Redis up", facts(reasons=["the store is away, the view of the cluster may be old (redis: ConnectionError: x)"])),
-        ("cluster", Level.BAD, "why the lease cannot be written", facts(reasons=["d0 has no lease"])),
+        ("cluster", Level.BAD, "is Redis up", facts(reasons=["the store is unavailable, the view of the cluster may be stale (redis: ConnectionError: x)"])),
+        ("cluster", Level.BAD, "cannot write its lease", facts(reasons=["d0 has no lease"])),
         ("kernels", Level.WARN, "apt-get install gcc", facts(decode=replace(DECODE, settings={**SETTINGS, "kernels": "torch", "compiler": ""}))),
-        ("kernels", Level.WARN, "its log says why", facts(decode=replace(DECODE, settings={**SETTINGS, "kernels": "torch"}))),
-        ("kernels", Level.WARN, "looks prompts up in numpy: there is no C compiler", facts(lookup={"backend": "numpy", "wanted": "auto", "compiler": ""})),
-        ("kernels", Level.OK, "what can be compiled", facts(lookup={"backend": "numpy", "wanted": "numpy", "compiler": ""})),
+        ("kernels", Level.WARN, "see its log for why", facts(decode=replace(DECODE, settings={**SETTINGS, "kernels": "torch"}))),
+        ("kernels", Level.WARN, "uses the numpy lookup of prompts: there is no C compiler", facts(lookup={"backend": "numpy", "wanted": "auto", "compiler": ""})),
+        ("kernels", Level.OK, "all native libraries", facts(lookup={"backend": "numpy", "wanted": "numpy", "compiler": ""})),
         ("link", Level.INFO, "(almost) idle during the sample", facts(decode=moved(replace(DECODE, links={"p0": 1e6}), kv_bytes_received=0.0))),
         ("link", Level.WARN, "reads from p0", facts(decode=replace(DECODE, links={"p0": 1e8}))),
         ("link", Level.WARN, "3 of 8 slabs are quarantined", facts(decode=replace(DECODE, slabs_quarantined=3))),
@@ -134,7 +134,7 @@ HOST_TIER = {**SETTINGS, "num_host_blocks": "100", "preemption_mode": "auto"}
         ("batch", Level.WARN, "6 wait", facts(decode=moved(DECODE, num_waiting=6.0))),
         ("batch", Level.WARN, "64 of 64 running", facts(decode=moved(DECODE, num_running=64.0))),
         ("batch", Level.INFO, "idle", facts(decode=moved(DECODE, steps=0.0))),
-        ("preemptions", Level.BAD, "2 preemptions while", facts(decode=moved(DECODE, preemptions_total=2.0))),
+        ("preemptions", Level.BAD, "2 preemptions during", facts(decode=moved(DECODE, preemptions_total=2.0))),
         ("swap", Level.WARN, "no host tier", facts(decode=moved(DECODE, preemptions_total=2.0))),
         ("swap", Level.WARN, "always faster", facts(decode=replace(DECODE, settings=HOST_TIER, swap_from_tokens=math.inf))),
         ("swap", Level.OK, "from 40 tokens on", facts(decode=replace(DECODE, settings=HOST_TIER, swap_from_tokens=40.0))),
@@ -217,7 +217,9 @@ def test_5_5_no_compiler_a_wrong_secret_and_redis_away_have_a_next_step_each() -
         block_size=16, max_model_len=16, max_num_seqs=1, event_epoch=0,
         compat={**identity_facts(IdentityHeader(bytes(32), "m1", "t1", "float32", 16)), "block_identity_golden": "00"},
     )  # fmt: skip
-    away = f"the store is away, the view of the cluster may be old ({StoreError('redis did not answer in 1 s')})"
+    away = (
+        f"the store is unavailable, the view of the cluster may be stale ({StoreError('redis did not answer in 1 s')})"
+    )
     no_compiler = replace(DECODE, settings={**SETTINGS, "kernels": "torch", "compiler": ""})
     steps = [
         worst(facts(reasons=[f"d0 {identity.why_not(record)}"]), "cluster").next_step,

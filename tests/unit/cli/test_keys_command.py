@@ -39,7 +39,7 @@ def test_up_is_not_reachable_by_accident() -> None:
     with pytest.raises(ConfigError, match="--insecure"):
         UpConfig(host="0.0.0.0", keys_file=some)
     UpConfig(host="0.0.0.0", keys_file=some, tls_cert=some, tls_key=some)
-    with pytest.raises(ConfigError, match="go together"):
+    with pytest.raises(ConfigError, match="set together"):
         UpConfig(tls_cert=some)
 
 

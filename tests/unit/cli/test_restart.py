@@ -69,7 +69,7 @@ def test_5_2_ready_is_not_back_until_it_is_another_life(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("seen", "why"),
     [
-        ([worker("old")], "still sees its old life"),
+        ([worker("old")], "still sees the old incarnation"),
         ([], "does not see it"),
         ([worker("new", "is draining")], "is draining"),
     ],
@@ -89,6 +89,6 @@ def test_5_2_a_command_that_fails_is_told(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_5_2_an_unknown_worker_is_named_before_anything_runs(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="p0.*known: d0"):
+    with pytest.raises(ConfigError, match="p0.*it has: d0"):
         restart(Router([worker("a", name="d0")]), f"open({str(tmp_path / 'ran')!r}, 'w')")
     assert not (tmp_path / "ran").exists()

@@ -92,7 +92,7 @@ def test_serve_without_a_folder_for_temporary_files_says_so(tmp_path: Path, monk
     monkeypatch.setenv("TMPDIR", str(away))
     monkeypatch.setattr(tempfile, "tempdir", str(away))
     with (
-        pytest.raises(ConfigError, match="TMPDIR=.*away': must name a folder that can be written"),
+        pytest.raises(ConfigError, match="TMPDIR=.*away': must name a writable folder"),
         temporary_folder("x-"),
     ):
         pass

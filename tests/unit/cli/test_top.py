@@ -101,7 +101,7 @@ def test_what_cannot_be_asked_is_a_typed_error(router: str) -> None:
     with pytest.raises(AuthenticationError, match="DIPTYCH_API_KEY"):
         StatusClient(router).get()
     Router.status, Router.body = 200, b"[]"
-    with pytest.raises(NoWorkerError, match="no router's status"):
+    with pytest.raises(NoWorkerError, match="not a router's status"):
         StatusClient(router).get()
     with pytest.raises(ConfigError, match="http://"):
         StatusClient("localhost:8000")

@@ -52,7 +52,7 @@ async def test_the_benchmark_builds_what_production_builds():
     sides = [
         [Candidate(record, 0.0, HEADER) for record in records if record.role == role] for role in ("prefill", "decode")
     ]
-    placer.set_fleet(*sides, {}, {})
+    placer.set_workers(*sides, {}, {})
     assert graph(placer) == graph(scene.placer)
     assert type(placer.policy).__name__ == "CheapestPair"
     assert len(placer._groups) == len(scene.placer._groups) == 1

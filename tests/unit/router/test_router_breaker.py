@@ -52,7 +52,7 @@ def test_only_the_workers_own_faults_count(error, fault):
 def test_five_in_a_row_open_and_one_probe_closes():
     breakers = make()
     assert fail(breakers, "p1") == [False] * 4 + [True]
-    assert "left alone for 5.0 s" in breakers.why_not("p1", 0.0)
+    assert "excluded for 5.0 s" in breakers.why_not("p1", 0.0)
     assert breakers.why_not("p0", 0.0) == ""
     assert breakers.num_out(1.0) == 1
     assert breakers.state("p1", 5.0) is BreakerState.HALF_OPEN
@@ -68,12 +68,12 @@ def test_a_probe_that_tells_nothing_makes_room_for_the_next():
     breakers = make()
     fail(breakers, "p1")
     breakers.on_placed("p1", 5.0)
-    assert breakers.on_nothing_learned("p1", 5.5)  # its client left
+    assert breakers.on_inconclusive("p1", 5.5)  # its client left
     assert breakers.why_not("p1", 5.5) == ""
     breakers.on_placed("p1", 6.0)
     assert breakers.why_not("p1", 15.9)
     assert breakers.why_not("p1", 16.0) == ""  # never heard of again
-    assert not breakers.on_nothing_learned("p0", 16.0)
+    assert not breakers.on_inconclusive("p0", 16.0)
 
 
 def test_a_failed_probe_opens_for_longer_up_to_a_limit():
@@ -139,7 +139,7 @@ def test_nobody_is_locked_out_for_good(steps):
         if what == "placed":
             breakers.on_placed(name, now)
         elif what == "nothing":
-            breakers.on_nothing_learned(name, now)
+            breakers.on_inconclusive(name, now)
         else:
             breakers.on_outcome(name, fault=what == "fault", now=now)
         assert sum(bool(breakers.why_not(name, now)) for name in POOL) <= 2

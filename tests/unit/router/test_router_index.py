@@ -113,7 +113,7 @@ def test_a_lease_ahead_of_the_index_is_noticed():
     index = fresh()
     assert not index.is_behind("w", 0, 0)
     assert index.is_behind("w", 0, 3)
-    index.lose_track("w")
+    index.mark_stale("w")
     assert index.needs_snapshot() == ["w"]
 
 
@@ -283,7 +283,7 @@ def test_five_percent_of_the_events_dropped_doubled_or_reordered(together):
                 index.load_snapshot("w", "a", epoch=worker.epoch, tiers=[TierDump(worker.sequence, tuple(worker.held))])
     index.apply_all("w", wire)
     if index.is_behind("w", worker.epoch, worker.sequence):
-        index.lose_track("w")
+        index.mark_stale("w")
     if index.needs_snapshot():
         index.load_snapshot("w", "a", epoch=worker.epoch, tiers=[TierDump(worker.sequence, tuple(worker.held))])
     assert index.mode("w") is IndexMode.EXACT
@@ -342,7 +342,7 @@ def test_dropped_doubled_and_reordered_events_end_in_the_truth(steps, chance):
     for event in wire:
         index.apply("w", event)
     if index.is_behind("w", worker.epoch, worker.sequence):
-        index.lose_track("w")
+        index.mark_stale("w")
     if index.needs_snapshot():
         index.load_snapshot("w", "a", epoch=worker.epoch, tiers=[TierDump(worker.sequence, tuple(worker.held))])
     assert index.mode("w") is IndexMode.EXACT

@@ -2,11 +2,11 @@
 
 from diptych.common.clock import FakeClock
 from diptych.common.worker_record import WorkerRecord
-from diptych.router.cluster.loop_uptime import TICK_S, Listening
+from diptych.router.cluster.loop_uptime import TICK_S, LoopUptime
 from diptych.router.cluster.worker_link import WorkerLink
 
 
-def live(clock: FakeClock, listening: Listening, seconds: float) -> None:
+def live(clock: FakeClock, listening: LoopUptime, seconds: float) -> None:
     for _ in range(round(seconds / TICK_S)):
         clock.advance(TICK_S)
         listening.tick()
@@ -14,25 +14,25 @@ def live(clock: FakeClock, listening: Listening, seconds: float) -> None:
 
 def test_it_runs_with_the_loop_and_stands_with_it() -> None:
     clock = FakeClock(100.0)
-    listening = Listening(clock.now)
+    listening = LoopUptime(clock.now)
     live(clock, listening, 3.0)
-    assert abs(listening.heard_s() - 3.0) < 1e-6
+    assert abs(listening.receiving_s() - 3.0) < 1e-6
     clock.advance(60.0)
-    assert abs(listening.heard_s() - 3.0 - 2 * TICK_S) < 1e-6
+    assert abs(listening.receiving_s() - 3.0 - 2 * TICK_S) < 1e-6
     listening.tick()
-    assert abs(listening.heard_s() - 3.0 - 2 * TICK_S) < 1e-6
+    assert abs(listening.receiving_s() - 3.0 - 2 * TICK_S) < 1e-6
     live(clock, listening, 1.0)
-    assert abs(listening.heard_s() - 4.0 - 2 * TICK_S) < 1e-6
+    assert abs(listening.receiving_s() - 4.0 - 2 * TICK_S) < 1e-6
 
 
 async def test_a_stalled_router_finds_no_worker_dead_and_a_silent_one_is() -> None:
     clock = FakeClock(5.0)
-    listening = Listening(clock.now)
+    listening = LoopUptime(clock.now)
     record = WorkerRecord(
         worker_id="d0", incarnation="i", role="prefill", address="127.0.0.1:1", pid=1, model="m", compat={},
         kv_bytes_per_token=1, num_blocks=1, block_size=16, max_model_len=64, max_num_seqs=1, event_epoch=0,
     )  # fmt: skip
-    link = WorkerLink(record, heard_s=listening.heard_s, probe_s=0.25, dead_s=2.0, on_change=lambda: None)
+    link = WorkerLink(record, receiving_s=listening.receiving_s, probe_s=0.25, dead_s=2.0, on_change=lambda: None)
     link._serving = link._probed = True
     for _ in range(10):  # ten stalls of four seconds, with a moment between
         clock.advance(4.0)

@@ -143,4 +143,4 @@ def test_5_4_a_worker_that_leaves_in_order_is_no_warning(members, leaves, in_ord
     member.link.silent_s = 110.0 - silent_since
     _, lost = members.on_records([], 110.0)
     assert lost == [member]
-    assert members.left_in_order(member, 110.0) is in_order
+    assert members.left_gracefully(member, 110.0) is in_order

@@ -94,7 +94,7 @@ class Scene:
             for side in (workers[:half], workers[half:])
         ]
         for placer in self.placers:
-            placer.set_fleet(*sides, unfit, {})
+            placer.set_workers(*sides, unfit, {})
         self.decode = workers[half:]
 
     def ask(self, **more):
@@ -172,7 +172,7 @@ def test_a_worker_that_computes_alone_for_the_margins_sake_is_the_same(library):
 def test_nobody_and_nothing_cached(library):
     placers = [Placer(BlockIndex(), Reservations(), random.Random(0), library=one) for one in (None, library)]
     for placer in placers:
-        placer.set_fleet([], [], {}, {})
+        placer.set_workers([], [], {}, {})
     same(*(placer.place(PlacementRequest(5, 64), PromptBlocks(Prompt([1] * 5)), 0.0) for placer in placers))
 
 
@@ -193,7 +193,7 @@ def test_what_was_looked_up_is_marked_as_lately_used(library):
     index.register("d0", "i", 0, 0)
     hot = list(range(16 * 20))
     index.apply("d0", KvEvent("i", 0, 1, "stored", tuple(block_keys(HEADERS[0], hot))))
-    placer.set_fleet([], [Candidate(record, 0.0, HEADERS[0])], {}, {})
+    placer.set_workers([], [Candidate(record, 0.0, HEADERS[0])], {}, {})
     for number in range(2, 40):
         index.apply("d0", KvEvent("i", 0, number, "stored", tuple(block_keys(HEADERS[0], [number] * 16 * 4))))
         for _ in range(4):

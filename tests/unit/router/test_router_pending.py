@@ -97,7 +97,7 @@ class Replica:
             index.register(record.worker_id, "i", 0, 0)
         index.load_snapshot("p0", "i", epoch=0, tiers=[TierDump(1, keys)])
         at = [Candidate(record, 0.0, HEADER) for record in records]
-        self.placer.set_fleet(at[:4], at[4:], {}, {})
+        self.placer.set_workers(at[:4], at[4:], {}, {})
         self.count = 0
 
     def place(self, keys):

@@ -7,9 +7,9 @@ import pytest
 from diptych.bench.router.decision import make_record
 from diptych.common.errors import OverloadedError, RequestDeadlineError
 from diptych.common.worker_record import WorkerLoad
-from diptych.router.fairness.capacity_gate import Gate
+from diptych.router.fairness.capacity_gate import CapacityGate
 from diptych.router.fairness.deficit_round_robin import QUANTUM, DeficitRoundRobin, Share
-from diptych.router.fairness.wait_queue import Turnstile
+from diptych.router.fairness.wait_queue import WaitQueue
 from diptych.router.placement.index import BlockIndex
 from diptych.router.placement.placer import Candidate, Placer
 from diptych.router.placement.reservations import Reservation, Reservations
@@ -146,7 +146,7 @@ def test_a_huge_request_takes_no_endless_rounds():
 
 
 class Pool:
-    """Room of a pool in which every tenant is given `size` tokens at most."""
+    """RoomCheck of a pool in which every tenant is given `size` tokens at most."""
 
     def __init__(self, size):
         self.left = size
@@ -167,10 +167,10 @@ def test_a_pool_that_has_become_idle_is_not_given_all_that_waits():
     record = msgspec.structs.replace(
         make_record("p0", "prefill", random.Random(0)), load=WorkerLoad(prefill_tokens_per_s=100.0)
     )
-    placer.set_fleet([Candidate(record, 0.0, None)], [], {}, {})
+    placer.set_workers([Candidate(record, 0.0, None)], [], {}, {})
     assert placer.has_room(2.0, "t", 90, 199.0)
     assert not placer.has_room(2.0, "t", 90, 200.0)
-    gate = Gate(placer.has_room, lambda entry: not let_in.append(entry), window_s=2.0)
+    gate = CapacityGate(placer.has_room, lambda entry: not let_in.append(entry), window_s=2.0)
     for i in range(20):
         gate.wait("t", 90, i, priority=0)
     gate.let_in()
@@ -187,18 +187,18 @@ def test_a_pool_that_has_become_idle_is_not_given_all_that_waits():
 
 async def test_nobody_waits_while_there_is_room():
     pool = Pool(100)
-    gate, done = Turnstile(pool, window_s=1.0), []
+    gate, done = WaitQueue(pool, window_s=1.0), []
     await enter(gate, "a", 1000, done, pool)
     assert done == ["a"]
     assert not gate.may_pass("a", 1)
-    unlimited = Turnstile(pool, window_s=0.0)
+    unlimited = WaitQueue(pool, window_s=0.0)
     assert unlimited.may_pass("a", 10**6)
     gate.close()
 
 
 async def test_a_tenant_with_ten_times_the_requests_gets_its_share_of_the_room():
     pool = Pool(0)
-    gate, done = Turnstile(pool, window_s=1.0), []
+    gate, done = WaitQueue(pool, window_s=1.0), []
     tasks = [asyncio.create_task(enter(gate, "greedy", 512, done, pool)) for _ in range(200)]
     await asyncio.sleep(0)
     tasks += [asyncio.create_task(enter(gate, "modest", 512, done, pool)) for _ in range(20)]
@@ -220,7 +220,7 @@ async def test_a_tenant_with_ten_times_the_requests_gets_its_share_of_the_room()
 
 async def test_what_answers_write_counts_in_their_tenants_turns():
     pool = Pool(0)
-    gate, done = Turnstile(pool, window_s=1.0), []
+    gate, done = WaitQueue(pool, window_s=1.0), []
     gate.written("writer", 10**9)  # while nobody waits
     tasks = [
         asyncio.create_task(enter(gate, tenant, 512, done, pool)) for _ in range(8) for tenant in ("writer", "reader")
@@ -246,7 +246,7 @@ async def test_what_answers_write_counts_in_their_tenants_turns():
 
 async def test_who_leaves_or_is_too_late_gives_the_place_back():
     pool = Pool(0)
-    gate, done = Turnstile(pool, window_s=1.0, most=2), []
+    gate, done = WaitQueue(pool, window_s=1.0, most=2), []
     gone = asyncio.create_task(enter(gate, "a", 10, done, pool))
     await asyncio.sleep(0)
     with pytest.raises(RequestDeadlineError):
@@ -268,7 +268,7 @@ async def test_who_leaves_or_is_too_late_gives_the_place_back():
 
 
 class RoomByTenant:
-    """Room of each tenant: what of its own may still be placed."""
+    """RoomCheck of each tenant: what of its own may still be placed."""
 
     def __init__(self):
         self.left = {}
@@ -284,7 +284,9 @@ def test_the_bound_holds_whoever_has_room(seed):
     weights = {"a": 1.0, "b": rng.choice([0.5, 2.0, 3.0])}
     largest = rng.choice([50, 2000, 20_000])
     room, served, ahead, let_in = RoomByTenant(), dict.fromkeys(weights, 0), [0.0], []
-    gate = Gate(room, lambda entry: not let_in.append(entry), window_s=1.0, share=lambda tenant: Share(weights[tenant]))
+    gate = CapacityGate(
+        room, lambda entry: not let_in.append(entry), window_s=1.0, share=lambda tenant: Share(weights[tenant])
+    )
     left = dict.fromkeys(weights, 400)
     for tenant in weights:
         for i in range(400):
@@ -316,8 +318,8 @@ def test_a_short_one_passes_a_long_one_of_its_own_and_of_others():
         )
         for i in range(2)
     ]
-    placer.set_fleet([Candidate(record, 0.0, None) for record in records], [], {}, {})
-    gate = Gate(placer.has_room, lambda entry: not let_in.append(entry.item), window_s=2.0)
+    placer.set_workers([Candidate(record, 0.0, None) for record in records], [], {}, {})
+    gate = CapacityGate(placer.has_room, lambda entry: not let_in.append(entry.item), window_s=2.0)
     for i in range(2):
         assert gate.may_pass("a", 6000)  # a worker of which the tenant has nothing
         reservations.reserve(f"long{i}", Reservation(f"p{i}", "d0", 6000, "a"))
@@ -344,8 +346,8 @@ def test_short_ones_without_end_do_not_keep_a_long_one_out():
     record = msgspec.structs.replace(
         make_record("p0", "prefill", random.Random(0)), load=WorkerLoad(prefill_tokens_per_s=250.0)
     )
-    placer.set_fleet([Candidate(record, 0.0, None)], [], {}, {})
-    gate = Gate(placer.has_room, lambda entry: not let_in.append(entry), window_s=2.0)
+    placer.set_workers([Candidate(record, 0.0, None)], [], {}, {})
+    gate = CapacityGate(placer.has_room, lambda entry: not let_in.append(entry), window_s=2.0)
     reservations.reserve("first", Reservation("p0", "d0", 6000, "a"))
     gate.wait("a", 6000, "long", priority=0)
     count = shorts = 0
@@ -379,7 +381,7 @@ def test_a_worker_that_stands_still_is_not_given_more_and_more():
     record = msgspec.structs.replace(
         make_record("p0", "prefill", random.Random(0)), load=WorkerLoad(prefill_tokens_per_s=100.0)
     )
-    placer.set_fleet([Candidate(record, 0.0, None)], [], {}, {})
+    placer.set_workers([Candidate(record, 0.0, None)], [], {}, {})
     for number in range(1000):
         now[0] += 10.0
         if placer.has_room(2.0, "t", 40):
@@ -392,7 +394,7 @@ def test_a_worker_that_stands_still_is_not_given_more_and_more():
 
 async def test_nobody_is_refused_for_what_others_sent():
     pool = Pool(0)
-    gate, done = Turnstile(pool, window_s=1.0, most=8), []
+    gate, done = WaitQueue(pool, window_s=1.0, most=8), []
     tasks = [asyncio.create_task(enter(gate, "greedy", 10, done, pool)) for _ in range(8)]
     await asyncio.sleep(0)
     with pytest.raises(OverloadedError):

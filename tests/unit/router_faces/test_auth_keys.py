@@ -135,13 +135,13 @@ def test_a_quota_is_spent_and_comes_back() -> None:
 
 
 async def test_leaving_a_metered_answer_leaves_the_door_s() -> None:
-    door = FakeRouterApi([TokenEvent(0, (1, 2), "a"), None])
+    router_api = FakeRouterApi([TokenEvent(0, (1, 2), "a"), None])
     quotas = TenantQuotas(lambda tenant: 60, now=FakeClock().now)
-    metered = MeteredRouterApi(door, quotas)
+    metered = MeteredRouterApi(router_api, quotas)
     prepared = await metered.prepare(UncheckedRequest(prompt="a", tenant="t"))
     async with accepted(metered, prepared) as (_, events):
         await anext(events)
-    assert (door.running, door.cancelled) == (0, 1)
+    assert (router_api.running, router_api.cancelled) == (0, 1)
     assert quotas.headers("t")["x-ratelimit-remaining-tokens"] == "55"
 
 

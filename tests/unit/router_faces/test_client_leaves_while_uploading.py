@@ -9,8 +9,8 @@ from diptych.router.api.http_app import create_app
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize"])
 async def test_half_a_body_and_then_gone(path):
-    door = FakeRouterApi(())
-    app = create_app(door, Metrics())
+    router_api = FakeRouterApi(())
+    app = create_app(router_api, Metrics())
     scope = {
         "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http",
         "path": path, "raw_path": path.encode(), "query_string": b"", "headers": [(b"content-length", b"200")],

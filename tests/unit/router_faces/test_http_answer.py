@@ -13,7 +13,7 @@ import pytest
 from diptych.common.errors import NoWorkerError
 from diptych.router.api.fake import FakeRouterApi, Step, hello_script
 from diptych.router.api.http_response import GenerationResponse
-from diptych.router.api.openai_fields import UnknownFields, refuse_unbuilt
+from diptych.router.api.openai_fields import UnknownFields, reject_unsupported
 from diptych.router.api.openai_requests import chat_call
 from diptych.router.requests.messages import ModelFeatures, TokenEvent
 
@@ -44,9 +44,11 @@ class Connection:
         return b"".join(message.get("body", b"") for message in self.sent)
 
 
-def make_response(door: FakeRouterApi, *, stream: bool = True, **settings: Any) -> GenerationResponse:
+def make_response(router_api: FakeRouterApi, *, stream: bool = True, **settings: Any) -> GenerationResponse:
     body = {"messages": [{"role": "user", "content": "a"}], "stream": stream}
-    return GenerationResponse(door, chat_call(body, features=ModelFeatures(), unknown=UnknownFields()), **settings)
+    return GenerationResponse(
+        router_api, chat_call(body, features=ModelFeatures(), unknown=UnknownFields()), **settings
+    )
 
 
 async def test_silence_is_filled_with_pings() -> None:
@@ -68,10 +70,10 @@ async def test_silence_is_filled_with_pings() -> None:
 async def test_no_ping_before_the_answer_began() -> None:
     gate = asyncio.Event()
     connection = Connection()
-    door = FakeRouterApi(hello_script(), before_start=[gate])
-    answer = asyncio.create_task(make_response(door, ping_s=0.001)(SCOPE, connection.receive, connection.send))
+    router_api = FakeRouterApi(hello_script(), before_start=[gate])
+    answer = asyncio.create_task(make_response(router_api, ping_s=0.001)(SCOPE, connection.receive, connection.send))
     async with asyncio.timeout(60):
-        while not door.running:
+        while not router_api.running:
             await asyncio.sleep(0)
     loop = asyncio.get_running_loop()
     due = loop.time() + 0.02  # of twenty pings
@@ -83,31 +85,31 @@ async def test_no_ping_before_the_answer_began() -> None:
 
 
 async def test_a_client_that_takes_nothing_is_given_up() -> None:
-    door = FakeRouterApi([TokenEvent(0, (1,), "a"), None])
+    router_api = FakeRouterApi([TokenEvent(0, (1,), "a"), None])
     connection = Connection(stuck_after=2)
     async with asyncio.timeout(60):
-        await make_response(door, ping_s=0.003, send_timeout_s=0.01)(SCOPE, connection.receive, connection.send)
-    assert (door.running, door.cancelled) == (0, 1)
+        await make_response(router_api, ping_s=0.003, send_timeout_s=0.01)(SCOPE, connection.receive, connection.send)
+    assert (router_api.running, router_api.cancelled) == (0, 1)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_ends_the_request(stream: bool) -> None:
-    door = FakeRouterApi([None])
+    router_api = FakeRouterApi([None])
     connection = Connection()
-    answer = asyncio.create_task(make_response(door, stream=stream)(SCOPE, connection.receive, connection.send))
+    answer = asyncio.create_task(make_response(router_api, stream=stream)(SCOPE, connection.receive, connection.send))
     async with asyncio.timeout(60):
-        while not door.running:
+        while not router_api.running:
             await asyncio.sleep(0)
         connection.gone.set()
         await answer
-    assert (door.running, door.cancelled) == (0, 1)
+    assert (router_api.running, router_api.cancelled) == (0, 1)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_failure_before_the_start_has_its_own_status(stream: bool) -> None:
     connection = Connection()
-    door = FakeRouterApi([], before_start=[NoWorkerError("nobody", retry_after_s=0.2)])
-    await make_response(door, stream=stream)(SCOPE, connection.receive, connection.send)
+    router_api = FakeRouterApi([], before_start=[NoWorkerError("nobody", retry_after_s=0.2)])
+    await make_response(router_api, stream=stream)(SCOPE, connection.receive, connection.send)
     start = connection.sent[0]
     headers = dict(start["headers"])
     assert (start["status"], headers[b"retry-after"], headers[b"retry-after-ms"]) == (503, b"1", b"200")
@@ -115,12 +117,12 @@ async def test_a_failure_before_the_start_has_its_own_status(stream: bool) -> No
 
 
 def test_true_is_not_one_and_false_is_not_zero() -> None:
-    refuse_unbuilt(
+    reject_unsupported(
         {"n": 1, "logprobs": False, "top_logprobs": 0}, {"n": (1,), "logprobs": (False,), "top_logprobs": (0,)}
     )
     for body in ({"n": True}, {"n": False}, {"n": "1"}, {"n": [1]}):
         with pytest.raises(Exception, match="n is not supported"):
-            refuse_unbuilt(body, {"n": (1,)})
+            reject_unsupported(body, {"n": (1,)})
 
 
 def test_unknown_names_are_remembered_within_bounds(caplog: pytest.LogCaptureFixture) -> None:

@@ -200,7 +200,7 @@ def test_an_echo_without_all_logprobs_is_no_answer():
     with pytest.raises(InternalError, match="0 of 4 prompt tokens"):
         whole(make_form({"echo": True, "logprobs": 1}, PROMPTS[:1]))
     form = make_form({"echo": True, "logprobs": 1}, PROMPTS[:1])
-    with pytest.raises(InternalError, match="prompt token 2 came too early"):
+    with pytest.raises(InternalError, match="prompt token 2 arrived too early"):
         form.absorb(PromptLogprobsEvent(2, (entry(3),)))
 
 

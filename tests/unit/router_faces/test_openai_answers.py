@@ -49,10 +49,10 @@ def make_form(
     chat: bool = True,
     features: ModelFeatures | None = None,
     prepared: ValidatedRequest = PREPARED,
-    **wishes: Any,
+    **options: Any,
 ) -> Any:
-    scene = ResponseContext(prepared, 1700000000, features or ModelFeatures(), ByteTokens(token_bytes, {9}))
-    return (ChatForm if chat else CompletionForm)(ResponseOptions(**wishes), scene)
+    context = ResponseContext(prepared, 1700000000, features or ModelFeatures(), ByteTokens(token_bytes, {9}))
+    return (ChatForm if chat else CompletionForm)(ResponseOptions(**options), context)
 
 
 def prepared_with(*, thinking: bool = False, echo: str = "", **sampling: Any) -> ValidatedRequest:

@@ -66,12 +66,12 @@ def ids(context):
 async def test_nothing_more_is_taken_in_and_the_stream_ends_typed(monkeypatch):
     monkeypatch.setattr(placements, "MAX_UNREAD_BYTES", 5000)
     monkeypatch.setattr(placements, "UNREAD_S", 0.05)
-    context, bodies, door = Context(), Bodies(), RouterApi([])
+    context, bodies, router_api = Context(), Bodies(), RouterApi([])
     with pytest.raises(grpc.aio.AbortError):
-        await serve_placements(door, bodies, context)
+        await serve_placements(router_api, bodies, context)
     assert context.code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert 2 < bodies.taken < 20
-    assert door.given_back == 1
+    assert router_api.given_back == 1
 
 
 async def test_a_client_that_reads_late_gets_everything(monkeypatch):
