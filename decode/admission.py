@@ -1,7 +1,7 @@
-"""Pure decisions of decode: where a prompt is computed, and what follows when a prefill leg fails.
+"""Pure decisions of decode: where a prompt is computed, and what follows when a remote prefill fails.
 
-choose_route        after Admitted: how many tokens decode lacks is known for certain
-next_after_failure  after a leg failed: next candidate, local prefill, or give up, by the request's failure policy
+choose_route        after Admitted, when the number of uncached tokens is known
+next_after_failure  after a failed remote prefill: next candidate, local prefill, or give up, by the failure policy
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from diptych.worker.refs import WorkerRef
 
 
 class FailurePolicy(Enum):
-    """What a request wants when the worker that computes its prompt is lost."""
+    """What to do when the worker that computes the prompt is lost."""
 
     FAIL = "fail"
     RECOMPUTE = "recompute"
     RETRY = "retry"
-    """The next candidate, then recompute. The default."""
+    """Try the next candidate, then recompute. The default."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What the router decided. `prefill` holds the choice first, then the spares."""
+    """The router's decision. `prefill` holds the choice first, then the spares."""
 
     decode: WorkerRef
     prefill: tuple[WorkerRef, ...]
@@ -55,12 +55,11 @@ class GiveUp:
 
 
 def choose_route(placement: Placement, num_uncached: int, policy: FailurePolicy) -> Local | Remote | GiveUp:
-    """Decide where the prompt is computed.
+    """Decide where the prompt is computed. With a limit of 0 always remotely, if there is a candidate.
 
     Args:
-        num_uncached: prompt tokens that decode does not have in its own cache; at least 1, since the last prompt token
-            is always computed where the first token is sampled.
-    A limit of 0 always means remote while there is a candidate: decode's hit then saves bytes only.
+        num_uncached: prompt tokens not in decode's cache; at least 1, since the last prompt token is always computed
+            where the first token is sampled.
     """
     limit = placement.local_prefill_max_tokens
     within_limit = 0 < num_uncached <= limit
@@ -80,10 +79,10 @@ def choose_route(placement: Placement, num_uncached: int, policy: FailurePolicy)
 def next_after_failure(
     policy: FailurePolicy, failed: WorkerRef, error: DiptychError, rest: tuple[WorkerRef, ...]
 ) -> Local | Remote | GiveUp:
-    """Decide what follows a failed leg. `rest`: candidates that were not tried yet.
+    """Decide what follows a failed remote prefill. `rest`: untried candidates.
 
-    A request that prefill finds faulty is faulty everywhere: it is not tried again. But a prompt that is too long for a prefill
-    worker's pool is computed here: this worker has taken it.
+    An invalid request is invalid everywhere and not retried. But a prompt that is too long for a prefill worker's pool
+    is computed here: this worker has accepted it.
     """
     faulty = isinstance(error, (InvalidRequestError, RequestCancelledError)) and not isinstance(
         error, PromptTooLongError

@@ -1,7 +1,7 @@
-"""The owner of one attempt on decode, from Accepted to End. Its life cycle is drawn in lifecycle.py.
+"""The owner of one attempt on decode, from Accepted to End. See lifecycle.py for its states.
 
-Everything runs on the event loop. Three things drive it: the engine's events, its own leg task, and its deadline timer.
-It says End exactly once; afterwards it only waits for the engine's last word (`forgotten`).
+Everything runs on the event loop, driven by the engine's events, the remote prefill's task, and the deadline timer. End
+is sent exactly once; afterwards the attempt only waits for the engine's last event (`forgotten`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from diptych.decode.admission import GiveUp, Local, Remote, choose_route, next_a
 from diptych.decode.explain import Facts, choice_finished, end_of
 from diptych.decode.lifecycle import AttemptLifecycle, State
 from diptych.decode.outbox import Events
-from diptych.decode.refetch_policy import choose_refetch_source, remote_s
+from diptych.decode.refetch_policy import choose_refetch_source, refetch_time_s
 from diptych.decode.remote_prefill import RemotePrefill, RemotePrefillCallbacks, RemotePrefillContext
 from diptych.decode.spans import AttemptSpan
 from diptych.decode.submission import Submission
@@ -54,14 +54,16 @@ from diptych.worker.refs import WorkerRef
 _LEG_MARGIN_S = 0.25
 
 CompileGrammar = Callable[[Grammar], Awaitable[tuple[Program, bytes]]]
-"""What it compiled to, and the mask of the first token (empty: anything may come)."""
+"""The compiled program, and the mask of the first token (empty: no restriction)."""
 
 
 class Attempt:
-    """Args:
-    path: the transport's path for the explanation, for example "ucx:tcp".
-    forget: called once, when the engine has said its last word about the attempt.
-    compile_grammar: takes a while; what it raises ends the attempt before it was accepted.
+    """One attempt.
+
+    Args:
+        path: the transport's path for the explanation, for example "ucx:tcp".
+        forget: called once, after the engine's last event of the attempt.
+        compile_grammar: slow; an error of it ends the attempt before it was accepted.
     """
 
     def __init__(
@@ -69,7 +71,7 @@ class Attempt:
         submission: Submission,
         outbox: Events,
         engine: Engine,
-        tools: RemotePrefillContext,
+        context: RemotePrefillContext,
         *,
         path: str,
         forget: Callable[[str], None],
@@ -78,24 +80,24 @@ class Attempt:
         self._sub = submission
         self._outbox = outbox
         self._engine = engine
-        self._tools = tools
+        self._context = context
         self._path = path
         self._forget = forget
         self._life = AttemptLifecycle(submission.attempt)
-        self._began = tools.clock.now()
+        self._began = context.clock.now()
         self._outputs: dict[int, list[int]] = {0: list(submission.output_token_ids)}
-        """Tokens that the client has or that went out, by choice."""
+        """Tokens already sent, or held by the client, by choice."""
         self._compile_grammar = compile_grammar
         self._compile_task: asyncio.Task[None] | None = None
         self._first_mask = b""
         self._entered = False
-        """The engine knows of it."""
+        """The engine has the request."""
         self._prompt_logprobs_until = 1
-        """Prompt tokens before this one have had theirs (the first has none)."""
+        """Logprobs of prompt tokens before this one were sent (the first has none)."""
         self._leg_number = 0
         self._local_s_per_token = 0.0
-        """Of the last preemption's way back in this engine."""
-        self._leg_task: asyncio.Task[None] | None = None
+        """Cost of the last preemption's local recovery in this engine."""
+        self._prefill_task: asyncio.Task[None] | None = None
         self._facts = Facts(
             request_id=submission.request_id,
             decode=submission.placement.decode.worker_id,
@@ -111,7 +113,7 @@ class Attempt:
         return self._life.state
 
     def start(self) -> None:
-        """Its grammar, if it has one, is compiled; then Accepted goes out and the engine gets the request."""
+        """Compile the grammar, if any; then send Accepted and hand the request to the engine."""
         grammar = self._sub.sampling.grammar
         if grammar is None:
             self._enter(None)
@@ -123,7 +125,7 @@ class Attempt:
             program, self._first_mask = await self._compile_grammar(grammar)
         except DiptychError as error:
             self.end_with(error)
-        except Exception as error:  # a bug of ours must not leave the request hanging
+        except Exception as error:  # a bug must not leave the request hanging
             self._log.exception("unexpected error in compiling a grammar")
             self.end_with(InternalError(f"unexpected error in compiling a grammar: {error!r}"))
         else:
@@ -139,7 +141,7 @@ class Attempt:
                 attempt=sub.attempt,
                 prompt=sub.prompt,
                 sampling=sub.sampling,
-                # May still become local (RunLocally), once it is known how much decode has cached.
+                # May become local (RunLocally), once the number of cached tokens is known.
                 mode=KvMode.REMOTE,
                 tenant=sub.prompt.cache_salt.hex(),
                 priority=sub.priority,
@@ -154,7 +156,7 @@ class Attempt:
         if self._life.ended:
             return
         if self._life.state is not State.ADMITTING:
-            self._come_back(event.num_cached_tokens)
+            self._refetch(event.num_cached_tokens)
             return
         self._facts.reserved_s = self._elapsed()
         self._facts.cached_decode = event.num_cached_tokens
@@ -162,48 +164,50 @@ class Attempt:
         self._take(choose_route(self._sub.placement, uncached, self._sub.policy))
 
     def on_preempted(self, event: Preempted) -> None:
-        """Ask for the KV where it comes from sooner; the engine says Admitted if it goes along with it."""
+        """Request the KV from the faster source; if the engine follows, it sends Admitted."""
         if self._life.state in (State.DECODING, State.COMPUTING):
             self._local_s_per_token = event.way_back_s / max(1, event.num_tokens)
-            if self._way_back(event.num_tokens) is not None:
+            if self._choose_recovery(event.num_tokens) is not None:
                 self._engine.send(FetchAgain(self._sub.attempt))
 
-    def _way_back(self, num_tokens: int) -> WorkerRef | None:
-        tools, links = self._tools, self._tools.links.snapshot()
-        kv_bytes = num_tokens * tools.kv_bytes_per_token
+    def _choose_recovery(self, num_tokens: int) -> WorkerRef | None:
+        context, links = self._context, self._context.links.snapshot()
+        kv_bytes = num_tokens * context.kv_bytes_per_token
         return choose_refetch_source(
             num_tokens * self._local_s_per_token,
             [
-                (ref, remote_s(tools.rates, links.get(name), name, num_tokens=num_tokens, kv_bytes=kv_bytes))
+                (ref, refetch_time_s(context.rates, links.get(name), name, num_tokens=num_tokens, kv_bytes=kv_bytes))
                 for ref in self._sub.placement.prefill
                 for name in (ref.worker_id,)
             ],
         )
 
-    def _come_back(self, num_cached: int) -> None:
-        """It has blocks again, after FetchAgain. What is still cached here may have made this the shorter way after all."""
+    def _refetch(self, num_cached: int) -> None:
+        """It has blocks again, after FetchAgain. The tokens still cached here may have made local recovery faster."""
         num_tokens = len(self._sub.prompt.token_ids) + len(self._outputs[0]) - 1
-        ref = self._way_back(num_tokens - num_cached) if num_tokens > num_cached else None
+        ref = self._choose_recovery(num_tokens - num_cached) if num_tokens > num_cached else None
         if ref is None:
             self._engine.send(RunLocally(self._sub.attempt))
             return
         self._life.move(State.FETCHING)
-        self._leg_task = asyncio.create_task(self._run_leg_again(ref, num_cached), name=f"leg {self._sub.attempt}")
+        self._prefill_task = asyncio.create_task(
+            self._run_refetch(ref, num_cached), name=f"remote prefill {self._sub.attempt}"
+        )
 
-    async def _run_leg_again(self, ref: WorkerRef, num_cached: int) -> None:
-        """Whatever goes wrong, the KV can be computed here."""
+    async def _run_refetch(self, ref: WorkerRef, num_cached: int) -> None:
+        """After any failure the KV can be computed here."""
         self._leg_number += 1
-        leg = self._new_leg(ref, num_cached)
+        remote = self._new_remote_prefill(ref, num_cached)
         try:
-            await leg.run()
+            await remote.run()
         except DiptychError as error:
             self._log.info("not fetched again", prefill=ref.worker_id, reason=error.reason)
-        except Exception:  # a bug of ours must not leave the request hanging
-            self._log.exception("unexpected error in a prefill leg")
-        if leg.complete:
-            self._facts.fetched_again(ref.worker_id, leg.facts)
+        except Exception:  # a bug must not leave the request hanging
+            self._log.exception("unexpected error in a remote prefill")
+        if remote.complete:
+            self._facts.fetched_again(ref.worker_id, remote.facts)
         elif self._life.state is State.FETCHING:
-            self._leg_task = None
+            self._prefill_task = None
             self._note(f"preempted: {ref.worker_id} could not compute the KV again, it was computed here")
             self._life.move(State.DECODING)
             self._engine.send(RunLocally(self._sub.attempt))
@@ -245,17 +249,18 @@ class Attempt:
 
     def on_failed(self, event: Failed) -> None:
         if not self._life.ended:
-            self._say_failure(event.error)
+            self._send_failure(event.error)
             self._close()
         self._forget(self._sub.attempt)
 
     # ---- ends from outside ----
 
     def end_with(self, error: DiptychError) -> None:
-        """Cancel, deadline, lost router or a failure of ours: End goes out, the engine and the leg are told. Idempotent."""
+        """End after a cancel, deadline, lost router or own failure: send End, cancel in the engine and at prefill.
+        Idempotent."""
         if self._life.ended:
             return
-        self._say_failure(error)
+        self._send_failure(error)
         self._close()
         if self._entered:
             self._engine.send(Cancel(self._sub.attempt))
@@ -265,7 +270,7 @@ class Attempt:
     def _on_deadline(self) -> None:
         self.end_with(RequestDeadlineError("the request's deadline passed"))
 
-    def _say_failure(self, error: DiptychError) -> None:
+    def _send_failure(self, error: DiptychError) -> None:
         self._log.info("request failed", reason=error.reason, error=error.message, state=self._life.state.value)
         end = decode_pb2.End(failure=to_failure(error), prefill_faults=self._facts.faults())
         self._outbox.end(self._sub.attempt, end)
@@ -274,7 +279,7 @@ class Attempt:
     def _close(self) -> None:
         self._life.move(State.ENDED)
         self._timer.cancel()
-        for task in (self._leg_task, self._compile_task):
+        for task in (self._prefill_task, self._compile_task):
             if task is not None:
                 task.cancel()
 
@@ -292,37 +297,39 @@ class Attempt:
             case Remote(candidates, note):
                 self._note(note)
                 self._life.move(State.FETCHING)
-                self._leg_task = asyncio.create_task(self._run_leg(candidates), name=f"leg {self._sub.attempt}")
+                self._prefill_task = asyncio.create_task(
+                    self._run_remote_prefill(candidates), name=f"remote prefill {self._sub.attempt}"
+                )
 
     def _note(self, note: str) -> None:
         if note:
             self._facts.notes.append(note)
             self._log.info("not as planned", note=note)
 
-    async def _run_leg(self, candidates: tuple[WorkerRef, ...]) -> None:
+    async def _run_remote_prefill(self, candidates: tuple[WorkerRef, ...]) -> None:
         ref, rest = candidates[0], candidates[1:]
         self._leg_number += 1
         try:
-            leg = self._new_leg(ref, self._facts.cached_decode)
-            self._facts.prefill, self._facts.leg = ref.worker_id, leg.facts
-            await leg.run()
+            remote = self._new_remote_prefill(ref, self._facts.cached_decode)
+            self._facts.prefill, self._facts.remote = ref.worker_id, remote.facts
+            await remote.run()
         except DiptychError as error:
-            self._leg_failed(ref, rest, error)
-        except Exception as error:  # a bug of ours must not leave the request hanging
-            self._log.exception("unexpected error in a prefill leg")
-            self._leg_failed(ref, rest, InternalError(f"unexpected error in a prefill leg: {error!r}"))
+            self._on_prefill_failed(ref, rest, error)
+        except Exception as error:  # a bug must not leave the request hanging
+            self._log.exception("unexpected error in a remote prefill")
+            self._on_prefill_failed(ref, rest, InternalError(f"unexpected error in a remote prefill: {error!r}"))
 
-    def _leg_failed(self, ref: WorkerRef, rest: tuple[WorkerRef, ...], error: DiptychError) -> None:
+    def _on_prefill_failed(self, ref: WorkerRef, rest: tuple[WorkerRef, ...], error: DiptychError) -> None:
         if self._life.state is not State.FETCHING:
             return
-        self._leg_task = None
+        self._prefill_task = None
         self._facts.prefill_faults.append((ref.worker_id, error.reason))
         self._take(next_after_failure(self._sub.policy, ref, error, rest))
 
-    def _new_leg(self, ref: WorkerRef, num_cached: int) -> RemotePrefill:
+    def _new_remote_prefill(self, ref: WorkerRef, num_cached: int) -> RemotePrefill:
         sub = self._sub
         remaining_s = sub.remaining_s - self._elapsed()
-        # Tokens left to sample after those that went out already; the first of a one-token answer needs no KV.
+        # Tokens left to sample; a one-token answer needs no KV.
         want_kv = sub.sampling.max_tokens > 1
         outputs = self._outputs.get(0, [])
         request = prefill_pb2.PrefillRequest(
@@ -340,7 +347,7 @@ class Attempt:
             **prompt_fields(sub.prompt),
         )
         return RemotePrefill(
-            self._tools,
+            self._context,
             RemotePrefillCallbacks(
                 self._on_first_token, self._on_first_candidates, self._on_kv_complete, self._on_prompt_logprobs
             ),
@@ -361,7 +368,7 @@ class Attempt:
             self._engine.send(FirstCandidates(self._sub.attempt, tuple(map(_candidate, candidates))))
 
     def _on_prompt_logprobs(self, entries: types_pb2.PromptLogprobs) -> None:
-        """Each goes out once, also when a second worker computes the prompt again."""
+        """Each is sent once, also when a second worker computes the prompt again."""
         known = self._prompt_logprobs_until - entries.first_token
         if self._life.ended or known >= len(entries.logprobs):
             return
@@ -374,17 +381,17 @@ class Attempt:
 
     def _on_kv_complete(self) -> None:
         if self._life.state is not State.FETCHING or self._sub.sampling.max_tokens == 1:
-            return  # a one-token answer ends by its first token
+            return  # a one-token answer ends with its first token
         self._facts.kv_complete_s = self._facts.kv_complete_s or self._elapsed()
         self._life.move(State.DECODING)
         self._engine.send(KvComplete(self._sub.attempt))
 
     def _elapsed(self) -> float:
-        return self._tools.clock.now() - self._began
+        return self._context.clock.now() - self._began
 
 
 def _candidate(message: prefill_pb2.FirstToken) -> Candidate:
-    """Raises: InternalError when it makes no sense."""
+    """Raises: InternalError for an invalid message."""
     if not math.isfinite(message.score):
         raise InternalError("prefill sent a candidate without a score")
     logprobs = logprobs_from_proto(message.logprobs, TokenLogprobs) if message.HasField("logprobs") else None

@@ -1,4 +1,4 @@
-"""All attempts of this decode worker: which router each came from, and what the engine says about it.
+"""All attempts of this decode worker, by session; distributes the engine's events to them.
 
 Attach stream -> Session -> submit / cancel -> Attempt
 step thread   -> on_step(events of one step) -> Attempt -> Outbox of its session -> one StepBatch
@@ -45,11 +45,11 @@ log = structlog.get_logger(__name__)
 
 
 async def _no_grammars(grammar: Grammar) -> tuple[Program, bytes]:
-    raise InvalidRequestError("grammar: this worker compiles none (see --grammar-backend)", param="grammar")
+    raise InvalidRequestError("grammar: not supported by this worker (see --grammar-backend)", param="grammar")
 
 
 class Session:
-    """One router's stream, or one client's, and the attempts that came over it."""
+    """One router's or client's stream, and its attempts."""
 
     def __init__(self, intake: AttemptManager, *, max_buffer_bytes: int) -> None:
         self._intake = intake
@@ -68,7 +68,7 @@ class Session:
                 log.warning("a command of an unknown kind was ignored")
 
     def close(self, error: DiptychError | None = None) -> None:
-        """The stream is over: everything that came over it is cancelled. Idempotent."""
+        """The stream ended: cancel its attempts. Idempotent."""
         error = error or RequestCancelledError("the router's stream ended")
         for attempt in list(self.attempts):
             self._intake.end(attempt, error)
@@ -77,15 +77,17 @@ class Session:
 
 
 class AttemptManager:
-    """Args:
-    max_attempts: attempts held at once, running and waiting; beyond it a Submit is refused with OverloadedError.
-    compile_grammar: None: requests with a grammar are refused.
+    """The attempts of the worker.
+
+    Args:
+        max_attempts: attempts held at once, running and waiting; a further Submit is rejected with OverloadedError.
+        compile_grammar: None: requests with a grammar are rejected.
     """
 
     def __init__(
         self,
         engine: Engine,
-        tools: RemotePrefillContext,
+        context: RemotePrefillContext,
         limits: Limits,
         *,
         path: str,
@@ -94,7 +96,7 @@ class AttemptManager:
         compile_grammar: CompileGrammar | None = None,
     ) -> None:
         self._engine = engine
-        self._tools = tools
+        self._context = context
         self._limits = limits
         self._path = path
         self._compile_grammar = compile_grammar or _no_grammars
@@ -103,7 +105,7 @@ class AttemptManager:
         self._attempts: dict[str, tuple[Attempt, Session]] = {}
         self._sessions: set[Session] = set()
         self._routers: set[Session] = set()
-        self._door: decode_pb2.DirectEndpoint | None = None
+        self._endpoint: decode_pb2.DirectEndpoint | None = None
         self._idle = asyncio.Event()
         self._idle.set()
         self._accepting = True
@@ -120,42 +122,42 @@ class AttemptManager:
         return out
 
     def open_session(self, *, client: bool = False, max_buffer_bytes: int = 0) -> Session:
-        """`client`: one that is told nothing of the worker but its own attempts."""
+        """`client`: the session receives only events of its own attempts."""
         session = Session(self, max_buffer_bytes=max_buffer_bytes or self._max_buffer_bytes)
         self._sessions.add(session)
         if not client:
             self._routers.add(session)
-            if self._door is not None:
-                session.outbox.door(self._door)
+            if self._endpoint is not None:
+                session.outbox.direct_endpoint(self._endpoint)
         return session
 
     def close_session(self, session: Session) -> None:
         self._sessions.discard(session)
         self._routers.discard(session)
 
-    def set_door(self, door: decode_pb2.DirectEndpoint) -> None:
-        """Every router is told where clients may come, and with tickets of which epoch."""
-        self._door = door
+    def set_direct_endpoint(self, endpoint: decode_pb2.DirectEndpoint) -> None:
+        """Send every router the address for clients, and the ticket epoch."""
+        self._endpoint = endpoint
         for session in self._routers:
-            session.outbox.door(door)
+            session.outbox.direct_endpoint(endpoint)
 
-    def tell_routers(self, news: decode_pb2.TicketStatus) -> None:
+    def send_ticket_status(self, status: decode_pb2.TicketStatus) -> None:
         for session in list(self._routers):
-            session.outbox.news(news)
+            session.outbox.ticket_status(status)
 
     # ---- from the router ----
 
     def submit(self, session: Session, message: decode_pb2.Submit, outbox: Events | None = None) -> None:
-        """Accept an attempt, or answer its End at once. `outbox`: the session's, unless somebody else is to hear of it too."""
+        """Accept an attempt, or send its End at once. `outbox`: default: the session's."""
         outbox = outbox or session.outbox
         try:
             if not self._accepting:
                 raise NoWorkerError("this decode worker is draining", retry_after_s=1.0)
             submission = parse_submit(message, self._limits)
             if submission.attempt in self._attempts:
-                raise InvalidRequestError(f"attempt {submission.attempt} is here already", param="attempt")
+                raise InvalidRequestError(f"attempt {submission.attempt} already exists", param="attempt")
             if len(self._attempts) >= self._max_attempts:
-                raise OverloadedError(f"{len(self._attempts)} requests are here already", retry_after_s=1.0)
+                raise OverloadedError(f"{len(self._attempts)} requests are already running", retry_after_s=1.0)
         except DiptychError as error:
             outbox.end(message.attempt, decode_pb2.End(failure=to_failure(error)))
             return
@@ -163,7 +165,7 @@ class AttemptManager:
             submission,
             outbox,
             self._engine,
-            self._tools,
+            self._context,
             path=self._path,
             forget=self._forget,
             compile_grammar=self._compile_grammar,
@@ -174,7 +176,7 @@ class AttemptManager:
         attempt.start()
 
     def cancel(self, session: Session, attempt: str) -> None:
-        """Only the router that submitted an attempt may cancel it; an unknown one has ended already."""
+        """Only the session that submitted an attempt may cancel it; an unknown one has ended."""
         if attempt in session.attempts:
             self.end(attempt, RequestCancelledError("cancelled by the router"))
 
@@ -186,10 +188,10 @@ class AttemptManager:
     # ---- from the engine ----
 
     def on_step(self, events: Sequence[EngineEvent]) -> None:
-        """All events of one step, in order. What they put into an outbox leaves in one batch."""
+        """All events of one step, in order. Their messages to one outbox leave in one batch."""
         for event in events:
             if isinstance(event, RangeUnpacked):
-                self._tools.desk.on_unpacked(event)
+                self._context.unpacker.on_unpacked(event)
                 continue
             if not isinstance(
                 event, (Admitted, Preempted, TokensOut, ChoiceFinished, PromptLogprobs, Finished, Failed)
@@ -228,10 +230,10 @@ class AttemptManager:
         self._accepting = False
 
     async def drained(self) -> None:
-        """Until no attempt is left."""
+        """Wait until no attempt is left."""
         await self._idle.wait()
 
     def fail_all(self, error: DiptychError | None = None) -> None:
-        """Every attempt ends, and every router's stream after what is still to be said."""
+        """End every attempt, and every router's stream after its pending messages."""
         for session in list(self._sessions):
             session.close(error or WorkerLostError("this decode worker shuts down"))

@@ -1,4 +1,4 @@
-"""Which tokens' KV has arrived: proof that nothing is missing and nothing came twice before a request may decode."""
+"""Tracks the tokens whose KV has arrived: nothing may be missing or arrive twice before a request may decode."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ class _Range:
 
 
 class Coverage:
-    """Ranges of tokens inside [first, end), each of some or all layers. They may come in any order, never outside and never
-    twice."""
+    """Ranges of tokens inside [first, end), each of some or all layers, in any order, never outside and never twice."""
 
     def __init__(self, first: int, end: int, num_layers: int = 1) -> None:
         self.first = first
@@ -30,12 +29,12 @@ class Coverage:
 
     @property
     def size(self) -> int:
-        """Of all that is to come, in tokens times layers."""
+        """Expected total, in tokens times layers."""
         return (self.end - self.first) * self.num_layers
 
     @property
     def complete(self) -> bool:
-        """Disjoint ranges inside the bounds that add up to its size leave no gap."""
+        """Disjoint ranges inside the bounds that add up to the total leave no gap."""
         return self._covered == self.size
 
     @property
@@ -43,7 +42,7 @@ class Coverage:
         return len(self._ranges)
 
     def check(self, first_token: int, num_tokens: int, first_layer: int = 0, num_layers: int | None = None) -> None:
-        """num_layers: None: all. Raises: TransferError when the range is empty, outside, or overlaps one that is in."""
+        """`num_layers` None: all. Raises: TransferError when the range is empty, outside, or overlaps an earlier one."""
         new = self._range(first_token, num_tokens, first_layer, num_layers)
         if num_tokens < 1 or new.first < self.first or new.end > self.end:
             raise TransferError(f"range [{new.first}, {new.end}) is not inside [{self.first}, {self.end})")

@@ -1,9 +1,9 @@
-"""The clients' door: requests that clients bring themselves, with a ticket that a router signed.
+"""The server for clients: they submit requests directly, with a ticket signed by a router.
 
-    client --Redeem(ticket)--> ClientSession --checked Submit--> AttemptManager --> Attempt --events--> TicketObserver --> client
-                                                                     \\--taken, first token, end--> every router
+    client --Redeem(ticket)--> Session --checked Submit--> AttemptManager --> Attempt --events--> TicketObserver --> client
+                                                               \\--redeemed, first token, end--> every router
 
-It listens on a port of its own, where nothing else is served: the worker's other port belongs to the private network.
+It listens on a separate port with no other service: the worker's other port belongs to the private network.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _STOP_S = 1.0
 
 
 class TicketObserver:
-    """A client's outbox, with a report of each attempt's first token and end to the routers."""
+    """A client's outbox that reports each attempt's first token and end to the routers."""
 
     def __init__(self, outbox: Outbox, tell: Callable[[decode_pb2.TicketStatus], None]) -> None:
         self._outbox = outbox
@@ -74,9 +74,9 @@ class TicketObserver:
 
 
 class LookasideServicer(decode_pb2_grpc.LookasideServicer):
-    def __init__(self, intake: AttemptManager, desk: TicketVerifier) -> None:
+    def __init__(self, intake: AttemptManager, verifier: TicketVerifier) -> None:
         self._intake = intake
-        self._desk = desk
+        self._verifier = verifier
 
     async def Attach(
         self, request_iterator: AsyncIterator[decode_pb2.TicketCommands], context: grpc.aio.ServicerContext
@@ -99,42 +99,44 @@ class LookasideServicer(decode_pb2_grpc.LookasideServicer):
                 for attempt in message.cancel:
                     self._intake.cancel(session, attempt)
         except grpc.aio.UsageError:
-            pass  # the call was cancelled under the iterator
+            pass  # the call was cancelled
         finally:
             session.close()
 
     def _redeem(self, session: Session, message: decode_pb2.Redeem) -> None:
         try:
-            submit = self._desk.redeem(message)
+            submit = self._verifier.redeem(message)
         except DiptychError as error:
             session.outbox.end(message.attempt, decode_pb2.End(failure=to_failure(error)))
             return
-        self._intake.tell_routers(decode_pb2.TicketStatus(attempt=submit.attempt, taken=True))
-        self._intake.submit(session, submit, TicketObserver(session.outbox, self._intake.tell_routers))
+        self._intake.send_ticket_status(decode_pb2.TicketStatus(attempt=submit.attempt, taken=True))
+        self._intake.submit(session, submit, TicketObserver(session.outbox, self._intake.send_ticket_status))
 
 
 class DirectEndpoint:
-    """Args:
-    desk: of the cluster's tickets, with this worker's epochs.
+    """The server for clients.
+
+    Args:
+        verifier: verifies the cluster's tickets.
     """
 
-    def __init__(self, config: WorkerConfig, intake: AttemptManager, desk: TicketVerifier) -> None:
+    def __init__(self, config: WorkerConfig, intake: AttemptManager, verifier: TicketVerifier) -> None:
         self._config = config
         self._intake = intake
-        self._desk = desk
+        self._verifier = verifier
         self._server: grpc.aio.Server | None = None
         self._task: asyncio.Task[None] | None = None
         self.address = ""
 
     async def open(self) -> None:
-        """Listen, and tell the routers. Raises: ConfigError."""
+        """Listen, and publish the address to the routers. Raises: ConfigError."""
         config = self._config
         assert config.client_port is not None
         tls = None
         if config.client_tls_cert and config.client_tls_key:
             tls = load_server_tls(config.client_tls_cert, config.client_tls_key)
         server = self._server = new_server()
-        add_lookaside(LookasideServicer(self._intake, self._desk), server)
+        add_lookaside(LookasideServicer(self._intake, self._verifier), server)
         host = config.client_host or config.host
         credentials = None if tls is None else grpc.ssl_server_credentials([(tls.key, tls.cert)])
         port = bind(server, host, config.client_port, credentials)
@@ -144,14 +146,14 @@ class DirectEndpoint:
         self.address = host_port(shown, port)
         await server.start()
         self._task = asyncio.create_task(self._epochs(tls is not None), name="ticket epochs")
-        log.info("clients may come with tickets", address=self.address, tls=tls is not None)
+        log.info("accepting tickets of clients", address=self.address, tls=tls is not None)
 
     async def _epochs(self, tls: bool) -> None:
         while True:
-            self._intake.set_door(
-                decode_pb2.DirectEndpoint(address=self.address, tls=tls, ticket_epoch=self._desk.epoch)
+            self._intake.set_direct_endpoint(
+                decode_pb2.DirectEndpoint(address=self.address, tls=tls, ticket_epoch=self._verifier.epoch)
             )
-            await asyncio.sleep(self._desk.next_epoch_in_s)
+            await asyncio.sleep(self._verifier.next_epoch_in_s)
 
     async def close(self) -> None:
         if self._task is not None:

@@ -1,21 +1,21 @@
-"""An attempt's life on decode.
+"""The states of an attempt on decode.
 
-Submit --checks fail--> (never an attempt: End with the typed failure)
-   | a grammar is compiled first; until then neither Accepted is out nor the engine knows of the attempt
-ADMITTING   Accepted is out, the engine queues it, blocks are being reserved
+Submit --checks fail--> (no attempt: End with the typed failure)
+   | a grammar is compiled first; before that neither Accepted is sent nor the engine has the request
+ADMITTING   Accepted is sent, the engine queues it and reserves blocks
    | Admitted -> choose_route
    |----------------------> COMPUTING   the prompt is computed here
    v                            ^
-FETCHING    a prefill leg runs  | a leg failed and the policy says recompute (or the next leg: FETCHING again)
+FETCHING    remote prefill runs | it failed and the policy says recompute (or the next candidate: FETCHING again)
    | every range unpacked       |
    v                            |
 DECODING    KvComplete was sent |
-   |  from DECODING and COMPUTING: preempted, and a prefill worker is the faster way back -> FETCHING, of prompt and outputs
+   |  from DECODING and COMPUTING: preempted, and a prefill worker recovers the KV faster -> FETCHING prompt and outputs
    |                            |
    +------------+---------------+
                 v
-ENDED       Finished, Failed, Cancel, deadline or router lost: End is out, legs and timer are stopped. The attempt is
-            forgotten once the engine said its last word about it.
+ENDED       Finished, Failed, Cancel, deadline or router lost: End is sent, remote prefill and timer are stopped. The
+            attempt is forgotten after the engine's last event of it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _MOVES: dict[State, frozenset[State]] = {
 
 
 class AttemptLifecycle:
-    """The state of one attempt and how it came there."""
+    """The state of one attempt and its history."""
 
     def __init__(self, attempt: str) -> None:
         self._attempt = attempt
@@ -53,7 +53,7 @@ class AttemptLifecycle:
         return self.state is State.ENDED
 
     def move(self, to: State) -> None:
-        """Raises: RuntimeError on an illegal move, with the story so far (a bug of ours)."""
+        """Raises: RuntimeError on an illegal move, with the history (a bug)."""
         if to not in _MOVES[self.state]:
             raise RuntimeError(f"{self._attempt}: {' -> '.join(self._story)} cannot go to {to.value}")
         self.state = to

@@ -1,4 +1,4 @@
-"""Measured bytes per second of reads from each prefill worker: the deadlines that follow, and what prefill is told."""
+"""Measured bytes per second of reads from each prefill worker, for read deadlines and for prefill's overlap decision."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class _Burst:
-    """Reads from one peer that overlap, from the first one's begin until none is left."""
+    """Overlapping reads from one peer, from the start of the first to the end of the last."""
 
     began: float = 0.0
     in_flight: int = 0
@@ -15,12 +15,12 @@ class _Burst:
 
 
 class LinkRates:
-    """Exponentially weighted means. A read's own rate tells how long one takes; several share the link, so what the link does is
-    measured over whole bursts of them. The first burst from a peer does not count: it connects.
+    """Exponentially weighted means. A read's own rate predicts its duration; concurrent reads share the link, so the
+    link's rate is measured over whole bursts. The first burst from a peer does not count: it connects.
 
     Args:
-        alpha: weight of the newest reading.
-        floor_bytes_per_s: what a link is assumed to do at least; keeps a deadline finite and lenient.
+        alpha: weight of the newest measurement.
+        floor_bytes_per_s: minimum assumed rate; keeps a deadline finite and lenient.
     """
 
     def __init__(self, *, alpha: float = 0.2, floor_bytes_per_s: float = 1_000_000.0) -> None:
@@ -32,7 +32,7 @@ class LinkRates:
         self._connected: set[str] = set()
 
     def observe(self, worker_id: str, size_bytes: int, seconds: float) -> None:
-        """Of one read."""
+        """Record the duration of one read."""
         self._mix(self._rates, worker_id, size_bytes, seconds)
 
     def began(self, worker_id: str, now: float) -> None:
@@ -42,7 +42,7 @@ class LinkRates:
         burst.in_flight += 1
 
     def ended(self, worker_id: str, size_bytes: int, now: float) -> None:
-        """A read that `began` is over. `size_bytes`: what arrived; 0: it failed."""
+        """A read started with `began` ended. `size_bytes`: bytes received; 0: it failed."""
         burst = self._bursts[worker_id]
         burst.in_flight -= 1
         burst.size_bytes += size_bytes
@@ -55,15 +55,15 @@ class LinkRates:
         del self._bursts[worker_id]
 
     def link(self, worker_id: str) -> float:
-        """Bytes per second of the link from this peer; 0.0: nothing is measured yet."""
+        """Bytes per second of the link from this peer; 0.0: not measured yet."""
         return self._link_rates.get(worker_id, 0.0)
 
     def snapshot(self) -> dict[str, float]:
         return dict(self._rates)
 
     def read_deadline_s(self, worker_id: str, size_bytes: int, *, base_s: float) -> float:
-        """Of a read from when it is asked for, its wait for a slab included: base_s + four times what the bytes take at the
-        measured (or the least assumed) rate. The one rule there is: the transfer keeps deadlines and makes none."""
+        """Deadline of a read, including its wait for a slab: base_s + four times the transfer time at the measured (or
+        minimum) rate. The transfer uses this deadline unchanged."""
         rate = max(self._rates.get(worker_id, 0.0), self._floor)
         return base_s + 4 * size_bytes / rate
 

@@ -1,7 +1,7 @@
-"""Events on their way to one router: everything that happened since the last write goes into one StepBatch.
+"""Outgoing events to one router: everything since the last write goes into one StepBatch.
 
-A router that reads slowly gets fewer, larger batches: tokens of one attempt are merged, so the buffer holds at most one
-Accepted and one End for each attempt, and one TokenDelta for each of its choices. Past `max_bytes` the router counts as lost.
+A slow reader gets fewer, larger batches: tokens of one attempt are merged, so the buffer holds at most one Accepted and
+one End for each attempt, and one TokenDelta for each of its choices. Beyond `max_bytes` the router counts as lost.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _EVENT_BYTES = 64
 
 
 class Events(Protocol):
-    """What an attempt says; see Outbox."""
+    """Events sent by an attempt; see Outbox."""
 
     def accepted(self, attempt: str) -> None: ...
 
@@ -40,9 +40,11 @@ class Events(Protocol):
 
 
 class Outbox:
-    """Args:
-    max_bytes: bound on what waits (an estimate of the encoded size).
-    on_overflow: called once when it is passed; what waits is dropped and `next_batch` raises.
+    """The buffer of one stream.
+
+    Args:
+        max_bytes: bound on the buffered events (an estimate of their encoded size).
+        on_overflow: called once when the bound is exceeded; the buffer is dropped and `next_batch` raises.
     """
 
     def __init__(self, *, max_bytes: int = 32 * 1024 * 1024, on_overflow: Callable[[], None] | None = None) -> None:
@@ -51,23 +53,23 @@ class Outbox:
         self._events: list[decode_pb2.Event] = []
         self._tokens: dict[tuple[str, int], decode_pb2.Event] = {}
         self._bytes = 0
-        self._door: decode_pb2.DirectEndpoint | None = None
-        self._news: dict[str, decode_pb2.TicketStatus] = {}
+        self._endpoint: decode_pb2.DirectEndpoint | None = None
+        self._ticket_statuses: dict[str, decode_pb2.TicketStatus] = {}
         self._ready = asyncio.Event()
         self._closed = False
         self.overflowed = False
 
-    def door(self, door: decode_pb2.DirectEndpoint) -> None:
-        """The clients' door as it is now; the latest counts."""
-        self._door = door
+    def direct_endpoint(self, endpoint: decode_pb2.DirectEndpoint) -> None:
+        """Set the current address for clients; only the latest is sent."""
+        self._endpoint = endpoint
         self._ready.set()
 
-    def news(self, news: decode_pb2.TicketStatus) -> None:
-        """Of an attempt that a client brought; one message for what waits of it."""
+    def ticket_status(self, status: decode_pb2.TicketStatus) -> None:
+        """Status of a ticket's attempt; buffered ones of one attempt are merged."""
         if self._closed or self.overflowed:
             return
-        self._news.setdefault(news.attempt, decode_pb2.TicketStatus()).MergeFrom(news)
-        self._grow(news.ByteSize() + _EVENT_BYTES)
+        self._ticket_statuses.setdefault(status.attempt, decode_pb2.TicketStatus()).MergeFrom(status)
+        self._grow(status.ByteSize() + _EVENT_BYTES)
 
     def accepted(self, attempt: str) -> None:
         self._append(decode_pb2.Event(attempt=attempt, accepted=decode_pb2.Accepted()), _EVENT_BYTES)
@@ -82,7 +84,7 @@ class Outbox:
         logprobs: Sequence[types_pb2.TokenLogprobs] = (),
         cached_tokens: int = 0,
     ) -> None:
-        """Append tokens; an event of the same choice that still waits is extended. `cached_tokens`: of the prompt; with the
+        """Append tokens; a buffered event of the same choice is extended. `cached_tokens`: of the prompt; with the
         attempt's first tokens."""
         waiting = self._tokens.get((attempt, choice))
         size = 5 * len(token_ids) + len(text) + sum(entry.ByteSize() for entry in logprobs)
@@ -108,24 +110,26 @@ class Outbox:
         self._append(decode_pb2.Event(attempt=attempt, end=end), end.ByteSize() + _EVENT_BYTES)
 
     def close(self) -> None:
-        """No more events will come: `next_batch` empties the buffer, then returns None."""
+        """No more events: `next_batch` empties the buffer, then returns None."""
         self._closed = True
         self._ready.set()
 
     async def next_batch(self) -> decode_pb2.StepBatch | None:
-        """All events that wait, oldest first; waits for one. None: closed and empty.
+        """All buffered events, oldest first; waits for one. None: closed and empty.
 
         Raises: OverloadedError when the router fell too far behind.
         """
-        while not (self._events or self._news or self._door or self.overflowed):
+        while not (self._events or self._ticket_statuses or self._endpoint or self.overflowed):
             if self._closed:
                 return None
             self._ready.clear()
             await self._ready.wait()
         if self.overflowed:
             raise OverloadedError(f"the router reads too slowly: more than {self._max_bytes} bytes wait for it")
-        batch = decode_pb2.StepBatch(events=self._events, direct_endpoint=self._door, ticket_status=self._news.values())
-        self._events, self._news, self._door = [], {}, None
+        batch = decode_pb2.StepBatch(
+            events=self._events, direct_endpoint=self._endpoint, ticket_status=self._ticket_statuses.values()
+        )
+        self._events, self._ticket_statuses, self._endpoint = [], {}, None
         self._tokens = {}
         self._bytes = 0
         return batch
@@ -141,6 +145,6 @@ class Outbox:
         self._ready.set()
         if self._bytes > self._max_bytes and not self.overflowed:
             self.overflowed = True
-            self._events, self._news, self._tokens = [], {}, {}
+            self._events, self._ticket_statuses, self._tokens = [], {}, {}
             if self._on_overflow is not None:
                 self._on_overflow()

@@ -1,7 +1,7 @@
-"""How a preempted request gets its KV back: here, or from a prefill worker again. Pure, by measured times only.
+"""Where a preempted request gets its KV from: this worker, or a prefill worker. Pure, by measured times only.
 
-here              what the engine says: copied back from the host tier, or computed again
-a prefill worker  its queue + tokens / its prefill rate + bytes / the link's rate; not asked if one of them is not known
+here              the engine's estimate: copy back from the host tier, or recompute
+a prefill worker  its queue + tokens / its prefill rate + bytes / the link's rate; not used if one of them is unknown
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from diptych.worker.refs import WorkerRef
 
 _MIN_MEASURED_TOKENS = 16
-"""Fewer are all overhead: their rate says nothing about more."""
+"""Smaller prompts are mostly overhead: their rate does not predict larger ones."""
 
 
 @dataclass(slots=True)
@@ -22,10 +22,10 @@ class _Measured:
 
 
 class PrefillRates:
-    """What this decode worker has seen of each prefill worker: exponentially weighted means.
+    """Measurements of each prefill worker: exponentially weighted means.
 
     Args:
-        alpha: weight of the newest reading.
+        alpha: weight of the newest measurement.
     """
 
     def __init__(self, *, alpha: float = 0.3) -> None:
@@ -33,7 +33,7 @@ class PrefillRates:
         self._known: dict[str, _Measured] = {}
 
     def observe(self, worker_id: str, num_tokens: int, *, compute_s: float, queue_s: float) -> None:
-        """A prompt was computed there. `num_tokens`: without what the worker had cached."""
+        """A prompt was computed there. `num_tokens`: without the worker's cached tokens."""
         if num_tokens < _MIN_MEASURED_TOKENS or compute_s <= 0.0:
             return
         rate, known = num_tokens / compute_s, self._known.get(worker_id)
@@ -44,15 +44,15 @@ class PrefillRates:
         known.queue_s += self._alpha * (queue_s - known.queue_s)
 
     def compute_s(self, worker_id: str, num_tokens: int) -> float | None:
-        """Until it has computed so many tokens; None: nothing was measured."""
+        """Predicted seconds until it has computed this many tokens; None: not measured."""
         known = self._known.get(worker_id)
         return None if known is None else known.queue_s + num_tokens / known.tokens_per_s
 
 
-def remote_s(
+def refetch_time_s(
     rates: PrefillRates, link_bytes_per_s: float | None, worker_id: str, *, num_tokens: int, kv_bytes: int
 ) -> float | None:
-    """Until `num_tokens` tokens' KV are here again; None: that is not known."""
+    """Predicted seconds until the KV of `num_tokens` tokens is here again; None: unknown."""
     compute_s = rates.compute_s(worker_id, num_tokens)
     if compute_s is None or not link_bytes_per_s:
         return None
@@ -60,6 +60,6 @@ def remote_s(
 
 
 def choose_refetch_source(local_s: float, candidates: Sequence[tuple[WorkerRef, float | None]]) -> WorkerRef | None:
-    """The prefill worker that is faster than this one, the fastest of several; None: stay here."""
+    """The fastest prefill worker that is faster than this one; None: this one."""
     known = [(seconds, i) for i, (_, seconds) in enumerate(candidates) if seconds is not None and seconds < local_s]
     return candidates[min(known)[1]][0] if known else None

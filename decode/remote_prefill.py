@@ -1,15 +1,15 @@
-"""One try to have one prefill worker compute the prompt: a "leg" of an attempt, with an attempt id of its own.
+"""One request to one prefill worker to compute the prompt of an attempt, with its own attempt id.
 
     connect (handshake) -> Prefill call -> PrefillStarted
         Computed(handles)  -> read each slab (a few at once) -> verified -> UnpackRange -> RangeUnpacked -> acknowledged
-        FirstTokens        -> computed from what was asked for? -> FirstToken to the engine at once
-    every token of [decode_cached, num_tokens) in and vouched for, first token known  => complete: KvComplete
-        the call is read on until prefill closes it; what happens to it then no longer matters
+        FirstTokens        -> digest matches the prompt? -> FirstToken to the engine at once
+    every token of [decode_cached, num_tokens) received and verified, first token known  => complete: KvComplete
+        the call is read until prefill closes it; its outcome then no longer matters
 
-A call that is silent for `silence_s` is over: a stopped worker breaks no connection.
+A call without a message for `silence_s` has failed: a stopped worker breaks no connection.
 
-Any failure before `complete` ends the leg with a typed error. Cancelling the task cancels the gRPC call, by which prefill
-frees everything of the leg; slabs that the step thread unpacks just then are given back by the SlabUnpacker.
+A failure before `complete` ends it with a typed error. Cancelling the task cancels the gRPC call, upon which prefill
+frees everything of it; slabs being unpacked by the step thread are returned by the SlabUnpacker.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from diptych.decode.coverage import Coverage
 from diptych.decode.link_rate import LinkRates
 from diptych.decode.liveness_timer import LivenessTimer
 from diptych.decode.refetch_policy import PrefillRates
-from diptych.decode.remote_prefill_facts import LegFacts
+from diptych.decode.remote_prefill_facts import RemotePrefillFacts
 from diptych.decode.slab_unpacker import SlabUnpacker
-from diptych.decode.spans import LegSpan
+from diptych.decode.spans import RemotePrefillSpan
 from diptych.engine.messages import DeviceRange
 from diptych.kvtransfer.api import ReceivedSlab, SlabReader
 from diptych.kvtransfer.convert import RangeConverter
@@ -55,11 +55,11 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RemotePrefillContext:
-    """What all legs of a worker share."""
+    """Shared by all remote prefills of a worker."""
 
     peers: PeerDirectory
     reader: SlabReader
-    desk: SlabUnpacker
+    unpacker: SlabUnpacker
     links: LinkRates
     clock: Clock
     kv_bytes_per_token: int
@@ -68,35 +68,37 @@ class RemotePrefillContext:
     reads_in_flight: int = 4
     read_base_s: float = 10.0
     silence_s: float = 3.0
-    """A call on which prefill says nothing for so long has lost its worker."""
+    """After this many seconds without a message from prefill its worker counts as lost."""
     kv_format: KvFormat | None = None
-    """How KV lies here, where that of peers may be converted; None: it is not."""
+    """The local KV format, if other formats may be converted; None: they may not."""
     renew_every_s: float = 5.0
-    """So often prefill is told that the slabs it announced are still wanted: a fraction of the slab lease."""
+    """Interval at which the leases of announced slabs are renewed: a fraction of the slab lease."""
 
 
 @dataclass(frozen=True, slots=True)
 class RemotePrefillCallbacks:
-    """Called on the event loop as facts become known."""
+    """Callbacks, called on the event loop."""
 
     on_first_token: Callable[[prefill_pb2.FirstToken], None]
     on_first_candidates: Callable[[list[prefill_pb2.FirstToken]], None]
-    """Beam search has these instead."""
+    """Used by beam search instead."""
     on_complete: Callable[[], None]
     on_prompt_logprobs: Callable[[types_pb2.PromptLogprobs], None]
 
 
 class RemotePrefill:
-    """Args:
-    attempt: the attempt whose blocks are filled; the request carries the leg's own id.
-    ref: the prefill worker to ask.
-    num_tokens: KV is wanted for tokens [decode_cached_tokens, num_tokens).
-    traceparent: the attempt's trace context.
+    """One remote prefill.
+
+    Args:
+        attempt: the attempt whose blocks are filled; the request has a different id.
+        ref: the prefill worker.
+        num_tokens: KV is fetched for tokens [decode_cached_tokens, num_tokens).
+        traceparent: the attempt's trace context.
     """
 
     def __init__(
         self,
-        tools: RemotePrefillContext,
+        context: RemotePrefillContext,
         hooks: RemotePrefillCallbacks,
         *,
         attempt: str,
@@ -105,41 +107,39 @@ class RemotePrefill:
         num_tokens: int,
         traceparent: str = "",
     ) -> None:
-        self._tools = tools
+        self._context = context
         self._hooks = hooks
         self._attempt = attempt
         self._ref = ref
         self._request = request
         self._num_tokens = num_tokens
         self._first = first = request.decode_cached_tokens if request.want_kv else num_tokens
-        self._token_bytes = tools.kv_bytes_per_token
+        self._token_bytes = context.kv_bytes_per_token
         self._converter: RangeConverter | None = None
-        self._announced = Coverage(first, num_tokens, tools.num_layers)
-        self._arrived = Coverage(first, num_tokens, tools.num_layers)
+        self._announced = Coverage(first, num_tokens, context.num_layers)
+        self._arrived = Coverage(first, num_tokens, context.num_layers)
         self._beam_search = request.sampling.beam_width > 0
         num_choices = 1 if self._beam_search else request.sampling.best_of or request.sampling.n or 1
         self._vouched = False
-        """Prefill computed what it was asked for. Until then nothing of the leg goes out, and nothing decodes on its KV."""
+        """Prefill confirmed the tokens that it computed. Before that no output is sent and no token is decoded on this
+        KV."""
         self._prompt_logprobs: list[types_pb2.PromptLogprobs] = []
-        """Until it is vouched for."""
+        """Held until that confirmation."""
         self._choices_due = set() if request.output_token_ids else set(range(num_choices))
-        self._window = asyncio.Semaphore(tools.reads_in_flight)
-        self._silence = LivenessTimer(tools.silence_s)
+        self._window = asyncio.Semaphore(context.reads_in_flight)
+        self._silence = LivenessTimer(context.silence_s)
         self._called = 0.0
         self._computed_at = 0.0
         self._given = 0
-        """Tokens times layers whose KV the engine was given to unpack."""
+        """Tokens times layers of the KV handed to the engine for unpacking."""
         self._held: dict[tuple[int, int], SlabHandle] = {}
-        """Announced, and not unpacked yet."""
+        """Announced, not yet unpacked."""
         self.complete = False
-        self.facts = LegFacts()
-        self._span = LegSpan(traceparent, ref.worker_id, request.attempt)
+        self.facts = RemotePrefillFacts()
+        self._span = RemotePrefillSpan(traceparent, ref.worker_id, request.attempt)
 
     async def run(self) -> None:
-        """Returns when prefill closed the call after the leg was complete.
-
-        Raises: DiptychError when the leg failed before that.
-        """
+        """Return when prefill closed the call after completion. Raises: DiptychError when it failed before."""
         failed: DiptychError | None = None
         try:
             await self._run()
@@ -150,11 +150,11 @@ class RemotePrefill:
             self._span.end(self.facts, failed)
 
     async def _run(self) -> None:
-        peer = await self._tools.peers.connect(self._ref)
+        peer = await self._context.peers.connect(self._ref)
         self.facts.prefill_pid = peer.pid
         self._expect_layout(peer)
         self._request.layer_groups = self._converter is None
-        self._request.link_bytes_per_s = self._tools.links.link(self._ref.worker_id)
+        self._request.link_bytes_per_s = self._context.links.link(self._ref.worker_id)
         try:
             async with asyncio.TaskGroup() as group:
                 beside = [group.create_task(self._watch()), group.create_task(self._renew(peer))]
@@ -163,11 +163,11 @@ class RemotePrefill:
                 finally:
                     for task in beside:
                         task.cancel()
-                # Fetches that still run end on their own: each has a deadline.
+                # Running fetches end on their own: each has a deadline.
         except BaseExceptionGroup as errors:
             error = _typed(errors)
             if isinstance(error, (WorkerLostError, StaleReferenceError)):
-                self._tools.peers.drop(self._ref)
+                self._context.peers.drop(self._ref)
             if not self.complete:
                 raise error from None
             log.info("prefill call ended badly after its KV was complete", attempt=self._attempt, error=str(error))
@@ -175,8 +175,8 @@ class RemotePrefill:
             raise WorkerLostError(f"prefill worker {self._ref.worker_id} ended the call before all KV had arrived")
 
     def _expect_layout(self, peer: Peer) -> None:
-        """A peer whose KV lies otherwise is asked for whole blocks of its own."""
-        source, target = peer.kv_format, self._tools.kv_format
+        """Request whole blocks of the peer's format if it differs from the local one."""
+        source, target = peer.kv_format, self._context.kv_format
         if source is None or target is None:
             return
         self._token_bytes = source.bytes_per_token
@@ -184,40 +184,40 @@ class RemotePrefill:
         if self._first < end:
             self._converter = RangeConverter(source, target, self._first, end)
             asked = self._request.decode_cached_tokens = first_token_to_ask(self._first, source.block_size)
-            layers = self._tools.num_layers
+            layers = self._context.num_layers
             self._announced, self._arrived = Coverage(asked, end, layers), Coverage(asked, end, layers)
             self.facts.converted = f"KV of {self._ref.worker_id} was converted from {source} to {target}"
 
     async def _watch(self) -> None:
-        await self._silence.lasts()
-        raise WorkerLostError(f"prefill worker {self._ref.worker_id} said nothing for {self._tools.silence_s:g} s")
+        await self._silence.expired()
+        raise WorkerLostError(f"prefill worker {self._ref.worker_id} sent nothing for {self._context.silence_s:g} s")
 
     async def _renew(self, peer: Peer) -> None:
-        """A slab whose turn has not come, because the link is slow or the ring is full, must not be taken back meanwhile. As
-        long as the leg lives; each read has a deadline of its own."""
+        """A slab must not be reclaimed while it waits because the link is slow or the ring is full. Renew while this
+        runs; each read has a separate deadline."""
         while True:
-            await asyncio.sleep(self._tools.renew_every_s)
+            await asyncio.sleep(self._context.renew_every_s)
             for handle in self._held.values():
-                self._tools.reader.renew(peer.kv, handle)
+                self._context.reader.renew(peer.kv, handle)
 
     async def _follow(self, peer: Peer, group: asyncio.TaskGroup) -> None:
-        called = self._called = self._tools.clock.now()
+        called = self._called = self._context.clock.now()
         call = peer.prefill.Prefill(self._request, timeout=self._request.remaining_s, metadata=self._span.metadata)
         try:
             async for event in call:
-                self._silence.heard()
+                self._silence.on_message()
                 match event.WhichOneof("event"):
                     case "started":
                         self.facts.cached_tokens = event.started.cached_tokens
                         self.facts.prefill_pid = event.started.pid
-                        self.facts.queue_s = self._tools.clock.now() - called
+                        self.facts.queue_s = self._context.clock.now() - called
                     case "computed":
                         self._span.announced()
                         for handle in self._handles(event.computed):
                             self._held[handle.slab, handle.generation] = handle
                             group.create_task(self._fetch(peer, handle))
                     case "first_tokens":
-                        self._computed_at = self._tools.clock.now()
+                        self._computed_at = self._context.clock.now()
                         self._first_token(event.first_tokens)
                     case "prompt_logprobs":
                         self._prompt_logprobs.append(event.prompt_logprobs)
@@ -235,40 +235,41 @@ class RemotePrefill:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
-            # Not we, but the call was cancelled: another leg found the worker lost and its channel was closed.
-            raise WorkerLostError(f"prefill worker {self._ref.worker_id} was given up by another leg") from None
+            # Not this task but the call was cancelled: another remote prefill found the worker lost and closed its
+            # channel.
+            raise WorkerLostError(f"prefill worker {self._ref.worker_id} was given up by another request") from None
         finally:
             call.cancel()
 
     def _finished(self, compute_s: float) -> None:
         facts = self.facts
         facts.compute_s = compute_s
-        # That it had begun was told with its first step's results: what that step took was no waiting.
-        computed_at = self._computed_at or self._tools.clock.now()
+        # The start was reported with the first step's results: the time of that step was not queueing.
+        computed_at = self._computed_at or self._context.clock.now()
         facts.queue_s = max(0.0, min(facts.queue_s, computed_at - self._called - compute_s))
         num_tokens = self._num_tokens - facts.cached_tokens
-        self._tools.rates.observe(self._ref.worker_id, num_tokens, compute_s=compute_s, queue_s=facts.queue_s)
+        self._context.rates.observe(self._ref.worker_id, num_tokens, compute_s=compute_s, queue_s=facts.queue_s)
 
     def _lost(self, error: grpc.RpcError) -> DiptychError:
-        """grpc made the status up: the deadline of the leg, or the peer is gone."""
+        """grpc generated this status: the deadline passed, or the peer is gone."""
         if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             return RequestDeadlineError(f"prefill worker {self._ref.worker_id} did not answer in time")
         return WorkerLostError(f"prefill worker {self._ref.worker_id} was lost: {describe(error)}")
 
     def _handles(self, computed: prefill_pb2.Computed) -> list[SlabHandle]:
-        """The handles of an announced range, checked against what was asked for. Raises: TransferError."""
+        """The handles of an announced range, checked against the request. Raises: TransferError."""
         handles = [wire.handle_from_proto(message) for message in computed.handles]
         position = computed.first_token
         for handle in handles:
             if (handle.worker_id, handle.incarnation) != (self._ref.worker_id, self._ref.incarnation):
                 raise TransferError(
-                    f"a handle names {handle.worker_id}/{handle.incarnation}: not the worker that was asked"
+                    f"a handle names {handle.worker_id}/{handle.incarnation}, another worker than the requested one"
                 )
             if handle.attempt != self._request.attempt:
                 raise TransferError(f"a handle names attempt {handle.attempt}, not {self._request.attempt}")
             if handle.first_token != position:
                 raise TransferError(f"a handle begins at token {handle.first_token}, expected {position}")
-            all_layers = self._tools.num_layers
+            all_layers = self._context.num_layers
             if handle.num_layers != all_layers and not self._request.layer_groups:
                 raise TransferError(f"a handle covers layers {handle.first_layer}+{handle.num_layers}, not all of them")
             if handle.size_bytes != handle.num_tokens * self._token_bytes * handle.num_layers // all_layers:
@@ -283,17 +284,19 @@ class RemotePrefill:
         return handles
 
     def _check_computed(self, message: prefill_pb2.FirstTokens) -> None:
-        """Raises: TransferError when prefill computed something else, or does not say what."""
+        """Raises: TransferError when prefill computed other tokens, or does not report them."""
         name, known = self._ref.worker_id, message.computed_from
         if not message.HasField("computed_from") or not known.block_size:
-            raise TransferError(f"prefill worker {name} does not say what it computed")
+            raise TransferError(f"prefill worker {name} does not report the tokens that it computed")
         if known.num_tokens != self._num_tokens:
             raise TransferError(
-                f"prefill worker {name} computed {known.num_tokens} tokens, {self._num_tokens} were asked for"
+                f"prefill worker {name} computed {known.num_tokens} tokens, {self._num_tokens} were requested"
             )
         asked = [*self._request.prompt_token_ids, *self._request.output_token_ids][: self._num_tokens]
         if known.digest != prompt_digest(asked, known.block_size):
-            raise TransferError(f"prefill worker {name} computed {known.num_tokens} tokens, not those asked for")
+            raise TransferError(
+                f"prefill worker {name} computed {known.num_tokens} tokens that differ from the requested ones"
+            )
 
     def _first_token(self, message: prefill_pb2.FirstTokens) -> None:
         self._check_computed(message)
@@ -319,9 +322,9 @@ class RemotePrefill:
 
     async def _fetch(self, peer: Peer, handle: SlabHandle) -> None:
         async with self._window:
-            began = self._tools.clock.now()
+            began = self._context.clock.now()
             slab = await self._read(peer, handle)
-            # Counted before it is unpacked: after the last range the request runs, and may end, before we are told.
+            # Counted before unpacking: after the last range the request runs, and may end, before this task continues.
             self.facts.path = slab.path
             self.facts.kv_bytes += handle.size_bytes
             self.facts.kv_ranges += 1
@@ -329,28 +332,30 @@ class RemotePrefill:
                 unpacked = await self._unpack_converted(self._converter, slab)
                 self._done_with(handle, slab, unpacked)
                 return
-            # Announced ranges do not overlap: so much in the engine's hands is all that was announced.
+            # Announced ranges do not overlap, so the sum tells when everything announced was handed over.
             self._given += handle.num_tokens * handle.num_layers
             last = self._vouched and self._announced.complete and self._given == self._announced.size
-            unpacked = await self._tools.desk.unpack(self._attempt, slab, last=last)
-            if isinstance(slab.payload, DeviceRange):  # nothing had moved before it was unpacked
-                self._tools.links.observe(self._ref.worker_id, handle.size_bytes, self._tools.clock.now() - began)
+            unpacked = await self._context.unpacker.unpack(self._attempt, slab, last=last)
+            if isinstance(slab.payload, DeviceRange):  # nothing was transferred before it was unpacked
+                self._context.links.observe(self._ref.worker_id, handle.size_bytes, self._context.clock.now() - began)
         self._done_with(handle, slab, unpacked)
 
     async def _unpack_converted(self, converter: RangeConverter, slab: ReceivedSlab) -> bool:
-        """The slab is free as soon as its bytes were converted. On the event loop: a few milliseconds for a slab, and only for
-        pairs that need it."""
+        """The slab is free as soon as its bytes were converted. Runs on the event loop: a few milliseconds a slab, only
+        for pairs that need it."""
         try:
             if isinstance(slab.payload, DeviceRange):
                 raise TransferError("KV in GPU memory is not converted: use another transport for this pair")
             handle = slab.handle
             parts = converter.feed(handle.first_token, handle.num_tokens, slab.payload)
         finally:
-            self._tools.reader.finish(slab)
+            self._context.reader.finish(slab)
         unpacked = True
         for part in parts:
             unpacked = (
-                await self._tools.desk.unpack_converted(self._attempt, part, other_values=converter.changes_values)
+                await self._context.unpacker.unpack_converted(
+                    self._attempt, part, other_values=converter.changes_values
+                )
                 and unpacked
             )
         return unpacked
@@ -363,18 +368,18 @@ class RemotePrefill:
         self._maybe_complete()
 
     async def _read(self, peer: Peer, handle: SlabHandle) -> ReceivedSlab:
-        tools = self._tools
-        limit_s = tools.links.read_deadline_s(self._ref.worker_id, handle.size_bytes, base_s=tools.read_base_s)
-        began, arrived = tools.clock.now(), 0
-        tools.links.began(self._ref.worker_id, began)
+        context = self._context
+        limit_s = context.links.read_deadline_s(self._ref.worker_id, handle.size_bytes, base_s=context.read_base_s)
+        began, arrived = context.clock.now(), 0
+        context.links.began(self._ref.worker_id, began)
         try:
-            slab = await tools.reader.read(peer.kv, handle, deadline_s=min(limit_s, self._request.remaining_s))
-            # Nothing has moved yet of what a GPU will copy.
+            slab = await context.reader.read(peer.kv, handle, deadline_s=min(limit_s, self._request.remaining_s))
+            # Bytes that a GPU will copy have not been transferred yet.
             arrived = 0 if isinstance(slab.payload, DeviceRange) else handle.size_bytes
         finally:
-            tools.links.ended(self._ref.worker_id, arrived, tools.clock.now())
+            context.links.ended(self._ref.worker_id, arrived, context.clock.now())
         if not isinstance(slab.payload, DeviceRange):
-            tools.links.observe(self._ref.worker_id, handle.size_bytes, tools.clock.now() - began)
+            context.links.observe(self._ref.worker_id, handle.size_bytes, context.clock.now() - began)
         return slab
 
     def _maybe_complete(self) -> None:
@@ -390,5 +395,5 @@ def _typed(errors: BaseException) -> DiptychError:
         errors = errors.exceptions[0]
     if isinstance(errors, DiptychError):
         return errors
-    log.error("unexpected error in a prefill leg", exc_info=errors)
-    return InternalError(f"unexpected error in a prefill leg: {errors!r}")
+    log.error("unexpected error in a remote prefill", exc_info=errors)
+    return InternalError(f"unexpected error in a remote prefill: {errors!r}")

@@ -1,4 +1,4 @@
-"""What one leg tells for the explanation."""
+"""Facts about one remote prefill."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True)
-class LegFacts:
+class RemotePrefillFacts:
     """For the explanation."""
 
     prefill_pid: int = 0
     converted: str = ""
-    """How its KV was converted; empty: it lay as ours does."""
+    """How its KV was converted; empty: no conversion."""
     path: str = ""
-    """What its slabs came on, for example "nixl:shm"."""
+    """Path of its slabs, for example "nixl:shm"."""
     cached_tokens: int = 0
     kv_bytes: int = 0
     kv_ranges: int = 0
     kv_ranges_overlapped: int = 0
     queue_s: float = 0.0
-    """From the call until prefill began."""
+    """From the call until prefill started."""
     compute_s: float = 0.0
-    """What prefill says that its computing took."""
+    """Compute time reported by prefill."""

@@ -47,10 +47,10 @@ class DecodeRole:
             allow_conversion=config.allow_kv_conversion,
             open_channel=partial(open_channel, tls=runtime.cluster_tls),
         )
-        tools = RemotePrefillContext(
+        context = RemotePrefillContext(
             peers=self._peers,
             reader=reader,
-            desk=SlabUnpacker(runtime.engine, reader),
+            unpacker=SlabUnpacker(runtime.engine, reader),
             links=self._links,
             rates=PrefillRates(),
             clock=runtime.clock,
@@ -63,28 +63,28 @@ class DecodeRole:
         )
         self.intake = AttemptManager(
             runtime.engine,
-            tools,
+            context,
             Limits(runtime.worker_id, runtime.incarnation, runner.vocab_size, runner.max_model_len, runner.block_size),
             path=runtime.transfer.path,
             max_attempts=config.max_queue,
             compile_grammar=None if self._grammars is None else self._grammars.compile_with_mask,
         )
-        self._door: DirectEndpoint | None = None
+        self._endpoint: DirectEndpoint | None = None
         if config.client_port is not None:
             key = derive_key(load_secret(Path(config.secret_file)), PURPOSE)
-            self._door = DirectEndpoint(config, self.intake, TicketVerifier(key, now=runtime.clock.now))
+            self._endpoint = DirectEndpoint(config, self.intake, TicketVerifier(key, now=runtime.clock.now))
 
     def add_to(self, server: grpc.aio.Server) -> None:
         add_decode(DecodeServicer(self.intake), server)
 
     async def open(self) -> None:
-        if self._door is not None:
-            await self._door.open()
+        if self._endpoint is not None:
+            await self._endpoint.open()
 
     @property
     def client_address(self) -> str:
-        """Where clients may come with tickets, or ""."""
-        return self._door.address if self._door is not None else ""
+        """Address for clients with tickets, or ""."""
+        return self._endpoint.address if self._endpoint is not None else ""
 
     def on_step(self, events: Sequence[EngineEvent]) -> None:
         self.intake.on_step(events)
@@ -105,8 +105,8 @@ class DecodeRole:
         self.intake.fail_all(error)
 
     async def close(self) -> None:
-        if self._door is not None:
-            await self._door.close()
+        if self._endpoint is not None:
+            await self._endpoint.close()
         await self._peers.close()
         if self._grammars is not None:
             await self._grammars.close()

@@ -31,11 +31,11 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
 
 
 async def _read(commands: AsyncIterator[decode_pb2.Command], session: Session) -> None:
-    """Until the router closes its side: a router that sends no more commands wants no more answers."""
+    """Read until the router closes its side: then it wants no more answers."""
     try:
         async for command in commands:
             session.on_command(command)
     except grpc.aio.UsageError:
-        pass  # the call was cancelled under the iterator
+        pass  # the call was cancelled
     finally:
         session.close()

@@ -1,4 +1,4 @@
-"""Hands verified slabs to the step thread and gives every one of them back, whatever became of its attempt."""
+"""Hands verified slabs to the step thread, and returns every one of them, whatever happened to its attempt."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from diptych.worker.ports import Engine
 
 
 class SlabUnpacker:
-    """The slab belongs to the step thread from UnpackRange until RangeUnpacked, so it is finished here and nowhere else."""
+    """The step thread owns the slab from UnpackRange until RangeUnpacked, so slabs are only returned here."""
 
     def __init__(self, engine: Engine, reader: SlabReader) -> None:
         self._engine = engine
@@ -26,7 +26,7 @@ class SlabUnpacker:
         return len(self._open)
 
     async def unpack_converted(self, attempt: str, part: ConvertedRange, *, other_values: bool) -> bool:
-        """As `unpack`, of bytes that lie in memory of their own. Args: other_values: the conversion changed them."""
+        """As `unpack`, for converted bytes in separate memory. `other_values`: the conversion changed values."""
         job, answer = self._job(None)
         self._engine.send(
             UnpackRange(attempt, job, part.first_token, part.num_tokens, part.payload, converted=other_values)
@@ -34,10 +34,12 @@ class SlabUnpacker:
         return await answer
 
     async def unpack(self, attempt: str, slab: ReceivedSlab, *, last: bool = False) -> bool:
-        """Unpack a slab into the attempt's blocks. False: the engine no longer wanted it. Cancelling the wait is safe.
+        """Unpack a slab into the attempt's blocks. False: the engine no longer needed it. The wait may be cancelled.
 
-        Args: last: every other range of the attempt has been given to the engine before.
-        Raises: TransferError: the bytes were damaged, which shows only now if they came straight from a peer's GPU.
+        Args:
+            last: every other range of the attempt was handed to the engine before.
+        Raises: TransferError: the bytes are damaged, which is only detected now if they came directly from a peer's
+            GPU.
         """
         handle = slab.handle
         job, answer = self._job(slab)

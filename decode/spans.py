@@ -1,11 +1,11 @@
-"""A request's spans on decode: the attempt, its calls to prefill, and the KV that crosses meanwhile. See common/tracing.py."""
+"""A request's spans on decode: the attempt, its calls to prefill, and the KV transfers. See common/tracing.py."""
 
 from __future__ import annotations
 
 from diptych.common.errors import DiptychError
 from diptych.common.tracing import TRACEPARENT, Span, tracing
 from diptych.decode.explain import Facts
-from diptych.decode.remote_prefill_facts import LegFacts
+from diptych.decode.remote_prefill_facts import RemotePrefillFacts
 from diptych.decode.submission import Submission
 
 
@@ -45,7 +45,7 @@ class AttemptSpan:
         self._span.end()
 
 
-class LegSpan:
+class RemotePrefillSpan:
     """One call to prefill, and within it the KV transfer from the first announced range to the last verified one."""
 
     def __init__(self, parent: str, worker_id: str, attempt: str) -> None:
@@ -59,7 +59,7 @@ class LegSpan:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...] | None:
-        """For the call."""
+        """Metadata for the call."""
         return ((TRACEPARENT, self._call.traceparent),) if self._call.traceparent else None
 
     def announced(self) -> None:
@@ -67,14 +67,14 @@ class LegSpan:
         if self._transfer is None:
             self._transfer = tracing.start("kv transfer", parent=self._call.traceparent)
 
-    def complete(self, facts: LegFacts) -> None:
-        """All KV is here and verified."""
+    def complete(self, facts: RemotePrefillFacts) -> None:
+        """All KV is received and verified."""
         if self._transfer is not None:
             self._transfer.set(diptych__kv_bytes=facts.kv_bytes, diptych__kv_ranges=facts.kv_ranges)
             self._transfer.end()
 
-    def end(self, facts: LegFacts, error: DiptychError | None = None) -> None:
-        """The call is over. Idempotent."""
+    def end(self, facts: RemotePrefillFacts, error: DiptychError | None = None) -> None:
+        """The call ended. Idempotent."""
         for span in filter(None, (self._transfer, self._call)):
             if error is not None:
                 span.fail(error.reason, error.message)

@@ -1,4 +1,4 @@
-"""A Submit message after every check: what the rest of decode trusts."""
+"""A Submit message after all checks; the rest of decode trusts it."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ class Submission:
     traceparent: str = ""
     """The router's trace context."""
     output_token_ids: tuple[int, ...] = ()
-    """Tokens that the client has already."""
+    """Tokens that the client already has."""
 
 
 def parse_submit(message: decode_pb2.Submit, limits: Limits) -> Submission:
-    """Check everything that comes from the wire.
+    """Check everything in the message.
 
-    Raises: InvalidRequestError or PromptTooLongError naming the field; StaleReferenceError when the placement meant
-        another life of this worker.
+    Raises: InvalidRequestError or PromptTooLongError naming the field; StaleReferenceError when the placement names
+        another incarnation of this worker.
     """
     target = message.placement.decode
     check_addressed(message.attempt, target, limits, max_attempt_id=MAX_ATTEMPT_ID)
     num_prompt = len(message.prompt_token_ids)
     if num_prompt >= limits.max_model_len:
         raise PromptTooLongError(
-            f"the prompt has {num_prompt} tokens; the context of {limits.max_model_len} must leave room for one more",
+            f"the prompt has {num_prompt} tokens; the context of {limits.max_model_len} needs room for one more",
             param="prompt",
         )
     prompt = convert.prompt_from_proto(message, vocab_size=limits.vocab_size)
@@ -82,5 +82,5 @@ def parse_submit(message: decode_pb2.Submit, limits: Limits) -> Submission:
 
 def _ref(message: types_pb2.WorkerRef) -> WorkerRef:
     if not (message.worker_id and message.incarnation and message.address):
-        raise InvalidRequestError("a worker reference lacks its id, incarnation or address", param="placement")
+        raise InvalidRequestError("a worker reference has no id, incarnation or address", param="placement")
     return WorkerRef(message.worker_id, message.incarnation, message.address)

@@ -1,7 +1,7 @@
-"""Placement tickets, checked by the worker that they are for. Pure.
+"""Verification of placement tickets by their worker. Pure.
 
-A ticket names the worker's *ticket epoch* as its router last heard it; the worker takes those of its present epoch and of the
-one before. So a ticket expires after one to two periods of the worker's own clock, and no clocks are compared.
+A ticket contains the worker's *ticket epoch* as last reported to its router; the worker accepts the current and the
+previous epoch. So a ticket expires after one to two periods of the worker's clock, and no clocks are compared.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ EPOCH_S = 30.0
 
 
 class TicketVerifier:
-    """Args:
-    key: of the cluster's tickets.
-    now: seconds on a monotonic clock.
-    epoch_s: length of an epoch.
+    """Verifies and redeems tickets.
+
+    Args:
+        key: of the cluster's tickets.
+        now: seconds on a monotonic clock.
+        epoch_s: length of an epoch.
     """
 
     def __init__(self, key: bytes, *, now: Callable[[], float], epoch_s: float = EPOCH_S) -> None:
@@ -41,8 +43,8 @@ class TicketVerifier:
         return self._epoch_s - (self._now() - self._began) % self._epoch_s
 
     def redeem(self, message: decode_pb2.Redeem) -> decode_pb2.Submit:
-        """What the router signed, with the shorter of the two deadlines; once only. That it is for this worker is checked
-        with the submission.
+        """The signed submission, with the shorter of the two deadlines; once per ticket. Its worker is checked with the
+        submission.
 
         Raises: TicketRefusedError; InvalidRequestError naming the deadline.
         """

@@ -1,4 +1,4 @@
-"""A PrefillRequest after every check."""
+"""A PrefillRequest after all checks."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class PrefillSessionRequest:
 
 
 def parse_request(message: prefill_pb2.PrefillRequest, limits: Limits) -> PrefillSessionRequest:
-    """Check everything that comes from the wire.
+    """Check everything in the message.
 
-    Raises: InvalidRequestError or PromptTooLongError naming the field; StaleReferenceError when another life of this
-        worker was meant.
+    Raises: InvalidRequestError or PromptTooLongError naming the field; StaleReferenceError for another incarnation of
+        this worker.
     """
     check_addressed(message.attempt, message.prefill, limits, max_attempt_id=MAX_ATTEMPT_ID)
     if not message.decode.worker_id:
-        raise InvalidRequestError("the decode worker is not named", param="decode")
+        raise InvalidRequestError("the decode worker is missing", param="decode")
     prompt = convert.prompt_from_proto(message, vocab_size=limits.vocab_size)
     outputs = convert.check_token_ids(message.output_token_ids, vocab_size=limits.vocab_size, param="output_token_ids")
     num_prompt, num_outputs = len(prompt.token_ids), len(outputs)
@@ -74,5 +74,5 @@ def parse_request(message: prefill_pb2.PrefillRequest, limits: Limits) -> Prefil
 def _check_rate(bytes_per_s: float) -> float:
     """Raises: InvalidRequestError."""
     if not 0.0 <= bytes_per_s < float("inf"):
-        raise InvalidRequestError(f"link_bytes_per_s={bytes_per_s} is no rate", param="link_bytes_per_s")
+        raise InvalidRequestError(f"link_bytes_per_s={bytes_per_s} is not a rate", param="link_bytes_per_s")
     return bytes_per_s

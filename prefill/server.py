@@ -28,7 +28,7 @@ class PrefillRole:
             runtime.engine,
             runtime.transfer,
             Limits(runtime.worker_id, runtime.incarnation, runner.vocab_size, runner.max_model_len, runner.block_size),
-            max_legs=runtime.config.max_queue,
+            max_sessions=runtime.config.max_queue,
             alive_every_s=runtime.config.leg_silence_s / 3,
             why_stuck=runtime.why_stuck,
         )

@@ -1,25 +1,25 @@
-"""The hand-off of one prompt to one decode worker: a leg, owned here from the call's start to its end.
+"""The hand-off of one prompt to one decode worker: a session, from the call's start to its end.
 
     validate --fails--> typed status
        |
-    QUEUED      an EngineRequest(PREFILL) is out
+    QUEUED      an EngineRequest(PREFILL) is sent
        | Admitted -> PrefillStarted
     COMPUTING   RangePacked -> publish -> Computed(handle)      (any number of times, while later chunks are computed)
-       |        PromptComputed, TokensOut -> FirstTokens, as soon as the token is known; they name the tokens whose rows
-       |        were computed for it, by the runner's word, not by the call's
+       |        PromptComputed, TokensOut -> FirstTokens, as soon as the token is known; they carry a digest of the tokens
+       |        that the runner actually computed
        | PrefillComplete -> PrefillFinished
-    SETTLING    until decode acknowledged every slab, or its lease ran out
+    SETTLING    until decode acknowledged every slab, or its lease expired
        |
     CLOSED      normal end of the call
 
-    from any state: the call is cancelled (decode's cancel), its deadline passes, the engine fails, the worker stops
-                    or decode says nothing for a whole slab lease
-                    -> CLOSED: engine Cancel, transfer.release; ranges that are packed later go back as free grants
+    from any state: the call is cancelled (decode's cancel), its deadline passes, the engine fails, the worker stops,
+                    or decode sends nothing for a whole slab lease
+                    -> CLOSED: engine Cancel, transfer.release; ranges that are packed later are returned as free grants
 
-A slab that was packed for a leg that is gone by then never leaves the worker: PrefillSessions returns its grant.
+A slab packed for a session that has ended never leaves the worker: PrefillSessions returns its grant.
 
-Decode gives a silent worker up. So a leg says PrefillAlive whenever it had nothing else to say for `alive_every_s`, as long as
-the engine makes progress: a stopped process says nothing, and neither does one whose engine hangs.
+Decode gives up a silent worker. So a session sends PrefillAlive after `alive_every_s` without other messages, while the
+engine makes progress: neither a stopped process nor one with a stuck engine sends it.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _computed_from(event: PromptComputed) -> prefill_pb2.ComputedFrom:
 
 def _first_tokens(event: TokensOut) -> prefill_pb2.FirstTokens:
     tokens = [prefill_pb2.FirstToken(choice=event.choice, token_id=token_id) for token_id in event.token_ids]
-    for token, entry in zip(tokens, event.logprobs, strict=False):  # no logprobs: none were asked for
+    for token, entry in zip(tokens, event.logprobs, strict=False):  # no logprobs: none were requested
         token.logprobs.CopyFrom(logprobs_to_proto(entry))
     return prefill_pb2.FirstTokens(tokens=tokens)
 
@@ -86,7 +86,7 @@ def _first_candidates(event: FirstCandidates) -> prefill_pb2.FirstTokens:
     return out
 
 
-class LegState(Enum):
+class SessionState(Enum):
     QUEUED = "queued"
     COMPUTING = "computing"
     SETTLING = "settling"
@@ -94,13 +94,13 @@ class LegState(Enum):
 
 
 class PrefillSession:
-    """One call's state. Engine and transfer speak to it through PrefillSessions; the call reads `events`."""
+    """One call's state. Engine and transfer call it through PrefillSessions; the call reads `events`."""
 
     def __init__(self, request: PrefillSessionRequest, publisher: SlabPublisher) -> None:
         self.request = request
-        self.state = LegState.QUEUED
+        self.state = SessionState.QUEUED
         self.peer = peer_key(request.decode.worker_id, request.decode.incarnation)
-        """The life of the decode worker that it is for."""
+        """The incarnation of its decode worker."""
         self._publisher = publisher
         self._events: asyncio.Queue[prefill_pb2.PrefillEvent | DiptychError | None] = asyncio.Queue()
         self._open_slabs: set[int] = set()
@@ -110,7 +110,8 @@ class PrefillSession:
         self._computed_from: prefill_pb2.ComputedFrom | None = None
 
     async def next_event(self, within_s: float) -> prefill_pb2.PrefillEvent | None:
-        """None: everything is settled. Raises: the error that ended the leg; TimeoutError: nothing to say for so long."""
+        """The next event; None: everything is settled. Raises: the error that ended the session; TimeoutError: no event
+        within that time."""
         async with asyncio.timeout(within_s):
             event = await self._events.get()
         if isinstance(event, DiptychError):
@@ -120,7 +121,7 @@ class PrefillSession:
     def on_engine(self, event: EngineEvent) -> None:
         match event:
             case Admitted(num_cached_tokens=cached):
-                self.state = LegState.COMPUTING
+                self.state = SessionState.COMPUTING
                 started = prefill_pb2.PrefillStarted(cached_tokens=cached, pid=os.getpid())
                 self._put(prefill_pb2.PrefillEvent(started=started))
             case RangePacked():
@@ -129,7 +130,8 @@ class PrefillSession:
                 self._last_chunk_computed()
                 self._computed_from = _computed_from(event)
                 if self.request.engine_request.output_token_ids:
-                    self._say_first(prefill_pb2.FirstTokens())  # none is drawn, and the KV is vouched for all the same
+                    # no token is sampled, but the KV is confirmed all the same
+                    self._say_first(prefill_pb2.FirstTokens())
             case TokensOut():
                 self._say_first(_first_tokens(event))
             case FirstCandidates():
@@ -175,7 +177,7 @@ class PrefillSession:
 
     def _complete(self, compute_s: float) -> None:
         self._last_chunk_computed()
-        self.state = LegState.SETTLING
+        self.state = SessionState.SETTLING
         finished = prefill_pb2.PrefillFinished(
             num_ranges=self._num_ranges, num_ranges_overlapped=self._num_overlapped or 0, compute_s=compute_s
         )
@@ -183,7 +185,7 @@ class PrefillSession:
         self._maybe_settled()
 
     def _maybe_settled(self) -> None:
-        if self.state is LegState.SETTLING and not self._open_slabs:
+        if self.state is SessionState.SETTLING and not self._open_slabs:
             self._events.put_nowait(None)
 
     def _put(self, event: prefill_pb2.PrefillEvent) -> None:
@@ -191,12 +193,12 @@ class PrefillSession:
 
 
 class PrefillSessions:
-    """All legs of this prefill worker.
+    """All sessions of this prefill worker.
 
     Args:
-        max_legs: legs held at once, queued and computing; beyond it a call is refused with OverloadedError.
-        alive_every_s: a leg that has nothing to say says so after this time.
-        why_stuck: why the engine must not be called alive; empty: it makes progress.
+        max_sessions: sessions held at once, queued and computing; a further call is rejected with OverloadedError.
+        alive_every_s: interval of PrefillAlive without other messages.
+        why_stuck: why the engine makes no progress; empty: it does.
     """
 
     def __init__(
@@ -205,56 +207,56 @@ class PrefillSessions:
         publisher: SlabPublisher,
         limits: Limits,
         *,
-        max_legs: int,
+        max_sessions: int,
         alive_every_s: float = 1.0,
         why_stuck: Callable[[], str] = lambda: "",
     ) -> None:
         self._engine = engine
         self._publisher = publisher
         self._limits = limits
-        self._max_legs = max_legs
+        self._max_sessions = max_sessions
         self._alive_every_s = alive_every_s
         self._why_stuck = why_stuck
-        self._legs: dict[str, PrefillSession] = {}
+        self._sessions: dict[str, PrefillSession] = {}
         self._accepting = True
         self._idle = asyncio.Event()
         self._idle.set()
 
     @property
-    def num_legs(self) -> int:
-        return len(self._legs)
+    def num_sessions(self) -> int:
+        return len(self._sessions)
 
     def states(self) -> dict[str, int]:
-        """Number of legs by state, for the audit."""
+        """Number of sessions by state, for the audit."""
         out: dict[str, int] = {}
-        for leg in self._legs.values():
-            out[leg.state.value] = out.get(leg.state.value, 0) + 1
+        for session in self._sessions.values():
+            out[session.state.value] = out.get(session.state.value, 0) + 1
         return out
 
     async def serve(self, message: prefill_pb2.PrefillRequest) -> AsyncGenerator[prefill_pb2.PrefillEvent, None]:
-        """One call. Closing the iterator in any state frees everything of the leg.
+        """One call. Closing the iterator in any state frees everything of the session.
 
-        Raises: InvalidRequestError, StaleReferenceError, OverloadedError before any work; then what the engine says, or
+        Raises: InvalidRequestError, StaleReferenceError, OverloadedError before any work; then the engine's errors, or
             RequestDeadlineError.
         """
         if not self._accepting:
             raise NoWorkerError("this prefill worker is draining", retry_after_s=1.0)
         request = parse_request(message, self._limits)
         attempt = request.engine_request.attempt
-        if attempt in self._legs:
-            raise InvalidRequestError(f"attempt {attempt} is here already", param="attempt")
-        if len(self._legs) >= self._max_legs:
-            raise OverloadedError(f"{len(self._legs)} prompts are here already", retry_after_s=1.0)
-        leg = self._legs[attempt] = PrefillSession(request, self._publisher)
+        if attempt in self._sessions:
+            raise InvalidRequestError(f"attempt {attempt} already exists", param="attempt")
+        if len(self._sessions) >= self._max_sessions:
+            raise OverloadedError(f"{len(self._sessions)} prompts are already running", retry_after_s=1.0)
+        session = self._sessions[attempt] = PrefillSession(request, self._publisher)
         self._idle.clear()
         timer = asyncio.get_running_loop().call_later(
-            request.remaining_s, leg.fail, RequestDeadlineError("the leg's deadline passed")
+            request.remaining_s, session.fail, RequestDeadlineError("the session's deadline passed")
         )
         self._engine.send(request.engine_request)
         try:
             while True:
                 try:
-                    event = await leg.next_event(self._alive_every_s)
+                    event = await session.next_event(self._alive_every_s)
                 except TimeoutError:
                     if not self._why_stuck():
                         yield prefill_pb2.PrefillEvent(alive=prefill_pb2.PrefillAlive())
@@ -264,15 +266,15 @@ class PrefillSessions:
                 yield event
         finally:
             timer.cancel()
-            self._close(attempt, leg)
+            self._close(attempt, session)
 
-    def _close(self, attempt: str, leg: PrefillSession) -> None:
-        self._legs.pop(attempt, None)
-        if leg.state is not LegState.SETTLING:
+    def _close(self, attempt: str, session: PrefillSession) -> None:
+        self._sessions.pop(attempt, None)
+        if session.state is not SessionState.SETTLING:
             self._engine.send(Cancel(attempt))
-        leg.state = LegState.CLOSED
+        session.state = SessionState.CLOSED
         self._publisher.release(attempt)
-        if not self._legs:
+        if not self._sessions:
             self._idle.set()
 
     # ---- from the step thread and the transfer thread, on the event loop ----
@@ -282,33 +284,34 @@ class PrefillSessions:
             if not isinstance(event, AttemptEvent):
                 continue
             attempt = event.attempt
-            leg = self._legs.get(attempt)
-            if leg is None:
+            session = self._sessions.get(attempt)
+            if session is None:
                 if isinstance(event, RangePacked):
                     self._publisher.return_grant(event.slab)
                 continue
             try:
-                leg.on_engine(event)
+                session.on_engine(event)
             except DiptychError as error:
                 log.warning(
-                    "leg failed",
-                    request_id=leg.request.request_id,
+                    "session failed",
+                    request_id=session.request.request_id,
                     attempt=attempt,
                     reason=error.reason,
                     error=error.message,
                 )
-                leg.fail(error)
+                session.fail(error)
 
     def on_settled(self, attempt: str, slab: int) -> None:
-        leg = self._legs.get(attempt)
-        if leg is not None:
-            leg.on_settled(slab)
+        session = self._sessions.get(attempt)
+        if session is not None:
+            session.on_settled(slab)
 
     def on_silent(self, peer: str) -> None:
-        """Its slabs were waited for in vain for a whole lease. Else every further range of it would be: one lease each."""
-        for leg in self._legs.values():
-            if leg.peer == peer:
-                leg.fail(TransferError(f"{peer} said nothing about its slabs for a whole lease"))
+        """Its slabs were not acknowledged for a whole lease. End its sessions, else every further range would wait one
+        lease."""
+        for session in self._sessions.values():
+            if session.peer == peer:
+                session.fail(TransferError(f"{peer} did not acknowledge its slabs for a whole lease"))
 
     # ---- shutdown ----
 
@@ -316,9 +319,9 @@ class PrefillSessions:
         self._accepting = False
 
     async def drained(self) -> None:
-        """Until no leg is left: computed, packed and read by decode."""
+        """Wait until no session is left: computed, packed and read by decode."""
         await self._idle.wait()
 
     def fail_all(self, error: DiptychError | None = None) -> None:
-        for leg in self._legs.values():
-            leg.fail(error or WorkerLostError("this prefill worker shuts down"))
+        for session in self._sessions.values():
+            session.fail(error or WorkerLostError("this prefill worker shuts down"))

@@ -1,4 +1,4 @@
-"""A call's span on prefill, read off the events as they go by. See common/tracing.py."""
+"""A call's span on prefill, derived from its events. See common/tracing.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Events = AsyncGenerator[prefill_pb2.PrefillEvent, None]
 
 
 def traced(events: Events, request: prefill_pb2.PrefillRequest, parent: str) -> Events:
-    """The same events, within a span when anybody wants one. `parent`: the caller's trace context."""
+    """The same events, within a span if tracing is on. `parent`: the caller's trace context."""
     return _traced(events, request, parent) if tracing.on else events
 
 

@@ -13,52 +13,60 @@ from diptych.router.placement.rollout import Rollout
 
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
-    """Args:
-    redis_url: redis://, rediss://, unix://, or redis+sentinel://HOST:PORT,HOST:PORT/SERVICE.
-    model: local Hugging Face folder; only its tokenizer, template and configuration are read.
-    served_model_name: what clients call it; empty: the folder's name.
-    more_models: NAME=FOLDER of further models that this router serves; requests name the one they want. Every model has
-        workers of its own, found in the same Redis.
-    max_model_len: prompt plus answer in tokens; None: the model's own limit and the workers'.
-    local_prefill_max_tokens: most uncached tokens that decode computes itself, where that costs less; 0: prefill always runs.
-    request_timeout_s: deadline of a request that brings none; also the most that one may ask for.
-    max_prompt_bytes: larger texts are refused before they are tokenized.
-    keys_file: API keys made by `diptych keys`; when set, every route but /live and /health and every gRPC method needs one.
-    open_metrics: /metrics and /ready need no key: for scrapers, probes and gateways that have none. They hold numbers only (and
-        with tenant_metrics the tenants' names).
-    access_log: one line of the log for each request: id, label, tenant, workers, tokens, times.
-    grpc_reflection: "on" lets clients such as grpcurl list the methods and messages; "auto" does so on a loopback address;
-        "off". With keys it needs one.
-    cors_origins: web pages from there (scheme://host[:port], or "*" for all) may call the API from a browser.
-    unknown_fields: of a body: "ignore" names them in the answer's header x-diptych-warning, "refuse" makes them a 400.
-    http_head_timeout_s: from a connection, or a request's first byte, to the end of the request's head; else it is closed.
-    http_idle_timeout_s: how long a connection is kept between two requests.
-    tls_cert, tls_key: PEM files; when set, both servers speak TLS only.
-    cluster_ca, cluster_cert, cluster_key: PEM files: routers and workers show each other a certificate of this authority.
-    cluster_tls_name: that a worker's certificate must hold; empty: the host of its address.
-    insecure: let a server that other machines can reach run without keys or without TLS.
-    tool_call_parser: hermes, llama3-json, mistral or a plug-in's name; "auto" goes by the chat template, "none" refuses tools.
-    reasoning_parser: "think" parts <think>...</think> from answers; "auto" goes by the chat template, "none" does not.
-    placement_policy: "cost" places by cache and load; round-robin, random, least-loaded, power-of-two and session-affinity are
-        there to be compared with it.
-    canary_workers, canary_share: patterns of worker ids, and the share of requests that goes to them alone.
-    shadow_workers, shadow_share: the same for workers that get copies of requests, whose answers nobody sees.
-    placement_backend: "native" looks prompts up in C, compiled at the first start, "numpy" in two to four times the time, with
-        the same outcome; "auto" takes native where there is a C compiler, and says so where there is none.
-    tenant_metrics: /metrics has series with tenants' names, for the board of tenants.
-    hot_prefix_copies: copy a prefix on purpose when requests with it take most of its holders' time. Off: it raised the tail in
-        simulation; prefixes are then copied where queues are long.
-    admission: "on" refuses at once (529, Retry-After) what cannot have its first token in time, or its pace; "shadow" only
-        counts whom it would have refused, and how many of them wrongly; "off".
-    max_ttft_s, max_tpot_s: targets of admission; 0: the request's own deadline, and none.
-    turn_window_s: seconds of prompts that the workers are given ahead; what comes beyond waits in the router, in turns by tenant
-        and weight; 0: nobody waits here.
-    require_prefill: ready only once a prefill and a decode worker that fit were there (later decode alone is enough: it computes
-        prompts itself); without it a cluster of decode workers alone serves as a colocated one.
-    lookaside: give placement tickets to SDK clients that ask for them: they then stream from decode workers directly.
-    worker_settle_s: a request that finds no usable decode worker is held back until one was missing this long (since the start
-        or since the last one was seen), not refused at once: in a rolling restart one is about to come.
-    generation_config: "auto" takes sampling defaults from the model's generation_config.json, "none" does not.
+    """Settings of the router.
+
+    Args:
+        redis_url: redis://, rediss://, unix://, or redis+sentinel://HOST:PORT,HOST:PORT/SERVICE.
+        model: local Hugging Face folder; only its tokenizer, template and configuration are read.
+        served_model_name: the name clients use; empty: the folder's name.
+        more_models: NAME=FOLDER of further models of this router; requests select one by name. Every model has separate
+            workers, found in the same Redis.
+        max_model_len: prompt plus answer in tokens; None: the limit of the model and the workers.
+        local_prefill_max_tokens: most uncached tokens that decode computes itself, where that costs less; 0: prefill
+            always runs.
+        request_timeout_s: deadline of a request without one; also the maximum.
+        max_prompt_bytes: larger texts are rejected before they are tokenized.
+        keys_file: API keys made by `diptych keys`; if set, every route but /live and /health and every gRPC method
+            requires one.
+        open_metrics: /metrics and /ready need no key: for scrapers, probes and gateways without one. They contain
+            numbers only (and with tenant_metrics the tenants' names).
+        access_log: one log line per request: id, label, tenant, workers, tokens, times.
+        grpc_reflection: "on" lets clients such as grpcurl list the methods and messages; "auto" does so on a loopback
+            address; "off". With keys it requires one.
+        cors_origins: web pages from there (scheme://host[:port], or "*" for all) may call the API from a browser.
+        unknown_fields: of a body: "ignore" names them in the response header x-diptych-warning, "refuse" rejects them
+            with 400.
+        http_head_timeout_s: seconds from a connection, or a request's first byte, to the end of the request's head;
+            then it is closed.
+        http_idle_timeout_s: how long a connection is kept between two requests.
+        tls_cert, tls_key: PEM files; if set, both servers use TLS only.
+        cluster_ca, cluster_cert, cluster_key: PEM files for mTLS between routers and workers.
+        cluster_tls_name: name that a worker's certificate must hold; empty: the host of its address.
+        insecure: allow a server that other machines can reach without keys or TLS.
+        tool_call_parser: hermes, llama3-json, mistral or a plug-in's name; "auto" chooses by the chat template, "none"
+            rejects tools.
+        reasoning_parser: "think" splits <think>...</think> from answers; "auto" chooses by the chat template, "none"
+            does not.
+        placement_policy: "cost" places by cache and load; round-robin, random, least-loaded, power-of-two and
+            session-affinity exist for comparison.
+        canary_workers, canary_share: patterns of worker ids, and the share of requests that only they serve.
+        shadow_workers, shadow_share: the same for workers that get copies of requests; their answers are discarded.
+        placement_backend: "native" looks prompts up in C, compiled at the first start; "numpy" takes two to four times
+            as long, with the same result; "auto" uses native if there is a C compiler, and logs if there is none.
+        tenant_metrics: /metrics has series with tenants' names, for the tenants' dashboard.
+        hot_prefix_copies: copy a prefix when requests with it take most of its holders' time. Off: it raised the tail
+            latency in simulation; prefixes are then copied only where queues are long.
+        admission: "on" rejects at once (529, Retry-After) requests whose first token would be late, or whose pace too
+            slow; "shadow" only counts them, and the false rejections among them; "off".
+        max_ttft_s, max_tpot_s: targets of admission; 0: the request's deadline, and none.
+        turn_window_s: seconds of prompts that the workers get ahead; further requests wait in the router, in turns by
+            tenant and weight; 0: none waits.
+        require_prefill: ready only once a compatible prefill and decode worker were seen (later decode alone is enough:
+            it computes prompts itself). Without it, decode workers alone serve as a colocated cluster.
+        lookaside: give placement tickets to SDK clients that request them; they stream directly from decode workers.
+        worker_settle_s: a request without a usable decode worker waits until one was missing this long (since the start
+            or since the last one was seen): in a rolling restart one is about to start.
+        generation_config: "auto" takes sampling defaults from the model's generation_config.json, "none" does not.
     """
 
     host: str = "127.0.0.1"
@@ -125,7 +133,7 @@ class RouterConfig:
 
     @property
     def model_folders(self) -> dict[str, str]:
-        """Folder by name, the first first. Raises: ConfigError."""
+        """Folder by name, in the order of the settings. Raises: ConfigError."""
         found = {self.served_model_name or Path(self.model).name: self.model}
         for entry in self.more_models:
             name, _, folder = entry.partition("=")
@@ -138,7 +146,7 @@ class RouterConfig:
 
     def __post_init__(self) -> None:
         _ = self.model_folders
-        _ = self.rollout  # they check their own
+        _ = self.rollout  # its constructor checks them
         _ = self.http
         for name in ("http_port", "grpc_port"):
             port = getattr(self, name)

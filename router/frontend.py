@@ -1,4 +1,4 @@
-"""What the faces call: check and tokenize a request, then stream its answer. One object per router process."""
+"""The router's frontend, behind the HTTP and gRPC servers: check and tokenize a request, then stream its answer."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ log = structlog.get_logger(__name__)
 
 
 class Frontend:
-    """Start it once; every method is called on the event loop.
+    """One per router process. Start it once; every method is called on the event loop.
 
     Args:
         store, clock, rng: the production ones by default.
@@ -104,7 +104,7 @@ class Frontend:
         )
         self._lookup = {"backend": "", "wanted": config.placement_backend}
         self._shadow_metrics = RouterMetrics()
-        """Shown nowhere: copies are no traffic."""
+        """Not exposed: copies are not traffic."""
         self._shadows = Shadows(self._run_shadow, self.metrics) if self._rollout.shadow_share else None
 
     def _clusters(self) -> list[Cluster]:
@@ -112,11 +112,11 @@ class Frontend:
 
     @property
     def _cluster(self) -> Cluster | None:
-        """The first model's."""
+        """The first model's cluster."""
         return next(iter(self._clusters()), None)
 
     async def start(self) -> None:
-        """Load the tokenizers and begin to watch the workers. Raises: ConfigError."""
+        """Load the tokenizers and start watching the workers. Raises: ConfigError."""
         if self._models:
             raise RuntimeError("already started")
         config = self._config
@@ -145,7 +145,7 @@ class Frontend:
             await model.start()
 
     async def close(self) -> None:
-        """Stop watching and release everything; what still streams ends with WorkerLostError. Idempotent."""
+        """Stop watching and release everything; running streams end with WorkerLostError. Idempotent."""
         if self._shadows is not None:
             await self._shadows.close()
         models, self._models = self._models, {}
@@ -156,12 +156,12 @@ class Frontend:
             await store.close()
 
     def _of(self, name: object) -> ServedModel:
-        """Raises: NoWorkerError before the start, InvalidRequestError without a name where there are several, and
+        """Raises: NoWorkerError before the start, InvalidRequestError for a missing name with several models,
         ModelNotFoundError."""
         models = self._models
         if not models:
             raise NoWorkerError("the router is not running")
-        if len(models) == 1:  # whose intake checks the name
+        if len(models) == 1:  # its preprocessor checks the name
             return next(iter(models.values()))
         if not isinstance(name, str):
             raise InvalidRequestError("model must be text", param="model")
@@ -177,8 +177,8 @@ class Frontend:
         return [ModelInfo(model.name, model.max_model_len(), self._created) for model in self._models.values()]
 
     def ready(self) -> tuple[bool, list[str]]:
-        """Whether requests could be served now, and the reasons why not (or what is degraded): at the start for every model,
-        later for any."""
+        """Whether requests could be served now, and the reasons why not (or for being degraded): at the start for all
+        models, later for any."""
         if not self._models:
             return False, ["the router is not running"]
         told = {model.name: model.cluster.ready() for model in self._models.values()}
@@ -189,17 +189,17 @@ class Frontend:
         return ready, [f"{name}: {reason}" for name, (_, reasons) in told.items() for reason in reasons]
 
     def features(self, model: object = "") -> ModelFeatures:
-        """Of that model; of the first where there is none of that name (which `prepare` refuses)."""
+        """Features of the model; of the first for an unknown name (which `prepare` rejects)."""
         found = self._models.get(model) if isinstance(model, str) else None
         found = found or next(iter(self._models.values()), None)
         return ModelFeatures() if found is None else found.folder.features
 
     def tokens(self, model: object = "") -> Tokens:
-        """What the model's tokens stand for. Raises: ModelNotFoundError."""
+        """The model's tokens as bytes. Raises: ModelNotFoundError."""
         return self._of(model).folder.token_bytes
 
     async def tokenize(self, spec: UncheckedRequest) -> list[int]:
-        """Token ids of the spec's prompt or messages. Raises: as `prepare` does for them."""
+        """Token ids of the spec's prompt or messages. Raises: as `prepare` for these."""
         return await self._of(spec.model).intake.tokenize(spec)
 
     async def detokenize(self, model: object, token_ids: object) -> str:
@@ -234,7 +234,7 @@ class Frontend:
             raise
 
     def _refused(self, error: DiptychError, tenant: str, request: ValidatedRequest | None = None) -> None:
-        """Count it. Who wants a ticket has no face that writes the log's line: it is written here."""
+        """Count a rejected request. Ticket requests have no access log line of a server, so it is written here."""
         self.metrics.refused(error.reason, tenant)
         if current_access.get() is None:
             access = Access("lookaside", "ticket", tenant=tenant)
@@ -252,9 +252,9 @@ class Frontend:
         return prepared
 
     async def generate(self, request: ValidatedRequest) -> AsyncIterator[GenerateEvent]:
-        """StartedEvent, TokenEvent*, FinishedEvent. Leaving the iterator (aclose) cancels the request on decode.
+        """Yield StartedEvent, TokenEvent*, FinishedEvent. Closing the iterator cancels the request on decode.
 
-        Raises (while iterating): a DiptychError; before StartedEvent nothing of the answer was produced.
+        Raises (while iterating): a DiptychError; before StartedEvent no token was generated.
         """
         with ExitStack() as stack:
             try:
@@ -304,7 +304,7 @@ class Frontend:
             span.left()
 
     async def _run_shadow(self, request: ValidatedRequest) -> AsyncIterator[GenerateEvent]:
-        """As `generate`, without a trace in metrics."""
+        """As `generate`, without effect on metrics."""
         relay = Relay(self._of(request.model).cluster, request, self._shadow_metrics, self._clock)
         try:
             while not isinstance(event := await relay.next(), FinishedEvent):
@@ -316,33 +316,34 @@ class Frontend:
     def place(
         self, requests: Sequence[ValidatedRequest], spend: Callable[[str, int], None] = lambda _, __: None
     ) -> list[router_pb2.Placed | DiptychError]:
-        """For each a ticket with which the client takes the request to its decode worker, or why there is none (see
+        """For each request a ticket with which the client goes to its decode worker, or the reason for none (see
         Lookaside.grant). `spend` gets (tenant, tokens) of the answers."""
         outcomes: list[router_pb2.Placed | DiptychError] = []
         for name, group in groupby(requests, key=attrgetter("model")):
             of_model = list(group)
             lookaside = self._of(name).lookaside
             if lookaside is None:
-                outcomes += [NoWorkerError("this router gives out no placement tickets") for _ in of_model]
+                outcomes += [NoWorkerError("this router issues no placement tickets") for _ in of_model]
             else:
                 outcomes += lookaside.grant(of_model, spend)
         for request, outcome in zip(requests, outcomes, strict=True):
-            if isinstance(outcome, DiptychError) and outcome.reason not in ASKS_US_INSTEAD:  # as which it is counted
+            # counted as the request that follows
+            if isinstance(outcome, DiptychError) and outcome.reason not in ASKS_US_INSTEAD:
                 self._refused(outcome, request.tenant, request)
         return outcomes
 
     def tickets_left(self, attempts: Iterable[str]) -> None:
-        """The client's stream over which these tickets were given out has ended."""
+        """The client's stream that got these tickets has ended."""
         for model in self._models.values():
             if model.lookaside is not None:
                 model.lookaside.left(attempts)
 
     def explain(self, request_id: str, tenant: str) -> router_pb2.ExplainResponse:
-        """Why a request of the recent past went where it went. Raises: InvalidRequestError when it is not remembered."""
+        """The explanation of a recent request. Raises: InvalidRequestError for an unknown one."""
         found = (cluster.decisions.get(request_id) for cluster in self._clusters())
         decision = next(filter(None, found), None)
         if decision is None or self._secret is None or decision.owner != tenant_salt(self._secret, tenant):
-            raise InvalidRequestError("this router remembers no request of yours with that id", param="request_id")
+            raise InvalidRequestError("this router has no recent request of yours with that id", param="request_id")
         return router_pb2.ExplainResponse(
             explanation=decision.explain(),
             outcome=decision.outcome,
@@ -352,9 +353,9 @@ class Frontend:
         )
 
     def budgets(self, per_minute: Callable[[str], int], unit: str = "tokens") -> SharedQuotas:
-        """Tenants' quotas that all routers of this cluster share; whoever takes them runs them."""
+        """Quotas shared by all routers of this cluster; the caller runs them."""
         cluster = self._of(next(iter(self._models), "")).cluster
-        assert self._store is not None  # it stands as long as the models
+        assert self._store is not None  # it exists as long as the models
         return SharedQuotas(
             per_minute,
             now=self._clock.now,
@@ -364,13 +365,13 @@ class Frontend:
         )
 
     def use_shares(self, share: Callable[[str], Share]) -> None:
-        """What part of the pool each tenant has while requests wait; all have the same without it."""
+        """Set the tenants' shares of the pool while requests wait; by default all are equal."""
         for cluster in self._clusters():
             cluster.turnstile.use_shares(share)
 
     def status(self, tenant: str) -> dict[str, Any]:
-        """Cluster and traffic as this router sees them, for the status page, `diptych top` and `diptych doctor`. Of single
-        requests only the tenant's own are told."""
+        """Cluster and traffic in this router's view, for the status page, `diptych top` and `diptych doctor`. Of single
+        requests it contains only the tenant's."""
         now = self._clock.now()
         ready, reasons = self.ready()
         owner = b"" if self._secret is None else tenant_salt(self._secret, tenant)
@@ -396,7 +397,7 @@ class Frontend:
         }
 
     def what_if(self, request: ValidatedRequest, pool: str) -> router_pb2.WhatIfResponse:
-        """Where the request would go now, or (`pool` like "4P4D") among as many idle workers. Nothing is run.
+        """Where the request would be placed now, or (`pool` like "4P4D") on as many idle workers. Nothing is run.
 
         Raises: InvalidRequestError naming the pool, NoWorkerError.
         """

@@ -1,8 +1,7 @@
-"""One model of a router: its tokenizer, its workers, their blocks, its tickets. Models share nothing but the process and the
-store.
+"""One model of a router: its tokenizer, workers, blocks and tickets. Models share only the process and the store.
 
-A worker belongs to the model whose revision, tokenizer and block identities are its own. One that fits none is the first
-model's, where it is never placed on and readiness says why.
+A worker belongs to the model with the same revision, tokenizer and block identity. A worker that matches none belongs
+to the first model; it is never used, and readiness reports why.
 """
 
 from __future__ import annotations
@@ -46,13 +45,13 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
-    """What a model's folder tells, once.
+    """Data of a model's folder, read once.
 
     Args:
-        name: what clients call it.
-        context: the model's own limit of prompt plus answer; None: it names none.
+        name: the name clients use.
+        context: the model's limit of prompt plus answer; None: it has none.
         defaults: of sampling.
-        text_bound: None: not known.
+        text_bound: None: unknown.
     """
 
     name: str
@@ -67,7 +66,7 @@ class ModelFolder:
 
 @dataclass(slots=True)
 class ServedModel:
-    """Started by whoever makes it; `close` releases all of it."""
+    """Started by its creator; `close` releases all of it."""
 
     folder: ModelFolder
     cluster: Cluster
@@ -94,7 +93,7 @@ class ServedModel:
 
 
 def load_folders(config: RouterConfig, secret: bytes) -> list[ModelFolder]:
-    """Every model of the settings, the first first. Raises: ConfigError."""
+    """Every model of the settings, in order. Raises: ConfigError."""
     named = config.model_folders
     folders = [_load(name, Path(path), config, secret) for name, path in named.items()]
     for i, one in enumerate(folders):
@@ -108,8 +107,8 @@ def _load(name: str, path: Path, config: RouterConfig, secret: bytes) -> ModelFo
         raise ConfigError("model", str(path), "must be a local folder")
     try:
         revision = model_revision(path)
-    except ConfigError:  # a router's host needs no weights; then the workers alone know the revision
-        log.warning("no weights in the model folder: the workers' model revision is taken on trust", path=str(path))
+    except ConfigError:  # a router's host needs no weights; then only the workers know the revision
+        log.warning("no weights in the model folder: accepting any model revision of the workers", path=str(path))
         revision = ""
     check = RouterCheck(revision, tokenizer_revision(path), derive_key(secret, "block identity"))
     tokenizer = ModelTokenizer(path)
@@ -136,14 +135,14 @@ def _check_apart(one: ModelFolder, other: ModelFolder) -> None:
 
 
 def belongs_to(checks: Sequence[RouterCheck], index: int, record: WorkerRecord) -> bool:
-    """Whether the worker is one of the model with this check; at most one of the checks passes."""
+    """Whether the worker belongs to the model of this check; at most one of the checks passes."""
     fits = next((i for i, check in enumerate(checks) if not check.why_not(record)), 0)
     return fits == index
 
 
 @dataclass(frozen=True, slots=True)
 class SharedDependencies:
-    """What the models of a router share."""
+    """Dependencies shared by the models of a router."""
 
     store: Store
     library: Library | None
@@ -183,7 +182,7 @@ def make_model(
     )
 
     def max_model_len() -> int:
-        """The smallest of the setting, the model's own limit, and the workers'."""
+        """The smallest of the setting, the model's limit, and the workers'."""
         return min(filter(None, (folder.context, cluster.max_model_len())), default=1)
 
     limits = PreprocessLimits(
@@ -211,7 +210,7 @@ def make_model(
 
 
 def _features(tokenizer: ModelTokenizer, tool_parser: str, reasoning_parser: str) -> ModelFeatures:
-    """Raises: ConfigError for a parser that nobody knows."""
+    """Raises: ConfigError for an unknown parser."""
     template, with_tools = tokenizer.chat_template, tokenizer.tool_template
     if template is None or with_tools is None:
         return ModelFeatures()
@@ -225,6 +224,6 @@ def _features(tokenizer: ModelTokenizer, tool_parser: str, reasoning_parser: str
 
 
 def _context(path: Path) -> int | None:
-    """The model's own limit, if config.json (which the tokenizer has read) names one."""
+    """The model's limit, if config.json names one."""
     value = json.loads((path / "config.json").read_text(encoding="utf-8")).get("max_position_embeddings")
     return value if type(value) is int and value > 1 else None

@@ -1,6 +1,6 @@
-"""The router process: one event loop on uvloop with the frontend, the gRPC server and the HTTP server.
+"""The router process: one event loop (uvloop) with the frontend, the gRPC server and the HTTP server.
 
-bind both ports -> Frontend.start -> serve -> SIGTERM or SIGINT -> health NOT_SERVING -> no new requests, those that run
+bind both ports -> Frontend.start -> serve -> SIGTERM or SIGINT -> health NOT_SERVING -> no new requests, running ones
 have DRAIN_S to end -> Frontend.close
 """
 
@@ -59,7 +59,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RouterAddresses:
-    """Where the router listens, with the ports that were really bound."""
+    """Addresses of the two servers, with the ports actually bound."""
 
     http: str
     grpc: str
@@ -102,8 +102,8 @@ async def _run(config: RouterConfig) -> int:
 
 
 def freeze_what_stays() -> None:
-    """Called once a process serves: what it has loaded is never garbage, and a full collection, during which nothing else runs,
-    need not look at it again and again."""
+    """Exempt the objects loaded so far from garbage collection: full collections block the process and would scan them
+    again each time."""
     gc.collect()
     gc.freeze()
 
@@ -116,12 +116,11 @@ async def serve(
     on_started: Callable[[RouterAddresses], None] = lambda _: None,
     store: Store | None = None,
 ) -> None:
-    """Run frontend and faces until `stop` is set, then drain; `hurry` cuts the draining short.
+    """Run the frontend and its servers until `stop` is set, then drain; `hurry` ends the drain.
 
     Args:
         store: None: the Redis of the settings.
-
-    Raises: ConfigError; whatever ended one of the servers before `stop`.
+    Raises: ConfigError; the error that ended one of the servers before `stop`.
     """
     raise_open_files()
     access_log.switch(config.access_log)
@@ -155,8 +154,8 @@ async def serve(
 async def drain(
     faces: Faces, close: Callable[[], Awaitable[None]], hurry: asyncio.Event, drain_s: float = DRAIN_S
 ) -> None:
-    """Let running requests end for `drain_s` seconds. What still runs then ends with a typed error (that is what closing the
-    frontend does), which the faces have CLOSE_S to deliver: an answer is never just cut."""
+    """Let running requests end for `drain_s` seconds. Then the frontend is closed, which ends the rest with a typed
+    error, and the servers have CLOSE_S to deliver it: an answer is never cut silently."""
     stopping = asyncio.create_task(faces.stop(drain_s + CLOSE_S))
     hurrying = asyncio.create_task(hurry.wait())
     await asyncio.wait({stopping, hurrying}, timeout=drain_s, return_when=asyncio.FIRST_COMPLETED)
@@ -166,15 +165,15 @@ async def drain(
 
 
 class Faces:
-    """The two servers in front of one frontend. The ports are taken by the constructor.
+    """The HTTP and gRPC servers of one frontend. The constructor binds the ports.
 
     Args:
-        keys: None: nobody needs one.
-        tls: None: both servers speak plain text.
+        keys: None: no keys are required.
+        tls: None: no TLS.
         open_metrics: /metrics and /ready need no key.
         reflection: the gRPC server describes its methods and messages.
-        options: how HTTP is spoken.
-    Raises: ConfigError naming the port that cannot be had.
+        options: HTTP settings.
+    Raises: ConfigError naming the port that cannot be bound.
     """
 
     def __init__(
@@ -246,7 +245,7 @@ class Faces:
                 guarded(app, self._keys, open_metrics=self._open_metrics, cors_origins=options.cors_origins),
                 loop="none",
                 http=cast(Any, partial(HttpProtocol, head_timeout_s=options.head_timeout_s)),
-                timeout_keep_alive=cast(int, options.idle_timeout_s),  # it takes any number
+                timeout_keep_alive=cast(int, options.idle_timeout_s),  # it accepts any number
                 lifespan="off",
                 ws="none",
                 log_config=None,
@@ -267,18 +266,18 @@ class Faces:
         return RouterAddresses(host_port(self._host, http_port), host_port(self._host, self._grpc_port))
 
     async def until(self, stop: asyncio.Event) -> None:
-        """Wait for `stop`. Raises: whatever ended one of the servers before that."""
+        """Wait for `stop`. Raises: the error that ended one of the servers before."""
         stopping = asyncio.create_task(stop.wait())
         try:
             done, _ = await asyncio.wait({stopping, *self._tasks}, return_when=asyncio.FIRST_COMPLETED)
             for task in done - {stopping}:
                 task.result()
-                raise RuntimeError("a server of the router ended by itself")
+                raise RuntimeError("a server of the router ended unexpectedly")
         finally:
             stopping.cancel()
 
     async def stop(self, grace_s: float) -> None:
-        """Refuse new requests at once, give those that run `grace_s` seconds. Idempotent."""
+        """Refuse new requests at once, give running ones `grace_s` seconds. Idempotent."""
         http, readiness = (self._tasks[:1], self._tasks[1:])
         for task in readiness:
             task.cancel()
@@ -297,7 +296,7 @@ class Faces:
 
 
 class _HttpServer(uvicorn.Server):
-    """Signals belong to the process, not to one of its servers."""
+    """Signals are handled by the process, not by one of its servers."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -305,7 +304,7 @@ class _HttpServer(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises: ConfigError when the address cannot be had."""
+    """A listening socket. Raises: ConfigError when the address cannot be bound."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         found = socket.socket(family, kind, protocol)

@@ -1,4 +1,4 @@
-"""Channels and servers of grpc.aio, with one set of options for the whole cluster."""
+"""Channels and servers of grpc.aio, with the same options in the whole cluster."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _COMMON: list[tuple[str, int]] = [
 
 
 def channel_options() -> list[tuple[str, int]]:
-    """Between our own processes: a fresh socket for each channel (a shared one would mix two lives of a peer), quick
-    reconnects, and keepalive so that a half-open connection is noticed."""
+    """Options between the cluster's processes: a separate socket for each channel (a shared one would mix two
+    incarnations of a peer), quick reconnects, and keepalive to detect half-open connections."""
     return [
         *_COMMON,
         ("grpc.use_local_subchannel_pool", 1),
@@ -40,7 +40,7 @@ def channel_options() -> list[tuple[str, int]]:
 
 
 def server_options() -> list[tuple[str, int]]:
-    """so_reuseport is off: a port that is taken must be an error, not half of the connections."""
+    """so_reuseport is off: a port in use must be an error, instead of taking half of the connections."""
     return [
         *_COMMON,
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
@@ -52,11 +52,12 @@ def server_options() -> list[tuple[str, int]]:
 
 
 def open_channel(address: str, tls: ClusterTls | None = None) -> grpc.aio.Channel:
-    """A channel to host:port of one of our own processes.
+    """A channel to host:port of a process of the cluster.
 
     Args:
-        tls: the peer must show a certificate of the cluster's authority that names its host (or `tls.name`), and gets ours; None:
-            plain, for loopback and private networks.
+        tls: mTLS: the peer must present a certificate of the cluster's authority that names its host (or `tls.name`);
+            None:
+            no TLS, for loopback and private networks.
     """
     if tls is None:
         return grpc.aio.insecure_channel(address, options=channel_options())
@@ -64,24 +65,24 @@ def open_channel(address: str, tls: ClusterTls | None = None) -> grpc.aio.Channe
 
 
 def cluster_credentials(tls: ClusterTls) -> grpc.ChannelCredentials:
-    """Of a client within the cluster."""
+    """Credentials of a client within the cluster."""
     return grpc.ssl_channel_credentials(tls.ca, tls.key, tls.cert)
 
 
 def name_option(tls: ClusterTls) -> list[tuple[str, str]]:
-    """For the channel's options: which name the peer's certificate must hold, where it is not the address's host."""
+    """Channel option with the name that the peer's certificate must hold, if it is not the address's host."""
     return [("grpc.ssl_target_name_override", tls.name)] if tls.name else []
 
 
 def cluster_server_credentials(tls: ClusterTls | None) -> grpc.ServerCredentials | None:
-    """Only who shows a certificate of the cluster's authority is let in. None: everybody is."""
+    """Clients must present a certificate of the cluster's authority. None: no TLS."""
     if tls is None:
         return None
     return grpc.ssl_server_credentials([(tls.key, tls.cert)], tls.ca, require_client_auth=True)
 
 
 def trace_context(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
-    """The W3C trace context of a call's metadata; empty: there is none."""
+    """The W3C trace context of a call's metadata, or ""."""
     for name, value in metadata or ():
         if name == TRACEPARENT and isinstance(value, str):
             return value
@@ -95,7 +96,8 @@ def new_server(interceptors: Sequence[grpc.aio.ServerInterceptor] = ()) -> grpc.
 def bind(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None = None) -> int:
     """Listen on host:port (0: any free port), with TLS if there are credentials. Returns the port.
 
-    Raises: ConfigError when it cannot be had."""
+    Raises: ConfigError when the port cannot be bound.
+    """
     where = host_port(host, port)
     try:
         bound: int = (

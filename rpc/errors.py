@@ -1,8 +1,8 @@
 """DiptychError <-> gRPC status <-> proto Failure, both ways.
 
 On the wire an error is a google.rpc.Status in the trailer `grpc-status-details-bin` with ErrorInfo(domain "diptych"),
-BadRequest when a field is at fault, and RetryInfo when trying again makes sense. The client SDK imports this module, so
-it needs nothing beyond grpcio and protobuf.
+BadRequest for an invalid field, and RetryInfo if a retry makes sense. The client SDK imports this module, so it needs
+only grpcio and protobuf.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 _CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
 
-# What a status without our details means: raised by grpc itself (peer gone, deadline, message too big) or by a proxy.
+# Errors for a status without our details: raised by grpc itself (peer gone, deadline, message too big) or by a proxy.
 _BY_CODE: dict[int, type[DiptychError]] = {
     1: RequestCancelledError,
     3: InvalidRequestError,
@@ -98,12 +98,12 @@ def from_status(status: status_pb2.Status) -> DiptychError | None:
 
 
 def _pack(status: status_pb2.Status, detail: Message) -> None:
-    """Under the name that everybody knows it by (see status.proto)."""
+    """Pack under the standard type name (see status.proto)."""
     status.details.add(type_url=_PUBLIC + detail.DESCRIPTOR.name, value=detail.SerializeToString())
 
 
 def _unpack(detail: Packed, into: Message) -> bool:
-    """Whether it is one of these; `into` then holds it. Raises: DecodeError."""
+    """Whether the detail is of this type; `into` then holds it. Raises: DecodeError."""
     if detail.type_url.rpartition("/")[2] != f"google.rpc.{into.DESCRIPTOR.name}":
         return False
     into.ParseFromString(detail.value)
@@ -116,7 +116,7 @@ def from_code(code: int, message: str) -> DiptychError:
 
 
 def from_rpc_error(error: grpc.RpcError) -> DiptychError:
-    """The typed error of a failed call, sync or aio. Never raises: what cannot be read goes by its status code."""
+    """The typed error of a failed call, sync or aio. Never raises: unreadable details fall back to the status code."""
     typed = typed_error(error)
     if typed is not None:
         return typed
@@ -125,12 +125,12 @@ def from_rpc_error(error: grpc.RpcError) -> DiptychError:
 
 
 def describe(error: grpc.RpcError) -> str:
-    """One line for a human: the call's details, or whatever the error says."""
+    """One line of text: the call's details, or the error itself."""
     return (error.details() if hasattr(error, "details") else None) or str(error)
 
 
 def typed_error(error: grpc.RpcError) -> DiptychError | None:
-    """The error that the other side itself reported. None: grpc made the status up (peer gone, deadline, ...)."""
+    """The error that the server reported. None: grpc generated the status (peer gone, deadline, ...)."""
     metadata: Sequence[tuple[str, Any]] = ()
     if hasattr(error, "trailing_metadata"):
         metadata = list(error.trailing_metadata() or ())
@@ -155,7 +155,7 @@ async def abort(context: grpc.aio.ServicerContext, error: DiptychError) -> NoRet
 
 @asynccontextmanager
 async def errors_to_status(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
-    """Wrap a servicer method's body: typed errors end the call with their status, our bugs with INTERNAL (logged)."""
+    """Wrap a servicer method's body: typed errors end the call with their status, bugs with INTERNAL (logged)."""
     try:
         yield
     except DiptychError as error:
@@ -168,7 +168,7 @@ async def errors_to_status(context: grpc.aio.ServicerContext) -> AsyncIterator[N
 
 
 def to_failure(error: DiptychError) -> types_pb2.Failure:
-    """The form that travels inside a stream."""
+    """The form inside a stream."""
     return types_pb2.Failure(
         code=error.grpc_code,
         reason=error.reason,

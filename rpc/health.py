@@ -1,4 +1,4 @@
-"""grpc.health.v1 of our servers: one object that flips every service name at once."""
+"""grpc.health.v1: sets the status of all service names at once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 class Health:
-    """Health of one server. Starts as NOT_SERVING; after `leave` it stays NOT_SERVING for ever.
+    """Health of one server. Starts as NOT_SERVING; after `leave` it stays NOT_SERVING.
 
     Args:
         services: full service names; the overall name "" is always included.
@@ -33,7 +33,7 @@ class Health:
         await self.set(False)
 
     async def set(self, serving: bool) -> None:
-        """Idempotent; watchers hear of changes only."""
+        """Idempotent; watchers are notified of changes only."""
         if serving == self._serving:
             return
         self._serving = serving
@@ -41,6 +41,6 @@ class Health:
             await self._servicer.set(name, SERVING if serving else NOT_SERVING)
 
     async def leave(self) -> None:
-        """The first act of a shutdown: NOT_SERVING, and no later `set` changes it."""
+        """First step of a shutdown: NOT_SERVING permanently."""
         self._serving = False
         await self._servicer.enter_graceful_shutdown()

@@ -1,4 +1,4 @@
-"""The generated gRPC classes under one name each. They are untyped: this is the one place that says so."""
+"""The generated gRPC classes, imported in one place because they are untyped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine's cache events as the store carries them: one stream a tier, both begun anew by "cleared"."""
+"""Conversion of the engine's cache events to those of the store: one stream a tier, both reset by "cleared"."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from diptych.engine.messages import (
 
 
 class CacheEventFeed:
-    """Args: incarnation: of the worker whose caches these are."""
+    """Args: incarnation: of the worker."""
 
     def __init__(self, incarnation: str) -> None:
         self._incarnation = incarnation
         self.epoch = 0
 
     def beginning(self) -> KvEvent:
-        """An epoch begins with an event of its own, so that a reader knows it from the start."""
+        """The first event of an epoch, so that a reader can follow from the start."""
         return KvEvent(self._incarnation, self.epoch, 0, "cleared")
 
     def convert(self, event: EngineEvent) -> KvEvent | None:
-        """None: it says nothing of a cache."""
+        """None: not a cache event."""
         match event:
             case CacheCleared(epoch):
                 self.epoch = epoch

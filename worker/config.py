@@ -16,7 +16,7 @@ from diptych.engine.overlap import MODES as OVERLAP_MODES
 AUTO = "auto"
 BACKENDS = (AUTO, "native", "torch", "triton")
 _ENGINE = EngineConfig(num_blocks=1)
-"""Where the defaults of the engine's own settings come from."""
+"""Source of the defaults of the engine's settings."""
 MOST: Mapping[str, int] = {
     "block_size": 4096,
     "num_blocks": 2**31 - 1,
@@ -31,81 +31,83 @@ MOST: Mapping[str, int] = {
     "kv_memory_bytes": 1 << 50,
     "max_queue": 1 << 20,
 }
-"""Beyond these a number is a slip of the finger: tables and tensors have 32-bit indexes."""
+"""Larger numbers are typing errors: tables and tensors have 32-bit indexes."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """Everything a worker process is told. Flat, so that every field is a flag.
+    """Settings of one worker process. Flat, so that every field is a flag.
 
     Args:
         model: local Hugging Face folder.
-        served_model_name: what clients call it; empty: the folder's name.
+        served_model_name: the name clients use; empty: the folder's name.
         role: "prefill" or "decode".
-        worker_id: unique in the cluster; a restart keeps it, under a new incarnation.
-        host: interface of the gRPC server and, unless kv_host is set, of the KV transport. Only a private one: neither asks who
-            is calling.
+        worker_id: unique in the cluster; a restart keeps it, with a new incarnation.
+        host: interface of the gRPC server and, unless kv_host is set, of the KV transport. Use a private one: neither
+            authenticates callers.
         port: 0: any free one.
-        cluster_ca, cluster_cert, cluster_key: PEM files: routers and workers show each other a certificate of this authority,
-            on every gRPC connection between them; the certificate names the host of the worker's address, or:
-        cluster_tls_name: that a peer's certificate must hold, where one is shared by a pool whose addresses nobody knows before.
-        insecure: let other machines reach this worker without them.
-        advertise_host: how peers reach our gRPC server; empty: host.
-        kv_host: address of the interface that KV crosses, and what peers are told of it; empty: host.
-        metrics_host, metrics_port: where /metrics is served, for Prometheus; no port: nowhere; 0: any free one.
-        client_port: where clients may come with a router's tickets (decode only); no port: nowhere; 0: any free one.
-        client_host, client_advertise_host: interface of that port and how clients reach it; empty: as for peers.
-        client_tls_cert, client_tls_key: PEM files; when set, that port speaks TLS only.
-        redis_url: empty: no store, the worker is on its own.
+        cluster_ca, cluster_cert, cluster_key: PEM files for mTLS on every gRPC connection between routers and workers.
+            The certificate names the host of the worker's address, or:
+        cluster_tls_name: name that a peer's certificate must hold, if a pool with dynamic addresses shares one.
+        insecure: allow other machines to reach this worker without mTLS.
+        advertise_host: address of the gRPC server for peers; empty: host.
+        kv_host: address of the interface of KV transfers, also for peers; empty: host.
+        metrics_host, metrics_port: address of /metrics, for Prometheus; no port: off; 0: any free one.
+        client_port: port for clients with a router's tickets (decode only); no port: off; 0: any free one.
+        client_host, client_advertise_host: interface of that port, and its address for clients; empty: as for peers.
+        client_tls_cert, client_tls_key: PEM files; if set, that port uses TLS only.
+        redis_url: empty: no store; routers cannot find the worker.
         secret_file: the cluster secret, from which keys are derived.
-        dtype: of weights and KV: float32, float16, bfloat16, or auto: on a GPU the checkpoint's own, on a CPU float32.
-        backend: kernels: native (C, compiled at the first start; CPU), torch, triton (GPU), or auto: the device's own, which on a
-            CPU is native where it can be had, with a warning where it cannot.
-        num_blocks: KV blocks; 0: as many as kv_memory_bytes hold.
-        kv_memory_bytes: KV pool; 0: on a GPU what gpu_memory_utilization leaves, else a share of the memory free at start.
-        gpu_memory_utilization: share of the GPU's memory that this worker's weights, steps, staging ring and KV may
-            take together.
-        max_model_len: 0: the model's own.
+        dtype: of weights and KV: float32, float16, bfloat16, or auto: on a GPU the checkpoint's, on a CPU float32.
+        backend: kernels: native (C, compiled at the first start; CPU), torch, triton (GPU), or auto: by the device; on
+            a CPU native if available, else torch with a warning.
+        num_blocks: KV blocks; 0: as many as fit into kv_memory_bytes.
+        kv_memory_bytes: KV pool; 0: on a GPU by gpu_memory_utilization, else a share of the memory free at start.
+        gpu_memory_utilization: share of the GPU's memory for this worker's weights, steps, staging ring and KV
+            together.
+        max_model_len: prompt and answer together, in tokens; 0: the model's.
         max_num_seqs: requests that run at once; 0: by the device (64 on a CPU, 256 on a GPU).
         max_num_batched_tokens: of one step; 0: by the device (512 on a CPU, 4,096 on a GPU).
         max_step_time_s: bound on a step's prefill; 0: only max_num_batched_tokens bounds it; not set: by the device
             (0.5 on a CPU, 0 on a GPU).
-        mixed_step_time_s: the same of a step in which sequences decode, which wait for it; prompts have at least as long as
-            these take alone, and longer while more than 2 s of them wait. 0: as of any other step; not set: by the device
-            (0.05 on a CPU, 0 on a GPU).
+        mixed_step_time_s: the same for a step in which sequences decode; prompts get at least as long as decoding
+            takes, and longer while more than 2 s of them wait. 0: as for any other step; not set: by the device (0.05
+            on a CPU, 0 on a GPU).
         threads: torch threads.
-        scheduling_policy: sojourn (no prompt later than if all were computed in equal shares), fcfs, priority, sjf (shortest job
-            first, with aging) or fair (tokens by tenant).
-        long_prefill_token_threshold: prompt tokens of one request in one step; 0: no such cap.
-        tenant_cache_share: part of the pool that one tenant's cached blocks may take.
+        scheduling_policy: sojourn (no prompt later than under equal shares), fcfs, priority, sjf (shortest job first,
+            with aging) or fair (tokens by tenant).
+        long_prefill_token_threshold: most prompt tokens of one request in one step; 0: no limit.
+        tenant_cache_share: share of the pool for one tenant's cached blocks.
         steps_ahead: on a GPU, launch a decode step before the last one's tokens are read.
-        num_host_blocks: KV blocks in host memory for what the pool evicts or swaps out; 0: none.
+        num_host_blocks: KV blocks in host memory for evicted and swapped-out blocks; 0: none.
         preemption_mode: auto (by measured cost), recompute or swap.
-        grammar_backend: of structured output: auto (xgrammar, and llguidance for what xgrammar would not follow to the
-            letter), xgrammar, llguidance, or none: requests with a grammar are refused.
+        grammar_backend: of structured output: auto (xgrammar, and llguidance for what xgrammar would only approximate),
+            xgrammar, llguidance, or none: requests with a grammar are rejected.
         grammar_time_cap_s: for compiling one grammar.
         grammar_warm_up: import the grammar libraries after the start instead of at the first grammar.
-        transport: ucx, nixl, ipc (GPUs of one host), ucx-gpu (GPU memory over UCX), auto (the best that passes its self-test) or
-            inproc (tests); empty: by the device (ucx on a CPU, auto on a GPU).
-        require_transport: refuse to start unless the self-test found exactly this path, for example ucx:tcp.
-        slab_bytes, num_slabs: the staging ring; 0: by the device (8 of 4 MiB on a CPU; on a GPU up to 16, each with room
-            for the KV of 2,048 tokens, within 8% of its memory).
+        transport: ucx, nixl, ipc (GPUs of one host), ucx-gpu (GPU memory over UCX), auto (the best that passes its
+            self-test) or inproc (tests); empty: by the device (ucx on a CPU, auto on a GPU).
+        require_transport: fail at the start unless the self-test found exactly this path, for example ucx:tcp.
+        slab_bytes, num_slabs: the staging ring; 0: by the device (8 of 4 MiB on a CPU; on a GPU up to 16, each for the
+            KV of 2,048 tokens, within 8% of its memory).
         slab_lease_s: how long a packed slab waits for decode.
-        read_base_s: deadline of a KV read, before what its bytes take.
-        max_queue: requests held at once, running and waiting; more are refused at once.
+        read_base_s: deadline of a KV read, in addition to the time for its bytes.
+        max_queue: requests held at once, running and waiting; more are rejected.
         lease_s, heartbeat_s: worker lease in the store.
         stall_bound_s: a step longer than this makes the worker NOT_SERVING.
-        drain_s: how long running requests may go on after SIGTERM.
+        drain_s: seconds that running requests may continue after SIGTERM.
         handshake_timeout_s: for a peer's answer to GetInfo.
-        leg_silence_s: decode gives a prefill worker up that said nothing for so long; prefill speaks three times as often.
-            The same on both sides.
-        kv_overlap: whether prefill sends ranges, and layers of the last one, while later ones are computed: on, off, or auto:
-            those that the link's measured rate and the measured cost of a message say are worth it.
-        allow_kv_conversion: decode takes KV of prefill workers with another block size, KV dtype or order of heads, and converts
-            it; such answers say so. Another dtype gives up that tokens equal those of a single worker.
+        leg_silence_s: seconds without a message after which decode gives up a prefill worker, which sends three times
+            as often. The same on both sides.
+        kv_overlap: whether prefill sends ranges, and layers of the last one, while later ones are computed: on, off, or
+            auto: those worth it by the measured rate of the link and cost of a message.
+        allow_kv_conversion: decode accepts KV of prefill workers with another block size, KV dtype or order of heads,
+            and converts it; such answers say so. With another dtype, tokens may differ from those of a single worker.
         verify_checksum: False only in tests.
         fault_corrupt_every: tests: flip a byte of every n-th received slab.
-        fault_step_gates: tests: a folder where a file with this worker's name holds its steps, see worker.step_gate; empty: none.
+        fault_step_gates: tests: a folder where a file with this worker's name holds its steps, see worker.step_gate;
+            empty:
+            none.
         check_invariants: tests: walk the whole block pool after every step.
     """
 
@@ -182,9 +184,9 @@ class WorkerConfig:
             if not 0 <= (getattr(self, name) or 0) <= 65_535:
                 raise ConfigError(name, getattr(self, name), "must be between 0 and 65535")
         if self.client_port is not None and self.role != "decode":
-            raise ConfigError("client_port", self.client_port, "clients come to decode workers only")
+            raise ConfigError("client_port", self.client_port, "only decode workers serve clients")
         if self.client_port is not None and not self.secret_file:
-            raise ConfigError("secret_file", "", "must be set: client_port takes tickets that only it can check")
+            raise ConfigError("secret_file", "", "must be set: it verifies the tickets of client_port")
         if bool(self.client_tls_cert) != bool(self.client_tls_key):
             name = "client_tls_key" if self.client_tls_cert else "client_tls_cert"
             raise ConfigError(name, "", "must be set too: TLS needs a certificate and its key")

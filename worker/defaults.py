@@ -1,7 +1,7 @@
-"""What a worker's settings are where nobody set them: from the device, its memory, and what a token of the model takes. Pure.
+"""Defaults of unset worker settings, from the device, its memory, and the KV size of a token. Pure.
 
-A GPU computes a thousand tokens in the time of a few, and moves KV best in few large messages; a CPU's steps are short or nobody
-gets a word in edgeways, and its slabs are ordinary memory. What was set stays.
+A GPU computes a thousand tokens in the time of a few, and transfers KV best in few large messages. On a CPU short steps
+keep other requests responsive, and slabs are ordinary memory. Given settings are kept.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ GPU_SEQS = 256
 GPU_BATCHED_TOKENS = 4096
 GPU_SLABS = 16
 GPU_SLAB_TOKENS = 2048
-"""Half of a step: the first half of a long chunk is on its way while the second is packed."""
+"""Half of a step: the first half of a long chunk is sent while the second is packed."""
 _RING_SHARE = 0.08
-"""Of the GPU's memory, that slabs may take."""
+"""Share of the GPU's memory for slabs."""
 _SLAB_UNIT = 2 << 20
 _MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """The device that a worker computes on. Args: total_bytes: of its memory, 0 on a CPU."""
+    """The device of a worker. `total_bytes`: of its memory, 0 on a CPU."""
 
     kind: str = "cpu"
     name: str = "the CPU"
@@ -49,9 +49,11 @@ class DeviceFacts:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """Args:
-    dtype: the checkpoint's own.
-    kv: of its cache, in whatever dtype.
+    """Facts about the model.
+
+    Args:
+        dtype: the checkpoint's.
+        kv: format of its cache, in any dtype.
     """
 
     dtype: str
@@ -59,9 +61,10 @@ class ModelFacts:
 
 
 def settled(config: WorkerConfig, device: DeviceFacts, model: ModelFacts | None) -> tuple[WorkerConfig, list[str]]:
-    """The settings with nothing left open, and for each that was open a line with its value and the reason.
+    """The settings with all defaults, and a line with value and reason for each default.
 
-    Args: model: may be None on a CPU, where nothing depends on it.
+    Args:
+        model: may be None on a CPU, where no default depends on it.
     """
     if device.kind == "cpu":
         found = {name: (value, "on a CPU") for name, value in CPU.items()}
@@ -74,7 +77,7 @@ def settled(config: WorkerConfig, device: DeviceFacts, model: ModelFacts | None)
 
 
 def is_open(config: WorkerConfig, name: str) -> bool:
-    """Nobody set it. (A bound of 0 seconds is a setting, no bound, and so is the transport "auto".)"""
+    """Whether it is unset. (0 seconds means no bound, and the transport "auto" is a setting.)"""
     value = getattr(config, name)
     if name.endswith("_time_s"):
         return value is None
@@ -105,7 +108,7 @@ def _on_gpu(config: WorkerConfig, device: DeviceFacts, model: ModelFacts) -> dic
 
 
 def _slab(per_token: int, device: DeviceFacts, num_slabs: int) -> tuple[int, str]:
-    """Room for the KV of GPU_SLAB_TOKENS, or of as many as leave room for a few slabs; and the reason."""
+    """Size for the KV of GPU_SLAB_TOKENS, or of as many as leave memory for a few slabs; and the reason."""
     tokens = GPU_SLAB_TOKENS
     most = min(MOST["slab_bytes"], int(device.total_bytes * _RING_SHARE) // min(4, num_slabs))
     while tokens > 16 and _rounded(tokens * per_token) > most:
@@ -115,5 +118,5 @@ def _slab(per_token: int, device: DeviceFacts, num_slabs: int) -> tuple[int, str
 
 
 def _rounded(size_bytes: int) -> int:
-    """With room for header, trailer and what rounding of blocks adds."""
+    """Including header, trailer and rounding to whole blocks."""
     return (size_bytes // _SLAB_UNIT + 1) * _SLAB_UNIT

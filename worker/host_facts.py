@@ -1,4 +1,4 @@
-"""What the host under this process allows, read from the kernel: for GetStats and `diptych doctor`. Nothing is decided by it."""
+"""Limits of this host, read from the kernel, for GetStats and `diptych doctor`. Information only."""
 
 from __future__ import annotations
 
@@ -14,22 +14,24 @@ from pathlib import Path
 
 UNLIMITED = 2**64 - 1
 RDMA_MODULES = ("ib_core", "ib_uverbs", "rdma_ucm")
-"""What a user-space RDMA library needs of the kernel, whatever the card; its own driver shows as a device."""
+"""Kernel modules needed by user-space RDMA with any card; its own driver shows as a device."""
 UCX_FOLDERS = {
     "nixl-cu12": "nixl_cu12.libs/ucx",
     "nixl-cu13": "nixl_cu13.libs/ucx",
     "libucx (of ucxx)": "libucx/lib/ucx",
 }
-"""Where the packages that bring a UCX keep its loadable parts, below site-packages."""
+"""Folders of loadable UCX parts in packages that contain UCX, below site-packages."""
 INFINIBAND_PART = "libuct_ib.so*"
 
 
 @dataclass(frozen=True, slots=True)
 class HostFacts:
-    """Args:
-    memlock_bytes, max_open_files: UNLIMITED: without limit.
-    shm_bytes, shm_free_bytes: of /dev/shm; 0: there is none.
-    rdma_missing: what would have to be there for RDMA, in words; empty: nothing is missing.
+    """Facts about the host.
+
+    Args:
+        memlock_bytes, max_open_files: UNLIMITED: without limit.
+        shm_bytes, shm_free_bytes: of /dev/shm; 0: there is none.
+        rdma_missing: what RDMA lacks, in words; empty: nothing.
     """
 
     wall_clock_s: float
@@ -46,9 +48,11 @@ class HostFacts:
 
 
 def read_host_facts(root: Path = Path("/"), site: Path | None = None) -> HostFacts:
-    """Args:
-    root: where proc/, sys/ and dev/ lie; another one in tests.
-    site: site-packages; None: this interpreter's.
+    """Read the facts.
+
+    Args:
+        root: parent of proc/, sys/ and dev/; another folder in tests.
+        site: site-packages; None: this interpreter's.
     """
     devices = _names(root / "sys/class/infiniband")
     ucx = ucx_parts(Path(sysconfig.get_path("platlib")) if site is None else site)
@@ -70,7 +74,7 @@ def read_host_facts(root: Path = Path("/"), site: Path | None = None) -> HostFac
 
 def _rdma_missing(root: Path, devices: list[str]) -> list[str]:
     missing = [] if devices else ["no InfiniBand or RoCE device in /sys/class/infiniband"]
-    for module in RDMA_MODULES:  # a module built into the kernel shows below /sys/module, too
+    for module in RDMA_MODULES:  # a module built into the kernel is in /sys/module, too
         if not (root / "sys/module" / module).exists():
             missing.append(f"kernel module {module} is not loaded (modprobe {module})")
     if devices and (root / "proc/driver/nvidia").exists() and not (root / "sys/module/nvidia_peermem").exists():
@@ -84,7 +88,7 @@ def _rdma_missing(root: Path, devices: list[str]) -> list[str]:
 
 @cache
 def ucx_parts(site: Path) -> dict[str, bool]:
-    """Installed packages with a UCX: whether it can speak InfiniBand and RoCE."""
+    """Installed packages with UCX, and whether it supports InfiniBand and RoCE."""
     folders = {package: site / folder for package, folder in UCX_FOLDERS.items()}
     return {package: any(at.glob(INFINIBAND_PART)) for package, at in folders.items() if at.is_dir()}
 
@@ -97,7 +101,7 @@ def _ucx_missing(parts: dict[str, bool]) -> list[str]:
 
 
 def _nixl_package() -> str:
-    """The one for the CUDA that torch was built for, if this process has loaded one with CUDA."""
+    """The package for torch's CUDA version, if this process has loaded a torch with CUDA."""
     cuda: str | None = getattr(getattr(sys.modules.get("torch"), "version", None), "cuda", None)
     return f"nixl-cu{cuda.partition('.')[0]}" if cuda else "nixl-cu12"
 

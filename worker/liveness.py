@@ -1,4 +1,4 @@
-"""Is the engine making progress? Pure: a verdict from a snapshot of its counters."""
+"""Whether the engine makes progress. Pure: a verdict from a snapshot of its counters."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from diptych.engine.messages import EngineStats
 
 
 def why_not_live(stats: EngineStats, now: float, *, stall_bound_s: float) -> str:
-    """Why the worker must not be called SERVING; empty when all is well.
+    """Why the worker must not be SERVING; empty: it may.
 
     Args:
         now: on the clock of stats.busy_since.
-        stall_bound_s: a step may take so long.
+        stall_bound_s: longest duration of a step.
     """
     if not stats.alive:
         return "the step thread has ended"

@@ -1,8 +1,8 @@
-"""What a worker counts and times, and the server that shows it: Prometheus text on a port of its own, loopback by default.
+"""A worker's metrics, and their server: Prometheus text on a separate port, loopback by default.
 
-Gauges and counters of the engine and of the ledger are read at the scrape, so they cost nothing between two of them; only
-KV reads are timed as they happen. The server answers on a thread of its own: it reads `EngineStats` without a lock and asks
-the transfer thread through the event loop, with a deadline.
+Gauges and counters of engine and ledger are read at the scrape, so they cost nothing in between; only KV reads are
+timed when they happen. The server has its own thread: it reads `EngineStats` without a lock, and queries the transfer
+thread through the event loop, with a deadline.
 """
 
 from __future__ import annotations
@@ -40,9 +40,11 @@ _SLAB_STATES = ("free", "packed", "in_flight", "settled", "quarantined")
 
 
 class WorkerMetrics(Metrics):
-    """Args:
-    role: "prefill" or "decode": a role registers only what it moves.
-    stats: the engine's numbers, as of now; callable from any thread.
+    """The metrics of one worker.
+
+    Args:
+        role: "prefill" or "decode": a role registers only metrics that change there.
+        stats: the engine's current numbers; callable from any thread.
     """
 
     def __init__(self, role: str, *, stats: Callable[[], EngineStats], clock: Clock) -> None:
@@ -56,24 +58,24 @@ class WorkerMetrics(Metrics):
         self.external_tokens = 0
         if role == "decode":
             self.read_seconds = self.histogram(
-                "kv_transfer_seconds", "One slab, from the wish to read it to its verified KV", TRANSFER_BUCKETS_S
+                "kv_transfer_seconds", "Time of one slab read, from its request to the verified KV", TRANSFER_BUCKETS_S
             )
             self.read_failures = self.counter(
                 "kv_transfer_failures", "Reads of slabs that failed, by reason", ["reason"]
             )
         self.iteration_tokens = self.histogram(
-            "iteration_tokens_total", "Tokens that a step of the engine computed or drew", TOKEN_BUCKETS
+            "iteration_tokens_total", "Tokens computed or sampled by an engine step", TOKEN_BUCKETS
         )
         self._seen: EngineStats | None = None
         self.registry.register(_Snapshot(self))
 
     def describe_cache(self, **labels: object) -> None:
-        """The pool's constants, as labels of one series that is always 1 (what a gateway's endpoint picker reads)."""
+        """The pool's constants, as labels of one series that is always 1 (for gateways' endpoint pickers)."""
         told = {name: str(value) for name, value in labels.items()}
         self.gauge("cache_config_info", "The KV cache's constants, as labels", list(told)).labels(**told).set(1)
 
     def step(self) -> None:
-        """The engine has delivered events: look how much its last steps did. Steps without events count later."""
+        """The engine delivered events: observe its last steps. Steps without events are counted later."""
         now, before = self._stats(), self._seen
         if before is None:
             return  # the warm-up's
@@ -86,7 +88,7 @@ class WorkerMetrics(Metrics):
                 self.iteration_tokens.observe(tokens / steps)
 
     def begin(self, transfer: Transfer, loop: asyncio.AbstractEventLoop) -> None:
-        """Count from now on: what the warm-up did is nobody's request."""
+        """Start counting: the warm-up is not a request."""
         self._since = self._seen = self._stats()
         self._transfer, self._loop = transfer, loop
 
@@ -96,32 +98,30 @@ class WorkerMetrics(Metrics):
 
     def engine_families(self) -> Iterator[Metric]:
         now, since = self._stats(), self._since
-        yield _gauge("num_requests_running", "Requests in the running batch, prefill or decode", now.num_running)
+        yield _gauge("num_requests_running", "Requests in the running batch, prefilling or decoding", now.num_running)
         waiting = now.num_waiting + now.num_waiting_remote
-        yield _gauge("num_requests_waiting", "Requests that wait for blocks, a turn, or KV from prefill", waiting)
+        yield _gauge("num_requests_waiting", "Requests waiting for blocks, a turn, or KV from prefill", waiting)
         reasons = GaugeMetricFamily(
             PREFIX + "num_requests_waiting_by_reason",
-            "capacity: for blocks or a turn; deferred: for KV from prefill",
+            "Waiting requests; capacity: for blocks or a turn; deferred: for KV from prefill",
             labels=["reason"],
         )
         reasons.add_metric(["capacity"], now.num_waiting)
         if self.role == "decode":
             reasons.add_metric(["deferred"], now.num_waiting_remote)
         yield reasons
-        yield _gauge(
-            "waiting_prompt_tokens", "Prompt tokens that are queued or half computed", now.waiting_prompt_tokens
-        )
+        yield _gauge("waiting_prompt_tokens", "Prompt tokens queued or not yet computed", now.waiting_prompt_tokens)
         yield _gauge(
             "prefill_tokens_per_second", "Measured rate at which prompts are computed", now.prefill_tokens_per_s
         )
         yield _gauge("kv_cache_usage_perc", "Share of KV blocks in use or reserved; 1 is all of them", now.kv_usage)
         cached = now.cached_tokens_total - since.cached_tokens_total
         prompt = now.prompt_tokens_total - since.prompt_tokens_total
-        yield _counter("prefix_cache_queries", "Prompt tokens that were looked up in the prefix cache", prompt)
-        yield _counter("prefix_cache_hits", "Prompt tokens that were found in it", cached)
+        yield _counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", prompt)
+        yield _counter("prefix_cache_hits", "Prompt tokens found in the prefix cache", cached)
         yield _counter("prompt_tokens", "Prompt tokens of admitted requests", prompt)
         sources = CounterMetricFamily(
-            PREFIX + "prompt_tokens_by_source", "Where the KV of prompt tokens came from", labels=["source"]
+            PREFIX + "prompt_tokens_by_source", "Prompt tokens by the source of their KV", labels=["source"]
         )
         sources.add_metric(["local_compute"], now.computed_tokens_total - since.computed_tokens_total)
         sources.add_metric(["local_cache_hit"], cached)
@@ -129,27 +129,25 @@ class WorkerMetrics(Metrics):
             sources.add_metric(["external_kv_transfer"], self.external_tokens)
         yield sources
         generated = now.generation_tokens_total - since.generation_tokens_total
-        yield _counter("generation_tokens", "Tokens that were drawn, or taken over from prefill", generated)
+        yield _counter("generation_tokens", "Generated tokens, including those sampled by prefill", generated)
         if self.role == "decode":  # prefill's requests never grow
             preempted = now.preemptions_total - since.preemptions_total
-            yield _counter("num_preemptions", "Requests that had to give their blocks back and start over", preempted)
+            yield _counter("num_preemptions", "Preempted requests", preempted)
             yield _gauge("decode_step_seconds", "Measured time of a step of decode", now.decode_step_s)
         ages = now.block_ages
+        yield _ages("kv_block_lifetime_seconds", "Lifetime of a cached block, until its eviction", ages.lifetime)
         yield _ages(
-            "kv_block_lifetime_seconds", "A cached block, from entering the cache to its eviction", ages.lifetime
+            "kv_block_idle_before_evict_seconds",
+            "Time of an evicted block since a request last used it",
+            ages.idle_before_evict,
         )
-        yield _ages(
-            "kv_block_idle_before_evict_seconds", "Of that, since a request last held it", ages.idle_before_evict
-        )
-        yield _ages(
-            "kv_block_reuse_gap_seconds", "A cached block, from its last holder to the next hit", ages.reuse_gap
-        )
+        yield _ages("kv_block_reuse_gap_seconds", "Time between two uses of a cached block", ages.reuse_gap)
         yield _counter("engine_steps", "Steps of the engine", now.steps - since.steps)
         if now.steps_ahead or now.not_ahead:  # only on a device
             ahead = now.steps_ahead - since.steps_ahead
-            yield _counter("engine_steps_ahead", "Of those, launched before the one before them had landed", ahead)
+            yield _counter("engine_steps_ahead", "Steps launched before the previous one had finished", ahead)
             waited = CounterMetricFamily(
-                PREFIX + "engine_steps_not_ahead", "Steps that waited for the last one's tokens", labels=["reason"]
+                PREFIX + "engine_steps_not_ahead", "Steps that waited for the previous one's tokens", labels=["reason"]
             )
             before = dict(since.not_ahead)
             for reason, count in now.not_ahead:
@@ -157,17 +155,15 @@ class WorkerMetrics(Metrics):
             yield waited
 
     def transfer_families(self) -> Iterator[Metric]:
-        """Nothing at all when the transfer thread does not answer: a missing series is seen, a stale one is believed."""
+        """Nothing when the transfer thread does not answer: a missing series is noticed, a stale one is not."""
         audit = self._audit()
         if audit is None:
             return
         moved = audit.bytes_sent if self.role == "prefill" else audit.bytes_received
-        moved_text = (
-            "KV that decode workers read from here" if self.role == "prefill" else "KV that was read and verified"
-        )
+        moved_text = "KV bytes read by decode workers" if self.role == "prefill" else "KV bytes read and verified"
         yield _counter("kv_transfer_bytes", moved_text, moved)
         if self.role == "prefill":
-            text = "Requests whose KV was taken back: not read, or not acknowledged, within its lease"
+            text = "Requests whose KV was reclaimed: not read, or not acknowledged, within its lease"
             yield _counter("kv_expired_requests", text, audit.expired_requests)
         slabs = GaugeMetricFamily(PREFIX + "kv_slabs", "Slabs of the staging ring by state", labels=["state"])
         for state in _SLAB_STATES:
@@ -181,14 +177,14 @@ class WorkerMetrics(Metrics):
         coroutine = self._transfer.audit()
         try:
             asked = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        except RuntimeError:  # the loop was closed this moment
+        except RuntimeError:  # the loop was just closed
             coroutine.close()
             return None
         try:
             return asked.result(_AUDIT_DEADLINE_S)
         except (TimeoutError, CancelledError, DiptychError) as error:
             asked.cancel()
-            log.warning("the transfer thread gives no numbers", error=repr(error))
+            log.warning("no numbers from the transfer thread", error=repr(error))
             return None
 
 
@@ -197,7 +193,7 @@ class _Snapshot(Collector):
         self._metrics = metrics
 
     def describe(self) -> list[Metric]:
-        """Names only, for the registry's check against duplicates: nothing is asked yet."""
+        """Names only, for the registry's check against duplicates."""
         return list(self._metrics.engine_families())
 
     def collect(self) -> Iterator[Metric]:
@@ -246,10 +242,7 @@ def _ages(name: str, text: str, ages: Ages) -> Metric:
 
 
 class MetricsServer:
-    """GET /metrics on host:port until close().
-
-    Raises: ConfigError when the port cannot be had.
-    """
+    """GET /metrics on host:port until close(). Raises: ConfigError when the port cannot be bound."""
 
     def __init__(self, metrics: Metrics, host: str, port: int) -> None:
         self._server: WSGIServer
@@ -263,7 +256,7 @@ class MetricsServer:
         self.port = int(self._server.server_port)
 
     def close(self) -> None:
-        """Blocks until the answer that is being written is out, a few seconds at most."""
+        """Blocks until the current response is written, a few seconds at most."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(_JOIN_S)

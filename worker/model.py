@@ -1,4 +1,4 @@
-"""A model folder turned into what a worker runs: runner, facts for the handshake, block identity, detokenizer."""
+"""Loading of a model folder: runner, facts for the handshake, block identity, detokenizer."""
 
 from __future__ import annotations
 
@@ -40,10 +40,12 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """Args:
-    detokenizer_factory, grammars: None on prefill, whose text is decode's business.
-    config: the settings with the device's defaults filled in; None: of a CPU.
-    kernels: what computes: native, torch, triton.
+    """A loaded model.
+
+    Args:
+        detokenizer_factory, grammars: None on prefill, where decode handles text.
+        config: the settings with the device's defaults filled in; None: of a CPU.
+        kernels: the backend: native, torch, triton.
     """
 
     runner: ModelRunner
@@ -56,9 +58,9 @@ class LoadedModel:
 
 
 def choose_num_blocks(config: WorkerConfig, *, bytes_per_block: int, max_model_len: int, available_bytes: int) -> int:
-    """KV blocks of the pool: what was asked for, else what the memory holds, but one whole context at least.
+    """KV blocks of the pool: the configured number, else as many as fit into memory, at least one whole context.
 
-    Raises: ConfigError when kv_memory_bytes hold less than one block, or the machine has less memory than was asked for.
+    Raises: ConfigError when kv_memory_bytes is less than one block, or the configured memory is not available.
     """
     if config.device == "cpu":
         for name, wanted in (
@@ -82,7 +84,7 @@ def choose_num_blocks(config: WorkerConfig, *, bytes_per_block: int, max_model_l
 
 def load_model(config: WorkerConfig) -> LoadedModel:
     """Takes seconds; run it in an executor. Raises: ConfigError naming the setting or the file."""
-    # Imported here: torch takes seconds, and a fake runner needs none of it.
+    # Imported here: torch takes seconds, and a fake runner does not need it.
     from diptych.engine.exec.attention import attention_version
     from diptych.engine.exec.cuda.sizing import PoolBudget
     from diptych.engine.exec.kv_pool import kv_format_of
@@ -150,7 +152,7 @@ def load_model(config: WorkerConfig) -> LoadedModel:
         def factory(sampling: SamplingParams) -> RequestDetokenizer:
             return RequestDetokenizer(tokenizer, sampling.stop)
 
-        # The first one builds the tokenizer's byte table, 0.1 s that no request should pay.
+        # The first one builds the tokenizer's byte table, which takes 0.1 s.
         factory(SamplingParams(max_tokens=1))
         if config.grammar_backend != "none":
             grammars = make_grammars(config, tokenizer)
@@ -166,18 +168,18 @@ def load_model(config: WorkerConfig) -> LoadedModel:
 
 
 def checkpoint_dtype(config: Mapping[str, Any]) -> str:
-    """Of the weights, as config.json tells. Raises: ConfigError when it is none that we compute in."""
+    """dtype of the weights in config.json. Raises: ConfigError when it is not supported."""
     inner = config.get("text_config")
     if isinstance(inner, Mapping):
         config = {**config, **inner}
     own = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
     if own not in COMPUTE_DTYPES:
-        raise ConfigError("dtype", AUTO, f"the checkpoint's own is {own}: name one of {', '.join(COMPUTE_DTYPES)}")
+        raise ConfigError("dtype", AUTO, f"the checkpoint has {own}: name one of {', '.join(COMPUTE_DTYPES)}")
     return own
 
 
 def _device_facts(device: str) -> DeviceFacts:
-    """Raises: ConfigError when it cannot be used."""
+    """Raises: ConfigError when the device cannot be used."""
     if device == "cpu":
         return DeviceFacts()
     import torch
@@ -191,7 +193,7 @@ def _device_facts(device: str) -> DeviceFacts:
 
 
 def make_grammars(config: WorkerConfig, tokenizer: ModelTokenizer) -> GrammarCompiler | None:
-    """None for a model that names no end: an answer that must end could not."""
+    """None for a model without end-of-text token: a constrained answer could not end."""
     if not tokenizer.eos_token_ids:
         return None
     limits = GrammarLimits(time_cap_s=config.grammar_time_cap_s)
@@ -209,14 +211,14 @@ def make_grammars(config: WorkerConfig, tokenizer: ModelTokenizer) -> GrammarCom
 
 
 def identity_key(config: WorkerConfig) -> bytes:
-    """Key of the block identities; the router derives the same one from the same secret. Raises: ConfigError."""
+    """Key of the block identities; the router derives the same from the same secret. Raises: ConfigError."""
     if not config.secret_file:
         raise ConfigError("secret_file", "", "is needed: block identities are derived from the cluster secret")
     return derive_key(load_secret(Path(config.secret_file)), "block identity")
 
 
 def _ring_on_gpu(config: WorkerConfig) -> int:
-    """Bytes of the staging ring that may come to lie in GPU memory, once the transport is known."""
+    """Bytes of the staging ring that may be in GPU memory, once the transport is known."""
     from diptych.kvtransfer.registry import candidates
 
     on_gpu = any(config.role in spec.gpu_ring_roles for spec in candidates(config.transport, config.device))
@@ -224,7 +226,7 @@ def _ring_on_gpu(config: WorkerConfig) -> int:
 
 
 def _available_bytes() -> int:
-    """Memory that can be had without swapping."""
+    """Available memory without swapping."""
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):

@@ -1,8 +1,8 @@
-"""Peers of a decode worker: one handshake for each life of a prefill worker.
+"""Peers of a decode worker: one handshake per incarnation of a prefill worker.
 
 connect(ref) -> GetInfo -> another incarnation?  StaleReferenceError
-                        -> facts differ?         IncompatibleWorkersError (kept: it is refused until it restarts)
-                        -> Peer                  (kept until drop, or until another life of the worker is met)
+                        -> facts differ?         IncompatibleWorkersError (cached until the worker restarts)
+                        -> Peer                  (cached until drop, or until another incarnation is seen)
 """
 
 from __future__ import annotations
@@ -43,14 +43,16 @@ class Peer:
     """Its PrefillStub."""
     channel: grpc.aio.Channel
     kv_format: KvFormat | None = None
-    """How its KV lies, where it must be converted; None: as ours."""
+    """Its KV format, if conversion is needed; None: the same as here."""
 
 
 class PeerDirectory:
-    """Args:
-    compat: this worker's own facts.
-    forget: called with the KV address of a peer that is dropped, to close its endpoint.
-    allow_conversion: take KV of another block size, dtype or order of heads, and convert it.
+    """All peers.
+
+    Args:
+        compat: this worker's facts.
+        forget: called with the KV address of a dropped peer, to close its endpoint.
+        allow_conversion: accept KV of another block size, dtype or order of heads, and convert it.
     """
 
     def __init__(
@@ -71,7 +73,7 @@ class PeerDirectory:
         self._closing: set[asyncio.Task[None]] = set()
 
     async def connect(self, ref: WorkerRef) -> Peer:
-        """The peer behind `ref`, after a handshake that is done once.
+        """The peer of `ref`; the handshake is done once.
 
         Raises: StaleReferenceError, IncompatibleWorkersError, WorkerLostError (cannot be reached in time).
         """
@@ -85,12 +87,14 @@ class PeerDirectory:
             current = asyncio.current_task()
             if not task.cancelled() or (current is not None and current.cancelling()):
                 raise
-            # Not we, but the handshake was cancelled: somebody met another life of this worker meanwhile.
-            raise WorkerLostError(f"prefill worker {ref.worker_id} was given up: another life of it was met") from None
+            # Not this task but the handshake was cancelled: another incarnation of this worker was seen meanwhile.
+            raise WorkerLostError(
+                f"prefill worker {ref.worker_id} was given up: another incarnation of it was seen"
+            ) from None
 
     def drop(self, ref: WorkerRef) -> None:
-        """Forget a peer that is gone or has another life; idempotent. Its channel and KV endpoint are closed in the
-        background: whoever noticed the loss need not wait for what a stopped peer makes slow."""
+        """Forget a peer that is gone or was restarted. Idempotent. Its channel and KV endpoint are closed in the
+        background, since closing is slow for a stopped peer."""
         task = self._peers.pop(ref, None)
         if task is None:
             return
@@ -113,7 +117,7 @@ class PeerDirectory:
         await asyncio.gather(*self._closing)
 
     def _settle(self, ref: WorkerRef, task: asyncio.Task[Peer]) -> None:
-        """Failures that may pass are not kept; a refusal for incompatibility is."""
+        """Cache a rejection for incompatibility, but no transient failure."""
         keep = not task.cancelled() and isinstance(task.exception(), (type(None), IncompatibleWorkersError))
         if not keep and self._peers.get(ref) is task:
             del self._peers[ref]
@@ -131,7 +135,12 @@ class PeerDirectory:
             raise
         for other in [known for known in self._peers if known.worker_id == ref.worker_id and known != ref]:
             self.drop(other)
-        log.info("prefill worker met", peer=ref.worker_id, incarnation=ref.incarnation, transport=info.transport_path)
+        log.info(
+            "connected to a prefill worker",
+            peer=ref.worker_id,
+            incarnation=ref.incarnation,
+            transport=info.transport_path,
+        )
         return Peer(ref, info.pid, kv, PrefillStub(channel), channel, kv_format)
 
     @staticmethod
@@ -146,7 +155,7 @@ class PeerDirectory:
                 f"{ref.address} is {info.worker_id}/{info.incarnation}, not {ref.worker_id}/{ref.incarnation}"
             )
         if info.role != worker_pb2.WORKER_ROLE_PREFILL:
-            raise IncompatibleWorkersError(f"{ref.worker_id} is no prefill worker")
+            raise IncompatibleWorkersError(f"{ref.worker_id} is not a prefill worker")
         theirs = convert.compat_from_proto(info.compat)
         different = differences(self._compat, theirs, converting=self._allow_conversion)
         if different:

@@ -1,4 +1,4 @@
-"""What the services need of the engine, as a protocol: the real EngineClient in production, a fake in tests."""
+"""The services' interface to the engine: EngineClient in production, a fake in tests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from diptych.engine.messages import CacheDump, Command, EngineAudit, EngineStats
 
 
 class Engine(Protocol):
-    """The door to the step thread. `send` may be called from any thread, the rest on the event loop."""
+    """Access to the step thread. `send` may be called from any thread, the rest on the event loop."""
 
     def send(self, command: Command) -> None: ...
 

@@ -34,7 +34,7 @@ from diptych.worker.step_gate import hold_steps
 log = structlog.get_logger(__name__)
 
 SWITCH_INTERVAL_S = 0.0005
-"""How long a thread may keep the interpreter from the others. Python's 5 ms are longer than a whole hand-off takes."""
+"""How long a thread may keep the interpreter lock. Python's 5 ms are longer than a whole hand-off."""
 
 
 class Signals:
@@ -56,9 +56,9 @@ class Signals:
 
 
 def run_process(config: WorkerConfig, make_role: RoleFactory) -> NoReturn:
-    """Run one worker until a signal. The exit code is 143 after SIGTERM, 130 after SIGINT, 1 when the worker died of itself.
+    """Run one worker until a signal. Exits with 143 after SIGTERM, 130 after SIGINT, 1 when the worker ended by itself.
 
-    Raises: ConfigError when a setting cannot be used.
+    Raises: ConfigError for an invalid setting.
     """
     if config.transport:
         registry.check(config.transport, config.device, in_process=False)
@@ -71,11 +71,11 @@ def run_process(config: WorkerConfig, make_role: RoleFactory) -> NoReturn:
 
 
 async def _serve_and_exit(config: WorkerConfig, make_role: RoleFactory) -> NoReturn:
-    """Exits on the running loop: closing it would wait for every name that the resolver still looks up, and a store whose
-    name does not resolve leaves many of them behind."""
+    """Exits on the running loop: closing it would wait for every pending DNS lookup, and an unresolvable store leaves
+    many."""
     code = await serve(config, make_role)
     await asyncio.to_thread(tracing.close)
-    # Everything of ours is closed; taking the libraries apart in an orderly way would cost seconds for nothing.
+    # Everything is closed; an orderly teardown of the libraries would take seconds.
     logging.shutdown()
     sys.stdout.flush()
     os._exit(code)
@@ -88,7 +88,7 @@ async def serve(config: WorkerConfig, make_role: RoleFactory) -> int:
     loading = asyncio.create_task(asyncio.to_thread(load_model, config))
     await _first(loading, signals.once.wait())
     if not loading.done():
-        # The loading thread cannot be stopped, and nothing of it is worth waiting for.
+        # The loading thread cannot be stopped and needs no cleanup.
         os._exit(_exit_code(signals))
     model = loading.result()
     if config.fault_step_gates:
@@ -97,7 +97,7 @@ async def serve(config: WorkerConfig, make_role: RoleFactory) -> int:
     starting = asyncio.create_task(runtime.start())
     await _first(starting, signals.once.wait())
     if not starting.done():
-        # Nobody knows of this worker yet, so there is nothing to drain: it may wait for a store that never comes.
+        # The worker is not registered yet, so there is nothing to drain; it may be waiting for an unavailable store.
         os._exit(_exit_code(signals))
     starting.result()
     set_collector()
@@ -105,7 +105,7 @@ async def serve(config: WorkerConfig, make_role: RoleFactory) -> int:
     await _first(signals.once.wait(), runtime.ended.wait())
     if signals.first is not None:
         log.info("stopping", signal=signals.first.name)
-        await _first(runtime.drain(), signals.twice.wait())  # a second signal ends the patience
+        await _first(runtime.drain(), signals.twice.wait())  # a second signal ends the drain
     await runtime.close()
     log.info("stopped")
     return _exit_code(signals)
@@ -116,7 +116,7 @@ def _exit_code(signals: Signals) -> int:
 
 
 async def _first(*things: Awaitable[Any]) -> None:
-    """Until the first of them is done; coroutines that are not are cancelled, tasks are left alone."""
+    """Wait until the first of them is done; unfinished coroutines are cancelled, tasks are not."""
     tasks = [asyncio.ensure_future(thing) for thing in things]
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task, thing in zip(tasks, things, strict=True):
@@ -126,7 +126,7 @@ async def _first(*things: Awaitable[Any]) -> None:
 
 
 async def make_transfer(runtime: WorkerRuntime) -> Transfer:
-    """The KV transport that the settings ask for, after its self-test (off the event loop)."""
+    """The KV transport of the settings, after its self-test (off the event loop)."""
     config = runtime.config
     faults = FaultSpec(corrupt_every=config.fault_corrupt_every) if config.fault_corrupt_every else None
     settings = TransferConfig(

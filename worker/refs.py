@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class WorkerRef:
-    """One life of a worker; `address` is host:port of its gRPC server."""
+    """One incarnation of a worker; `address` is host:port of its gRPC server."""
 
     worker_id: str
     incarnation: str

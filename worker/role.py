@@ -1,4 +1,4 @@
-"""What a worker's frame needs of the service inside it: prefill or decode."""
+"""The interface between a worker's runtime and its service: prefill or decode."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Role(Protocol):
     def add_to(self, server: grpc.aio.Server) -> None: ...
 
     async def open(self) -> None:
-        """Open what the role serves beside the worker's own server. Raises: ConfigError."""
+        """Open what the role serves in addition to the worker's server. Raises: ConfigError."""
         ...
 
     def on_step(self, events: Sequence[EngineEvent]) -> None:
@@ -35,11 +35,11 @@ class Role(Protocol):
     def stop_accepting(self) -> None: ...
 
     async def drained(self) -> None:
-        """Until nothing is left that somebody waits for."""
+        """Wait until no request is left."""
         ...
 
     def fail_all(self, error: DiptychError | None = None) -> None: ...
 
     async def close(self) -> None:
-        """Close what the role opened itself (channels to peers)."""
+        """Close what the role opened (channels to peers)."""
         ...

@@ -1,4 +1,4 @@
-"""One worker put together: engine, transfer, registration, health, and the role's service inside.
+"""One worker: engine, transfer, registration, health, and the role's service.
 
 load model (executor) -> engine starts, warm-up -> transfer self-test -> gRPC server, NOT_SERVING
     -> lease in the store, SERVING
@@ -56,7 +56,7 @@ log = structlog.get_logger(__name__)
 def _version() -> str:
     try:
         return version("diptych")
-    except PackageNotFoundError:  # a source tree on the path: no package is installed
+    except PackageNotFoundError:  # a checkout that is not installed
         return "source"
 
 
@@ -68,9 +68,11 @@ TransferFactory = Callable[["WorkerRuntime"], Awaitable[Transfer]]
 
 
 class WorkerRuntime:
-    """Args:
-    make_transfer, make_role: called once, in this order, when the engine runs.
-    store: None: the worker is on its own.
+    """The runtime.
+
+    Args:
+        make_transfer, make_role: called once, in this order, when the engine runs.
+        store: None: no registration.
     """
 
     def __init__(
@@ -104,7 +106,7 @@ class WorkerRuntime:
         )
         self.address = ""
         self.ended = asyncio.Event()
-        """Set when the worker cannot go on by itself: its engine died, or a younger incarnation took its name."""
+        """Set when the worker cannot continue: its engine failed, or a younger incarnation took its name."""
         runner = model.runner
         self.engine = EngineClient(
             runner,
@@ -151,18 +153,18 @@ class WorkerRuntime:
 
     @property
     def transfer(self) -> Transfer:
-        assert self._transfer is not None, "start() comes first"
+        assert self._transfer is not None, "call start() first"
         return self._transfer
 
     @property
     def role(self) -> Role:
-        assert self._role is not None, "start() comes first"
+        assert self._role is not None, "call start() first"
         return self._role
 
     # ---- start ----
 
     async def start(self) -> None:
-        """Until the worker serves. Raises: ConfigError when a setting cannot be used."""
+        """Start, and return when the worker serves. Raises: ConfigError for an invalid setting."""
         self.engine.start()
         try:
             await self._warm_up()
@@ -181,8 +183,8 @@ class WorkerRuntime:
         await self.health.set(True)
 
     async def _warm_up(self) -> None:
-        """One prefill chunk, one decode step and copies to the host tier: the first request must not pay for what is made on
-        first use, and the first preemption does not choose by a guess."""
+        """One prefill chunk, one decode step and copies to the host tier, so that the first request does not pay for
+        lazy initialization, and the first preemption has measured costs."""
         runner = self.model.runner
         num_tokens = max(1, min(2 * self.config.block_size, runner.max_model_len - 2))
         request = EngineRequest(
@@ -243,7 +245,7 @@ class WorkerRuntime:
     # ---- what others ask ----
 
     def why_stuck(self) -> str:
-        """Why the engine makes no progress; empty when it does."""
+        """Why the engine makes no progress; empty: it does."""
         return why_not_live(self.engine.stats(), self.clock.now(), stall_bound_s=self.config.stall_bound_s)
 
     def info(self) -> worker_pb2.GetInfoResponse:
@@ -263,7 +265,7 @@ class WorkerRuntime:
         )
 
     def worker_stats(self) -> worker_pb2.GetStatsResponse:
-        """How it fares and on what host."""
+        """The worker's numbers and host facts."""
         host = self.config.metrics_host
         return worker_pb2.GetStatsResponse(
             engine=engine_numbers(self.engine.stats()),
@@ -278,7 +280,7 @@ class WorkerRuntime:
         )
 
     def preemption_rates(self) -> Rates:
-        """What recomputing and swapping cost here, as measured so far; 0.0: nothing measured yet, or no host tier."""
+        """Measured costs of recomputing and swapping; 0.0: not measured yet, or no host tier."""
         stats = self.engine.stats()
         return Rates(stats.prefill_tokens_per_s, stats.copy_bytes_per_s, self.model.runner.kv_bytes_per_token)
 
@@ -309,7 +311,7 @@ class WorkerRuntime:
         )
 
     def record(self) -> WorkerRecord:
-        """The worker's facts now, for the store."""
+        """The worker's current record for the store."""
         stats = self.engine.stats()
         return WorkerRecord(
             worker_id=self.worker_id,
@@ -351,7 +353,7 @@ class WorkerRuntime:
             self._role.on_step(events)
 
     async def _watch(self) -> None:
-        """SERVING only while the engine makes progress."""
+        """Set SERVING only while the engine makes progress."""
         while True:
             await asyncio.sleep(_LIVENESS_POLL_S)
             why = self.why_stuck()
@@ -370,7 +372,7 @@ class WorkerRuntime:
     # ---- end ----
 
     async def drain(self) -> None:
-        """Not ready any more; what runs may finish, up to drain_s. Idempotent."""
+        """Set NOT_SERVING and let running requests finish, up to drain_s. Idempotent."""
         self._draining = True
         await self.health.leave()
         self.role.stop_accepting()
@@ -381,10 +383,10 @@ class WorkerRuntime:
                 await self.role.drained()
             log.info("drained")
         except TimeoutError:
-            log.warning("drain time is over: the rest is cancelled", drain_s=self.config.drain_s)
+            log.warning("drain time is over: cancelling the rest", drain_s=self.config.drain_s)
 
     async def close(self, error: DiptychError | None = None) -> None:
-        """Fail what is left with a typed error and close everything, each part with a deadline."""
+        """Fail the rest with a typed error and close everything, each part with a deadline."""
         self._draining = True
         await self._quietly("health", self.health.leave())
         self.role.stop_accepting()
@@ -404,9 +406,9 @@ class WorkerRuntime:
 
     @staticmethod
     async def _quietly(part: str, closing: Awaitable[object]) -> None:
-        """One part that does not close must not keep the others from it."""
+        """A part that does not close must not keep the others open."""
         try:
             async with asyncio.timeout(6.0):
                 await closing
         except (DiptychError, TimeoutError, OSError) as failure:
-            log.warning("did not close in order", part=part, error=repr(failure))
+            log.warning("did not close cleanly", part=part, error=repr(failure))

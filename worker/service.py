@@ -1,4 +1,4 @@
-"""The Worker service: what a worker says about itself."""
+"""The Worker service: facts about this worker."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KEYS_PER_MESSAGE = 65_536
 
 
 class WorkerFacts(Protocol):
-    """What the service needs of the runtime that it answers for."""
+    """The service's interface to the runtime."""
 
     engine: EngineClient
 

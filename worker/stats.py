@@ -1,4 +1,4 @@
-"""The answer to GetStats: the engine's numbers by name, the host's facts, and the settings that bear on throughput."""
+"""The answer to GetStats: the engine's numbers by name, the host's facts, and settings that affect throughput."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ SETTINGS = (
 
 
 def engine_numbers(stats: EngineStats) -> dict[str, float]:
-    """Every numeric field by its name; what is not known (None) is left out."""
+    """Every numeric field by its name; unknown ones (None) are left out."""
     values = {field.name: getattr(stats, field.name) for field in dataclasses.fields(stats)}
     numbers = {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
     return numbers | {f"{tier}_usage": usage for tier, usage in stats.tier_usage}
 
 
 def settings_of(config: WorkerConfig, kernels: str = "") -> dict[str, str]:
-    """Args:
-    kernels: what computes: native, torch or triton. Beside it stands the C compiler that is there, or "".
+    """Settings by name.
+
+    Args:
+        kernels: the backend: native, torch or triton. The available C compiler is listed beside it, or "".
     """
     try:
         compiler = find_compiler()

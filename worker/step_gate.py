@@ -1,4 +1,4 @@
-"""Steps that wait for a test: what must happen in the midst of a request is held there, on a machine of any speed."""
+"""Steps that wait for a test, to hold a request at a defined point on a machine of any speed."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ _LOOK_EVERY_S = 0.002
 
 
 def hold_steps(runner: ModelRunner, gate: Path) -> None:
-    """Let a step of `runner` wait while the file `gate` is there and the steps begun before it, since the start of the process,
-    are at least the number in it (EngineStats.steps counts the same). While one waits there is a file `gate`.held beside it.
-    A step that waits is given up as a running one is: when nobody wants it any more. For tests; steps that a device takes
-    ahead are not held.
+    """Make a step of `runner` wait while the file `gate` exists and the number of steps begun before it, since the
+    start of the process, is at least the number in the file (as EngineStats.steps counts).
+
+    While a step waits there is a file `gate`.held beside it. A waiting step is abandoned like a running one: when it is
+    no longer needed. For tests; steps that a device runs ahead are not held.
     """
     execute, sign = runner.execute, gate.with_name(gate.name + ".held")
     begun = 0

@@ -1,4 +1,4 @@
-"""Proto <-> the types of kvtransfer and worker, checked like everything that comes from a wire."""
+"""Proto <-> types of kvtransfer and worker, with the checks of untrusted input."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def handle_to_proto(handle: SlabHandle) -> prefill_pb2.SlabHandle:
 
 
 def handle_from_proto(message: prefill_pb2.SlabHandle) -> SlabHandle:
-    """Raises: TransferError when a field that must be set is not."""
+    """Raises: TransferError when a required field is missing."""
     if (
         not message.worker_id
         or not message.attempt
@@ -60,7 +60,7 @@ def handle_from_proto(message: prefill_pb2.SlabHandle) -> SlabHandle:
         or message.size_bytes < 1
         or not message.mac
     ):
-        raise TransferError("a slab handle lacks its worker, attempt, range, size or MAC")
+        raise TransferError("a slab handle has no worker, attempt, range, size or MAC")
     return SlabHandle(
         worker_id=message.worker_id,
         incarnation=message.incarnation,

@@ -139,7 +139,7 @@ class FakeRouterApi:
     def explain(self, request_id: str, tenant: str) -> router_pb2.ExplainResponse:
         """Knows only the last request."""
         if request_id != REQUEST_ID or not self.specs or self.specs[-1].tenant != tenant:
-            raise InvalidRequestError("this router remembers no request of yours with that id", param="request_id")
+            raise InvalidRequestError("this router has no recent request of yours with that id", param="request_id")
         return router_pb2.ExplainResponse(explanation=Explanation(request_id=request_id), outcome="finished")
 
     def what_if(self, request: ValidatedRequest, pool: str) -> router_pb2.WhatIfResponse:

@@ -1,10 +1,10 @@
-"""Whether a request is worth starting: when its first token is expected and at what pace, with a band learned. Pure.
+"""Admission control: whether a request should start, by its predicted first token and pace, with a learned band. Pure.
 
-    predicted --calibration--> (low, high) --low beyond the target--> refused at once, before any prefill
-                                            --in shadow mode----------> admitted, and held against what came
+    predicted --calibration--> (low, high) --low beyond the target--> rejected at once, before any prefill
+                                            --in shadow mode----------> admitted, and compared with the outcome
 
-The band is that of the log ratio of seen to predicted (exponentially weighted mean and deviation). Nothing is refused before
-enough was seen. Of those that are refused a few are let through, so that the rate of false refusals stays known.
+The band is that of the log ratio of observed to predicted (exponentially weighted mean and deviation). Nothing is
+rejected before there are enough observations. A few rejected requests are admitted anyway, to measure false rejections.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MIN_RETRY_S, _MAX_RETRY_S = 0.5, 30.0
 
 @dataclass(slots=True)
 class Calibration:
-    """How what is seen relates to what was predicted, of one quantity."""
+    """The relation of observed to predicted values of one quantity."""
 
     num_seen: int = 0
     mean: float = 0.0
@@ -42,7 +42,7 @@ class Calibration:
         self.variance = (1.0 - weight) * (self.variance + weight * off * off)
 
     def band(self, predicted_s: float) -> tuple[float, float]:
-        """(low, high) in seconds; anything at all while too little was seen."""
+        """(low, high) in seconds; unbounded while there are too few observations."""
         if self.num_seen < _LEAST_SEEN:
             return 0.0, math.inf
         predicted_s, wide = max(predicted_s, _LEAST_S), _DEVIATIONS * math.sqrt(self.variance)
@@ -52,13 +52,13 @@ class Calibration:
 class Verdict(Enum):
     ADMITTED = "admitted"
     WOULD_REFUSE = "would_refuse"
-    """Admitted all the same: shadow mode, or one of the few that keep the rate of false refusals known."""
+    """Admitted all the same: shadow mode, or a sample that measures false rejections."""
     REFUSED = "refused"
 
 
 @dataclass(slots=True)
 class AdmissionDecision:
-    """Of one request; see Admission.judge. Times in seconds, 0.0: no expectation."""
+    """The decision about one request; see Admission.judge. Times in seconds, 0.0: no prediction."""
 
     verdict: Verdict
     ttft_s: float
@@ -69,10 +69,12 @@ class AdmissionDecision:
 
 @dataclass(slots=True)
 class Admission:
-    """Args:
-    mode: "off", "shadow" (refuses nobody, and counts whom it would have) or "on".
-    max_ttft_s: target for the first token, from arrival; 0: the request's own deadline.
-    max_tpot_s: target for the time per token after it; 0: none.
+    """Decides about requests.
+
+    Args:
+        mode: "off", "shadow" (rejects none, and counts those it would have rejected) or "on".
+        max_ttft_s: target for the first token, from arrival; 0: the request's deadline.
+        max_tpot_s: target for the time per token after it; 0: none.
     Raises: ConfigError.
     """
 
@@ -87,9 +89,11 @@ class Admission:
             raise ConfigError("admission", self.mode, f"must be one of {', '.join(MODES)}")
 
     def judge(self, ttft_s: float, tpot_s: float, allowed_s: float, rng: random.Random) -> AdmissionDecision:
-        """Args:
-        ttft_s, tpot_s: as placement expects them, uncalibrated; ttft_s from the request's arrival.
-        allowed_s: from its arrival to its deadline.
+        """Decide about one request.
+
+        Args:
+            ttft_s, tpot_s: as predicted by placement, uncalibrated; ttft_s from the request's arrival.
+            allowed_s: from its arrival to its deadline.
         """
         limit_s = min(self.max_ttft_s, allowed_s) if self.max_ttft_s else allowed_s
         judgement = AdmissionDecision(Verdict.ADMITTED, ttft_s, tpot_s, limit_s)
@@ -111,7 +115,8 @@ class Admission:
         return judgement
 
     def on_first_token(self, judgement: AdmissionDecision, seen_s: float) -> bool | None:
-        """`seen_s`: from arrival. Whether a refusal would have been false; None: nobody wanted one."""
+        """`seen_s`: from arrival. Returns whether a rejection would have been false; None: it would not have been
+        rejected."""
         self.ttft.on_seen(judgement.ttft_s, seen_s)
         if judgement.verdict is not Verdict.WOULD_REFUSE:
             return None

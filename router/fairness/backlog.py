@@ -1,9 +1,10 @@
-"""Prompts that were placed on each worker and are not computed yet; how much of a tenant's own a request finds before it. Pure.
+"""Prompts placed on each worker and not yet computed, and how much of a tenant's own backlog a request finds there.
+Pure.
 
-Workers compute prompts in the order in which they would end if all were computed at once, in equal shares by tenant and then by
-request (common/equal_shares.py). So a request finds before it those that have no more left than it has, not the longer ones, and
-other tenants' take at most an equal share. How far they are meanwhile is told by the worker's measured rate, until the first
-tokens tell it; a part of each counts until then, so that a worker that stands still is not given more and more.
+Workers compute prompts in the order in which they would end under processor sharing, in equal shares by tenant and then
+by request (common/equal_shares.py). So a request waits for prompts with no more left than it has, not for longer ones,
+and for at most an equal share of other tenants' prompts. Progress is estimated by the worker's measured rate until the
+first tokens arrive. A part of each prompt counts until then, so that a stuck worker does not get more and more.
 """
 
 from __future__ import annotations
@@ -14,17 +15,19 @@ from dataclasses import dataclass, field
 from diptych.common.equal_shares import EqualShares
 
 _UNSURE = 1 / 16
-"""Of a prompt: what counts until its first token has come."""
+"""Share of a prompt that counts until its first token arrives."""
 _OTHERS = "\0others"
-"""Attempt and tenant of all that the other routers placed on a worker, as one."""
+"""Attempt and tenant of all placements of the other routers on a worker, as one."""
 
 
 @dataclass(slots=True)
 class _Worker:
-    """Args:
-    rate: prompt tokens a second; at: until when `shares` was brought forward.
-    certain, doubtful: (tenant, size) by attempt of those that are there, and of those that may never come.
-    others: tokens that the other routers placed there, as they last told.
+    """One worker.
+
+    Args:
+        rate: prompt tokens a second; at: time up to which `shares` was advanced.
+        certain, doubtful: (tenant, size) by attempt of placed ones, and of tickets not yet redeemed.
+        others: tokens that the other routers placed there, as last reported.
     """
 
     shares: EqualShares = field(default_factory=EqualShares)
@@ -36,8 +39,10 @@ class _Worker:
 
 
 class Backlog:
-    """Args:
-    now: seconds on a monotonic clock. The default tells no time: then nothing counts as computed before its first token.
+    """The backlog of all workers.
+
+    Args:
+        now: seconds on a monotonic clock. With the default, nothing counts as computed before its first token.
     """
 
     def __init__(self, now: Callable[[], float] = lambda: 0.0) -> None:
@@ -54,7 +59,7 @@ class Backlog:
         return worker
 
     def add(self, attempt: str, worker_id: str, tokens: int, tenant: str = "", *, doubtful: bool = False) -> None:
-        """One that was doubtful may be added again, for certain."""
+        """A doubtful attempt may be added again as certain."""
         worker = self._worker(worker_id)
         if doubtful:
             worker.doubtful[attempt] = (tenant, tokens)
@@ -64,14 +69,14 @@ class Backlog:
         worker.shares.add(attempt, tenant, tokens)
 
     def remove(self, attempt: str, worker_id: str) -> None:
-        """It is computed, or not wanted any more. What was never added is ignored."""
+        """It is computed, or cancelled. An unknown attempt is ignored."""
         worker = self._worker(worker_id)
         worker.doubtful.pop(attempt, None)
         worker.certain.pop(attempt, None)
         worker.shares.remove(attempt)
 
     def set_others(self, pending: Mapping[str, tuple[int, int]]) -> None:
-        """(tokens, requests) by worker, in place of what the other routers told before."""
+        """Replace the other routers' (tokens, requests) by worker."""
         for worker_id in {*pending, *(name for name, worker in self._workers.items() if worker.others)}:
             worker = self._worker(worker_id)
             tokens = pending.get(worker_id, (0, 0))[0]
@@ -82,14 +87,14 @@ class Backlog:
                 worker.shares.add(_OTHERS, _OTHERS, int(left))
 
     def set_rates(self, rates: Mapping[str, float]) -> None:
-        """Prompt tokens a second by worker. Forgets workers that are not named and have nothing."""
+        """Prompt tokens a second by worker. Drops empty workers that are not named."""
         for worker_id, rate in rates.items():
             self._worker(worker_id).rate = rate
         self._workers = {n: w for n, w in self._workers.items() if n in rates or w.certain or w.doubtful or w.others}
 
     def before(self, worker_id: str, tenant: str, size: int, *, doubtful: bool = False) -> float:
-        """Tokens of the tenant's own prompts that the worker computes before a request of `size` that comes now: of those that
-        have no more left than it has. The longer ones come after it, whatever they have left. `doubtful`: count those, too."""
+        """Tokens of the tenant's prompts that the worker computes before a new request of `size`: of those with no more
+        left than it. `doubtful`: count those, too."""
         worker = self._worker(worker_id)
         left = worker.shares.left
         own = [

@@ -1,14 +1,13 @@
-"""A tenant's tokens (or requests) a minute, shared by all routers: each leases about a second of them from the store and spends
-them here, and may spend its share of what nobody has used before the store was asked.
+"""A tenant's tokens (or requests) a minute, shared by all routers. Each router leases about a second's worth from the
+store, and may spend its share of the unused bucket before it asks the store.
 
     store: one bucket a tenant, refilled by its limit --slice, in the background--> lease --check, spend--> requests
 
-No request waits for the store. What a router has left of its lease and its part of the bucket as it last heard of it (an equal
-one for each router) is let in at once, so a burst may use up what is unused; what it took of the bucket is repaid from there
-before anything else, and one that has used half of what it may take asks at once. R routers together let in at most what the
-bucket holds and R slices more, besides the end of what runs already; and, where routers hear late of what others took, at once
-at most (R - 1) / R of a bucket more, which is repaid first. While the store is away each router grants its share of the limit,
-by the routers it heard of last.
+No request waits for the store. A router admits at once what is left of its lease and of its part of the bucket, as last
+read (an equal part for each router); so a burst may use the unused part. What it took of the bucket is repaid first,
+and a router that has used half of what it may take asks at once. R routers together may exceed the bucket by R slices
+plus the rest of running answers; with stale levels once by (R - 1) / R of a bucket, which is repaid first. While the
+store is unavailable each router grants its share of the limit, by the last known number of routers.
 """
 
 from __future__ import annotations
@@ -26,18 +25,20 @@ from diptych.router.api.auth_limits import PERIOD_S, TenantQuotas
 SLICE_S = 1.0
 INTERVAL_S = 0.25
 _LEAST_S = 0.02
-"""Between two exchanges with the store."""
+"""Seconds between two exchanges with the store."""
 _IDLE_S = 60.0
 _ROUNDING = 1e-6
-"""What a sum of many spent tokens may be off by: what `remaining` told is let in."""
+"""Rounding error of a sum of many spent tokens: a request of `remaining` tokens must be admitted."""
 
 
 @dataclass(slots=True)
 class _Lease:
-    """Args:
-    tokens: left to spend; below zero: to be repaid before anything else.
-    owed: lent by ourselves before the store was asked.
-    level: of the bucket, as it was heard of at `asked_at`; it refills meanwhile.
+    """The lease of one tenant.
+
+    Args:
+        tokens: left to spend; below zero: to be repaid first.
+        owed: spent before the store was asked.
+        level: of the bucket, as read at `asked_at`; it refills meanwhile.
     """
 
     tokens: float
@@ -48,8 +49,10 @@ class _Lease:
 
 
 class SharedQuotas(TenantQuotas):
-    """Args:
-    num_routers: how many there are now, this one included.
+    """Quotas shared between routers.
+
+    Args:
+        num_routers: current number of routers, including this one.
     """
 
     def __init__(
@@ -66,7 +69,7 @@ class SharedQuotas(TenantQuotas):
         self._num_routers = num_routers
         self._leases: dict[str, _Lease] = {}
         self._low = asyncio.Event()
-        """Some tenant has used half of what it may spend before the store is asked."""
+        """Set when a tenant has used half of what it may spend before the store is asked."""
 
     def check(self, tenant: str) -> None:
         limit = self._per_minute(tenant)
@@ -83,7 +86,7 @@ class SharedQuotas(TenantQuotas):
                 self._low.set()
 
     def headers(self, tenant: str) -> dict[str, str]:
-        """What remains is what this router lets in now; the reset is the whole bucket's."""
+        """`remaining` is what this router admits now; `reset` is that of the whole bucket."""
         limit = self._per_minute(tenant)
         if not limit:
             return {}
@@ -95,11 +98,11 @@ class SharedQuotas(TenantQuotas):
         return max(1, self._num_routers())
 
     def _bucket(self, lease: _Lease, limit: int) -> float:
-        """Of the bucket, if the other routers took nothing since it was heard of."""
+        """The bucket's level, if the other routers took nothing since it was read."""
         return min(float(limit), lease.level + (self._now() - lease.asked_at) * limit / PERIOD_S)
 
     def _left(self, lease: _Lease, limit: int) -> float:
-        """What may be spent now."""
+        """Tokens that may be spent now."""
         return lease.tokens - lease.owed + self._bucket(lease, limit) / self._count()
 
     def _lease(self, tenant: str, limit: int) -> _Lease:
@@ -111,7 +114,7 @@ class SharedQuotas(TenantQuotas):
         return lease
 
     def _name(self, tenant: str) -> str:
-        """Tenants' names may hold anything; keys of the store may not."""
+        """A hash: tenants' names are unrestricted, keys of the store are not."""
         kind = b"" if self.unit == "tokens" else self.unit.encode()
         return hashlib.blake2b(tenant.encode(), digest_size=16, person=kind).hexdigest()
 
@@ -125,7 +128,7 @@ class SharedQuotas(TenantQuotas):
             self._low.clear()
 
     async def exchange(self) -> None:
-        """Fill every lease up to a slice; what an idle tenant has left goes back."""
+        """Fill every lease up to a slice; return what idle tenants have left."""
         for tenant, lease in list(self._leases.items()):
             limit, now = self._per_minute(tenant), self._now()
             idle = not limit or now - lease.used_at > _IDLE_S

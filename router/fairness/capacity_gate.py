@@ -1,16 +1,16 @@
-"""Who may be placed now, and who waits for a turn: the same object in production (wait_queue.py) and in the simulation. Pure.
+"""Decides which requests may be placed now and which wait; used in production (wait_queue.py) and in the simulation.
+Pure.
 
-    room, nobody waits -> in at once
-    else wait -> let_in, when prompts get computed or requests end: deficit_round_robin.py says whose turn
+    room, and none waits -> admitted at once
+    else wait -> let_in, when prompts are computed or requests end, in the order of deficit_round_robin.py
     -> passing -> placed
 
-RoomCheck is counted for each worker and each tenant alone, and for a request's size: of the tenant's prompts that are placed there and
-not computed yet, what the worker computes before the request, against what it computes in `window_s` (backlog.py). Workers
-compute tenants in equal shares and short prompts before long ones: so a short request finds little before it, and what other
-tenants sent takes no more than their shares. Beyond the window a worker's own queue would only take the order out of our hands.
-When there is no room for whose turn it is, others for which there is go first, at the price that
-deficit_round_robin.py names: so it is the
-turns, with their weights, that say how much each tenant gets.
+Room is computed per worker and tenant, and for a request's size: the tokens of the tenant's placed prompts that the
+worker computes before the request, against what it computes in `window_s` (backlog.py). Workers compute tenants in
+equal shares and short prompts before long ones; so a short request finds little before it, and other tenants take no
+more than their shares. A longer window would only move the order into the workers' queues. When there is no room for
+the next request, others with room pass it, at the price defined in deficit_round_robin.py; so turns and weights
+determine each tenant's part.
 """
 
 from __future__ import annotations
@@ -27,17 +27,20 @@ class RoomCheck(Protocol):
     def __call__(
         self, window_s: float, tenant: str, tokens: int, beside: float = 0.0, *, doubtful: bool = False
     ) -> bool:
-        """Whether some worker has less than `window_s` of the tenant's own to compute before a request of so many tokens, with
-        `beside` tokens more; also while their speed is unknown. `doubtful`: count tickets that nobody has handed in yet."""
+        """Whether some worker has less than `window_s` of the tenant's prompts to compute before a request of `tokens`,
+        plus `beside` tokens. Also true while the rates are unknown. `doubtful`: count tickets not yet redeemed."""
         ...
 
 
 class CapacityGate(Generic[T]):
-    """Args:
-    room: see RoomCheck.
-    admit: called with an entry whose turn it is; whether it still wanted it. Whoever did calls `arrived` once it is placed.
-    window_s: seconds of work that the pool is given ahead; 0: nobody ever waits.
-    share: of a tenant.
+    """The gate of one pool.
+
+    Args:
+        room: see RoomCheck.
+        admit: called with the next entry; returns whether it was still waiting. Its owner calls `arrived` once it is
+            placed.
+        window_s: seconds of work that the pool gets ahead; 0: none waits.
+        share: weight and rank of a tenant.
     """
 
     def __init__(
@@ -54,15 +57,15 @@ class CapacityGate(Generic[T]):
         self.share = share
         self._turns: DeficitRoundRobin[T] = DeficitRoundRobin()
         self._passing: set[Entry[T]] = set()
-        """Those that were let in and have not come to be placed yet."""
+        """Admitted entries that are not placed yet."""
 
     def __len__(self) -> int:
-        """Those that wait."""
+        """Number of waiting entries."""
         return len(self._turns)
 
     @property
     def passing(self) -> int:
-        """Tokens that were let in and are not placed yet."""
+        """Tokens that were admitted and are not placed yet."""
         return sum(entry.tokens for entry in self._passing)
 
     def _has_room(self, tenant: str, tokens: int, *, doubtful: bool = False) -> bool:
@@ -71,31 +74,31 @@ class CapacityGate(Generic[T]):
         return not self.window_s or self._room(self.window_s, tenant, tokens, before, doubtful=doubtful)
 
     def may_pass(self, tenant: str, tokens: int, *, doubtful: bool = False) -> bool:
-        """Whether a request need not wait now. `doubtful`: count tickets that nobody has handed in yet."""
+        """Whether a request need not wait now. `doubtful`: count tickets not yet redeemed."""
         return not len(self._turns) and self._has_room(tenant, tokens, doubtful=doubtful)
 
     def too_many(self, tenant: str, most: int) -> bool:
-        """See Turns."""
+        """See DeficitRoundRobin."""
         return self._turns.too_many(tenant, most)
 
     def wait(self, tenant: str, tokens: int, item: T, *, priority: int) -> Entry[T]:
         return self._turns.add(tenant, tokens, item, share=self.share(tenant), priority=priority)
 
     def leave(self, entry: Entry[T]) -> None:
-        """It waits no longer. Idempotent."""
+        """Stop waiting. Idempotent."""
         self._turns.remove(entry)
 
     def arrived(self, entry: Entry[T]) -> None:
-        """It was let in, and what it takes is reserved or not wanted any more."""
+        """An admitted entry was reserved, or cancelled."""
         self._passing.discard(entry)
 
     def written(self, tenant: str, tokens: int) -> None:
-        """Tokens of an answer of this tenant came."""
+        """Tokens of an answer of this tenant were generated."""
         if len(self._turns):
             self._turns.charge(tenant, tokens, share=self.share(tenant))
 
     def let_in(self) -> None:
-        """There may be more room than before, or somebody new."""
+        """Admit waiting requests; call it when there may be more room, or a new entry."""
         while (turn := self._turns.next()) is not None:
             entry = turn if self._has_room(turn.tenant, turn.tokens) else self._passer(turn)
             if entry is None:
@@ -105,5 +108,5 @@ class CapacityGate(Generic[T]):
                 self._passing.add(entry)
 
     def _passer(self, turn: Entry[T]) -> Entry[T] | None:
-        """Who may go before the one whose turn it is, and for whom there is no room."""
+        """An entry that may pass `turn`, for which there is no room, and for which there is room."""
         return next((e for e in self._turns.may_pass(turn) if self._has_room(e.tenant, e.tokens)), None)

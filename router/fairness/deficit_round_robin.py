@@ -1,21 +1,20 @@
-"""Whose request goes next, when they wait: weighted deficit round robin over tenants, counted in tokens. Pure.
+"""Order of waiting requests: weighted deficit round robin over tenants, counted in tokens. Pure.
 
     rank (set by the operator, lower first) -> tenants in a ring, each visit adds quantum x weight -> priority, then age
 
-A prompt's tokens are paid for when its turn comes, an answer's when they come, while anybody waits: a tenant may so get into
-debt, which later visits repay before anything more of it is let in. While two tenants of one rank both have requests waiting,
-what they were served, in tokens over weight, differs by less than
+A prompt's tokens are charged at its turn, an answer's when they are generated, while any request waits. A tenant may
+thus get into debt, which later visits repay before anything more of it is admitted. While two tenants of one rank both
+have requests waiting, their service, in tokens over weight, differs by less than
 
     quantum + (M + A) / weight of the one + (M + A) / weight of the other
 
-over any stretch of time and however many requests each of them sends; M: prompt tokens of its largest request that waited, A:
-what its answers wrote between two of its turns (at most what those that run still may write). A tenant whose queue runs empty
-keeps no credit; it keeps its debt until nobody waits.
+over any period and for any number of requests. M: prompt tokens of the largest request that waited; A: what its answers
+generated between two of its turns (at most what running ones may still generate). A tenant whose queue runs empty keeps
+no credit; it keeps its debt until no request waits.
 
-Whose turn it is may be too large for now, and shorter ones may pass it (capacity_gate.py):
-they pay at once, and get into debt by at most
-quantum x weight and what the passed one gets, in proportion to the weights. So the difference may grow by another quantum and M
-over weight, and no further: by then the passed one has its turn first.
+When the next request is too large for now, shorter ones may pass it (capacity_gate.py). They are charged at once, and
+get into debt by at most quantum x weight and what the passed one gets, in proportion to the weights. So the difference
+may grow by another quantum and M over weight, and no further: then the passed one has its turn first.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from typing import Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
 QUANTUM = 512
-"""Tokens. Smaller is fairer over short times; a request that is larger just takes several rounds."""
+"""Tokens. A smaller quantum is fairer over short times; a larger request takes several rounds."""
 
 
 class Share(NamedTuple):
-    """A tenant's part, as the operator set it. weight: above 0; rank: all of a lower rank go first."""
+    """A tenant's share, set by the operator. weight: above 0; rank: lower ranks go first."""
 
     weight: float = 1.0
     rank: int = 0
@@ -41,8 +40,8 @@ class Share(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Entry(Generic[T]):
-    """One waiting request. `tokens`: what it will cost; `passed`: what shorter ones of its own tenant cost that went before it
-    in its turn."""
+    """One waiting request. `tokens`: its cost; `passed`: cost of shorter requests of its tenant that passed it at its
+    turn."""
 
     tenant: str
     tokens: int
@@ -64,21 +63,23 @@ class _Flow(Generic[T]):
     by_size: list[tuple[int, int, int, Entry[T]]] = field(default_factory=list)
 
     def head(self) -> Entry[T] | None:
-        """The next that is still wanted."""
+        """The next entry that still waits."""
         while self.heap and self.heap[0][-1].gone:
             heapq.heappop(self.heap)
         return self.heap[0][-1] if self.heap else None
 
     def shortest(self) -> Entry[T] | None:
-        """Of the first priority that is still wanted."""
+        """The shortest waiting entry of the first priority."""
         while self.by_size and self.by_size[0][-1].gone:
             heapq.heappop(self.by_size)
         return self.by_size[0][-1] if self.by_size else None
 
 
 class DeficitRoundRobin(Generic[T]):
-    """Args:
-    quantum: tokens that a tenant of weight 1 is given at each visit.
+    """The scheduler of all waiting requests.
+
+    Args:
+        quantum: tokens that a tenant of weight 1 gets at each visit.
     """
 
     def __init__(self, quantum: int = QUANTUM) -> None:
@@ -86,7 +87,7 @@ class DeficitRoundRobin(Generic[T]):
         self._rings: dict[int, deque[_Flow[T]]] = {}
         self._flows: dict[tuple[int, str], _Flow[T]] = {}
         self._owed: dict[tuple[int, str], float] = {}
-        """Debts of those that have nothing waiting."""
+        """Debts of tenants without waiting requests."""
         self._counter = 0
         self._count = 0
         self._by_tenant: Counter[str] = Counter()
@@ -95,12 +96,13 @@ class DeficitRoundRobin(Generic[T]):
         return self._count
 
     def too_many(self, tenant: str, most: int) -> bool:
-        """Whether the tenant has its share of `most` requests waiting: an equal one for each tenant that waits, with this one."""
+        """Whether the tenant has its share of `most` waiting requests: an equal one for each waiting tenant, including
+        it."""
         others = len(self._by_tenant) - (tenant in self._by_tenant)
         return self._by_tenant[tenant] * (others + 1) >= most
 
     def add(self, tenant: str, tokens: int, item: T, *, share: Share, priority: int = 0) -> Entry[T]:
-        """`priority`: lower goes first among the tenant's own."""
+        """`priority`: lower goes first within the tenant."""
         key = (share.rank, tenant)
         flow = self._flows.get(key)
         if flow is None:
@@ -116,7 +118,7 @@ class DeficitRoundRobin(Generic[T]):
         return entry
 
     def charge(self, tenant: str, tokens: int, *, share: Share) -> None:
-        """Tokens of an answer came. Counts while anybody waits: what is idle costs nobody a turn."""
+        """Charge tokens of an answer. It has an effect only while requests wait: idle capacity costs no turn."""
         if not self._count:
             return
         key = (share.rank, tenant)
@@ -126,20 +128,20 @@ class DeficitRoundRobin(Generic[T]):
             self._owed[key] = self._owed.get(key, 0.0) + tokens
 
     def remove(self, entry: Entry[T]) -> None:
-        """It waits no longer; costs its tenant nothing. Idempotent, also after it was taken."""
+        """Stop waiting, without cost to the tenant. Idempotent, also after it was taken."""
         if not entry.gone:
             entry.gone = True
             self._count -= 1
             self._by_tenant[entry.tenant] -= 1
             if not self._by_tenant[entry.tenant]:
                 del self._by_tenant[entry.tenant]
-            if not self._count:  # they begin anew: debts and rings are of a time in which somebody waited
+            if not self._count:  # start anew: debts and rings only matter while requests wait
                 self._owed.clear()
                 self._flows.clear()
                 self._rings.clear()
 
     def next(self) -> Entry[T] | None:
-        """Whose turn it is; it still waits. None: nobody waits."""
+        """The next entry; it keeps waiting. None: none waits."""
         for rank in sorted(self._rings):
             ring = self._rings[rank]
             while ring:
@@ -150,8 +152,8 @@ class DeficitRoundRobin(Generic[T]):
         return None
 
     def take(self, entry: Entry[T] | None = None, *, before: Entry[T] | None = None) -> Entry[T] | None:
-        """This one (else the next one) waits no longer, and pays. `before`: whose turn it is, if that is another one. None:
-        nobody waits."""
+        """Remove this entry (else the next one) and charge it. `before`: the entry whose turn it is, if another. None:
+        none waits."""
         entry = entry or self.next()
         if entry is not None:
             self._flows[entry.rank, entry.tenant].deficit -= entry.tokens
@@ -161,8 +163,8 @@ class DeficitRoundRobin(Generic[T]):
         return entry
 
     def may_pass(self, turn: Entry[T]) -> Iterator[Entry[T]]:
-        """Who may go before the one whose turn it is: of each other tenant that is not too far in debt the next and the
-        shortest, of its own a shorter one, until they cost as much as it does, and a quantum."""
+        """Entries that may pass `turn`: of each other tenant without too much debt the next and the shortest; of its
+        tenant shorter ones, up to its own cost and a quantum."""
         flow = self._flows[turn.rank, turn.tenant]
         shortest = flow.shortest()
         if shortest is not None and shortest.tokens < turn.tokens and turn.passed <= turn.tokens + self._quantum:
@@ -175,7 +177,7 @@ class DeficitRoundRobin(Generic[T]):
                         yield entry
 
     def _round(self, rank: int, ring: deque[_Flow[T]]) -> Entry[T] | None:
-        """Visit each once, the one whose visit was not over first. None: nobody's deficit was enough."""
+        """Visit each tenant once, first the one whose visit was not over. None: no deficit was enough."""
         for _ in range(len(ring)):
             flow = ring[0]
             head = flow.head()
@@ -195,7 +197,7 @@ class DeficitRoundRobin(Generic[T]):
         return None
 
     def _skip_rounds(self, ring: deque[_Flow[T]]) -> None:
-        """Give everyone at once the rounds in which nobody could be served."""
+        """Add at once the rounds in which no tenant could be served."""
         missing = [
             math.ceil((head.tokens - flow.deficit) / (self._quantum * flow.weight))
             for flow in ring

@@ -1,7 +1,7 @@
-"""Where requests wait in the router, on the event loop, in the order of capacity_gate.py and deficit_round_robin.py.
+"""The router's wait queue, on the event loop, in the order of capacity_gate.py and deficit_round_robin.py.
 
-enter -> room, nobody waits -> in at once
-      -> else a turn; let in as prompts get computed or requests end -> in | deadline | left
+enter -> room, and none waits -> admitted at once
+      -> else wait; admitted when prompts are computed or requests end -> admitted | deadline | left
 """
 
 from __future__ import annotations
@@ -14,16 +14,19 @@ from diptych.router.fairness.capacity_gate import CapacityGate, RoomCheck
 from diptych.router.fairness.deficit_round_robin import Entry, Share
 
 MAX_WAITING = 4096
-"""Of one tenant alone; where several wait, an equal part of each: nobody is refused for what others sent."""
+"""Of a single tenant; with several waiting tenants an equal part of each, so that none is rejected for others'
+requests."""
 _LOOK_S = 0.05
-"""Between two looks at what other routers and leases told; this router's own news is acted on at once."""
+"""Seconds between two checks for news of other routers and leases; this router's own events act at once."""
 
 _Turn = asyncio.Future[None]
 
 
 class WaitQueue:
-    """Args:
-    room, window_s, share: see CapacityGate.
+    """The queue of one pool.
+
+    Args:
+        room, window_s, share: see CapacityGate.
     """
 
     def __init__(
@@ -53,15 +56,15 @@ class WaitQueue:
         return self._gate.may_pass(tenant, tokens, doubtful=doubtful)
 
     def written(self, tenant: str, tokens: int) -> None:
-        """Tokens of an answer of this tenant came; while others wait they count in its turns."""
+        """Tokens of an answer were generated; while other requests wait they are charged to the tenant."""
         self._gate.written(tenant, tokens)
 
     def let_in(self) -> None:
-        """There may be more room than before."""
+        """Call it when there may be more room than before."""
         self._gate.let_in()
 
     async def enter(self, tenant: str, tokens: int, *, priority: int, left_s: float) -> None:
-        """Returns when it is the request's turn: what it takes has to be reserved before anything else is awaited.
+        """Return when the request is admitted; the caller must reserve before awaiting anything.
 
         Raises: OverloadedError when too many wait; RequestDeadlineError after `left_s`.
         """
@@ -96,7 +99,7 @@ class WaitQueue:
             self._look_later()
 
     def close(self) -> None:
-        """Waiting requests end by their own deadline or with the frontend."""
+        """Stop the timer. Waiting requests end by their deadline or with the frontend."""
         if self._looking is not None:
             self._looking.cancel()
             self._looking = None

@@ -1,7 +1,7 @@
-"""One line of the log for each request, however it ended: served, refused, failed or cancelled.
+"""One log line per request, whatever its outcome: served, refused, failed or cancelled.
 
-A face opens it, whoever learns something adds it (contextvars lead there), and the face writes it at the end. Several prompts in
-one request are one line: their tokens are summed, their workers named together.
+The HTTP or gRPC server opens it, other modules add fields (through context variables), and the server writes it at the
+end. Several prompts in one request are one line: their tokens are summed, their workers listed together.
 """
 
 from __future__ import annotations
@@ -29,15 +29,18 @@ class _Switch:
 
 
 def switch(on: bool) -> None:
-    """Whether requests of this process have their line at all."""
+    """Switch the lines of this process on or off."""
     _Switch.on = on
 
 
 @dataclass(slots=True)
 class Access:
-    """What is known of one request. Args:
-    face: http, grpc or lookaside. route: "POST /v1/completions", or a gRPC method.
-    status: of HTTP; 0: there is none.
+    """The fields of one request's line.
+
+    Args:
+        face: http, grpc or lookaside.
+        route: "POST /v1/completions", or a gRPC method.
+        status: of HTTP; 0: there is none.
     """
 
     face: str
@@ -50,7 +53,7 @@ class Access:
     model: str = ""
     reason: str = ""
     error: str = ""
-    """Of the error that ended it."""
+    """Message of the error that ended it."""
     started: bool = False
     cancelled: bool = False
     finish_reason: str = ""
@@ -62,10 +65,10 @@ class Access:
     queue_s: float = 0.0
     ttft_s: float = 0.0
     quiet: bool = False
-    """A probe or a scrape: told at level DEBUG only."""
+    """A probe or a scrape: logged at level DEBUG only."""
 
     def asked(self, spec: UncheckedRequest) -> None:
-        """Before anything of it was checked."""
+        """Called before anything of it was checked."""
         self.tenant = spec.tenant
         for name, value in (("label", spec.request_id), ("model", spec.model)):
             if isinstance(value, str) and len(value) <= _MAX_UNCHECKED:
@@ -84,12 +87,12 @@ class Access:
             self.reason, self.error = reason, message[:_MAX_ERROR]
 
     def failed(self, error: DiptychError) -> None:
-        """A caller's mistake is told without its words: they may quote the request."""
+        """The message of a caller's error is not logged: it may quote the request."""
         at = f"at {error.param}" if error.param else ""
         self.fail(error.reason, error.message if error.http_status >= 500 else at)
 
     def placed(self, story: RequestTrace) -> None:
-        """Where it went, as far as is known at its end."""
+        """Add the placement, as known at the end."""
         facts, placement = story.facts, story.placement
         if facts is not None:
             decode, prefill = facts.decode, facts.prefill
@@ -112,7 +115,7 @@ class Access:
 
     @property
     def outcome(self) -> str:
-        """Where both an error and somebody's leaving are known, the error came first."""
+        """If there are both an error and a disconnect, the error came first."""
         if self.reason:
             return "failed" if self.started else "refused"
         if self.cancelled:
@@ -120,8 +123,10 @@ class Access:
         return "refused" if self.status >= 400 else "served"
 
     def write(self, now: float | None = None) -> None:
-        """Args:
-        now: on the clock of `began`; None: the monotonic one.
+        """Write the line.
+
+        Args:
+            now: on the clock of `began`; None: the monotonic one.
         """
         if not _Switch.on:
             return
@@ -161,7 +166,7 @@ current_access: ContextVar[Access | None] = ContextVar("current_access", default
 
 @contextmanager
 def logged(access: Access) -> Iterator[Access]:
-    """The line of what happens inside; an error that comes out is in it."""
+    """The line of the block; it includes an error raised there."""
     before = current_access.set(access)
     try:
         yield access
@@ -180,7 +185,7 @@ def logged(access: Access) -> Iterator[Access]:
 
 
 def note_end(story: RequestTrace, event: FinishedEvent | None) -> None:
-    """A request of the current line has ended: well if there is an event; else it failed, or somebody left."""
+    """A request of the current line has ended: well if there is an event; else it failed or the client disconnected."""
     access = current_access.get()
     if access is None:
         return

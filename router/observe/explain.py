@@ -14,12 +14,12 @@ _MAX_CANDIDATES = 32
 
 @dataclass(slots=True)
 class RequestTrace:
-    """What the router knows of one request; fills up while it lives.
+    """The router's data about one request, filled while it runs.
 
     Args:
-        notes: what did not go the planned way at the router, put before decode's own notes.
+        notes: deviations from the plan at the router, before decode's notes.
         facts: decode's part, once it has ended well.
-        ttft_s: from the request's arrival to its first token; 0.0: none was seen.
+        ttft_s: from the request's arrival to its first token; 0.0: there was none.
     """
 
     request_id: str
@@ -33,7 +33,7 @@ class RequestTrace:
 
     @property
     def predicted_ttft_s(self) -> float:
-        """From arrival: what passed before the placement, and what placement expected after it."""
+        """From arrival: the time before the placement, and the placement's prediction."""
         return self.waited_s + self.placement.chosen.ttft_ms / 1000.0 if self.placement is not None else 0.0
 
     @property
@@ -62,7 +62,7 @@ class RequestTrace:
 
 
 def candidates_of(placement: Placement) -> list[types_pb2.PlacementTerms]:
-    """The cheapest candidates, cheapest first, the chosen one among them."""
+    """The cheapest candidates, cheapest first, including the chosen one."""
     shown = placement.best(_MAX_CANDIDATES)
     if placement.chosen not in shown:
         shown[-1:] = [placement.chosen]

@@ -1,6 +1,7 @@
-"""The router's last minutes, second by second: what the status page draws and `diptych top` prints. Pure: `now` comes in.
+"""The router's last minutes, second by second, for the status page and `diptych top`. Pure: `now` is an argument.
 
-Each second keeps counts and at most _KEPT values of each latency: enough for a p95 on a screen. Prometheus has the whole.
+Each second keeps counts and at most _KEPT values of each latency, enough for a p95 on a screen. Prometheus has
+everything.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class _Second:
 
 
 def quantile(values: Sequence[float], q: float) -> float | None:
-    """The nearest rank; None of nothing."""
+    """The nearest rank; None without values."""
     if not values:
         return None
     ordered = sorted(values)
@@ -35,9 +36,11 @@ def quantile(values: Sequence[float], q: float) -> float | None:
 
 
 class LiveSeries:
-    """Args:
-    span_s: seconds that are kept.
-    requests: the last so many requests' stages are kept.
+    """The last `span_s` seconds.
+
+    Args:
+        span_s: seconds that are kept.
+        requests: number of last requests whose stages are kept.
     """
 
     def __init__(self, span_s: int = 180, requests: int = 1000) -> None:
@@ -59,7 +62,7 @@ class LiveSeries:
             second.ttft.append(seconds)
 
     def tokens(self, count: int, now: float, between_s: float | None = None) -> None:
-        """`between_s`: each of them came so long after the one before; None: they came with the first."""
+        """`between_s`: interval before each token; None: they came with the first."""
         second = self._second(now)
         second.tokens += count
         if between_s is not None and len(second.itl) < _KEPT:
@@ -81,7 +84,7 @@ class LiveSeries:
         self._stages[name].append(seconds)
 
     def points(self, now: float) -> list[dict[str, Any]]:
-        """One for each second in which something happened, oldest first; `age_s` is 0 for the present second."""
+        """One point for each second with events, oldest first; `age_s` is 0 for the present second."""
         return [
             {
                 "age_s": int(now) - s.at,
@@ -100,7 +103,7 @@ class LiveSeries:
         ]
 
     def stages(self) -> dict[str, dict[str, float | int | None]]:
-        """Of the last requests: how long each stage took, in seconds."""
+        """Quantiles of each stage of the last requests, in seconds."""
         return {
             name: {"count": len(kept), "p50": quantile(kept, 0.5), "p95": quantile(kept, 0.95)}
             for name, kept in self._stages.items()

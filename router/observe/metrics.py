@@ -1,4 +1,4 @@
-"""What the router counts and times, on its own monotonic clock."""
+"""The router's metrics, on its monotonic clock."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ from diptych.router.requests.messages import FinishedEvent, TokenEvent, UsageInf
 
 
 class RouterMetrics(Metrics):
-    """Args:
-    degraded: read at every scrape: whether the store is away or takes no writes.
-    mode_degraded: the same: whether some worker's cache cannot be followed.
-    kv_usage: the same: mean share of KV blocks in use on the decode workers that this router sees.
-    waiting_turn: the same: requests that wait for their turn.
-    copies: the same: hot prefixes that were copied on purpose.
-    by_tenant: have series with tenants' names, too.
+    """The metrics.
+
+    Args:
+        degraded: read at every scrape: whether the store is unavailable or read-only.
+        mode_degraded: the same: whether some worker's cache events do not arrive.
+        kv_usage: the same: mean share of KV blocks in use on the decode workers that this router sees.
+        waiting_turn: the same: requests in the wait queue.
+        copies: the same: hot prefixes that were copied.
+        by_tenant: enable series with tenants' names.
     """
 
     def __init__(
@@ -43,15 +45,15 @@ class RouterMetrics(Metrics):
         super().__init__()
         self.live = LiveSeries()
         self.tenants = TenantMetrics(self) if by_tenant else None
-        self.running = self.gauge("num_requests_running", "Requests that this router relays now")
+        self.running = self.gauge("num_requests_running", "Requests being relayed by this router")
         self.waiting = self.gauge("num_requests_waiting", "Requests that wait for their first token")
         self.tokenize = self.histogram(
-            "tokenize_seconds", "Checks, template and tokenizer, the wait for a thread included", STAGE_BUCKETS_S
+            "tokenize_seconds", "Checks, template and tokenizer, including the wait for a thread", STAGE_BUCKETS_S
         )
         self.stages = {
             "queue": self.histogram(
                 "request_queue_time_seconds",
-                "At the router, for decode's blocks, and in prefill's queue",
+                "Waiting at the router, for decode's blocks, and in prefill's queue",
                 E2E_BUCKETS_S,
             ),
             "prefill": self.histogram(
@@ -66,11 +68,13 @@ class RouterMetrics(Metrics):
             "request_inference_time_seconds", "From the prompt's turn to the last token", E2E_BUCKETS_S
         )
         self.second_token = self.histogram(
-            "first_to_second_token_seconds", "The gap in which the hand-off shows", ITL_BUCKETS_S
+            "first_to_second_token_seconds", "The interval that includes the hand-off", ITL_BUCKETS_S
         )
-        self.fallbacks = self.counter("fallbacks", "What did not go as placed: where the work went instead", ["to"])
+        self.fallbacks = self.counter(
+            "fallbacks", "Attempts that deviated from their placement, by where the work went instead", ["to"]
+        )
         self.prefill_faults = self.counter(
-            "prefill_faults", "Prefill workers that decode gave up on, by reason", ["reason"]
+            "prefill_faults", "Prefill workers that decode gave up, by reason", ["reason"]
         )
         self.ttft = self.histogram(
             "time_to_first_token_seconds", "From a request's arrival to its first token", TTFT_BUCKETS_S
@@ -81,69 +85,66 @@ class RouterMetrics(Metrics):
         self.request_generation = self.histogram(
             "request_generation_tokens", "Generated tokens of a request", TOKEN_BUCKETS
         )
-        self.requests = self.counter("requests", "Requests that could be read, also those that were refused")
-        self.prompt_tokens = self.counter("prompt_tokens", "Prompt tokens of requests that had their first token")
-        self.cached_tokens = self.counter("prompt_tokens_cached", "Of those, the ones that no worker had to compute")
+        self.requests = self.counter("requests", "Requests that could be parsed, including rejected ones")
+        self.prompt_tokens = self.counter("prompt_tokens", "Prompt tokens of requests that reached their first token")
+        self.cached_tokens = self.counter(
+            "prompt_tokens_cached", "Of those, the ones that no worker had to compute (cached)"
+        )
         self.generation_tokens = self.counter(
-            "generation_tokens", "Tokens that were streamed, and those of answers that best_of held back"
+            "generation_tokens", "Generated tokens: streamed ones, and those of answers discarded by best_of"
         )
         self.unfinished_tokens = self.counter(
-            "unfinished_tokens", "Of both, those of requests that failed or whose client left", ["of"]
+            "unfinished_tokens", "Tokens of requests that failed or whose client disconnected", ["of"]
         )
-        self.success = self.counter("request_success", "Answers by the reason of their end", ["finished_reason"])
+        self.success = self.counter("request_success", "Finished answers by finish reason", ["finished_reason"])
         self.errors = self.counter("request_errors", "Requests that failed, by reason", ["reason"])
-        self.placements = self.counter("placements", "Attempts by where the prompt was to be computed", ["prefill"])
+        self.placements = self.counter("placements", "Attempts by where the prompt was placed", ["prefill"])
         self.replacements = self.counter("replacements", "Requests that were placed again before their first token")
-        self.admission = self.counter("admission", "Requests as admission judged them", ["verdict"])
+        self.admission = self.counter("admission", "Requests by admission decision", ["verdict"])
         self.judged_refusals = self.counter(
             "admission_refusals_judged",
-            "Requests that admission would have refused, by whether that had been right",
+            "Requests that admission would have rejected, by whether the rejection had been right",
             ["right"],
         )
-        self.tickets = self.counter("placement_tickets", "Placement tickets by what became of them", ["outcome"])
-        self.kv_bytes = self.counter("kv_transfer_bytes", "Bytes of KV that crossed from prefill to decode")
-        self.predicted_cached = self.counter(
-            "predicted_cached_tokens", "Cached prompt tokens as placement expected them"
-        )
+        self.tickets = self.counter("placement_tickets", "Placement tickets by outcome", ["outcome"])
+        self.kv_bytes = self.counter("kv_transfer_bytes", "Bytes of KV transferred from prefill to decode")
+        self.predicted_cached = self.counter("predicted_cached_tokens", "Cached prompt tokens predicted by placement")
         self.cached_error = self.counter(
-            "predicted_cached_tokens_error", "Prompt tokens by which that expectation was off, either way"
+            "predicted_cached_tokens_error", "Absolute error of that prediction, in prompt tokens"
         )
         self.ttft_error = self.histogram(
-            "predicted_ttft_error_seconds", "Difference between expected and seen time to first token", TTFT_BUCKETS_S
+            "predicted_ttft_error_seconds", "Absolute error of the predicted time to first token", TTFT_BUCKETS_S
         )
         self.regret = self.histogram(
-            "placement_regret_seconds", "How much later than expected the first token came", TTFT_BUCKETS_S
+            "placement_regret_seconds", "Lateness of the first token against its prediction", TTFT_BUCKETS_S
         )
         self.gauge(
-            "mode_degraded", "1 while placement by cache has no news of some worker's cache and is by load there"
+            "mode_degraded", "1 while some worker's cache events do not arrive: it is placed on by load only"
         ).set_function(lambda: float(mode_degraded()))
-        self.gauge("requests_waiting_turn", "Requests that wait in the router for their turn").set_function(
-            waiting_turn
-        )
+        self.gauge("requests_waiting_turn", "Requests in the router's wait queue").set_function(waiting_turn)
         self.gauge(
-            "hot_prefix_copies", "Requests that were placed to make another copy of a hot prefix, since the start"
+            "hot_prefix_copies", "Requests that were placed to create another copy of a hot prefix"
         ).set_function(copies)
         self.gauge(
             "kv_cache_usage_perc", "Mean share of KV blocks in use on the decode workers that this router sees"
         ).set_function(kv_usage)
         self.gauge(
-            "degraded", "1 while the store is away or takes no writes: the view of the cluster may be old"
+            "degraded", "1 while the store is unavailable or read-only: the view of the cluster may be stale"
         ).set_function(lambda: float(degraded()))
 
     def refused(self, reason: str, tenant: str) -> None:
-        """A request was never let in, or failed where nothing else counts it."""
+        """A request was rejected, or failed where nothing else counts it."""
         self.requests.inc()
         self.failed(reason, tenant)
 
     def failed(self, reason: str, tenant: str) -> None:
-        """A request that is counted has failed."""
+        """A counted request failed."""
         self.errors.labels(reason).inc()
         if self.tenants is not None:
             self.tenants.failed(tenant, reason)
 
     def answered(self, reason: str, tenant: str, usage: UsageInfo, total_s: float, kv_bytes: int, now: float) -> None:
-        """A request has ended well. `total_s`: from its arrival. `usage`: its own tokens, without those that an attempt before
-        it has given out."""
+        """A request has ended well. `total_s`: from its arrival. `usage`: without the tokens of an attempt before it."""
         self.success.labels(reason).inc()
         self.e2e.observe(total_s)
         self.request_prompt.observe(usage.prompt_tokens)
@@ -161,7 +162,7 @@ class RouterMetrics(Metrics):
             self.tenants.first_token(tenant, ttft_s)
 
     def computed(self, prompt_tokens: int, cached_tokens: int, tenant: str, now: float) -> None:
-        """A request's prompt, once; with its first token, whatever becomes of it then."""
+        """A request's prompt, once, with its first token, whatever its outcome."""
         self.prompt_tokens.inc(prompt_tokens)
         self.cached_tokens.inc(cached_tokens)
         self.live.computed(prompt_tokens, cached_tokens, now)
@@ -169,24 +170,24 @@ class RouterMetrics(Metrics):
             self.tenants.computed(tenant, prompt_tokens, cached_tokens)
 
     def unfinished(self, prompt_tokens: int, generation_tokens: int) -> None:
-        """Of a request that had its first token and was not answered."""
+        """A request that had its first token and was not answered."""
         self.unfinished_tokens.labels("prompt").inc(prompt_tokens)
         self.unfinished_tokens.labels("generation").inc(generation_tokens)
 
     def pace(self, between_s: float, count: int, now: float) -> None:
-        """`count` tokens came, each so long after the one before it."""
+        """`count` tokens arrived, each after this interval."""
         self.itl.observe(between_s, count)
         self.live.tokens(count, now, between_s)
 
     def written(self, count: int, tenant: str) -> None:
-        """Tokens of an answer came, or are known to have been drawn for it."""
+        """Tokens of an answer arrived, or are known to have been sampled for it."""
         self.generation_tokens.inc(count)
         if self.tenants is not None:
             self.tenants.tokens(tenant, count)
 
     def split(self, story: RequestTrace, total_s: float) -> None:
-        """Where a request's time went. `total_s`: from its arrival to its last token. Decode's times are on its own clock and
-        are only ever added up; no clock is subtracted from another's."""
+        """Record a request's stages. `total_s`: from its arrival to its last token. Decode's times are on its clock and
+        are only added, never subtracted from another clock."""
         facts = story.facts
         if facts is None or story.ttft_s <= 0:
             return
@@ -203,7 +204,7 @@ class RouterMetrics(Metrics):
         self.inference.observe(max(0.0, total_s - queue_s))
 
     def went(self, story: RequestTrace, faults: Sequence[str]) -> None:
-        """Count what did not go as placed. `faults`: reasons of the prefill workers that decode gave up on, in order."""
+        """Count deviations from the placement. `faults`: reasons of the prefill workers that decode gave up, in order."""
         for reason in faults:
             self.prefill_faults.labels(reason).inc()
         placement, facts = story.placement, story.facts
@@ -215,12 +216,12 @@ class RouterMetrics(Metrics):
             self.fallbacks.labels("other_prefill").inc()
 
     def judged(self, would_have_come: bool | None) -> None:
-        """Of a request that admission would have refused: whether it met its target. None: nobody would have."""
+        """A request that admission would have rejected: whether it met its target. None: it had no target."""
         if would_have_come is not None:
             self.judged_refusals.labels("no" if would_have_come else "yes").inc()
 
     def predictions(self, story: RequestTrace) -> None:
-        """A request has ended well: what was expected of it, against what came."""
+        """A request has ended well: compare the predictions with it."""
         self.predicted_cached.inc(story.predicted_cached_tokens)
         self.cached_error.inc(abs(story.predicted_cached_tokens - story.cached_tokens))
         if story.ttft_s > 0:
@@ -235,7 +236,7 @@ class RequestTimer:
     def __init__(self, metrics: RouterMetrics, request: ValidatedRequest, clock: Clock) -> None:
         self._metrics, self._request, self._clock = metrics, request, clock
         self._last: dict[int, float] = {}
-        """Of each choice: when its last token came."""
+        """By choice: time of its last token."""
         self._over = False
         self._tokens = 0
         metrics.requests.inc()
@@ -256,7 +257,7 @@ class RequestTimer:
                 metrics.first_token(now - self._request.arrived, tenant, now)
                 metrics.computed(len(self._request.prompt.token_ids), event.cached_tokens, tenant, now)
             metrics.live.tokens(1, now)
-            last = now  # tokens in the first message beside the first came at the same moment
+            last = now  # tokens in the first message count as simultaneous
             pairs = count - 1
         else:
             pairs = count
@@ -272,10 +273,10 @@ class RequestTimer:
         if not self._close():
             return
         now, request, metrics, usage = self._clock.now(), self._request, self._metrics, event.usage
-        if not self._last:  # all of it had been given out before
+        if not self._last:  # all of it was sent before
             metrics.computed(usage.prompt_tokens, usage.cached_tokens, request.tenant, now)
         own = usage.completion_tokens - len(request.resume_after)
-        if own > self._tokens:  # of choices that were not among the best
+        if own > self._tokens:  # from choices that best_of discarded
             metrics.written(own - self._tokens, request.tenant)
             metrics.live.tokens(own - self._tokens, now)
         usage = UsageInfo(usage.prompt_tokens, own, usage.cached_tokens)
@@ -287,7 +288,7 @@ class RequestTimer:
             self._metrics.live.failed(self._clock.now())
 
     def left(self) -> None:
-        """The client went away; nothing to do when the request has ended."""
+        """The client disconnected; no effect when the request has ended."""
         if self._close():
             self._not_answered("CLIENT_LEFT")
 

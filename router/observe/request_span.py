@@ -11,7 +11,7 @@ from diptych.router.requests.messages import FinishedEvent, UncheckedRequest, Va
 
 
 def traced(prepared: ValidatedRequest, spec: UncheckedRequest) -> ValidatedRequest:
-    """With the caller's trace context and the operation's name, where anybody wants them."""
+    """With the caller's trace context and the operation's name, if tracing is on."""
     if not (tracing.on or spec.traceparent):
         return prepared
     operation = "chat" if spec.messages is not None else "text_completion"
@@ -65,6 +65,6 @@ class RequestSpan:
         self._span.end()
 
     def left(self) -> None:
-        """The client went away; nothing to do when the request has ended."""
+        """The client disconnected; no effect when the request has ended."""
         self._span.fail("CLIENT_LEFT")
         self._span.end()

@@ -1,6 +1,6 @@
-"""The status page: three static files out of the package and one JSON document that they ask for every second.
+"""The status page: three static files of the package, and one JSON document that they fetch every second.
 
-The files hold nothing that is secret and need no key; /status.json does, and the page asks its reader for one.
+The files are public and need no key; /status.json does, and the page asks the reader for one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from diptych.router.api.auth import current_caller
 from diptych.router.api.http_errors import json_response
 
 Status = Callable[[str], dict[str, Any]]
-"""By tenant."""
+"""The status for a tenant."""
 
 _FILES = {
     "/status": ("status.html", "text/html; charset=utf-8"),
@@ -26,7 +26,7 @@ _FILES = {
 }
 STATIC_PATHS = frozenset(_FILES)
 _HEADERS = {
-    # Nothing from elsewhere, no inline code: labels of requests, which clients choose, are shown on this page.
+    # Nothing from elsewhere and no inline code: the page shows labels of requests, which clients choose.
     "content-security-policy": "default-src 'self'; img-src 'self' data:; "
     "frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
     "x-content-type-options": "nosniff",
@@ -53,6 +53,6 @@ def add_status(app: FastAPI, status: Status, version: str) -> None:
 
     @app.get("/status.json")
     async def status_json() -> Response:
-        """What this router knows of the cluster, and its own last minutes."""
+        """The cluster in this router's view, and its last minutes."""
         content = status(current_caller.get().tenant) | {"version": version}
         return json_response(content, headers={"cache-control": "no-store"})

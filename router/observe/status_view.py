@@ -1,4 +1,4 @@
-"""The cluster as one router sees it, as plain values for JSON: workers, pairs, placements. Pure."""
+"""The cluster in one router's view, as plain values for JSON: workers, pairs, placements. Pure."""
 
 from __future__ import annotations
 
@@ -30,9 +30,11 @@ def cluster_status(
     decisions: Sequence[Decision],
     now: float,
 ) -> dict[str, Any]:
-    """Args:
-    view: the usable workers, why the others are not, and the pairs that do not fit.
-    decisions: placements that may be told, latest first.
+    """The status.
+
+    Args:
+        view: the usable workers, the reasons against the others, and the incompatible pairs.
+        decisions: placements that the tenant may see, latest first.
     """
     workers = [
         {

@@ -1,4 +1,4 @@
-"""Series with a tenant's name as label: off by default, because whoever reads metrics then learns who the tenants are."""
+"""Series with a tenant's name as label: off by default, because readers of metrics could then list the tenants."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ FINISHED = "finished"
 
 
 class TenantMetrics:
-    """Tenants come from the file of keys, so there are as many series as it has tenants. Without keys there is one, ""."""
+    """Tenants come from the key file, so the number of series is bounded. Without keys there is one, ""."""
 
     def __init__(self, metrics: Metrics) -> None:
         by = ["tenant"]
-        self._requests = metrics.counter(
-            "tenant_requests", "Requests by tenant and how they ended", ["tenant", "outcome"]
-        )
+        self._requests = metrics.counter("tenant_requests", "Requests by tenant and outcome", ["tenant", "outcome"])
         self._prompt = metrics.counter(
-            "tenant_prompt_tokens", "Prompt tokens of requests that had their first token", by
+            "tenant_prompt_tokens", "Prompt tokens of requests that reached their first token", by
         )
-        self._cached = metrics.counter("tenant_prompt_tokens_cached", "Those of them that nobody had to compute", by)
+        self._cached = metrics.counter(
+            "tenant_prompt_tokens_cached", "Of those, the ones that no worker had to compute (cached)", by
+        )
         self._generation = metrics.counter("tenant_generation_tokens", "Tokens that were streamed, by tenant", by)
         self._ttft = metrics.histogram(
             "tenant_time_to_first_token_seconds", "From arrival to the first token, by tenant", TTFT_BUCKETS_S, by
@@ -38,5 +38,5 @@ class TenantMetrics:
         self._requests.labels(tenant, FINISHED).inc()
 
     def failed(self, tenant: str, reason: str) -> None:
-        """Also of requests that were refused, for example for their quota."""
+        """Also for rejected requests, for example for their quota."""
         self._requests.labels(tenant, reason).inc()

@@ -1,4 +1,4 @@
-"""Beam search as requests ask for it: vLLM's fields, old and new, turned into those of SamplingParams."""
+"""Beam search options of requests: vLLM's fields, old and new, converted to those of SamplingParams."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from diptych.common.sampling import SamplingParams, check_sampling
 from diptych.router.requests.messages import UncheckedRequest
 
 DRAWS_NOTHING = {"temperature": 0.0, "top_p": 1.0, "top_k": 0}
-"""What stands in for the model's own defaults: they are made for drawing."""
+"""Replaces the model's defaults, which are for sampling."""
 
 
 def wants_beams(spec: UncheckedRequest) -> bool:
@@ -18,15 +18,13 @@ def wants_beams(spec: UncheckedRequest) -> bool:
     if wanted is not None and not isinstance(wanted, bool):
         raise InvalidRequestError("use_beam_search must be true or false", param="use_beam_search")
     if wanted is False and width:
-        raise InvalidRequestError(
-            "beam_width is for beam search only, and use_beam_search is false", param="beam_width"
-        )
+        raise InvalidRequestError("beam_width requires beam search, but use_beam_search is false", param="beam_width")
     return bool(wanted or width)
 
 
 def beam_fields(spec: UncheckedRequest) -> dict[str, object]:
-    """Arguments of check_sampling, in place of those given. With beam search but no beam_width, best_of is the width, as it
-    used to be in vLLM, or n."""
+    """Arguments of check_sampling, replacing the given ones. Without beam_width, best_of is the width, as formerly in
+    vLLM, or n."""
     if not wants_beams(spec) or "beam_width" in spec.sampling:
         return {}
     return {"beam_width": spec.sampling.get("best_of", spec.sampling.get("n", 1)), "best_of": 0}
@@ -44,7 +42,7 @@ def sampling_of(
     """The spec's sampling values, checked and complete.
 
     Args:
-        seed, max_tokens, defaults: of a request without them; the defaults are for drawing.
+        seed, max_tokens, defaults: for missing values; the defaults are for sampling.
         bad_words: as token ids; None: none.
     Raises: InvalidRequestError naming the parameter.
     """

@@ -1,11 +1,11 @@
-"""Threads for the work of a request that would hold up the event loop. Long texts have a thread of their own: a short one never
-waits behind seconds of tokenizing.
+"""Threads for work that would block the event loop. Long texts have a separate thread: a short one never waits behind
+seconds of tokenizing.
 
-work, size --> short lane (2 threads) | long lane (1 thread) --> result
-          |--> what waits would take longer than anybody is to wait, or is too much to keep: refused
-          |--> not begun in that time: refused
+    work, size --> short lane (2 threads) | long lane (1 thread) --> result
+              |--> the expected wait is too long, or the queue too large: rejected
+              |--> not started within that time: rejected
 
-How long it would take is told by the bytes that wait and the rate of the lane, which is measured.
+The expected wait is computed from the queued bytes and the measured rate of the lane.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ MAX_WAITING_BYTES = 32 * 1024 * 1024
 MAX_WAIT_S = 5.0
 _SHORT_THREADS = 2
 _FIXED_BYTES = 2048
-"""What a piece of work takes whatever its size, as so many bytes more."""
+"""Fixed cost of a piece of work, in bytes."""
 _FIRST_RATE = 4e6
 _MEMORY_S = 1.0
-"""Of work; what a lane did longer ago counts less."""
+"""Seconds of work over which the rate is averaged."""
 
 _T = TypeVar("_T")
 
 
 class _Lane:
-    """Threads, what waits for them, and how fast they are: bytes a second of one thread."""
+    """Threads, their queue, and their measured rate: bytes a second of one thread."""
 
     def __init__(self, threads: int, name: str, now: Callable[[], float]) -> None:
         self._threads = threads
@@ -43,7 +43,7 @@ class _Lane:
         self._waiting = 0
 
     def wait_s(self) -> float:
-        """About how long what comes now would wait."""
+        """Expected wait of new work."""
         return self._waiting * self._seconds / self._bytes / self._threads
 
     def submit(self, work: Callable[[], _T], size: int) -> Future[_T]:
@@ -79,10 +79,12 @@ class _Lane:
 
 
 class BoundedExecutor:
-    """Args:
-    what: that waits, for the words of a refusal.
-    name: of the threads.
-    max_wait_s: before work begins.
+    """Runs work on threads.
+
+    Args:
+        what: name of the work, for error messages.
+        name: of the threads.
+        max_wait_s: before work starts.
     """
 
     def __init__(
@@ -99,10 +101,8 @@ class BoundedExecutor:
             lane.close()
 
     async def run(self, work: Callable[[], _T], size: int = 0) -> _T:
-        """What `work` returns, on a thread. Args: size: of what it works on, about; in bytes.
-
-        Raises: OverloadedError; what `work` raises.
-        """
+        """The result of `work`, run on a thread. `size`: approximate bytes of its input. Raises: OverloadedError, and
+        the errors of `work`."""
         lane = self._long if size > LONG_BYTES else self._short
         wait_s = lane.wait_s()
         if wait_s > self._max_wait_s or (self._bytes_waiting and self._bytes_waiting + size > MAX_WAITING_BYTES):
@@ -115,7 +115,7 @@ class BoundedExecutor:
 
         def give_up() -> None:
             nonlocal late
-            late = future.cancel()  # what has begun is not
+            late = future.cancel()  # false for started work
 
         timer = asyncio.get_running_loop().call_later(self._max_wait_s, give_up)
         try:
@@ -134,4 +134,4 @@ class BoundedExecutor:
     def _ended(self, future: asyncio.Future[_T], size: int) -> None:
         self._bytes_waiting -= size
         if not future.cancelled():
-            future.exception()  # seen, also when the client is gone
+            future.exception()  # retrieve the exception, also when the client is gone

@@ -14,7 +14,7 @@ _MAX_LABEL_BYTES = 128
 def check_room(max_tokens: int, room: int) -> None:
     if max_tokens > room:
         raise InvalidRequestError(
-            f"max_tokens={max_tokens} is more than the {room} tokens that the context leaves", param="max_tokens"
+            f"max_tokens={max_tokens} is more than the {room} remaining tokens of the context", param="max_tokens"
         )
 
 
@@ -68,22 +68,22 @@ def check_ids(value: object, vocab_size: int, max_model_len: int, param: str = "
         raise InvalidRequestError(f"{param} must be a list", param=param)
     if len(value) >= max_model_len:
         raise PromptTooLongError(
-            f"{param} has {len(value)} tokens; the context of {max_model_len} must leave room for one more",
+            f"{param} has {len(value)} tokens; the context of {max_model_len} needs room for one more",
             param=param,
         )
-    # Types first: what is no int may not even be comparable.
+    # Types first: other values may not be comparable.
     if value and not (set(map(type, value)) == {int} and min(value) >= 0 and max(value) < vocab_size):
         raise InvalidRequestError(f"{param} must be integers from 0 to {vocab_size - 1}", param=param)
     return list(value)
 
 
 MESSAGE_SIZE = 32
-"""Characters that a message counts besides its text."""
+"""Characters added for each message."""
 
 
 def text_size(messages: object) -> int:
-    """Characters in a conversation, without trusting its shape. A message counts MESSAGE_SIZE besides: a template works for
-    empty ones, too."""
+    """Characters in a conversation of untrusted shape. Each message adds MESSAGE_SIZE: the template works for empty
+    ones, too."""
     if not isinstance(messages, (list, tuple)):
         raise InvalidRequestError("messages must be a list", param="messages")
     size = MESSAGE_SIZE * len(messages)

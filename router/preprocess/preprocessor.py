@@ -44,7 +44,7 @@ _MAX_BAD_WORD_CHARS = 256
 _THINK_TAIL_TOKENS = 8
 _BYTES_A_TOKEN = 4
 MAX_CHOICES = 16
-"""Of one request, also with best_of."""
+"""Most choices of one request, also with best_of."""
 
 
 class TextToIds(Protocol):
@@ -81,7 +81,7 @@ class Echo:
 
 
 def _echo_of(prompt: str, spans: list[tuple[int, int]], kept: int, *, from_left: bool) -> Echo:
-    """Of the first or the last `kept` tokens."""
+    """The echo of the first or the last `kept` tokens."""
     if kept == len(spans):
         return Echo(prompt, tuple(begin for begin, _ in spans))
     spans = spans[:kept] if from_left else spans[-kept:]
@@ -91,11 +91,13 @@ def _echo_of(prompt: str, spans: list[tuple[int, int]], kept: int, *, from_left:
 
 @dataclass(frozen=True, slots=True)
 class PreprocessLimits:
-    """Args:
-    model: the name clients use.
-    max_model_len: asked at every request: prompt plus answer, in tokens.
-    text_bound: how much text a token holds at most; None: not known.
-    pool_tokens: of how many tokens the smallest decode pool holds the KV, for each of so many beams; None: not known.
+    """Limits of one model.
+
+    Args:
+        model: the name clients use.
+        max_model_len: called for every request: prompt plus answer, in tokens.
+        text_bound: most bytes of text per token; None: unknown.
+        pool_tokens: tokens of KV that the smallest decode pool holds, for each of so many beams; None: unknown.
     """
 
     model: str
@@ -108,9 +110,11 @@ class PreprocessLimits:
 
 
 class RequestPreprocessor:
-    """Args:
-    salt: of a tenant's block identities.
-    unpack: see router.packed_ids.
+    """Checks and tokenizes the requests of one model.
+
+    Args:
+        salt: of a tenant's block identities.
+        unpack: see router.packed_ids.
     """
 
     def __init__(
@@ -133,7 +137,7 @@ class RequestPreprocessor:
         self._rng = rng
         self._lanes = BoundedExecutor("prompts for the tokenizer", "tokenizer")
         self._known: dict[tuple[bytes, int], SamplingParams] = {}
-        """Sampling values that were checked, but for a seed that was not given."""
+        """Checked sampling values, except for a generated seed."""
 
     def close(self) -> None:
         self._lanes.close()
@@ -159,9 +163,7 @@ class RequestPreprocessor:
             async with asyncio.timeout(timeout_s):
                 bad_words = await self._bad_words(spec.sampling.get("bad_words"))
                 if param != "token_ids":
-                    self._sampling(
-                        spec, limits.max_model_len(), bad_words
-                    )  # refuse bad numbers before the tokenizer works
+                    self._sampling(spec, limits.max_model_len(), bad_words)  # reject invalid numbers before tokenizing
                 token_ids = await self._token_ids(spec, param)
         except TimeoutError:
             raise RequestDeadlineError("the deadline passed while the prompt was being tokenized") from None
@@ -169,7 +171,8 @@ class RequestPreprocessor:
         sampling = self._sampling(spec, self._what_fits(spec, len(token_ids), room), bad_words)
         check_room(sampling.max_tokens, room)
         thinking = param == "messages" and self._ends_thinking(token_ids)
-        if thinking and sampling.grammar is not None:  # it is about the answer, not about the thoughts before it
+        # the grammar applies to the answer, not to the reasoning before it
+        if thinking and sampling.grammar is not None:
             sampling = replace(sampling, grammar=replace(sampling.grammar, free_until=CLOSE))
         echo = await self._echo(spec, token_ids) if spec.echo else Echo("")
         return ValidatedRequest(
@@ -196,10 +199,10 @@ class RequestPreprocessor:
     def prepare_again(
         self, before: ValidatedRequest, prompt: PackedIds, timeout_s: float | None, *, draws_seed: bool
     ) -> ValidatedRequest:
-        """As `prepare`, for a request of token ids that is like one before in everything else.
+        """As `prepare`, for a request that differs from an earlier one only in its token ids.
 
         Args:
-            draws_seed: it brings no seed of its own.
+            draws_seed: it has no seed.
         Raises: as prepare.
         """
         arrived = self._clock.now()
@@ -236,14 +239,14 @@ class RequestPreprocessor:
         return tail.rstrip().endswith(OPEN)
 
     def _resume_after(self, spec: UncheckedRequest, sampling: SamplingParams) -> tuple[int, ...]:
-        """Raises: InvalidRequestError when the rest could not be what would have come."""
+        """Raises: InvalidRequestError when the continuation could differ from the original answer."""
         if spec.resume_after is None:
             return ()
         ids = check_ids(spec.resume_after, self._tokenizer.vocab_size, sampling.max_tokens + 1, param="resume_after")
         if "seed" not in spec.sampling:
-            raise InvalidRequestError("resume_after needs the seed of the answer that was cut", param="seed")
+            raise InvalidRequestError("resume_after needs the seed of the interrupted answer", param="seed")
         if sampling.num_choices > 1 or sampling.beam_width or sampling.prompt_logprobs is not None:
-            raise InvalidRequestError("resume_after is for one choice, without prompt_logprobs", param="resume_after")
+            raise InvalidRequestError("resume_after requires one choice, without prompt_logprobs", param="resume_after")
         return tuple(ids)
 
     def _check_model(self, model: object) -> None:
@@ -276,7 +279,7 @@ class RequestPreprocessor:
         return _echo_of(spec.prompt, spans, len(token_ids), from_left=spec.truncation_side == "right")
 
     async def _bad_words(self, words: object) -> object:
-        """Texts to token ids: each with and without a space before it, as it stands in and at the beginning of a text."""
+        """Texts to token ids: each with and without a leading space, as inside and at the beginning of a text."""
         if words is None or not isinstance(words, (list, tuple)):
             return words
         if len(words) > MAX_BAD_WORDS // 2:
@@ -330,7 +333,7 @@ class RequestPreprocessor:
         return ids[:most] if spec.truncation_side == "right" else ids[-most:]
 
     def _most_tokens(self, spec: UncheckedRequest) -> int | None:
-        """To how many tokens the prompt is to be cut; None: not at all. Raises: InvalidRequestError."""
+        """Tokens to which the prompt is truncated; None: not at all. Raises: InvalidRequestError."""
         if spec.truncation_side not in (None, "left", "right"):
             raise InvalidRequestError("truncation_side must be left or right", param="truncation_side")
         if spec.truncate_prompt_tokens is None:
@@ -357,18 +360,18 @@ class RequestPreprocessor:
         return size
 
     def _room(self, num_prompt_tokens: int, param: str) -> int:
-        """How many tokens the answer may have."""
+        """Most tokens of the answer."""
         context = self._limits.max_model_len()
         if num_prompt_tokens >= context:
             raise PromptTooLongError(
-                f"{param} has {num_prompt_tokens} tokens; the context of {context} must leave room for one more",
+                f"{param} has {num_prompt_tokens} tokens; the context of {context} needs room for one more",
                 param=param,
             )
         return context - num_prompt_tokens
 
     def _what_fits(self, spec: UncheckedRequest, num_prompt_tokens: int, room: int) -> int:
-        """The most of a default for max_tokens: what the context leaves, and any decode worker has KV blocks for. The KV of the
-        last token is never computed."""
+        """Upper limit of a default max_tokens: the rest of the context, and the KV blocks of any decode worker. The KV
+        of the last token is never computed."""
         if "max_tokens" in spec.sampling:
             return room
         width = beam_fields(spec).get("beam_width", spec.sampling.get("beam_width"))
@@ -376,7 +379,7 @@ class RequestPreprocessor:
         return room if pool is None else max(1, min(room, pool + 1 - num_prompt_tokens))
 
     def _sampling(self, spec: UncheckedRequest, room: int, bad_words: object) -> SamplingParams:
-        """`room`: the most of a default for max_tokens."""
+        """`room`: upper limit of a default max_tokens."""
         if not spec.sampling_key or spec.grammar is not None or "bad_words" in spec.sampling:
             return self._check_sampling(spec, room, bad_words)
         key = (spec.sampling_key, 0 if "max_tokens" in spec.sampling else room)

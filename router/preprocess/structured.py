@@ -1,8 +1,9 @@
-"""From what the APIs call response formats and structured outputs to a Grammar. Pure: what needs no compiler is checked here.
+"""From response formats and structured outputs of the APIs to a Grammar. Pure: checks everything that needs no
+compiler.
 
-response_format     {"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": ...}}      chat, completions
-text.format         the same, flat                                                                        responses
-structured_outputs  {"json" | "regex" | "choice" | "grammar" | "json_object": ...}, and guided_*: vLLM's  both
+    response_format     {"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": ...}}      chat, completions
+    text.format         the same, flat                                                                        responses
+    structured_outputs  {"json" | "regex" | "choice" | "grammar" | "json_object": ...}, and guided_*: vLLM's  both
 """
 
 from __future__ import annotations
@@ -36,18 +37,18 @@ _COMPACT = "disable_any_whitespace"
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """`field`: where the request asked for it; for errors that come later."""
+    """`field`: the field that requested it; for later errors."""
 
     grammar: Grammar
     field: str
 
 
 def wanted_grammar(fields: Mapping[str, Any]) -> Wanted | None:
-    """The grammar that a request's fields ask for.
+    """The grammar requested by the fields.
 
     Args:
         fields: any of response_format, text, structured_outputs, guided_*; None: not given.
-    Raises: InvalidRequestError naming the field, also when two of them ask.
+    Raises: InvalidRequestError naming the field, also when two of them are given.
     """
     found: list[Wanted] = []
     outputs, compact = _compact(fields.get("structured_outputs"))
@@ -69,8 +70,8 @@ def wanted_grammar(fields: Mapping[str, Any]) -> Wanted | None:
 
 
 def _compact(outputs: object) -> tuple[object, bool]:
-    """(structured_outputs without that option, whether JSON is to have no free white space): it also goes with a format that
-    stands elsewhere. Raises: InvalidRequestError."""
+    """(structured_outputs without that option, whether JSON has restricted white space): the option also applies to a
+    format in another field. Raises: InvalidRequestError."""
     if not isinstance(outputs, Mapping) or outputs.get(_COMPACT) is None:
         return outputs, False
     if not isinstance(outputs[_COMPACT], bool):
@@ -84,13 +85,13 @@ def schema_grammar(schema: object, field: str) -> Grammar:
         try:
             schema = json.loads(schema)
         except (ValueError, RecursionError) as error:
-            raise InvalidRequestError(f"{field}: the schema is no JSON: {error}", param=field) from None
+            raise InvalidRequestError(f"{field}: the schema is not JSON: {error}", param=field) from None
     check_schema(schema, field)
     return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False))
 
 
 def check_schema(schema: object, param: str) -> None:
-    """Raises: InvalidRequestError when it is larger or deeper than we take, is no JSON schema, or refers to another document."""
+    """Raises: InvalidRequestError when it is too large or deep, not a JSON schema, or refers to another document."""
     if not isinstance(schema, Mapping):
         raise InvalidRequestError(f"{param}: a schema must be an object", param=param)
     level: list[Any] = [schema]
@@ -112,20 +113,20 @@ def check_schema(schema: object, param: str) -> None:
     try:
         size = len(json.dumps(schema, ensure_ascii=False, allow_nan=False).encode())
     except ValueError:  # NaN, or a lone surrogate
-        raise InvalidRequestError(f"{param}: a schema holds what is no JSON", param=param) from None
+        raise InvalidRequestError(f"{param}: a schema contains a value that is not JSON", param=param) from None
     if size > MAX_SCHEMA_BYTES:
         raise InvalidRequestError(f"{param}: a schema has more than {MAX_SCHEMA_BYTES} bytes", param=param)
     if (count := count_properties(schema)) > MAX_PROPERTIES:
         raise InvalidRequestError(f"{param}: a schema names {count} properties; at most {MAX_PROPERTIES}", param=param)
-    # An unknown draft would be looked for on the network.
+    # An unknown draft would be fetched from the network.
     draft = schema.get("$schema", "")
     if draft and not (isinstance(draft, str) and any(f"json-schema.org/{known}/schema" in draft for known in _DRAFTS)):
-        raise InvalidRequestError(f"{param}: $schema is no known draft of JSON Schema", param=param)
+        raise InvalidRequestError(f"{param}: $schema is not a known draft of JSON Schema", param=param)
     try:
         jsonschema_rs.meta.validate({name: value for name, value in schema.items() if name != "$schema"})
     except (ValueError, jsonschema_rs.ReferencingError) as error:
         first = str(error).split("\n", 1)[0][:200]
-        raise InvalidRequestError(f"{param}: no valid JSON schema: {first}", param=param) from None
+        raise InvalidRequestError(f"{param}: not a valid JSON schema: {first}", param=param) from None
 
 
 def _check_references(schema: Mapping[str, Any], param: str) -> None:

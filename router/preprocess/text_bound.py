@@ -1,8 +1,8 @@
-"""How many bytes of text one token can stand for at most, from tokenizer.json. Pure.
+"""Upper bound of the bytes of text per token, from tokenizer.json. Pure.
 
-A text of more than this many bytes a token of context cannot fit, whatever it says: it is refused by its length, before
-anybody spends seconds on cutting it into tokens. The bound must never be too low, so it is given only for tokenizers that are
-known to drop nothing but what is counted here: byte pair encodings of bytes.
+A text of more than this many bytes per token of context cannot fit and is rejected by its length, before seconds are
+spent on tokenizing it. The bound must never be too low, so it exists only for tokenizers that drop nothing but what is
+counted here: byte-level BPE.
 """
 
 from __future__ import annotations
@@ -16,35 +16,37 @@ from typing import Any
 from diptych.common.tokenizer import TextLimit
 
 _NFC_SHRINKS = 9
-"""UTF-8 bytes of a text over those of its NFC form: at most three for a canonical decomposition, three for composing it."""
+"""UTF-8 bytes of a text over those of its NFC form: at most 3 for canonical decomposition, times 3 for composition."""
 _MOST_DROPPED = 64
-"""Of byte values. Vocabularies made from text alone lack those that no UTF-8 has, and some rare ones."""
+"""Most dropped byte values. Vocabularies made from text lack those that never occur in UTF-8, and some rare ones."""
 _KEEPS_ALL = frozenset({"ByteLevel", "Digits", "Metaspace", "UnicodeScripts"})
-"""Pre-tokenizers that only cut, or put more in."""
+"""Pre-tokenizers that only split or add."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextBound:
-    """Args:
-    bytes_per_token: of text at most.
-    dropped: byte values that no token spells: they vanish from a text, and do not count.
+    """The bound.
+
+    Args:
+        bytes_per_token: most bytes of text.
+        dropped: byte values without a token: they vanish from a text, and do not count.
     """
 
     bytes_per_token: int
     dropped: bytes = b""
 
     def limit(self, num_tokens: int) -> TextLimit:
-        """Of a text that so many tokens can hold."""
+        """The limit of a text for this many tokens."""
         return TextLimit(self.bytes_per_token * num_tokens, self.dropped)
 
 
 def read_text_bound(folder: Path) -> TextBound | None:
-    """None: no bound is known. The folder's tokenizer.json must be one that the tokenizers library has read."""
+    """None: the bound is unknown. The folder's tokenizer.json must have been read by the tokenizers library."""
     return text_bound(json.loads((folder / "tokenizer.json").read_text(encoding="utf-8")))
 
 
 def text_bound(tokenizer: Mapping[str, Any]) -> TextBound | None:
-    """See read_text_bound. Args: tokenizer: what tokenizer.json holds."""
+    """See read_text_bound. `tokenizer`: the content of tokenizer.json."""
     model = tokenizer.get("model") or {}
     vocabulary = model.get("vocab")
     cuts = _parts(tokenizer.get("pre_tokenizer"), "pretokenizers")
@@ -69,7 +71,7 @@ def text_bound(tokenizer: Mapping[str, Any]) -> TextBound | None:
 
 
 def _parts(step: Any, name: str) -> list[Mapping[str, Any]]:
-    """The steps of a sequence, or the one."""
+    """The steps of a sequence, or the single step."""
     if step is None:
         return []
     if step.get("type") == "Sequence":
@@ -83,7 +85,7 @@ def _keeps(cut: Mapping[str, Any]) -> bool:
 
 
 def _shrinks(normalizer: Any) -> int:
-    """How many times shorter the normalizer can make a text; 0: not known."""
+    """How many times shorter the normalizer can make a text; 0: unknown."""
     factor = 1
     for step in _parts(normalizer, "normalizers"):
         kind, pattern = step.get("type"), step.get("pattern")
@@ -98,7 +100,8 @@ def _shrinks(normalizer: Any) -> int:
 
 
 def _byte_characters() -> list[str]:
-    """How byte-level vocabularies spell the 256 bytes: those that print as themselves, the others from U+0100 on."""
+    """Characters of the 256 bytes in byte-level vocabularies: printable ones map to themselves, the others to U+0100
+    and following."""
     prints = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     rest = iter(range(0x100, 0x200))
     return [chr(byte) if byte in prints else chr(next(rest)) for byte in range(256)]

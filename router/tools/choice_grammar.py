@@ -1,6 +1,6 @@
-"""What a promise about tool calls is as a grammar: the calls that tool_choice requires, or arguments that always fit (strict).
+"""Grammars for tool calls: the calls that tool_choice requires, or arguments that always match the schema (strict).
 
-How a model writes a call is its parser's knowledge; here it is turned round.
+A parser defines how its model writes a call; these grammars generate the same form.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class CallForm:
     """How a model writes calls: head, then calls with a separator between them, then tail.
 
     Args:
-        begin, end: around a call's arguments; `begin` holds NAME where the function's name stands.
-        trigger: what a call in the middle of a text begins with, and nothing else does; empty: there is nothing of the kind.
+        begin, end: around a call's arguments; `begin` contains NAME in place of the function's name.
+        trigger: text that begins a call in the middle of a text, and nothing else; empty: there is none.
     """
 
     begin: str
@@ -43,7 +43,7 @@ MISTRAL_FORM = CallForm(
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A function that may be called. `parameters`: JSON schema of its arguments; None: it takes none."""
+    """A function that may be called. `parameters`: JSON schema of its arguments; None: it has none."""
 
     name: str
     parameters: dict[str, Any] | None
@@ -51,19 +51,17 @@ class Function:
 
 
 def required_calls(form: CallForm | None, functions: Sequence[Function], *, several: bool) -> Grammar:
-    """The answer is one call or several, and nothing else.
-
-    Raises: InvalidRequestError for a model whose form of calls is not known.
-    """
+    """The answer is one or more calls and nothing else. Raises: InvalidRequestError for a model whose form of calls is
+    unknown."""
     if form is None:
-        raise InvalidRequestError("tool_choice: calls cannot be promised in this model's format", param="tool_choice")
+        raise InvalidRequestError("tool_choice: calls cannot be enforced in this model's format", param="tool_choice")
     tags = tuple(_tag(form, function, _schema(function)) for function in functions)
     wanted = Tags(tags, form.head, form.tail, form.separator, several)
     return Grammar(GrammarKind.TAGS, wanted.dump())
 
 
 def calls_or_json(form: CallForm, functions: Sequence[Function], wanted: Grammar, *, several: bool) -> Grammar:
-    """The answer is calls that fit, and nothing else, or it is what `wanted` asks for.
+    """The answer is valid calls and nothing else, or matches `wanted`.
 
     Args:
         wanted: a JSON schema.
@@ -74,15 +72,15 @@ def calls_or_json(form: CallForm, functions: Sequence[Function], wanted: Grammar
 
 
 def strict_calls(form: CallForm | None, functions: Sequence[Function], *, several: bool) -> Grammar | None:
-    """Text and calls as the model likes, but arguments of strict functions fit their schemas. None: no function is strict.
+    """Free text and calls, but arguments of strict functions match their schemas. None: no function is strict.
 
-    Raises: InvalidRequestError for a model whose calls cannot be told from text.
+    Raises: InvalidRequestError for a model whose calls cannot be distinguished from text.
     """
     if not any(function.strict for function in functions):
         return None
     if form is None or not form.trigger:
         raise InvalidRequestError(
-            "tools: strict needs tool_choice required in this model's format of calls", param="tools"
+            "tools: strict requires tool_choice=required in this model's format of calls", param="tools"
         )
     tags = tuple(
         _tag(form, function, _schema(function) if function.strict else _ANY_ARGUMENTS, form.head, form.tail)

@@ -1,9 +1,9 @@
-"""One tool call written as a JSON object, read character by character as it comes.
+"""Incremental scanner of one tool call written as a JSON object.
 
     {"name": "f", "arguments": {...}}      keys in any order; `parameters` is another name of `arguments`
 
-START -> KEY -> COLON -> VALUE -> AFTER -> (KEY | DONE); whatever does not fit: FAILED. Nested values are not checked, only
-their strings and brackets are followed: what the model wrote is passed on as it is.
+START -> KEY -> COLON -> VALUE -> AFTER -> (KEY | DONE); any other input: FAILED. Nested values are not checked; only
+strings and brackets are tracked, and the model's text is passed on unchanged.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ValueScanner:
         self._kind = ""
 
     def push(self, char: str) -> bool | None:
-        """True: the value ends with this character; None: it ended before it; False: it goes on."""
+        """True: the value ends with this character; None: it ended before; False: it continues."""
         if self._in_string:
             if self._escaped:
                 self._escaped = False
@@ -50,7 +50,7 @@ class ValueScanner:
         if not self._kind:
             self._kind = char
         elif self._depth == 0 and (char in _SPACE or char in ",}]"):
-            return None  # a number or a word
+            return None  # a number or a literal
         if char == '"':
             self._in_string = True
         elif char in "{[":
@@ -65,7 +65,7 @@ class CallScanner:
     """Feed it with `scan`; then look at `state`, `name` and `take`.
 
     Args:
-        needs_arguments: an object without them is no call.
+        needs_arguments: an object without them is not a call.
     """
 
     def __init__(self, *, needs_arguments: bool = False) -> None:
@@ -84,19 +84,21 @@ class CallScanner:
 
     @property
     def ready(self) -> bool:
-        """It is a call: its name is known, and so are its first arguments or their absence."""
+        """It is a call: its name is known, and its first arguments or their absence."""
         return self.name is not None and (self._has_arguments or self.state is Scan.DONE)
 
     def take(self) -> str:
-        """The arguments that came since the last time."""
+        """The arguments since the last call of `take`."""
         text = "".join(self._out)
         self._out.clear()
         return text
 
     def scan(self, text: str, at: int, end: int | None = None) -> int:
-        """Read from text[at] to text[end]; stops after the object's end or at what does not fit, and as soon as `name` or
-        `ready` says something new: however the text was cut, its reader learns that at the same character. Returns where it
-        stopped."""
+        """Read from text[at] to text[end]. Returns where it stopped.
+
+        It stops after the object's end, at invalid input, and as soon as `name` or `ready` changes, so that the result
+        does not depend on how the text was cut.
+        """
         end = len(text) if end is None else end
         name, ready = self.name, self.ready
         while at < end and self.state not in (Scan.DONE, Scan.FAILED):

@@ -1,4 +1,4 @@
-"""Tools of a chat request and the messages that speak of them: shapes and sizes are checked here."""
+"""Tools of a chat request and its messages about them: shapes and sizes are checked here."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class FunctionTool(_Strict):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    """Arguments always fit the schema."""
+    """Arguments always match the schema."""
 
     @field_validator("name")
     @classmethod
@@ -78,16 +78,16 @@ class ChatMessage(_Strict):
 
 
 def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """As chat templates know them. Raises: InvalidRequestError."""
+    """In the form of chat templates. Raises: InvalidRequestError."""
     return [_template_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
 def _template_message(message: ChatMessage, at: str) -> dict[str, Any]:
-    # developer is the newer name of system; chat templates know the old one
+    # developer is the newer name of system; chat templates use the old one
     role = "system" if message.role == "developer" else message.role
     out: dict[str, Any] = {"role": role, "content": message.content}
     if message.tool_calls and role != "assistant":
-        raise InvalidRequestError(f"{at}: tool_calls are the assistant's", param="messages")
+        raise InvalidRequestError(f"{at}: tool_calls are allowed in assistant messages only", param="messages")
     if message.content is None:
         if not message.tool_calls:
             raise InvalidRequestError(f"{at}: content is missing", param="messages")
@@ -113,8 +113,8 @@ def _template_message(message: ChatMessage, at: str) -> dict[str, Any]:
 def called_arguments(text: str) -> dict[str, Any] | str:
     """A call's arguments for a chat template: the object, which templates print themselves.
 
-    Arguments that are no JSON object stay the text that they are: an answer that was cut in the middle of a call has such,
-    and it comes back in the history. So does an object with half a surrogate pair: it cannot be printed.
+    Arguments that are not a JSON object stay text: an interrupted answer has such, and returns in the history. So does
+    an object with half a surrogate pair, which cannot be printed.
     """
     try:
         value = json.loads(text or "{}")
@@ -126,9 +126,11 @@ def called_arguments(text: str) -> dict[str, Any] | str:
 
 
 def text_beside(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None) -> int:
-    """Characters that a prompt has beside its messages' content, about: calls and tools, as JSON.
+    """Approximate number of characters of a prompt beside its messages' content: calls and tools, as JSON.
 
-    Args: messages: as template_messages makes them. Raises: InvalidRequestError.
+    Args:
+        messages: as returned by template_messages.
+    Raises: InvalidRequestError.
     """
     calls = [message["tool_calls"] for message in messages if "tool_calls" in message]
     if not calls and not tools:
@@ -141,12 +143,14 @@ def text_beside(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, An
 
 @dataclass(frozen=True, slots=True)
 class ToolOptions:
-    """Args:
-    shown: for the chat template; None: the model is shown no tools.
-    names: of the functions that may be called.
-    required: the grammar of calls that must come; None: none must.
-    form: how the model writes calls; None: nobody has said.
-    several: more than one call may come.
+    """The tools of one request.
+
+    Args:
+        shown: for the chat template; None: the model sees no tools.
+        names: of the functions that may be called.
+        required: the grammar of required calls; None: none is required.
+        form: how the model writes calls; None: unknown.
+        several: more than one call is allowed.
     """
 
     shown: list[dict[str, Any]] | None = None
@@ -157,11 +161,11 @@ class ToolOptions:
     several: bool = True
 
     def grammar_with(self, wanted: Wanted | None) -> Wanted | None:
-        """What the answer must look like when `wanted` is asked for, too: a call's arguments fit the function's schema, and an
-        answer without a call fits the format.
+        """The grammar when `wanted` is requested, too: a call's arguments match the function's schema, and an answer
+        without a call matches the format.
 
-        Raises: InvalidRequestError naming the field, for strict functions or a format that do not go together with this
-            model's form of calls, and for a format that is no JSON.
+        Raises: InvalidRequestError naming the field, for strict functions or a format that cannot be combined with this
+            model's form of calls, and for a format other than JSON.
         """
         if self.required is not None:
             return Wanted(self.required, "tool_choice")
@@ -171,10 +175,10 @@ class ToolOptions:
             strict = strict_calls(self.form, self.functions, several=self.several)
             return None if strict is None else Wanted(strict, "tools")
         if wanted.grammar.kind is not GrammarKind.JSON_SCHEMA:
-            rule = "goes together with tools only where tool_choice is none; JSON formats always do"
+            rule = "can be combined with tools only if tool_choice is none; JSON formats always can"
             raise InvalidRequestError(f"{wanted.field} {rule}", param=wanted.field)
         if self.form is None:
-            rule = "does not go together with tools in this model's format of calls"
+            rule = "cannot be combined with tools in this model's format of calls"
             raise InvalidRequestError(f"{wanted.field} {rule}", param=wanted.field)
         both = calls_or_json(self.form, self.functions, wanted.grammar, several=self.several)
         return Wanted(both, wanted.field)
@@ -183,14 +187,16 @@ class ToolOptions:
 def offer_tools(
     tools: Sequence[Tool] | None, choice: object, features: ModelFeatures, *, parallel: bool = True
 ) -> ToolOptions:
-    """Args:
-        parallel: several calls may come.
-    Raises: InvalidRequestError for a tool_choice or a model that cannot have tools, and for schemas over the caps.
+    """Check the tools of a request.
+
+    Args:
+        parallel: several calls are allowed.
+    Raises: InvalidRequestError for a tool_choice or a model without support for tools, and for schemas over the limits.
     """
     named = _named(choice)
     if not tools:
         if named or choice == "required":
-            raise InvalidRequestError("tool_choice asks for a call, and there are no tools", param="tool_choice")
+            raise InvalidRequestError("tool_choice requires a call, but there are no tools", param="tool_choice")
         return ToolOptions()
     if len(tools) > MAX_TOOLS:
         raise InvalidRequestError(f"at most {MAX_TOOLS} tools, got {len(tools)}", param="tools")
@@ -203,7 +209,7 @@ def offer_tools(
         return ToolOptions()
     if features.tool_parser == "none" or not features.takes_tools:
         raise InvalidRequestError(
-            "this model's chat template knows no tools that could be read back (see --tool-call-parser)", param="tools"
+            "this model's chat template has no supported tool calls (see --tool-call-parser)", param="tools"
         )
     names = tuple(tool.function.name for tool in tools)
     if len(set(names)) < len(names):

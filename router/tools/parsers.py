@@ -1,10 +1,10 @@
-"""Parsers of the common ways in which models write tool calls.
+"""Parsers of the common formats of tool calls.
 
     hermes        <tool_call>{"name": ..., "arguments": {...}}</tool_call>   Hermes, Qwen
     llama3-json   {"name": ..., "parameters": {...}}; {...}                  Llama 3.1, 3.2
     mistral       [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]       Mistral; also [TOOL_CALLS]name{...}
 
-What turns out to be no call (broken JSON, a function that was not offered) is content, as the model wrote it.
+Text that turns out not to be a call (broken JSON, a function that was not offered) is content, unchanged.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ _SPACE = " \t\r\n"
 
 
 class _Calls:
-    """The calls of one answer, one after the other. `raw`: text of the call that is being read, while it could still turn
-    out to be none."""
+    """The calls of one answer. `raw`: text of the current call while it may still turn out not to be one."""
 
     def __init__(self, names: Collection[str], new_id: Callable[[], str]) -> None:
         self._names = names
@@ -38,7 +37,7 @@ class _Calls:
         self.raw, self._held, self._given = [raw], len(raw), False
 
     def scan(self, text: str, at: int, out: list[Piece]) -> tuple[int, Scan]:
-        """Read on, not always to the end of `text`; FAILED with `given` False means that `raw` is content."""
+        """Continue the scan, not always to the end of `text`; FAILED with `given` False means that `raw` is content."""
         scanner = self.scanner
         stop = scanner.scan(text, at, None if self._given else min(len(text), at + _MAX_HELD_CHARS + 1 - self._held))
         if not self._given:
@@ -73,7 +72,7 @@ class _Calls:
         return self._count > 0
 
     def give_up(self, out: list[Piece]) -> None:
-        """The text of what is no call after all."""
+        """Emit as content the text that is not a call."""
         text = "".join(self.raw)
         self.raw = []
         if text:
@@ -90,7 +89,7 @@ class _Place(Enum):
 
 
 class HermesParser:
-    """TEXT --<tool_call>--> CALL --}--> TAIL --</tool_call>--> TEXT; white space right after a call is no content."""
+    """TEXT --<tool_call>--> CALL --}--> TAIL --</tool_call>--> TEXT; white space right after a call is not content."""
 
     _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
@@ -155,7 +154,8 @@ class HermesParser:
 
 
 class Llama3JsonParser:
-    """Calls stand at the very beginning or not at all; semicolons part them. White space before them is no content."""
+    """Calls are only recognized at the very beginning; semicolons separate them. White space before them is not
+    content."""
 
     _TAG = "<|python_tag|>"
 
@@ -210,8 +210,8 @@ class Llama3JsonParser:
 
 
 class MistralParser:
-    """After the marker comes an array of calls, or a name and its arguments. Where the marker is a token without text, an
-    answer that begins with `[{` is read as such an array. White space before and after calls is no content."""
+    """The marker is followed by an array of calls, or a name and its arguments. If the marker is a token without text,
+    an answer that begins with `[{` is read as such an array. White space around calls is not content."""
 
     _MARK = "[TOOL_CALLS]"
     _ARGS = "[ARGS]"
@@ -244,7 +244,7 @@ class MistralParser:
         return out
 
     def _start(self, text: str, at: int, out: list[Piece]) -> int:
-        """Nothing was said yet, or nothing since a call."""
+        """At the beginning, or after a call."""
         at = _skip(text, at, _SPACE)
         if at == len(text):
             return at
@@ -271,7 +271,7 @@ class MistralParser:
         return found + len(self._MARK)
 
     def _name(self, text: str, at: int, out: list[Piece]) -> int:
-        """Right after a marker."""
+        """After a marker."""
         array = self._ARRAY.match(text, _skip(text, at, _SPACE))
         if array and not self._ARGS.startswith(text[array.start() :][: len(self._ARGS)]):
             self._place = _Place.BETWEEN

@@ -1,4 +1,4 @@
-"""What an answer's text is made of, and the interface of what takes it apart."""
+"""Pieces of an answer's text, and the interface of parsers."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class CallStart:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """The next part of a call's arguments, as the model wrote them: joined they are one JSON object, unless the answer was
-    cut or the model wrote no JSON."""
+    """The next part of a call's arguments, unchanged. Joined they are one JSON object, unless the answer was cut or the
+    model wrote invalid JSON."""
 
     index: int
     text: str
@@ -38,17 +38,17 @@ Piece = Content | Reasoning | CallStart | CallArguments
 
 
 class ToolParser(Protocol):
-    """Takes one answer's text as it grows. Time and memory are linear in the text, and how the text was cut into parts
-    changes nothing in the joined pieces."""
+    """Parses one answer's text incrementally. Time and memory are linear in the text; the joined pieces do not depend
+    on how it was cut."""
 
     def feed(self, text: str) -> list[Piece]: ...
 
     def end(self) -> list[Piece]:
-        """The answer is over: what was held back."""
+        """The answer ended: returns what was held back."""
 
 
 def held_prefix(text: str, marker: str) -> int:
-    """How many of the last characters of `text` could be the beginning of `marker`."""
+    """Number of last characters of `text` that may be the beginning of `marker`."""
     for size in range(min(len(marker) - 1, len(text)), 0, -1):
         if marker.startswith(text[-size:]):
             return size

@@ -1,5 +1,4 @@
-"""Parts the thoughts of a model that thinks aloud, <think>...</think>, from its answer. Linear, and independent of how the
-text was cut into parts."""
+"""Splits reasoning, <think>...</think>, from the answer. Linear, and independent of how the text was cut."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ class ReasoningSplitter:
     """START --<think>--> THINKING --</think>--> AFTER --text--> ANSWER; START --anything else--> ANSWER
 
     Args:
-        thinking: the prompt has opened the thoughts already, as some templates do.
+        thinking: the prompt has already opened the reasoning, as some templates do.
     """
 
     def __init__(self, *, thinking: bool = False) -> None:
@@ -46,7 +45,7 @@ class ReasoningSplitter:
             if self._place is _Place.START:
                 at = self._start(text, at, out)
                 continue
-            if self._strip:  # line breaks around the thoughts belong to the tags
+            if self._strip:  # line breaks around the reasoning belong to the tags
                 while at < len(text) and text[at] in _SPACE:
                     at += 1
                 if at == len(text):

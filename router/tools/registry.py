@@ -1,7 +1,7 @@
-"""Which parser reads a model's tool calls and thoughts: a registry by name, and a guess from the model's chat template.
+"""Registry of the parsers of tool calls and reasoning by name, and a guess from the model's chat template.
 
-A plug-in is an entry point of group `diptych.tool_parsers`: its name is the parser's, its object a ToolFactory. If that has
-an attribute `call_form`, calls can be promised in it (tool_choice required or by name).
+A plug-in is an entry point of group `diptych.tool_parsers`: its name is the parser's, its object a ToolFactory. With an
+attribute `call_form`, calls can be enforced (tool_choice required or by name).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MARKS = (("<tool_call>", "hermes"), ("[TOOL_CALLS]", "mistral"), ('"parameters"
 
 
 def tool_factory(name: str) -> ToolFactory:
-    """Raises: ConfigError when nobody has registered such a parser."""
+    """Raises: ConfigError for an unknown parser."""
     if name in BUILT_IN:
         return BUILT_IN[name]
     for point in entry_points(group=GROUP, name=name):
@@ -44,7 +44,7 @@ def tool_factory(name: str) -> ToolFactory:
 
 
 def call_form(name: str) -> CallForm | None:
-    """How calls are written that this parser reads; None: nobody has said. Raises: ConfigError as tool_factory."""
+    """The form of calls that this parser reads; None: unknown. Raises: ConfigError as tool_factory."""
     if name in FORMS:
         return FORMS[name]
     form: CallForm | None = getattr(tool_factory(name), "call_form", None)
@@ -52,7 +52,7 @@ def call_form(name: str) -> CallForm | None:
 
 
 def guess_tool_parser(template: str) -> str:
-    """The parser of the calls that this chat template teaches; "none" when it shows none that we know."""
+    """The parser of the calls described in this chat template; "none" when it describes no known form."""
     return next((name for mark, name in _MARKS if mark in template), "none")
 
 
@@ -61,7 +61,7 @@ def new_call_id() -> str:
 
 
 def new_mistral_id() -> str:
-    """Mistral's templates take nothing but nine letters and digits."""
+    """Mistral's templates accept only nine letters and digits."""
     return secrets.token_hex(5)[:9]
 
 

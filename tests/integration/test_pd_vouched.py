@@ -99,16 +99,16 @@ async def refused(pd: ModuleType, model: Callable[[], object], why: str, **submi
 
 
 async def test_a_first_token_of_a_shorter_prompt_is_not_streamed(pd: ModuleType, shorter_prompts: None) -> None:
-    await refused(pd, pd.fake_model, "computed 149 tokens, 150 were asked for")
+    await refused(pd, pd.fake_model, "computed 149 tokens, 150 were requested")
 
 
 async def test_a_first_token_of_a_changed_prompt_is_not_streamed(pd: ModuleType) -> None:
     model = lambda: pd.fake_model(before_execute=change_a_token)  # noqa: E731
-    await refused(pd, model, "computed 150 tokens, not those asked for")
+    await refused(pd, model, "computed 150 tokens that differ from the requested ones")
 
 
 async def test_a_first_token_of_tokens_in_other_places_is_not_streamed(pd: ModuleType, swapped_chunks: None) -> None:
-    await refused(pd, pd.fake_model, "computed 150 tokens, not those asked for")
+    await refused(pd, pd.fake_model, "computed 150 tokens that differ from the requested ones")
 
 
 async def test_a_wrong_block_in_the_prefix_cache_is_told(pd: ModuleType) -> None:
@@ -215,7 +215,7 @@ async def test_a_worker_that_does_not_say_what_it_computed_is_refused(
         say_first(self, first)
 
     monkeypatch.setattr(handoff.PrefillSession, "_say_first", silent)
-    await refused(pd, pd.fake_model, "does not say what it computed")
+    await refused(pd, pd.fake_model, "does not report the tokens that it computed")
 
 
 def test_protocol_versions_must_match(pd: ModuleType) -> None:

@@ -64,7 +64,7 @@ async def test_decisions_are_explained_afterwards_to_their_owner(fleet):
     assert why.ttft_s > 0
     assert [c.prefill_worker_id for c in why.candidates] == ["p0"]
     for name, tenant in (("mine", "another"), ("nobody", "")):
-        with pytest.raises(InvalidRequestError, match="remembers no request"):
+        with pytest.raises(InvalidRequestError, match="has no recent request"):
             fleet.frontend.explain(name, tenant)
     assert fleet.frontend.metrics.value("placement_regret_seconds_count") == 1.0
 
@@ -232,7 +232,7 @@ async def test_explain_and_what_if_from_the_command_line(fleet):
         assert other.exit_code == 0, other.output
         assert "prefill-1" in other.output
         unknown = await command("explain", "nobody")
-        assert "remembers no request" in str(unknown.exception)
+        assert "has no recent request" in str(unknown.exception)
     finally:
         await server.stop(0)
 

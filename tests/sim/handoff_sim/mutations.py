@@ -190,7 +190,7 @@ def a_range_packed_too_late_keeps_its_grant() -> Any:
     original = PrefillSessions.on_step
 
     def on_step(self: PrefillSessions, events: Any) -> None:
-        original(self, [e for e in events if not isinstance(e, RangePacked) or e.attempt in self._legs])
+        original(self, [e for e in events if not isinstance(e, RangePacked) or e.attempt in self._sessions])
 
     return mock.patch.object(PrefillSessions, "on_step", on_step)
 

@@ -134,7 +134,7 @@ class PrefillNode:
             self.engine,  # type: ignore[arg-type]
             self,
             limits,
-            max_legs=8,
+            max_sessions=8,
             alive_every_s=context.sizes.silence_s / 3,
         )
         self.granted: dict[int, int] = {}
@@ -198,7 +198,7 @@ class PrefillNode:
 
     def left_over(self) -> list[str]:
         out = [*self.engine.left_over(), *self.transfer.left_over()]
-        if self.handoffs.num_legs:
+        if self.handoffs.num_sessions:
             out.append(f"{self.ref.worker_id}: legs are left: {self.handoffs.states()}")
         held, total = self.engine.core.scheduler.packing.slabs_held, self.context.sizes.num_slabs
         if not len(self.granted) == held == total:

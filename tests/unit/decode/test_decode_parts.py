@@ -147,13 +147,13 @@ async def test_outbox_is_bounded() -> None:
 
 async def test_news_of_one_ticket_that_wait_come_as_one() -> None:
     outbox = Outbox()
-    outbox.news(decode_pb2.TicketStatus(attempt="a", taken=True))
-    outbox.news(decode_pb2.TicketStatus(attempt="b", taken=True))
-    outbox.news(decode_pb2.TicketStatus(attempt="a", first_token=True))
-    outbox.news(decode_pb2.TicketStatus(attempt="a", ended=True, completion_tokens=3))
+    outbox.ticket_status(decode_pb2.TicketStatus(attempt="a", taken=True))
+    outbox.ticket_status(decode_pb2.TicketStatus(attempt="b", taken=True))
+    outbox.ticket_status(decode_pb2.TicketStatus(attempt="a", first_token=True))
+    outbox.ticket_status(decode_pb2.TicketStatus(attempt="a", ended=True, completion_tokens=3))
     batch = await outbox.next_batch()
     whole = decode_pb2.TicketStatus(attempt="a", taken=True, first_token=True, ended=True, completion_tokens=3)
     assert list(batch.ticket_status) == [whole, decode_pb2.TicketStatus(attempt="b", taken=True)]
-    outbox.news(decode_pb2.TicketStatus(attempt="b", first_token=True))
+    outbox.ticket_status(decode_pb2.TicketStatus(attempt="b", first_token=True))
     batch = await outbox.next_batch()
     assert list(batch.ticket_status) == [decode_pb2.TicketStatus(attempt="b", first_token=True)]

@@ -27,10 +27,10 @@ async def test_silence_ends_the_wait_and_a_word_starts_it_anew(monkeypatch: pyte
 
     monkeypatch.setattr(silence_module, "asyncio", SimpleNamespace(sleep=tick))
     silence = LivenessTimer(6.0)
-    task = asyncio.create_task(silence.lasts())
+    task = asyncio.create_task(silence.expired())
     for _ in range(10):
         await tell(5)
-        silence.heard()
+        silence.on_message()
     assert not task.done()
     await tell(5)
     assert not task.done()
@@ -40,11 +40,11 @@ async def test_silence_ends_the_wait_and_a_word_starts_it_anew(monkeypatch: pyte
 
 async def test_a_stop_of_this_process_counts_as_one_tick() -> None:
     silence = LivenessTimer(0.06)
-    task = asyncio.create_task(silence.lasts())
+    task = asyncio.create_task(silence.expired())
     await asyncio.sleep(0)
     time.sleep(0.15)  # noqa: ASYNC251  # sleep: the loop stands still, as under SIGSTOP
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert not task.done()
-    silence.heard()
+    silence.on_message()
     await asyncio.wait_for(task, 60)

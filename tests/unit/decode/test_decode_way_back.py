@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diptych.decode.refetch_policy import PrefillRates, choose_refetch_source, remote_s
+from diptych.decode.refetch_policy import PrefillRates, choose_refetch_source, refetch_time_s
 from diptych.worker.refs import WorkerRef
 
 P0, P1 = WorkerRef("p0", "i", "a:1"), WorkerRef("p1", "i", "a:2")
@@ -31,16 +31,16 @@ def test_queue_prefill_and_link_add_up():
     rates = PrefillRates()
     rates.observe("p0", 500, compute_s=0.5, queue_s=0.25)
     assert rates.compute_s("p0", 2000) == 2.25
-    assert remote_s(rates, 1e6, "p0", num_tokens=2000, kv_bytes=500_000) == 2.75
+    assert refetch_time_s(rates, 1e6, "p0", num_tokens=2000, kv_bytes=500_000) == 2.75
 
 
 def test_what_was_never_measured_is_not_known():
     rates = PrefillRates()
-    assert remote_s(rates, 1e6, "p0", num_tokens=20, kv_bytes=10) is None
+    assert refetch_time_s(rates, 1e6, "p0", num_tokens=20, kv_bytes=10) is None
     rates.observe("p0", 500, compute_s=0.5, queue_s=0.0)
-    assert remote_s(rates, None, "p0", num_tokens=20, kv_bytes=10) is None
-    assert remote_s(rates, 0.0, "p0", num_tokens=20, kv_bytes=10) is None
-    assert remote_s(rates, 1e6, "p1", num_tokens=20, kv_bytes=10) is None
+    assert refetch_time_s(rates, None, "p0", num_tokens=20, kv_bytes=10) is None
+    assert refetch_time_s(rates, 0.0, "p0", num_tokens=20, kv_bytes=10) is None
+    assert refetch_time_s(rates, 1e6, "p1", num_tokens=20, kv_bytes=10) is None
 
 
 def test_readings_that_say_nothing_are_left_out_and_others_weigh_in():

@@ -74,7 +74,7 @@ class FakePublisher:
 def parts() -> tuple[PrefillSessions, ScriptedEngine, FakePublisher]:
     engine, publisher = ScriptedEngine(), FakePublisher()
     limits = Limits("p0", "life", vocab_size=100, max_model_len=256, block_size=16)
-    return PrefillSessions(engine, publisher, limits, max_legs=2), engine, publisher  # type: ignore[arg-type]
+    return PrefillSessions(engine, publisher, limits, max_sessions=2), engine, publisher  # type: ignore[arg-type]
 
 
 def request(attempt: str = "a/1", **changes: object) -> prefill_pb2.PrefillRequest:
@@ -130,7 +130,7 @@ async def test_events_in_order_and_open_until_settled(parts) -> None:
         handoffs.on_settled("a/1", 4)
         with pytest.raises(StopAsyncIteration):
             await last
-    assert handoffs.num_legs == 0
+    assert handoffs.num_sessions == 0
     assert engine.cancelled() == []
     assert publisher.released == ["a/1"]
     await handoffs.drained()
@@ -212,7 +212,7 @@ async def test_refused_before_any_work(parts, changes: dict[str, object], error:
     with pytest.raises(error):
         await anext(handoffs.serve(message))
     assert engine.commands == []
-    assert handoffs.num_legs == 0
+    assert handoffs.num_sessions == 0
 
 
 async def test_the_queue_is_bounded_and_a_draining_worker_takes_nothing(parts) -> None:
@@ -229,7 +229,7 @@ async def test_the_queue_is_bounded_and_a_draining_worker_takes_nothing(parts) -
         await anext(handoffs.serve(request("3/1")))
     handoffs.fail_all()
     await asyncio.gather(*tasks, return_exceptions=True)
-    assert handoffs.num_legs == 0
+    assert handoffs.num_sessions == 0
 
 
 async def test_a_leg_with_nothing_to_say_says_that_it_lives_but_not_for_a_stuck_engine(parts) -> None:
@@ -242,7 +242,7 @@ async def test_a_leg_with_nothing_to_say_says_that_it_lives_but_not_for_a_stuck_
         return why
 
     limits = Limits("p0", "life", vocab_size=100, max_model_len=256, block_size=16)
-    handoffs = PrefillSessions(engine, publisher, limits, max_legs=2, alive_every_s=0.01, why_stuck=why_stuck)
+    handoffs = PrefillSessions(engine, publisher, limits, max_sessions=2, alive_every_s=0.01, why_stuck=why_stuck)
     async with aclosing(handoffs.serve(request())) as events:
         assert await kind(events) == "alive"
         handoffs.on_step([Admitted("a/1", 0), packed(1, 0, 16)])

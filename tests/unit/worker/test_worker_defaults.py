@@ -103,5 +103,5 @@ def test_the_checkpoints_own_dtype(config, dtype):
 
 
 def test_a_checkpoint_in_a_dtype_that_we_lack_is_named():
-    with pytest.raises(ConfigError, match="the checkpoint's own is float8_e4m3fn: name one of float32"):
+    with pytest.raises(ConfigError, match="the checkpoint has float8_e4m3fn: name one of float32"):
         checkpoint_dtype({"torch_dtype": "float8_e4m3fn"})
