@@ -1,7 +1,10 @@
-"""Calls and imports that have no place here, found in the syntax tree: what runs code that it reads, or trusts a file; what
-forks, since a copy of a process that holds UCX, gRPC or CUDA runs their handlers (common/child.py starts children); and, in
-tests, what waits for a time: its outcome is that of the machine's speed. A loop that looks for something may pause (better:
-tests/waiting.py); where another pause decides nothing, the line says why: `# sleep: REASON`."""
+"""Banned calls and imports, found in the syntax tree.
+
+Banned are: code execution from data; forks, since in a copy of a process with UCX, gRPC or CUDA their handlers run
+(common/child.py starts children); and sleeps in tests, whose outcome would depend on the machine's speed. A loop that
+polls a condition may sleep (better: tests/waiting.py); where another sleep decides nothing, the line says why: `#
+sleep: REASON`.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +24,10 @@ LOOP_FORKS = {
     "subprocess_shell",
     "ProcessPoolExecutor",
 }
-"""uvloop's are a fork with Python's at-fork hooks in the copy. Allowed where nothing is served: benches and tests."""
+"""uvloop's forks run Python's at-fork hooks in the copy. Allowed in benchmarks and tests."""
 SLEEPS = {"time.sleep", "asyncio.sleep"}
 MAY_SLEEP = ("tests/waiting.py", "tests/conftest.py", "tests/sim/")
-"""Polling itself; what no test can use yet; time that is virtual."""
+"""The polling helper; code without access to it; virtual time."""
 BANNED_CALLS = {"eval", "exec", "os.system", "os.popen", "yaml.load", "yaml.unsafe_load", "tempfile.mktemp"}
 
 
@@ -33,7 +36,7 @@ def _dotted(node: ast.expr) -> str:
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)
         node = node.value
-    parts.append(node.id if isinstance(node, ast.Name) else "?")  # a method of what a call returned
+    parts.append(node.id if isinstance(node, ast.Name) else "?")  # a method of a call's result
     return ".".join(reversed(parts))
 
 
@@ -46,13 +49,13 @@ def _keyword(call: ast.Call, name: str) -> object:
 
 
 def _polls(tree: ast.Module) -> set[ast.AST]:
-    """All that stands in the body of a `while` with a condition."""
+    """All nodes in the body of a `while` with a condition."""
     loops = (node for node in ast.walk(tree) if isinstance(node, ast.While) and not isinstance(node.test, ast.Constant))
     return {inner for loop in loops for statement in loop.body for inner in ast.walk(statement)}
 
 
 def _waits(call: ast.Call, lines: list[str]) -> bool:
-    """It sleeps, for longer than a turn of the event loop, and does not say why."""
+    """Whether it sleeps, longer than one iteration of the event loop, without a reason."""
     if not call.args or (isinstance(call.args[0], ast.Constant) and call.args[0].value == 0):
         return False
     said = "\n".join(lines[call.lineno - 1 : call.end_lineno]).rpartition("# sleep:")
@@ -60,7 +63,7 @@ def _waits(call: ast.Call, lines: list[str]) -> bool:
 
 
 def findings(source: str, filename: str) -> list[str]:
-    """Lines "file:line: what" of everything banned in one file."""
+    """Lines "file:line: what" of every banned use in one file."""
     found: list[str] = []
     serves = not filename.startswith("tests/") and "bench" not in filename
     is_test = filename.startswith("tests/") and not filename.startswith(MAY_SLEEP)

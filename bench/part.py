@@ -1,4 +1,4 @@
-"""A process that is a part of a benchmark: it prints `serves ADDRESS...` once and then serves until it is terminated."""
+"""A child process of a benchmark: it prints `serves ADDRESS...` once and then serves until it is terminated."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ TERMINATE_S = 5.0
 
 @contextlib.contextmanager
 def running_part(module: str, *arguments: str) -> Iterator[tuple[psutil.Process, list[str]]]:
-    """Start `python -P -m MODULE ARGUMENTS...`; yield its process and the addresses that it printed.
+    """Start `python -P -m MODULE ARGUMENTS...`; yield its process and the printed addresses.
 
-    Its output goes to a file: a pipe that is not read would block it once 64 KiB of log are in it.
-
-    Raises: ConfigError with the end of its output when it prints no addresses within START_S.
+    Its output goes to a file: an unread pipe would block it after 64 KiB of log. Raises: ConfigError with the end of
+    its output when it prints no addresses within START_S.
     """
     with tempfile.NamedTemporaryFile() as output:
         command = [sys.executable, "-P", "-m", module, *arguments]

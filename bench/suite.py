@@ -1,7 +1,7 @@
-"""`diptych bench suite`: what `make bench` runs. On two quiet cores under ten minutes.
+"""`diptych bench suite`, run by `make bench`. Under ten minutes on two quiet cores.
 
---help of every command -> the harness against the scripted server -> its capacity -> P/D beside the colocated baseline,
-in turns -> a sweep of both -> router, transfer and scheduler alone -> the engine beside transformers
+--help of every command -> the harness against the mock server -> its capacity -> P/D and the colocated baseline,
+alternately -> a sweep of both -> router, transfer and scheduler alone -> the engine beside transformers
 """
 
 from __future__ import annotations
@@ -33,15 +33,12 @@ from diptych.loadtest.sweep_spec import SweepSpec
 SLO = "ttft:3000,tpot:300"
 """Two shared cores and fp32: a prompt of 128 tokens takes about a second."""
 TOLERANCES = {"ttft": 0.05, "tpot": 0.02, "itl": 0.02}
-"""Of measured / script. In the TTFT are the timer's half millisecond and two HTTP stacks, some 3 ms of 100 on a slow core;
-without them, on a clock that jumps, the tests hold every figure to 2%."""
+"""Of measured / script. The TTFT includes the timer's half millisecond and two HTTP stacks, about 3 ms of 100 on a slow
+core; without them, on a virtual clock, the tests require 2%."""
 
 
 def run_suite(out: Path, minutes: float) -> int:
-    """Run all parts; a part that fails does not keep the others from running. `suite.json` says what each took.
-
-    Returns: 1 when one failed.
-    """
+    """Run all parts, also after a part failed. `suite.json` has the duration of each. Returns: 1 when one failed."""
     out.mkdir(parents=True, exist_ok=True)
     environment = look_around()
     parts: tuple[tuple[str, Callable[[], int]], ...] = (
@@ -77,7 +74,7 @@ def run_suite(out: Path, minutes: float) -> int:
 
 
 def _harness(out: Path) -> int:
-    """The scripted server must be measured as it is scripted."""
+    """Measured times of the mock server must match its script."""
     script = Script()
     config = BenchConfig(
         num_requests=100, request_rate=20.0, input_len="64", output_len="33", slo="ttft:200", out=out, label="mock"
@@ -101,7 +98,7 @@ def _harness(out: Path) -> int:
 
 
 def _serving(out: Path, budget_s: float) -> int:
-    """A comparison at one rate, then the sweep, in what time is left."""
+    """A comparison at one rate, then the sweep, in the remaining time."""
     began = time.monotonic()
     config = BenchConfig(
         input_len="uniform:64,192", output_len="uniform:16,48", request_rate=0.5, num_requests=10, slo=SLO, out=out
@@ -130,5 +127,5 @@ def _serving(out: Path, budget_s: float) -> int:
 
 
 def _module(name: str, *arguments: str) -> int:
-    """In a process of its own: this one never loads torch."""
+    """Run it in a separate process: this one never loads torch."""
     return subprocess.run([sys.executable, "-P", "-m", name, *arguments], check=False).returncode

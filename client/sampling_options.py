@@ -7,7 +7,7 @@ from typing import TypedDict
 
 
 class SamplingOptions(TypedDict, total=False):
-    """Sampling, and the end of the answer. All keywords are optional; None means not given.
+    """Sampling options. All keywords are optional; None means not given.
 
     Args:
         max_tokens: maximum number of tokens in the answer, at least 1. Default: the rest of the context; 16 in

@@ -2,8 +2,8 @@
 
     python deploy/make_secrets.py [FOLDER]        default: deploy/secrets beside this file
 
-Existing secrets are kept, so it may run before every start; delete the folder's files to change them all. The folder is for its
-owner alone (0700); the files in it are readable (0444), because a container reads them as a user of its own.
+Existing secrets are kept, so it may run before every start; delete the folder's files to change them all. Only the
+owner can enter the folder (0700); its files are readable (0444), because a container reads them as another user.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import sys
 from pathlib import Path
 
 CLUSTER = "diptych"
-# What common/redis_store.py sends, as a client and inside of its scripts, and on which keys; a role can do nothing else. A test
-# runs the store against a server with these rights.
+# Commands and keys that common/redis_store.py uses, also inside its scripts; a role may do nothing else. A test runs
+# the store against a server with these rights.
 _CONNECT = "+ping +client|setinfo +client|setname"
 _WORKER = f"{_CONNECT} +eval +time +type +del +get +set +hget +hset +sadd +srem +pexpire +expire +xadd"
 _WORKER_KEYS = ("~{}:worker:*", "~{}:start:*", "~{}:workers", "~{}:kv:*")
@@ -26,7 +26,8 @@ _ROUTER_KEYS = ("%R~{}:worker:*", "~{}:workers", "%R~{}:kv:*", "~{}:pending:*", 
 
 
 def acl(worker: str, router: str) -> str:
-    """Redis's ACL file: a user for each role, bounded to that role's keys; the default user is off. `%R~`: only to be read."""
+    """Redis's ACL file: a user for each role, restricted to that role's keys; the default user is off. `%R~`: read
+    only."""
 
     def line(name: str, password: str, keys: tuple[str, ...], commands: str) -> str:
         digest = hashlib.sha256(password.encode()).hexdigest()
@@ -38,19 +39,19 @@ def acl(worker: str, router: str) -> str:
 
 
 def settings(role: str, password: str) -> str:
-    """A settings file for DIPTYCH_CONFIG: what holds a password stands in no environment and on no command line."""
+    """A settings file for DIPTYCH_CONFIG: passwords are neither in an environment nor on a command line."""
     return f'redis-url = "redis://{role}:{password}@redis:6379/0"\n'
 
 
 def _password(file: Path, role: str) -> str:
-    """Out of a settings file; a new one where there is none."""
+    """The password in a settings file; a new one if there is none."""
     text = file.read_text() if file.exists() else ""
     found = re.search(rf"redis://{role}:([^@]+)@", text)
     return found[1] if found else secrets.token_urlsafe(24)
 
 
 def _write(file: Path, text: str) -> None:
-    """As a whole or not at all: a server may be reading it."""
+    """Write atomically: a server may be reading it."""
     fresh = file.with_name(f".{file.name}.new")
     fresh.unlink(missing_ok=True)
     with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o444), "w") as out:
@@ -60,8 +61,8 @@ def _write(file: Path, text: str) -> None:
 
 
 def make(folder: Path) -> list[str]:
-    """Write what is missing, and Redis's rights where they are not those of this version. Returns the names of the files
-    that were written."""
+    """Write what is missing, and Redis's rights if they are not those of this version. Returns the names of the written
+    files."""
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o700)
     passwords = {role: _password(folder / f"{role}.toml", role) for role in ("worker", "router")}

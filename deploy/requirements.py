@@ -1,4 +1,4 @@
-"""Print what the named extras of this project need, one requirement a line: a layer of its own in the image.
+"""Print the requirements of the named extras of this project, one per line, for a separate layer of the image.
 
 python deploy/requirements.py pyproject.toml cli router worker
 """
@@ -18,7 +18,7 @@ def main(pyproject: str, *extras: str) -> None:
 
 
 def needs(optional: dict[str, list[str]], extras: Sequence[str]) -> set[str]:
-    """Of these extras, and of those that they name in turn."""
+    """Requirements of these extras, and of the extras that they include."""
     found: set[str] = set()
     for line in (line for extra in extras for line in optional[extra]):
         inner = re.fullmatch(r"diptych\[(.+)\]", line)

@@ -1,9 +1,9 @@
-"""Make the wheel `diptych-client`: the gRPC SDK, and of the rest of the package only the modules that it imports.
+"""Make the wheel `diptych-client`: the gRPC SDK, and only those modules of the package that it imports.
 
     python deploy/sdk_wheel.py [FOLDER]        default: dist/
 
-The whole package's wheel has the server's code in it, too. The two hold the same files under the same names: an environment
-has the one or the other.
+The wheel of the whole package also contains the server's code. Both contain the same files under the same names, so an
+environment can have only one of them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def file_of(module: str) -> Path | None:
 
 
 def imported(module: str, seen: dict[str, Path]) -> None:
-    """Add the module, its packages, and all of ours that it imports, wherever in its text it does so."""
+    """Add the module, its packages, and all modules of this project that it imports, anywhere in its text."""
     path = file_of(module)
     if module in seen or path is None:
         return
@@ -66,7 +66,7 @@ def imported(module: str, seen: dict[str, Path]) -> None:
 
 
 def make_tree(target: Path) -> None:
-    """The files of the wheel, with a pyproject.toml of its own."""
+    """The files of the wheel, with a separate pyproject.toml."""
     modules: dict[str, Path] = {}
     for path in sorted((PACKAGE / "client").glob("*.py")):
         imported("diptych.client" + ("" if path.stem == "__init__" else f".{path.stem}"), modules)

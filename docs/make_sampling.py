@@ -1,7 +1,7 @@
-"""Write from the table of sampling parameters (SAMPLING in common/sampling.py) the SDK's keywords in
-client/sampling_options.py and the table in docs/api.md.
+"""Write the SDK's keywords in client/sampling_options.py and the table in docs/api.md from the table of sampling
+parameters (SAMPLING in common/sampling.py).
 
-python docs/make_sampling.py [--check]        --check: exit with 1 where a file is not what the table says
+    python docs/make_sampling.py [--check]        --check: exit with 1 if a file differs from the table
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from typing import TypedDict
 
 
 class SamplingOptions(TypedDict, total=False):
-    """Sampling, and the end of the answer. All keywords are optional; None means not given.
+    """Sampling options. All keywords are optional; None means not given.
 
     Args:
 '''
 
 
 def facts(name: str, row: Row) -> tuple[str, str]:
-    """(what it does, its default)."""
+    """(effect, default)."""
     most = f"; at most {row.at_most}" if row.at_most and "at most" not in row.text else ""
     since = f"; since {row.since}" if row.since != FIRST_VERSION else ""
     value = DEFAULTS[name].value if isinstance(DEFAULTS[name], Enum) else DEFAULTS[name]

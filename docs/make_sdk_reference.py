@@ -1,6 +1,6 @@
-"""Write docs/sdk.md, the reference of the gRPC SDK, from the docstrings of what `diptych.client` exports.
+"""Write docs/sdk.md, the reference of the gRPC SDK, from the docstrings of the exports of `diptych.client`.
 
-python docs/make_sdk_reference.py [--check]        --check: exit with 1 where the page is not what the docstrings say
+python docs/make_sdk_reference.py [--check]        --check: exit with 1 if the page differs from the docstrings
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Programs to start from are in [examples](../examples/README.md).
 
 
 def doc(value: Any) -> list[str]:
-    """A docstring as Markdown: each entry of `Args:` and the like is an item of a list."""
+    """A docstring as Markdown: each entry of `Args:` and similar sections is an item of a list."""
     lines = inspect.cleandoc(getattr(value, "__doc__", None) or "").splitlines()
     found: list[str] = []
     section = False
@@ -61,7 +61,7 @@ def signature(value: Any) -> str:
 
 
 def members(cls: type) -> Iterator[tuple[str, Any]]:
-    """Public methods and properties, in the order of the source, those of our own bases included."""
+    """Public methods and properties, in the order of the source, including those of base classes of this project."""
     seen: set[str] = set()
     for owner in cls.__mro__:
         if not owner.__module__.startswith("diptych."):
@@ -80,7 +80,7 @@ def class_part(name: str, cls: type) -> Iterator[str]:
     yield from (*doc(cls), "")
     for member, value in members(cls):
         if dataclasses.is_dataclass(cls) and member.startswith("from_"):
-            continue  # made from the wire's messages, which callers never see
+            continue  # built from protobuf messages, which callers never see
         if isinstance(value, property):
             yield from (f"### `{name}.{member}`", "", *doc(value.fget), "")
         else:

@@ -1,4 +1,4 @@
-"""Stream an answer over HTTP with nothing but the standard library.
+"""Stream an answer over HTTP with the standard library only.
 
 python examples/http_plain.py [base URL]
 """
@@ -20,7 +20,7 @@ def main(base_url: str = "http://127.0.0.1:8000/v1") -> int:
     request = Request(f"{base_url}/completions", json.dumps(body).encode(), headers)  # noqa: S310 - the caller's own URL
     try:
         return show(request)
-    except HTTPError as error:  # refused: the body says why
+    except HTTPError as error:  # rejected: the body has the reason
         print(json.loads(error.read())["error"]["message"], file=sys.stderr)
     except (URLError, OSError) as error:
         print(f"no answer from {base_url}: {error}; `make up` starts a cluster", file=sys.stderr)
@@ -28,7 +28,7 @@ def main(base_url: str = "http://127.0.0.1:8000/v1") -> int:
 
 
 def show(request: Request) -> int:
-    """Print the answer as it grows. Returns: 0, or 1 where it is not whole."""
+    """Print the answer while it is streamed. Returns: 0, or 1 if it is incomplete."""
     with urlopen(request, timeout=60) as answer:  # noqa: S310
         for line in answer:
             data = line.decode().strip().removeprefix("data: ")
@@ -42,7 +42,7 @@ def show(request: Request) -> int:
                 print(f"\n{event['error']['message']}", file=sys.stderr)
                 return 1
             print(event["choices"][0]["text"], end="", flush=True)
-    print("\nthe answer was cut", file=sys.stderr)  # no [DONE]: never take it for complete
+    print("\nthe answer was cut", file=sys.stderr)  # no [DONE]: the answer is incomplete
     return 1
 
 

@@ -22,7 +22,7 @@ def main(base_url: str = "http://127.0.0.1:8000/v1") -> int:
 
 
 def show(base_url: str) -> int:
-    """Print an answer as it grows."""
+    """Print an answer while it is streamed."""
     with OpenAI(base_url=base_url, api_key=os.environ.get("OPENAI_API_KEY", "none")) as client:
         model = client.models.list().data[0].id
         stream = client.chat.completions.create(

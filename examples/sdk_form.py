@@ -1,4 +1,4 @@
-"""An answer in a form of its own: a JSON schema that it fits, and a stream that survives a broken connection.
+"""A constrained answer (JSON schema), and a stream that survives a broken connection.
 
 python examples/sdk_form.py [host:port]
 """
@@ -24,8 +24,9 @@ def main(address: str = "127.0.0.1:50050") -> int:
         try:
             answer = client.generate(messages=ASK, json_schema=SCHEMA, max_tokens=64, temperature=0)
             print("fits the schema:", answer.text)
-            # A broken stream goes on behind the tokens that are here; the key keeps it from running twice.
-            key = str(uuid.uuid4())  # one for each request, kept over its tries
+            # After a break the stream continues behind the received tokens; the key prevents that the request runs
+            # twice.
+            key = str(uuid.uuid4())  # one per request, the same for its retries
             for delta in client.stream(messages=ASK, max_tokens=64, resume=True, idempotency_key=key):
                 print(delta.text, end="", flush=True)
             print()

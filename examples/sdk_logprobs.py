@@ -1,4 +1,4 @@
-"""How sure is the model of each token?
+"""Probabilities of the tokens of an answer.
 
 python examples/sdk_logprobs.py [host:port]
 """

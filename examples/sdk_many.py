@@ -1,4 +1,4 @@
-"""Ask many questions at once over one connection.
+"""Send many requests at once over one connection.
 
 python examples/sdk_many.py [host:port]
 """
@@ -17,7 +17,7 @@ async def ask(client: AsyncClient, word: str) -> str:
     for _ in range(3):
         try:
             return (await client.generate(prompt=f"A line about the {word}:", max_tokens=16, timeout_s=60.0)).text
-        except OverloadedError as error:  # shed before any work: the server says when to come back
+        except OverloadedError as error:  # shed before any work: the server says when to retry
             await asyncio.sleep(error.retry_after_s or 1.0)
     raise OverloadedError("given up: the cluster is full")
 

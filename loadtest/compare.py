@@ -1,4 +1,4 @@
-"""Two targets in turns, A B A B: whatever drifts on the machine meets both. Ratios are taken within a round."""
+"""Two targets in alternation, A B A B, so that drift of the machine affects both. Ratios are taken within a round."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ METRICS: tuple[tuple[str, str, str, Callable[[Summary], float]], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """`ratio` is B / A, the median over the rounds, `low` to `high` its spread; None where A measured nothing."""
+    """`ratio` is B / A, the median over the rounds, `low` to `high` its range; None where A measured nothing."""
 
     name: str
     unit: str
@@ -72,11 +72,11 @@ async def alternate(
     *,
     attend: Callable[[int], None] | None = None,
 ) -> Comparison:
-    """Run A B A B; both get the same workload in a round, and each round its own (no prefix is warm from the last one).
+    """Run A B A B. Both get the same workload in a round; each round has a different one, so that no prefix is warm.
 
     Args:
         targets: (open target, model, settings) of A and of B; the settings differ in `workers` at most.
-        attend: told before every run whose turn it is, 0 (A) or 1 (B): whoever must be held while the other is measured.
+        attend: called before every run with its target, 0 (A) or 1 (B), for example to pause the other one.
     """
     sides: tuple[list[RunRecord], list[RunRecord]] = ([], [])
     for number in range(rounds):

@@ -1,4 +1,4 @@
-"""What one benchmark is made of, as flags; checked here, turned into specs here."""
+"""Settings of a benchmark as flags: checked here, and converted to specs."""
 
 from __future__ import annotations
 
@@ -29,47 +29,47 @@ class BenchConfig:
     """Settings of `diptych bench serve`, `sweep`, `compare` and `replay`.
 
     Args:
-        model: "" asks the server for its first.
-        api: completions or chat, for HTTP targets; grpc for our own clusters (a grpc:// target has one API).
-        workload: random, shared-prefix, conversation, agent or longdoc; or a file's format with --dataset: items, mooncake,
-            azure, burstgpt, sharegpt, prompts.
-        dataset: the file for a workload that is read.
-        num_requests: how many; 0 with --dataset: all of it.
+        model: "" uses the server's first.
+        api: completions or chat, for HTTP targets; grpc for Diptych clusters (a grpc:// target has one API).
+        workload: random, shared-prefix, conversation, agent or longdoc; or a file's format with --dataset: items,
+            mooncake, azure, burstgpt, sharegpt, prompts.
+        dataset: the file of a workload from a file.
+        num_requests: number of requests; 0 with --dataset: all of it.
         input_len: tokens: 256, uniform:64,512, lognormal:256,0.6, exp:300, choice:64,1024; min= and max= bound it.
         output_len: tokens, as input_len.
         prefix_len: tokens of a shared system prompt.
-        num_prefixes: how many different system prompts.
+        num_prefixes: number of different system prompts.
         turns: of a conversation, an agent or a document's questions.
         think_time: seconds between a conversation's turns, as input_len.
         tool_time: seconds of an agent's tool call, as input_len.
         document_len: tokens, as input_len.
         request_rate: arrivals a second; inf: all at once.
-        burstiness: 1 Poisson, below 1 bursts, above 1 more even, inf a metronome.
-        ramp_to: the rate moves to this over the run; 0: constant.
-        max_concurrency: open loop: at most this many at once, waiting counts; closed loop: the users.
+        burstiness: 1 Poisson, below 1 bursts, above 1 more even, inf equal intervals.
+        ramp_to: the rate changes to this over the run; 0: constant.
+        max_concurrency: open loop: most requests at once, where waiting counts; closed loop: the users.
         closed_loop: users that send when their last answer has ended, instead of arrivals.
         time_scale: traces: 2 replays twice as fast.
         length_scale: traces: 0.125 makes every length an eighth.
         max_input_len: traces: longer prompts are cut; 0: no limit.
         max_output_len: traces: longer answers are cut; 0: no limit.
-        cancel_rate: this share of the requests is left by its client midway.
-        tenants: name:weight,... drawn for each session; over HTTP sent as `user` (and as --tenant-header), and known to a server
-            with keys by --tenant-keys.
-        tenant_header: HTTP header that carries the tenant.
-        tenant_keys: file of lines `tenant key`: each tenant's requests carry its own API key, over HTTP and gRPC.
+        cancel_rate: share of the requests that the client cancels midway.
+        tenants: name:weight,... drawn for each session; over HTTP sent as `user` (and as --tenant-header); a server
+            with keys identifies them by --tenant-keys.
+        tenant_header: HTTP header with the tenant.
+        tenant_keys: file of lines `tenant key`: each tenant's requests carry its API key, over HTTP and gRPC.
         ca_file: PEM file of the authorities to trust for https:// and grpcs://; default: the system's.
-        prompt_form: ids (exact lengths), text or messages; "" takes ids, or messages for the chat API and text data.
+        prompt_form: ids (exact lengths), text or messages; "": ids, or messages for the chat API and text data.
         vocab: low,high of the random token ids.
         temperature: 0 is greedy.
-        ignore_eos: answers of exactly output-len tokens, where the server knows the field.
+        ignore_eos: answers of exactly output-len tokens, if the server supports the field.
         warmup: requests sent first, one by one, and left out of the figures.
-        slo: ttft:200,tpot:50,e2e:5000 in milliseconds: what counts as goodput.
+        slo: ttft:200,tpot:50,e2e:5000 in milliseconds: the criteria of goodput.
         timeout_s: of one request.
-        seed: of workload, arrivals and cancellations; -1 draws one for this run, which the report names. With a fixed seed a
-            second run finds the first one's prompts in the prefix cache.
-        workers: how many serve the target, for tokens per worker; 0: not known.
-        explain: ask the server for its inner times (x-diptych-explain).
-        api_key_env: name of the environment variable that holds the API key.
+        seed: of workload, arrivals and cancellations; -1: random for this run, and named in the report. With a fixed
+            seed a second run finds the first one's prompts in the prefix cache.
+        workers: number of workers behind the target, for tokens per worker; 0: unknown.
+        explain: request the server's stage times (x-diptych-explain).
+        api_key_env: name of the environment variable with the API key.
         out: folder for the reports.
         label: name of the run in reports and file names.
         save_items: write the workload beside the reports.
@@ -127,13 +127,11 @@ class BenchConfig:
         if self.workload not in GENERATED + FILE_FORMATS:
             raise ConfigError("workload", self.workload, f"must be one of {', '.join(GENERATED + FILE_FORMATS)}")
         if (self.workload in FILE_FORMATS) != (self.dataset is not None):
-            raise ConfigError(
-                "dataset", self.dataset, "goes with a workload that is read from a file, and only with it"
-            )
+            raise ConfigError("dataset", self.dataset, "requires a workload from a file, and vice versa")
         if self.warmup < 0 or self.workers < 0 or self.num_requests < 0:
             raise ConfigError("warmup", self.warmup, "warmup, workers and num_requests must not be negative")
         if self.seed < -1:
-            raise ConfigError("seed", self.seed, "must be 0 or more, or -1 to draw one")
+            raise ConfigError("seed", self.seed, "must be 0 or more, or -1 for a random one")
         if self.seed == -1:
             object.__setattr__(self, "seed", secrets.randbelow(2**31))
         if not 0 < self.timeout_s < math.inf:
@@ -159,7 +157,7 @@ class BenchConfig:
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether the workload itself makes prefix cache hits: prompts of one run begin alike, or may."""
+        """Whether the workload itself causes prefix cache hits: prompts of one run have, or may have, a common prefix."""
         return self.workload != "random" or self.prefix_len > 0
 
     def loop_spec(self) -> OpenLoop | ClosedLoop:
@@ -205,7 +203,7 @@ class BenchConfig:
         return workload.dress(traces.read(self.dataset, self.workload, read), spec)
 
     def warmup_items(self) -> list[WorkItem]:
-        """Drawn from another seed, so that they warm no prefix cache for what is measured; short answers."""
+        """Generated from another seed, so that they warm no prefix of the measured requests; short answers."""
         if not self.warmup:
             return []
         spec = dataclasses.replace(

@@ -1,4 +1,4 @@
-"""Where and with what a run was made: it goes into every report."""
+"""The environment of a run: machine, versions and commit, part of every report."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def look_around() -> Environment:
 
 
 def contended(environment: Environment) -> str:
-    """A sentence when others were using the machine; empty when not."""
+    """A warning when other processes used the machine; empty otherwise."""
     if environment.load_1m <= environment.cores:
         return ""
     return (
@@ -68,7 +68,7 @@ def contended(environment: Environment) -> str:
 def _git(where: Path, *arguments: str) -> str:
     try:
         done = subprocess.run(["git", *arguments], cwd=where, capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired):  # an installed wheel on a machine without git
+    except (OSError, subprocess.TimeoutExpired):  # an installed wheel, or no git
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""
 

@@ -1,4 +1,4 @@
-"""What is sent: one work item a request, and how a list of them is written to a file and read back."""
+"""Work items, one per request, and their file format."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class CalledFunction(msgspec.Struct, frozen=True):
 
 
 class ToolCall(msgspec.Struct, frozen=True):
-    """As the OpenAI API writes it."""
+    """As in the OpenAI API."""
 
     id: str
     function: CalledFunction
@@ -26,7 +26,7 @@ class ToolCall(msgspec.Struct, frozen=True):
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
-    """As the OpenAI API writes it. tool_calls: of an assistant; tool_call_id: of role tool, the call that it answers."""
+    """As in the OpenAI API. tool_calls: of an assistant; tool_call_id: of role tool, the call that it answers."""
 
     role: str
     content: str
@@ -38,14 +38,13 @@ class WorkItem(msgspec.Struct, frozen=True, omit_defaults=True):
     """One request. Exactly one of `token_ids`, `text` and `messages` is filled.
 
     Attributes:
-        input_tokens: intended length of the new prompt tokens (history not counted); the server's own count is what gets
-            reported.
+        input_tokens: intended length of the new prompt tokens (without history); reports use the server's count.
         output_tokens: max_tokens.
         session, turn: requests of one session are sent in order, each after its predecessor's end.
         follows: put this session's history (prompts and real answers) before the prompt.
         delay_s: think or tool time between the predecessor's end and this send.
-        arrival_s: intended send time from a trace, after scaling; None: the schedule decides.
-        cancel_after_tokens: leave after this many output tokens; None: stay to the end.
+        arrival_s: intended send time from a trace, after scaling; None: by the schedule.
+        cancel_after_tokens: cancel after this many output tokens; None: never.
         hash_ids: the trace's block ids, 512 tokens each.
     """
 
@@ -76,14 +75,14 @@ def write_jsonl(path: Path, items: Iterable[WorkItem]) -> None:
 
 
 def read_jsonl(path: Path) -> list[WorkItem]:
-    """Raises: ConfigError naming the line that cannot be used."""
+    """Raises: ConfigError naming the invalid line."""
     items: list[WorkItem] = []
     for number, line in enumerate(_read(path).splitlines(), 1):
         if line.strip():
             try:
                 items.append(_decoder.decode(line))
             except msgspec.DecodeError as error:
-                raise ConfigError("dataset", f"{path}:{number}", f"is no work item: {error}") from None
+                raise ConfigError("dataset", f"{path}:{number}", f"is not a work item: {error}") from None
     if not items:
         raise ConfigError("dataset", str(path), "holds no work items")
     return items
@@ -97,7 +96,7 @@ def _read(path: Path) -> bytes:
 
 
 def sessions_of(items: Sequence[WorkItem]) -> dict[str, list[WorkItem]]:
-    """Items by session in order of their turns; an item without a session is one of its own."""
+    """Items by session in order of their turns; an item without a session is a separate one."""
     found: dict[str, list[WorkItem]] = {}
     for item in items:
         found.setdefault(item.session or f"#{item.index}", []).append(item)

@@ -1,4 +1,4 @@
-"""The harness's own lag: how late its event loop runs what is due. What it measures of others can be no better than that."""
+"""The harness's own delay: lateness of its event loop, which limits the accuracy of its measurements."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from diptych.loadtest.virtual_loop import precise_clock
 PERIOD_S = 0.01
 LIMIT_FLOOR_S = 0.005
 TTFT_SHARE = 0.05
-"""A lag at p99 of more than this share of the median TTFT (and more than the floor) distorts it."""
+"""A delay at p99 above this share of the median TTFT (and above the floor) distorts it."""
 
 
 @dataclass(frozen=True, slots=True)
 class LagReport:
-    """`loop`: lateness of a timer of ours, seconds. `send`: of the requests that no limit held back. `cpu_share`: CPU seconds
-    of this process per second of the run."""
+    """`loop`: lateness of a timer in this process, seconds. `send`: of the requests that no limit held back.
+    `cpu_share`: CPU seconds of this process per second of the run."""
 
     loop: Dist
     send: Dist
@@ -26,7 +26,7 @@ class LagReport:
 
 
 class LagProbe:
-    """Asks for a wake-up every PERIOD_S and notes how late it comes."""
+    """Sets a timer every PERIOD_S and records its lateness."""
 
     def __init__(self) -> None:
         self.lags: list[float] = []
@@ -56,10 +56,10 @@ class LagProbe:
 
 
 def warnings_of(lag: LagReport, summary: Summary, *, limited: bool) -> list[str]:
-    """Sentences about what the harness itself may have distorted; empty: nothing.
+    """Warnings about possible distortion by the harness; empty: none.
 
     Args:
-        limited: a concurrency limit holds requests back, so that a late send is its work and not our lag.
+        limited: a concurrency limit holds requests back, so late sends are intended.
     """
     limit = max(LIMIT_FLOOR_S, TTFT_SHARE * summary.ttft.median)
     found: list[str] = []
@@ -67,7 +67,7 @@ def warnings_of(lag: LagReport, summary: Summary, *, limited: bool) -> list[str]
         found.append(
             f"TOO MUCH LAG: the harness's own event loop was {lag.loop.p99 * 1000:.1f} ms late at p99 "
             f"(limit {limit * 1000:.1f} ms): latencies are too high by up to that. "
-            "Lower the rate or give the harness a core of its own."
+            "Lower the rate or give the harness a separate core."
         )
     if not limited and lag.send.p99 > limit:
         found.append(
@@ -75,5 +75,5 @@ def warnings_of(lag: LagReport, summary: Summary, *, limited: bool) -> list[str]
             f"(limit {limit * 1000:.1f} ms); latencies count from the intended time, so this is inside them."
         )
     if lag.cpu_share > 0.9:
-        found.append(f"the harness used {lag.cpu_share:.0%} of a core: it may have been the bottleneck itself")
+        found.append(f"the harness used {lag.cpu_share:.0%} of a core: it may have been the bottleneck")
     return found

@@ -1,4 +1,4 @@
-"""What is seen while a run goes on: a live table on a terminal, a plain line now and then in a pipe. Always on stderr."""
+"""Live output during a run, on stderr: a table on a terminal, occasional lines in a pipe."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _plain(out: TextIO) -> Callable[[str, Runner], contextlib.AbstractContextMan
 
 @contextlib.contextmanager
 def _ticking(action: Callable[[], None], every_s: float = PLAIN_EVERY_S) -> Iterator[None]:
-    """A thread of its own: the event loop has better things to do. It only reads counters."""
+    """Runs on a separate thread, to keep the event loop free. It only reads counters."""
     ended = threading.Event()
 
     def tick() -> None:

@@ -1,8 +1,8 @@
-"""A scripted OpenAI-compatible server: the answer's timing is known, so whoever measures it can be checked.
+"""A mock OpenAI-compatible server with scripted timing, to check load harnesses.
 
-The first token leaves `first_token_s` after a request has arrived, alone; then `tokens_per_chunk` tokens at a time, each chunk
-when its last token is due, a token every `token_s`. Refusals, cuts and errors come at given rates from a seed; `slots` bounds
-how many requests are served at once, the others wait.
+The first token is sent `first_token_s` after a request's arrival, alone; then `tokens_per_chunk` tokens at a time, each
+chunk when its last token is due, a token every `token_s`. Refusals, cuts and errors occur at given rates from a seed;
+`slots` limits the requests served at once, the others wait.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class MockServer:
         self._rng = Random(script.seed)
         self._slots = asyncio.Semaphore(script.slots) if script.slots else None
         self.lateness: list[float] = []
-        """Of every chunk: how much later than the script it was written."""
+        """Lateness of every chunk against the script, in seconds."""
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=64 * 2**20)
@@ -82,7 +82,7 @@ class MockServer:
         return web.json_response({"object": "list", "data": [card]})
 
     async def _truth(self, _: web.Request) -> web.Response:
-        """What the mock itself did: its own lateness against the script, seconds."""
+        """The mock server's lateness against the script, in seconds."""
         late = dist(self.lateness)
         return web.json_response({"chunks": late.count, "mean_s": late.mean, "p50_s": late.median, "p99_s": late.p99})
 
@@ -108,7 +108,7 @@ class MockServer:
         if not body.get("stream"):
             await asyncio.sleep(max(0.0, zero + chunks[-1][0] - now()))
             return web.json_response(answer.whole())
-        with contextlib.suppress(ConnectionError):  # the client left: nothing to say to it
+        with contextlib.suppress(ConnectionError):  # the client disconnected
             return await self._stream(request, answer, chunks, zero, chance)
         return web.Response()
 
@@ -147,7 +147,7 @@ class MockServer:
 
 
 class _Answer:
-    """The bytes of one answer, in the OpenAI form that was asked for."""
+    """The bytes of one answer, in the requested OpenAI format."""
 
     def __init__(self, body: dict[str, Any], chat: bool, script: Script, queued_s: float) -> None:
         self.chat = chat
@@ -237,8 +237,9 @@ async def serve(script: Script, *, host: str = "127.0.0.1", port: int = 0) -> tu
 async def run_forever(script: Script, host: str, port: int, *, collect: bool = True) -> None:
     """Serve until cancelled; the URL is the first line on stdout.
 
-    Args: collect: False: no garbage is collected, for the length of a measurement: with thousands of open streams a full
-        collection holds all of them for a quarter of a second.
+    Args:
+        collect: False: no garbage collection, for the duration of a measurement: with thousands of open streams a full
+            collection blocks all of them for a quarter of a second.
     """
     _, _, url = await serve(script, host=host, port=port)
     if not collect:

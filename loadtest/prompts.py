@@ -15,7 +15,7 @@ Form = Literal["ids", "text", "messages"]
 TOOL_NAME = "search"
 _ARGUMENT_WORDS = 4
 
-# Common English words: almost every tokenizer knows each of them, with its leading space, as one token.
+# Common English words: in almost every tokenizer each of them, with its leading space, is one token.
 _TEXT = (
     "the of and to in is was for that on with as by at from they be this have or had not but what all were when we "
     "there can an your which their said if do will each about how up out them then she many some so these would other "
@@ -37,7 +37,7 @@ WORDS = tuple(_TEXT.split())
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One of the three is filled."""
+    """Exactly one of the three is set."""
 
     token_ids: tuple[int, ...] = ()
     text: str = ""
@@ -46,18 +46,18 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class PromptMaker:
-    """Draws prompts of a wanted length in tokens.
+    """Generates prompts of a given length in tokens.
 
     Args:
-        form: "ids" is exact; "text" and "messages" are about right, and the server's count is what is reported.
-        vocab: ids are drawn from [low, high): keep off the special tokens at a vocabulary's start.
+        form: "ids" is exact; "text" and "messages" are approximate, and reports use the server's count.
+        vocab: ids are from [low, high): exclude the special tokens at a vocabulary's start.
     """
 
     form: Form
     vocab: tuple[int, int] = (1000, 30000)
 
     def body(self, rng: Random, num_tokens: int) -> tuple[int, ...] | str:
-        """Token ids or words; pieces can be put together with `join`."""
+        """Token ids or words; pieces can be joined with `join`."""
         if self.form == "ids":
             low, high = self.vocab
             span = high - low
@@ -71,14 +71,14 @@ class PromptMaker:
         return Prompt(text=text) if self.form == "text" else Prompt(messages=(Message(role, text),))
 
     def with_system(self, system: tuple[int, ...] | str, body: tuple[int, ...] | str) -> Prompt:
-        """A shared prefix: a system message where there are messages, else just the beginning of the prompt."""
+        """A shared prefix: a system message with messages, else the beginning of the prompt."""
         if self.form == "messages" and isinstance(system, str) and isinstance(body, str) and system:
             return Prompt(messages=(Message("system", system), Message("user", body)))
         return self.join((system, body))
 
     def tool_result(self, rng: Random, call_id: str, body: tuple[int, ...] | str) -> Prompt:
-        """What a tool gave back, in reply to a call: with messages the assistant's call, whose content is its real answer once
-        that is known, and a message of role tool; else just more of the prompt."""
+        """The result of a tool call. With messages: the assistant's call, whose content is its real answer once it is
+        known, and a message of role tool; else a longer prompt."""
         if self.form != "messages" or not isinstance(body, str):
             return self.join((body,))
         arguments = json.dumps({"query": " ".join(rng.choices(WORDS, k=_ARGUMENT_WORDS))})

@@ -1,8 +1,8 @@
-"""One request as it was measured. Times are seconds since the start of the run on one monotonic clock.
+"""The record of one request. Times are seconds since the start of the run on one monotonic clock.
 
     intended -> sent -> accepted -> first token -> ... -> end
 
-`intended` is when the arrival process (or the user's think time) wanted it sent; all latencies count from there.
+`intended` is the send time of the arrival process (or the user's think time); all latencies count from it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from enum import Enum
 class Outcome(Enum):
     OK = "ok"
     CANCELLED = "cancelled"
-    """Left by our side on purpose (the workload's cancel rate)."""
+    """Cancelled by the client on purpose (the workload's cancel rate)."""
     REFUSED = "refused"
     """Shed before any work: 429, 503, 529."""
     CUT = "cut"
@@ -29,14 +29,14 @@ class CountedBy(Enum):
 
     TOKEN_IDS = "token_ids"  # noqa: S105
     USAGE = "usage"
-    """Only the answer's total is the server's; it was shared out over the chunks by the length of their text."""
+    """Only the answer's total is the server's; it was distributed over the chunks by the length of their text."""
     CHUNKS = "chunks"
-    """One token a chunk, for want of anything better."""
+    """One token a chunk, without other information."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """What the server tells about its inside, on its own clock, in seconds from the moment its worker got the request."""
+    """The server's own stage times, in seconds since its worker received the request."""
 
     prefill: str = ""
     decode: str = ""
@@ -68,7 +68,7 @@ class RequestRecord:
     finish_reason: str = ""
     error: str = ""
     status: int = 0
-    """HTTP status or gRPC code; 0 where there is none."""
+    """HTTP status or gRPC code; 0: none."""
     input_tokens: int = 0
     wanted_output_tokens: int = 0
     cached_tokens: int | None = None
@@ -86,7 +86,7 @@ class RequestRecord:
 
     @property
     def send_lag_s(self) -> float:
-        """How late we were ourselves (or the concurrency limit made us)."""
+        """Delay of the send by the harness or the concurrency limit."""
         return self.sent_s - self.intended_s
 
     @property
@@ -95,12 +95,12 @@ class RequestRecord:
 
     @property
     def e2e_s(self) -> float:
-        """Up to the last token; an answer without tokens: up to its end."""
+        """To the last token; an answer without tokens: to its end."""
         return (self.chunk_times[-1] if self.chunk_times else self.end_s) - self.intended_s
 
     @property
     def tpot_s(self) -> float | None:
-        """(last token - first token) / (tokens - 1), the tokens of the first chunk counted as one arrival."""
+        """(last token - first token) / (tokens - 1); the tokens of the first chunk count as one arrival."""
         if not self.chunk_times:
             return None
         later = self.output_tokens - self.chunk_tokens[0]
@@ -108,15 +108,15 @@ class RequestRecord:
 
     @property
     def first_gap_s(self) -> float | None:
-        """From the first token to the second: under P/D this holds the transfer of the last KV. None when they came together
-        or there is no second."""
+        """From the first token to the second; under P/D it includes the transfer of the last KV. None when they arrived
+        together or there is no second."""
         if len(self.chunk_times) < 2 or self.chunk_tokens[0] != 1:
             return None
         return (self.chunk_times[1] - self.chunk_times[0]) / self.chunk_tokens[1]
 
     @property
     def queue_s(self) -> float | None:
-        """Until the server had room for the request; where it tells."""
+        """Until the server had capacity for the request, if it reports it."""
         return self.server.reserved_s if self.server else None
 
     @property
@@ -125,23 +125,22 @@ class RequestRecord:
 
     @property
     def transfer_s(self) -> float | None:
-        """From the first token known to all KV verified; where the server tells and KV moved."""
+        """From the first token to the last verified KV, if the server reports it and KV was transferred."""
         if self.server is None or self.server.kv_bytes == 0:
             return None
         return max(0.0, self.server.kv_complete_s - self.server.first_token_s)
 
     def gaps(self) -> list[tuple[float, int]]:
-        """(seconds per token, tokens) for each chunk after the first: k tokens in one chunk are k gaps of a k-th each."""
+        """(seconds per token, tokens) for each chunk after the first; a k-token chunk counts as k equal intervals."""
         pairs = zip(self.chunk_times, self.chunk_times[1:], self.chunk_tokens[1:], strict=False)
         return [((after - before) / tokens, tokens) for before, after, tokens in pairs if tokens > 0]
 
 
 def share_out(total: int, weights: Sequence[int]) -> list[int]:
-    """`total` tokens over chunks in proportion to `weights` (text lengths): whole numbers, largest remainders first, at least
-    one each while there are enough.
+    """Distribute `total` tokens over chunks in proportion to `weights` (text lengths): whole numbers, largest
+    remainders first, at least one each if there are enough.
 
-    >>> share_out(10, [1, 4, 4])
-    [2, 4, 4]
+    >>> share_out(10, [1, 4, 4]) [2, 4, 4]
     """
     if not weights:
         return []

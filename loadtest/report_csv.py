@@ -1,4 +1,4 @@
-"""One row a request, times in milliseconds."""
+"""CSV report: one row a request, times in milliseconds."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COLUMNS = (
 
 
 def write(report: Report, path: Path) -> None:
-    """The seed, versions, machine and git hash are comment lines at the top (`#`)."""
+    """Seed, versions, machine and git hash are comment lines at the top (`#`)."""
     environment = report.environment
     with path.open("w", newline="") as file:
         file.write(f"# {report.title}; {report.began.isoformat(timespec='seconds')}\n# {environment.line}\n")

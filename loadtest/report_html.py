@@ -1,4 +1,5 @@
-"""One self-contained HTML page: figures, comparison, sweep, latency over time, distributions, timelines of single requests."""
+"""HTML report, one self-contained page: figures, comparison, sweep, latency over time, distributions, timelines of
+requests."""
 
 from __future__ import annotations
 
@@ -62,7 +63,7 @@ def _body(report: Report) -> Iterator[str]:
     yield "<div class=charts>"
     yield "".join(_over_time(groups))
     yield "</div><h2>Distributions</h2><div class=charts>" + "".join(_distributions(groups)) + "</div>"
-    yield "<h2>Single requests</h2><p class=m>Queue, prefill and transfer are the server's own times where it tells them; "
+    yield "<h2>Single requests</h2><p class=m>Queue, prefill and transfer are the server's times if it reports them; "
     yield "else all until the first token is prefill. Hover for figures.</p>"
     for label, runs in groups.items():
         yield _timelines(label, runs[-1])
@@ -122,7 +123,7 @@ def _figures(runs: Sequence[RunRecord]) -> str:
         ("ITL per token", lambda s: s.itl),
         ("gap between chunks", lambda s: s.chunk_gap),
         ("E2E", lambda s: s.e2e),
-        ("own lag, sends", lambda s: s.send_lag),
+        ("delay of the harness, sends", lambda s: s.send_lag),
     )
     for name, pick in metrics:
         rows += [
@@ -134,7 +135,9 @@ def _figures(runs: Sequence[RunRecord]) -> str:
         for name, text in rows
     )
     lag = "".join(f"<td>{run.lag.loop.p99 * 1e3:.1f}</td>" for run in runs)
-    return f"<table><tr><th></th>{head}</tr>{body}<tr><td>own lag, event loop ms, p99</td>{lag}</tr></table>"
+    return (
+        f"<table><tr><th></th>{head}</tr>{body}<tr><td>delay of the harness, event loop ms, p99</td>{lag}</tr></table>"
+    )
 
 
 def _rate_text(run: RunRecord) -> str:
@@ -191,7 +194,7 @@ def sweep_charts(sweeps: Sequence[Sweep]) -> list[str]:
 
 
 def _sweep_part(sweeps: Sequence[Sweep]) -> Iterator[str]:
-    yield f"<h2>Sweep</h2><p class=m>SLO {escape(sweeps[0].slo)} (ms), to be kept by {sweeps[0].attain:.0%} of the requests</p>"
+    yield f"<h2>Sweep</h2><p class=m>SLO {escape(sweeps[0].slo)} (ms), to be met by {sweeps[0].attain:.0%} of the requests</p>"
     yield "<table><tr>"
     yield "<th></th><th>result</th><th>best goodput</th></tr>"
     for one in sweeps:

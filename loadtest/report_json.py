@@ -1,4 +1,4 @@
-"""Results as JSON: the fields of `vllm bench serve`, by their names and units, and everything else under `diptych`."""
+"""Results as JSON: the fields of `vllm bench serve` with its names and units, and everything else under `diptych`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OURS = ("queue", "prefill", "transfer", "accept", "first_gap", "chunk_gap", "se
 
 
 def run_object(run: RunRecord, report: Report, *, detailed: bool) -> dict[str, Any]:
-    """One run. `detailed` adds the per-request lists."""
+    """One run. `detailed` adds the lists of requests."""
     summary, config = run.summary, run.config
     found: dict[str, Any] = {
         "date": report.began.strftime("%Y%m%d-%H%M%S"),
@@ -65,7 +65,7 @@ def run_object(run: RunRecord, report: Report, *, detailed: bool) -> dict[str, A
 
 
 def summary_object(summary: Summary) -> dict[str, Any]:
-    """All figures; times as milliseconds."""
+    """All figures; times in milliseconds."""
     found: dict[str, Any] = {}
     for spec in dataclasses.fields(summary):
         value = getattr(summary, spec.name)
@@ -85,7 +85,7 @@ def dist_object(value: Dist) -> dict[str, float]:
 
 
 def write(report: Report, path: Path, *, detailed: bool = True) -> None:
-    """A single run is an object as `vllm bench serve --save-result` writes it; several are under `runs`."""
+    """A single run is an object as from `vllm bench serve --save-result`; several are under `runs`."""
     runs = [run_object(run, report, detailed=detailed) for run in report.runs]
     if len(runs) == 1:
         body: dict[str, Any] = runs[0]

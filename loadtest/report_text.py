@@ -1,4 +1,4 @@
-"""The lines on stdout at the end: the shape that `vllm bench serve` made familiar, and ours below."""
+"""The summary on stdout: the format of `vllm bench serve`, followed by additional lines."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def run_lines(run: RunRecord) -> Iterator[str]:
 
 
 def comparison_lines(comparison: Comparison) -> Iterator[str]:
-    yield f"{comparison.b} / {comparison.a}, {comparison.rounds} rounds in turns"
+    yield f"{comparison.b} / {comparison.a}, {comparison.rounds} alternating rounds"
     yield f"{'':<24}{'A':>12}{'B':>12}{'B/A':>8}  spread"
     for ratio in comparison.ratios:
         if ratio.ratio is None:

@@ -1,4 +1,4 @@
-"""One measured run, and what a report is made of."""
+"""One measured run, and the content of a report."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from diptych.loadtest.stats import Summary, summarise
 from diptych.loadtest.target import Target
 
 UNEXPECTED_HIT_RATE = 0.02
-"""Of random prompts: above what chat templates and chance share."""
+"""Hit rate of random prompts above what chat templates and chance explain."""
 
 Watch = Callable[[str, Runner], Any]
-"""Called with the target's label before a run begins; returns a context manager that shows the runner's progress."""
+"""Called with the target's label before a run; returns a context manager that shows the runner's progress."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """`rate`: arrivals a second that were asked for; 0 in a closed loop or for a trace."""
+    """`rate`: requested arrivals a second; 0 in a closed loop or for a trace."""
 
     label: str
     url: str
@@ -70,7 +70,7 @@ async def measure(
     summary = summarise(result.records, config.slo_spec(), workers=config.workers)
     warnings = warnings_of(result.lag, summary, limited=result.limited)
     if summary.counted_by.get(CountedBy.CHUNKS.value):
-        warnings.append("the server says nothing about token counts: one token a chunk was assumed")
+        warnings.append("the server reports no token counts: assuming one token a chunk")
     if summary.failed:
         warnings.append(f"{summary.failed} of {summary.requests} requests failed: latencies are those of the others")
     if (hit_rate := summary.hit_rate) is not None and hit_rate > UNEXPECTED_HIT_RATE and not config.shares_prefixes:

@@ -1,10 +1,10 @@
-"""Sends a workload to one target and writes down what happened.
+"""Sends a workload to one target and records the outcome.
 
     open loop    every session starts at its intended time, whatever the server does
-    closed loop  `concurrency` users take the next session when theirs has ended
+    closed loop  `concurrency` users start the next session when theirs has ended
 
-Turns of one session follow each other: the next is intended `delay_s` after its predecessor's end, and carries the real
-history.
+Turns of one session are sequential: the next one is intended `delay_s` after its predecessor's end, and carries the
+real history.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from diptych.loadtest.target import Accepted, Ask, Chunk, Ended, Target, TargetE
 from diptych.loadtest.virtual_loop import precise_clock
 
 START_DELAY_S = 0.1
-"""Between the decision to start and time 0, so that the first sends are not late."""
+"""Seconds between the start and time 0, so that the first sends are not late."""
 
 
 @dataclass(slots=True)
 class Progress:
-    """What a live view shows; the runner only counts."""
+    """Counters for the live view."""
 
     total: int = 0
     sent: int = 0
@@ -64,8 +64,8 @@ class Runner:
         self._slots: asyncio.Semaphore | None = None
 
     async def run(self, items: Sequence[WorkItem], *, warmup: Sequence[WorkItem] = ()) -> RunResult:
-        """Send `warmup` one by one, then the items. Errors of single requests are records; nothing is raised for them. The
-        times of warm-up records count from the warm-up's own start."""
+        """Send `warmup` one by one, then the items. Errors of single requests are records, not exceptions. Times of
+        warm-up records count from the start of the warm-up."""
         self._now = precise_clock()
         self._records = []
         self._zero = self._now()
@@ -99,7 +99,7 @@ class Runner:
                 group.create_task(self._session(turns, at), name=f"session {turns[0].session or turns[0].index}")
 
     def _starts(self, sessions: dict[str, list[WorkItem]], spec: OpenLoop) -> Iterator[tuple[float, list[WorkItem]]]:
-        """(intended start, turns), rising. A trace's own times come before the arrival process."""
+        """(intended start, turns), ascending. A trace's times take precedence over the arrival process."""
         drawn = arrivals(spec, len(sessions), Random(f"{self._seed}/arrivals"))
         starts = [
             (at if turns[0].arrival_s is None else turns[0].arrival_s, turns)
@@ -128,7 +128,7 @@ class Runner:
             intended_s = record.end_s + (following.delay_s if following is not None else 0.0)
 
     def _skip(self, turns: list[WorkItem], failed: WorkItem, record: RequestRecord) -> None:
-        """A conversation that broke off has no next turn: its turns are counted as errors, unless the user left."""
+        """A failed conversation has no next turn: the rest counts as errors, unless the user cancelled."""
         for item in turns:
             if item.turn <= failed.turn:
                 continue
@@ -200,7 +200,7 @@ class _Answer:
         self._ended: Ended | None = None
 
     def on_event(self, event: Chunk | Accepted | Ended, leave_after: int | None) -> bool:
-        """Returns True when the client has had enough."""
+        """Returns True when the client cancels."""
         at = self._now() - self._zero
         record = self._record
         if isinstance(event, Chunk):
@@ -234,7 +234,7 @@ class _Answer:
         else:
             record.chunk_tokens = [1] * len(self._counts)
         if ended is None and record.outcome is Outcome.ERROR and not record.error:
-            record.outcome, record.error = Outcome.CUT, "the stream ended before its end"
+            record.outcome, record.error = Outcome.CUT, "the stream ended without an end event"
         if ended is not None:
             record.input_tokens = ended.input_tokens if ended.input_tokens is not None else item.input_tokens
             record.cached_tokens = ended.cached_tokens
@@ -243,12 +243,12 @@ class _Answer:
                 record.error = f"usage says {total} output tokens, {record.output_tokens} arrived"
 
     def said(self, ask: Ask) -> str | tuple[int, ...]:
-        """The answer in the prompt's own form: ids after ids, text after text."""
+        """The answer in the form of the prompt: ids or text."""
         return tuple(self._token_ids) if ask.token_ids else "".join(self._texts)
 
 
 def with_history(item: WorkItem, history: Sequence[Ask | str | tuple[int, ...]]) -> Ask:
-    """The item as it goes out; a following turn is put behind the session's last request and its answer."""
+    """The request as sent; a later turn is appended to the session's last request and its answer."""
     token_ids, text, messages = item.token_ids, item.text, item.messages
     if item.follows and len(history) >= 2:
         before, said = history[-2], history[-1]
@@ -257,7 +257,7 @@ def with_history(item: WorkItem, history: Sequence[Ask | str | tuple[int, ...]])
             token_ids = before.token_ids + said + token_ids
         elif messages and isinstance(said, str):
             calls: tuple[ToolCall, ...] = ()
-            if messages[0].role == "assistant":  # a tool call: the answer that made it is known only now
+            if messages[0].role == "assistant":  # a tool call: its answer is only known now
                 calls, messages = messages[0].tool_calls, messages[1:]
             messages = (*before.messages, Message("assistant", said, calls), *messages)
         elif isinstance(said, str):
@@ -267,7 +267,7 @@ def with_history(item: WorkItem, history: Sequence[Ask | str | tuple[int, ...]])
 
 @contextlib.contextmanager
 def _garbage_held() -> Iterator[None]:
-    """No collector pauses while we measure; what exists already is out of the collector's sight."""
+    """No garbage collection during the measurement; existing objects are exempted from it."""
     was_enabled = gc.isenabled()
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""When requests are meant to be sent. Pure: intended send times in seconds from the start of the run.
+"""Intended send times, in seconds from the start of the run. Pure.
 
 Open loop: the times come from the arrival process alone, whatever the server does; a late send counts from its intended
 time (no coordinated omission). Closed loop: `concurrency` users, each sends when its last answer has ended.
@@ -15,14 +15,14 @@ from diptych.common.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class OpenLoop:
-    """Gamma-distributed gaps.
+    """Gamma-distributed intervals.
 
     Args:
         rate: arrivals (of sessions) per second; inf: all at once.
-        burstiness: shape of the gamma distribution. 1 is Poisson, below 1 comes in bursts, above 1 is more even, inf is a
-            metronome.
+        burstiness: shape of the gamma distribution. 1 is Poisson, below 1 bursts, above 1 is more even, inf equal
+            intervals.
         ramp_to: the rate changes linearly from `rate` to this over the whole run; None: constant.
-        max_concurrency: 0: none. A request that has to wait for a slot still counts from its intended time.
+        max_concurrency: 0: none. A request that waits for a slot still counts from its intended time.
     """
 
     rate: float
@@ -53,10 +53,10 @@ class ClosedLoop:
 
 
 def arrivals(loop: OpenLoop, count: int, rng: Random) -> list[float]:
-    """`count` rising times, the first at 0.
+    """`count` ascending times, the first at 0.
 
-    A ramp is a change of time scale: with N(t) = a t + b t^2 the expected arrivals until t, arrival i of the process of
-    rate 1 at u_i comes at N^-1(u_i).
+    A ramp changes the time scale: with N(t) = a t + b t^2 expected arrivals until t, arrival i at u_i of the process of
+    rate 1 is at N^-1(u_i).
     """
     if loop.rate == math.inf:
         return [0.0] * count
@@ -72,7 +72,7 @@ def arrivals(loop: OpenLoop, count: int, rng: Random) -> list[float]:
 
 
 def _ramped(unit: float, rate: float, slope: float, last_rate: float) -> float:
-    """t with rate * t + slope * t^2 / 2 == unit; past a falling ramp's end the last rate goes on."""
+    """t with rate * t + slope * t^2 / 2 == unit; after the end of a falling ramp the last rate continues."""
     if abs(slope) < 1e-12:
         return unit / rate
     end = (last_rate - rate) / slope

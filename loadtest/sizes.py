@@ -2,7 +2,7 @@
 
     256    uniform:64,512    lognormal:256,0.6    exp:1.5    choice:16,64,256
 
-Each takes `,min=..` and `,max=..` at its end; draws beyond are clipped to the bound.
+Each accepts `,min=..` and `,max=..` at its end; values beyond are clipped.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def parse(field: str, text: str) -> Distribution:
             else:
                 values.append(float(part))
     except ValueError:
-        raise ConfigError(field, text, "holds something that is no number") from None
+        raise ConfigError(field, text, "contains a value that is not a number") from None
     wanted = KINDS[name]
     if not values or (wanted is not None and len(values) != wanted):
         raise ConfigError(field, text, f"{name} takes {wanted or 'one or more'} numbers, got {len(values)}")

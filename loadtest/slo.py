@@ -1,4 +1,4 @@
-"""A service-level objective: what a request must keep to count as goodput. Written `ttft:200,tpot:50,e2e:5000` (milliseconds)."""
+"""A service-level objective, which a request must meet to count as goodput: `ttft:200,tpot:50,e2e:5000` (milliseconds)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from diptych.common.errors import ConfigError
 from diptych.loadtest.record import Outcome, RequestRecord
 
 METRICS = ("ttft", "tpot", "e2e", "itl")
-"""itl: the request's longest gap a token."""
+"""itl: the request's longest interval per token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Slo:
         return ",".join(f"{name}:{limit * 1000:g}" for name, limit in self.limits_s)
 
     def kept_by(self, record: RequestRecord) -> bool:
-        """An answer must be whole, and every value that exists within its limit."""
+        """The answer must be complete, and every value that exists within its limit."""
         return record.ok and all(
             value is None or value <= limit for name, limit in self.limits_s for value in (_value(record, name),)
         )
@@ -56,6 +56,6 @@ def parse_slo(text: str) -> Slo:
 
 
 def attainment(records: Iterable[RequestRecord], slo: Slo) -> float:
-    """Share of the requests that kept the SLO, of all that were not cancelled by us; 1 when there are none."""
+    """Share of the requests that met the SLO, among those the client did not cancel; 1 without requests."""
     counted = [record for record in records if record.outcome is not Outcome.CANCELLED]
     return sum(slo.kept_by(record) for record in counted) / len(counted) if counted else 1.0

@@ -17,7 +17,7 @@ PERCENTILES = (1, 5, 25, 50, 75, 90, 95, 99)
 
 @dataclass(frozen=True, slots=True)
 class Dist:
-    """Seconds. `count` 0: there was nothing to measure, and the figures are 0."""
+    """Seconds. `count` 0: there were no values, and the figures are 0."""
 
     count: int = 0
     mean: float = 0.0
@@ -89,7 +89,7 @@ class Summary:
 
     @property
     def hit_rate(self) -> float | None:
-        """Cached share of the prompt tokens, where the server tells."""
+        """Cached share of the prompt tokens, if the server reports it."""
         if self.cached_tokens is None or not self.input_tokens:
             return None
         return self.cached_tokens / self.input_tokens
@@ -104,19 +104,19 @@ class Summary:
 
     @property
     def failed(self) -> int:
-        """Everything that is neither a whole answer nor a cancellation of ours."""
+        """Requests that were neither answered completely nor cancelled by the client."""
         return self.requests - self.completed - self.outcomes.get(Outcome.CANCELLED.value, 0)
 
 
 def summarise(records: Sequence[RequestRecord], slo: Slo, *, workers: int = 0) -> Summary:
-    """Args: workers: how many serve the target; 0: not known."""
+    """`workers`: number of workers behind the target; 0: unknown."""
     measured = [record for record in records if not record.warmup]
     whole = [record for record in measured if record.ok]
     told = [record.cached_tokens for record in whole if record.cached_tokens is not None]
     began = min((record.intended_s for record in measured), default=0.0)
     duration = max((record.end_s for record in measured), default=0.0) - began
     per_second = 1.0 / duration if duration > 0 else 0.0
-    # tokens of answers that were cut or cancelled were produced too: they count for the rates, not for the latencies
+    # tokens of cut and cancelled answers count for the rates, not for the latencies
     output_tokens = sum(record.output_tokens for record in measured)
     input_tokens = sum(record.input_tokens for record in measured if record.chunk_times)
     facts = [record.server for record in whole if record.server is not None]
@@ -155,7 +155,7 @@ def summarise(records: Sequence[RequestRecord], slo: Slo, *, workers: int = 0) -
 
 
 def token_gaps(records: Iterable[RequestRecord]) -> NDArray[np.float64]:
-    """Inter-token latencies, one entry a token: k tokens in one chunk count k times a k-th of the chunk's gap."""
+    """Inter-token latencies, one entry a token: a k-token chunk counts k times a k-th of its interval."""
     pairs = [pair for record in records for pair in record.gaps()]
     if not pairs:
         return np.empty(0)
@@ -163,13 +163,13 @@ def token_gaps(records: Iterable[RequestRecord]) -> NDArray[np.float64]:
 
 
 def chunk_gaps(records: Iterable[RequestRecord]) -> NDArray[np.float64]:
-    """What a reader sees between two pieces of text, whatever they hold."""
+    """Intervals between chunks, whatever their content."""
     rows = [np.diff(np.array(record.chunk_times)) for record in records if len(record.chunk_times) > 1]
     return np.concatenate(rows) if rows else np.empty(0)
 
 
 def by_group(records: Sequence[RequestRecord], key: str, slo: Slo) -> dict[str, Summary]:
-    """Summaries by `tenant` or `kind`; empty when there is one group only."""
+    """Summaries by `tenant` or `kind`; empty for a single group."""
     names = sorted({str(getattr(record, key)) for record in records})
     if len(names) < 2:
         return {}

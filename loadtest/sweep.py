@@ -1,6 +1,6 @@
-"""Rates upwards until the SLO breaks, then between the last good and the first bad one. The decision is pure.
+"""Raises the rate until the SLO is violated, then bisects. The decision is pure.
 
-start, start * step, start * step^2 ... -> first rate that breaks -> bisect `refine` times -> the highest rate that holds
+start, start * step, start * step^2 ... -> first rate that violates -> bisect `refine` times -> the highest rate that holds
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """`best_rate`: the highest rate at which the SLO held; 0: it never did. It is the highest that holds only where `broke`: a
-    rate above it was measured at which the SLO did not hold. Otherwise the limit was not found."""
+    """`best_rate`: the highest rate at which the SLO held; 0: none. It is a limit only if `broke`: at a higher measured
+    rate the SLO did not hold. Otherwise the limit was not found."""
 
     label: str
     slo: str
@@ -46,7 +46,7 @@ class Sweep:
 
     @property
     def verdict(self) -> str:
-        """What the sweep found, for reports."""
+        """The result of the sweep, for reports."""
         if not self.points:
             return "no rate was measured"
         if not self.best_rate:
@@ -57,7 +57,7 @@ class Sweep:
 
 
 def next_rate(spec: SweepSpec, points: Sequence[Point]) -> float | None:
-    """The rate to try next; None: done."""
+    """The rate to measure next; None: done."""
     if spec.rates:
         return spec.rates[len(points)] if len(points) < len(spec.rates) else None
     if not points:
@@ -90,7 +90,7 @@ def point_of(rate: float, summary: Summary, round: int = 0) -> Point:
 
 
 def conclude(label: str, slo: str, attain: float, points: Sequence[Point]) -> Sweep:
-    """What the measured points say."""
+    """The result of the measured points."""
     best_rate = max((point.rate for point in points if point.attainment >= attain), default=0.0)
     return Sweep(
         label,
@@ -106,7 +106,7 @@ def conclude(label: str, slo: str, attain: float, points: Sequence[Point]) -> Sw
 async def sweep(
     report: Report, target: Target, model: str, config: BenchConfig, spec: SweepSpec, watch: Watch
 ) -> Sweep:
-    """Measure point after point; each has a workload of its own."""
+    """Measure one point after the other; each has a separate workload."""
     points: list[Point] = []
     while (rate := next_rate(spec, points)) is not None:
         at_rate = dataclasses.replace(

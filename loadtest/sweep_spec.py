@@ -1,4 +1,4 @@
-"""Settings of a sweep; apart from the sweep, so that `--help` loads nothing heavy."""
+"""Settings of a sweep; in a separate module, so that `--help` loads nothing heavy."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from diptych.common.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class SweepSpec:
-    """How a sweep looks for the highest rate.
+    """How a sweep searches the highest rate.
 
     Args:
         start: requests a second of the first point.
         step: factor between rates.
-        refine: bisections after the SLO broke.
-        max_points: an end in any case.
-        attain: the SLO holds while at least this share of the requests keeps it.
+        refine: bisections after the SLO was violated.
+        max_points: most points.
+        attain: the SLO holds if at least this share of the requests meets it.
         point_s: seconds of arrivals at each rate.
-        rates: these rates and no search.
+        rates: measure these rates, without a search.
     """
 
     start: float = 0.5

@@ -1,4 +1,4 @@
-"""What the runner drives: anything that turns a request into a stream of chunks."""
+"""The runner's interface to a server: a request becomes a stream of chunks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from diptych.loadtest.record import Outcome, ServerFacts
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request as it goes out, history included."""
+    """One request, including history."""
 
     max_tokens: int
     token_ids: tuple[int, ...] = ()
@@ -24,7 +24,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Args: ignore_eos: answers have exactly max_tokens (an extension that ours, vLLM and SGLang understand)."""
+    """`ignore_eos`: answers have exactly max_tokens (an extension of Diptych, vLLM and SGLang)."""
 
     temperature: float = 0.0
     ignore_eos: bool = True
@@ -34,7 +34,7 @@ class Sampling:
 
 @dataclass(slots=True)
 class Chunk:
-    """Something arrived. `num_tokens` None: the chunk does not say how many tokens it holds."""
+    """A chunk arrived. `num_tokens` None: the number of its tokens is unknown."""
 
     text: str = ""
     token_ids: tuple[int, ...] = ()
@@ -43,14 +43,14 @@ class Chunk:
 
 @dataclass(slots=True)
 class Accepted:
-    """The server has taken the request; no token yet."""
+    """The server has accepted the request; no token yet."""
 
     request_id: str = ""
 
 
 @dataclass(slots=True)
 class Ended:
-    """The proper end. Counts are None where the server does not tell."""
+    """The regular end. Counts are None if the server does not report them."""
 
     finish_reason: str = ""
     input_tokens: int | None = None
@@ -64,7 +64,7 @@ Event = Chunk | Accepted | Ended
 
 
 class TargetError(Exception):
-    """A request that did not end well, in the words of its report."""
+    """A failed request, with the text for its report."""
 
     def __init__(self, outcome: Outcome, message: str, *, status: int = 0) -> None:
         super().__init__(message)
@@ -72,7 +72,7 @@ class TargetError(Exception):
 
 
 class Target(Protocol):
-    """A server under test. Closing the generator early leaves the request, as a client that goes away."""
+    """A server under test. Closing the generator early disconnects the client."""
 
     label: str
     url: str

@@ -1,4 +1,4 @@
-"""Our own gRPC API, through the SDK."""
+"""Diptych's gRPC API, through the SDK."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from diptych.loadtest.target import Ask, Chunk, Ended, Event, Sampling, TargetEr
 
 
 class GrpcTarget:
-    """The SDK's retries are off: a refusal is a figure.
+    """The SDK's retries are off: a refusal is a result.
 
     Args:
         url: grpc://host:port, grpcs:// with TLS.
-        api_key: "" takes the SDK's own (DIPTYCH_API_KEY).
-        tenant_keys: tenant -> API key; a tenant's requests go over a connection of its own.
+        api_key: "" uses the SDK's (DIPTYCH_API_KEY).
+        tenant_keys: tenant -> API key; each tenant's requests use a separate connection.
         ca_file: PEM file of the authorities to trust.
     """
 
@@ -40,7 +40,7 @@ class GrpcTarget:
         self._sampling = sampling or Sampling()
         keys = dict(tenant_keys or {})
         self._keys = {"": api_key or next(iter(keys.values()), "")} | keys
-        """By tenant; "": the model's name, the warm-up, and all without a key of their own."""
+        """By tenant; "": for the model's name, the warm-up, and tenants without a key."""
         self._tls = Tls(ca_file) if url.startswith("grpcs://") else None
         self._clients: dict[str, AsyncClient] = {}
 

@@ -1,7 +1,7 @@
 """Any OpenAI-compatible server over HTTP: completions or chat, streamed.
 
-Token counts come from the chunks' `token_ids` where the server sends them (ours and vLLM do when asked), else from the usage
-at the end. The role chunk is no token.
+Token counts come from the chunks' `token_ids` if the server sends them (Diptych and vLLM do on request), else from the
+usage at the end. The role chunk is not a token.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class _Delta(msgspec.Struct):
     content: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
-    """Two names of one field: the first is that of newer servers."""
+    """Two names of one field; the first is the newer one."""
 
 
 class _Choice(msgspec.Struct):
@@ -66,13 +66,15 @@ class _Event(msgspec.Struct):
 
 
 class OpenAITarget:
-    """Args:
-    url: http://host:port, with or without /v1.
-    model: "" asks the server for its first.
-    tenant_header: HTTP header that carries the tenant.
-    tenant_keys: tenant -> API key, in place of `api_key`.
-    ca_file: PEM file of the authorities to trust.
-    extra: more fields of every request's body.
+    """An OpenAI-compatible server.
+
+    Args:
+        url: http://host:port, with or without /v1.
+        model: "" uses the server's first.
+        tenant_header: HTTP header with the tenant.
+        tenant_keys: tenant -> API key, in place of `api_key`.
+        ca_file: PEM file of the authorities to trust.
+        extra: additional fields of every request's body.
     """
 
     def __init__(
@@ -140,7 +142,7 @@ class OpenAITarget:
     async def close(self) -> None:
         if self._session is not None:
             await self._session.close()
-            await asyncio.sleep(0)  # lets the transports see their close
+            await asyncio.sleep(0)  # lets the transports close
 
     def body(self, ask: Ask) -> dict[str, Any]:
         body: dict[str, Any] = {
@@ -204,7 +206,7 @@ class OpenAITarget:
                     continue
                 if data == b"[DONE]":
                     if not finished:
-                        raise TargetError(Outcome.CUT, "[DONE] came without a finish_reason")
+                        raise TargetError(Outcome.CUT, "[DONE] arrived without a finish_reason")
                     yield end
                     return
                 event = self._decoded(data)
@@ -220,7 +222,7 @@ class OpenAITarget:
         try:
             return self._decoder.decode(data)
         except msgspec.DecodeError as error:
-            raise TargetError(Outcome.ERROR, f"an event that is no chunk: {error}: {data[:120]!r}") from None
+            raise TargetError(Outcome.ERROR, f"an event that is not a chunk: {error}: {data[:120]!r}") from None
 
 
 def _data_of(raw: bytes) -> bytes | None:
@@ -232,7 +234,7 @@ def _data_of(raw: bytes) -> bytes | None:
 
 
 def _gather(event: _Event, end: Ended) -> bool:
-    """Facts of the end; says whether this event finishes the choice."""
+    """Facts of the end; returns whether this event finishes the choice."""
     if event.usage is not None:
         end.input_tokens, end.output_tokens = event.usage.prompt_tokens, event.usage.completion_tokens
         if event.usage.prompt_tokens_details is not None:

@@ -1,7 +1,7 @@
-"""A file of tenants' API keys: a line `tenant key` each; empty lines and `#` lines are skipped.
+"""A file of tenants' API keys, one line `tenant key` each; empty lines and `#` lines are skipped.
 
-A server knows a tenant by its key, so a run with several tenants on a server with keys needs one for each. Keys are read here
-and go into headers only: no report names them.
+A server with keys identifies a tenant by its key, so each tenant of a run needs one. Keys only go into headers, never
+into reports.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from diptych.common.errors import ConfigError
 
 
 def read_tenant_keys(path: Path, tenants: Iterable[str]) -> dict[str, str]:
-    """Tenant -> key. Raises: ConfigError naming the line or the tenant that is at fault, never a key."""
+    """Tenant -> key. Raises: ConfigError naming the invalid line or the tenant, never a key."""
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -26,7 +26,7 @@ def read_tenant_keys(path: Path, tenants: Iterable[str]) -> dict[str, str]:
         if len(words) != 2 or not line.isascii():
             raise ConfigError("tenant_keys", f"{path}:{number}", "must be a tenant and its key, both ASCII")
         if words[0] in keys:
-            raise ConfigError("tenant_keys", f"{path}:{number}", f"tenant {words[0]} stands there twice")
+            raise ConfigError("tenant_keys", f"{path}:{number}", f"tenant {words[0]} is listed twice")
         keys[words[0]] = words[1]
     if missing := sorted(set(tenants) - keys.keys()):
         raise ConfigError("tenant_keys", str(path), f"holds no key for {', '.join(missing)}")

@@ -1,12 +1,12 @@
-"""Traces and data sets of other people's formats, read into work items. Prompts are made here: traces hold lengths only.
+"""Readers of traces and data sets in public formats. Prompts are generated: traces contain lengths only.
 
-mooncake   JSONL {timestamp ms, input_length, output_length, hash_ids of 512-token blocks}; session_id and delay (ms), and the
-           aliases created_time, input_tokens, output_tokens, are understood
+mooncake   JSONL {timestamp ms, input_length, output_length, hash_ids of 512-token blocks}; also session_id and delay
+           (ms), and the aliases created_time, input_tokens, output_tokens
 azure      CSV TIMESTAMP,ContextTokens,GeneratedTokens
 burstgpt   CSV Timestamp (s),Model,Request tokens,Response tokens,Total tokens,Log Type
 sharegpt   JSON or JSONL {id, conversations: [{from, value}]}
 prompts    JSONL {prompt, output_tokens?}
-items      our own JSONL, see items.py
+items      this harness's JSONL, see items.py
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ from diptych.loadtest.prompts import Prompt, PromptMaker
 
 BLOCK_TOKENS = 512
 TOKENS_PER_WORD = 1.3
-"""To guess the length of a text answer where no tokenizer is asked; the server's own count is what gets reported."""
+"""Estimated length of a text answer without a tokenizer; reports use the server's count."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadSpec:
-    """How a trace is brought to the size of what is tested.
+    """How a trace is scaled.
 
     Attributes:
-        time_scale: 2 replays in half the time. length_scale: 0.125 makes every length (and hash block) an eighth.
+        time_scale: 2 replays in half the time.
+        length_scale: 0.125 makes every length (and hash block) an eighth.
         max_input_len, max_output_len: longer ones are cut; 0: no limit.
-        limit: most items taken; 0: all.
-        default_output_len: where the format does not say.
+        limit: most items; 0: all.
+        default_output_len: if the format has none.
     """
 
     maker: PromptMaker
@@ -67,7 +68,7 @@ class ReadSpec:
 
 
 def read(path: Path, form: str, spec: ReadSpec) -> list[WorkItem]:
-    """Read a file of the named format. Raises: ConfigError naming what cannot be used."""
+    """Read a file of the named format. Raises: ConfigError naming the invalid part."""
     if form == "items":
         return read_jsonl(path)[: spec.limit or None]
     readers: dict[str, Callable[[str, str, ReadSpec], list[WorkItem]]] = {
@@ -111,7 +112,7 @@ def write_mooncake(path: Path, items: Sequence[WorkItem]) -> None:
 
 
 def _timed(rows: Sequence[tuple[float, float, float]], kind: str, spec: ReadSpec) -> list[WorkItem]:
-    """Rows of (seconds, input, output); an answer of no tokens is a request that failed when it was recorded."""
+    """Rows of (seconds, input, output); an answer without tokens is a request that failed in the recording."""
     kept = sorted(row for row in rows if row[1] >= 1 and row[2] >= 1)
     kept = kept[: spec.limit or None]
     rng = Random(f"{spec.seed}/{kind}")
@@ -167,7 +168,7 @@ def _mooncake(text: str, path: str, spec: ReadSpec) -> list[WorkItem]:
 
 
 def _hashed_prompt(hashes: tuple[int, ...], length: int, block: int, index: int, spec: ReadSpec) -> Prompt:
-    """Equal hash ids become equal blocks of tokens, so a prefix cache finds what it found in the original."""
+    """Equal hash ids become equal blocks of tokens, so prefix cache hits are as in the original."""
     pieces = [spec.maker.body(Random(f"{spec.seed}/block/{value}"), block) for value in hashes]
     missing = length - block * len(pieces)
     if missing > 0:
@@ -196,7 +197,7 @@ def _azure(text: str, path: str, spec: ReadSpec) -> list[WorkItem]:
 
 
 def _instant(text: str) -> float:
-    """Seconds; the trace writes seven decimals and no zone."""
+    """Seconds; the trace has seven decimals and no time zone."""
     head, _, fraction = text.strip().partition(".")
     return (datetime.fromisoformat(head) - datetime(1970, 1, 1)).total_seconds() + float(f"0.{fraction or 0}")
 
@@ -221,8 +222,8 @@ def _words(text: str) -> int:
 
 
 def _sharegpt(text: str, path: str, spec: ReadSpec) -> list[WorkItem]:
-    """Every human turn is a request of its conversation's session; max_tokens is the length of the recorded answer, and the
-    history that goes before it is the real one. Text cannot be sent as ids: the form is text or messages."""
+    """Every human turn is a request of its conversation's session; max_tokens is the length of the recorded answer, and
+    its history is the real one. Text cannot be sent as ids: the form is text or messages."""
     items: list[WorkItem] = []
     for number, row in enumerate(_json_rows(text)):
         said = [(str(turn["from"]), str(turn["value"])) for turn in row.get("conversations") or ()]

@@ -1,5 +1,5 @@
-"""An event loop whose clock jumps to the next timer when nothing is ready: hours of schedule in milliseconds, exact to the
-microsecond. Sockets work when both ends live in this loop; before each jump it waits a moment for bytes under way."""
+"""An event loop whose clock jumps to the next timer when nothing is ready: hours of schedule in milliseconds, exact to
+the microsecond. Sockets work if both ends are in this loop; before each jump it waits briefly for bytes in flight."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GRACE_S = 0.0005
 
 
 class _JumpingSelector(selectors.DefaultSelector):
-    """Never sleeps: where a real one would wait until the next timer, it moves the clock."""
+    """Never sleeps: it advances the clock to the next timer instead."""
 
     now = 0.0
     grace_s = GRACE_S
@@ -26,14 +26,14 @@ class _JumpingSelector(selectors.DefaultSelector):
         if self.grace_s:
             ready = super().select(self.grace_s)
         if not ready and timeout is None:
-            return super().select(None)  # no timer at all: only the outside world can go on
+            return super().select(None)  # no timer: only the outside world can continue
         if not ready and timeout is not None:
             self.now += timeout
         return ready
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Args: grace_s: real seconds to wait for sockets before time jumps; 0 where there are none."""
+    """`grace_s`: real seconds to wait for sockets before time jumps; 0 without sockets."""
 
     def __init__(self, *, grace_s: float = GRACE_S) -> None:
         self._jumping = _JumpingSelector()
@@ -51,7 +51,7 @@ def run_virtual(main: Coroutine[Any, Any, T], *, grace_s: float = GRACE_S) -> T:
 
 
 def precise_clock() -> Callable[[], float]:
-    """Seconds on the running loop's clock, to the microsecond: uvloop's own `time()` moves in steps of a millisecond and
-    only once an iteration."""
+    """Seconds on the running loop's clock, to the microsecond: uvloop's `time()` has a resolution of a millisecond and
+    advances once an iteration."""
     loop = asyncio.get_running_loop()
     return loop.time if isinstance(loop, VirtualLoop) else time.monotonic

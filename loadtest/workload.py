@@ -1,9 +1,9 @@
-"""Workloads from a seed. Pure: the same spec gives the same items, on every machine.
+"""Workloads from a seed. Pure: the same spec gives the same items on every machine.
 
 random         independent prompts
 shared-prefix  prompts that begin with one of `num_prefixes` system prompts
 conversation   turns with think time; every turn carries the real history
-agent          loops of tool calls: a task, then tool results after short tool times, history carried; with messages every
+agent          loops of tool calls: a task, then tool results after short tool times, with history; with messages every
                turn is an assistant's call and its result in role tool
 longdoc        several questions about one long document
 """
@@ -32,7 +32,7 @@ class WorkloadSpec:
         turns: of a conversation, tool calls of an agent, questions about a document.
         think_time: between a conversation's turns; tool_time: between an agent's.
         tenants: (name, weight), drawn for each session.
-        cancel_rate: this share of the requests is left by its client after some of its tokens.
+        cancel_rate: share of the requests that the client cancels midway.
     """
 
     kind: str = "random"
@@ -95,7 +95,7 @@ def generate(spec: WorkloadSpec) -> list[WorkItem]:
 
 
 def dress(items: list[WorkItem], spec: WorkloadSpec) -> list[WorkItem]:
-    """Numbers, tenants and cancellations, for generated and for replayed items alike."""
+    """Add numbers, tenants and cancellations, to generated and replayed items."""
     rng = Random(f"{spec.seed}/dress")
     names, weights = [name for name, _ in spec.tenants], [weight for _, weight in spec.tenants]
     tenant_of: dict[str, str] = {}

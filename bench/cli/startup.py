@@ -1,4 +1,4 @@
-"""`diptych bench startup`: how long the help of every command takes, each time in a new process."""
+"""`diptych bench startup`: duration of every command's --help, each time in a new process."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ TARGET_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Startup:
-    """Medians of one command. `cpu_s` does not count what other processes of the machine took, so the target is its: on a quiet
-    machine the two are the same but for some milliseconds."""
+    """Medians of one command. `cpu_s` excludes other processes of the machine, so the target applies to it."""
 
     command: str
     wall_s: float
@@ -28,7 +27,7 @@ class Startup:
 
 
 def command_paths() -> list[list[str]]:
-    """Every command of the command line, and every command of its trees."""
+    """Every command, including subcommands."""
     from typer.main import get_command
 
     from diptych.cli.bench import command as bench

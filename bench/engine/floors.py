@@ -1,4 +1,4 @@
-"""What the machine could do at best: read bandwidth and matmul rate, measured in the run, and the tokens/s that follow.
+"""Limits of the machine: read bandwidth and matmul rate, measured in the run, and the resulting tokens/s.
 
 A step takes at least as long as reading the weights once, and at least as long as its floating-point operations.
 """
@@ -33,7 +33,7 @@ class Ceilings:
 
 
 class CeilingBench:
-    """On torch's number of threads."""
+    """Uses torch's number of threads."""
 
     def __init__(self) -> None:
         self._read = HugePages().take(_READ_FLOATS).fill_(1.0)
@@ -52,7 +52,7 @@ def _seconds(run: Callable[[], object]) -> float:
 
 
 class Floor:
-    """Tokens per second that no implementation in fp32 can beat on this machine."""
+    """Upper bound of tokens per second of any fp32 implementation on this machine."""
 
     def __init__(self, description: ModelDescription, ceilings: Ceilings) -> None:
         self._layers, self._head = description.layer_weights, description.head_weights
@@ -71,7 +71,7 @@ class Floor:
         return self._step_s(sum(map(self._prompt_flops, lengths)))
 
     def _decode_s(self, lengths: Sequence[int], outputs: Sequence[int]) -> float:
-        """All tokens after the first ones, everybody starting together."""
+        """All tokens after the first ones; all requests start together."""
         total = 0.0
         for index in range(1, max(outputs)):
             running = [length + index for length, count in zip(lengths, outputs, strict=True) if count > index]
@@ -85,5 +85,5 @@ class Floor:
         return (sum(outputs) - len(outputs)) / self._decode_s(lengths, outputs)
 
     def whole_rate(self, lengths: Sequence[int], outputs: Sequence[int]) -> float:
-        """Output tokens by the time for prompts and outputs."""
+        """Output tokens per second of prompts and outputs together."""
         return sum(outputs) / (self._prompts_s(lengths) + self._decode_s(lengths, outputs))

@@ -1,10 +1,10 @@
-"""What a bound on the steps that prompts share with decoding sequences gives and costs, on a modelled machine.
+"""Benefit and cost of a bound on steps that mix prompts and decoding sequences, on a modelled machine.
 
     python -P -m diptych.bench mixed-steps [--users 8,32] [--waves 1,4] [--out FILE]
 
-The scheduler is the real one and learns the machine's rates from durations alone; the machine is a model: a step takes so long,
-and something for every row. So the figures are the same on any machine, however busy, and say what the policy does. Closed loop:
-each user asks again as soon as it has its answer.
+The scheduler is the real one and learns the machine's rates from durations alone. The machine is a model: a step has a
+fixed cost and a cost per row. So the figures are the same on any machine and show the effect of the policy. Closed
+loop: each user sends again as soon as its answer ends.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ BOUNDS_S = (None, 0.2, 0.1, 0.07, 0.05, 0.04, 0.03)
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Seconds of a step, of a prompt's row in it, and of a decoding sequence's. The defaults are those of 135 million weights in
-    float32 on two cores with AVX-512, from CPU time, and of a server beside them."""
+    """Seconds of a step, of a prompt's row in it, and of a decoding sequence's. The defaults are those of 135 million
+    weights in float32 on two cores with AVX-512, from CPU time, including a server on the same cores."""
 
     step_s: float = 0.006
     prompt_row_s: float = 0.00115
@@ -54,7 +54,7 @@ class Machine:
 class Outcome:
     tokens_per_s: float
     gaps_ms: npt.NDArray[np.float64]
-    """Between two tokens of one answer, all of them."""
+    """All intervals between two tokens of one answer."""
     first_token_s: npt.NDArray[np.float64]
 
     def gap_ms(self, percent: float) -> float:
@@ -70,7 +70,7 @@ def serve(
     num_outputs: int = 64,
     **settings: object,
 ) -> Outcome:
-    """`users` times `waves` requests. settings: of EngineConfig."""
+    """`users` times `waves` requests. `settings`: of EngineConfig."""
     clock, rng = FakeClock(), random.Random(5)
     runner = FakeRunner(
         NUM_BLOCKS, BLOCK_SIZE, num_layers=1, head_dim=1, vocab_size=VOCAB_SIZE,

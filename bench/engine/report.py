@@ -1,4 +1,4 @@
-"""What a benchmark writes: median and spread of alternating runs, the machine, versions, a table. Pure but for `machine`."""
+"""Reports of alternating runs: median and range, machine, versions, a table. Pure except for `machine`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Tokens per second of one side: median, least and greatest over the rounds."""
+    """Tokens per second of one side: median, minimum and maximum over the rounds."""
 
     median: float
     low: float
@@ -27,8 +27,8 @@ class Row:
 
     Args:
         our_rounds, their_rounds: tokens per second of each round, aligned.
-        ratio: median of the rounds' own ratios (ours / theirs), each from two runs side by side.
-        floor: tokens per second that the machine's bandwidth and matmul rate would allow.
+        ratio: median of the rounds' ratios (ours / theirs), each from two consecutive runs.
+        floor: tokens per second allowed by the machine's bandwidth and matmul rate.
         share, their_share: medians / floor.
         same_ids: requests whose token ids were equal on both sides, of `requests`.
     """
@@ -73,7 +73,7 @@ def make_row(
     same_ids: int,
     requests: int,
 ) -> Row:
-    """ours, theirs: tokens per second of each round, aligned."""
+    """`ours`, `theirs`: tokens per second of each round, aligned."""
     ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
     a, b = timing(ours), timing(theirs)
     return Row(
@@ -93,7 +93,7 @@ def make_row(
 
 
 def merge(rows: Sequence[Row], more: Sequence[Row]) -> list[Row]:
-    """Rows of two runs; the rounds of a scenario that both ran are put together, beside the higher floor."""
+    """Rows of two runs; the rounds of common scenarios are joined, with the higher floor."""
     merged = {(row.scenario, row.threads): row for row in rows}
     for row in more:
         key = (row.scenario, row.threads)
@@ -112,7 +112,7 @@ def merge(rows: Sequence[Row], more: Sequence[Row]) -> list[Row]:
 
 
 def best_of(rows: Sequence[Row]) -> list[Best]:
-    """In the order in which scenarios come."""
+    """In the order of the scenarios."""
     best = []
     for scenario in dict.fromkeys(row.scenario for row in rows):
         some = [row for row in rows if row.scenario == scenario]
@@ -123,12 +123,12 @@ def best_of(rows: Sequence[Row]) -> list[Best]:
 
 
 def read_rows(rows: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """Rows as they stand in a result file."""
+    """Rows of a result file."""
     return [Row(**{**row, "ours": Timing(**row["ours"]), "theirs": Timing(**row["theirs"])}) for row in rows]
 
 
 def table(rows: Sequence[Row]) -> str:
-    """tokens/s as median (low - high); the share of the floor behind."""
+    """tokens/s as median (low - high), and the share of the floor."""
 
     def cell(t: Timing, share: float) -> str:
         return f"{t.median:.1f} ({t.low:.1f} - {t.high:.1f}) {share:.0%}"
@@ -151,7 +151,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def machine() -> Mapping[str, object]:
-    """CPU, load and versions: what a figure depends on."""
+    """CPU, load and versions, which affect the figures."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor())

@@ -1,10 +1,10 @@
-"""The scheduler and its block manager alone, without a model: time of a decode step, and KV that is allocated but not used.
+"""The scheduler and block manager without a model: time of a decode step, and allocated but unused KV.
 
     python -m diptych.bench.engine.scheduler [--out FILE]
 
-A step is everything the engine does around the model: schedule, results, events. Wall time says what a user feels on this
-machine now; CPU time what it costs where nobody else runs. Waste is the mean over all steps of 1 - used / allocated tokens;
-its floor is what half-filled last blocks alone make of it.
+A step is everything the engine does except the model: schedule, results, events. Wall time depends on the machine's
+load, CPU time does not. Waste is the mean over all steps of 1 - used / allocated tokens; its floor is the waste of
+half-filled last blocks alone.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Waste:
     block_size: int
     mean_share: float
     floor: float
-    """(block_size - 1) / 2 tokens of every sequence's last block: blocks of this size cannot waste less on this load."""
+    """(block_size - 1) / 2 tokens of every sequence's last block: the minimum for this block size and load."""
 
 
 def make_scheduler(
@@ -71,12 +71,12 @@ def make_scheduler(
 
 
 def one_step(scheduler: Scheduler) -> tuple[float, float, int]:
-    """Returns: wall and CPU seconds of what is the scheduler's, and the number of sequences."""
+    """Returns: the scheduler's wall and CPU seconds, and the number of sequences."""
     wall, cpu = time.perf_counter(), time.thread_time()
     out = scheduler.schedule(wall)
     scheduler.take_copies()
     wall, cpu = time.perf_counter() - wall, time.thread_time() - cpu
-    result = StepResult([7 if seq.sample else None for seq in out.seqs])  # the model's part
+    result = StepResult([7 if seq.sample else None for seq in out.seqs])  # in place of the model
     wall_after, cpu_after = time.perf_counter(), time.thread_time()
     results.update(scheduler, out, result, 0.01)
     scheduler.take_events()
@@ -84,7 +84,7 @@ def one_step(scheduler: Scheduler) -> tuple[float, float, int]:
 
 
 def time_steps(num_running: int, num_steps: int, **settings: object) -> StepTime:
-    """Decode steps with `num_running` sequences of ragged prompts, all of them growing."""
+    """Decode steps with `num_running` growing sequences of ragged prompts."""
     rng = random.Random(0)
     scheduler = make_scheduler(num_running * 64, num_running, **settings)  # type: ignore[arg-type]
     sampling = SamplingParams(max_tokens=num_steps + 100, ignore_eos=True)
@@ -144,7 +144,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the report there as JSON")
     parser.add_argument("--steps", type=int, default=200)
     arguments = parser.parse_args()
-    set_collector()  # as a worker does
+    set_collector()  # as in a worker
     load_before = os.getloadavg()[0]
     times = [time_steps(count, arguments.steps) for count in (64, 256, 512, 1024, 2048)]
     wastes = [

@@ -2,16 +2,16 @@
 
     python -m diptych.bench.engine.vs_transformers [--quick]
 
-Both sides get the same prompts at once and draw greedily without EOS:
+Both sides get the same prompts at once and sample greedily without EOS:
 
-decode, batch N   ragged prompts, as many new tokens for everybody; what comes after the moment when every request has its
-                  first token
-ragged, batch N   ragged prompts and ragged outputs; output tokens over the whole run. transformers' generate has one length
-                  for a batch: it goes on to the longest, and what a request did not want does not count
-prefill N         one prompt of N tokens, up to its first token
+    decode, batch N   ragged prompts, the same number of new tokens for all; measured after all requests have their first
+                      token
+    ragged, batch N   ragged prompts and outputs; output tokens over the whole run. transformers' generate has one length for
+                      a batch and continues to the longest; tokens beyond a request's limit are not counted
+    prefill N         one prompt of N tokens, up to its first token
 
-Runs alternate, and the side that goes first changes every round, so that a busy machine slows both. The machine's own
-ceilings are measured between the rounds; see floors.py. With --out FILE of an earlier run its rounds are added to.
+Runs alternate, and the first side changes every round, so that load on the machine affects both. The machine's limits
+are measured between the rounds; see floors.py. With --out FILE of an earlier run its rounds are added.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """ids: new ids of each request. times: when each request's tokens came, seconds from the start."""
+    """ids: new ids of each request. times: arrival of each request's tokens, seconds from the start."""
 
     ids: list[list[int]]
     times: list[list[float]]
@@ -105,7 +105,8 @@ def ragged_prompts(count: int, shortest: int, longest: int, vocab_size: int, see
 
 
 def our_side(runner: TorchModelRunner) -> Generate:
-    # No prefix cache: every round computes the same prompts again. No step time: throughput is what is compared.
+    # No prefix cache: every round computes the same prompts. No bound on the step time: the comparison is of
+    # throughput.
     config = EngineConfig(
         num_blocks=runner.num_blocks,
         block_size=BLOCK_SIZE,
@@ -166,7 +167,7 @@ def their_side(folder: Path) -> Generate:
 
 
 def _round(ours: Generate, theirs: Generate, scenario: Scenario, number: int) -> tuple[float, float, int]:
-    """Tokens/s of both sides in round `number`, and how many requests drew the same ids."""
+    """Tokens/s of both sides in round `number`, and how many requests sampled the same ids."""
     sides = [("ours", ours), ("theirs", theirs)]
     outcomes: dict[str, Outcome] = {}
     for name, side in sides if number % 2 == 0 else reversed(sides):
@@ -191,7 +192,7 @@ def scenarios(args: argparse.Namespace, vocab_size: int) -> list[Scenario]:
 
 
 def run(args: argparse.Namespace, rows: list[Row], save: Callable[[list[Row], dict[int, Ceilings], str], None]) -> None:
-    """Add rounds to `rows`; save(rows, ceilings by threads, what computed on our side) after every round."""
+    """Add rounds to `rows`; call save(rows, ceilings by threads, our backend) after every round."""
     folder = Path(args.model)
     if not (folder / "config.json").exists():
         raise ConfigError("model", str(folder), "no model there; `make model` fetches the default one")

@@ -1,9 +1,10 @@
-"""What the host adds to a decode step on one GPU, through the engine: steps planned after the last one's tokens, and ahead.
+"""Host overhead of a decode step on one GPU, through the engine: steps planned after the last one's tokens, and ahead.
 
     python -m diptych.bench.gpu.async_scheduling --out bench/results/gpu-ahead.json
 
-Each row: `batch` sequences of about 1,024 tokens; the median time from one step's results to the next, events taken each time,
-beside the device's own time for a step of that shape (its CUDA graph, and the kernels that draw). Both ways take turns.
+Each row: `batch` sequences of about 1,024 tokens; the median time from one step's results to the next, with events
+taken each time, and the device time of a step of that shape (its CUDA graph, and the sampling kernels). Both ways
+alternate.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -36,7 +37,7 @@ PROMPT, OUTPUT, SKIPPED = 1024, 130, 20
 
 
 def device_seconds(runner: TorchModelRunner, seqs: Sequence[ScheduledSeq], repeats: int = 24) -> float:
-    """Median of one step's kernels, the draw's among them, with the host out of the way: steps are queued two deep."""
+    """Median device time of one step, including sampling, without the host: steps are queued two deep."""
     fused = runner._fused
     assert fused is not None
     marks = []

@@ -1,13 +1,13 @@
-"""`python -m diptych.bench.gpu.cross --out FILE`: two GPUs at one load, used three ways, over prompt lengths.
+"""`python -m diptych.bench.gpu.cross --out FILE`: two GPUs at one load, used in three ways, over prompt lengths.
 
     disaggregated  prefill on one, decode on the other (ipc)
-    colocated      both do both, prompts in chunks beside the decodes; requests take turns
+    colocated      both do both, with chunked prompts in the decode steps; requests alternate
     conditional    as disaggregated, but of prompts of up to --local-tokens decode computes those that cost less there, as a
                    router decides it
 
-Poisson arrivals of prompts of one length, 128 tokens out, at a rate that keeps one GPU's prefill busy for --share of the time. A
-request is good when its first token came within FIRST_S + FIRST_TOKEN_S a prompt token and 99% of its gaps are within GAP_S.
-Writes FILE and two charts beside it: ITL p99 and the share of good requests.
+Poisson arrivals of prompts of one length, 128 tokens out, at a rate that keeps one GPU's prefill busy for --share of
+the time. A request is good if its first token arrived within FIRST_S + FIRST_TOKEN_S a prompt token, and 99% of its
+intervals are within GAP_S. Writes FILE and two charts beside it: ITL p99 and the share of good requests.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def summary(results: Sequence[Result], prompt_tokens: int, seconds: float) -> di
 
 
 def crossover(rows: Sequence[dict[str, Any]], key: str) -> int | None:
-    """The least prompt length from which on disaggregated is never worse than colocated; key: "itl" or "good"."""
+    """The shortest prompt length from which disaggregated is never worse than colocated; key: "itl" or "good"."""
     found = None
     for row in sorted(rows, key=lambda one: -int(one["prompt_tokens"])):
         some, other = row["disaggregated"], row["colocated"]
@@ -68,7 +68,7 @@ def crossover(rows: Sequence[dict[str, Any]], key: str) -> int | None:
 async def offer(
     clients: Sequence[Client], rate: float, seconds: float, prompt_tokens: int, seed: int
 ) -> tuple[list[Result], float]:
-    """Returns: the results, and for how long requests arrived. The same seed gives the same arrivals."""
+    """Returns: the results, and the duration of the arrivals. The same seed gives the same arrivals."""
     rng = random.Random(seed)
     tasks: list[asyncio.Task[Result]] = []
     start = next_at = time.monotonic()

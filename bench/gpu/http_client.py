@@ -1,4 +1,4 @@
-"""The client of `bench_gpu_http`: one streamed completion over a raw socket, every arrival's time kept, parsed afterwards."""
+"""The client of over_http: one streamed completion over a raw socket; it records arrival times and parses afterwards."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ TIMEOUT_S = 120.0
 
 @dataclass(slots=True)
 class Answer:
-    """Args:
-    begun: when it was asked; like `times` on the monotonic clock.
-    times, counts: of each message that brought tokens, and how many.
-    kv_bytes: that crossed from prefill to decode.
+    """One answer.
+
+    Args:
+        begun: send time; like `times` on the monotonic clock.
+        times, counts: of each message with tokens, and the number of tokens.
+        kv_bytes: transferred from prefill to decode.
     """
 
     begun: float
@@ -60,7 +62,7 @@ class _Connection(asyncio.Protocol):
 
 
 async def ask(port: int, prompt: Sequence[int], max_tokens: int, **fields: Any) -> Answer:
-    """Greedy, to its full length. Args: fields: more of the body."""
+    """Greedy, to its full length. `fields`: further fields of the body."""
     body = json.dumps(
         {
             "prompt": list(prompt),
@@ -97,7 +99,7 @@ async def ask(port: int, prompt: Sequence[int], max_tokens: int, **fields: Any) 
 
 
 def read(pieces: Sequence[tuple[float, bytes]], answer: Answer) -> None:
-    """Into `answer`: what the events of the stream say, and when each was whole."""
+    """Parse the stream's events into `answer`, each with the time at which it was complete."""
     raw = b"".join(data for _, data in pieces)
     starts, total = [], 0
     for _, data in pieces:
@@ -108,7 +110,7 @@ def read(pieces: Sequence[tuple[float, bytes]], answer: Answer) -> None:
         answer.error = answer.error or raw[:300].decode("utf-8", "replace") or "no answer"
         return
     done, at = False, len(head)
-    # Chunks of the encoding are cut at events by our server, so that an event never holds a chunk's border.
+    # Our server cuts transfer chunks at events, so an event never contains a chunk's border.
     while (begin := raw.find(b"data: ", at)) >= 0 and (end := raw.find(b"\n\n", begin)) >= 0:
         at, data = end, raw[begin + 6 : end]
         if data == b"[DONE]":

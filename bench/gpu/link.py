@@ -1,10 +1,10 @@
-"""One end of the link that `bench gpu-pair` measures: GPU memory of one process, read by another's kernel into KV blocks.
+"""One end of the link measured by pair.py: GPU memory of one process, read by another's kernel into KV blocks.
 
     python -m diptych.bench.gpu.link lend     allocates, prints the handle, waits to be killed
-    python -m diptych.bench.gpu.link pull     takes the handle from standard input, measures, prints JSON
+    python -m diptych.bench.gpu.link pull     reads the handle from stdin, measures, prints JSON
 
-pull: rate of a range that is scattered over the pool; what a decode step of 8 loses while one arrives; and whether the mapping
-outlives the process that lent the memory.
+pull: rate of a range that is scattered over the pool; slowdown of a decode step of 8 while one arrives; and whether the
+mapping outlives the process that lent the memory.
 """
 
 from __future__ import annotations

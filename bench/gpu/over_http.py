@@ -1,15 +1,16 @@
-"""`python -m diptych.bench.gpu.over_http --out FILE`: two GPUs as a user has them, `diptych up --device cuda` and HTTP, no flag.
+"""`python -m diptych.bench.gpu.over_http --out FILE`: two GPUs with default flags: `diptych up --device cuda` over
+HTTP.
 
     model      random weights of Llama-3.1-8B's shape in bf16, and a small model in fp32, written to a folder first
     identity   the small model in fp32: token ids over P/D, on two GPUs and with both roles on one, equal those of `diptych serve`
-    streams    one user: every token a message of its own, its gaps beside those that decode's steps leave
-    hand-off   an idle cluster: the gap between first and second token, less one step
-    closed     users that ask again at once, 512 tokens in, 128 out
+    streams    one user: one token a message; intervals compared with decode's steps
+    hand-off   an idle cluster: the interval between first and second token, less one step
+    closed     users in a closed loop, 512 tokens in, 128 out
     poisson    2,000 tokens in, 128 out
     serve      `diptych serve --device cuda` on one GPU, closed loop
 
-The client parses after a run and keeps every arrival's time: it costs little while it measures. --device cpu with --tiny is a
-rehearsal without a GPU.
+The client records arrival times and parses after a run, so that it costs little while it measures. --device cpu with
+--tiny is a rehearsal without a GPU.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -42,7 +43,7 @@ Row = dict[str, Any]
 
 
 def percentiles(values: Sequence[float]) -> Row:
-    """Milliseconds. Args: values: seconds."""
+    """Milliseconds. `values`: seconds."""
     ordered = sorted(values)
     if not ordered:
         return {}
@@ -51,7 +52,8 @@ def percentiles(values: Sequence[float]) -> Row:
 
 
 def summary(answers: Sequence[Answer], max_tokens: int, span_s: float) -> Row:
-    """Of one run. A gap is between two messages; the first one is the hand-off and counts apart, too."""
+    """Summary of one run. An interval is between two messages; the first one is the hand-off and is also listed
+    separately."""
     good = [answer for answer in answers if not answer.error and answer.num_tokens == max_tokens]
     bad = sorted({answer.error or f"{answer.num_tokens} tokens" for answer in answers if answer not in good})
     messages = sum(len(answer.times) for answer in good)
@@ -71,7 +73,7 @@ def summary(answers: Sequence[Answer], max_tokens: int, span_s: float) -> Row:
 
 
 class Server:
-    """A `diptych up` or `diptych serve` of ours, with every flag that it was given."""
+    """A running `diptych up` or `diptych serve`, with all given flags."""
 
     def __init__(self, arguments: Sequence[str], folder: Path, env: dict[str, str]) -> None:
         self.port = free_port("127.0.0.1")
@@ -89,7 +91,7 @@ class Server:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> float:
-        """Until it is ready; seconds. Raises: RuntimeError with the end of its log."""
+        """Start and wait until it is ready; returns seconds. Raises: RuntimeError with the end of its log."""
         begun = time.monotonic()
         with self.log.open("wb") as log:
             command = [sys.executable, "-P", "-m", "diptych.cli", *self.command[1:]]
@@ -108,12 +110,12 @@ class Server:
         return time.monotonic() - begun
 
     def text(self) -> str:
-        """What it and its children have said."""
+        """Output of the process and its children."""
         logs = [self.log, *sorted((self._folder / "run" / "logs").glob("*.log"))]
         return "\n".join(f"== {log.name}\n{log.read_text(errors='replace')}" for log in logs if log.exists())
 
     def said(self) -> list[str]:
-        """Lines that tell what it chose by itself."""
+        """Log lines about its automatic choices."""
         wanted = ("by default", "kv transfer:", " on GPU ", "KV blocks fit", "first tokens served")
         return [line for line in self.text().splitlines() if any(word in line for word in wanted)]
 
@@ -127,7 +129,7 @@ class Server:
 
 
 class Bench:
-    """Args: args: of the command line."""
+    """The benchmark. `args`: of the command line."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
@@ -144,7 +146,7 @@ class Bench:
 
     @contextlib.contextmanager
     def serving(self, name: str, arguments: Sequence[str], gpus: str = "") -> Iterator[None]:
-        """Args: gpus: that it sees; empty: all."""
+        """`gpus`: visible GPUs; empty: all."""
         folder = Path(self.args.work) / f"server-{name}"
         folder.mkdir(parents=True, exist_ok=True)
         env = {"CUDA_VISIBLE_DEVICES": gpus} if gpus and self.args.device == "cuda" else {}
@@ -170,7 +172,7 @@ class Bench:
         return self.serving(name, ["serve", "--model", str(model), "--device", self.args.device, *more], gpus="0")
 
     async def warm(self, lengths: Sequence[int]) -> None:
-        """A few requests, as a benchmark sends before it counts."""
+        """A few warm-up requests."""
         for length in lengths:
             await self.one(self.prompt(length), 8)
         await asyncio.gather(*(self.one(self.prompt(lengths[-1]), 8) for _ in range(4)))
@@ -241,7 +243,7 @@ class Bench:
         async def go(at: float, prompt: Sequence[int]) -> Answer:
             await asyncio.sleep(max(0.0, begun + at - time.monotonic()))
             answer = await self.one(prompt, max_tokens)
-            answer.begun = begun + at  # from when it should have been sent
+            answer.begun = begun + at  # from the intended send time
             return answer
 
         answers = await asyncio.gather(*(go(at, prompt) for at, prompt in arrivals))
@@ -281,14 +283,14 @@ class Bench:
                     self.keep(f"{name}_closed_{users}", await self.closed(users, args.each, sized(512)))
 
     def keep(self, name: str, row: Row) -> None:
-        """At once: what was measured before something fails is not lost."""
+        """Save at once, so that earlier measurements survive a failure."""
         self.result[name] = row
         Path(self.args.out).write_text(json.dumps(self.result, indent=1) + "\n")
         say(f"{name}: {json.dumps(row)}")
 
 
 def facts(device: str) -> Row:
-    """Where this was measured."""
+    """Machine and versions."""
     from importlib import metadata
 
     import torch

@@ -1,10 +1,12 @@
-"""`python -m diptych.bench.gpu.pair --out FILE`: prefill on one GPU, decode on another of the same host, real processes.
+"""`python -m diptych.bench.gpu.pair --out FILE`: prefill on one GPU, decode on another of the same host, real
+processes.
 
-    link       GPU memory of one process read by a kernel of the other (bench/gpu/link.py), beside a peer copy by the copy engine
+    link       GPU memory of one process read by a kernel of the other (bench/gpu/link.py), and a peer copy by the copy engine
     hand-off   on an idle pair: from the first token leaving prefill's engine to the second token here, less one decode step
     load       Poisson arrivals; TTFT and inter-token latency
 
-This process is the router's part: it speaks Decode.Attach over gRPC, and shares the host's monotonic clock with the workers.
+This process acts as the router: it uses Decode.Attach over gRPC, and shares the host's monotonic clock with the
+workers.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ MIB = 1 << 20
 
 
 class Worker:
-    """A child process; its lines are read as they come."""
+    """A child process; its output is read as it arrives."""
 
     def __init__(self, process: asyncio.subprocess.Process, role: str) -> None:
         self._process, self._role = process, role
@@ -79,12 +81,13 @@ class Worker:
 
 
 class Client:
-    """prefill: None: decode computes every prompt. rule: beside a prefill worker, which of them decode computes; None: none."""
+    """prefill: None: decode computes every prompt. rule: selects prompts that decode computes beside a prefill worker;
+    None: none."""
 
     def __init__(self, prefill: dict[str, str] | None, decode: dict[str, str], *, rule: CostRule | None = None) -> None:
         self._prefill, self._decode, self._rule = prefill, decode, rule
         self.local = 0
-        """Prompts that the rule has left to decode."""
+        """Prompts that the rule assigned to decode."""
         self._stream = DecodeStream(open_channel(decode["address"]), decode["worker_id"])
         self._stream.start()
         self._number = 0
@@ -95,7 +98,7 @@ class Client:
                 await asyncio.sleep(0.05)
 
     async def generate(self, prompt: Sequence[int], max_tokens: int) -> tuple[str, float, list[float]]:
-        """Returns: attempt, when it was submitted, when each token came (monotonic seconds)."""
+        """Returns: attempt, submission time, arrival time of each token (monotonic seconds)."""
         self._number += 1
         attempt = f"bench-{self._number}"
         rule = self._rule
@@ -171,7 +174,7 @@ async def handoff(client: Client, prefill: Worker, count: int, repeats: int, rng
 async def load(
     clients: Sequence[Client], rate: float, seconds: float, rng: random.Random, lengths: tuple[int, int]
 ) -> dict[str, Any]:
-    """Poisson arrivals, prompts uniform between `lengths`, 128 tokens out; clients take turns."""
+    """Poisson arrivals, prompts uniform between `lengths`, 128 tokens out; clients alternate."""
     tasks: list[asyncio.Task[tuple[str, float, list[float]]]] = []
     end = time.monotonic() + seconds
     next_at = time.monotonic()

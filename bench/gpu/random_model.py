@@ -1,4 +1,4 @@
-"""Model folders with random weights, as Hugging Face would have them, for benchmarks where no model can be fetched."""
+"""Model folders with random weights in Hugging Face's format, for benchmarks without access to models."""
 
 # mypy: disable-error-code="no-untyped-call"
 from __future__ import annotations
@@ -30,7 +30,7 @@ TINY = Shape(2, 128, 256, 4, 2, 512, 2048, "float32")
 
 
 def write_model(folder: Path, shape: Shape, device: str) -> Path:
-    """Args: device: that draws the weights; the same seed always. Nothing is done when the folder is whole already."""
+    """`device`: generates the weights, always from the same seed. A complete folder is kept."""
     if (folder / "config.json").exists():
         return folder
     import torch
@@ -103,12 +103,12 @@ def write_model(folder: Path, shape: Shape, device: str) -> Path:
         "eos_token_id": 2,
         "dtype": shape.dtype,
     }
-    (folder / "config.json").write_text(json.dumps(config))  # last: a folder that has it is whole
+    (folder / "config.json").write_text(json.dumps(config))  # last: it marks a complete folder
     return folder
 
 
 def _write_tokenizer(folder: Path, vocab: int) -> None:
-    """Every id a word: no text waits for the rest of a character."""
+    """Every id is a word, so no text waits for the rest of a character."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = {f"w{number:x}": number for number in range(vocab)}

@@ -1,5 +1,5 @@
-"""Whether a prompt is computed where it is decoded, decided for the GPU benches as a router decides it: by its own placer and
-charges, on measured rates, among prompts of up to a length."""
+"""Assignment of prompts to prefill or decode in the GPU benchmarks: by the router's placer and costs, on measured
+rates, for prompts of up to a length."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ _PREFILL, _DECODE = "prefill-0", "decode-0"
 
 
 class CostRule:
-    """One prefill worker and one decode worker, both as fast, of which nobody else knows.
+    """One prefill worker and one decode worker of equal speed, with no other router.
 
     Args:
         most_tokens: longer prompts always go to prefill; shorter ones where they cost less.
-        prefill_per_s: prompt tokens that either computes alone. step_s: of decode. link_bytes_per_s: between the two.
-        kv_bytes_per_token: that cross.
+        prefill_per_s: prompt tokens that either computes alone.
+        step_s: of decode.
+        link_bytes_per_s: between the two.
+        kv_bytes_per_token: transferred bytes.
     """
 
     def __init__(
@@ -56,7 +58,7 @@ class CostRule:
         self._placer.set_workers(sides["prefill"], sides["decode"], {}, {})
 
     def place(self, attempt: str, num_tokens: int) -> bool:
-        """Returns: whether decode computes it. `first_token` and `ended` are to be told."""
+        """Returns: whether decode computes it. Call `first_token` and `ended` later."""
         wish = PlacementRequest(num_tokens, self._most)
         placed = self._placer.place(wish, PromptBlocks(Prompt(range(num_tokens))), time.monotonic())
         assert isinstance(placed, Placement)

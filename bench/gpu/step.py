@@ -1,10 +1,11 @@
-"""The runner's steps on one GPU at Llama-3.1-8B's shape with random weights, beside the card's own floor.
+"""The runner's steps on one GPU at Llama-3.1-8B's shape with random weights, compared with the card's limits.
 
     python -m diptych.bench.gpu.step --out bench/results/gpu-step.json
 
-decode    one step of `batch` sequences at `context` tokens each: laid out, sent, replayed as a CUDA graph, drawn, ids read
-          back. wall: between returns of execute(); device: the graph alone. Floor: (weights + KV bytes) / read bandwidth.
-prefill   one chunk of `tokens`, launched kernel by kernel. Floor: FLOPs of the linear layers and of attention / cuBLAS peak.
+decode    one step of `batch` sequences at `context` tokens each: laid out, sent, replayed as a CUDA graph, sampled,
+          ids read back. wall: between returns of execute(); device: the graph alone. Floor: (weights + KV bytes) / read bandwidth.
+prefill   one chunk of `tokens`, launched kernel by kernel. Floor: FLOPs of the linear layers and of attention / cuBLAS's
+          peak.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -71,7 +72,7 @@ def random_weights(description: ModelDescription) -> ModelWeights:
 
 
 def _seqs(runner: TorchModelRunner, batch: int, context: int, params: SamplingParams) -> list[ScheduledSeq]:
-    """`batch` sequences whose last token is at position context - 1; blocks dealt out at random."""
+    """`batch` sequences whose last token is at position context - 1; blocks are assigned at random."""
     blocks = -(-(context + 64) // BLOCK_SIZE)
     order = torch.randperm(runner.num_blocks)[: batch * blocks].view(batch, blocks).tolist()
     return [
@@ -116,7 +117,7 @@ def bench_decode(runner: TorchModelRunner, bandwidth: float, shapes: Sequence[tu
 
 
 def graph_seconds(runner: TorchModelRunner, seqs: Sequence[ScheduledSeq], repeats: int = 16) -> float:
-    """Median device seconds of one step's replay, by events around it."""
+    """Median device seconds of one step's replay, by CUDA events."""
     fused = runner._fused
     assert fused is not None
     times: list[float] = []
@@ -168,7 +169,7 @@ def main() -> None:
     facts["ours"] = decoder.PROJECTIONS
     weights = random_weights(describe({**LLAMA_8B, "num_hidden_layers": args.layers}))
     begin = time.perf_counter()
-    num_blocks = 19_500  # 41 GB: what 256 sequences of 1,088 tokens take, and some
+    num_blocks = 19_500  # 41 GB: 256 sequences of 1,088 tokens, and some
     runner = TorchModelRunner(
         weights, eos_token_ids=(), num_blocks=num_blocks, block_size=BLOCK_SIZE, max_model_len=16_384
     )

@@ -1,10 +1,10 @@
-"""Where a decode step's time goes: the step as it is, and without one part at a time; and whole steps in several forms.
+"""Breakdown of a decode step's time: the whole step, the step without one part at a time, and variants of the step.
 
     python -m diptych.bench.gpu.step_parts --out bench/results/gpu-parts.json
 
-A kernel timed alone has an empty GPU before and after it; here a part costs what the step loses without it. All forms are
-captured first and replayed in turns, so that a card that drifts does so for everybody. Parts that are left out hand on buffers
-with finite numbers; the tokens of such a step mean nothing.
+A kernel timed alone has an empty GPU before and after it; here a part's cost is what the step gains without it. All
+variants are captured first and replayed alternately, so that drift of the card affects all. Omitted parts pass on
+buffers of finite numbers; the tokens of such a step are meaningless.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -40,11 +40,13 @@ _KEPT: list[dict[tuple[int, ...], Tensor]] = []
 
 @dataclass(frozen=True)
 class Form:
-    """One way to compute the step.
+    """One variant of the step.
 
     Args:
-        shapes: cuts of our matmul by projection, others take cuBLAS; None: as the decoder chooses.
-        overlap: see kernels.pdl. patches: (owner, attribute, value) while it is prepared. without: parts left out.
+        shapes: tile shapes of our matmul by projection, others use cuBLAS; None: as the decoder chooses.
+        overlap: see kernels.pdl.
+        patches: (owner, attribute, value) while it is prepared.
+        without: omitted parts.
     """
 
     name: str
@@ -70,7 +72,7 @@ class Layers:
         self._seqs: Any = _seqs(self, batch, context, GREEDY)  # type: ignore[arg-type]
 
     def prepare(self, form: Form) -> Callable[[], object]:
-        """Compile and capture. Returns: what replays the step."""
+        """Compile and capture. Returns: a function that replays the step."""
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode())
             stack.enter_context(patch.object(pdl, "ENABLED", form.overlap))
@@ -121,7 +123,7 @@ def _left_out(part: str) -> Any:
 
 
 def compare(steps: dict[str, Callable[[], object]], rounds: int = 12, replays: int = 6) -> dict[str, float]:
-    """Median seconds of each, in turns."""
+    """Median seconds of each, alternately."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     with torch.inference_mode():
         for _ in range(rounds):
@@ -129,7 +131,7 @@ def compare(steps: dict[str, Callable[[], object]], rounds: int = 12, replays: i
                 marks = []
                 for _ in range(
                     replays + 2
-                ):  # queued one behind the other: the host is out of the way from the second one on
+                ):  # queued back to back, so that the host does not count from the second one on
                     step()
                     marks.append(torch.cuda.Event(enable_timing=True))
                     marks[-1].record()
@@ -145,7 +147,7 @@ def measure(layers: int, batch: int, context: int, forms: Sequence[Form], num_bl
     for form in forms:
         try:
             steps[form.name] = step.prepare(form)
-        except Exception as error:  # a cut that does not fit the card
+        except Exception as error:  # a tile shape that does not fit the card
             print(f"{form.name}: {type(error).__name__}: {str(error)[:200]}", flush=True)
             torch.cuda.synchronize()
     found = compare(steps)

@@ -1,4 +1,4 @@
-"""One worker of `bench gpu-pair`: the real process around random weights of Llama-3.1-8B's shape, so that no file is needed.
+"""One worker of pair.py: the real process with random weights of Llama-3.1-8B's shape, so that no file is needed.
 
     python -m diptych.bench.gpu.worker prefill|decode OPTIONS(json)
 
@@ -85,7 +85,7 @@ def _role(runtime: WorkerRuntime) -> Role:
 
 
 def trace() -> None:
-    """Print when an attempt's KV passes each hand, on the host's clock: what a hand-off's milliseconds are made of."""
+    """Print the time of each stage of an attempt's KV, on the host's clock, to break down a hand-off."""
 
     def wrap(owner: Any, name: str, label: str) -> None:
         inner = getattr(owner, name)

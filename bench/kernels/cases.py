@@ -1,4 +1,4 @@
-"""Paged pools with fragmented block tables: one builder for tests and benchmarks."""
+"""Paged pools with fragmented block tables, for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LLAMA_8B = Heads(32, 8, 128)
 
 @dataclass(slots=True)
 class PagedCase:
-    """A pool of which every sequence owns scattered blocks; everything else in it is NaN, so that reading it shows.
+    """A pool in which every sequence owns scattered blocks; the rest is NaN, so that reading it is detected.
 
     Args:
         pool: [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim].
@@ -67,7 +67,7 @@ def paged_case(
     poison: bool = True,
     spare_blocks: int = 3,
 ) -> PagedCase:
-    """KV of `lens` tokens in `layer`. poison: fill what no sequence owns with NaN."""
+    """KV of `lens` tokens in `layer`. poison: fill unowned parts with NaN."""
     generator = torch.Generator(device=device).manual_seed(seed)
     counts = [-(-length // block_size) for length in lens]
     num_blocks = sum(counts) + spare_blocks

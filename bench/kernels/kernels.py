@@ -1,4 +1,4 @@
-"""The kernels alone at Llama-3.1-8B's shapes, beside what the card reads and multiplies in the same run.
+"""The kernels alone at Llama-3.1-8B's shapes, compared with the card's bandwidth and matmul rate in the same run.
 
 python -m diptych.bench.kernels.kernels --out bench/results/kernels.json [--tune]
 """

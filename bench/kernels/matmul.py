@@ -1,4 +1,4 @@
-"""Linear layers of few rows at Llama-3.1-8B's shapes: our kernel in several cuts beside cuBLAS, in the same run.
+"""Linear layers of few rows at Llama-3.1-8B's shapes: our kernel with several tile shapes and cuBLAS, in the same run.
 
 python -m diptych.bench.kernels.matmul --out bench/results/matmul.json
 """
@@ -67,7 +67,7 @@ def main() -> None:
                     continue
                 try:
                     seconds = graph_time_s([partial(small_matmul, x, w, silu=silu, shape=cut) for w in weights])
-                except Exception as error:  # a cut that does not fit the card's shared memory
+                except Exception as error:  # a tile shape that does not fit the card's shared memory
                     print(f"{name} {count} {cut}: {type(error).__name__}")
                     torch.cuda.synchronize()
                     continue

@@ -1,4 +1,4 @@
-"""Timing on a GPU: launches captured into one CUDA graph, so that launch gaps do not count; ceilings of the card."""
+"""Timing on a GPU: launches captured into one CUDA graph, so that launch gaps do not count; limits of the card."""
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor
 
 
 def graph_time_s(calls: Sequence[Callable[[], object]], *, repeats: int = 20) -> float:
-    """Median seconds of one call, over `repeats` replays of a graph of all of them. Rotate over more data than the L2 holds
-    by giving several calls."""
+    """Median seconds of one call, over `repeats` replays of a graph of all calls. Use several calls over more data than
+    the L2 holds."""
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         for call in calls[:2]:

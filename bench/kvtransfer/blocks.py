@@ -1,4 +1,4 @@
-"""The KV pool of the bench: blocks of 64 KiB, packed and unpacked by the kernels that the engine uses."""
+"""The benchmark's KV pool: blocks of 64 KiB, packed and unpacked by the engine's kernels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def blocks_per_slab(slab_bytes: int) -> int:
 
 
 class BlockPool:
-    """[num_blocks, 8 layers, 2, 16 slots, 2 heads, 64] bf16: 64 KiB a block. `filled`: block i holds what seed i gives."""
+    """[num_blocks, 8 layers, 2, 16 slots, 2 heads, 64] bf16: 64 KiB a block. `filled`: block i has the content of seed
+    i."""
 
     def __init__(self, num_blocks: int, *, filled: bool) -> None:
         torch.set_num_threads(1)

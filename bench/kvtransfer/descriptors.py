@@ -1,5 +1,5 @@
-"""The rival of packing: NIXL alone, one descriptor for each scattered block (or for smaller pieces of it), pool to pool, nothing
-packed or verified."""
+"""The alternative to packing: NIXL alone, one descriptor for each scattered block (or smaller pieces of it), pool to
+pool, without packing or verification."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DONE = b"done"
 
 
 class BlockAgent:
-    """A NIXL agent over one pool. Prefill's side waits in `serve`, decode's reads."""
+    """A NIXL agent over one pool. Prefill's side runs `serve`, decode's reads."""
 
     def __init__(self, name: str, pool: BlockPool) -> None:
         api = load_nixl()
@@ -29,7 +29,7 @@ class BlockAgent:
         return {"metadata": self._agent.get_agent_metadata().hex(), "base": self._base}
 
     def serve(self) -> None:
-        """Progress on a thread of its own until a reader says that it is done: TCP needs both sides."""
+        """Progress on a separate thread until a reader is done: TCP needs both sides."""
 
         def spin() -> None:
             limit = time.monotonic() + _DEADLINE_S
@@ -44,8 +44,11 @@ class BlockAgent:
         self._peer_base = hello["base"]
 
     def read(self, ids: list[int], piece_bytes: int = BLOCK_BYTES) -> float:
-        """Blocks `ids` of the peer's pool into the same ones of ours, with a descriptor for each `piece_bytes` of a block.
-        Returns: seconds. Raises: RuntimeError."""
+        """Read blocks `ids` of the peer's pool into the same ones here, with a descriptor for each `piece_bytes` of a
+        block.
+
+        Returns: seconds. Raises: RuntimeError.
+        """
         began = time.perf_counter()
         pieces = np.arange(0, BLOCK_BYTES, piece_bytes, dtype=np.uint64)
         starts = (np.array(ids, np.uint64)[:, None] * np.uint64(BLOCK_BYTES) + pieces).reshape(-1)

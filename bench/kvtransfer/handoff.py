@@ -1,13 +1,14 @@
-"""The hand-off through whole clusters of this machine: what of a transfer a client waits for, and what cancelled prompts cost.
+"""The hand-off through whole clusters of this machine: exposed transfer time, and the cost of cancelled prompts.
 
     python -m diptych.bench.kvtransfer.handoff exposed --out bench/results/handoff-exposed
     python -m diptych.bench.kvtransfer.handoff cancelled --out bench/results/handoff-cancelled
 
-exposed:    the gap between the first and the second token, less one decode step (the median of the later gaps), for prompts of
-            several lengths, with kv_overlap on (ranges, and layers of the last chunk), off, and auto (what is predicted to win),
-            in turns: three clusters stand, one is asked at a time. JSON and an SVG.
-cancelled:  ten long prompts, given up before their first token; then one short prompt. What it waits, beside the same prompt on
-            the idle cluster, and beside one prefill chunk: the time to the first token of a prompt that fills one.
+exposed:    the interval between the first and the second token, less one decode step (the median of the later
+            intervals), for prompts of several lengths, with kv_overlap on (ranges, and layers of the last chunk), off,
+            and auto (what is predicted to win), alternately: three clusters run, one is used at a time. JSON and an SVG.
+cancelled:  ten long prompts, cancelled before their first token; then one short prompt. Its waiting time, compared with
+            the same prompt on the idle cluster, and with one prefill chunk: the time to the first token of a prompt
+            that fills one.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ from diptych.loadtest.target_openai import OpenAITarget
 LENGTHS = (32, 128, 512, 1024, 2048, 4096)
 MODES = ("on", "off", "auto")
 REMOTE = {"local_prefill_max_tokens": 0}
-"""Every prompt goes through prefill, also where computing it on decode would be faster."""
+"""Every prompt goes through prefill, also where decode would be faster."""
 ANSWER_TOKENS = 8
 CHUNK_TOKENS = 512
-"""What one step of prefill takes at most (the workers' own default)."""
+"""Most tokens of one prefill step (the workers' default)."""
 SHORT_TOKENS = 32
 MANY, LONG_TOKENS = 10, 2048
 _SETTLED_S = 0.3
@@ -50,11 +51,11 @@ _SETTLED_S = 0.3
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """When each token came, in seconds after the request went out."""
+    """Arrival of each token, in seconds after the request was sent."""
 
     tokens_s: tuple[float, ...]
     transport: str = ""
-    """What the KV came on, by the answer's explanation."""
+    """Transport of the KV, from the answer's explanation."""
 
     @property
     def first_s(self) -> float:
@@ -67,12 +68,12 @@ class Timeline:
 
     @property
     def exposed_s(self) -> float:
-        """May be a little below 0: steps differ."""
+        """May be slightly negative: steps differ."""
         return self.tokens_s[1] - self.tokens_s[0] - self.step_s
 
 
 class Prompts:
-    """Random prompts, no two with a common beginning: nothing is found in a cache."""
+    """Random prompts without common prefixes, so that there are no cache hits."""
 
     def __init__(self, seed: int) -> None:
         self._random = np.random.default_rng(seed)
@@ -83,7 +84,7 @@ class Prompts:
 
 
 async def timeline(target: OpenAITarget, ask: Ask) -> Timeline:
-    """Raises: TargetError; RuntimeError when the answer is too short to tell."""
+    """Raises: TargetError; RuntimeError when the answer is too short."""
     began = time.perf_counter()
     came: list[float] = []
     transport = ""
@@ -104,7 +105,7 @@ Found = dict[str, dict[int, list[Timeline]]]
 
 
 def cross_over(found: Found) -> int | None:
-    """The shortest prompt from which on overlap exposes less than none, by the medians."""
+    """The shortest prompt from which overlap exposes less than none, by the medians."""
     lengths = [n for n in sorted(found["on"]) if found["on"][n] and found["off"].get(n)]
     wins = [_exposed(found["on"][n]) < _exposed(found["off"][n]) for n in lengths]
     first = next((i for i in range(len(wins)) if all(wins[i:])), None)
@@ -122,13 +123,13 @@ def _summary(values: Sequence[float]) -> dict[str, Any]:
 async def _exposed_rounds(
     targets: dict[str, OpenAITarget], lengths: Sequence[int], rounds: int, until: float, report: Callable[[Found], None]
 ) -> None:
-    """No length begins after `until` (monotonic). `report` is called with what was found so far after each."""
+    """No length starts after `until` (monotonic). `report` is called with the results so far after each."""
     prompts = Prompts(5)
     found: Found = {mode: {n: [] for n in lengths} for mode in targets}
     for target in targets.values():
         await timeline(target, prompts.of(lengths[0]))
     for turn in range(rounds):
-        # The shortest prompts first, so that a budget that runs out costs runs of the longest only.
+        # The shortest prompts first, so that an exhausted budget costs runs of the longest only.
         for length in lengths:
             if time.monotonic() > until:
                 return
@@ -166,7 +167,7 @@ async def _cancelled_rounds(target: OpenAITarget, rounds: int) -> list[dict[str,
 
 
 async def _first_token(stream: AsyncGenerator[Event, None]) -> None:
-    """A cancel closes the stream, as a client that goes away."""
+    """A cancel closes the stream, as a client that disconnects."""
     async with contextlib.aclosing(stream):
         async for event in stream:
             if isinstance(event, Chunk):

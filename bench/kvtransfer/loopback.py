@@ -1,14 +1,13 @@
-"""Useful KV bandwidth between two processes of this host, as a share of what the same library moves with one raw message.
+"""Useful KV bandwidth between two processes of this host, as a share of the same library's rate for one raw message.
 
     python -m diptych.bench.kvtransfer.loopback --transport ucx --out bench/results/loopback.json
 
-kv:   2,000 scattered blocks of 64 KiB: packed, moved, verified and unpacked, pipelined over slabs, announced over a pipe
-raw:  one message of 64 MiB between the same two processes over the same transport, nothing done to it
-The two alternate, so that both see the same neighbours; medians and spreads are reported, and the CPU seconds of both processes
-for each GB, which say more than the clock when other work shares the cores. At the end both are left alone for a while: what a
-transfer that moves nothing costs, as a share of one core.
-blocks (NIXL only): the same 2,000 blocks with one descriptor each, pool to pool, nothing packed or verified; and with one
-for each 16 and 4 KiB of them, as an engine needs whose layers lie in tensors of their own.
+kv:   2,000 scattered blocks of 64 KiB: packed, moved, verified and unpacked, pipelined over slabs, announced over a
+pipe raw:  one message of 64 MiB between the same two processes over the same transport Both alternate, so that other
+load affects both. Reported are medians and ranges, and the CPU seconds of both processes per GB, which depend less on
+other load. At the end both are idle for a while, to measure the cost of an idle transfer as a share of one core. blocks
+(NIXL only): the same 2,000 blocks with one descriptor each, pool to pool, without packing or verification; and with one
+for each 16 and 4 KiB of them, as for an engine with one tensor per layer.
 """
 
 from __future__ import annotations
@@ -47,10 +46,10 @@ _SETTLE_S, _IDLE_S = 1.0, 8.0
 
 @dataclass(frozen=True, slots=True)
 class Knobs:
-    """What the pipeline is tried with.
+    """Variants of the pipeline.
 
-    newest_first: prefill packs into the slab that came back last, as its engine does.
-    switch_interval_s: of both processes' interpreters; workers have the same.
+    newest_first: prefill packs into the slab that was returned last, as its engine does. switch_interval_s: of both
+    processes' interpreters; workers have the same.
     """
 
     reads_in_flight: int = 4
@@ -71,7 +70,7 @@ class Bench:
         self.path = ""
         self.peer_path = ""
         self.kv_cpu_end = 0.0
-        """CPU time when the last block was unpacked: the check of the bytes does not count."""
+        """CPU time when the last block was unpacked, without the check of the bytes."""
 
     async def start(self) -> None:
         arguments = json.dumps([self._settings, POOL_BLOCKS, RAW_BYTES, asdict(self._knobs)])
@@ -174,7 +173,7 @@ class Bench:
         return NUM_BLOCKS * BLOCK_BYTES / seconds
 
     async def idle(self) -> float:
-        """CPU that one transfer which moves nothing takes, as a share of a core: both processes have two, connected."""
+        """CPU of one idle transfer, as a share of a core; there are two, one in each process."""
         await asyncio.sleep(_SETTLE_S)
         began, cpu = time.perf_counter(), self.cpu_s()
         await asyncio.sleep(_IDLE_S)

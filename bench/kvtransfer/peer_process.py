@@ -1,4 +1,5 @@
-"""Prefill's side of the loopback bench: packs scattered blocks into slabs and publishes them. Driven by lines on stdin."""
+"""Prefill's side of the loopback benchmark: packs scattered blocks into slabs and publishes them. Driven by lines on
+stdin."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ class Publisher:
         )
 
     async def kv(self, ids: list[int]) -> None:
-        """Pack on a thread of its own, as the step thread does; announce each slab as it is packed."""
+        """Pack on a separate thread, as the step thread does; announce each slab when it is packed."""
         ended = asyncio.Event()
 
         def pack_all() -> None:

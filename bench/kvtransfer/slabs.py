@@ -1,4 +1,4 @@
-"""`diptych bench kv`: the transfer alone, slab by slab, on the path that two workers of this host would take."""
+"""`diptych bench kv`: the transfer alone, slab by slab, on the path between two workers of this host."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SLAB_KIB = (64, 256, 1024, 4096, 16384)
 
 @dataclass(frozen=True, slots=True)
 class KvPoint:
-    """`share`: of what this machine copies within memory, taken in the same run."""
+    """`share`: of this machine's memory copy rate in the same run."""
 
     transport: str
     path: str
@@ -36,7 +36,7 @@ class KvPoint:
 
 
 def memcpy_rate(size_bytes: int = 256 << 20, rounds: int = 4) -> float:
-    """Bytes a second of the best copy of one buffer, larger than the caches, into another."""
+    """Bytes a second of the fastest copy of one buffer, larger than the caches, into another."""
     source, into = np.ones(size_bytes, dtype=np.uint8), np.zeros(size_bytes, dtype=np.uint8)
     best = float("inf")
     for _ in range(rounds):
@@ -47,7 +47,7 @@ def memcpy_rate(size_bytes: int = 256 << 20, rounds: int = 4) -> float:
 
 
 def run_kv(transports: Sequence[str], slab_kib: Sequence[int], repeats: int, out: Path) -> int:
-    """Raises: ConfigError for a transport that is not there or does not work."""
+    """Raises: ConfigError for a transport that is missing or does not work."""
     points: list[KvPoint] = []
     ceiling = memcpy_rate() / 1e9
     print(f"{'transport':<12}{'path':<14}{'slab KiB':>10}{'GB/s':>8}{'memcpy':>8}{'share':>8}")

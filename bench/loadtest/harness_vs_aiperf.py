@@ -1,4 +1,4 @@
-"""The harness beside aiperf 0.13.0 on one scripted server, in turns: ours, aiperf, ours, aiperf; p50 of every figure.
+"""The load harness and aiperf 0.13.0 on one mock server, alternately: ours, aiperf, ours, aiperf; p50 of every figure.
 
     python3.11 -m venv FOLDER && FOLDER/bin/pip install aiperf==0.13.0
     .venv/bin/python -P bench/loadtest/harness_vs_aiperf.py FOLDER --out bench/results/harness-vs-aiperf.json
@@ -30,7 +30,7 @@ FIGURES = ("ttft_ms", "itl_ms", "e2e_ms")
 
 
 def tokenizer_cache(root: Path) -> dict[str, str]:
-    """The model's tokenizer in a hub cache, which is where aiperf looks for one; returns the environment that finds it."""
+    """Put the model's tokenizer into a hub cache, where aiperf looks for it; returns the environment for it."""
     snapshot = root / "hub" / "models--local--smol" / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
     refs = snapshot.parent.parent / "refs"

@@ -1,9 +1,9 @@
-"""The client of `bench_peers`: one process on uvloop, `concurrency` requests at any time.
+"""The client of routers.py: one process on uvloop, `concurrency` requests at any time.
 
     python -P -m diptych.bench.peers.client '{"target": ..., ...}'      prints one line of JSON
 
-HTTP goes over kept connections with as little parsing as will do (a client that costs little flatters the routers that it speaks
-HTTP to); gRPC is the SDK as anybody uses it.
+HTTP uses keep-alive connections with minimal parsing (a cheap client favours the HTTP routers); gRPC is the ordinary
+SDK.
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Args:
-    target: "http://host:port", "grpc://host:port" or "lookaside://host:port".
-    stream: HTTP: as SSE; the SDK always streams.
+    """The load of one run.
+
+    Args:
+        target: "http://host:port", "grpc://host:port" or "lookaside://host:port".
+        stream: HTTP: as SSE; the SDK always streams.
     """
 
     target: str
@@ -43,13 +45,13 @@ class Load:
 
 
 def body_of(load: Load) -> dict[str, Any]:
-    """The prompt is text of as many words: the peers forward it unread."""
+    """The prompt is text of this many words: the peers forward it without tokenizing."""
     prompt = " ".join(f"w{i}" for i in range(load.prompt_tokens))
     return {"model": load.model, "prompt": prompt, "max_tokens": load.output_tokens, "stream": load.stream}
 
 
 class Connection(asyncio.Protocol):
-    """One request at a time; `ask` returns the number of tokens that came."""
+    """One request at a time; `ask` returns the number of received tokens."""
 
     def __init__(self) -> None:
         self._data = bytearray()
@@ -89,7 +91,7 @@ class Connection(asyncio.Protocol):
 
 
 def _unchunked(data: bytes) -> bytes:
-    """A body whose chunks were cut anywhere, whole."""
+    """The body without chunk framing; chunks may be cut anywhere."""
     parts, at = [], 0
     while size := int(data[at : (line := data.index(b"\r\n", at))], 16):
         parts.append(data[line + 2 : line + 2 + size])
@@ -144,7 +146,7 @@ async def run(load: Load) -> dict[str, Any]:
                 raise RuntimeError(f"{count} tokens came where {load.output_tokens} were asked for")
             tokens += count
 
-    await asyncio.gather(*(ask() for ask in askers))  # warm: connections, streams, first use
+    await asyncio.gather(*(ask() for ask in askers))  # warm-up: connections, streams, first use
     before, began = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
     await asyncio.gather(*(one(ask) for ask in askers))
     wall_s, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF)

@@ -1,11 +1,11 @@
-"""The mock worker behind every router of `bench_peers`: one process, two doors, one script.
+"""The mock worker behind every router of routers.py: one process, an HTTP and gRPC servers, one script.
 
     python -P -m diptych.bench.peers.mock SECRET_FILE     prints `serves HTTP_PORT DECODE_ADDRESS CLIENT_ADDRESS`
 
-A step of the mock gives every running request its next token, as an engine does; steps follow one another as fast as the
-process can, so that routers and not the mock's clock set the pace. The HTTP door speaks what the peers forward
-(/v1/completions, streamed as one SSE chunk a token, or whole), the gRPC doors what our router and clients do. Both send pieces
-that were encoded beforehand: the mock should cost little.
+A step of the mock gives every running request its next token, as an engine does. Steps follow each other as fast as
+possible, so that the routers set the pace. The HTTP server handles what the peers forward (/v1/completions, streamed as
+one SSE chunk a token, or whole), the gRPC servers our router and clients. Both send pre-encoded pieces, so that the
+mock costs little.
 """
 
 from __future__ import annotations
@@ -168,14 +168,14 @@ _TOKENS = [_tokens(number) for number in range(4096)]
 
 
 class StepStream:
-    """One Attach stream: pieces of StepBatch, already encoded, which protobuf lets be joined."""
+    """One Attach stream: encoded pieces of StepBatch, which protobuf allows to concatenate."""
 
     def __init__(self, steps: Steps, routers: list[StepStream] | None) -> None:
         self._steps = steps
         self._routers = routers
         self._out: list[bytes] = []
         self._news: dict[str, decode_pb2.TicketStatus] = {}
-        """As a worker's outbox has it: one message for what waits of an attempt."""
+        """As in a worker's outbox: buffered messages of one attempt are merged."""
         self._ready = asyncio.Event()
         self.running: dict[bytes, list[int]] = {}
 
@@ -230,7 +230,7 @@ class StepStream:
 
 
 class GrpcDoors:
-    """Decode.Attach for the router, Lookaside.Attach for clients, and the health that the router asks for."""
+    """Decode.Attach for the router, Lookaside.Attach for clients, and the router's health checks."""
 
     def __init__(self, steps: Steps, key: bytes) -> None:
         self._steps = steps

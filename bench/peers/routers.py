@@ -2,10 +2,10 @@
 
     python -P -m diptych.bench.peers.routers --peers VENV [--runs 5] [--out FILE]
 
-All servers stand from the start; the runs alternate over them. Every run is one client process. CPU seconds are those of the
-client, of the router and of the mock workers together, so that "per core" has one meaning for everybody; the router's own are
-told beside it. The peers forward text that they do not read; ours gets token ids, hashes them, places by cache and cost, and
-reserves. `direct` is the client at the mock without any router.
+All servers run from the start; the runs alternate over them. Every run is one client process. CPU seconds are the sum
+of client, router and mock workers, so that "per core" means the same for all; the router's CPU is also listed. The
+peers forward text that they do not read; our router gets token ids, hashes them, places by cache and cost, and
+reserves. `direct` is the client at the mock without a router.
 """
 
 from __future__ import annotations
@@ -46,9 +46,11 @@ CLIENT_TIMEOUT_S = 180.0
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """Args:
-    target: as the client takes it.
-    processes: the router's; empty for `direct`.
+    """One router.
+
+    Args:
+        target: in the client's form.
+        processes: the router's; empty for `direct`.
     """
 
     name: str
@@ -59,7 +61,7 @@ class Contender:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What is asked of everybody."""
+    """The load for all of them."""
 
     name: str
     requests: int
@@ -126,7 +128,7 @@ def _measure(contender: Contender, scene: Scene, mock: psutil.Process) -> dict[s
         raise ConfigError("bench", contender.name, f"{scene.name}: {done.stderr[-1500:]}")
     router, worker = _cpu(contender.processes) - router, _cpu([mock]) - worker
     told = json.loads(done.stdout)
-    # The warm-up's requests cost servers as much as the others; the client counted its own from after it.
+    # The warm-up's requests cost the servers as much as others; the client counts its own after it.
     share = told["requests"] / (told["requests"] + scene.concurrency)
     cpu = told["client_cpu_s"] + share * (router + worker)
     return {
@@ -183,7 +185,7 @@ def run(venv: Path, runs: int, scale: float, out: Path) -> None:
 
 
 def _ratios(by: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
-    """Of ours to the better peer's, in what is the more the better."""
+    """Ratios of our router to the better peer, for figures where more is better."""
     ours = [name for name in by if name.startswith("diptych")]
     peers = [by[name] for name in by if name not in ours and name != "direct"]
     return {

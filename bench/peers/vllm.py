@@ -1,10 +1,10 @@
-"""`diptych bench vllm`: vLLM on the CPU beside Diptych, the same model, cores, precision and client, in turns.
+"""`diptych bench vllm`: vLLM on the CPU and Diptych with the same model, cores, precision and client, alternately.
 
-    pd          1 prefill + 1 decode on either side, one core each
-    colocated   one engine with all cores on either side
+    pd          1 prefill + 1 decode on both sides, one core each
+    colocated   one engine with all cores on both sides
 
-A load is `rate:0.3` (open loop, arrivals a second) or `users:8` (closed loop). Loads may come one call at a time: a result file
-that is there already keeps its other loads.
+A load is `rate:0.3` (open loop, arrivals a second) or `users:8` (closed loop). Loads may be measured in separate calls:
+an existing result file keeps its other loads.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ LENGTHS = {"pd": ("uniform:64,192", "32"), "colocated": ("256", "64")}
 SLO = "ttft:3000,tpot:300"
 RATE_RUN_S = 15.0
 SEEDS_APART = 1_000
-"""Between two loads of one call, more than there are rounds: else the second would find the first one's prompts in the prefix
-cache."""
+"""Distance of seeds between two loads of one call, more than there are rounds; else the second would find the first
+one's prompts in the prefix cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Load:
     users: int = 0
 
     def config(self, base: BenchConfig, requests: int) -> BenchConfig:
-        """Args: requests: of a run; 0: as many as RATE_RUN_S seconds bring, or one a user."""
+        """`requests`: of a run; 0: those of RATE_RUN_S seconds, or one a user."""
         if self.users:
             count = requests or self.users
             return dataclasses.replace(base, closed_loop=True, max_concurrency=self.users, num_requests=count)
@@ -102,7 +102,7 @@ def run_vllm_bench(
 
 @contextlib.contextmanager
 def _held(peer: VllmServer) -> Iterator[None]:
-    """The peer is held while our cluster starts; who is measured is decided later."""
+    """The peer is paused while our cluster starts."""
     peer.pause()
     yield
 
@@ -124,18 +124,18 @@ def _silent(report: Report) -> bool:
 
 
 def known_loads(path: Path) -> dict[str, Any]:
-    """Of a result file, if there is one. Raises: ConfigError when it is something else."""
+    """Loads of a result file, if it exists. Raises: ConfigError for another kind of file."""
     if not path.exists():
         return {}
     try:
         loads: dict[str, Any] = json.loads(path.read_text())["loads"]
         return dict(loads)
     except (ValueError, LookupError, TypeError):
-        raise ConfigError("out", str(path), "is there already and no result of this benchmark") from None
+        raise ConfigError("out", str(path), "exists and is not a result of this benchmark") from None
 
 
 def _write(path: Path, choice: VllmChoice, reports: dict[str, Report]) -> None:
-    """What is worth keeping of all loads in one file: ratios, every round's medians, settings, versions, machine."""
+    """Write ratios, every round's medians, settings, versions and machine of all loads to one file."""
     known = known_loads(path)
     first = next(iter(reports.values()))
     body: dict[str, Any] = {

@@ -1,13 +1,13 @@
-"""vLLM on the CPU as a child of the benchmark, from an environment of its own (`bench/peers/setup_vllm_cpu.sh`).
+"""vLLM on the CPU as a child of the benchmark, from a separate environment (`bench/peers/setup_vllm_cpu.sh`).
 
     pd          one prefill and one decode instance over NIXL, a core each, behind vllm-router
     colocated   one instance with all cores
 
-The settings are those of vLLM's documentation for CPUs, at the same precision as ours (fp32), and the recipe of its NIXL
-connector for the KV's buffer in host memory. Two things are done in its favour, without which it starves on a machine of two
-cores: NIXL's progress thread sleeps half a millisecond between looks (the set-up script's doing; as shipped it spins), and every
-thread of an instance is put back on the instance's own cores after the start (the connector moves the thread that computes to
-the machine's last core, for both instances).
+The settings are those of vLLM's documentation for CPUs, at our precision (fp32), and the recipe of its NIXL connector
+for the KV buffer in host memory. Two changes favour vLLM, which would starve on two cores without them: NIXL's progress
+thread sleeps half a millisecond between polls (by the set-up script; it spins by default), and all threads of an
+instance are moved back to its cores after the start (the connector moves the compute thread to the machine's last core,
+for both instances).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PACKAGES = ("vllm-cpu", "vllm-router", "nixl", "torch", "transformers")
 
 @dataclass(frozen=True, slots=True)
 class VllmChoice:
-    """What of vLLM is started.
+    """The vLLM processes to start.
 
     Args:
         environment: folder of the virtual environment.
@@ -68,12 +68,12 @@ class VllmChoice:
 
     @property
     def flags(self) -> list[str]:
-        """Of `vllm serve`, without model, address and connector."""
+        """Flags of `vllm serve`, without model, address and connector."""
         sizes = f"--dtype float32 --max-model-len {self.max_model_len} --max-num-seqs {self.max_num_seqs}"
         return shlex.split(f"{sizes} {self.more}")
 
     def versions(self) -> dict[str, str]:
-        """Of the packages that matter, as that environment's own interpreter sees them."""
+        """Versions of the relevant packages in that environment."""
         script = "import importlib.metadata as m, json, sys; print(json.dumps({n: m.version(n) for n in sys.argv[1:]}))"
         done = subprocess.run(
             [str(self.environment / "bin" / "python"), "-c", script, *PACKAGES],
@@ -88,8 +88,8 @@ class VllmChoice:
 
 @dataclass(slots=True)
 class VllmServer:
-    """Running processes. `pause` and `resume` hold all of them: an idle instance with NIXL polls on its core, which the other
-    side of a comparison needs."""
+    """Running processes. `pause` and `resume` stop all of them: an idle instance with NIXL polls on its core, which the
+    other side of a comparison needs."""
 
     label: str
     url: str
@@ -101,12 +101,12 @@ class VllmServer:
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Raises: ConfigError when it does not answer any more."""
+        """Raises: ConfigError when it no longer answers."""
         self._signal(signal.SIGCONT)
         _wait(self, self.url + "/v1/models", 30.0)
 
     def stop(self) -> None:
-        """The last one started goes first; whatever is left of a process's session is killed."""
+        """Stop in reverse order; the rest of a process's session is killed."""
         self._signal(signal.SIGCONT)
         self._signal(signal.SIGTERM)
         until = time.monotonic() + STOP_GRACE_S
@@ -118,7 +118,7 @@ class VllmServer:
             process.wait(timeout=10)
 
     def _signal(self, number: signal.Signals) -> None:
-        """To the whole session that each process leads: vLLM's engine is a child of its server."""
+        """Signal the whole session of each process: vLLM's engine is a child of its server."""
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, number)
@@ -126,10 +126,8 @@ class VllmServer:
 
 @contextlib.contextmanager
 def running(choice: VllmChoice) -> Iterator[VllmServer]:
-    """Start it, wait for its first token, stop it in the end. Call it on the main thread.
-
-    Raises: ConfigError when it does not come up, with the tail of the log at fault.
-    """
+    """Start it, wait for its first token, stop it at the end. Call it on the main thread. Raises: ConfigError when it
+    does not start, with the tail of the failing log."""
     with temporary_folder("diptych-vllm-") as root:
         server = VllmServer(f"vLLM {choice.mode}", "", [], Path(root))
         try:
@@ -167,7 +165,7 @@ def _start_pd(choice: VllmChoice, server: VllmServer) -> None:
 
 
 def put_on_cores(session: int, cores: Sequence[int]) -> None:
-    """Every thread of every process of that session onto `cores`."""
+    """Move every thread of every process of that session to `cores`."""
     for process in psutil.process_iter():
         with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
             if os.getsid(process.pid) == session:

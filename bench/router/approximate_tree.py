@@ -1,8 +1,9 @@
-"""What public routers call cache-aware: a prefix tree of what was *sent* to each worker, with no news of what it kept.
+"""Cache-aware placement of public routers: a prefix tree of what was *sent* to each worker, without cache events.
 
-Modelled on the published behaviour of such routers and their default thresholds: the worker that was sent the longest
-matching prefix gets the request if the match is long enough, else the one that was sent least; when the numbers of running
-requests are too unequal, the least loaded gets it. Decode workers are chosen by power of two. Here the tree works on blocks.
+Modelled on the published behaviour of such routers and their default thresholds: the worker with the longest matching
+prefix gets the request if the match is long enough, else the one that was sent least; when the numbers of running
+requests are too unequal, the least loaded gets it. Decode workers are chosen by power of two. Here the tree works on
+blocks.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ BALANCE_ABS, BALANCE_REL = 64, 1.5
 
 
 class ApproximateTree:
-    """Args:
-    keys_of: the block keys of a request, by its `affinity`.
+    """The policy.
+
+    Args:
+        keys_of: the block keys of a request, by its `affinity`.
     """
 
     name = "approximate-tree"

@@ -1,11 +1,12 @@
-"""Time to first token of a short request: alone, beside long prompts of other tenants and of its own, and in a full pool.
+"""Time to first token of a short request: alone, beside long prompts of other tenants and of its own, and in a full
+pool.
 
     python -P -m diptych.bench.router.beside_long_prompts [--prefill-workers 1 2] [--seconds 30] [--out FILE] [--before FILE]
 
-Each pool is a `diptych up` with the flags that it has by default (but API keys, for tenants). Long prompts of random tokens are
-kept under way, as many as `--longs` at a time, one ending and the next beginning; meanwhile one short request is sent after the
-other over HTTP, of one token and of 128 in turns. A last cluster has a KV pool of FULL_POOL, which the streams of another tenant
-outgrow. `--before`: a result of an older version, drawn beside it.
+Each pool is a `diptych up` with default flags (except API keys, for tenants). `--longs` long prompts of random tokens
+run at a time, each followed by the next; meanwhile short requests are sent one after the other over HTTP, of one and of
+128 tokens alternately. A last cluster has a KV pool of FULL_POOL, which the streams of another tenant outgrow.
+`--before`: a result of an older version, drawn beside it.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _IN_SHORT = dict(zip(SCENES, ("alone", "others' long", "own long"), strict=True)
 FULL_POOL = ("--num-blocks", "64", "--max-model-len", "960")
 FULL_SCENES = ("alone", "beside streams that outgrow the pool")
 STREAMS, STREAM_PROMPT, STREAM_TOKENS = 3, 64, 600
-"""Three answers of 600 tokens: up to 1,992 tokens of KV where the pool has room for 1,024."""
+"""Three answers of 600 tokens: up to 1,992 tokens of KV, where the pool has 1,024."""
 SHORT = (1, 128)
 LONG = (6000, 3000, 1500)
 PAUSE_S = 0.2
@@ -106,7 +107,7 @@ class Client:
         self._chance = random.Random(7)
 
     async def ttft_s(self, tenant: str, num_tokens: int) -> float:
-        """Of a prompt that nobody has cached. Raises: httpx.HTTPError; RuntimeError when no token came."""
+        """TTFT of an uncached prompt. Raises: httpx.HTTPError; RuntimeError when no token arrived."""
         prompt = [self._chance.randrange(1000, 40_000) for _ in range(num_tokens)]
         body = {"model": self._model, "prompt": prompt, "max_tokens": 1, "stream": True}
         headers = {"authorization": f"Bearer {self._cluster.keys[tenant]}"}
@@ -123,7 +124,7 @@ class Client:
             told.append(await self.ttft_s(tenant, LONG[number % len(LONG)]))
 
     async def keep_stream(self, tenant: str, told: list[float]) -> None:
-        """Raises: RuntimeError when an answer is not whole."""
+        """Raises: RuntimeError when an answer is incomplete."""
         while True:
             prompt = [self._chance.randrange(1000, 40_000) for _ in range(STREAM_PROMPT)]
             body = {"model": self._model, "prompt": prompt, "max_tokens": STREAM_TOKENS, "ignore_eos": True}
@@ -140,7 +141,7 @@ class Client:
         told: list[float] = []
         if name == FULL_SCENES[1]:
             tasks = [asyncio.create_task(self.keep_stream("other", told)) for _ in range(STREAMS)]
-            await asyncio.sleep(10.0)  # until the pool is nearly full; what follows does not depend on it
+            await asyncio.sleep(10.0)  # until the pool is nearly full; later results do not depend on it
         else:
             tasks = [asyncio.create_task(self.keep_long(tenant, i, told)) for i in range(longs if tenant else 0)]
         await asyncio.sleep(2.0 if tenant else 0.0)
@@ -155,7 +156,7 @@ class Client:
         ended = await asyncio.gather(*tasks, return_exceptions=True)
         if failed := [str(one) for one in ended if not isinstance(one, asyncio.CancelledError)]:
             raise RuntimeError(f"a long request failed: {failed[0]}")
-        await asyncio.sleep(2.0)  # what was cancelled leaves the workers
+        await asyncio.sleep(2.0)  # cancelled requests leave the workers
         return {"short": {str(size): _summary(found[size]) for size in SHORT}, "long_ended": len(told)}
 
     async def close(self) -> None:
@@ -177,7 +178,7 @@ def _summary(values: Sequence[float]) -> dict[str, float]:
 async def _scenes(cluster: Cluster, names: Sequence[str], longs: int, seconds: float) -> dict[str, Any]:
     client = Client(cluster)
     try:
-        for size in (*SHORT, 600, *SHORT):  # warm, and the workers' speeds are measured
+        for size in (*SHORT, 600, *SHORT):  # warm-up; the workers' rates are measured
             await client.ttft_s("one", size)
         return {name: await client.scene(name, longs, seconds) for name in names}
     finally:

@@ -1,11 +1,11 @@
-"""One decision alone: 64 workers, a million indexed blocks, prompts of 2,048 tokens; no sockets.
+"""One placement decision alone: 64 workers, a million indexed blocks, prompts of 2,048 tokens; no sockets.
 
     python -m diptych.bench.router.decision [--seconds 3] [--rounds 3] [--backend auto] [--out FILE]
 
-A decision is what a request costs the router between its tokens and its placement: block identities (with hashing), hits of
-all workers, the charges of all pairs, the choice, the spares, and the reservation. Rates are per second of CPU time of one
-core; p50 and p99 are wall time and so also count what else runs on the machine. The best slice of 64 decisions tells what the
-core gives while its neighbours leave caches and execution units alone.
+A decision is a request's cost at the router between its tokens and its placement: block identities (with hashing), hits
+of all workers, the costs of all pairs, the choice, the spares, and the reservation. Rates are per second of CPU time of
+one core; p50 and p99 are wall time and so include other load. The best slice of 64 decisions shows the core's rate
+without contention.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def make_record(worker_id: str, role: str, chance: random.Random, block_size: in
 
 
 class Scene:
-    """A cluster with a full index; prompts of which some prefix is held by some workers."""
+    """A cluster with a full index, and prompts whose prefix is held by some workers."""
 
     def __init__(self, num_workers: int, num_blocks: int, seed: int = 0, library: Library | None = None) -> None:
         chance = random.Random(seed)
@@ -138,7 +138,7 @@ def measure(scene: Scene, seconds: float, *, hashing: bool) -> dict[str, float]:
 
 
 def rounds(scene: Scene, seconds: float, count: int, *, hashing: bool) -> dict[str, Any]:
-    """The round with the most decisions per CPU second, and what each round had."""
+    """The round with the most decisions per CPU second, and the results of each round."""
     told = [measure(scene, seconds, hashing=hashing) for _ in range(count)]
     rates = [one["decisions_per_cpu_s"] for one in told]
     return {**told[rates.index(max(rates))], "decisions_per_cpu_s_by_round": rates}
@@ -155,7 +155,7 @@ def main(arguments: list[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     library = choose_library(given.backend)
     scene = Scene(given.workers, given.blocks, library=library)
-    measure(scene, 0.3, hashing=True)  # warm
+    measure(scene, 0.3, hashing=True)  # warm-up
     num_keys = scene.index.num_keys
     result = {
         "surroundings": surroundings(),

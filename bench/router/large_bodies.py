@@ -1,9 +1,9 @@
-"""How long a router's event loop stands still while clients send it the largest bodies that it reads, and some that it refuses.
+"""Stalls of a router's event loop while clients send it the largest bodies that it accepts, and some that it rejects.
 
     .venv/bin/python -P bench/router/large_bodies.py --out bench/results/large-bodies.json
 
-One router without workers (a request that would be placed is a 503), SmolLM2's tokenizer, both faces; a task of its loop wakes
-every 2 ms and keeps the longest time over. The clients are another process.
+One router without workers (a placed request gets a 503), SmolLM2's tokenizer, HTTP and gRPC. A task of its loop wakes
+every 2 ms and records the longest delay. The clients are another process.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""How well policies place: hit rate and time to first token on a prefix-heavy trace, 8 simulated workers, virtual time.
+"""Quality of placement policies: hit rate and time to first token on a prefix-heavy trace, 8 simulated workers, virtual
+time.
 
     python -m diptych.bench.router.quality [--duration 120] [--rates 2 3.5] [--out FILE]
 
-Every policy gets the same trace, cluster and candidates (see simulation.py); only whom it takes differs.
+Every policy gets the same trace, cluster and candidates (see simulation.py); only its choice differs.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, float]:
 
 
 def tenants(duration_s: float, seed: int, config: SimConfig) -> dict[str, object]:
-    """Ten times as many chats of one tenant as of another, more than the workers can do, with and without turns."""
+    """Ten times as many chats of one tenant as of another, more than the workers can serve, with and without turns."""
     rates = {GREEDY: 6.0, MODEST: 0.6}
     config = dataclasses.replace(config, prefill_tokens_per_s=config.prefill_tokens_per_s / 8)
     trace = merged(

@@ -1,7 +1,7 @@
-"""`diptych bench router`: what the router costs, in CPU seconds of its process, with an engine that costs nothing.
+"""`diptych bench router`: CPU seconds of the router's process, with an engine that costs nothing.
 
-CPU seconds and not wall time: the figure is the same on a busy machine. Two lengths of answer separate the cost of a request
-from the cost of a token.
+CPU seconds instead of wall time do not depend on other load. Two answer lengths separate the cost of a request from the
+cost of a token.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _MODULE = "diptych.bench.router.relay_parts"
 
 @dataclass(frozen=True, slots=True)
 class RouterCost:
-    """Of one face. `per_request_us` and `per_token_us`: CPU microseconds of the router's process; a request of n tokens costs
-    per_request + (n - 1) * per_token. `chunks_per_token`: how many messages its tokens travelled in."""
+    """Cost over HTTP or gRPC. `per_request_us` and `per_token_us`: CPU microseconds of the router's process; a request
+    of n tokens costs per_request + (n - 1) * per_token. `chunks_per_token`: number of messages per token."""
 
     face: str
     prompt_tokens: int
@@ -51,7 +51,7 @@ class RouterCost:
 
 
 def run_router_bench(requests: int, prompt_tokens: int, concurrency: int, out: Path) -> int:
-    """Measure the HTTP and the gRPC face. Raises: ConfigError when a part does not start."""
+    """Measure HTTP and gRPC. Raises: ConfigError when a part does not start."""
     with progress_on() as progress:
         folder = resolve_model("smollm2", progress)
     costs: list[RouterCost] = []
@@ -100,7 +100,7 @@ def _cost(
 
 
 def _idle_share(process: psutil.Process, seconds: float = 2.0) -> float:
-    """CPU seconds a second of a router that has nothing to relay: not the requests' cost."""
+    """CPU seconds a second of an idle router, to be subtracted."""
     before = sum(process.cpu_times()[:2])
     time.sleep(seconds)
     return float(sum(process.cpu_times()[:2]) - before) / seconds

@@ -1,9 +1,10 @@
-"""The two processes of `diptych bench router`: a decode worker without an engine, and the production router in front of it.
+"""The two processes of `diptych bench router`: a decode worker without an engine, and the production router in front of
+it.
 
     python -P -m diptych.bench.router.relay_parts decode
     python -P -m diptych.bench.router.relay_parts router MODEL_FOLDER DECODE_ADDRESS [SECRET_FILE]
 
-Each prints `serves ADDRESS...` and goes on until it is terminated.
+Each prints `serves ADDRESS...` and runs until it is terminated.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a result must say about where it comes from."""
+"""Machine, versions and time of a result, and its file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RESULTS = Path(__file__).resolve().parents[1] / "results" / "router"
 
 
 def surroundings() -> dict[str, object]:
-    """Machine, versions, moment, and how busy the machine is."""
+    """Machine, versions, time, and load of the machine."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "cpu": _cpu_name(),

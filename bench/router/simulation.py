@@ -1,11 +1,11 @@
-"""A cluster in virtual time around the production placer: index, reservations, costs, policies, the colocated margin and the
-tenants' turns are the router's own.
+"""A cluster in virtual time around the production placer: index, reservations, costs, policies, the colocated margin
+and the tenants' turns are the router's code.
 
     trace --gate--> placer.place --> queue --compute--> first token --KV--> decode --answer--> caches, events --> index
 
-A worker computes prompts at a fixed rate, in steps and in the engine's order (common/equal_shares.py), a decode worker those
-that are its own; its step grows with its sequences. Both keep a prefix cache (least lately used out first) and publish its
-events; leases are read every `lease_s`.
+A worker computes prompts at a fixed rate, in steps and in the engine's order (common/equal_shares.py); a decode worker
+only its local ones, and its step grows with its sequences. Both keep an LRU prefix cache and publish its events; leases
+are read every `lease_s`.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class _Job:
     outcome: Outcome
     arrived: float
     left: int = -1
-    """Tokens to compute; -1: not begun."""
+    """Tokens to compute; -1: not started."""
 
 
 @dataclass(slots=True)
@@ -95,7 +95,7 @@ class _Worker:
         return len(keys)
 
     def store(self, keys: Sequence[bytes]) -> list[KvEvent]:
-        """Hold these blocks; the ends of chains are forgotten first."""
+        """Hold these blocks; the ends of chains are evicted first."""
         fresh = tuple(key for key in keys if key not in self.cache)
         for key in reversed(keys):
             self.cache[key] = None
@@ -109,8 +109,10 @@ class _Worker:
 
 
 class Simulation:
-    """Args:
-    policy: who is taken among the candidates; the request's number is its `affinity` if `by_session` is False.
+    """The simulated cluster.
+
+    Args:
+        policy: picks among the candidates; the request's number is its `affinity` if `by_session` is False.
     """
 
     def __init__(self, config: SimConfig, policy: PlacementPolicy, seed: int = 0, *, by_session: bool = True) -> None:

@@ -15,10 +15,12 @@ HEADER = IdentityHeader(bytes(32), "model", "tokenizer", "float16", BLOCK_SIZE)
 
 @dataclass(frozen=True, slots=True)
 class TraceConfig:
-    """Args:
-    sessions_per_s: Poisson arrivals of new chats, for `duration_s`.
-    system_prompts: how many there are; popular ones far more than others (Zipf, exponent 1).
-    think_s: mean pause between an answer's expected end and the next question.
+    """Parameters of the trace.
+
+    Args:
+        sessions_per_s: Poisson arrivals of new chats, for `duration_s`.
+        system_prompts: their number; popularity follows Zipf with exponent 1.
+        think_s: mean pause between an answer's expected end and the next question.
     """
 
     seed: int = 1
@@ -34,10 +36,12 @@ class TraceConfig:
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """Args:
-    keys: of the prompt's full blocks; `array` the same as the index takes them.
-    later_keys: of prompt and answer, which the next turn of the session begins with.
-    tenant: whose it is.
+    """One request.
+
+    Args:
+        keys: of the prompt's full blocks; `array` the same in the index's form.
+        later_keys: of prompt and answer, with which the next turn of the session begins.
+        tenant: its tenant.
     """
 
     number: int

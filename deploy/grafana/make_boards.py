@@ -1,4 +1,4 @@
-"""Write dashboards/*.json: boards are tables of panels in panels.py, and never edited by hand.
+"""Write dashboards/*.json from the tables of panels in panels.py; do not edit dashboards by hand.
 
 python deploy/grafana/make_boards.py [--check]
 """
@@ -17,14 +17,14 @@ TARGETS = FOLDER / "dashboards"
 _COLUMNS, _WIDTH, _HEIGHT = 3, 8, 7
 _SOURCE = {"type": "prometheus", "uid": "$datasource"}
 _ALL = {"text": "All", "value": "$__all"}
-# A metric's name with the selector behind it, if it has one.
+# A metric's name with its selector, if any.
 _SELECTOR = re.compile(r"\b(diptych_\w+|up)(\{([^}]*)\}|(?![\w(]))")
 _FILTER = 'job=~"$job", role=~"$role", worker=~"$worker"'
-_TARGET_FILTER = 'job=~"$job", role=~"$role"'  # `up` is the scraper's own series and knows no worker
+_TARGET_FILTER = 'job=~"$job", role=~"$role"'  # `up` is the scraper's series and has no worker label
 
 
 def filtered(query: str) -> str:
-    """The query, restricted to what the board's variables select."""
+    """The query, restricted to the values of the dashboard's variables."""
 
     def add(match: re.Match[str]) -> str:
         name, own = match.group(1), match.group(3)
@@ -35,7 +35,7 @@ def filtered(query: str) -> str:
 
 
 def _variable(name: str, label: str, within: str) -> dict[str, Any]:
-    """A drop-down of the values that `label` has in the series `within`; all of them at first."""
+    """A drop-down of the values of `label` in the series `within`; initially all of them."""
     query = f"label_values({within}, {label})"
     return {
         "name": name,
@@ -43,7 +43,7 @@ def _variable(name: str, label: str, within: str) -> dict[str, Any]:
         "datasource": _SOURCE,
         "query": {"query": query, "refId": name},
         "definition": query,
-        "refresh": 2,  # when the time range changes, too: workers come and go
+        "refresh": 2,  # when the time range changes, since workers join and leave
         "includeAll": True,
         "multi": True,
         "allValue": ".*",

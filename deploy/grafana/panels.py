@@ -7,9 +7,9 @@ Panel = tuple[str, str, list[Series]]
 
 WORKERS = 'role=~"prefill|decode"'
 WINDOW = "[$__rate_interval]"
-# Registered only where a router is told to: --tenant-metrics, --shadow-workers. Their panels are empty otherwise.
+# Only registered with --tenant-metrics or --shadow-workers. Their panels are empty otherwise.
 OPTIONAL = ("diptych_tenant_", "diptych_shadow_")
-# The objectives that the overview's first panels show; the alerts of prometheus/rules.yml use the same.
+# Objectives of the overview's first panels; the alerts of prometheus/rules.yml use the same.
 TTFT_SLO_S, ITL_SLO_S = "1.0", "0.1"
 
 
@@ -29,7 +29,7 @@ def p95(name: str, legend: str) -> Series:
 
 
 def within(name: str, seconds: str) -> Series:
-    """Share of what was faster than `seconds`, a bucket's bound."""
+    """Share of observations below `seconds`, a bucket's bound."""
     good = f'sum(rate(diptych_{name}_bucket{{le="{seconds}"}}{WINDOW}))'
     return f"{good} / sum(rate(diptych_{name}_count{WINDOW}))", f"within {float(seconds):g} s"
 
@@ -45,7 +45,7 @@ def ratio(top: str, bottom: str, by: str, legend: str) -> Series:
 OVERVIEW: list[Panel] = [
     ("SLO: first token in time", "percentunit", [within("time_to_first_token_seconds", TTFT_SLO_S)]),
     ("SLO: tokens in time", "percentunit", [within("inter_token_latency_seconds", ITL_SLO_S)]),
-    ("SLO: requests that ended well", "percentunit", [(
+    ("SLO: successful requests", "percentunit", [(
         f"sum(rate(diptych_request_success_total{WINDOW}))"
         f" / (sum(rate(diptych_request_success_total{WINDOW})) + (sum(rate(diptych_request_errors_total{WINDOW})) or vector(0)))",
         "good",
@@ -53,7 +53,7 @@ OVERVIEW: list[Panel] = [
     ("Time to first token", "s", quantiles("time_to_first_token_seconds")),
     ("Inter-token latency", "s", quantiles("inter_token_latency_seconds")),
     ("End to end", "s", quantiles("e2e_request_latency_seconds")),
-    ("Answers by reason of their end", "reqps", rate("request_success_total", "finished_reason")),
+    ("Answers by finish reason", "reqps", rate("request_success_total", "finished_reason")),
     ("Failed requests by reason", "reqps", rate("request_errors_total", "reason")),
     ("Tokens a second", "short", [
         (f'sum(rate(diptych_prompt_tokens_total{{role="router"}}{WINDOW}))', "prompt"),
@@ -65,8 +65,8 @@ OVERVIEW: list[Panel] = [
     ("Prefix cache hit rate", "percentunit", [
         ratio("diptych_prefix_cache_hits_total", "diptych_prefix_cache_queries_total", "role", "{{role}}"),
     ]),
-    ("View of the cluster is old", "bool", [("diptych_degraded", "{{worker}}")]),
-    ("Scrapes that answer", "bool", [('up{job="diptych"}', "{{role}} {{instance}}")]),
+    ("View of the cluster is stale", "bool", [("diptych_degraded", "{{worker}}")]),
+    ("Successful scrapes", "bool", [('up{job="diptych"}', "{{role}} {{instance}}")]),
 ]  # fmt: skip
 
 PD: list[Panel] = [
@@ -82,9 +82,9 @@ PD: list[Panel] = [
     ("Slabs by state", "short", [("sum by (role, state) (diptych_kv_slabs)", "{{role}} {{state}}")]),
     ("Where prompt tokens' KV came from", "short", rate("prompt_tokens_by_source_total", "source", WORKERS)),
     ("Waiting, by reason", "short", [("sum by (role, reason) (diptych_num_requests_waiting_by_reason)", "{{role}} {{reason}}")]),
-    ("Prompt tokens that wait", "short", [("diptych_waiting_prompt_tokens", "{{worker}}")]),
+    ("Prompt tokens waiting", "short", [("diptych_waiting_prompt_tokens", "{{worker}}")]),
     ("Prefill rate, measured", "short", [("diptych_prefill_tokens_per_second", "{{worker}}")]),
-    ("A step of decode, measured", "s", [("diptych_decode_step_seconds", "{{worker}}")]),
+    ("Decode step, measured", "s", [("diptych_decode_step_seconds", "{{worker}}")]),
     ("Tokens in a step", "short", quantiles("iteration_tokens_total", "role")),
     ("Preemptions", "ops", rate("num_preemptions_total", "worker")),
     ("Engine steps", "ops", rate("engine_steps_total", "worker")),
@@ -99,8 +99,8 @@ PD: list[Panel] = [
     )]),
     ("Cached blocks: age at eviction", "s", quantiles("kv_block_lifetime_seconds", "role")),
     ("Cached blocks: idle before eviction", "s", quantiles("kv_block_idle_before_evict_seconds", "role")),
-    ("Cached blocks: pause before the next hit", "s", quantiles("kv_block_reuse_gap_seconds", "role")),
-    ("Requests whose lent KV expired", "ops", rate("kv_expired_requests_total", "worker")),
+    ("Cached blocks: time between two uses", "s", quantiles("kv_block_reuse_gap_seconds", "role")),
+    ("Requests whose KV lease expired", "ops", rate("kv_expired_requests_total", "worker")),
     ("The pool's blocks", "short", [(
         'diptych_cache_config_info', "{{worker}}: {{num_blocks}} blocks of {{block_size}}",
     )]),
@@ -109,47 +109,47 @@ PD: list[Panel] = [
 ROUTER: list[Panel] = [
     ("Requests running and waiting for a first token", "short", [
         ('sum(diptych_num_requests_running{role="router"})', "running"),
-        ('sum(diptych_num_requests_waiting{role="router"})', "wait for a first token"),
+        ('sum(diptych_num_requests_waiting{role="router"})', "waiting for a first token"),
     ]),
     ("Checks, template and tokenizer", "s", quantiles("tokenize_seconds")),
     ("Prompts by where they were placed", "reqps", rate("placements_total", "prefill")),
-    ("What did not go as placed, by where it went", "reqps", rate("fallbacks_total", "to")),
+    ("Deviations from the placement", "reqps", rate("fallbacks_total", "to")),
     ("Prefill workers given up by decode, by reason", "reqps", rate("prefill_faults_total", "reason")),
     ("Requests placed again", "reqps", rate("replacements_total", "worker")),
-    ("Regret: first token later than expected", "s", quantiles("placement_regret_seconds")),
-    ("Expected against seen first token", "s", quantiles("predicted_ttft_error_seconds")),
-    ("Cached tokens: error of the expectation", "percentunit", [
+    ("Regret: lateness of the first token", "s", quantiles("placement_regret_seconds")),
+    ("First token: error of the prediction", "s", quantiles("predicted_ttft_error_seconds")),
+    ("Cached tokens: error of the prediction", "percentunit", [
         ratio("diptych_predicted_cached_tokens_error_total", 'diptych_prompt_tokens_total{role="router"}', "job", "of prompt"),
     ]),
-    ("Cached tokens: expected and seen", "short", [
+    ("Cached tokens: predicted and actual", "short", [
         (f"sum(rate(diptych_predicted_cached_tokens_total{WINDOW}))", "expected"),
         (f"sum(rate(diptych_prompt_tokens_cached_total{WINDOW}))", "seen"),
     ]),
-    ("Prompt tokens that nobody had to compute", "percentunit", [
+    ("Share of prompt tokens that were cached", "percentunit", [
         ratio("diptych_prompt_tokens_cached_total", 'diptych_prompt_tokens_total{role="router"}', "job", "cached"),
     ]),
     ("Prompt tokens of a request", "short", quantiles("request_prompt_tokens")),
     ("Generated tokens of a request", "short", quantiles("request_generation_tokens")),
     ("Time of computing, whole request", "s", quantiles("request_inference_time_seconds")),
     ("Decoding, whole request", "s", quantiles("request_decode_time_seconds")),
-    ("KV that answers say they moved", "Bps", [
+    ("KV moved, by answers' explanations", "Bps", [
         (f'sum(rate(diptych_kv_transfer_bytes_total{{role="router"}}{WINDOW}))', "routers"),
     ]),
-    ("Requests as admission judged them", "reqps", rate("admission_total", "verdict")),
-    ("Refusals, or would-be ones, that were right", "reqps", rate("admission_refusals_judged_total", "right")),
-    ("Requests that wait for their turn", "short", [("diptych_requests_waiting_turn", "{{worker}}")]),
-    ("Placement tickets by what became of them", "reqps", rate("placement_tickets_total", "outcome")),
+    ("Requests by admission decision", "reqps", rate("admission_total", "verdict")),
+    ("Correctness of admission's refusals", "reqps", rate("admission_refusals_judged_total", "right")),
+    ("Requests waiting in the router", "short", [("diptych_requests_waiting_turn", "{{worker}}")]),
+    ("Placement tickets by outcome", "reqps", rate("placement_tickets_total", "outcome")),
     ("Copies of hot prefixes, since the start", "short", [("diptych_hot_prefix_copies", "{{worker}}")]),
-    ("Requests that arrived", "reqps", rate("requests_total", "worker")),
-    ("Tokens of answers that did not end well", "short", rate("unfinished_tokens_total", "of")),
+    ("Arrived requests", "reqps", rate("requests_total", "worker")),
+    ("Tokens of unfinished answers", "short", rate("unfinished_tokens_total", "of")),
     ("Shadow requests by outcome", "reqps", rate("shadow_requests_total", "outcome")),
-    ("Cache news missing from some worker", "bool", [("diptych_mode_degraded", "{{worker}}")]),
+    ("Cache events missing from some worker", "bool", [("diptych_mode_degraded", "{{worker}}")]),
 ]  # fmt: skip
 
-# Only with `diptych router --tenant-metrics`: a tenant's name is a label then.
+# Only with `diptych router --tenant-metrics`, which adds the tenant's name as a label.
 TENANTS: list[Panel] = [
     ("Requests a second", "reqps", rate("tenant_requests_total", "tenant")),
-    ("Requests by how they ended", "reqps", [
+    ("Requests by outcome", "reqps", [
         (f"sum by (tenant, outcome) (rate(diptych_tenant_requests_total{WINDOW}))", "{{tenant}} {{outcome}}"),
     ]),
     ("Generated tokens a second", "short", rate("tenant_generation_tokens_total", "tenant")),
@@ -173,14 +173,14 @@ BOARDS: dict[str, tuple[str, list[Panel]]] = {
 # What a panel shows and how to read it: the text behind the "i" of its title. Every panel has one.
 DESCRIPTIONS: dict[str, str] = {
     "SLO: first token in time": (
-        "Share of requests whose first token came within the objective. Falls before users complain."
+        "Share of requests whose first token arrived within the objective. Falls before users complain."
     ),
-    "SLO: tokens in time": "Share of tokens that came within the objective after the one before them.",
-    "SLO: requests that ended well": "Answers among all requests; refused, failed and lost requests count against it.",
+    "SLO: tokens in time": "Share of tokens that arrived within the objective after the previous one.",
+    "SLO: successful requests": "Answers among all requests; refused, failed and lost requests count against it.",
     "Time to first token": "From a request's arrival at the router to its first token, queueing and prefill included.",
-    "Inter-token latency": "Time between two tokens of one answer after the first, each choice by itself.",
+    "Inter-token latency": "Time between two tokens of one answer after the first, for each choice.",
     "End to end": "From a request's arrival at the router to the end of its answer. Grows with the length of answers.",
-    "Answers by reason of their end": (
+    "Answers by finish reason": (
         "stop: a stop token or string; length: max_tokens or the context's end; tool_calls: a call."
     ),
     "Failed requests by reason": (
@@ -191,13 +191,11 @@ DESCRIPTIONS: dict[str, str] = {
     "Requests waiting": "Requests queued in each worker: for blocks, for their turn, or on decode for KV from prefill.",
     "KV blocks in use": "Share of each worker's KV blocks in use or reserved. Near 1 decode preempts requests.",
     "Prefix cache hit rate": "Prompt tokens found in the prefix cache, of those looked up, by role.",
-    "View of the cluster is old": (
+    "View of the cluster is stale": (
         "1 while a router cannot read or write Redis: it serves from its last view of the workers."
     ),
-    "Scrapes that answer": "0: the process does not answer on its metrics port.",
-    "Where a request's time goes, p95": (
-        "p95 of each stage by itself; the stages of one request need not add up to these."
-    ),
+    "Successful scrapes": "0: the process does not answer on its metrics port.",
+    "Where a request's time goes, p95": ("p95 of each stage; the stages of one request need not add up to these."),
     "From the first token to the second": (
         "The gap in which the KV transfer shows: prefill streams the first token, decode the second."
     ),
@@ -206,7 +204,7 @@ DESCRIPTIONS: dict[str, str] = {
     ),
     "KV moved": "Bytes of KV that each decode worker read and verified.",
     "One slab's transfer": (
-        "From decode's request for a slab to its verified content. A jump says that the link or transport changed."
+        "From decode's request for a slab to its verified content. A jump means that the link or transport changed."
     ),
     "Failed transfers by reason": (
         "Reads that timed out, were damaged, stale or refused. Each was retried or the prompt recomputed."
@@ -216,15 +214,15 @@ DESCRIPTIONS: dict[str, str] = {
     ),
     "Where prompt tokens' KV came from": "Computed by the worker, found in its prefix cache, or read from prefill.",
     "Waiting, by reason": "capacity: for blocks or a turn; deferred: decode waits for KV from prefill.",
-    "Prompt tokens that wait": (
+    "Prompt tokens waiting": (
         "Uncached prompt tokens queued or half computed. Divided by the prefill rate: the queue in seconds."
     ),
-    "Prefill rate, measured": "Prompt tokens a second that the worker measured of itself; placement uses it.",
-    "A step of decode, measured": (
-        "Mean time of one decode step that the worker measured of itself; the floor of inter-token latency."
+    "Prefill rate, measured": "Prompt tokens a second as measured by the worker; placement uses it.",
+    "Decode step, measured": (
+        "Mean time of one decode step as measured by the worker; the floor of inter-token latency."
     ),
     "Tokens in a step": (
-        "Tokens computed or generated in one engine step. Small steps under load say that something else is the limit."
+        "Tokens computed or generated in one engine step. Small steps under load mean that something else is the limit."
     ),
     "Preemptions": (
         "Requests whose blocks were taken back because the pool was full; they are recomputed or fetched again."
@@ -236,12 +234,12 @@ DESCRIPTIONS: dict[str, str] = {
     "Decode busy, of its steps' time": (
         "Steps a second times the time of a step. Near 1 with a long step: add decode workers."
     ),
-    "Cached blocks: age at eviction": "Short ages say that the prefix cache is too small for the load.",
+    "Cached blocks: age at eviction": "Short ages mean that the prefix cache is too small for the load.",
     "Cached blocks: idle before eviction": "Time since a request last used the evicted block.",
-    "Cached blocks: pause before the next hit": (
-        "If this comes near the age at eviction, more cache would give more hits."
+    "Cached blocks: time between two uses": (
+        "If this is close to the age at eviction, more cache would give more hits."
     ),
-    "Requests whose lent KV expired": "Prefill took KV back that decode had not read or acknowledged within its lease.",
+    "Requests whose KV lease expired": "Prefill took KV back that decode had not read or acknowledged within its lease.",
     "The pool's blocks": "Number and size of the KV blocks, from each worker's configuration.",
     "Requests running and waiting for a first token": "Over all routers. Waiting grows and running does not: the pools are full.",
     "Checks, template and tokenizer": (
@@ -250,7 +248,7 @@ DESCRIPTIONS: dict[str, str] = {
     "Prompts by where they were placed": (
         "remote: on a prefill worker; local: on decode, where that was predicted to be cheaper."
     ),
-    "What did not go as placed, by where it went": (
+    "Deviations from the placement": (
         "A prompt placed on prefill was computed elsewhere. Anything but decode_cache hides a fault."
     ),
     "Prefill workers given up by decode, by reason": (
@@ -259,43 +257,37 @@ DESCRIPTIONS: dict[str, str] = {
     "Requests placed again": (
         "Requests that lost their decode worker before the first token and were placed on another."
     ),
-    "Regret: first token later than expected": (
-        "How much later than predicted the first token came; 0 where it was earlier."
-    ),
-    "Expected against seen first token": "Absolute error of the predicted time to first token.",
-    "Cached tokens: error of the expectation": "Share of prompt tokens by which the predicted cache hit was wrong.",
-    "Cached tokens: expected and seen": (
-        "The two should lie on each other; a lasting gap says that cache events are lost."
-    ),
-    "Prompt tokens that nobody had to compute": (
+    "Regret: lateness of the first token": ("Delay of the first token against its prediction; 0 if it was earlier."),
+    "First token: error of the prediction": "Absolute error of the predicted time to first token.",
+    "Cached tokens: error of the prediction": "Share of prompt tokens by which the predicted cache hit was wrong.",
+    "Cached tokens: predicted and actual": ("The two should match; a lasting gap means that cache events are lost."),
+    "Share of prompt tokens that were cached": (
         "Cached on prefill or decode, of all prompt tokens of answered requests."
     ),
     "Prompt tokens of a request": "Length of prompts in tokens; compare it with the load that the cluster was sized for.",
     "Generated tokens of a request": "Length of answers in tokens, all choices of a request together.",
     "Time of computing, whole request": "From the start of prefill to the last token, without queues.",
     "Decoding, whole request": "From the first token to the last; grows with the length of answers.",
-    "KV that answers say they moved": "Sum over answered requests; compare it with decode's own count.",
-    "Requests as admission judged them": "admitted, refused, or (in shadow mode) would have been refused.",
-    "Refusals, or would-be ones, that were right": (
+    "KV moved, by answers' explanations": "Sum over answered requests; compare it with decode's own count.",
+    "Requests by admission decision": "admitted, refused, or (in shadow mode) would have been refused.",
+    "Correctness of admission's refusals": (
         "yes: the request would have missed its target. Many no: admission is too strict."
     ),
-    "Requests that wait for their turn": (
+    "Requests waiting in the router": (
         "Requests held in the router because the pool's queue is full for their tenant's share."
     ),
-    "Placement tickets by what became of them": (
+    "Placement tickets by outcome": (
         "Tickets of clients that stream from decode directly: finished, failed, or lapsed (never used)."
     ),
-    "Copies of hot prefixes, since the start": (
-        "Requests placed away from the best hit on purpose, to copy a hot prefix."
-    ),
-    "Requests that arrived": "Every request, answered or not: equal to answers and errors together, and what still runs.",
-    "Tokens of answers that did not end well": "Prompt and generated tokens of requests that failed or whose client left.",
+    "Copies of hot prefixes, since the start": ("Requests placed away from the best hit to copy a hot prefix."),
+    "Arrived requests": "Every request, answered or not: equal to answers and errors together, and what still runs.",
+    "Tokens of unfinished answers": "Prompt and generated tokens of requests that failed or whose client disconnected.",
     "Shadow requests by outcome": "Copies sent to workers under trial (--shadow-workers); clients never see them.",
-    "Cache news missing from some worker": (
+    "Cache events missing from some worker": (
         "1 while a worker's cache events do not arrive: placement there goes by load alone."
     ),
-    "Requests a second": "Requests of each tenant, however they ended.",
-    "Requests by how they ended": "Requests of each tenant: answered, or the reason of the error.",
+    "Requests a second": "Requests of each tenant, with any outcome.",
+    "Requests by outcome": "Requests of each tenant: answered, or the reason of the error.",
     "Generated tokens a second": "Tokens sent to each tenant's clients.",
     "Prompt tokens a second": "Prompt tokens of each tenant's answered requests, cached ones included.",
     "Share of prompt tokens cached": "Of each tenant; other tenants' prefixes never count.",

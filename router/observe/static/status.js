@@ -41,7 +41,7 @@ function numbers(status) {
   const prompt = sum("prompt_tokens");
   const shown = [
     ["running", status.running],
-    ["wait for a first token", status.waiting],
+    ["waiting for a first token", status.waiting],
     ["answers a second", count(sum("finished") / 10)],
     ["tokens a second", count(sum("tokens") / 10)],
     ["of prompts cached", prompt ? `${Math.round((100 * sum("cached_tokens")) / prompt)} %` : "–"],
