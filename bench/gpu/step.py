@@ -3,7 +3,8 @@
     python -m diptych.bench.gpu.step --out bench/results/gpu-step.json
 
 decode    one step of `batch` sequences at `context` tokens each: laid out, sent, replayed as a CUDA graph, sampled,
-          ids read back. wall: between returns of execute(); device: the graph alone. Floor: (weights + KV bytes) / read bandwidth.
+          ids read back. wall: between returns of execute(); device: the graph alone. Floor: (weights + KV bytes) / read
+          bandwidth.
 prefill   one chunk of `tokens`, launched kernel by kernel. Floor: FLOPs of the linear layers and of attention / cuBLAS's
           peak.
 """
