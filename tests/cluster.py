@@ -131,23 +131,23 @@ def up_command(*flags: str) -> tuple[list[str], int, int]:
 
 
 def environment(run_root: Path) -> dict[str, str]:
-    """What a user's shell gives to `diptych up`, and a run folder of its own. See docs/testing.md."""
+    """The environment of a user's shell for `diptych up`, with a separate run folder. See docs/testing.md."""
     mine = {name for name in os.environ if name.startswith(("DIPTYCH_", "PYTEST_"))} | SET_BY_TESTS
-    mine.discard(LANES_VARIABLE)  # of a whole run at one width of vectors, see tests/hostile.py
+    mine.discard(LANES_VARIABLE)  # set for a whole run at one vector width, see tests/hostile.py
     env = {name: value for name, value in os.environ.items() if name not in mine}
     return env | {"DIPTYCH_RUN_DIR": str(run_root)}
 
 
 @dataclass(frozen=True)
 class StepGates:
-    """Holds steps of the workers of one cluster, which is started with `flags`: see worker.step_gate."""
+    """Holds steps of the workers of a cluster that was started with `flags`: see worker.step_gate."""
 
     folder: Path
 
     @property
     def flags(self) -> tuple[str, str]:
-        # A step that a test holds is not one that got stuck.
-        # Ranges are sent while a prompt is computed, whatever this machine's link and speed say of their worth.
+        # A held step must not count as stuck. Ranges are sent while a prompt is computed, whatever this machine's link
+        # and speed.
         return "--worker-args", f"--fault-step-gates {self.folder} --stall-bound-s 3600 --kv-overlap on"
 
     def hold(self, cluster: Cluster, name: str, *, after_steps: int) -> None:
@@ -170,7 +170,7 @@ class StepGates:
         await waiting.until(held, f"a step of {name} waits", deadline_s=HELD_S, every_s=0.01)
 
     def open(self, name: str) -> None:
-        """Let it go on. Of no effect where nothing is held."""
+        """Release the step. No effect when none is held."""
         (self.folder / name).unlink(missing_ok=True)
         (self.folder / f"{name}.held").unlink(missing_ok=True)  # left by a process that was killed
 
@@ -183,7 +183,7 @@ def running_cluster(root: Path, *flags: str, extra_env: Mapping[str, str] | None
     folder = RunFolder(root / "run")
     process = spawn(
         command, log=output, env=environment(folder.root) | dict(extra_env or {}), cwd=root
-    )  # dies with us, whatever happens to us
+    )  # killed with this process, whatever ends it
     try:
         running = Cluster(process, folder, output)
 
@@ -208,7 +208,7 @@ def running_cluster(root: Path, *flags: str, extra_env: Mapping[str, str] | None
 
 
 def end(process: subprocess.Popen[bytes], within_s: float = 20.0) -> None:
-    """By SIGTERM, and by SIGKILL if it does not heed it; nothing where it has ended."""
+    """Send SIGTERM, then SIGKILL after `within_s`; no effect when it has ended."""
     if process.poll() is not None:
         return
     process.terminate()

@@ -1,4 +1,4 @@
-"""What every test gets: nothing may leak out of it. And, for those that ask, one real cluster for the whole run."""
+"""Common fixtures: leak checks for every test, and one real cluster for the whole run."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ _SETTLE_S = 30.0
 _OUR_ENV = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "TRITON_INTERPRET": "1"}
 _SET_HERE = {name for name in _OUR_ENV if name not in os.environ}
 os.environ.update({name: _OUR_ENV[name] for name in _SET_HERE})
-# An example that takes longer than hypothesis' 200 ms, or is slow to make, says that the machine is busy.
+# An example that exceeds hypothesis' 200 ms, or is slow to generate, only means that the machine is busy.
 settings.register_profile("diptych", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("diptych")
-# Else the first who asks for the main thread's loop (pytest-asyncio does) has the policy make one that nobody closes.
+# Otherwise pytest-asyncio makes the policy create a loop for the main thread that is never closed.
 _main_loop = asyncio.new_event_loop()
 asyncio.set_event_loop(_main_loop)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """A test process of xdist inherits what we have set, and could not tell it from what the user set."""
+    """A test process of xdist inherits the variables set here, and could not distinguish them from the user's."""
     node.workerinput["set_by_conftest"] = sorted(_SET_HERE)
 
 
@@ -62,7 +62,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Whoever reads of a failure, on CI or in an issue, sees on which machine it was."""
+    """Add a description of the machine to every failure."""
     report = yield
     if report.failed:
         report.sections.append(("machine", "\n".join(machine.facts())))
@@ -78,8 +78,8 @@ _CLUSTER = re.compile(r"^(?:async )?def test_\w+\([^)]*\b(?:cluster|colocated)\b
 
 @cache
 def _group(file: str) -> str:
-    """Of tests that run in one process, which starts what they share once: all files that use the shared cluster, all that
-    use the gated one, and else each file by itself."""
+    """Group of tests that run in one process and share its fixtures: all files that use the shared cluster, all that
+    use the gated one, and each other file separately."""
     text = (ROOT / file).read_text(encoding="utf-8")
     if _CLUSTER.search(text):
         return "cluster"
@@ -181,7 +181,7 @@ async def no_task_leaks() -> AsyncIterator[None]:
 
 @pytest.fixture
 def compiler() -> str:
-    """For tests of what C computes: skips them where none is installed. What serves there then is tested without this."""
+    """Skips tests of compiled C without a compiler. The fallback is tested without this fixture."""
     try:
         return find_compiler()
     except NativeError as error:
@@ -221,14 +221,15 @@ def cluster_module() -> ModuleType:
 
 @pytest.fixture(scope="session")
 def cluster(cluster_module: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
-    """One real cluster for the whole run, exactly as shipped: `diptych up` with free ports. Nobody kills parts of it."""
+    """One real cluster for the whole run, exactly as shipped: `diptych up` with free ports. Tests must not kill parts
+    of it."""
     with cluster_module.running_cluster(tmp_path_factory.mktemp("cluster")) as running:
         yield running
 
 
 @pytest.fixture(scope="session")
 def gates(cluster_module: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> object:
-    """Where steps of the gated cluster's workers are held."""
+    """The step gates of the gated cluster."""
     return cluster_module.StepGates(tmp_path_factory.mktemp("gates"))
 
 

@@ -1,19 +1,21 @@
-"""The test suite on machines that are hostile to it, one condition at a time; `make test-hostile`.
+"""The test suite on hostile machines, one condition at a time; `make test-hostile`.
 
-Green here means green on any machine: no test may depend on how fast, how loaded or which CPU the machine is. docs/testing.md
-tells how tests are kept from that, and what this found.
+No test may depend on the speed, load or CPU of the machine. docs/testing.md says how tests ensure that, and what these
+runs found.
 
 Each condition runs the part of the suite that it can affect:
 
-* Time (throttled, one-core, busy): everything that has threads, processes, sockets or deadlines. Left out is what computes on
-  one thread of one process and asks no clock (UNTIMED): slower, it takes longer and that is all. `throttled`, the hardest of
-  them, leaves nothing out.
-* Instructions (lanes-8, lanes-16, no-compiler): every test in whose process, or in a child of it, C of ours is compiled or
-  loaded: what reaches `diptych.common.compiled.find_compiler`. A run with a print there told which folders do not (WITHOUT_C).
-* All at once (together, together-no-compiler): SMOKE, one test or a few of every kind that the others found something in.
+* Time (throttled, one-core, busy): everything that has threads, processes, sockets or deadlines. Not run are tests that
+    compute
+  on one thread of one process without a clock (UNTIMED), which would only take longer. `throttled`, the hardest, runs all.
+* Instructions (lanes-8, lanes-16, no-compiler): every test that compiles or loads C, also in a child process: what
+    reaches
+  `diptych.common.compiled.find_compiler`. A run with a print there showed which folders do not (WITHOUT_C).
+* All at once (together, together-no-compiler): SMOKE, one test or a few of every kind in which the others found
+    something.
 
-`throttled` leaves three quarters of the machine unused, and instructions do not depend on time: those three run beside it, one
-after the other. Whatever else is selected runs alone.
+`throttled` leaves three quarters of the machine unused, and instructions do not depend on time: those three run beside
+it, one after the other. All other conditions run alone.
 
 Every result goes to hostile-out/: a log of each condition, and results.json.
 """
@@ -93,7 +95,8 @@ SMOKE = (
 
 @dataclass(frozen=True)
 class Condition:
-    """
+    """One condition.
+
     Args:
         leave_out: folders of tests that it cannot affect.
         smoke: it runs SMOKE, whatever was asked for.
@@ -102,8 +105,8 @@ class Condition:
         quarter: the suite gets a quarter of a core for each of its processes.
         one_core: the suite and all its children are pinned to one core.
         busy_loops: processes that only compute, on the same cores.
-        env: more of the environment.
-        limit_s: ends the run, as a failure.
+        env: further variables.
+        limit_s: after this time the run fails.
     """
 
     name: str
@@ -148,7 +151,7 @@ CONDITIONS = (
 
 @dataclass
 class Outcome:
-    """failed: names of tests that failed or whose set-up did; said: how the run ended, where it did not end by itself."""
+    """failed: names of tests that failed, or whose set-up failed; said: how the run ended, if not by itself."""
 
     condition: str
     why: str
@@ -201,7 +204,7 @@ def make_quota_group(cores: float) -> Path | None:
 
 
 def descendants(root: int) -> list[psutil.Process]:
-    """`root` and whatever comes from it, parents before their children."""
+    """`root` and its descendants, parents before their children."""
     try:
         top = psutil.Process(root)
         return [top, *top.children(recursive=True)]
@@ -224,10 +227,10 @@ def _signal(processes: Sequence[psutil.Process], signum: signal.Signals) -> None
 
 @contextlib.contextmanager
 def stop_and_continue(root: int, share: float) -> Iterator[None]:
-    """Where no quota can be set: `root` and its descendants run for `share` of every period.
+    """Without a CPU quota: `root` and its descendants run for `share` of every period.
 
-    What a test has stopped stays stopped: whoever sends signals is an ancestor of whom they reach, so parents are stopped first,
-    and what is found stopped then is not ours.
+    Processes stopped by a test stay stopped: the sender of a signal is an ancestor, and parents are stopped first, so a
+    process found stopped was stopped by a test.
     """
     done = threading.Event()
 
@@ -296,7 +299,7 @@ def progress_of(log: Path) -> str:
 
 
 def read_log(log: Path) -> tuple[dict[str, int], list[str]]:
-    """Counts by outcome, as pytest's last line has them ({} where it never came so far), and who failed."""
+    """Counts by outcome from pytest's last line ({} if missing), and the failed tests."""
     lines = log.read_text(errors="replace").splitlines() or [""]
     counts = {word.rstrip("s"): int(number) for number, word in re.findall(r"(\d+) (\w+)[,\s]", lines[-1] + " ")}
     failed = [re.split(r"^(?:FAILED|ERROR) | - ", line)[1] for line in lines if line.startswith(("FAILED ", "ERROR "))]
@@ -311,7 +314,7 @@ def run(
     cores: Sequence[int],
     stop: threading.Event,
 ) -> Outcome:
-    """One condition's run of pytest, in a process of its own, which ends when `stop` is set."""
+    """Run pytest under one condition, in a separate process, which ends when `stop` is set."""
     log = out / f"{condition.name}.log"
     processes = 1 if condition.with_throttled else PROCESSES
     command = [
@@ -393,7 +396,7 @@ def run_all(conditions: Sequence[Condition], run_one: Callable[[Condition, threa
 
     outcomes = []
     for stage in order(conditions):
-        # What a thread starts lives no longer than the thread: see child.start.
+        # A child process ends with the thread that started it: see child.start.
         with ThreadPoolExecutor(len(stage)) as pool:
             try:
                 for chain in [pool.submit(run_chain, chain) for chain in stage]:

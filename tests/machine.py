@@ -1,4 +1,4 @@
-"""What a result may hang on though it should not. It stands in the report of every test that fails."""
+"""Properties of the machine that a result should not depend on. Every failing test reports them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the figures of a cluster at rest must add up to. Pure: texts of /metrics in, sentences out."""
+"""Invariants of the metrics of an idle cluster. Pure: texts of /metrics in, violations out."""
 
 from __future__ import annotations
 
@@ -88,10 +88,10 @@ def check_router(router: Figures, *, more_choices: int | None = 0) -> list[str]:
 
 
 def check_workers(router: Figures, decode: Figures, prefill: Figures, *, exact: bool) -> list[str]:
-    """Laws of a router beside its workers, all at rest.
+    """Invariants of a router and its workers, all idle.
 
     Args:
-        exact: every request was answered, by the first worker it came to: nothing was drawn or read in vain.
+        exact: every request was answered by its first worker, so that nothing was sampled or read in vain.
     """
     out = _Findings()
     hold = out.same if exact else out.at_most

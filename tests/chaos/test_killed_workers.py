@@ -1,6 +1,8 @@
-"""kill -9 on either side: an answer or a typed error, never a hang, never a 200 that is cut; and the cluster serves again.
+"""kill -9 on either side: an answer or a typed error, never a hang, never a 200 that is cut; and the cluster serves
+again.
 
-What is killed in the midst of a request is held there by a step gate."""
+A step gate holds a request at the point at which a worker is killed.
+"""
 
 from __future__ import annotations
 
@@ -137,7 +139,7 @@ async def test_decode_killed_before_the_first_token_over_grpc(gated_cluster, gat
         with pytest.raises(DiptychError) as failure:
             await task
         assert failure.value.reason in ("WORKER_LOST", "NO_WORKER")
-        # Nobody wants the prompt any more: the step is given up, though the gate is shut still.
+        # The prompt is no longer needed: the step is abandoned, though the gate is still shut.
         await asyncio.to_thread(gated_cluster.wait_idle_of, "prefill-0")
         gates.open("prefill-0")
     await serves_again(gated_cluster, "decode-0", killed.pid)
@@ -145,7 +147,7 @@ async def test_decode_killed_before_the_first_token_over_grpc(gated_cluster, gat
 
 
 async def test_redis_killed_serving_goes_on(gated_cluster):
-    """Where it is dead, and where its successor knows nothing yet."""
+    """While Redis is dead, and after it restarted empty."""
     killed = gated_cluster.kill("redis")
     async with AsyncClient(gated_cluster.grpc_address, timeout_s=ANSWER_S) as client:
         options = {"max_tokens": 4, "ignore_eos": True}

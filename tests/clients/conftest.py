@@ -1,4 +1,4 @@
-"""Third-party clients as they come, from an environment of their own, against a real cluster."""
+"""Unmodified third-party clients, from a separate environment, against a real cluster."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ WAIT_S = 300.0
 
 
 class Clients:
-    """Their environment, without a network: everything that they would fetch is here.
+    """Their environment, without a network: everything they would download is provided.
 
     Args:
-        home: a folder for what they keep; its hub cache knows the model as local/smol.
+        home: a folder for their files; its hub cache has the model as local/smol.
     """
 
     def __init__(self, folder: Path, home: Path) -> None:
@@ -36,7 +36,7 @@ class Clients:
         (hub / "snapshots" / "abc").symlink_to(self.model_folder)
 
     def run(self, program: str, *arguments: str, more: Mapping[str, str] | None = None) -> str:
-        """What a program of the environment writes to stdout; fails the test with all that it said."""
+        """Output of a program of the environment; fails the test with all of it on an error."""
         offline_env = {"HF_HOME": str(self.home), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
         environment = {
             name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONSAFEPATH")

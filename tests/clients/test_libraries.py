@@ -1,4 +1,4 @@
-"""Issue 15: libraries that applications are written with, run as they come. What they got is what the cluster counted."""
+"""Issue 15: libraries of applications, unmodified. The cluster's counters match what they received."""
 
 from __future__ import annotations
 

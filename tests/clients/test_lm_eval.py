@@ -93,7 +93,7 @@ def likelihoods(samples: list[dict[str, Any]]) -> list[tuple[float, str]]:
 
 @pytest.fixture(scope="module")
 def expected(clients, tasks, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, str]]:
-    """What lm-eval computes with transformers, in 32 bits."""
+    """Results of lm-eval with transformers in 32 bits."""
     arguments = f"pretrained={clients.model_folder},dtype=float32"
     out = tmp_path_factory.mktemp("transformers")
     return likelihoods(

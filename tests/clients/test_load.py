@@ -1,4 +1,4 @@
-"""Issue 15: load generators, run as they come: none of their requests fails, and their figures are the cluster's."""
+"""Issue 15: load generators, unmodified: no request fails, and their figures match the cluster's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ REQUESTS, PROMPT, ANSWER = 12, 32, 8
 
 @pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
 def test_guidellm(route, clients, cluster, counted, tmp_path: Path) -> None:
-    """It had 5,610 refusals of 5,610: it always asks for continuous_usage_stats."""
+    """It had 5,610 refusals of 5,610: it always sets continuous_usage_stats."""
     report = tmp_path / "report.json"
     clients.run(
         "guidellm", "run", "--backend", f"kind=openai_http,target={cluster.http_url},request_format={route}",
@@ -54,7 +54,7 @@ def test_aiperf(kind, clients, cluster, counted, tmp_path: Path) -> None:
 
 
 def assert_alike(router: Any, series: str, mean_ms: float) -> None:
-    """The client's mean beside the router's. Wide bounds: the client shares the cores, and looks at its clock when it gets
-    to it; a figure of something else would be off by its own size."""
+    """Compare the client's mean with the router's. Wide bounds: the client shares the cores and reads its clock late; a
+    figure of something else would differ by its own size."""
     ours_ms = 1000 * router.total(f"{series}_sum") / router.total(f"{series}_count")
     assert 0.5 * ours_ms <= mean_ms <= 2 * ours_ms + 250, (series, ours_ms, mean_ms)

@@ -1,4 +1,4 @@
-"""LangChain's ChatOpenAI against a server. Arguments: base URL, model. Prints what it got as JSON."""
+"""LangChain's ChatOpenAI against a server. Arguments: base URL, model. Prints the results as JSON."""
 
 import json
 import sys

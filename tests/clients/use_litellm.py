@@ -1,4 +1,4 @@
-"""LiteLLM against a server. Arguments: base URL, model. Prints what it got as JSON."""
+"""LiteLLM against a server. Arguments: base URL, model. Prints the results as JSON."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""The OpenAI package against a server. Arguments: base URL, model. Prints what it got as JSON."""
+"""The OpenAI package against a server. Arguments: base URL, model. Prints the results as JSON."""
 
 import asyncio
 import json

@@ -1,7 +1,7 @@
-"""compose.yaml for real: its `cpu` profile with podman, requests across containers over UCX, a container of each kind killed.
+"""compose.yaml with podman: its `cpu` profile, requests across containers over UCX, a container of each kind killed.
 
-Run by `make test-containers`, as a user who may run podman; the images are there before (`make images`). podman's health
-checks need systemd, so they are run from here; what they run is what compose.yaml says.
+Run by `make test-containers`, as a user who may run podman; build the images first (`make images`). podman's health
+checks need systemd, so the test runs the commands of compose.yaml itself.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Stack:
             return False
 
     def noticed(self, router: str, victim: str) -> bool:
-        """Whether a router places nothing on a worker."""
+        """Whether a router no longer places on a worker."""
         workers = json.loads(read(router + "/status.json"))["cluster"]["workers"]
         return not any(worker["id"] == victim and not worker["why_not"] for worker in workers)
 
@@ -173,7 +173,7 @@ def test_a_cluster_of_containers_serves_and_survives(stack: Stack) -> None:
         answers[question], moved = text, moved + why["kv_bytes"]
     assert all(answers.values())
 
-    # What workers count is what the answers said; and every panel of the board names a metric of this scrape.
+    # The workers' counters match the answers, and every panel of the board names a metric of this scrape.
     scrapes = {f"{w}:9100": stack.scrape(f"{w}:9100") for w in WORKERS}
     scrapes |= {f"{r}:8000": stack.scrape(f"{r}:8000") for r in ("router-0", "router-1")}
     for role in ("prefill", "decode"):
@@ -189,7 +189,7 @@ def test_a_cluster_of_containers_serves_and_survives(stack: Stack) -> None:
             name for name in asked - names if not name.startswith(("diptych_tenant_", "diptych_shadow_"))
         } == set(), board
 
-    # Only the routers are published, and Redis lets a role do its own work only.
+    # Only the routers are published, and Redis restricts each role to its own commands.
     for service in (*WORKERS, "redis"):
         assert stack.podman("port", stack.name(service)).stdout == ""
     code = (
@@ -219,7 +219,7 @@ def test_a_cluster_of_containers_serves_and_survives(stack: Stack) -> None:
     report = stack.compose("--profile", "load", "run", "--rm", "--no-deps", "load")
     assert re.search(r"Successful requests: +3\b", report), report
 
-    # One container of each kind dies; what is asked then is answered by the others, with the same text.
+    # One container of each kind is killed; the others answer the next requests with the same text.
     for victim, router in (("prefill-0", 0), ("decode-0", 0), ("router-0", 1)):
         stack.podman("kill", "--signal", "KILL", stack.name(victim))
         # What runs at the time of a death is another test's matter.

@@ -1,4 +1,4 @@
-"""What can be said of the deployment without an engine that runs it."""
+"""Checks of the deployment files without a container engine."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ async def _no_events(request: ValidatedRequest) -> AsyncIterator[GenerateEvent]:
 
 
 def registries() -> list[Metrics]:
-    """Of a router with every option, and of a worker of each role."""
+    """Registries of a router with every option, and of a worker of each role."""
     workers = [WorkerMetrics(role, stats=EngineStats, clock=MonotonicClock()) for role in ("prefill", "decode")]
     for metrics in workers:
         metrics.describe_cache(block_size=16)
@@ -180,7 +180,7 @@ def series() -> dict[str, set[str]]:
         for family in metrics.registry.collect():
             suffixes = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"]}.get(family.type, [""])
             found.setdefault(family.name, set()).update(family.name + suffix for suffix in suffixes)
-    # asked from the transfer thread: there is none here
+    # from the transfer thread, which does not exist here
     for name in ("kv_transfer_bytes_total", "kv_expired_requests_total", "kv_slabs"):
         found.setdefault("diptych_" + name.removesuffix("_total"), set()).add("diptych_" + name)
     return found
@@ -318,7 +318,7 @@ def test_lookaside_opens_a_door_that_is_not_published() -> None:
 
 
 def test_the_worker_installs_for_cuda_12_and_13() -> None:
-    """By name: two extras that differ in torch and UCXX only, both pinned to the same versions."""
+    """Two extras by name that differ only in torch and UCXX, both pinned to the same versions."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     printed = {
         extra: set(subprocess.check_output([sys.executable, ROOT / "deploy/requirements.py", ROOT / "pyproject.toml", extra],
@@ -339,7 +339,7 @@ def test_the_worker_installs_for_cuda_12_and_13() -> None:
 
 
 def test_the_gpu_images_ucx_has_infiniband_and_roce() -> None:
-    """By the files of the package that the image installs, in the version that it is pinned to."""
+    """By the files of the pinned package that the image installs."""
     dockerfile = (ROOT / "deploy" / "Dockerfile").read_text()
     assert re.search(r"requirements.py .*\bnixl\b.* > /gpu.txt", dockerfile), "the image installs the extra `nixl`"
     assert "/gpu.txt" in dockerfile[dockerfile.index("AS build-gpu") : dockerfile.index("AS serve-gpu")]

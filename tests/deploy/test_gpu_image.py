@@ -1,4 +1,4 @@
-"""What the GPU image holds, where it was built (`make images IMAGES=serve-gpu`); no GPU is needed to look."""
+"""Content of the GPU image, if it was built (`make images IMAGES=serve-gpu`); needs no GPU."""
 
 from __future__ import annotations
 

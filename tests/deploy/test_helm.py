@@ -62,7 +62,7 @@ def container(objects: dict[tuple[str, str], dict[str, Any]], name: str) -> dict
 
 
 def variables(spec: dict[str, Any]) -> dict[str, str]:
-    """The DIPTYCH_* variables of a container, but for the file of secrets."""
+    """The DIPTYCH_* variables of a container, except the file of secrets."""
     return {
         e["name"]: e["value"] for e in spec["env"] if e["name"].startswith("DIPTYCH_") and e["name"] != "DIPTYCH_CONFIG"
     }

@@ -57,6 +57,6 @@ async def client(cluster) -> AsyncIterator[AsyncClient]:
 
 @pytest.fixture
 def fresh_prompt() -> Callable[[int], list[int]]:
-    """Token ids that no test has sent before: no cache knows them."""
+    """Token ids that no test has sent before, so that no cache has them."""
     rng = random.SystemRandom()
     return lambda length: [rng.randrange(FIRST_PLAIN_ID, LAST_PLAIN_ID) for _ in range(length)]

@@ -1,4 +1,5 @@
-"""Boards and alerts against the real cluster: every metric is in a live scrape; and (slow) Prometheus answers every query."""
+"""Dashboards and alerts against the real cluster: every metric is in a live scrape; and (slow) Prometheus answers every
+query."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def panels() -> ModuleType:
 
 
 def queries() -> list[tuple[str, str]]:
-    """Of the boards as Grafana asks them, with "All" chosen in every drop-down, and of the alerts."""
+    """Queries of the dashboards with "All" selected in every drop-down, and of the alerts."""
     found = []
     for path in sorted((ROOT / "deploy" / "grafana" / "dashboards").glob("*.json")):
         board = json.loads(path.read_text(encoding="utf-8"))

@@ -30,7 +30,7 @@ async def test_repeated_prompt_comes_from_decodes_own_cache(client: AsyncClient,
     assert first.explanation.kv_bytes == len(prompt) * KV_BYTES_PER_TOKEN
     assert first.explanation.prefill == "prefill-0"
 
-    async with asyncio.timeout(60.0):  # the router hears of decode's cache from its events
+    async with asyncio.timeout(60.0):  # the router gets decode's cache events
         while not (again := await client.generate(**options)).explanation.local_prefill:
             pass
     assert again.token_ids == first.token_ids

@@ -1,5 +1,5 @@
-"""What clients of the OpenAI API count on beside the text, on the live cluster: ids and headers of every answer, usage, the caps
-at their edge and just over it, fields nobody knows, tokens and back, the Responses API."""
+"""Details of OpenAI responses on the live cluster: ids and headers, usage, limits and just over them, unknown fields,
+tokenize and detokenize, the Responses API."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def http(cluster):
 
 
 def nested(depth: int) -> dict[str, Any]:
-    """A schema of so many levels."""
+    """A schema with this many levels."""
     schema: dict[str, Any] = {"type": "integer"}
     for _ in range(depth - 1):
         schema = {"type": "array", "items": schema, "maxItems": 1}

@@ -1,4 +1,4 @@
-"""Odd requests, allowed and not, at the real cluster: every answer is typed, no worker dies, nothing stays held.
+"""Random valid and invalid requests to the real cluster: every answer is typed, no worker dies, nothing is leaked.
 
 FUZZ_EXAMPLES=1000 makes it (and tests/integration/test_faces_fuzz.py) longer, and random.
 """

@@ -113,7 +113,7 @@ GRID = [
 
 
 FEW = [fields for i, fields in enumerate(GRID) if i % 19 == 3]
-"""Every pair of values of two fields is among them (see the test)."""
+"""They include every pair of values of two fields (see the test)."""
 
 
 def test_the_few_hold_every_pair_of_values() -> None:
@@ -128,7 +128,7 @@ def test_the_few_hold_every_pair_of_values() -> None:
 
 
 def counters(cluster) -> dict[str, float]:
-    """What router and workers have counted so far of where prompts are computed and of what crosses."""
+    """Counters of router and workers: where prompts are computed, and what is transferred."""
     found = {"sent": 0.0, "received": 0.0, "computed by prefill": 0.0, "computed by decode": 0.0}
     for name in cluster.workers():
         role = cluster.child(name).role
@@ -163,7 +163,7 @@ def test_the_grid(http, alone, cluster, grid) -> None:
             if choice["finish"] == ("stop", None) and "response_format" in fields:
                 value = json.loads(choice["text"])
                 assert jsonschema_rs.is_valid(SCHEMA, value) or fields["response_format"] is not FORMAT
-        if fields.get("min_tokens") and "response_format" not in fields:  # the end of a grammar comes first
+        if fields.get("min_tokens") and "response_format" not in fields:  # the end of a grammar takes precedence
             assert all(len(choice["ids"]) >= 5 for choice in apart)
     cluster.wait_idle()
     gained = {name: value - before[name] for name, value in counters(cluster).items()}

@@ -149,7 +149,7 @@ async def test_a_cut_stream_goes_on_byte_for_byte(cluster, local) -> None:
             for cut in range(1, len(ids) + 1):
                 sent = "".join(delta.text for delta in deltas if delta.offset < cut)
                 if any(delta.offset < cut < delta.offset + len(delta.token_ids) for delta in deltas):
-                    continue  # these tokens came in one message
+                    continue  # these tokens arrived in one message
                 rest = await client.generate(
                     **case | {"seed": seed}, resume_after=ids[:cut], local_prefill_max_tokens=local
                 )

@@ -50,7 +50,7 @@ async def test_alone(client: AsyncClient, cluster, golden):
 
 
 async def test_ranges_cross_while_the_prompt_is_computed(gated_cluster, gates, goldens, fresh_prompt):
-    """Where ranges are sent at all (`--kv-overlap on`): the second chunk is held until the first one's KV has been read."""
+    """With `--kv-overlap on` the second chunk is held until the first one's KV has been read."""
     prompt = fresh_prompt(900)
     async with AsyncClient(gated_cluster.grpc_address, timeout_s=ANSWER_S) as client:
         received = gated_cluster.audit("decode-0", full=False).kv_bytes_received

@@ -49,7 +49,7 @@ json.dump(out, sys.stdout)
 
 @dataclass(frozen=True)
 class Expected:
-    """What transformers says of one text. `top` has one entry more: what may follow."""
+    """transformers' result for one text. `top` has one more entry: the next token."""
 
     ids: list[int]
     offsets: list[int]
@@ -104,7 +104,7 @@ def choices_of_stream(http: httpx.Client, body: dict[str, Any]) -> list[dict[str
 
 
 def check_numbers(logprobs: dict[str, Any], expected: Expected) -> None:
-    """Of the prompt's positions."""
+    """Check the prompt's positions."""
     count = len(expected.ids)
     first, *own = logprobs["token_logprobs"][:count]
     assert first is None
@@ -119,7 +119,7 @@ def check_numbers(logprobs: dict[str, Any], expected: Expected) -> None:
 
 
 def test_echoes_of_several_texts_with_max_tokens_0(http, expected):
-    """As lm-eval-harness asks for them."""
+    """As lm-eval-harness requests them."""
     answer = complete(http, {"prompt": TEXTS, "echo": True, "logprobs": 3, "max_tokens": 0})
     assert answer["usage"]["completion_tokens"] == 0
     assert answer["usage"]["prompt_tokens"] == sum(len(one.ids) for one in expected)

@@ -28,7 +28,7 @@ ANSWERED: list[dict[str, Any]] = [
 
 
 class Scraped:
-    """What all parts of the cluster have counted since the start of the test."""
+    """Counters of all parts of the cluster since the start of the test."""
 
     def __init__(self, cluster: Any, laws: Any) -> None:
         self._cluster, self._laws = cluster, laws
@@ -46,7 +46,7 @@ class Scraped:
         }
 
     def grown(self) -> tuple[Any, Any, Any]:
-        """Of router, decode, prefill."""
+        """Increases of router, decode, prefill."""
         now = self._now()
         router, decode, prefill = (now[role].since(self._before[role]) for role in ("router", "decode", "prefill"))
         return router, decode, prefill
@@ -67,7 +67,7 @@ def test_every_answer_is_counted_alike_by_all(cluster, scraped, metric_laws) -> 
     with httpx.Client(base_url=cluster.http_url, timeout=120.0) as http, ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda body: complete(http, body), ANSWERED))
     router, decode, prefill = scraped.grown()
-    # best_of holds its choices back: their tokens are no gaps that anybody saw.
+    # best_of holds its choices back: their tokens have no visible intervals.
     assert not metric_laws.check_router(router, more_choices=None)
     assert not metric_laws.check_workers(router, decode, prefill, exact=True)
     assert router.total("requests_total") == router.total("request_success_total") == len(ANSWERED) + 1
@@ -97,7 +97,7 @@ def test_who_leaves_is_counted_on_both_sides(cluster, scraped, metric_laws) -> N
         refused = http.post("/v1/completions", json={"prompt": "x", "n": 17})
         assert refused.status_code == 400
     settled = threading.Event()
-    for _ in range(200):  # the router has to hear of it
+    for _ in range(200):  # until the router is notified
         router, decode, prefill = scraped.grown()
         if router.total("num_requests_running") == 0 and router.total("request_errors_total") == 3:
             break

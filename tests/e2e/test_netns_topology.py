@@ -1,5 +1,6 @@
-"""The topology of compose.yaml on three hosts without containers: router and Redis, prefill, and decode, each in a network
-namespace of its own behind one bridge. Real processes, the real model, KV over UCX; then the prefill worker is killed."""
+"""The topology of compose.yaml on three hosts without containers: router and Redis, prefill, and decode, each in a
+separate network namespace behind one bridge. Real processes, the real model, KV over UCX; then the prefill worker is
+killed."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def ip(*words: str) -> None:
 
 
 class Network:
-    """A bridge here, and hosts behind it. Host number n has the address `self.address(n)`, this side number 1."""
+    """A bridge, and hosts behind it. Host number n has the address `self.address(n)`, this side number 1."""
 
     def __init__(self, stack: ExitStack) -> None:
         self._number = 1 + os.getpid() % 250
@@ -68,7 +69,7 @@ class Network:
 
 
 class Hosts:
-    """What runs on the three hosts, by name."""
+    """Processes of the three hosts, by name."""
 
     def __init__(self, network: Network, stack: ExitStack, folder: Path) -> None:
         self.router, self.prefill, self.decode = (network.address(n) for n in (2, 3, 4))
@@ -82,7 +83,7 @@ class Hosts:
         self._env = env | {"PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
 
     def start(self, name: str, address: str, *command: str) -> None:
-        """`ip netns exec` becomes the command: the pid that we have is its own."""
+        """`ip netns exec` execs the command, so the pid is the command's."""
         log = self._folder / f"{name}.log"
         inside = ["ip", "netns", "exec", self._names[address], *command]
         process = spawn(inside, log=log, env=self._env, cwd=self._folder)
@@ -164,7 +165,7 @@ def test_a_request_crosses_three_hosts_and_survives_one_of_them(
     dead = hosts.processes.pop("prefill-0")
     dead.send_signal(signal.SIGKILL)
     assert dead.wait(timeout=300) == -signal.SIGKILL
-    again, why = hosts.ask([*prompt[:1], *fresh_prompt(149)])  # computed anew, whatever the router knows by now
+    again, why = hosts.ask([*prompt[:1], *fresh_prompt(149)])  # recomputed, whatever the router's state
     assert again
     assert not why["kv_bytes"]
 

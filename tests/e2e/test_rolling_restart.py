@@ -25,7 +25,7 @@ RESTART_S = 150.0
 
 
 class Unreachable(Exception):
-    """Nobody listens: what a load balancer answers by trying the next router."""
+    """Connection refused; a load balancer would try the next router."""
 
 
 def ask(url: str, prompt: list[int]) -> str:
@@ -50,7 +50,7 @@ def ask(url: str, prompt: list[int]) -> str:
 
 
 def get(url: str, path: str) -> tuple[int, bytes]:
-    """(status, body); status 0: nobody listens."""
+    """(status, body); status 0: connection refused."""
     address = urllib.parse.urlsplit(url)
     connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=60)
     try:
@@ -68,7 +68,7 @@ def ready(url: str) -> bool:
 
 
 class Load:
-    """Threads that ask without a pause, over whichever router listens."""
+    """Threads that send requests without pause, to whichever router listens."""
 
     def __init__(self, urls: list[str], expected: dict[int, str], threads: int = 2) -> None:
         self.urls, self._expected = urls, expected
@@ -115,7 +115,7 @@ class Load:
 def second_router(
     cluster, folder: Path, env: dict[str, str]
 ) -> Iterator[tuple[list[subprocess.Popen[bytes]], str, list[str]]]:
-    """A router beside the cluster's own: (its process, its URL, its command line)."""
+    """A second router of the cluster: (its process, its URL, its command line)."""
     port = free_port("127.0.0.1")
     command = [
         *(sys.executable, "-P", "-m", "diptych.cli", "router", "--model", model_folder(cluster)),
@@ -187,7 +187,7 @@ def has_router(cluster) -> bool:
 
 
 def usable(url: str, name: str, pid: int) -> bool:
-    """Whether a router places on this life of a worker."""
+    """Whether a router places on this incarnation of a worker."""
     status, body = get(url, "/status.json")
     workers = json.loads(body)["cluster"]["workers"] if status == 200 else []
     return any(worker["id"] == name and worker["pid"] == pid and not worker["why_not"] for worker in workers)

@@ -1,5 +1,5 @@
-"""A start that hangs or is killed leaves no process behind: `diptych up` with its own Redis, and children that are held right
-where Python begins, before anything of ours is imported."""
+"""A start that hangs or is killed leaves no process behind: `diptych up` with its own Redis, and children that are held
+at the start of Python, before any module of the project is imported."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def wait_until(condition, what: str) -> None:
 
 
 def below(folder: Path) -> list[psutil.Process]:
-    """Every living process whose environment names the folder, whoever its parent is."""
+    """Every running process whose environment names the folder, whatever its parent."""
     found = []
     for process in psutil.process_iter():
         try:

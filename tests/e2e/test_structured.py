@@ -1,4 +1,5 @@
-"""Structured output over the real cluster: answers fit, apart as together, whole as streamed, and nobody else is touched."""
+"""Structured output over the real cluster: answers match, alone and concurrently, whole and streamed, and other
+requests are not affected."""
 
 from __future__ import annotations
 

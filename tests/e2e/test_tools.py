@@ -1,5 +1,5 @@
-"""Tool calls through the real cluster, for each format: one more router beside the cluster's own, whose model folder has a chat
-template with tools. Calls that are promised are there and fit their schemas; streams say what whole answers say."""
+"""Tool calls through the real cluster, for each format: one more router whose model folder has a chat template with
+tools. Required calls are present and match their schemas; streams and whole answers agree."""
 
 from __future__ import annotations
 
@@ -115,8 +115,8 @@ def folder_with(root: Path, model: Path, source: str) -> Path:
 
 @asynccontextmanager
 async def face(cluster: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Face]:
-    """A router of the cluster whose prompts are written by another template. Workers take no such router, since its prompts
-    would not be theirs: here it says that it has their template."""
+    """A router of the cluster with another chat template. Workers would reject it, since its prompts differ: here it
+    reports their template."""
     model = resolve_model("smollm2")
     monkeypatch.setattr(served_model, "tokenizer_revision", lambda _: tokenizer_revision(model))
     config = RouterConfig(
@@ -182,7 +182,7 @@ async def streamed(face: Face, **body: Any) -> Said:
                 parts += bool(delta.function.arguments)
     assert not calls or parts > 2 * sum(
         len(arguments) > 8 for _, arguments in calls
-    )  # they come while they are written
+    )  # they arrive while they are generated
     return content, [(name, arguments) for name, arguments in calls], finish
 
 
@@ -203,7 +203,7 @@ async def test_promised_calls(cluster, tmp_path, monkeypatch, name, thorough) ->
         required = await whole(here, tool_choice="required", **ask)
         check_calls(required, most=1)
         assert await streamed(here, tool_choice="required", **ask) == required
-        for wanted in SCHEMAS if thorough else ():  # "add" comes over gRPC and in responses below
+        for wanted in SCHEMAS if thorough else ():  # "add" is sent over gRPC and in responses below
             choice = {"type": "function", "function": {"name": wanted}}
             named = await whole(here, tool_choice=choice, **ask)
             check_calls(named, most=1, only=wanted)
@@ -212,7 +212,7 @@ async def test_promised_calls(cluster, tmp_path, monkeypatch, name, thorough) ->
         if thorough:
             assert await whole(here, tool_choice="required", local=4000, **ask) == required
             check_calls(await whole(here, tool_choice="required", **ask | {"temperature": 1.0}), most=1)
-        # With a format an answer is calls that fit or JSON that fits, whoever computed the prompt.
+        # With a format an answer is valid calls or valid JSON, wherever the prompt was computed.
         form: Any = {"type": "json_schema", "json_schema": {"name": "sum", "schema": ADD}}
         either = await whole(here, response_format=form, **ask)
         if either[1]:
@@ -274,7 +274,7 @@ async def test_calls_that_the_model_may_make(cluster, tmp_path, monkeypatch, nam
         silent = await whole(here, tool_choice="none", max_tokens=12, **ask)
         assert silent[1] == []
         assert silent[2] in ("stop", "length")
-        if thorough and name != "llama3-json":  # there a call is not told from text before it ends
+        if thorough and name != "llama3-json":  # there a call is only distinguished from text at its end
             strict = ask | {"tools": tools(strict=True)}
             promised = await whole(here, **strict)
             assert await streamed(here, **strict) == promised

@@ -58,7 +58,7 @@ def test_1_the_shared_clusters_have_no_variable_that_a_user_does_not_set(cluster
         for name, value in pytest_process.environ().items()
         if name == LANES_VARIABLE or not name.startswith(("DIPTYCH_", "PYTEST_"))
     }
-    # Whoever loads them: Python sets the first where the user has no locale, libreadline the others.
+    # Set by libraries: the first by Python without a locale, the others by libreadline.
     of_libraries = {"LC_CTYPE", "COLUMNS", "LINES"}
     for process in (cluster.process, colocated.process):
         env = psutil.Process(process.pid).environ()
@@ -115,7 +115,7 @@ def test_detached_up_then_down_leaves_logs_only(cluster_module, tmp_path: Path):
 
 
 def test_5_4_logs_are_json_lines_and_nothing_else(cluster):
-    """Of every process of ours, from its first line on; Redis speaks for itself."""
+    """For every process of the project, from its first line on; Redis has its own format."""
     for child in cluster.state.children:
         if child.role == "redis":
             continue

@@ -92,7 +92,7 @@ def test_keys_tls_and_mtls(cluster_module, tmp_path) -> None:
         unreachable = [v for v in doctor["verdicts"] if "UNAVAILABLE" in v["finding"]]
         assert not unreachable, unreachable
         assert len(doctor["verdicts"]) > 3
-        # Without the key, without the authority, with another authority: nobody is let in, and each says why.
+        # Without the key, without the authority, or with another authority the connection is rejected with a reason.
         other, _, _ = issue(tmp_path, "other")
         refused = {
             "this API key is not valid": diptych(*chat, said="Hello\n", key="dp-0000"),

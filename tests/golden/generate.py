@@ -45,7 +45,7 @@ def load_model(path: Path) -> Any:
 
 
 def reference(model: Any, prompt_ids: list[int], *, ignore_eos: bool) -> tuple[list[int], list[float]]:
-    """Greedy ids after `prompt_ids` (EOS included if it came) and the top-1/top-2 logit gap of each."""
+    """Greedy ids after `prompt_ids` (including an EOS) and the top-1/top-2 logit gap of each."""
     import torch
     from transformers import GenerationConfig
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 
 class GoldenPrompt(NamedTuple):
-    """Either `text` (a completion) or `messages` (a chat). `num_tokens`: cut the ids to this many."""
+    """Either `text` (a completion) or `messages` (a chat). `num_tokens`: length to which the ids are cut."""
 
     name: str
     text: str = ""

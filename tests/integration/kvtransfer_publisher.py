@@ -1,4 +1,4 @@
-"""A prefill worker's transfer side as a process of its own, driven by lines on stdin.
+"""A prefill worker's transfer side as a separate process, driven by lines on stdin.
 
 publish ATTEMPT SIZE SEED -> one line: the handle in hex     release ATTEMPT     audit     quit
 """

@@ -1,8 +1,8 @@
-"""What the OpenAI API's schema says of answers, read strictly: the types of its own Python library, which are made from that
-schema, and what they do not say.
+"""The OpenAI API's response schema, strictly: the types of its Python library, which are generated from that schema,
+and rules that they lack.
 
-The library's types are lenient: they let unknown fields through, and a field that is optional there may be one that the schema
-requires to be there, or one that must not be null. REQUIRED, NULLABLE and OURS say which.
+The library's types are lenient: they accept unknown fields, and an optional field may be required or non-null in the
+schema. REQUIRED, NULLABLE and OURS add these rules.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ REQUIRED = {
     "response_output_text.ResponseOutputText": {"logprobs"},
     "response_error_event.ResponseErrorEvent": {"code", "param"},
 }  # fmt: skip
-"""Of the schema, or of what the API has always sent; the types leave them optional."""
+"""In the schema, or always sent by the API; the types make them optional."""
 
 NULLABLE = {
     "chat_completion.Choice": {"logprobs"},
@@ -75,7 +75,7 @@ OURS: dict[str, set[str]] = {
     "response_function_call_arguments_done_event.ResponseFunctionCallArgumentsDoneEvent": {"name"},
     "model.Model": {"max_model_len"},
 }
-"""What answers hold beside the API's fields: vLLM's, and ours. docs/api.md names them."""
+"""Additional fields: vLLM's, and ours. docs/api.md lists them."""
 
 
 class EchoLogprobs(Logprobs):
@@ -96,7 +96,7 @@ class WholeCompletion(Completion):
 
 
 class ChunkChoice(WholeChoice):
-    """The API's own streams have null until the last chunk, whatever the schema says."""
+    """The API's streams have null until the last chunk, unlike the schema."""
 
     finish_reason: Literal["stop", "length", "content_filter"] | None  # type: ignore[assignment]
 
@@ -140,11 +140,11 @@ ADAPTERS: dict[str, TypeAdapter[Any]] = {
 }
 _COUNTS = ("tokens", "index", "created", "created_at", "sequence_number", "text_offset")
 _MAX_COUNT = 2**53
-"""What every client reads exactly."""
+"""Every client reads these integers exactly."""
 
 
 def read(kind: str, payload: str | bytes) -> Any:
-    """The answer. Raises: ValidationError or AssertionError for what the schema does not say."""
+    """The parsed answer. Raises: ValidationError or AssertionError for a violation of the schema."""
     value = ADAPTERS[kind].validate_json(payload, strict=True)
     _check(value, kind)
     return value

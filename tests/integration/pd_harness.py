@@ -110,7 +110,7 @@ class Gate:
 
 
 class SkippingClock:
-    """Real time, and what a model skips of it: its steps take as long as they say, on a machine of any speed."""
+    """Real time plus the time that a model skips: its steps take their nominal time on a machine of any speed."""
 
     def __init__(self) -> None:
         self._real, self._skipped_s = MonotonicClock(), 0.0
@@ -124,7 +124,7 @@ class SkippingClock:
 
 @dataclass
 class Answer:
-    """What one attempt got."""
+    """Events of one attempt."""
 
     token_ids: list[int] = field(default_factory=list)
     accepted: bool = False
@@ -251,7 +251,7 @@ class Cluster:
     decode: WorkerRuntime
     prefill: list[WorkerRuntime]
     gate: Gate | None = None
-    """Of decode's steps, where a test has one."""
+    """For decode's steps, if a test uses one."""
 
     @property
     def workers(self) -> list[WorkerRuntime]:

@@ -1,9 +1,7 @@
-"""A prefill worker as a process of its own: the real worker with a fake model, over real UCX. Driven by lines on stdin.
+"""A prefill worker as a separate process: the real worker with a fake model, over real UCX. Driven by lines on stdin.
 
-hold N    the engine stops before the N-th step from now (0: the next); answered at once, and by "held" when it does
-go        it goes on
-idle      answered once nothing is left of any request
-quit
+hold N    the engine stops before the N-th step from now (0: the next); answered at once, and by "held" when it stops go
+it continues idle      answered once no request is left quit
 """
 
 from __future__ import annotations

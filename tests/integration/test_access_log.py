@@ -1,4 +1,4 @@
-"""Every request has exactly one line in the router's log, however it comes and however it ends (5.4)."""
+"""Every request has exactly one line in the router's log, for every API and every outcome (5.4)."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ async def test_5_4_a_request_that_is_refused_has_one_line(world: Any, lines: Lin
         return await line_of(fleet, lines, face="http", outcome="refused", reason=reason, **shown)
 
     line = await refused("/v1/completions", 400, "INVALID_ARGUMENT", json=BODY | {"temperature": "hot secret"})
-    assert line["error"] == "at temperature"  # a caller's words are nobody's to log
+    assert line["error"] == "at temperature"  # a caller's words must not be logged
     await refused("/v1/completions", 400, "INVALID_ARGUMENT", content=b"{")
     await refused("/v1/completions", 404, "MODEL_NOT_FOUND", json=BODY | {"model": "other"})
     await refused("/v1/nothing", 404, None)
@@ -208,7 +208,7 @@ async def test_5_3_explain_takes_every_id_that_a_user_sees(world: Any) -> None:
 
 
 async def test_5_4_a_planned_drain_is_no_warning(world: Any, lines: Lines) -> None:
-    """Of an idle worker: it says that it drains, gives up its lease and goes; then of the router itself."""
+    """Of an idle worker: it reports that it drains, gives up its lease and exits; then of the router itself."""
     fleet, _, _, _, _ = world
     second = await fleet.add("d1")
     await fleet.until_ready(decode=2)

@@ -1,4 +1,5 @@
-"""mTLS between our own processes: who shows no certificate of the cluster is not let in, and nobody else is spoken to."""
+"""mTLS between the cluster's processes: peers without a certificate of the cluster are rejected, as servers and as
+clients."""
 
 from __future__ import annotations
 
@@ -64,7 +65,7 @@ async def test_only_members_speak_with_each_other(tmp_path: Path) -> None:
         assert await ask(ports[0], elsewhere) == "OK"  # a member, whatever its host
         assert await ask(ports[0], None) == "UNAVAILABLE"
         assert await ask(ports[0], stranger) == "UNAVAILABLE"
-        # Who trusts us and shows what another authority has signed, and the other way round: both sides look.
+        # A client that trusts the cluster but has another authority's certificate, and vice versa: both sides check.
         assert await ask(ports[0], replace(stranger, ca=member.ca)) == "UNAVAILABLE"
         assert await ask(ports[1], replace(member, ca=stranger.ca)) == "UNAVAILABLE"
         assert await ask(ports[1], member) == "UNAVAILABLE"  # no server of ours

@@ -1,4 +1,4 @@
-"""What comes over a connection that is not a plain request, at a real server."""
+"""Connections with malformed or partial requests, at a real server."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ASK = json.dumps({"messages": [{"role": "user", "content": "Hi"}]}).encode()
 
 
 async def said_to(url: str, data: bytes) -> bytes:
-    """All that the server says until it closes."""
+    """All that the server sends until it closes."""
     async with asyncio.timeout(WAIT_S):
         reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rsplit(":", 1)[1]))
         writer.write(data)

@@ -21,7 +21,7 @@ BODY = {"messages": [{"role": "user", "content": "Hi"}], "stream": True}
 WAIT_S = 60.0
 waiting = sys.modules["diptych_test_waiting"]
 
-grpc.aio.init_grpc_aio()  # its poller thread lives as long as the process; it must not look like a leak of the first test
+grpc.aio.init_grpc_aio()  # its poller thread runs as long as the process; it must not count as a leak of the first test
 
 
 @pytest.mark.parametrize("ends", [True, False])
@@ -69,7 +69,7 @@ async def test_draining(ends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def refused(address: str) -> None:
-    """Until nobody listens there any more."""
+    """Until the address refuses connections."""
     host, _, port = address.rpartition(":")
 
     async def nobody() -> bool:

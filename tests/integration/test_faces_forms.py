@@ -1,4 +1,4 @@
-"""Tools, responses and tokens over HTTP, with the real openai client where it knows the route."""
+"""Tools, responses and tokens over HTTP, with the real openai client where it has the route."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ _CALL_TO_ARGUMENTS = '<tool_call>{"name": "add", "arguments": '
 
 
 async def test_a_truncated_call_is_taken_back() -> None:
-    """What we hand out at finish_reason length comes back in the history, on every face."""
+    """A call truncated by finish_reason length is accepted in the history, on every API."""
     router_api = FakeRouterApi(says('<tool_call>{"name": "add", "arguments": ', CUT, reason=FinishReason.LENGTH))
     router_api.model_features = CALLER
     tool: Any = {"type": "function", "name": "add", "parameters": {"type": "object"}}
@@ -233,7 +233,7 @@ async def test_a_truncated_call_is_taken_back() -> None:
 
 @pytest.mark.parametrize("cut", [CUT, '{"city": "Paris"'])
 async def test_a_call_that_a_stop_string_cuts_is_no_call_to_make(cut: str) -> None:
-    """Who reads `tool_calls` takes the arguments for JSON."""
+    """`tool_calls` promises complete JSON arguments."""
     router_api = FakeRouterApi(
         says('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', _CALL_TO_ARGUMENTS, cut)
     )

@@ -48,7 +48,7 @@ WAIT_S = 60.0
 until = sys.modules["diptych_test_waiting"].until
 ONCE = RetryPolicy(max_tries=1)
 
-grpc.aio.init_grpc_aio()  # its poller thread lives as long as the process; it must not look like a leak of the first test
+grpc.aio.init_grpc_aio()  # its poller thread runs as long as the process; it must not count as a leak of the first test
 
 
 @asynccontextmanager
@@ -319,7 +319,7 @@ def raw_generate(channel: grpc.aio.Channel) -> Callable[..., Any]:
         (b"", "input"),
         (router_pb2.GenerateRequest(model="m").SerializeToString(), "input"),
         (router_pb2.GenerateRequest(prompt="").SerializeToString(), "prompt"),
-        (b"\x12\x01a\x48\x63", "failure_policy"),  # an enum value that nobody knows
+        (b"\x12\x01a\x48\x63", "failure_policy"),  # an unknown enum value
     ],
 )
 async def test_bytes_that_are_no_request_are_the_callers_error(body: bytes, param: str) -> None:

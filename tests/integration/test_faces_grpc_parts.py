@@ -1,4 +1,4 @@
-"""Tools, thoughts, formats, resumption and idempotency over gRPC, with the SDK."""
+"""Tools, reasoning, constraints, resumption and idempotency over gRPC, with the SDK."""
 
 from __future__ import annotations
 

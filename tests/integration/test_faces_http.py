@@ -1,4 +1,4 @@
-"""The HTTP face behind a real uvicorn, spoken to by the real openai client and by raw bytes."""
+"""The HTTP API behind a real uvicorn, with the real openai client and with raw bytes."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ async def test_openai_client_several_prompts() -> None:
 
 
 async def test_one_of_several_prompts_fails() -> None:
-    """Before anything was said it is a plain error; after that it ends the stream, and the others are cancelled."""
+    """Before the response started it is a plain error; after that it ends the stream, and the others are cancelled."""
     body = {"prompt": ["a", "b"], "stream": True}
     refusing = FakeRouterApi([], before_start=[NoWorkerError("nobody")])
     async with http(refusing) as client:

@@ -1,4 +1,4 @@
-"""What the HTTP face refuses, and what goes wrong on its way: the codes, bodies and names of fields that a client sees."""
+"""HTTP errors: status codes, bodies and field names."""
 
 from __future__ import annotations
 

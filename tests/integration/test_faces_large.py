@@ -1,4 +1,4 @@
-"""What is large is worked on beside the event loop, and refused by a count where it would hold up everybody all the same."""
+"""Large requests are processed off the event loop, and rejected by a count if they would block it anyway."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""gRPC reflection: grpcurl and the like see the methods, where that is wanted."""
+"""gRPC reflection: grpcurl and similar clients can list the methods, if enabled."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ grpc.aio.init_grpc_aio()
 
 
 def described(address: str) -> dict[str, set[str]]:
-    """Methods by service, as a client without our stubs learns them."""
+    """Methods by service, as a client without stubs gets them."""
     with grpc.insecure_channel(address) as channel:
         database = ProtoReflectionDescriptorDatabase(channel)
         pool = DescriptorPool(database)

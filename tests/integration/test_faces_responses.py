@@ -1,4 +1,4 @@
-"""Bodies of coding agents at /v1/responses: what is not had is left out with a warning, or refused by its own name."""
+"""Bodies of coding agents at /v1/responses: unsupported parts are dropped with a warning, or rejected by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where things are, what is not had, and what a browser asks first."""
+"""Existing and missing routes, and CORS."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a stream carries beside its text."""
+"""Stream options."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def test_continuous_usage_stats(path: str, body: dict[str, Any]) -> None:
     chunks = await chunks_of(hello_script(), path, body | {"stream_options": BOTH})
     told = [(one["usage"]["prompt_tokens"], one["usage"]["completion_tokens"]) for one in chunks]
     begin = [(3, 0)] if "messages" in body else []
-    # "Hello"; a token without text of its own, told with the next two; the end; the usage
+    # "Hello"; a token without complete text, reported with the next two; the end; the usage
     assert told == [*begin, (3, 1), (3, 4), (3, 4), (3, 4)]
     assert all(one["usage"]["total_tokens"] == sum(pair) for one, pair in zip(chunks, told, strict=True))
     assert [bool(one["choices"]) for one in chunks] == [True] * (len(chunks) - 1) + [False]
@@ -52,7 +52,7 @@ async def test_continuous_usage_stats_of_several_choices(path: str, body: dict[s
     chunks = await chunks_of(script, path, body | {"n": 2, "stream_options": {"continuous_usage_stats": True}})
     told = [one["usage"]["completion_tokens"] for one in chunks if one["choices"]]
     assert [count for count in told if count] == [1, 3, 3, 4, 4]
-    assert all(one["choices"] for one in chunks)  # nobody asked for a chunk of usage alone
+    assert all(one["choices"] for one in chunks)  # no chunk of usage alone was requested
 
 
 async def test_continuous_usage_stats_of_a_wrong_type_is_refused() -> None:

@@ -46,13 +46,13 @@ def backend(request):
 
 
 def fits(program: Program, text: str, *, forced: bool = True) -> bool:
-    """Whether the text may be written token by token and then end. `forced`: forced text is in the tokens that stand for it."""
+    """Whether the text may be generated token by token and then end. `forced`: forced text uses its canonical tokens."""
     matcher = program.matcher()
     mask = np.zeros(mask_words(VOCABULARY.size), dtype=np.int32)
     for token in encode(text):
         matcher.fill(mask)
         allowed = token in allowed_ids(mask, VOCABULARY.size)
-        # llguidance wants forced text in the tokenizer's own tokens, which these are
+        # llguidance requires the tokenizer's own tokens for forced text, as here
         if allowed or forced:
             assert matcher.accept(token) is allowed
         if not allowed:

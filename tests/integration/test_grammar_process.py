@@ -52,7 +52,7 @@ def test_it_holds_none_of_the_workers_sockets_and_its_death_is_nobodys_fault(mod
         compiler = GrammarCompiler(start, lambda _: FirstToken(bytes(64)), lambda program, text: program, limits)  # type: ignore[arg-type, return-value]
 
         async def idle() -> set[int]:
-            """Processes: one, or two where the first took so long to come up that a spare was started."""
+            """Processes: one, or two if the first was so slow to start that a spare was started."""
             await waiting.until(lambda: compiler._spare is None)
             return {one._process.pid for one in compiler._idle}  # type: ignore[attr-defined]
 
@@ -61,7 +61,7 @@ def test_it_holds_none_of_the_workers_sockets_and_its_death_is_nobodys_fault(mod
             first = await idle()
             for pid in first:
                 assert f"socket:[{os.fstat(listener.fileno()).st_ino}]" not in sockets(pid)
-                os.kill(pid, signal.SIGSTOP)  # nobody notices its end before it is written to
+                os.kill(pid, signal.SIGSTOP)  # its end is not noticed before it is written to
                 os.kill(pid, signal.SIGKILL)
             await compiler.compile(Grammar(GrammarKind.REGEX, "b"))
             others = await idle() - first

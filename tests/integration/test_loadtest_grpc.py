@@ -15,7 +15,7 @@ from diptych.router.api.auth_keys import add_key
 from diptych.router.api.fake import MODEL, FakeRouterApi, hello_script
 from diptych.router.server import Faces
 
-grpc.aio.init_grpc_aio()  # its poller thread lives as long as the process; it must not look like a leak of the first test
+grpc.aio.init_grpc_aio()  # its poller thread runs as long as the process; it must not count as a leak of the first test
 
 
 async def bench(router_api: FakeRouterApi, **more: object) -> tuple[str, RunRecord]:

@@ -1,6 +1,6 @@
-"""The whole harness over real sockets against the scripted server: every figure within 2% of the script.
+"""The whole harness over real sockets against the mock server: every figure within 2% of the script.
 
-Both ends live in one loop whose clock jumps, so the figures are those of the code and not of the machine's other tenants.
+Both ends are in one loop whose clock jumps, so the figures do not depend on the machine's load.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ def test_every_figure_is_within_two_percent_of_the_script(api, loop):
 
 
 def test_usage_alone_gives_the_same_totals():
-    """A server that knows no token ids: totals, TTFT, TPOT and E2E are exact, single gaps are shared out."""
+    """A server without token ids: totals, TTFT, TPOT and E2E are exact, single intervals are distributed."""
     script = Script()
 
     class Strict:
-        """Drops what strict servers do not know."""
+        """Drops fields unknown to strict servers."""
 
         def __init__(self, made: Any) -> None:
             self._made = made

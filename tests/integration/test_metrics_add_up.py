@@ -16,7 +16,7 @@ from diptych.rpc.channels import bind, new_server
 
 
 async def leave(fleet, *, after_tokens):
-    """A request that is left once so many of its tokens have come."""
+    """A request that is cancelled after this many tokens."""
     request = await fleet.frontend.prepare(UncheckedRequest(token_ids=[1] * 40, sampling={"max_tokens": 50}))
     events = fleet.frontend.generate(request)
     seen = 0
@@ -39,7 +39,7 @@ async def test_of_relayed_requests(fleet, metric_laws):
     for tokens in (1, 3):
         await fleet.ask(max_tokens=tokens)
     for tokens in (0, 1, 2):
-        decode.hold_from = tokens  # so many come, and no more
+        decode.hold_from = tokens  # this many tokens, and no more
         await leave(fleet, after_tokens=tokens)
         await asyncio.wait_for(decode.cancelled.wait(), 60)
         decode.cancelled.clear()
@@ -102,5 +102,5 @@ async def test_of_requests_with_tickets(fleet, metric_laws):
     assert figures.total("placement_tickets_total", outcome="granted") == 3
     assert not metric_laws.check_router(figures)
     assert figures.total("request_success_total") == 2
-    assert figures.total("inter_token_latency_seconds_count") == 5  # the mean of those that came
+    assert figures.total("inter_token_latency_seconds_count") == 5  # the mean of the received ones
     assert figures.total("prompt_tokens_cached_total") == 3 * 16

@@ -125,7 +125,7 @@ def test_auto_tries_what_fits_the_device_best_first(monkeypatch: pytest.MonkeyPa
 
 
 def _prefill(folder: Path, *flags: str) -> str:
-    """What `diptych prefill` says before it gives up: there is no model."""
+    """Output of `diptych prefill` without a model."""
     paths = [str(folder), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     ended = subprocess.run(
         [sys.executable, "-P", "-m", "diptych.cli", "prefill", "--model", str(folder / "nothing"), *flags],

@@ -85,7 +85,7 @@ async def test_tokens_are_the_same_across_unequal_block_sizes(pd: ModuleType, p_
         assert not answer.explanation.local_prefill
         assert answer.explanation.kv_bytes > 0
         assert "was converted" in answer.explanation.notes[-1]
-        # A prefix that decode holds in blocks of its own: the transfer begins at a block of prefill's, and what is there stays.
+        # A prefix cached on decode in blocks of its own size: the transfer begins at a block of prefill's.
         again = await router.run(cluster.submit_message(attempt="b", prompt=longer, policy=FAIL))
         assert again.token_ids == expected_longer
         assert again.explanation.cached_tokens_decode > 0
@@ -224,7 +224,8 @@ def step(runner: TorchModelRunner, tokens: list[int], start: int, table: list[in
 
 
 def expected_of(folder: Path, p_dtype: str, d_dtype: str) -> tuple[list[int], torch.Tensor]:
-    """By hand: the prompt in prefill's dtype, its KV cast by torch, the rest in decode's. Tokens and the KV that crosses."""
+    """By hand: the prompt in prefill's dtype, its KV cast by torch, the rest in decode's. Tokens and the transferred
+    KV."""
     source, target = tiny(folder, p_dtype), tiny(folder, d_dtype)
     table = list(range(-(-(LENGTH + 8) // 16)))
     out = [step(source, WORDS, 0, table, 0)]

@@ -1,7 +1,7 @@
-"""What becomes of a request when its prefill worker is lost, by phase and policy: real processes, real UCX, a fake model.
+"""Loss of a prefill worker, by phase and policy: real processes, real UCX, a fake model.
 
-The answer is token for token that of the undisturbed run, or the request ends with a typed error; decode gives everything
-back; and it happens within the bound.
+The answer equals that of the undisturbed run token for token, or the request ends with a typed error; decode releases
+everything, within the bound.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ POLICIES = pytest.mark.parametrize(
 
 waiting = sys.modules["diptych_test_waiting"]
 SILENCE_S = 2.0
-"""Where silence is what must be noticed; elsewhere the bound is one that no test reaches."""
+"""For tests of a silent peer; elsewhere a bound that no test reaches."""
 NEVER_S = 3600.0
 ANSWER_S = 60.0
 
@@ -68,7 +68,7 @@ def pd() -> ModuleType:
 
 
 class Prefill:
-    """A prefill worker in a child process; duck-typed as the WorkerRuntime that submit_message wants."""
+    """A prefill worker in a child process; duck-typed as the WorkerRuntime for submit_message."""
 
     def __init__(self, process: asyncio.subprocess.Process, hello: dict[str, str]) -> None:
         self.process = process
@@ -169,7 +169,7 @@ async def test_killed(pd: ModuleType, expected: dict[str, list[int]], policy: in
 
 
 async def test_killed_after_the_transfer_changes_nothing(pd: ModuleType, expected: dict[str, list[int]]) -> None:
-    """The KV is here and decode runs: nobody notices, and nothing is computed again."""
+    """The KV is transferred and decode runs: the loss has no effect, and nothing is recomputed."""
     tokens = await undisturbed(pd, expected)
     gate = pd.Gate(5)
     async with (
@@ -195,7 +195,8 @@ async def test_killed_after_the_transfer_changes_nothing(pd: ModuleType, expecte
 @POLICIES
 @pytest.mark.parametrize("after", [0, 2], ids=["before it starts", "in the middle of the transfer"])
 async def test_stopped(pd: ModuleType, expected: dict[str, list[int]], policy: int, after: int) -> None:
-    """SIGSTOP breaks no connection and completes nothing: only silence tells. The zombie that wakes changes nothing."""
+    """SIGSTOP breaks no connection and completes nothing: it is only detected by silence. The worker has no effect when
+    it continues."""
     tokens = await undisturbed(pd, expected)
     async with (
         two_prefill_one_decode(pd, silence_s=SILENCE_S) as (cluster, prefill),

@@ -108,7 +108,7 @@ async def test_sixteen_at_once_equal_local(pd: ModuleType) -> None:
 
 
 async def read_and_settled(reader: WorkerRuntime, publisher: WorkerRuntime) -> bool:
-    """KV arrived, and its publisher has heard of it: no slab is out."""
+    """KV arrived, and its publisher got the acknowledgement: no slab is in use."""
     if not (await reader.transfer.audit()).bytes_received:
         return False
     slabs = (await publisher.transfer.audit()).slabs

@@ -1,4 +1,4 @@
-"""The clients' door of a real decode worker: tickets are checked, and routers hear what became of them."""
+"""A real decode worker's server for clients: tickets are verified, and routers are notified of their outcome."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def pd() -> ModuleType:
 
 
 class Guest:
-    """One client at the door."""
+    """One client."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._call = LookasideStub(channel).Attach()
@@ -133,7 +133,7 @@ async def test_a_ticket_is_as_good_as_a_routers_submit(pd, place):
     assert {news.attempt for news in ear.news} == {"a"}
     assert (ear.news[0].taken, ear.news[0].ended) == (True, False)
     told = decode_pb2.TicketStatus()
-    for news in ear.news:  # what waits together comes as one
+    for news in ear.news:  # buffered messages are merged
         told.MergeFrom(news)
     assert (told.first_token, told.completion_tokens, told.reason) == (True, 8, "")
     assert told.finished == events[-1].end.finished

@@ -1,6 +1,6 @@
 """Prefill and decode on two hosts (two network namespaces): partitioned, healed, and addresses of the wrong host.
 
-The partition drops every packet and breaks no connection; what was under way lands, if ever, in slabs that nobody uses.
+The partition drops every packet and breaks no connection; reads in flight complete, if ever, into unused slabs.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class OtherHost:
 
 @pytest.fixture(scope="module")
 def host() -> Iterator[OtherHost]:
-    """One for all tests: UCX reads the routes once in a process's life, so an interface must be there before its first use."""
+    """One for all tests: UCX reads the routes once per process, so an interface must exist before its first use."""
     try:
         other = OtherHost(100 * 256 + os.getpid() % 250)
     except subprocess.CalledProcessError as error:
@@ -241,7 +241,7 @@ async def test_what_lands_when_a_partition_heals_lands_in_nothing_that_is_used(
 async def test_a_loopback_address_is_refused_by_a_reader_on_another_host(
     pd: ModuleType, table: ModuleType, host: OtherHost
 ) -> None:
-    """The gRPC server would be reachable, the KV address is not: decode says so instead of reading from its own host."""
+    """The gRPC server is reachable, the KV address is not: decode reports it instead of reading from its own host."""
     async with pair(pd, table, host) as (cluster, child), pd.FakeRouter(cluster.decode.address) as router:
         directory = cluster.decode.role._peers
         check = directory._check

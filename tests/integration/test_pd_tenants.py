@@ -1,4 +1,4 @@
-"""What a request says of its tenant and its priority reaches the schedulers of both workers."""
+"""A request's tenant and priority reach the schedulers of both workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a prefill worker sends was computed from what decode asked for, or nothing of it reaches the client."""
+"""KV and tokens from a prefill worker that computed another prompt never reach the client."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def expected(pd: ModuleType, prompt: Sequence[int] = PROMPT) -> list[int]:
 
 
 def change_a_token(seqs: Sequence[ScheduledSeq]) -> None:
-    """In the rows of a step, behind the scheduler."""
+    """Change a row of the step, behind the scheduler."""
     for seq in seqs:
         if seq.start <= 70 < seq.start + len(seq.token_ids):
             seq.token_ids = [*seq.token_ids]
@@ -171,7 +171,7 @@ async def test_every_kind_of_answer_is_vouched_for(pd: ModuleType, kind: str) ->
 
 @pytest.mark.parametrize("right", [True, False])
 async def test_a_retry_with_sent_tokens_decodes_on_vouched_kv_only(pd: ModuleType, right: bool) -> None:
-    """Nothing is drawn by prefill: its KV alone must be what was asked for, the sent tokens included."""
+    """Prefill samples nothing: its KV alone must match the request, including the sent tokens."""
     want = await expected(pd)
     model = pd.fake_model if right else (lambda: pd.fake_model(before_execute=change_a_token))
     async with pd.cluster(prefill=model) as cluster, pd.FakeRouter(cluster.decode.address) as router:

@@ -1,4 +1,4 @@
-"""A decode worker runs out of blocks: the preempted request's KV comes from wherever it is measured to come sooner."""
+"""A decode worker runs out of blocks: a preempted request recovers its KV from the source measured as faster."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def takes(clock: Any, step_s: float, token_s: float) -> Callable[[Sequence[Sched
     loop = asyncio.get_running_loop()
 
     async def heard() -> None:
-        """The event loop has handled what the step before told it."""
+        """The event loop has handled the events of the step before."""
 
     def compute(seqs: Sequence[ScheduledSeq]) -> None:
         # A step of a real model is longer than the loop's answer to the one before.
@@ -83,7 +83,7 @@ async def test_a_preempted_request_goes_where_it_is_sooner_back(pd: ModuleType, 
         ]
         if case == "prefill is lost":
             await asyncio.gather(*(router.first_token(f"a{i}") for i in (1, 2)))
-            cluster.prefill[0].role.stop_accepting()  # who comes back is refused
+            cluster.prefill[0].role.stop_accepting()  # a returning request is refused
         await asyncio.gather(*(router.ended(f"a{i}") for i in (1, 2)))
         assert [answer.token_ids for answer in answers] == want[1:]
         stats = cluster.decode.engine.stats()

@@ -1,4 +1,4 @@
-"""What surrounds the hand-off: health follows the engine, the lease and the cache events, the Worker service."""
+"""Around the hand-off: health follows the engine, the lease and the cache events, the Worker service."""
 
 from __future__ import annotations
 

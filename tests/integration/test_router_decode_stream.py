@@ -54,8 +54,8 @@ async def test_many_attempts_share_one_stream(worker, stream):
         assert answer[0].HasField("accepted")
         assert [i for event in answer[1:-1] for i in event.tokens.token_ids] == [0, 1, 2]
     assert (worker.num_streams, stream.num_attempts) == (1, 0)
-    attempts[0].cancel()  # after the end: nothing to tell
-    await read(stream.open(submit("last")))  # a cancel would have come before it
+    attempts[0].cancel()  # after the end: no message
+    await read(stream.open(submit("last")))  # a cancel would have arrived before it
     assert worker.cancels == []
 
 

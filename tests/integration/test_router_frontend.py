@@ -150,7 +150,7 @@ async def test_a_request_waits_for_the_workers_of_a_router_that_has_just_started
 
         cluster.wait_for_change = hold
         asking = asyncio.create_task(fleet.ask())
-        await asyncio.wait_for(held.wait(), 60)  # found nobody, and is not refused
+        await asyncio.wait_for(held.wait(), 60)  # no worker is found, and the request is not refused
         assert not asking.done()
         await fleet.add("d0")
         events = await asyncio.wait_for(asking, 60)

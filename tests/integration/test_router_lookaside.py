@@ -48,7 +48,7 @@ async def world(fleet):
 
 
 def relayed(fleet):
-    """What the router sent to decode itself."""
+    """Requests that the router itself sent to decode."""
     return fleet.frontend.metrics.placements.labels("remote").value - tickets(fleet, "granted")
 
 
@@ -171,7 +171,7 @@ async def test_pending_placements_are_seen_until_the_end(world):
     steps = aiter(stream)
     await anext(steps)
     reservations = fleet.frontend._cluster.reservations
-    await fleet.until(lambda: reservations.tokens("p0") == 0)  # its first token was told
+    await fleet.until(lambda: reservations.tokens("p0") == 0)  # its first token was reported
     assert reservations.requests("d0") == 1
     decode.go.set()
     decode.hold_from = -1
@@ -226,7 +226,7 @@ async def test_a_bad_value_is_told_as_it_is(world):
 
 async def test_a_refused_ticket_goes_through_the_router(world):
     fleet, decode, client = world
-    decode.ticket_epoch = 7  # the router has not heard
+    decode.ticket_epoch = 7  # the router has not been notified
     assert (await client.generate(token_ids=PROMPT, max_tokens=3)).token_ids == (0, 1, 2)
     assert relayed(fleet) == 1
 

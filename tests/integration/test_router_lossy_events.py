@@ -1,4 +1,4 @@
-"""A router whose news of caches are dropped, doubled and reordered still comes to know the workers' truth."""
+"""A router whose cache events are dropped, doubled and reordered converges to the workers' caches."""
 
 import asyncio
 import random

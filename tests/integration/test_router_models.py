@@ -1,4 +1,4 @@
-"""Two models behind one router: each has its tokenizer, its workers and its blocks, and requests name the one they want."""
+"""Two models behind one router: each has its tokenizer, workers and blocks, and requests select one by name."""
 
 import asyncio
 import json
@@ -51,7 +51,7 @@ async def test_requests_go_to_the_workers_of_the_model_that_they_name(two, other
     assert big.submits[0].placement.prefill[0].worker_id == "p1"
     await two.ask(model="tiny")
     assert (len(tiny.submits), len(big.submits)) == (1, 1)
-    for name in ("tiny", "big"):  # each with its own vocabulary
+    for name in ("tiny", "big"):  # each with a different vocabulary
         spec = UncheckedRequest(model=name, prompt="w50")
         assert await two.frontend.tokenize(spec) == [50 if name == "tiny" else 47]
         assert two.frontend.tokens(name).of(1) == b"w1"

@@ -75,7 +75,7 @@ async def test_routers_hear_of_each_other_and_survive_a_loss_of_everything(store
         await all_hear(60, (0, 1, 2))
         await raw.flushall()
         await all_hear(60, (0, 1, 2))
-        tasks[2].cancel()  # dies with something pending
+        tasks[2].cancel()  # it dies with pending placements
         await all_hear(30, (0, 1))
     finally:
         for task in tasks:

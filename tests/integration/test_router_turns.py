@@ -44,7 +44,7 @@ async def test_a_tenant_with_ten_times_the_requests_gets_its_share(model_folder,
         names = {tenant_salt(fleet.secret, name): name for name in ("greedy", "modest", "double")}
         order = [names[submit.cache_salt] for submit in decode.submits]
         assert len(order) == 78
-        # All of the others' come before most of what the greedy one sent first.
+        # All requests of the other tenants come before most of the greedy one's.
         last = max(i for i, name in enumerate(order) if name != "greedy")
         assert order[: last + 1].count("greedy") <= 40
         assert fleet.no_reservations()

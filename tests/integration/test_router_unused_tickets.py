@@ -1,4 +1,4 @@
-"""Tickets that nobody hands in, and replies that nobody reads, must cost the others nothing."""
+"""Unused tickets and unread replies must not cost other clients anything."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -22,7 +22,7 @@ _PLACEMENTS = "/diptych.rpc.v1.Router/Placements"
 
 @pytest.fixture
 async def world(fleet):
-    """(fleet, address of its router). Prefill computes 20 tokens a second: any prompt fills the room for turns."""
+    """(fleet, address of its router). Prefill computes 20 tokens a second: any prompt fills the capacity gate."""
     await fleet.add("p0", "prefill", load=WorkerLoad(prefill_tokens_per_s=20.0))
     await fleet.add("d0", ticket_key=derive_key(fleet.secret, PURPOSE))
     await fleet.until_ready()
@@ -69,7 +69,7 @@ async def test_an_unused_ticket_keeps_nobody_waiting(world):
         await call.write(asked(1, 2))
         replies = await replies_of(call, 2)
         assert replies[0].HasField("placed")
-        # another ticket would be one too many; who waits for a turn does not count what may never come
+        # another ticket would be one too many; a waiting request does not count what may never arrive
         assert "turn" in from_failure(replies[1].failure).message
         assert fleet.frontend._cluster.turnstile.may_pass("", 1)
         assert fleet.frontend._cluster.reservations.tokens("p0") == 40

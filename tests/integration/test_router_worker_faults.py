@@ -1,4 +1,4 @@
-"""Workers that fail, refuse, die, come back or are silent, behind the frontend over real gRPC."""
+"""Workers that fail, refuse, die, return or stop answering, behind the frontend over real gRPC."""
 
 import asyncio
 
@@ -38,7 +38,7 @@ async def test_a_decode_worker_that_fails_is_left_alone_and_comes_back(fleet):
     while not refused:
         try:
             await fleet.ask()
-        except InvalidRequestError:  # a probe that tells nothing of the worker
+        except InvalidRequestError:  # an inconclusive probe
             refused += 1
     workers[0].refuse = None
     for _ in range(20):

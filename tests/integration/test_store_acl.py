@@ -39,7 +39,7 @@ def users() -> str:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    """The socket of a server that knows the roles only."""
+    """The socket of a server that has only the roles."""
     folder = Path(tempfile.mkdtemp(prefix="vka", dir="/tmp"))
     (folder / "acl").write_text(users())
     socket = folder / "s"

@@ -1,4 +1,4 @@
-"""What happens to serving while the store is paused, full, stopped or fails over: real servers, a router, two workers."""
+"""Serving while the store is paused, full, stopped or fails over: real servers, a router, two workers."""
 
 import asyncio
 import contextlib
@@ -46,7 +46,7 @@ def end(process):
 
 
 async def answering(port, process=None):
-    """A client of the server at `port`; None: the process has ended, as when somebody took its port before it did."""
+    """A client of the server at `port`; None: the process has ended, for example because its port was taken."""
     client, answers = aioredis.Redis(port=port, protocol=2), False
 
     async def settled():
@@ -166,7 +166,7 @@ async def test_a_full_store_keeps_the_leases_that_stand(primary, model_folder, t
             await client.set("x", "y")
         await ask_until(fleet, asyncio.create_task(asyncio.sleep(2 * TTL_S)))  # sleep: what is not renewed has ended
         assert await client.exists("{t}:worker:p0", "{t}:worker:d0") == 2
-        await client.delete("{t}:worker:p0")  # and one that is lost comes back as soon as there is room
+        await client.delete("{t}:worker:p0")  # and a lost one returns as soon as there is memory
         await client.config_set("maxmemory", "0")
         await registered(client)
         assert isinstance((await fleet.ask())[-1], FinishedEvent)
@@ -174,7 +174,7 @@ async def test_a_full_store_keeps_the_leases_that_stand(primary, model_folder, t
 
 @pytest.fixture
 async def sentinel(tmp_path):
-    """(primary process, Sentinel's client, url) of a primary, its replica and a Sentinel that watches them."""
+    """(primary process, Sentinel's client, url) of a primary, its replica and their Sentinel."""
     ports = [free_port() for _ in range(3)]
     folders = [tmp_path / name for name in ("one", "two", "sentinel")]
     for folder in folders:
@@ -192,7 +192,7 @@ async def sentinel(tmp_path):
     )
     started.append(spawn(folders[2], str(config), "--sentinel"))
     clients.append(await answering(ports[2]))
-    async with asyncio.timeout(120):  # until the replica follows, and the Sentinel has heard of it
+    async with asyncio.timeout(120):  # until the replica follows, and the Sentinel knows it
         while not (  # noqa: ASYNC110
             (await clients[1].info("replication"))["master_link_status"] == "up"
             and await clients[2].execute_command("SENTINEL", "REPLICAS", "main")
@@ -312,8 +312,8 @@ LEASES = ("{t}:worker:p0", "{t}:worker:d0")
 
 
 async def test_2_3_a_failover_behind_a_stable_address_leaves_no_lease_behind(pair, model_folder, tmp_path):
-    """The connections that stand lead to the old primary, which is a replica now; until the address leads to the new one, the
-    store takes no writes, and the gauge says so. The leases are long: all that is looked at is that they are renewed."""
+    """Open connections lead to the old primary, now a replica. Until the address leads to the new one, the store is
+    read-only, and the gauge shows it. The leases are long: the test only checks that they are renewed."""
     old, new = pair
     async with StableAddress(port_of(old)) as address, serving(address.url, model_folder, tmp_path, ttl_s=600) as fleet:
         await registered(old)

@@ -42,7 +42,7 @@ from diptych.worker.process import make_transfer
 from diptych.worker.runtime import WorkerRuntime
 
 WAIT_S = 60.0
-"""Before a token that does not come fails the test."""
+"""Before a missing token fails the test."""
 STEPS_S = (0.0003, 0.001, 0.002, 0.0043, 0.008, 0.02)
 WAYS = ("http", "grpc", "lookaside")
 VOCAB = 64
@@ -61,10 +61,10 @@ class Gate:
         self.left = 0
         """Steps that it may still begin; -1: it waits for leave, and all that it sampled before went out."""
         self.sampled: Counter[str] = Counter()
-        """By attempt, in the steps that began."""
+        """By attempt, in the steps that have begun."""
 
     def arm(self, steps: int, step_s: float = 0.0) -> None:
-        """From now on so many steps and no more, of step_s seconds at least."""
+        """Allow this many further steps, of at least step_s seconds."""
         self._armed, self.step_s = True, step_s
         self.sampled.clear()
         self.let(steps)
@@ -91,13 +91,13 @@ class Gate:
 
 
 class Served:
-    """Where the cluster is, its runner's gate, and how many answers the engine has been given."""
+    """The cluster's address, its runner's gate, and the number of answers given to the engine."""
 
     def __init__(self, http: str, grpc: str, gate: Gate, in_engine: Callable[[], int]) -> None:
         self.http, self.grpc, self.gate, self.in_engine = http, grpc, gate, in_engine
 
     async def stream(self, way: str, max_tokens: int) -> AsyncIterator[int]:
-        """How many tokens came with each message that brought any."""
+        """Number of tokens in each message with tokens."""
         if way == "http":
             async for count in self._over_http(max_tokens):
                 yield count

@@ -1,4 +1,4 @@
-"""What `diptych up` asks its own router, where that wants keys and speaks TLS; with certificates made for the test."""
+"""Requests of `diptych up` to its router with keys and TLS; with certificates made for the test."""
 
 from __future__ import annotations
 

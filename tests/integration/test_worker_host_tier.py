@@ -1,5 +1,5 @@
-"""The host tier of a worker, seen from a router: its events give host credit, a hole in them ends in a snapshot with both tiers,
-and the worker says what a swap costs."""
+"""The host tier of a worker, as a router sees it: its events give host hits, a gap in them leads to a snapshot with
+both tiers, and the worker reports the cost of a swap."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ async def serve_prompts(pd: ModuleType, worker: WorkerRuntime) -> None:
 
 
 async def all_events(store: MemoryStore, worker: WorkerRuntime) -> list[KvEvent]:
-    """What the stream holds once it has caught up with the worker's lease."""
+    """The stream once it has caught up with the worker's lease."""
     dump = await worker.engine.dump_blocks()
     events: list[KvEvent] = []
 
@@ -141,7 +141,7 @@ def events_of(events: list[KvEvent], tier: str) -> list[KvEvent]:
 
 
 def lost_tail(worker: WorkerRuntime, events: list[KvEvent]) -> KvEvent:
-    """One host event too far on: what a reader sees that missed the one before it."""
+    """One host event too far ahead: what a reader gets that missed the one before it."""
     last = events_of(events, "host")[-1]
     return KvEvent(worker.incarnation, last.epoch, last.sequence + 2, "stored", (bytes(16),), "host")
 

@@ -1,7 +1,7 @@
 """Run many schedules of the hand-off: `python -P tests/sim/explore.py --seeds 100000`. Prints every seed that fails.
 
-A long run may be made in parts: `--first 20000 --seeds 20000 --out FILE` adds what each found to FILE, with the commit it ran on.
-`--within` ends a part early, between two schedules; its entry says where. `--jobs 16` runs sixteen parts side by side.
+A long run may be split: `--first 20000 --seeds 20000 --out FILE` adds the results to FILE, with the commit. `--within`
+ends a part early, between two schedules, and records where. `--jobs 16` runs sixteen parts in parallel.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def add(out: Path, new: list[dict[str, Any]]) -> None:
 
 
 def side_by_side(args: argparse.Namespace) -> int:
-    """Children of this script, each with a part of the seeds."""
+    """Run children of this script, each with a part of the seeds."""
     cuts = [args.first + args.seeds * i // args.jobs for i in range(args.jobs + 1)]
     with tempfile.TemporaryDirectory() as folder:
         outs = [Path(folder, f"{i}.json") for i in range(args.jobs)]

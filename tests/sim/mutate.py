@@ -1,4 +1,4 @@
-"""How many seeds the explorer needs to notice each missing guard: `python -P tests/sim/mutate.py --seeds 2000`."""
+"""Number of seeds until the explorer detects each missing guard: `python -P tests/sim/mutate.py --seeds 2000`."""
 
 from __future__ import annotations
 

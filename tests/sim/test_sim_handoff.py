@@ -1,4 +1,4 @@
-"""The explorer in CI's size, and that it notices every guard that is missing. See docs/handoff.md."""
+"""The explorer at CI's size, and its detection of every missing guard. See docs/handoff.md."""
 
 from __future__ import annotations
 

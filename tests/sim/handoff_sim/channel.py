@@ -23,7 +23,7 @@ def rpc_error(code: grpc.StatusCode, details: str) -> grpc.aio.AioRpcError:
 
 
 class SimChannel:
-    """Args: server: the node at the address now; None: nobody listens there."""
+    """Args: server: the node at the address; None: none listens."""
 
     def __init__(self, links: Links, client: Node, server: PrefillNode | None) -> None:
         self.links, self.client, self.server = links, client, server
@@ -96,7 +96,7 @@ class SimCall:
         self.end(asyncio.CancelledError())
 
     def end(self, how: BaseException) -> None:
-        """Decode's end is over; prefill's end is cancelled when it hears of it."""
+        """Decode's end is over; prefill's end is cancelled when it is notified."""
         if self._ended:
             return
         self._ended = True
@@ -120,7 +120,7 @@ class SimCall:
             self._task.cancel()
 
     def broken(self) -> None:
-        """The connection broke: both ends hear of it."""
+        """The connection broke: both ends are notified."""
         self.abort()
         server = self._channel.server
         assert server is not None

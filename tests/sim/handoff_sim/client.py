@@ -1,4 +1,4 @@
-"""The client of a world: its requests, and what each may be told."""
+"""The client of a world: its requests, and the permitted outcomes of each."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _POLICIES = (
 
 @dataclass
 class Ask:
-    """One request of the client and what came of it."""
+    """One request and its outcome."""
 
     name: str
     family: int
@@ -148,7 +148,7 @@ class Client:
             self._world.report(f"{ask.name}: failed though nothing forbids its success: {error!r}")
 
     def _anything_wrong(self) -> bool:
-        """Whether the schedule has anything that may cost a leg. Short leases and deadlines of reads do, under delay."""
+        """Whether the schedule contains anything that may cost a leg. Short leases and read deadlines do, with delays."""
         return (
             self._world.profile != "calm"
             or self._world.wires.faults.forge > 0

@@ -1,4 +1,4 @@
-"""What all workers of a world share, and the engine's core stepped on virtual time."""
+"""Shared parts of all workers of a world, and the engine's core on virtual time."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class SimEngine:
             self._ctx.loop.call_later(self._ctx.rng.random() ** 2 * 0.01, self._begin)
 
     def _begin(self) -> None:
-        """What comes while the step is computed waits for the next one."""
+        """Commands that arrive during a step wait for the next one."""
         commands, self._inbox = self._inbox, []
         self._ctx.loop.call_later(self._ctx.rng.random() ** 2 * 0.01, self._step, commands)
 
@@ -157,7 +157,7 @@ class SimEngine:
             self._finish(*unfinished)
 
     def _take_grants(self) -> None:
-        """Slabs that came back while the step was computed."""
+        """Slabs returned during the step."""
         for command in [command for command in self._inbox if isinstance(command, GrantSlabs)]:
             self._inbox.remove(command)
             self.core.handle(command)

@@ -1,4 +1,5 @@
-"""Sets of strings have an order that this process's hash seed decides; a schedule must be what its own seed says, and no more."""
+"""Fixes the iteration order of sets of strings, which depends on the process's hash seed; a schedule must depend on its
+own seed only."""
 
 from __future__ import annotations
 

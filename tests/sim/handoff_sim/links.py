@@ -11,14 +11,14 @@ from handoff_sim.loop import VirtualLoop
 
 @dataclass(eq=False)
 class Node:
-    """One life of a worker."""
+    """One incarnation of a worker."""
 
     worker_id: str
     incarnation: str
     dead: bool = False
     stopped: bool = False
     silenced: bool = False
-    """Dead, and not even its host tells."""
+    """Dead, and its host does not report it."""
     on_resume: list[Callable[[], None]] = field(default_factory=list)
 
 

@@ -1,6 +1,6 @@
-"""An event loop whose time jumps to the next thing to do. One callback at a time, so that a test may step in between any two.
+"""An event loop whose time jumps to the next event. One callback at a time, so that a test may act between any two.
 
-Lean, since the explorer's speed is how much of the hand-off it sees: no debug mode, no thread safety, one context for callbacks.
+It is minimal for speed: no debug mode, no thread safety, one context for callbacks.
 """
 
 from __future__ import annotations

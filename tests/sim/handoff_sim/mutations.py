@@ -1,7 +1,7 @@
-"""Guards of the hand-off, each with a way to remove it. Without any one of them the explorer must find something wrong.
+"""Guards of the hand-off, each with a way to remove it. Without any one of them the explorer must find a failure.
 
-A guard that is covered by another one is not listed, since removing it alone changes nothing: a slab number out of range cannot
-carry a valid MAC; what PeerLost frees was freed by the completions that come before it.
+A guard covered by another one is not listed, since removing it alone changes nothing: a slab number out of range cannot
+carry a valid MAC; what PeerLost frees was freed by the preceding completions.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SEEN_BY: dict[str, int] = {
     "legs_of_a_silent_decode_worker_go_on": 192,
     "a_slab_is_finished_while_it_is_unpacked": 94,
 }
-"""A seed that notices the guard's absence, where it takes more than a few to find one. Only saves time: see mutate.py."""
+"""A seed that detects the missing guard, if finding one takes more than a few. It only saves time: see mutate.py."""
 
 
 def mutation(patch: Patch) -> Patch:
@@ -101,7 +101,7 @@ def a_handle_is_served_after_its_lease() -> Any:
     return _without(Refusal.EXPIRED, lambda ledger, event, now: (event, float("-inf")))
 
 
-# ---- prefill: who frees a slab, and when ----
+# ---- prefill: freeing of slabs ----
 
 
 @mutation

@@ -1,4 +1,4 @@
-"""Workers on virtual time: the real scheduler, ledgers, doors and services; a fake model, wire and channel."""
+"""Workers on virtual time: the real scheduler, ledgers and services; a fake model, wire and channel."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from diptych.worker.refs import WorkerRef
 
 
 class SimTransfer:
-    """A TransferCore whose turns come on virtual time, with an eye on every move of a slab."""
+    """A TransferCore polled on virtual time that checks every transition of a slab."""
 
     def __init__(self, context: Context, node: Node, role: str) -> None:
         self._ctx, self._node = context, node
@@ -87,7 +87,7 @@ class SimTransfer:
         if self.core._inbox or self.transport.busy():
             self._kick()
         elif self.core._waiting or self._side.counts().free < self._ctx.sizes.num_slabs:
-            # Else every slab is free and nobody waits: a tick could not find anything.
+            # Otherwise all slabs are free and no read waits: a poll would do nothing.
             wait = min(self.core.next_due() - self._ctx.loop.time(), TICK_S)
             self._tick = self._ctx.loop.call_later(max(0.0, wait), self._kick)
 
@@ -176,7 +176,7 @@ class PrefillNode:
         self.engine.send(GrantSlabs(grants, Overlap(self.context.sizes.overlap)))
 
     def _on_free(self, slab: int, why: str) -> None:
-        """What rests on a word of decode rests on the word of the slab's own reader."""
+        """A release caused by a message of decode must come from the slab's own reader."""
         if why not in ("acknowledged", "given up by decode"):
             return
         handle = self.transfer.ledger._lives[slab].handle
@@ -249,7 +249,7 @@ class DecodeNode:
         self.intake.on_step(events)
 
     def die(self, *, unnoticed: bool) -> None:
-        """Unnoticed: its host is gone, and nobody says so on any connection."""
+        """`unnoticed`: its host is gone, and no connection reports it."""
         self.node.dead, self.node.silenced = True, unnoticed
         if not unnoticed:
             self.transfer.transport.die()

@@ -1,4 +1,4 @@
-"""What every prompt must give: its tokens and its KV, computed once by an engine that nothing disturbs."""
+"""The expected tokens and KV of every prompt, computed once by an undisturbed engine."""
 
 from __future__ import annotations
 

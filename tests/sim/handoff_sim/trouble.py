@@ -1,4 +1,4 @@
-"""What a seed makes go wrong with the workers of a world, and when."""
+"""Faults of a world's workers, drawn from the seed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Trouble:
         """Workers that were killed and are not there again."""
         self.trail: list[str] = []
         self.last_at = 0.0
-        """When the last of it began."""
+        """Start time of the last fault."""
         self._triggers: list[tuple[int, Callable[[], None]]] = []
 
     def _began(self, what: str) -> None:
@@ -30,7 +30,7 @@ class Trouble:
         self.last_at = self.loop.time()
 
     def under_way(self) -> bool:
-        """Whether a worker is stopped, cut off, or starting again."""
+        """Whether a worker is stopped, partitioned, or restarting."""
         return bool(self.restarts or self.links.num_cuts) or any(n.node.stopped for n in self._world.prefill.values())
 
     def step_in(self) -> None:
@@ -39,7 +39,7 @@ class Trouble:
         self.loop.step_in_at = self._triggers[-1][0] if self._triggers else math.inf
 
     def at(self, call: Callable[[], None], within_s: float) -> None:
-        """At a moment of the seed's choice: a time or a callback."""
+        """At a time or callback drawn from the seed."""
         if self.rng.random() < 0.5:
             self.loop.call_later(self.rng.random() * within_s, call)
         else:
@@ -110,7 +110,7 @@ class Trouble:
         self.loop.call_later(self.rng.choice((0.1, 1.0, 5.0)), self.links.heal)
 
     def _break(self) -> None:
-        """The KV connections break, both processes live."""
+        """The KV connections break, both processes keep running."""
         self._began(f"connections broken at {self.loop.num_callbacks}")
         transport = self._world.decode.transfer.transport
         for conn in list(transport._out.values()):

@@ -1,7 +1,9 @@
-"""A KV transport that loses, delays, reorders, doubles and damages messages, and watches who touches memory in flight.
+"""A KV transport that loses, delays, reorders, duplicates and damages messages, and checks accesses to memory in
+flight.
 
-It keeps the contract of kvtransfer.transport: every read completes once (or never, while its endpoint lives), PeerLost comes
-after all requests of that endpoint have completed. Bytes are read and written when the network would: late.
+It keeps the contract of kvtransfer.transport: every read completes once (or never, while its endpoint exists), and
+PeerLost follows the completion of all requests of that endpoint. Bytes are read and written when the network would do
+it: late.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from diptych.kvtransfer.transport import (
 
 @dataclass(frozen=True)
 class Faults:
-    """Chances for each message."""
+    """Probabilities for each message."""
 
     lose: float = 0.0
     twice: float = 0.0
@@ -96,7 +98,7 @@ class Wires:
         return 0 if self.chance(self.faults.lose) else 2 if self.chance(self.faults.twice) else 1
 
     def forgery(self, body: bytes) -> bytes:
-        """A handle that nobody signed."""
+        """A handle without a valid signature."""
         handle = handles.decode(body)
         change = self.rng.choice(
             [
@@ -141,7 +143,7 @@ class SimTransport:
         self.lent: Callable[[], set[int]] = set
         """Slabs whose payload is in other hands: the step thread unpacks them."""
 
-    # ---- what the checks ask ----
+    # ---- for the checks ----
 
     def touching(self) -> set[int]:
         """Slabs that the network may still read or write."""
@@ -282,7 +284,7 @@ class SimTransport:
             self._emit(NoteArrived(conn.name, body))
 
     def progress(self) -> list[TransportEvent]:
-        # Whoever is dying, and whose loss is told just now: a new endpoint of that name must wait until everybody knows.
+        # Peers whose loss is being reported: a new endpoint of that name must wait until all sides are notified.
         lost = {event.peer for event in self._events if isinstance(event, PeerLost)}
         self._gone = {conn.name_for(self) for conn in self._dying} | lost
         events, self._events = self._events, []
@@ -299,7 +301,7 @@ class SimTransport:
             self.lose(conn, why)
 
     def lose(self, conn: _Conn, why: str) -> None:
-        """Close this side of an endpoint; the other side hears of it when it can."""
+        """Close this side of an endpoint; the other side is notified when possible."""
         if self in conn.lost_by:
             return
         conn.lost_by.add(self)

@@ -1,7 +1,7 @@
-"""One schedule: a few requests, a few workers, and everything that a seed makes go wrong. `run(seed)` tells what broke.
+"""One schedule: a few requests, a few workers, and all faults of a seed. `run(seed)` returns the failures.
 
-Requests, faults and the moments of both are drawn from the seed alone, so a seed is a reproducer. A cancel or a fault comes
-either at a time or after the n-th callback of the loop: between any two things that the code does.
+Requests, faults and their times are drawn from the seed alone, so a seed is a reproducer. A cancel or a fault occurs at
+a time or after the n-th callback of the loop: between any two actions of the code.
 """
 
 from __future__ import annotations
@@ -201,8 +201,8 @@ class World:
 
 
 def run_all(seeds: Iterable[int]) -> Iterator[tuple[int, list[str], World]]:
-    """One after the other, quietly. What a schedule leaves behind are cycles, all garbage at its end: the collector looks at them
-    then, and never at what was there before."""
+    """One after the other, without logs. A schedule leaves reference cycles, all garbage at its end: collect them then,
+    and exempt earlier objects."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     logging.getLogger("diptych").setLevel(logging.CRITICAL)
     gc.disable()
@@ -217,6 +217,6 @@ def run_all(seeds: Iterable[int]) -> Iterator[tuple[int, list[str], World]]:
 
 
 def run(seed: int) -> tuple[list[str], World]:
-    """The problems of one schedule; none is what must come out."""
+    """The failures of one schedule; expected: none."""
     world = World(seed)
     return world.run(), world

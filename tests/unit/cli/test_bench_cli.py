@@ -21,7 +21,7 @@ from diptych.loadtest.config import BenchConfig
 
 @pytest.fixture
 def called(monkeypatch):
-    """What the commands would have run."""
+    """The calls that the commands would have made."""
     calls = []
 
     def keep(name):

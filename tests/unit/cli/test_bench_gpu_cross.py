@@ -1,4 +1,4 @@
-"""What `bench_gpu_cross` makes of its measurements; the GPUs themselves are not needed for that."""
+"""Evaluation of measurements in bench/gpu/cross.py; needs no GPU."""
 
 from __future__ import annotations
 

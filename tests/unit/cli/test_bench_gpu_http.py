@@ -1,4 +1,4 @@
-"""The client of `bench_gpu_http` reads a stream as it came, and a run's row counts what it should."""
+"""The client of bench/gpu/over_http.py: parsing of a stream, and the counts of a run."""
 
 from __future__ import annotations
 

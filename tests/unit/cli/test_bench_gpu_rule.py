@@ -1,4 +1,4 @@
-"""Who computes a short prompt: the router's charges on the rates of two GPUs."""
+"""Assignment of a short prompt: the router's costs at the rates of two GPUs."""
 
 from __future__ import annotations
 

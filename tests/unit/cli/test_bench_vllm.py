@@ -1,4 +1,4 @@
-"""What `diptych bench vllm` starts and sends; the servers themselves are not started here."""
+"""Commands and requests of `diptych bench vllm`; no server is started."""
 
 from __future__ import annotations
 
@@ -109,5 +109,5 @@ def test_a_held_server_stops_and_goes_on(environment, monkeypatch):
     server.resume()
     assert settle("S")
     server.pause()
-    server.stop()  # a held process would not see the signal that ends it
+    server.stop()  # a stopped process would not handle SIGTERM
     assert process.returncode == -signal.SIGTERM

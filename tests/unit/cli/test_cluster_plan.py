@@ -1,4 +1,4 @@
-"""What the children are told, and what the cluster calls its model."""
+"""Command lines of the children, and the cluster's name of the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`diptych doctor` and `diptych top` on a cluster elsewhere: its router speaks TLS, its workers want to see a certificate."""
+"""`diptych doctor` and `diptych top` on a remote cluster with TLS at the router and mTLS at the workers."""
 
 from __future__ import annotations
 

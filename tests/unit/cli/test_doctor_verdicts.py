@@ -182,7 +182,7 @@ CAN_BE = {
 
 
 def test_every_check_can_find_something() -> None:
-    """No branch is dead: the table above has every pair of check and level that the code can yield."""
+    """No branch is dead: the table above has every pair of check and level in the code."""
     assert len({check.__name__ for check in CHECKS}) == len(CHECKS) == 15
     table = next(mark for mark in test_each_fault_is_named.pytestmark if mark.name == "parametrize").args[1]
     asked = {(row[0], row[1]) for row in table} | {(v.check, v.level) for v in examine(facts())}
@@ -210,7 +210,7 @@ def test_a_warning_needs_a_next_step() -> None:
 
 
 def test_5_5_no_compiler_a_wrong_secret_and_redis_away_have_a_next_step_each() -> None:
-    """Out of the words that router and workers really say."""
+    """With the real messages of router and workers."""
     identity = RouterCheck("m1", "t1", bytes(32))
     record = WorkerRecord(
         worker_id="d0", incarnation="a", role="decode", address="", pid=1, model="m", kv_bytes_per_token=1, num_blocks=1,

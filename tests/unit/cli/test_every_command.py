@@ -148,7 +148,7 @@ def test_secrets_are_not_told(command: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("command", SERVERS)
 def test_servers_that_others_can_reach_want_keys_and_tls(command: str, tmp_path: Path) -> None:
-    """Workers want their certificates, which others of the cluster show too."""
+    """Workers require cluster certificates."""
     for host in ("0.0.0.0", "::", "10.0.0.1", "host.example"):
         refused = run(command, "--host", host)
         assert refused.exit_code == 2, (command, host)
@@ -161,13 +161,13 @@ def test_servers_that_others_can_reach_want_keys_and_tls(command: str, tmp_path:
     assert run(command, "--host", "0.0.0.0", *needed).exit_code == 0
     for missing in range(
         len(needed) if needed is clients else 0
-    ):  # a worker says what is missing when it reads the rest
+    ):  # a worker reports what is missing when it reads the rest
         assert run(command, "--host", "0.0.0.0", *needed[:missing], *needed[missing + 1 :]).exit_code == 2
     assert run(command, "--host", "127.0.0.1").exit_code == run(command, "--host", "localhost").exit_code == 0
 
 
 def options_of(command: str) -> list[tuple[str, type]]:
-    """Flags of numbers."""
+    """Numeric flags."""
     names = command.split()
     app = bench.build_app(names[-1]) if names[0] == "bench" else main.build_app(names[0])
     found = []

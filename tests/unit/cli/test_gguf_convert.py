@@ -23,7 +23,7 @@ TOKENS = [*SPECIAL, *sorted(ByteLevel.alphabet()), "12", "Ġ1", "ĠĠ", "ab"]
 
 
 def permuted(weight: np.ndarray, heads: int) -> np.ndarray:
-    """What llama.cpp's writer does to q and k."""
+    """The permutation of q and k by llama.cpp's writer."""
     rows, columns = weight.shape
     return weight.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(weight.shape)
 

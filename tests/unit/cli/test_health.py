@@ -1,4 +1,4 @@
-"""`diptych health`: what is refused before anything is asked."""
+"""`diptych health`: addresses rejected before connecting."""
 
 from __future__ import annotations
 

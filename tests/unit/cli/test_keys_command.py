@@ -1,4 +1,4 @@
-"""`diptych keys` and what else the command line says about who may come in."""
+"""`diptych keys`, and other options for access control."""
 
 from __future__ import annotations
 

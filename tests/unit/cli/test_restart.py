@@ -1,4 +1,5 @@
-"""A step of a roll-out is over when the router uses another life of the worker, not when it shows the old one as ready."""
+"""A step of a roll-out is over when the router uses another incarnation of the worker, not while the old one is still
+ready."""
 
 from __future__ import annotations
 

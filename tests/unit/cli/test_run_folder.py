@@ -82,7 +82,7 @@ def test_what_a_killed_supervisor_left_is_removed(tmp_path: Path):
     folder = RunFolder(tmp_path)
     folder.pid_file.write_text('{"pid": 1, "start_time": 0.0}')
     folder.write_state(make_state())
-    assert folder.owner() is None  # nobody holds the lock, whatever the file says
+    assert folder.owner() is None  # the lock is free, whatever the file says
     assert folder.remove_dead_cluster()
     assert list(tmp_path.iterdir()) == []
     assert not folder.remove_dead_cluster()

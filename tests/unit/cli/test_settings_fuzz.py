@@ -1,4 +1,4 @@
-"""Whatever a setting is given: it is taken, or refused by its name. Never a traceback."""
+"""Any value of a setting is accepted, or rejected by name, never with a traceback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small things that a newcomer met."""
+"""Small obstacles for newcomers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The terminal chat, with a client that plays a script."""
+"""The terminal chat, with a scripted client."""
 
 from __future__ import annotations
 

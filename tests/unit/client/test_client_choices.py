@@ -1,4 +1,4 @@
-"""Several choices and logprobs, and the fields that ask for them."""
+"""Several choices and logprobs, and their request fields."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def test_a_whole_answer() -> None:
     "deltas",
     [
         [(0, [5], "a"), (1, [6, 7], "bc"), (3, [], "d"), (3, [8], "")],
-        [(0, [5], "a"), None, (0, [5, 6], "ab"), (2, [7], "c")],  # told again by a resumed stream
+        [(0, [5], "a"), None, (0, [5, 6], "ab"), (2, [7], "c")],  # repeated by a resumed stream
         [(0, [5], "a"), None, (0, [9], "a")],
         [(0, [5], "a"), (2, [7], "c")],
     ],

@@ -1,4 +1,4 @@
-"""What a client is told of a router that it cannot reach: the system's reason, without gRPC's addresses and file names."""
+"""Errors for an unreachable router: the system's reason, without gRPC's addresses and file names."""
 
 import pytest
 

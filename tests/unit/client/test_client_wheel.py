@@ -1,4 +1,4 @@
-"""The wheel that `pip install .` makes: what it asks for, and that the SDK runs from it in an environment with nothing else."""
+"""The wheel of `pip install .`: its requirements, and the SDK in an environment with nothing else."""
 
 from __future__ import annotations
 

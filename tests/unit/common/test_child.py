@@ -1,4 +1,4 @@
-"""Children are started by exec alone, and end with their parent, whatever state they are in. Small children, no model."""
+"""Children are started by exec alone, and end with their parent in any state. Small children, no model."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ if len(sys.argv) > 2:
 
 @pytest.fixture
 def compiler(tmp_path: Path) -> str:
-    """Whatever is asked to compile: it leaves the file that was asked for."""
+    """A fake compiler that only creates the output file."""
     path = tmp_path / "compiler"
     path.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done; echo > "$2"\n')
     path.chmod(0o755)

@@ -1,4 +1,4 @@
-"""A compiled library is loaded from a folder that is the user's own and that nobody else can write."""
+"""A compiled library is loaded only from a folder that belongs to the user and that others cannot write to."""
 
 from __future__ import annotations
 

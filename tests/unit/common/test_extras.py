@@ -1,4 +1,4 @@
-"""What to install is said in a command that works."""
+"""Install commands in error messages work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever speaks in a process speaks the log's language (5.4)."""
+"""All output of a process uses the log format (5.4)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WAIT_S = 60.0
 
 
 def log_lines(program: str, **env: str) -> list[dict[str, Any]]:
-    """What a process writes to stderr: every line must be JSON with a time, a level and an event."""
+    """Lines on stderr of a process: each must be JSON with a time, a level and an event."""
     code = "from diptych.common.logging import setup_logging; setup_logging(role='test'); " + program
     env = (
         {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}

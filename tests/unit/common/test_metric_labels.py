@@ -1,4 +1,4 @@
-"""Series say which process they are of: role and worker, whatever scrapes them."""
+"""Series carry role and worker of their process, for any scraper."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes of single tokens, joined, are the bytes of the text; and each token begins where its offset says."""
+"""Bytes of single tokens, joined, are the bytes of the text; and each token begins at its offset."""
 
 from __future__ import annotations
 

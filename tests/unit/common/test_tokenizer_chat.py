@@ -1,4 +1,4 @@
-"""Our rendering of chat templates beside transformers' own."""
+"""Rendering of chat templates compared with transformers."""
 
 from __future__ import annotations
 

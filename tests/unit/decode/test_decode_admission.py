@@ -1,4 +1,4 @@
-"""Where a prompt is computed, and what follows a failed leg: every branch of both decisions."""
+"""Where a prompt is computed, and what follows a failed remote prefill: every branch of both decisions."""
 
 from __future__ import annotations
 

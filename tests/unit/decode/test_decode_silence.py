@@ -1,4 +1,4 @@
-"""Silence counts this worker's own ticks: its own stop is no silence of the peer."""
+"""The liveness timer counts this worker's ticks: a stop of this process is not silence of the peer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a preempted request's KV comes back from: by measured times, and never by a guess."""
+"""The source of a preempted request's KV: chosen by measured times only."""
 
 from __future__ import annotations
 

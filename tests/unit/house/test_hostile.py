@@ -1,4 +1,4 @@
-"""The script of `make test-hostile`: its conditions really hold, and what it says of a run is true."""
+"""The script of `make test-hostile`: its conditions take effect, and its report is correct."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contracts see the rooms through their symlinks: a forbidden import must be found."""
+"""The import contracts see the packages through their symlinks: a forbidden import must be found."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def test_no_shared_constraint_on_torch():
 
 
 def test_the_table_of_rooms_says_who_imports_whom() -> None:
-    """docs/architecture.md said that prefill and decode import `worker` alone."""
+    """docs/architecture.md said that prefill and decode import only `worker`."""
     table = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     allowed = {
         name: cell for name, cell in re.findall(r"^\| `(\w+)/` \|.*\| ([^|]*)\|$", table, re.MULTILINE) if name in ROOMS

@@ -1,4 +1,4 @@
-"""A test that fails says on which machine it did."""
+"""A failing test reports the machine."""
 
 from __future__ import annotations
 

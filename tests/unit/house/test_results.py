@@ -1,4 +1,4 @@
-"""Every committed result is named in a manifest that says what made it and which page quotes it."""
+"""Every committed result is listed in a manifest with its command and the page that quotes it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""docs/testing.md lists every variable and flag that tests set and no user would: as the tests' source says, both ways."""
+"""docs/testing.md lists every variable and flag that tests set and no user would; compared with the tests' source both
+ways."""
 
 from __future__ import annotations
 
@@ -86,6 +87,6 @@ def test_the_table_names_the_flags_that_are_for_tests() -> None:
 
 
 def test_a_cluster_under_test_gets_nothing_of_the_tests_own() -> None:
-    """What tests/cluster.py gives to it: see `environment` there."""
+    """The environment that tests/cluster.py passes to it: see `environment` there."""
     source = (ROOT / "tests" / "cluster.py").read_text(encoding="utf-8")
     assert set(names_of_environments(ast.parse(source))) == {"DIPTYCH_RUN_DIR"}

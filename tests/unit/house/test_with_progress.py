@@ -1,4 +1,4 @@
-"""Long, quiet steps of the Makefile show that they are alive."""
+"""Long, quiet steps of the Makefile show progress."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ENV = {"PATH": os.environ["PATH"], "PROGRESS_EVERY_S": "0.05"}
 def test_a_step_that_takes_long_says_so_until_it_ends(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     os.mkfifo(gate)
-    command = [str(SCRIPT), "a long step", "cat", str(gate)]  # it waits until somebody writes
+    command = [str(SCRIPT), "a long step", "cat", str(gate)]  # it waits for input
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=ENV) as step:
         assert step.stderr is not None
         assert step.stderr.readline() == "a long step\n"

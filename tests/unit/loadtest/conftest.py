@@ -22,11 +22,11 @@ class ScriptedTarget:
     token_s: float = 0.02
     per_chunk: int = 4
     says: str = "ids"
-    """ids: chunks carry token ids. usage: only the end tells the count. nothing: not even that."""
+    """ids: chunks carry token ids. usage: only the end has the count. nothing: no count."""
     fault: Callable[[int], str] = lambda number: ""
     slots: int = 0
     cached_tokens: int | None = 0
-    """Of each prompt, as the server says it; None: it says nothing."""
+    """Reported by the server for each prompt; None: not reported."""
     label: str = "scripted"
     url: str = "http://scripted"
     asks: list[Ask] = field(default_factory=list)

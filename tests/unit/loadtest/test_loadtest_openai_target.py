@@ -1,4 +1,4 @@
-"""What the harness reads out of one event of an OpenAI-compatible stream."""
+"""Parsing of one event of an OpenAI-compatible stream."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from diptych.loadtest.target_openai import _chunk_of, _Event
 
 @pytest.mark.parametrize("field", ["content", "reasoning", "reasoning_content"])
 def test_text_of_any_kind_is_a_token(field: str) -> None:
-    """`delta.reasoning` was not counted: a reasoning answer's first token seemed to come when it had finished thinking."""
+    """`delta.reasoning` was not counted: a reasoning answer's first token seemed to arrive after the reasoning."""
     event = msgspec.json.decode(msgspec.json.encode({"choices": [{"delta": {field: "so"}}]}), type=_Event)
     assert _chunk_of(event) == Chunk("so")
 

@@ -61,7 +61,8 @@ def test_open_loop_does_not_wait_for_a_slow_server(scripted, virtual):
 
 
 def test_waiting_for_a_slot_counts_from_the_intended_time(scripted, virtual):
-    """Coordinated omission: one at a time, 1 s each, intended every 0.1 s. The last one waited 18 s and must say so."""
+    """Coordinated omission: one at a time, 1 s each, intended every 0.1 s. The last one waited 18 s, which must be
+    counted."""
     target = scripted(first_s=1.0)
     run = Runner(target, OpenLoop(10.0, math.inf, max_concurrency=1))
     result = virtual(run.run(generate(spec(output_len=sizes.fixed(1)))))
@@ -116,7 +117,7 @@ def test_an_agents_turns_are_calls_and_results_that_both_of_our_faces_take(scrip
     messages = target.asks[2].messages
     assert [message.role for message in messages] == ["user", "assistant", "tool", "assistant", "tool"]
     for call, result in (messages[1:3], messages[3:5]):
-        assert call.content == "abab"  # what the server really said
+        assert call.content == "abab"  # the server's real answer
         assert call.tool_calls[0].id == result.tool_call_id
     assert len({message.tool_call_id for message in messages if message.role == "tool"}) == 2
     sent = msgspec.json.decode(msgspec.json.encode(messages))

@@ -101,7 +101,7 @@ async def kind(events: AsyncIterator[prefill_pb2.PrefillEvent]) -> str:
 async def test_events_in_order_and_open_until_settled(parts) -> None:
     handoffs, engine, publisher = parts
     async with aclosing(handoffs.serve(request(decode_cached_tokens=16))) as events:
-        # The request reaches the engine before the first event can come.
+        # The request reaches the engine before the first event.
         task = asyncio.ensure_future(events.__anext__())
         await asyncio.sleep(0)
         add = engine.commands[0]
@@ -219,7 +219,7 @@ async def test_the_queue_is_bounded_and_a_draining_worker_takes_nothing(parts) -
     handoffs, _, _ = parts
     tasks = [asyncio.ensure_future(anext(handoffs.serve(request(f"{i}/1")))) for i in range(2)]
     await asyncio.sleep(0)
-    with pytest.raises(InvalidRequestError, match="here already"):
+    with pytest.raises(InvalidRequestError, match="already exists"):
         await anext(handoffs.serve(request("0/1")))
     with pytest.raises(OverloadedError) as caught:
         await anext(handoffs.serve(request("2/1")))

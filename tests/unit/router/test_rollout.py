@@ -1,4 +1,4 @@
-"""Canary and shadow: who belongs where, and how much goes there."""
+"""Canary and shadow: groups of workers, and their shares of requests."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def test_a_probe_that_tells_nothing_makes_room_for_the_next():
     assert breakers.why_not("p1", 5.5) == ""
     breakers.on_placed("p1", 6.0)
     assert breakers.why_not("p1", 15.9)
-    assert breakers.why_not("p1", 16.0) == ""  # never heard of again
+    assert breakers.why_not("p1", 16.0) == ""  # no further outcome
     assert not breakers.on_inconclusive("p0", 16.0)
 
 

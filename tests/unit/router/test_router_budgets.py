@@ -47,7 +47,7 @@ def hammer(quotas, tenant, tokens=10, tries=200):
 
 
 async def minutes(all_routers, clock, seconds, demand):
-    """`demand`: (tenant, tokens wanted a router and interval). Tokens let in by tenant."""
+    """`demand`: (tenant, requested tokens a router and interval). Returns admitted tokens by tenant."""
     got = {tenant: 0 for tenant, _ in demand}
     for _ in range(int(seconds / INTERVAL_S)):
         for quotas in all_routers:
@@ -68,7 +68,7 @@ async def test_ten_times_the_requests_take_nothing_from_another_tenant(store, cl
     limits = {"greedy": 12_000, "modest": 12_000}
     modest, greedy = 10, 100  # a router and interval: 120 and 1,200 tokens a second in all, where 200 are allowed
     got = await minutes(routers(store, clock, limits), clock, 120, [("greedy", greedy), ("modest", modest)])
-    assert got["modest"] == ROUTERS * modest * 120 / INTERVAL_S  # all that it asked for
+    assert got["modest"] == ROUTERS * modest * 120 / INTERVAL_S  # all that it requested
     assert 0.9 * 36_000 < got["greedy"] <= 36_000 + ROUTERS * (200 + 10)
 
 
@@ -138,7 +138,7 @@ async def test_a_burst_after_a_pause_may_use_what_has_come_back(store, clock):
     quotas = SharedQuotas(lambda tenant: 60, now=clock.now, store=store)
     assert hammer(quotas, "a", tokens=1) == 60
     await quotas.exchange()
-    for _ in range(120):  # half a minute in which nothing is asked for
+    for _ in range(120):  # half a minute without requests
         clock.advance(INTERVAL_S)
         await quotas.exchange()
     assert 30 <= hammer(quotas, "a", tokens=1) <= 31
@@ -166,8 +166,8 @@ async def test_who_has_used_half_of_its_share_is_told_more_at_once(store, clock)
 )
 @settings(max_examples=200, deadline=None)
 def test_all_routers_together_are_bounded_whatever_comes(count, limit, steps):
-    """Bursts at any router, exchanges or none: over any time from the start at most the bucket, its refill, a slice for each
-    router, and (R - 1) / R of a bucket. What `remaining` tells is let in."""
+    """Bursts at any router, with or without exchanges: over any time from the start at most the bucket, its refill, a
+    slice for each router, and (R - 1) / R of a bucket. Requests within `remaining` are admitted."""
     clock = FakeClock(100.0)
     store = MemoryStore(clock)
     all_routers = [

@@ -262,7 +262,7 @@ def test_a_key_whose_two_buckets_are_one_does_not_end_a_run():
 
 @pytest.mark.parametrize("together", [1, 7, 1000])
 def test_five_percent_of_the_events_dropped_doubled_or_reordered(together):
-    """Whatever the batches: a lease tells of a lost tail, a hole asks for a snapshot, and then the index is the truth."""
+    """For any batches: a lease reveals a lost tail, a gap requests a snapshot, and then the index is exact."""
     chance = np.random.default_rng(together)
     worker, index = Worker(), fresh(100_000)
     wire = []
@@ -291,7 +291,7 @@ def test_five_percent_of_the_events_dropped_doubled_or_reordered(together):
 
 
 class Worker:
-    """The truth: a cache and the events it emits."""
+    """The reference: a cache and the events it emits."""
 
     def __init__(self):
         self.epoch = self.sequence = 0

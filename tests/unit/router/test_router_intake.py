@@ -95,7 +95,7 @@ def with_pool(intake, blocks, size=4):
 
 
 async def test_a_default_for_max_tokens_fits_the_pools(intake):
-    """A pool below the context: what is not said is what fits; what is said and does not fit is decode's to refuse."""
+    """With a pool below the context, a default is limited to what fits; an explicit value is left for decode to refuse."""
     with_pool(intake, 3)
     for spec in (UncheckedRequest(prompt="a bb ccc"), UncheckedRequest(prompt="a bb ccc", default_max_tokens=16)):
         assert (await intake.prepare(spec)).sampling.max_tokens == 12 + 1 - 3
@@ -107,7 +107,7 @@ async def test_a_default_for_max_tokens_fits_the_pools(intake):
     assert (await intake.prepare(beams)).sampling.max_tokens == 4 + 1 - 3
     assert (
         await intake.prepare(UncheckedRequest(prompt="x " * 15))
-    ).sampling.max_tokens == 1  # decode says what is wrong
+    ).sampling.max_tokens == 1  # decode reports the error
     cut = UncheckedRequest(prompt="x " * 19, truncate_prompt_tokens=-1, sampling={"max_tokens": 4})
     prepared = await intake.prepare(cut)
     assert (len(prepared.prompt.token_ids), prepared.sampling.max_tokens) == (9, 4)

@@ -1,4 +1,4 @@
-"""Silence counts while we listen: a loop that stood still makes nobody dead."""
+"""Silence is counted while the loop runs: a blocked loop makes no worker dead."""
 
 from diptych.common.clock import FakeClock
 from diptych.common.worker_record import WorkerRecord

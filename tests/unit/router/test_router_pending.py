@@ -50,7 +50,7 @@ async def test_sums_of_others_are_added_and_go_when_they_go(clock):
     clock.advance(1.6)
     await c.exchange()
     assert seen(theirs, "p0") == [(100, 1)]
-    clock.advance(3.1)  # a died
+    clock.advance(3.1)  # router a has died
     await c.exchange()
     assert seen(theirs, "p0", "d0") == [(0, 0), (0, 0)]
 
@@ -87,7 +87,7 @@ def test_columns_of_workers_long_gone_are_forgotten():
 
 
 class Replica:
-    """A router with nothing but its placer."""
+    """A router with only its placer."""
 
     def __init__(self, store, clock, name, records, keys):
         self.share, self.reservations = share(store, clock, name)
@@ -112,7 +112,7 @@ class Replica:
 
 
 async def burst(clock, *, shared):
-    """Three routers, one prefix that p0 alone holds, 80 requests each, told to each other after every fourth."""
+    """Three routers, one prefix held only by p0, 80 requests each, exchanged after every fourth."""
     store = MemoryStore(clock)
     records = [make_record(f"{role[0]}{i}", role, random.Random(0)) for role in ("prefill", "decode") for i in range(4)]
     keys = [b"%16d" % i for i in range(32)]
@@ -137,7 +137,7 @@ async def test_what_is_doubtful_counts_where_workers_are_compared_and_nowhere_el
     (a, mine), (b, theirs) = (share(store, clock, name) for name in "ab")
 
     def certain():
-        """(tokens for certain, doubtful ones)"""
+        """(certain tokens, doubtful tokens)"""
         size = 10**6
         sure = [mine.backlog.before(name, "", size) for name in ("p0", "d0")]
         return sum(sure), sum(mine.backlog.before(name, "", size, doubtful=True) for name in ("p0", "d0")) - sum(sure)

@@ -11,7 +11,7 @@ from diptych.router.placement.types import Placement, PlacementRequest, WorkerVi
 
 
 def worker(worker_id, requests=0, pending=0, hit=0, **load):
-    if worker_id.startswith("p"):  # many short prompts: of a long one little comes before a short one
+    if worker_id.startswith("p"):  # many short prompts: little of a long one is computed before a short one
         requests = requests or pending // 20
         load.setdefault("num_waiting", load.get("waiting_prompt_tokens", 0) // 20)
     record = WorkerRecord(

@@ -25,7 +25,7 @@ def test_more_holders_carry_more_and_other_prefixes_are_apart():
 
 @pytest.fixture(scope="module")
 def hot_trace():
-    """One long system prompt, known to one holder from a calm beginning; then all at once more than half of its time."""
+    """One long system prompt, first rare and known to one holder; then suddenly more than half of its time."""
     config = TraceConfig(
         seed=5,
         duration_s=12.0,
@@ -60,4 +60,4 @@ def test_a_hot_prefix_spreads_step_by_step_without_a_herd(hot_trace):
     assert len({worker for _, worker in copies}) == len(copies)
     assert all(b - a >= PAUSE_S for (a, _), (b, _) in zip(copies, copies[1:], strict=False))
     assert with_copies["hit_rate"] >= without["hit_rate"] - 0.01
-    assert with_copies["ttft_p50_s"] < 0.8 * without["ttft_p50_s"]  # whoever makes the copy pays for the others
+    assert with_copies["ttft_p50_s"] < 0.8 * without["ttft_p50_s"]  # the request that creates the copy is slower

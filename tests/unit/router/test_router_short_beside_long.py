@@ -31,8 +31,8 @@ def simulated(requests, num_prefill):
 
 
 def bound_s(short, others):
-    """What a request may wait for: the step that runs, its own step, and of every other prompt that is there as many tokens as
-    it has itself, but of all of another tenant's no more than an equal share gives them."""
+    """Upper bound of a request's wait: the running step, its own step, and of every other prompt at most as many tokens
+    as it has itself, but of another tenant's prompts no more than an equal share."""
     before = 0
     tenants = {one.tenant for one in others}
     own = short.num_tokens + sum(min(one.num_tokens, short.num_tokens) for one in others if one.tenant == short.tenant)
@@ -58,7 +58,7 @@ def test_a_short_request_beside_any_mix_of_long_ones(num_prefill, longs, tokens,
     short = request(100, at, tokens, "me")
     found = simulated([*others, short], num_prefill)
     assert found[100].ttft_s <= bound_s(short, others)
-    for one in others:  # and nobody starves for it: all together take no longer than one worker takes for all of them
+    for one in others:  # and none starves: together they take no longer than on one worker
         assert found[one.number].ttft_s <= 30 + sum(o.num_tokens for o in others) / RATE * 1.5
 
 

@@ -106,7 +106,7 @@ def test_a_debt_outlasts_an_empty_queue_but_not_the_time_in_which_somebody_waits
     add("writer", 2)
     assert [turns.take().tenant for _ in range(7)] == ["other"] * 6 + ["writer"]
     assert {entry.tenant for entry in drained(turns)} == {"writer", "other"}
-    turns.charge("writer", 10**6, share=Share())  # nobody waits: idle time costs nothing
+    turns.charge("writer", 10**6, share=Share())  # none waits: idle time costs nothing
     add("other", 3)
     add("writer", 1)
     assert "writer" in [turns.take().tenant for _ in range(2)]
@@ -221,7 +221,7 @@ async def test_a_tenant_with_ten_times_the_requests_gets_its_share_of_the_room()
 async def test_what_answers_write_counts_in_their_tenants_turns():
     pool = Pool(0)
     gate, done = WaitQueue(pool, window_s=1.0), []
-    gate.written("writer", 10**9)  # while nobody waits
+    gate.written("writer", 10**9)  # while none waits
     tasks = [
         asyncio.create_task(enter(gate, tenant, 512, done, pool)) for _ in range(8) for tenant in ("writer", "reader")
     ]
@@ -268,7 +268,7 @@ async def test_who_leaves_or_is_too_late_gives_the_place_back():
 
 
 class RoomByTenant:
-    """RoomCheck of each tenant: what of its own may still be placed."""
+    """RoomCheck of each tenant: how much of its own may still be placed."""
 
     def __init__(self):
         self.left = {}
@@ -279,7 +279,7 @@ class RoomByTenant:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_bound_holds_whoever_has_room(seed):
-    """Item 2.2: others may pass whose turn it is and who has no room; what each got stays in proportion to the weights."""
+    """Item 2.2: others may pass the next request when it has no room; the service stays in proportion to the weights."""
     rng = random.Random(seed)
     weights = {"a": 1.0, "b": rng.choice([0.5, 2.0, 3.0])}
     largest = rng.choice([50, 2000, 20_000])
@@ -334,7 +334,7 @@ def test_a_short_one_passes_a_long_one_of_its_own_and_of_others():
     gate.wait("b", 300, "other", priority=0)
     gate.let_in()
     assert let_in == ["own short", "other"]
-    now[0] = 5700 / 250.0  # room comes back as they are computed, not with the first token
+    now[0] = 5700 / 250.0  # room returns as they are computed, not with the first token
     gate.let_in()
     assert let_in[-1] == "third"
 

@@ -14,7 +14,7 @@ from diptych.rpc.v1 import decode_pb2, router_pb2
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Also a Clock. `call_later`, which the stream uses, comes late by `late_s`, as real timers do."""
+    """Also a Clock. `call_later`, which the stream uses, is late by `late_s`, as real timers are."""
 
     def __init__(self, late_s):
         self._now = 1000.0
@@ -105,9 +105,9 @@ class Answer:
 
 
 END_S = 60.0
-"""Long after the last token: who waits for the end has waited for too long."""
+"""Long after the last token: a reader still waiting has waited too long."""
 LATE_S = (0.0, 0.0004, 0.001)
-"""How late timers come."""
+"""Lateness of timers."""
 
 
 async def play(loop, schedules, writes, pace=None):
@@ -135,7 +135,7 @@ async def play(loop, schedules, writes, pace=None):
 
 
 def test_15_3_1_a_timer_that_finds_nothing_to_wake_for_does_not_end_the_stream():
-    """The timer comes a little late, after the next step's tokens: they were due at once and took the held ones with them."""
+    """The timer is slightly late, after the next step's tokens, which were due at once and took the held ones along."""
     one, seen = run_virtually(lambda loop: play(loop, [[0.0003] * 60], [(0.0, 0.0)], SetPace(0.0004)), late_s=0.0004)
     assert seen == [60]
     assert one[0].events > 20
@@ -217,7 +217,7 @@ def test_what_waits_follows_the_load_within_a_few_bursts_and_is_bounded():
 
 
 def test_15_3_2_nothing_waits_for_an_idle_writer_however_slow_the_machine_is():
-    """One answer, steps of 1.5 ms, and a write that takes a whole step: what came while it was written goes out then."""
+    """One answer, steps of 1.5 ms, and a write that takes a whole step: tokens that arrived meanwhile are sent then."""
     answers, seen = run_virtually(lambda loop: play(loop, [[0.0015] * 200], [(0.0, 0.0015)]))
     assert seen == [200]
     late = max(saw - put for put, saw in zip(answers[0].put_at, answers[0].seen_at, strict=True))

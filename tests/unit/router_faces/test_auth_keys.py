@@ -1,4 +1,4 @@
-"""Keys at rest: what the file holds, who is let in, what changes while a router runs."""
+"""Stored keys: the file's content, authentication, and changes while a router runs."""
 
 from __future__ import annotations
 

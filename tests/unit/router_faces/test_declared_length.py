@@ -1,4 +1,4 @@
-"""A body that says that it is too large is refused before it is read, however many digits its length has."""
+"""A body with too large a declared length is rejected before it is read, for any number of digits."""
 
 from __future__ import annotations
 

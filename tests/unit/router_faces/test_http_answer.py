@@ -1,4 +1,4 @@
-"""The ASGI exchange without a server: pings, stuck clients, status before the first byte."""
+"""The ASGI response without a server: pings, stuck clients, status before the first byte."""
 
 # ruff: noqa: ASYNC110 - the fake has no event for what is waited for
 

@@ -1,4 +1,4 @@
-"""Deadlines of a connection, on a clock of the test's own."""
+"""Deadlines of a connection, on a fake clock."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Timer:
 
 
 class Loop:
-    """The real loop, but for its timers."""
+    """The real loop, except for its timers."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -167,7 +167,7 @@ async def test_pipelined_requests_do_not_add_up_to_a_late_one(connection: Connec
 
 @pytest.mark.parametrize("chunked", [False, True])
 async def test_a_body_that_never_ends_is_not_read_for_ever(connection: Connection, chunked: bool) -> None:
-    """The answer was given; what still comes is nobody's."""
+    """The response is sent; the rest of the body is discarded."""
     kind = b"Transfer-Encoding: chunked" if chunked else b"Content-Length: 1000000"
     piece = b"1\r\nx\r\n" if chunked else b"x"
     await connection.send(b"POST / HTTP/1.1\r\nHost: a\r\n" + kind + b"\r\n\r\n" + piece)

@@ -53,7 +53,7 @@ def test_as_many_ids_as_allowed():
 
 
 def test_a_submit_that_gRPC_would_break_the_stream_over_is_refused_alone():
-    stream = DecodeStream.__new__(DecodeStream)  # only `open` is asked, and it must not touch anything else
+    stream = DecodeStream.__new__(DecodeStream)  # only `open` is called, and it must not touch anything else
     stream._worker_id, stream._commands = "d0", object()
     submit = decode_pb2.Submit(attempt="a", prompt_token_ids=[2**31] * (MAX_MESSAGE_BYTES // 5))
     with pytest.raises(InvalidRequestError, match="bytes on the wire"):

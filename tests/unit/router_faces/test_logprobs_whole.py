@@ -1,4 +1,4 @@
-"""Issue 15, 4.9: log probabilities, whole: one entry a position, names that tell tokens apart, echoes of several prompts."""
+"""Issue 15, 4.9: log probabilities: one entry per position, distinct token names, echoes of several prompts."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_offsets_are_characters_of_the_text_and_special_tokens_have_none():
 
 
 def test_offsets_of_a_text_are_those_of_the_text():
-    """Where the tokenizer has normalized it, or put a token before it, the tokens' own bytes say nothing about it."""
+    """If the tokenizer has normalized the text, or added a token before it, the tokens' bytes do not give the offsets."""
     form = make_form({"echo": True, "logprobs": 0}, [[1, 2, 5]], echo="A e\u0301", echo_offsets=(0, 0, 1))
     (choice,) = whole(form, prompt_event([1, 2, 5]), TokenEvent(0, (6,), "b", logprobs=(entry(6),)))
     assert choice["logprobs"]["text_offset"] == [0, 0, 1, 4]

@@ -29,7 +29,7 @@ FEATURES, REFUSED = ModelFeatures(), UnknownFields(refuse=True)
 MESSAGES = [{"role": "user", "content": "a"}]
 NAMES = [name for name, row in SAMPLING.items() if row.check.type_name != "Grammar"]
 OWN_FORM = {"logprobs", "max_tokens"}
-"""Chat and responses tell these in another way."""
+"""Chat and responses pass these in another form."""
 
 
 def value_of(row: Row) -> Any:

@@ -1,4 +1,4 @@
-"""How many bytes of text a token can stand for: never too few."""
+"""Upper bound of a token's bytes of text: never too low."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def make(name: str) -> ToolParser:
 
 
 def read(parser: Any, parts: Sequence[str]) -> tuple[str, str, list[tuple[str, str]]]:
-    """(content, reasoning, calls) after checking that the pieces come in order."""
+    """(content, reasoning, calls), after checking the order of the pieces."""
     pieces: list[Piece] = [piece for part in parts for piece in parser.feed(part)] + parser.end()
     content = "".join(piece.text for piece in pieces if isinstance(piece, Content))
     reasoning = "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
@@ -181,7 +181,7 @@ HOSTILE: list[tuple[str, Callable[[int], str]]] = [
 
 @pytest.mark.parametrize(("name", "text"), HOSTILE)
 def test_time_is_linear(name: str, text: Callable[[int], str]) -> None:
-    """By the processor's time and by far: sixteen times the text may cost 64 times as much; a quadratic parser needs 256."""
+    """CPU time with a wide margin: sixteen times the text may cost 64 times as much; a quadratic parser needs 256."""
 
     def cost(n: int) -> float:
         best = float("inf")

@@ -14,7 +14,7 @@ PLACES = 16
 
 
 class Context:
-    """Of a call whose writes end when `read` is set."""
+    """Context of a call whose writes end when `read` is set."""
 
     def __init__(self):
         self.read = asyncio.Event()
@@ -31,7 +31,7 @@ class Context:
 
 
 class Bodies:
-    """Messages without an end, as fast as they are asked for."""
+    """Endless messages."""
 
     def __init__(self, most=10**6):
         self.most, self.taken = most, 0

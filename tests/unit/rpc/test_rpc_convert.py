@@ -1,4 +1,4 @@
-"""What comes from a wire is checked, and what is sent comes back equal."""
+"""Received messages are checked, and sent values are received unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of sampling parameters and the proto message say the same."""
+"""The table of sampling parameters matches the proto message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker takes where nobody set anything: by the device, and what a token of the model takes."""
+"""Defaults of unset worker settings: by the device, and the KV size of a token."""
 
 from __future__ import annotations
 

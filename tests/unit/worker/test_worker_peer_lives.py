@@ -1,4 +1,4 @@
-"""A prefill worker starts again while somebody still waits for the handshake with its former life."""
+"""A prefill worker restarts while a handshake with its earlier incarnation is pending."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OLD, NEW = WorkerRef("p0", "old", "old:1"), WorkerRef("p0", "new", "new:1")
 
 
 class Channel:
-    """The new life answers at once, the old one never."""
+    """The new incarnation answers at once, the old one never."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -60,7 +60,7 @@ async def test_whoever_waits_for_the_former_life_is_told_that_it_is_lost() -> No
     await asyncio.sleep(0)
     assert (await peers.connect(NEW)).pid == 1
     for task in waiting:
-        with pytest.raises(WorkerLostError, match="another life"):
+        with pytest.raises(WorkerLostError, match="another incarnation"):
             await task
     await peers.close()
 

@@ -1,4 +1,4 @@
-"""What a worker tells of its engine and its host."""
+"""Reported numbers of a worker's engine and host."""
 
 from __future__ import annotations
 
