@@ -147,7 +147,7 @@ class WorkerLink:
                     keys += [blob[i : i + KEY_BYTES] for i in range(0, len(blob), KEY_BYTES)]
                 at = (part.epoch, {tier.tier: tier.sequence for tier in part.tiers})
                 if position is not None and position != at:
-                    raise InternalError(f"{self.worker_id}: the parts of a dump are of different moments")
+                    raise InternalError(f"{self.worker_id}: the parts of a dump have different positions")
                 position = at
         except grpc.aio.AioRpcError as err:
             raise from_rpc_error(err) from None

@@ -233,7 +233,7 @@ class BlockTable:
         self._now += count
 
     def keys_of(self, column: int, tier: int = 0) -> Keys:
-        """[n, 2], in no order."""
+        """[n, 2], unordered."""
         slots = self._slots_of(column, (tier,))
         return np.stack((self._lo.ravel()[slots], self._hi.ravel()[slots]), axis=1)
 
@@ -309,7 +309,7 @@ class BlockTable:
         self._release(self._slots_of(column, tiers), column, tiers)
 
     def trim(self, column: int, keep: int) -> None:
-        """Forget the least lately used blocks of a worker until at most `keep` are left. Scans the table."""
+        """Drop the least recently used blocks of a worker until at most `keep` are left. Scans the table."""
         slots = self._slots_of(column, _ALL_TIERS)
         excess = len(slots) - keep
         if excess > 0:

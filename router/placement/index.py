@@ -109,13 +109,13 @@ class BlockIndex:
         worker = self._workers[worker_id] = _Worker(incarnation, column, epoch)
         positions = (*sequences, *(0 for _ in TIERS[len(sequences) :]))
         for stream, position in zip(worker.streams, positions, strict=True):
-            if position == 0:  # nothing was stored in this epoch yet: we know all of it
+            if position == 0:  # nothing was stored in this epoch yet: the index is exact
                 stream.mode = IndexMode.EXACT
         for other in self._workers.values():
             self._bound(other)
 
     def is_behind(self, worker_id: str, epoch: int, *sequences: int) -> bool:
-        """Whether the lease speaks of events that the index has not seen."""
+        """Whether the lease mentions events that the index has not seen."""
         worker = self._workers.get(worker_id)
         if worker is None or epoch < worker.epoch:
             return False
@@ -294,7 +294,7 @@ class _Changes:
 
 
 def _fold(worker: _Worker, event: KvEvent, changes: _Changes) -> bool:
-    """Apply an event of an EXACT tier. False: something is missing before it."""
+    """Apply an event of an EXACT tier. False: an event before it is missing."""
     stream = worker.streams[tier_index(event.tier)]
     if event.epoch < worker.epoch or (event.epoch == worker.epoch and event.sequence <= stream.sequence):
         return True  # a repeat

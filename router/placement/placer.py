@@ -239,7 +239,7 @@ class Placer:
             most = max(most, self._index.hits_into(group.lookup, keys, blocks, at, into.shape[1]))
         if most is Found.NOTHING:
             return None, None
-        found = into.copy()  # the next lookup writes there, too
+        found = into.copy()  # the next lookup overwrites them
         return found[0], found[1:] if most is Found.HITS_IN_LOWER_TIERS else None
 
     def place(

@@ -25,7 +25,7 @@ def test_each_block_counts_in_its_nearest_tier(seed: int) -> None:
             for tier, keys in zip(TIER_NAMES, held[name], strict=True):
                 index.apply(name, KvEvent("i", 0, 1, "stored", tuple(keys), tier))
         else:
-            index.lose_track(name)
+            index.mark_stale(name)
             index.load_snapshot(name, "i", epoch=0, tiers=[TierDump(3, tuple(keys)) for keys in held[name]])
     runs = index.runs(as_keys(prompt))
     assert runs.lower_blocks is not None
