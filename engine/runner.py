@@ -89,6 +89,15 @@ class ReportsLayerProgress(Protocol):
     """Called by `execute` between two layers with how many are computed, not necessarily after each; not after the last."""
 
 
+@runtime_checkable
+class CompilesKernels(Protocol):
+    """A runner that may compile a kernel when it first launches it."""
+
+    def expect_compiled(self) -> None:
+        """The warm-up is over: a kernel that is compiled or loaded from now on is logged as a warning."""
+        ...
+
+
 class ModelRunner(Protocol):
     """Owns weights and KV pool. Called from the step thread only.
 

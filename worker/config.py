@@ -84,7 +84,8 @@ class WorkerConfig:
         grammar_backend: of structured output: auto (xgrammar, and llguidance for what xgrammar would only approximate),
             xgrammar, llguidance, or none: requests with a grammar are rejected.
         grammar_time_cap_s: for compiling one grammar.
-        grammar_warm_up: import the grammar libraries after the start instead of at the first grammar.
+        grammar_warm_up: import the grammar libraries before readiness, and start a process that compiles grammars, instead
+            of at the first grammar.
         transport: ucx, nixl, ipc (GPUs of one host), ucx-gpu (GPU memory over UCX), auto (the best that passes its
             self-test) or inproc (tests); empty: by the device (ucx on a CPU, auto on a GPU).
         require_transport: fail at the start unless the self-test found exactly this path, for example ucx:tcp.

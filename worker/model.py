@@ -202,11 +202,15 @@ def make_grammars(config: WorkerConfig, tokenizer: ModelTokenizer) -> GrammarCom
     def after_text(program: Program, text: str) -> AfterText:
         return AfterText(program, text, token_bytes.of, tokenizer.vocab_size, tokenizer.eos_token_ids)
 
+    loaders = Loaders(lambda: vocabulary_of(tokenizer))
+    if config.grammar_warm_up:
+        # Here and not beside the first requests: while a thread imports for seconds, each launch of a step is late.
+        try:
+            loaders.warm_up(config.grammar_backend)
+        except ImportError as error:
+            log.warning("grammars cannot be compiled", error=str(error))
     return GrammarCompiler(
-        lambda: ChildProcess(config.grammar_backend, config.model, limits),
-        Loaders(lambda: vocabulary_of(tokenizer)).load,
-        after_text,
-        limits,
+        lambda: ChildProcess(config.grammar_backend, config.model, limits), loaders.load, after_text, limits
     )
 
 

@@ -30,6 +30,7 @@ from diptych.common.worker_record import WorkerLoad, WorkerRecord
 from diptych.engine.api import EngineClient
 from diptych.engine.config import EngineConfig
 from diptych.engine.messages import EngineEvent, EngineRequest, KvMode
+from diptych.engine.runner import CompilesKernels, ModelRunner
 from diptych.engine.sched.swap_cost import Rates, describe
 from diptych.kvtransfer.api import Transfer
 from diptych.rpc import convert
@@ -65,6 +66,13 @@ _ROLES = {"prefill": worker_pb2.WORKER_ROLE_PREFILL, "decode": worker_pb2.WORKER
 
 RoleFactory = Callable[["WorkerRuntime"], Role]
 TransferFactory = Callable[["WorkerRuntime"], Awaitable[Transfer]]
+
+
+def warm_up_tokens(config: WorkerConfig, runner: ModelRunner) -> int:
+    """Length of the warm-up's prompt. On a GPU it is a whole step, 0.1 s: it allocates what such a step needs, and the first
+    measured rate is one that placement can use. On a CPU it would be seconds."""
+    wanted = 2 * config.block_size if config.device == "cpu" else config.max_num_batched_tokens
+    return max(1, min(wanted, runner.num_blocks * config.block_size // 2, runner.max_model_len - 2))
 
 
 class WorkerRuntime:
@@ -186,7 +194,7 @@ class WorkerRuntime:
         """One prefill chunk, one decode step and copies to the host tier, so that the first request does not pay for
         lazy initialization, and the first preemption has measured costs."""
         runner = self.model.runner
-        num_tokens = max(1, min(2 * self.config.block_size, runner.max_model_len - 2))
+        num_tokens = warm_up_tokens(self.config, runner)
         request = EngineRequest(
             attempt="warm-up",
             prompt=Prompt(tuple(i % runner.vocab_size for i in range(num_tokens))),
@@ -197,6 +205,8 @@ class WorkerRuntime:
             pass
         await self.engine.reset_cache()
         await self.engine.measure_copies()
+        if isinstance(runner, CompilesKernels):
+            runner.expect_compiled()
         log.info("warmed up")
         log.info(describe(self.preemption_rates(), mode=self.config.preemption_mode))
 

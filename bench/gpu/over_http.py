@@ -2,12 +2,15 @@
 HTTP.
 
     model      random weights of Llama-3.1-8B's shape in bf16, and a small model in fp32, written to a folder first
+    first-seconds  one user from readiness on, second by second: nothing is imported, compiled or captured any more
     identity   the small model in fp32: token ids over P/D, on two GPUs and with both roles on one, equal those of `diptych serve`
     streams    one user: one token a message; intervals compared with decode's steps
     hand-off   an idle cluster: the interval between first and second token, less one step
     closed     users in a closed loop, 512 tokens in, 128 out
     poisson    2,000 tokens in, 128 out
     serve      `diptych serve --device cuda` on one GPU, closed loop
+
+A kernel that is compiled after readiness fails the command and is named.
 
 The client records arrival times and parses after a run, so that it costs little while it measures. --device cpu with
 --tiny is a rehearsal without a GPU.
@@ -20,6 +23,7 @@ import argparse
 import asyncio
 import contextlib
 import datetime
+import itertools
 import json
 import os
 import random
@@ -36,9 +40,11 @@ from diptych.bench.gpu.http_client import Answer, ask
 from diptych.bench.gpu.random_model import BIG, SMALL, TINY, write_model
 from diptych.cli.up.processes import free_port
 from diptych.cli.up.readiness import is_ready
+from diptych.engine.exec.cuda.late_kernels import LATE
 
 START_S = 240.0
-BLOCKS = ("identity", "streams", "hand-off", "closed", "poisson", "serve")
+FIRST_S = 12.0
+BLOCKS = ("identity", "first-seconds", "streams", "hand-off", "closed", "poisson", "serve")
 Row = dict[str, Any]
 
 
@@ -119,6 +125,9 @@ class Server:
         wanted = ("by default", "kv transfer:", " on GPU ", "KV blocks fit", "first tokens served")
         return [line for line in self.text().splitlines() if any(word in line for word in wanted)]
 
+    def late_kernels(self) -> list[str]:
+        return [line for line in self.text().splitlines() if LATE in line]
+
     def stop(self) -> None:
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
@@ -161,6 +170,7 @@ class Bench:
             yield
         finally:
             server.stop()
+            told["late_kernels"] = server.late_kernels()
             (Path(self.args.out).parent / f"{name}.log").write_text(server.text()[-400_000:])
 
     def up(
@@ -198,6 +208,21 @@ class Bench:
             name: sum(a == b and len(a) == 48 for a, b in zip(ids, alone, strict=True)) for name, ids in found.items()
         }
         return {"prompts": len(prompts), "equal": equal, "over_transport": moved, "errors": errors, "dtype": "float32"}
+
+    async def first_seconds(self) -> Row:
+        begun = time.monotonic()
+        by_second: dict[int, list[float]] = {}
+        while time.monotonic() - begun < FIRST_S:
+            answer = await self.one(self.prompt(512), 128)
+            for before, at in itertools.pairwise(answer.times[1:]):
+                by_second.setdefault(int(at - begun), []).append(1e3 * (at - before))
+        medians = [round(statistics.median(gaps), 2) for _, gaps in sorted(by_second.items()) if len(gaps) > 9]
+        usual = statistics.median(medians)
+        return {
+            "itl_p50_ms_by_second": medians,
+            "slowest_over_median": round(max(medians) / usual, 3),
+            "longest_gap_ms": round(max(map(max, by_second.values())), 1),
+        }
 
     async def streams(self) -> Row:
         answers = [await self.one(self.prompt(512), 128) for _ in range(5)]
@@ -264,8 +289,10 @@ class Bench:
             say(f"model written in {time.monotonic() - begun:.1f} s")
         scale = 0.05 if args.tiny else 1.0
         sized = lambda length: max(8, int(scale * length))  # noqa: E731
-        if set(blocks) & {"streams", "hand-off", "closed", "poisson"}:
+        if set(blocks) & {"first-seconds", "streams", "hand-off", "closed", "poisson"}:
             with self.up("pd", big, args.up_args.split()):
+                if "first-seconds" in blocks:
+                    self.keep("first_seconds", await self.first_seconds())
                 await self.warm([sized(64), sized(512), sized(2000)])
                 if "streams" in blocks:
                     self.keep("streams", await self.streams())
@@ -278,15 +305,24 @@ class Bench:
         for more in args.serve_args.split(";") if "serve" in blocks else ():
             name = "serve" + more.replace("--", " ").replace(" ", "-")
             with self.serve(name, big, more.split()):
+                if "first-seconds" in blocks:
+                    self.keep(f"{name}_first_seconds", await self.first_seconds())
                 await self.warm([sized(64), sized(512)])
                 for users in args.users:
                     self.keep(f"{name}_closed_{users}", await self.closed(users, args.each, sized(512)))
 
+    def late_kernels(self) -> list[str]:
+        """Of every server that ran."""
+        return [line for told in self.result["servers"].values() for line in told["late_kernels"]]
+
     def keep(self, name: str, row: Row) -> None:
         """Save at once, so that earlier measurements survive a failure."""
         self.result[name] = row
-        Path(self.args.out).write_text(json.dumps(self.result, indent=1) + "\n")
+        self.write()
         say(f"{name}: {json.dumps(row)}")
+
+    def write(self) -> None:
+        Path(self.args.out).write_text(json.dumps(self.result, indent=1) + "\n")
 
 
 def facts(device: str) -> Row:
@@ -336,7 +372,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args(arguments)
     Path(args.out).parent.mkdir(parents=True, exist_ok=True)
-    asyncio.run(Bench(args).run())
+    bench = Bench(args)
+    asyncio.run(bench.run())
+    bench.write()
+    if late := bench.late_kernels():
+        raise SystemExit("\n".join(late))
 
 
 if __name__ == "__main__":

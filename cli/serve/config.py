@@ -45,7 +45,8 @@ class ServeConfig:
         scheduling_policy: sojourn (no request later than under equal shares), fcfs, priority, sjf or fair.
         tool_call_parser, reasoning_parser, generation_config: as for `diptych router`.
         grammar_backend: auto, xgrammar, llguidance or none.
-        grammar_warm_up: import the grammar libraries after the start instead of at the first grammar.
+        grammar_warm_up: import the grammar libraries before readiness, and start a process that compiles grammars, instead
+            of at the first grammar.
         drain_s: seconds that running requests may continue after SIGTERM.
     """
 

@@ -14,6 +14,7 @@ from diptych.common.kv_format import COMPUTE_DTYPES
 from diptych.engine.exec.backends.base import Layout
 from diptych.engine.exec.backends.registry import plan_for
 from diptych.engine.exec.checkpoint import Checkpoint
+from diptych.engine.exec.cuda.late_kernels import warn_of_late_kernels
 from diptych.engine.exec.cuda.sizing import PoolBudget, out_of_memory, profile
 from diptych.engine.exec.decoder import Decoder
 from diptych.engine.exec.kv_pool import KvPool, kv_format_of
@@ -284,6 +285,11 @@ class TorchModelRunner:
         rows = token_ids if isinstance(token_ids, list) else token_ids.tolist()
         at = positions if isinstance(positions, list) else positions.tolist()
         note_step(self._provenance, seqs, batch.order, rows, at, result)
+
+    def expect_compiled(self) -> None:
+        """See CompilesKernels."""
+        if self._fused is not None:
+            warn_of_late_kernels()
 
     @torch.inference_mode()
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:

@@ -79,16 +79,26 @@ class Loaders:
         self._made: dict[str, _Loader] = {}
         self._lock = threading.Lock()
 
+    def warm_up(self, backend: str) -> None:
+        """Import the libraries of `backend` ("auto": of all) and give each the vocabulary. It is seconds of Python code: in a
+        process that serves, each launch of a step would wait for its turn with the interpreter.
+
+        Raises: ImportError when a library cannot be used.
+        """
+        vocabulary = self._vocabulary()
+        for name in _MARKS if backend == "auto" else (backend,):
+            self._of(name, vocabulary)
+
     def load(self, compiled: bytes) -> Program:
         return self._of(_BY_MARK[compiled[:1]]).load(compiled[1:])
 
-    def _of(self, name: str) -> _Loader:
+    def _of(self, name: str, vocabulary: Vocabulary | None = None) -> _Loader:
         with self._lock:
             if name not in self._made:
                 make: Callable[[Vocabulary], _Loader] = (
                     _xgrammar().XgrammarLoader if name == "xgrammar" else _llguidance().LlguidanceLoader
                 )
-                self._made[name] = make(self._vocabulary())
+                self._made[name] = make(vocabulary or self._vocabulary())
             return self._made[name]
 
 

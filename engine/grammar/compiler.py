@@ -124,7 +124,8 @@ class GrammarCompiler:
         return program, await asyncio.get_running_loop().run_in_executor(None, first_mask, program)
 
     def warm_up(self) -> None:
-        """Begin to import what the first grammar will need, so that it finds it there."""
+        """Have a compiling process come up, so that the first grammar finds it there. It takes seconds of another process; what
+        this one imports is there already (Loaders.warm_up)."""
         self._warming = asyncio.create_task(self._warm_up(), name="grammar warm-up")
 
     async def _warm_up(self) -> None:

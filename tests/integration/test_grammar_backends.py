@@ -232,3 +232,19 @@ def test_what_is_broken_is_refused_in_words(backend, grammar) -> None:
     assert caught.value.param == "grammar"
     assert caught.value.message.startswith("grammar: ")
     assert ".cc:" not in caught.value.message
+
+
+def test_18_3_a_grammar_finds_libraries_and_vocabulary_of_every_backend_there():
+    asked = []
+
+    def vocabulary() -> Vocabulary:
+        asked.append(1)
+        return VOCABULARY
+
+    loaders = Loaders(vocabulary)
+    loaders.warm_up("auto")
+    assert asked == [1]
+    for name in ("xgrammar", "llguidance"):
+        compiled = Compilers(name, VOCABULARY).compile(Grammar(GrammarKind.CHOICE, '["a", "b"]'))
+        assert fits(loaders.load(compiled), "a")
+    assert asked == [1]

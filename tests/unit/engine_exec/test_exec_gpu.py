@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from diptych.common.sampling import SamplingParams
+from diptych.engine.exec.cuda.late_kernels import LATE
 
 pytestmark = [
     pytest.mark.gpu,
@@ -115,3 +116,35 @@ def test_overlapped_kernels_compute_what_separate_ones_do(monkeypatch):
             assert torch.equal(one, other)
     for outs in logits.values():
         assert all(torch.equal(outs[0], out) for out in outs[1:20])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_18_3_no_step_compiles_a_kernel_once_the_runner_is_ready(tiny_dir, driver_of, monkeypatch, caplog, dtype):
+    """Prompts and batches of lengths that Triton specializes for (1, multiples of 16, others); all kinds of draws and moves."""
+    from triton import knobs
+
+    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", None)
+    driver = driver_of(tiny_dir, device="cuda", dtype=dtype, graph_sizes=[1, 2, 4, 8, 16, 24], num_blocks=4000)
+    driver.runner.expect_compiled()
+    prompts = prompts_of(1, 2, 5, 15, 16, 17, 32, 40, 3, 7, 9, 11, 30, 31, 33, 48, 64)
+    constrained = {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "bad_words": ((7, 11), (12,)), "logprobs": 3}
+    for fields in (
+        {"temperature": 0.0},
+        {"temperature": 0.9, "seed": 5},
+        {"temperature": 0.9, "seed": 5, "top_p": 0.9, "top_k": 40, "min_p": 0.01},
+        {"temperature": 0.0, "logprobs": 0},
+        {"temperature": 0.9, "seed": 5, "top_p": 0.9, **constrained},
+        {"temperature": 0.0, **constrained},
+    ):
+        sampling = SamplingParams(max_tokens=9, **fields)
+        for count in (1, 2, 3, 16, 17):
+            driver.generate(prompts[:count], 4, sampling=sampling)
+        driver.generate(prompts[5:8], 4, chunk=9, sampling=sampling)
+        driver.generate_ahead(prompts[:6], 6, sampling=sampling)
+    mixed = [driver.seq(prompt, 0, driver.table(len(prompt)), index=0) for prompt in prompts]
+    driver.runner.execute(mixed)
+    for num_tokens in (1, 8, 16, 20):
+        payload = bytearray(num_tokens * driver.runner.kv_bytes_per_token)
+        driver.runner.pack([0, 1, 2], num_tokens, memoryview(payload))
+        driver.runner.unpack([3, 4, 5], num_tokens, memoryview(payload))
+    assert not [record.getMessage() for record in caplog.records if LATE in record.getMessage()]

@@ -19,6 +19,7 @@ from diptych.common.sampling import SamplingParams
 from diptych.engine.exec.cuda.batch import lay_out
 from diptych.engine.exec.cuda.block_tables import BlockTables
 from diptych.engine.exec.cuda.draw import DeviceDraw
+from diptych.engine.exec.cuda.late_kernels import LATE, warn_of_late_kernels
 from diptych.engine.exec.sampling import draw_step
 from diptych.engine.messages import ScheduledSeq, StepResult
 from diptych.engine.runner import StepAborted
@@ -231,3 +232,13 @@ def test_layout_puts_single_tokens_first():
     for bad in (seq_of("x", [1], start=8), seq_of("x", [1], tokens=0), seq_of("x", list(range(20)), start=100)):
         with pytest.raises(InternalError):
             lay_out([bad], 8, 100)
+
+
+def test_18_3_a_kernel_that_comes_late_is_named(monkeypatch, caplog):
+    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", None)
+    warn_of_late_kernels()
+    knobs.runtime.jit_post_compile_hook(
+        key="k", repr="_rms_norm_kernel[num_warps=4](x_ptr: *bf16)", fn=None, compile={}, is_manual_warmup=False,
+        already_compiled=False,
+    )  # fmt: skip
+    assert f"{LATE}: _rms_norm_kernel[num_warps=4]" in caplog.text

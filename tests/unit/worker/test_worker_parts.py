@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 
 from diptych.common.errors import ConfigError, TransferError
+from diptych.engine.fake_runner import FakeRunner
 from diptych.engine.messages import EngineStats
 from diptych.kvtransfer.handle import SlabHandle
-from diptych.worker import wire
+from diptych.worker import model, wire
 from diptych.worker.config import WorkerConfig
 from diptych.worker.liveness import why_not_live
-from diptych.worker.model import choose_num_blocks
+from diptych.worker.model import choose_num_blocks, make_grammars
+from diptych.worker.runtime import warm_up_tokens
 
 
 @pytest.mark.parametrize(
@@ -79,3 +82,26 @@ def test_a_loopback_kv_address_is_never_advertised_beside_one_that_others_reach(
     with pytest.raises(ConfigError) as caught:
         WorkerConfig(role="prefill", insecure=True, **settings)
     assert "kv_host" in str(caught.value)
+
+
+@pytest.mark.parametrize(("warm_up", "called"), [(True, ["auto"]), (False, [])])
+def test_18_3_grammar_libraries_are_imported_while_the_model_is_loaded(monkeypatch, warm_up, called) -> None:
+    """Not on a thread beside the first requests, whose steps it delayed for four seconds."""
+    calls: list[str] = []
+    monkeypatch.setattr(model.Loaders, "warm_up", lambda self, backend: calls.append(backend))
+    monkeypatch.setattr(model, "TokenBytes", lambda tokenizer: None)
+    tokenizer = SimpleNamespace(eos_token_ids=(2,), vocab_size=8)
+    assert make_grammars(WorkerConfig(grammar_warm_up=warm_up), tokenizer) is not None  # type: ignore[arg-type]
+    assert calls == called
+
+
+def test_18_3_the_warm_up_is_a_whole_step_on_a_gpu() -> None:
+    def tokens(num_blocks: int = 512, max_model_len: int = 8192, **settings: object) -> int:
+        runner = FakeRunner(num_blocks=num_blocks, block_size=16, max_model_len=max_model_len)
+        config = WorkerConfig(max_num_batched_tokens=2048, block_size=16, **settings)  # type: ignore[arg-type]
+        return warm_up_tokens(config, runner)
+
+    assert tokens(device="cpu") == 32
+    assert tokens(device="cuda") == 2048
+    assert tokens(device="cuda", max_model_len=1000) == 998, "two tokens come out of it"
+    assert tokens(device="cuda", num_blocks=20) == 160, "half of the pool"
