@@ -25,7 +25,7 @@ _STEP = tl.constexpr(STEP)
 _FACTOR = tl.constexpr(FACTOR)
 
 
-@triton.jit(do_not_specialize=["address", "full", "tail_words"])
+@triton.jit(do_not_specialize=["address", "full", "tail_words", "pieces"])
 def _move_kernel(
     pool_ptr,
     address,

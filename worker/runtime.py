@@ -180,6 +180,8 @@ class WorkerRuntime:
             self.metrics.begin(self._transfer, asyncio.get_running_loop())
             self._role = self._make_role(self)
             await self._listen()
+            if isinstance(self.model.runner, CompilesKernels):
+                self.model.runner.expect_compiled()
         except BaseException:
             await self._close_metrics()
             if self._transfer is not None:
@@ -205,8 +207,6 @@ class WorkerRuntime:
             pass
         await self.engine.reset_cache()
         await self.engine.measure_copies()
-        if isinstance(runner, CompilesKernels):
-            runner.expect_compiled()
         log.info("warmed up")
         log.info(describe(self.preemption_rates(), mode=self.config.preemption_mode))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 log = logging.getLogger(__name__)
@@ -16,5 +17,6 @@ def warn_of_late_kernels() -> None:
     knobs.runtime.jit_post_compile_hook = _warn
 
 
-def _warn(*, repr: str, **_: Any) -> None:
-    log.warning("%s: %s", LATE, repr)
+def _warn(*, repr: str, compile: Mapping[str, Any], **_: Any) -> None:
+    """compile: what Triton specialized for: types, and which integers are 1 or multiples of 16."""
+    log.warning("%s: %s %s %s", LATE, repr.partition("[")[0], compile.get("signature"), compile.get("configs"))

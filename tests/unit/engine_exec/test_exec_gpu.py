@@ -9,6 +9,7 @@ import torch
 
 from diptych.common.sampling import SamplingParams
 from diptych.engine.exec.cuda.late_kernels import LATE
+from diptych.engine.messages import DeviceRange
 
 pytestmark = [
     pytest.mark.gpu,
@@ -124,7 +125,7 @@ def test_18_3_no_step_compiles_a_kernel_once_the_runner_is_ready(tiny_dir, drive
     from triton import knobs
 
     monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", None)
-    driver = driver_of(tiny_dir, device="cuda", dtype=dtype, graph_sizes=[1, 2, 4, 8, 16, 24], num_blocks=4000)
+    driver = driver_of(tiny_dir, device="cuda", dtype=dtype, num_blocks=4000)
     driver.runner.expect_compiled()
     prompts = prompts_of(1, 2, 5, 15, 16, 17, 32, 40, 3, 7, 9, 11, 30, 31, 33, 48, 64)
     constrained = {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "bad_words": ((7, 11), (12,)), "logprobs": 3}
@@ -143,8 +144,14 @@ def test_18_3_no_step_compiles_a_kernel_once_the_runner_is_ready(tiny_dir, drive
         driver.generate_ahead(prompts[:6], 6, sampling=sampling)
     mixed = [driver.seq(prompt, 0, driver.table(len(prompt)), index=0) for prompt in prompts]
     driver.runner.execute(mixed)
-    for num_tokens in (1, 8, 16, 20):
-        payload = bytearray(num_tokens * driver.runner.kv_bytes_per_token)
-        driver.runner.pack([0, 1, 2], num_tokens, memoryview(payload))
-        driver.runner.unpack([3, 4, 5], num_tokens, memoryview(payload))
+    blocks = list(range(64))
+    for num_tokens in (1, 8, 16, 20, 100, 128, 512):
+        size = num_tokens * driver.runner.kv_bytes_per_token
+        payload = bytearray(size)
+        driver.runner.pack(blocks, num_tokens, memoryview(payload))
+        driver.runner.unpack(blocks, num_tokens, memoryview(payload))
+        there = torch.zeros(size, dtype=torch.uint8, device="cuda")
+        flat = DeviceRange(there.data_ptr(), size)
+        driver.runner.pack(blocks, num_tokens, flat)
+        driver.runner.unpack(blocks, num_tokens, flat).wait()
     assert not [record.getMessage() for record in caplog.records if LATE in record.getMessage()]

@@ -238,7 +238,7 @@ def test_18_3_a_kernel_that_comes_late_is_named(monkeypatch, caplog):
     monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", None)
     warn_of_late_kernels()
     knobs.runtime.jit_post_compile_hook(
-        key="k", repr="_rms_norm_kernel[num_warps=4](x_ptr: *bf16)", fn=None, compile={}, is_manual_warmup=False,
-        already_compiled=False,
+        key="k", repr="_rms_norm_kernel[num_warps=4](x_ptr: ())", fn=None, compile={"signature": {"x_ptr": "*bf16"}},
+        is_manual_warmup=False, already_compiled=False,
     )  # fmt: skip
-    assert f"{LATE}: _rms_norm_kernel[num_warps=4]" in caplog.text
+    assert f"{LATE}: _rms_norm_kernel {{'x_ptr': '*bf16'}}" in caplog.text
