@@ -2,7 +2,7 @@
 HTTP.
 
     model      random weights of Llama-3.1-8B's shape in bf16, and a small model in fp32, written to a folder first
-    first-seconds  one user from readiness on, second by second: nothing is imported, compiled or captured any more
+    first-seconds  one user from readiness on, second by second
     identity   the small model in fp32: token ids over P/D, on two GPUs and with both roles on one, equal those of `diptych serve`
     streams    one user: one token a message; intervals compared with decode's steps
     hand-off   an idle cluster: the interval between first and second token, less one step
