@@ -42,9 +42,7 @@ def find_compiler(environment: dict[str, str] | None = None) -> str:
 
 def wanted_lanes(environment: dict[str, str] | None = None) -> int | None:
     """Floats per vector in $DIPTYCH_NATIVE_LANES, for tests of other machines. None: as many as a register here holds.
-
-    Raises: ConfigError.
-    """
+    Raises: ConfigError."""
     text = (os.environ if environment is None else environment).get(LANES_VARIABLE, "")
     if not text:
         return None

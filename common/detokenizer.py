@@ -139,11 +139,7 @@ def _byte_fallback_ids(tokenizer: Tokenizer) -> frozenset[int]:
 
 
 class StopChecker:
-    """Cuts a stream of text before the first stop string (rule at the top of the file).
-
-    Args:
-        stops: non-empty strings.
-    """
+    """Cuts a stream of text before the first stop string (rule at the top of the file). `stops`: non-empty strings."""
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         self._stops = stops

@@ -23,11 +23,7 @@ def _interpreter() -> str:
 
 
 def _source(extras: str, origin: dict[str, Any] | None) -> list[str]:
-    """The pip requirement.
-
-    Args:
-        origin: the installed package's direct_url.json; None: it was installed from an index.
-    """
+    """The pip requirement. `origin`: the installed package's direct_url.json; None: it was installed from an index."""
     if origin is None:
         return [f"{_PACKAGE}{extras}"]
     url: str = origin["url"]

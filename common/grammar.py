@@ -124,10 +124,8 @@ def count_properties(schema: object) -> int:
 
 
 def check_grammar(value: object) -> Grammar | None:
-    """Check sizes and kind; the source itself is checked when it is compiled.
-
-    Raises: InvalidRequestError naming `grammar`.
-    """
+    """Check sizes and kind; the source itself is checked when it is compiled. Raises: InvalidRequestError naming
+    `grammar`."""
     if value is None:
         return None
     if not isinstance(value, Grammar):

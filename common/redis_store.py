@@ -279,12 +279,8 @@ class RedisStore:
         await self._eval(_REMOVE, [self._key("worker", name), self._key("workers")], [name, incarnation])
 
     async def _names(self, kind: str) -> list[str]:
-        """The ids in a set of ids, sorted.
-
-        Raises: StoreError also when the server accepts reads but no writes (a replica, or a full disk): its data would
-            become
-            stale while leases expire.
-        """
+        """The ids in a set of ids, sorted. Raises: StoreError also when the server accepts reads but no writes (a
+        replica, or a full disk): its data would become stale while leases expire."""
         pipe = self._redis.pipeline(transaction=False)
         pipe.execute_command("SMEMBERS", self._key(kind))
         pipe.execute_command("SREM", self._key(kind), "")  # changes nothing, but is rejected like every write

@@ -83,10 +83,7 @@ class Connected:
 
 def connect(url: str, *, timeout_s: float) -> Connected:
     """Make a client; it connects on first use. It does not retry within a call: callers have retry loops and a time
-    bound.
-
-    Raises: ConfigError.
-    """
+    bound. Raises: ConfigError."""
     options: dict[str, Any] = {
         "protocol": 2,
         "socket_connect_timeout": timeout_s,

@@ -30,10 +30,8 @@ _TOKENIZER_FILES = (
 
 
 def model_revision(path: Path) -> str:
-    """32 hexadecimal digits over config.json and the weights that a loader of `path` reads.
-
-    Raises: ConfigError when config.json or weights are missing or a weight file is not safetensors.
-    """
+    """32 hexadecimal digits over config.json and the weights that a loader of `path` reads. Raises: ConfigError when
+    config.json or weights are missing or a weight file is not safetensors."""
     digest = blake3(b"diptych model revision v1")
     _add(digest, "config.json", _read(path / "config.json"))
     for file in weight_files(path):
@@ -42,10 +40,8 @@ def model_revision(path: Path) -> str:
 
 
 def tokenizer_revision(path: Path) -> str:
-    """32 hexadecimal digits over tokenizer.json, its configuration and the chat template.
-
-    Raises: ConfigError when tokenizer.json is missing.
-    """
+    """32 hexadecimal digits over tokenizer.json, its configuration and the chat template. Raises: ConfigError when
+    tokenizer.json is missing."""
     digest = blake3(b"diptych tokenizer revision v1")
     _add(digest, "tokenizer.json", _read(path / "tokenizer.json"))
     for name in _TOKENIZER_FILES[1:]:

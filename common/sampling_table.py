@@ -26,10 +26,8 @@ FIRST_VERSION = "0.1"
 
 
 class Check(Protocol):
-    """Converts an untrusted value to a checked one. It is not called for None (the default).
-
-    `type_name`: type annotation of the client's value. Raises: InvalidRequestError naming the parameter.
-    """
+    """Converts an untrusted value to a checked one. It is not called for None (the default). `type_name`: type
+    annotation of the client's value. Raises: InvalidRequestError naming the parameter."""
 
     @property
     def type_name(self) -> str: ...

@@ -35,11 +35,8 @@ class CounterCell:
 
 
 class HistogramCell:
-    """The distribution of one label set of a histogram.
-
-    Args:
-        bounds: upper bounds, ascending; a value belongs to the first that is not below it.
-    """
+    """The distribution of one label set of a histogram. `bounds`: upper bounds, ascending; a value belongs to the first
+    that is not below it."""
 
     __slots__ = ("_bounds", "counts", "total")
 
@@ -104,11 +101,7 @@ class Counter(_Series[CounterCell]):
 
 
 class Histogram(_Series[HistogramCell]):
-    """A histogram.
-
-    Args:
-        buckets: upper bounds, ascending, without +Inf.
-    """
+    """A histogram. `buckets`: upper bounds, ascending, without +Inf."""
 
     def __init__(
         self, name: str, text: str, labels: Sequence[str], registry: CollectorRegistry, buckets: Sequence[float]

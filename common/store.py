@@ -53,11 +53,8 @@ class BudgetStore(Protocol):
     """Token buckets shared by routers. Bounded in time; StoreError when the store cannot be reached."""
 
     async def lease_tokens(self, name: str, *, per_minute: int, want: float) -> tuple[float, float]:
-        """Take tokens from a bucket that holds one minute's tokens and refills steadily, by the store's clock.
-
-        Returns: (tokens granted, level left). Grants at most `want` and at most the level; a negative `want` returns
-        tokens.
-        """
+        """Take tokens from a bucket that holds one minute's tokens and refills steadily, by the store's clock. Returns:
+        (tokens granted, level left). Grants at most `want` and at most the level; a negative `want` returns tokens."""
         ...
 
 

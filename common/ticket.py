@@ -21,11 +21,7 @@ _START = len(MAGIC) + _MAC_BYTES
 
 
 def seal(key: bytes, claims: bytes) -> bytes:
-    """Sign claims.
-
-    Args:
-        key: 32 bytes.
-    """
+    """Sign claims. `key`: 32 bytes."""
     return MAGIC + blake3(claims, key=key).digest() + claims
 
 

@@ -62,11 +62,7 @@ class TokenBytes:
 
 
 class ByteTokens:
-    """Tokens that are plain bytes.
-
-    Args:
-        special: ids that are left out of texts.
-    """
+    """Tokens that are plain bytes. `special`: ids that are left out of texts."""
 
     def __init__(self, of: Callable[[int], bytes], special: Collection[int] = ()) -> None:
         self.of = of

@@ -217,9 +217,7 @@ class ModelTokenizer:
 
 def _cut_behind(text: str, content: object) -> str:
     """`text` up to the end of the last message's `content`, including its white space where the template keeps it.
-
-    Raises: InvalidRequestError when the content is not found there.
-    """
+    Raises: InvalidRequestError when the content is not found there."""
     whole = content if isinstance(content, str) else ""
     last = whole.strip()
     at = text.rfind(last) if last else -1
@@ -252,10 +250,8 @@ def _load_tokenizer(file: Path) -> Tokenizer:
 
 
 def generation_defaults(path: Path | str) -> GenerationDefaults:
-    """Sampling defaults in generation_config.json, with or without its `do_sample`.
-
-    Raises: ConfigError when a value is not a finite number of the right kind.
-    """
+    """Sampling defaults in generation_config.json, with or without its `do_sample`. Raises: ConfigError when a value is
+    not a finite number of the right kind."""
     values = _read_json(Path(path) / "generation_config.json", optional=True)
 
     def number(name: str) -> float | None:

@@ -116,10 +116,8 @@ class Tracing:
     def configure(
         self, role: str, instance: str = "", *, exporter: Any = None, environ: Mapping[str, str] = os.environ
     ) -> bool:
-        """Switch tracing on if an endpoint is set (or an exporter is given: tests). Returns: whether it is on.
-
-        Raises: ConfigError when an endpoint is set and the package's extra `otel` is not installed.
-        """
+        """Switch tracing on if an endpoint is set (or an exporter is given: tests). Returns: whether it is on. Raises:
+        ConfigError when an endpoint is set and the package's extra `otel` is not installed."""
         named = next((name for name in ENDPOINT_VARIABLES if environ.get(name)), "")
         if exporter is None and not named:
             return False

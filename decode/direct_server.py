@@ -114,11 +114,7 @@ class LookasideServicer(decode_pb2_grpc.LookasideServicer):
 
 
 class DirectEndpoint:
-    """The server for clients.
-
-    Args:
-        verifier: verifies the cluster's tickets.
-    """
+    """The server for clients. `verifier`: verifies the cluster's tickets."""
 
     def __init__(self, config: WorkerConfig, intake: AttemptManager, verifier: TicketVerifier) -> None:
         self._config = config

@@ -9,11 +9,7 @@ _TICKS = 6
 
 class LivenessTimer:
     """Counts short waits instead of seconds: after a stop of this process (or a blocked event loop) the peer's messages
-    are unread in the socket, and only one late tick has passed.
-
-    Args:
-        limit_s: how long the peer may send nothing.
-    """
+    are unread in the socket, and only one late tick has passed. `limit_s`: how long the peer may send nothing."""
 
     def __init__(self, limit_s: float) -> None:
         self._tick_s = limit_s / _TICKS

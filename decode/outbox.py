@@ -115,10 +115,8 @@ class Outbox:
         self._ready.set()
 
     async def next_batch(self) -> decode_pb2.StepBatch | None:
-        """All buffered events, oldest first; waits for one. None: closed and empty.
-
-        Raises: OverloadedError when the router fell too far behind.
-        """
+        """All buffered events, oldest first; waits for one. None: closed and empty. Raises: OverloadedError when the
+        router fell too far behind."""
         while not (self._events or self._ticket_statuses or self._endpoint or self.overflowed):
             if self._closed:
                 return None

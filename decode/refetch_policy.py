@@ -22,11 +22,7 @@ class _Measured:
 
 
 class PrefillRates:
-    """Measurements of each prefill worker: exponentially weighted means.
-
-    Args:
-        alpha: weight of the newest measurement.
-    """
+    """Measurements of each prefill worker: exponentially weighted means. `alpha`: weight of the newest measurement."""
 
     def __init__(self, *, alpha: float = 0.3) -> None:
         self._alpha = alpha

@@ -41,11 +41,8 @@ class Submission:
 
 
 def parse_submit(message: decode_pb2.Submit, limits: Limits) -> Submission:
-    """Check everything in the message.
-
-    Raises: InvalidRequestError or PromptTooLongError naming the field; StaleReferenceError when the placement names
-        another incarnation of this worker.
-    """
+    """Check everything in the message. Raises: InvalidRequestError or PromptTooLongError naming the field;
+    StaleReferenceError when the placement names another incarnation of this worker."""
     target = message.placement.decode
     check_addressed(message.attempt, target, limits, max_attempt_id=MAX_ATTEMPT_ID)
     num_prompt = len(message.prompt_token_ids)

@@ -44,10 +44,7 @@ class TicketVerifier:
 
     def redeem(self, message: decode_pb2.Redeem) -> decode_pb2.Submit:
         """The signed submission, with the shorter of the two deadlines; once per ticket. Its worker is checked with the
-        submission.
-
-        Raises: TicketRefusedError; InvalidRequestError naming the deadline.
-        """
+        submission. Raises: TicketRefusedError; InvalidRequestError naming the deadline."""
         try:
             claims = decode_pb2.TicketClaims.FromString(unseal(self._key, message.ticket))
         except DecodeError:

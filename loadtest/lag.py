@@ -56,11 +56,8 @@ class LagProbe:
 
 
 def warnings_of(lag: LagReport, summary: Summary, *, limited: bool) -> list[str]:
-    """Warnings about possible distortion by the harness; empty: none.
-
-    Args:
-        limited: a concurrency limit holds requests back, so late sends are intended.
-    """
+    """Warnings about possible distortion by the harness; empty: none. `limited`: a concurrency limit holds requests
+    back, so late sends are intended."""
     limit = max(LIMIT_FLOOR_S, TTFT_SHARE * summary.ttft.median)
     found: list[str] = []
     if lag.loop.p99 > limit:

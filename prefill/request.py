@@ -24,11 +24,8 @@ class PrefillSessionRequest:
 
 
 def parse_request(message: prefill_pb2.PrefillRequest, limits: Limits) -> PrefillSessionRequest:
-    """Check everything in the message.
-
-    Raises: InvalidRequestError or PromptTooLongError naming the field; StaleReferenceError for another incarnation of
-        this worker.
-    """
+    """Check everything in the message. Raises: InvalidRequestError or PromptTooLongError naming the field;
+    StaleReferenceError for another incarnation of this worker."""
     check_addressed(message.attempt, message.prefill, limits, max_attempt_id=MAX_ATTEMPT_ID)
     if not message.decode.worker_id:
         raise InvalidRequestError("the decode worker is missing", param="decode")

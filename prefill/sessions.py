@@ -234,11 +234,8 @@ class PrefillSessions:
         return out
 
     async def serve(self, message: prefill_pb2.PrefillRequest) -> AsyncGenerator[prefill_pb2.PrefillEvent, None]:
-        """One call. Closing the iterator in any state frees everything of the session.
-
-        Raises: InvalidRequestError, StaleReferenceError, OverloadedError before any work; then the engine's errors, or
-            RequestDeadlineError.
-        """
+        """One call. Closing the iterator in any state frees everything of the session. Raises: InvalidRequestError,
+        StaleReferenceError, OverloadedError before any work; then the engine's errors, or RequestDeadlineError."""
         if not self._accepting:
             raise NoWorkerError("this prefill worker is draining", retry_after_s=1.0)
         request = parse_request(message, self._limits)

@@ -207,10 +207,8 @@ class Frontend:
         return await self._of(model).intake.detokenize(model, token_ids)
 
     async def prepare(self, spec: UncheckedRequest) -> ValidatedRequest:
-        """Check everything and tokenize (off the event loop).
-
-        Raises: InvalidRequestError (PromptTooLongError) naming the parameter, ModelNotFoundError, OverloadedError.
-        """
+        """Check everything and tokenize (off the event loop). Raises: InvalidRequestError (PromptTooLongError) naming
+        the parameter, ModelNotFoundError, OverloadedError."""
         began = self._clock.now()
         try:
             prepared = traced(self._counted(await self._of(spec.model).intake.prepare(spec), began), spec)
@@ -398,9 +396,7 @@ class Frontend:
 
     def what_if(self, request: ValidatedRequest, pool: str) -> router_pb2.WhatIfResponse:
         """Where the request would be placed now, or (`pool` like "4P4D") on as many idle workers. Nothing is run.
-
-        Raises: InvalidRequestError naming the pool, NoWorkerError.
-        """
+        Raises: InvalidRequestError naming the pool, NoWorkerError."""
         cluster, wish = self._of(request.model).cluster, placement_request(request)
         if pool:
             story = RequestTrace(request.request_id, cluster.what_if(wish, pool))

@@ -215,10 +215,7 @@ class Faces:
         budgets: Callable[[Callable[[str], int], str], SharedQuotas] | None = None,
     ) -> RouterAddresses:
         """Open both servers. Health follows `router_api.ready()`; /metrics shows `metrics`, the status page `status`.
-
-        Args:
-            budgets: makes quotas shared between routers; without it they are local.
-        """
+        `budgets`: makes quotas shared between routers; without it they are local."""
         metered: MeteredRouterApi | None = None
         shared: list[SharedQuotas] = []
         if self._keys is not None:

@@ -49,11 +49,8 @@ class Figures:
 
 
 def check_router(router: Figures, *, more_choices: int | None = 0) -> list[str]:
-    """Laws of a router that has no request left.
-
-    Args:
-        more_choices: choices that were begun besides the first of each request; None: not known.
-    """
+    """Laws of a router that has no request left. `more_choices`: choices that were begun besides the first of each
+    request; None: not known."""
     out = _Findings()
     total = router.total
     answered, failed = total("request_success_total"), total("request_errors_total")
@@ -88,11 +85,8 @@ def check_router(router: Figures, *, more_choices: int | None = 0) -> list[str]:
 
 
 def check_workers(router: Figures, decode: Figures, prefill: Figures, *, exact: bool) -> list[str]:
-    """Invariants of a router and its workers, all idle.
-
-    Args:
-        exact: every request was answered by its first worker, so that nothing was sampled or read in vain.
-    """
+    """Invariants of a router and its workers, all idle. `exact`: every request was answered by its first worker, so
+    that nothing was sampled or read in vain."""
     out = _Findings()
     hold = out.same if exact else out.at_most
     hold("tokens: router, decode", router.total("generation_tokens_total"), decode.total("generation_tokens_total"))

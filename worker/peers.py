@@ -73,10 +73,8 @@ class PeerDirectory:
         self._closing: set[asyncio.Task[None]] = set()
 
     async def connect(self, ref: WorkerRef) -> Peer:
-        """The peer of `ref`; the handshake is done once.
-
-        Raises: StaleReferenceError, IncompatibleWorkersError, WorkerLostError (cannot be reached in time).
-        """
+        """The peer of `ref`; the handshake is done once. Raises: StaleReferenceError, IncompatibleWorkersError,
+        WorkerLostError (cannot be reached in time)."""
         task = self._peers.get(ref)
         if task is None:
             task = self._peers[ref] = asyncio.create_task(self._handshake(ref), name=f"handshake {ref.worker_id}")

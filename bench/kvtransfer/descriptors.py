@@ -45,10 +45,7 @@ class BlockAgent:
 
     def read(self, ids: list[int], piece_bytes: int = BLOCK_BYTES) -> float:
         """Read blocks `ids` of the peer's pool into the same ones here, with a descriptor for each `piece_bytes` of a
-        block.
-
-        Returns: seconds. Raises: RuntimeError.
-        """
+        block. Returns: seconds. Raises: RuntimeError."""
         began = time.perf_counter()
         pieces = np.arange(0, BLOCK_BYTES, piece_bytes, dtype=np.uint64)
         starts = (np.array(ids, np.uint64)[:, None] * np.uint64(BLOCK_BYTES) + pieces).reshape(-1)

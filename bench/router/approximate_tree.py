@@ -21,11 +21,7 @@ BALANCE_ABS, BALANCE_REL = 64, 1.5
 
 
 class ApproximateTree:
-    """The policy.
-
-    Args:
-        keys_of: the block keys of a request, by its `affinity`.
-    """
+    """The policy. `keys_of`: the block keys of a request, by its `affinity`."""
 
     name = "approximate-tree"
 

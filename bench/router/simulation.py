@@ -109,11 +109,8 @@ class _Worker:
 
 
 class Simulation:
-    """The simulated cluster.
-
-    Args:
-        policy: picks among the candidates; the request's number is its `affinity` if `by_session` is False.
-    """
+    """The simulated cluster. `policy`: picks among the candidates; the request's number is its `affinity` if
+    `by_session` is False."""
 
     def __init__(self, config: SimConfig, policy: PlacementPolicy, seed: int = 0, *, by_session: bool = True) -> None:
         self._config = config

@@ -147,11 +147,8 @@ _LOAD_COMMANDS: Mapping[str, tuple[str, Callable[[typer.Typer, str], None]]] = {
 
 
 def build_app(only: str | None = None) -> typer.Typer:
-    """The commands.
-
-    Args:
-        only: the command that will run: other commands with many flags get only name and help. None: build all fully.
-    """
+    """The commands. `only`: the command that will run: other commands with many flags get only name and help. None:
+    build all fully."""
     app = typer.Typer(
         name="bench",
         help=BENCH_HELP,

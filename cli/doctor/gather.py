@@ -27,12 +27,8 @@ def gather(
     cluster_tls: ClusterTls | None = None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Facts:
-    """Query router and workers, wait `sample_s`, query the workers again.
-
-    Args:
-        cluster_tls: for workers with mTLS.
-    Raises: DiptychError when the router cannot be reached.
-    """
+    """Query router and workers, wait `sample_s`, query the workers again. `cluster_tls`: for workers with mTLS. Raises:
+    DiptychError when the router cannot be reached."""
     known = (client.get().get("cluster") or {}).get("workers", [])
     began = time.monotonic()
     before = _ask_all(known, cluster_tls)

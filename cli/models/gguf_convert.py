@@ -209,12 +209,8 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def convert(gguf_path: Path, folder: Path, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
-    """Write the Hugging Face files of `gguf_path` into the existing `folder`; weights as fp32.
-
-    Args:
-        progress: called with (bytes written, total bytes) of the weights.
-    Raises: ConfigError when this converter does not support the file.
-    """
+    """Write the Hugging Face files of `gguf_path` into the existing `folder`; weights as fp32. `progress`: called with
+    (bytes written, total bytes) of the weights. Raises: ConfigError when this converter does not support the file."""
     model = GgufModel(gguf_path)
     config = model.config()
     _write_json(folder / "config.json", config)

@@ -14,11 +14,7 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU.
-
-    Args:
-        visible: its entry in CUDA_VISIBLE_DEVICES.
-    """
+    """One GPU. `visible`: its entry in CUDA_VISIBLE_DEVICES."""
 
     visible: str
     name: str
@@ -36,9 +32,7 @@ class GpuAssignment:
 
 def find_gpus(environ: Mapping[str, str]) -> list[Gpu]:
     """GPUs in CUDA_VISIBLE_DEVICES, in its order; all if it is not set. Uses NVML: nothing is allocated on them.
-
-    Raises: ConfigError, in one sentence, when there is none.
-    """
+    Raises: ConfigError, in one sentence, when there is none."""
     try:
         import pynvml
     except ImportError:

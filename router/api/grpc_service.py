@@ -40,11 +40,7 @@ SERVICE = "diptych.rpc.v1.Router"
 
 class RouterService:
     """Parse, prepare, relay. A client that cancels ends the method's task, which closes the frontend's iterator and so
-    cancels the request on its workers.
-
-    Args:
-        bodies: parses large requests; closed by its owner.
-    """
+    cancels the request on its workers. `bodies`: parses large requests; closed by its owner."""
 
     def __init__(self, router_api: RouterApi, bodies: Bodies | None = None) -> None:
         self._router_api = router_api

@@ -124,10 +124,8 @@ def _uncollected() -> Iterator[None]:
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """The body as an object. NaN and Infinity pass as floats: the field's check rejects them by name.
-
-    Raises: InvalidRequestError for anything but one JSON object in valid UTF-8.
-    """
+    """The body as an object. NaN and Infinity pass as floats: the field's check rejects them by name. Raises:
+    InvalidRequestError for anything but one JSON object in valid UTF-8."""
     try:
         value = json.loads(body.decode("utf-8"), parse_int=_bounded_int)
     except UnicodeDecodeError as error:

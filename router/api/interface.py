@@ -58,10 +58,8 @@ class RouterApi(Protocol):
 async def accepted(
     router_api: RouterApi, prepared: ValidatedRequest
 ) -> AsyncIterator[tuple[StartedEvent, AsyncIterator[GenerateEvent]]]:
-    """The request's start and the events after it; leaving the block cancels the rest.
-
-    Raises: the DiptychError with which the request failed before a decode worker accepted it.
-    """
+    """The request's start and the events after it; leaving the block cancels the rest. Raises: the DiptychError with
+    which the request failed before a decode worker accepted it."""
     events = cast(AsyncGenerator[GenerateEvent, None], router_api.generate(prepared))
     try:
         started = await anext(events, None)

@@ -112,11 +112,8 @@ class UnknownFields:
         self._seen: set[str] = set()
 
     def note(self, names: Iterable[str], known: Collection[str]) -> tuple[str, ...]:
-        """Warnings for the client. Raises: InvalidRequestError naming the first field, if they are rejected.
-
-        Args:
-            known: existing fields, for suggestions.
-        """
+        """Warnings for the client. Raises: InvalidRequestError naming the first field, if they are rejected. `known`:
+        existing fields, for suggestions."""
         warnings: list[str] = []
         for name in names:
             short = name[:MAX_NAME_CHARS]

@@ -150,11 +150,8 @@ class CompletionRequest(_Common):
 
 @dataclass(frozen=True, slots=True)
 class ParsedRequest:
-    """A parsed request: what to generate, and how to format the response.
-
-    `renamed` maps a parameter to the name that the caller used. `more`: the further prompts. `warnings`: ignored
-    fields, for the caller.
-    """
+    """A parsed request: what to generate, and how to format the response. `renamed` maps a parameter to the name that
+    the caller used. `more`: the further prompts. `warnings`: ignored fields, for the caller."""
 
     spec: UncheckedRequest
     stream: bool
@@ -256,11 +253,8 @@ def _plain(value: Any) -> Any:
 
 
 def spec_fields(request: Sampled, sampling: Mapping[str, object]) -> dict[str, Any]:
-    """Arguments of an UncheckedRequest that are common to all requests.
-
-    Args:
-        sampling: values that this kind of request passes in another way; None: not given.
-    """
+    """Arguments of an UncheckedRequest that are common to all requests. `sampling`: values that this kind of request
+    passes in another way; None: not given."""
     given = request.model_fields_set
     values = {**{name: getattr(request, name) for name in SAMPLING if name in given}, **sampling}
     if isinstance(values.get("stop"), str):

@@ -24,11 +24,7 @@ from diptych.router.tools.pieces import CallArguments, CallStart, Content, Piece
 
 
 class ResponsesForm:
-    """See ResponseFormatter.
-
-    Args:
-        request_fields: fields of the request repeated in the response.
-    """
+    """See ResponseFormatter. `request_fields`: fields of the request repeated in the response."""
 
     def __init__(self, request_fields: Mapping[str, Any], options: ResponseOptions, context: ResponseContext) -> None:
         self._request_fields = request_fields

@@ -13,11 +13,7 @@ _FIELD = bytes([decode_pb2.Submit.PROMPT_TOKEN_IDS_FIELD_NUMBER << 3 | 2])
 
 @dataclass(slots=True)
 class PackedIds:
-    """Token ids in encoded form.
-
-    Args:
-        packed: a TokenIdsInput, encoded; empty for no ids.
-    """
+    """Token ids in encoded form. `packed`: a TokenIdsInput, encoded; empty for no ids."""
 
     packed: bytes
     count: int

@@ -13,11 +13,8 @@ _MAX_STEP_S = 2 * TICK_S
 
 
 class LoopUptime:
-    """A clock driven by the event loop: it advances while `run` runs, and stops with the loop.
-
-    Args:
-        now: the real clock, in seconds.
-    """
+    """A clock driven by the event loop: it advances while `run` runs, and stops with the loop. `now`: the real clock,
+    in seconds."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now

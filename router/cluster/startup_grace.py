@@ -10,11 +10,7 @@ from diptych.common.clock import Clock
 
 
 class StartupGrace:
-    """The grace period.
-
-    Args:
-        settle_s: how long a decode worker may be missing, since the start or since one was usable.
-    """
+    """The grace period. `settle_s`: how long a decode worker may be missing, since the start or since one was usable."""
 
     def __init__(self, clock: Clock, settle_s: float) -> None:
         self._clock = clock

@@ -39,11 +39,8 @@ class _Worker:
 
 
 class Backlog:
-    """The backlog of all workers.
-
-    Args:
-        now: seconds on a monotonic clock. With the default, nothing counts as computed before its first token.
-    """
+    """The backlog of all workers. `now`: seconds on a monotonic clock. With the default, nothing counts as computed
+    before its first token."""
 
     def __init__(self, now: Callable[[], float] = lambda: 0.0) -> None:
         self._now = now

@@ -49,11 +49,7 @@ class _Lease:
 
 
 class SharedQuotas(TenantQuotas):
-    """Quotas shared between routers.
-
-    Args:
-        num_routers: current number of routers, including this one.
-    """
+    """Quotas shared between routers. `num_routers`: current number of routers, including this one."""
 
     def __init__(
         self,

@@ -76,11 +76,7 @@ class _Flow(Generic[T]):
 
 
 class DeficitRoundRobin(Generic[T]):
-    """The scheduler of all waiting requests.
-
-    Args:
-        quantum: tokens that a tenant of weight 1 gets at each visit.
-    """
+    """The scheduler of all waiting requests. `quantum`: tokens that a tenant of weight 1 gets at each visit."""
 
     def __init__(self, quantum: int = QUANTUM) -> None:
         self._quantum = quantum

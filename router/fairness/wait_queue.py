@@ -64,10 +64,8 @@ class WaitQueue:
         self._gate.let_in()
 
     async def enter(self, tenant: str, tokens: int, *, priority: int, left_s: float) -> None:
-        """Return when the request is admitted; the caller must reserve before awaiting anything.
-
-        Raises: OverloadedError when too many wait; RequestDeadlineError after `left_s`.
-        """
+        """Return when the request is admitted; the caller must reserve before awaiting anything. Raises:
+        OverloadedError when too many wait; RequestDeadlineError after `left_s`."""
         if self.may_pass(tenant, tokens):
             return
         if self._gate.too_many(tenant, self._most):

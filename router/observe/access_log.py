@@ -123,11 +123,7 @@ class Access:
         return "refused" if self.status >= 400 else "served"
 
     def write(self, now: float | None = None) -> None:
-        """Write the line.
-
-        Args:
-            now: on the clock of `began`; None: the monotonic one.
-        """
+        """Write the line. `now`: on the clock of `began`; None: the monotonic one."""
         if not _Switch.on:
             return
         say = _log.debug if self.quiet else _log.info

@@ -64,11 +64,7 @@ class Runs:
 
 
 class BlockTable:
-    """`counts`: [tier, column], blocks held.
-
-    Args:
-        max_keys: soft limit; beyond twice as many, keys are dropped.
-    """
+    """`counts`: [tier, column], blocks held. `max_keys`: soft limit; beyond twice as many, keys are dropped."""
 
     def __init__(self, max_keys: int = 1_000_000) -> None:
         self._round = 64  # a power of two: buckets when the current round of splits began
@@ -189,11 +185,8 @@ class BlockTable:
         return Runs(self._nobody if blocks is None else blocks, lower_blocks, blocks is not None)
 
     def hits_into(self, lookup: NativeLookup, keys: Keys, most_blocks: int, into: int, stride: int) -> Found:
-        """`runs` in C, for the group that `lookup` was made for.
-
-        Args:
-            into: address of [NUM_TIERS, stride]: at the group's places, tokens of hits, then by lower tier.
-        """
+        """`runs` in C, for the group that `lookup` was made for. `into`: address of [NUM_TIERS, stride]: at the group's
+        places, tokens of hits, then by lower tier."""
         self._num_lookups += 1
         lower = self._lower_in_use()
         masks = [self._masks[tier] if tier in lower or tier == 0 else None for tier in _ALL_TIERS]

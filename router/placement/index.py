@@ -63,12 +63,8 @@ class _Worker:
 
 
 class BlockIndex:
-    """The index of all workers.
-
-    Args:
-        max_blocks: blocks held for all workers together. Each worker gets an equal share; beyond it its least recently
-            used blocks are dropped, so that a busy worker evicts only its own.
-    """
+    """The index of all workers. `max_blocks`: blocks held for all workers together. Each worker gets an equal share;
+    beyond it its least recently used blocks are dropped, so that a busy worker evicts only its own."""
 
     def __init__(self, max_blocks: int = 2_000_000) -> None:
         if max_blocks < 1:

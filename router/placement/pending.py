@@ -24,11 +24,8 @@ log = structlog.get_logger(__name__)
 
 
 class PendingShare:
-    """Exchanges the sums.
-
-    Args:
-        router_id: unique among the routers of the cluster; a suffix after "." distinguishes the models of one router.
-    """
+    """Exchanges the sums. `router_id`: unique among the routers of the cluster; a suffix after "." distinguishes the
+    models of one router."""
 
     def __init__(
         self,

@@ -37,11 +37,8 @@ class _PrefixLoad:
 
 @dataclass(slots=True)
 class Replication:
-    """Decides when a prefix gets another copy.
-
-    Args:
-        bound: share of one holder's time above which a prefix gets another holder.
-    """
+    """Decides when a prefix gets another copy. `bound`: share of one holder's time above which a prefix gets another
+    holder."""
 
     bound: float = BOUND
     num_copies: int = 0

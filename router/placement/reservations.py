@@ -31,11 +31,7 @@ class Reservation:
 
 
 class Reservations:
-    """Reservations by attempt. Releasing twice, or an unknown attempt, has no effect.
-
-    Args:
-        now: see Backlog.
-    """
+    """Reservations by attempt. Releasing twice, or an unknown attempt, has no effect. `now`: see Backlog."""
 
     def __init__(self, now: Callable[[], float] = lambda: 0.0) -> None:
         self.backlog = Backlog(now)

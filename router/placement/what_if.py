@@ -28,10 +28,8 @@ def parse_pool(text: str) -> tuple[int, int]:
 
 
 def pool_snapshot(pool: str, records: Sequence[WorkerRecord], now: float) -> ClusterSnapshot:
-    """Idle workers with empty caches and the rates measured by the real workers of their role.
-
-    Raises: InvalidRequestError; NoWorkerError when no worker provides the model's facts.
-    """
+    """Idle workers with empty caches and the rates measured by the real workers of their role. Raises:
+    InvalidRequestError; NoWorkerError when no worker provides the model's facts."""
     num_prefill, num_decode = parse_pool(pool)
     if not records:
         raise NoWorkerError("no worker provides the model's facts", retry_after_s=1.0)

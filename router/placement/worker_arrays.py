@@ -184,11 +184,8 @@ class RequestLoads:
 
 @dataclass(slots=True, eq=False)
 class ClusterSnapshot:
-    """The cluster's state for one placement.
-
-    Args:
-        barred: indexes (0 to D - 1) of decode workers that failed for this request.
-    """
+    """The cluster's state for one placement. `barred`: indexes (0 to D - 1) of decode workers that failed for this
+    request."""
 
     fleet: WorkerArrays
     loads: RequestLoads

@@ -199,12 +199,8 @@ class RequestPreprocessor:
     def prepare_again(
         self, before: ValidatedRequest, prompt: PackedIds, timeout_s: float | None, *, draws_seed: bool
     ) -> ValidatedRequest:
-        """As `prepare`, for a request that differs from an earlier one only in its token ids.
-
-        Args:
-            draws_seed: it has no seed.
-        Raises: as prepare.
-        """
+        """As `prepare`, for a request that differs from an earlier one only in its token ids. `draws_seed`: it has no
+        seed. Raises: as prepare."""
         arrived = self._clock.now()
         limits = self._limits
         within_s = min(timeout(timeout_s, limits.request_timeout_s), limits.request_timeout_s)

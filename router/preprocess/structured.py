@@ -44,12 +44,8 @@ class Wanted:
 
 
 def wanted_grammar(fields: Mapping[str, Any]) -> Wanted | None:
-    """The grammar requested by the fields.
-
-    Args:
-        fields: any of response_format, text, structured_outputs, guided_*; None: not given.
-    Raises: InvalidRequestError naming the field, also when two of them are given.
-    """
+    """The grammar requested by the fields. `fields`: any of response_format, text, structured_outputs, guided_*; None:
+    not given. Raises: InvalidRequestError naming the field, also when two of them are given."""
     found: list[Wanted] = []
     outputs, compact = _compact(fields.get("structured_outputs"))
     if (form := fields.get("response_format")) is not None:

@@ -61,21 +61,15 @@ def required_calls(form: CallForm | None, functions: Sequence[Function], *, seve
 
 
 def calls_or_json(form: CallForm, functions: Sequence[Function], wanted: Grammar, *, several: bool) -> Grammar:
-    """The answer is valid calls and nothing else, or matches `wanted`.
-
-    Args:
-        wanted: a JSON schema.
-    """
+    """The answer is valid calls and nothing else, or matches `wanted`. `wanted`: a JSON schema."""
     tags = tuple(_tag(form, function, _schema(function)) for function in functions)
     both = Tags(tags, form.head, form.tail, form.separator, several, instead=wanted.source)
     return Grammar(GrammarKind.TAGS, both.dump(), compact=wanted.compact)
 
 
 def strict_calls(form: CallForm | None, functions: Sequence[Function], *, several: bool) -> Grammar | None:
-    """Free text and calls, but arguments of strict functions match their schemas. None: no function is strict.
-
-    Raises: InvalidRequestError for a model whose calls cannot be distinguished from text.
-    """
+    """Free text and calls, but arguments of strict functions match their schemas. None: no function is strict. Raises:
+    InvalidRequestError for a model whose calls cannot be distinguished from text."""
     if not any(function.strict for function in functions):
         return None
     if form is None or not form.trigger:

@@ -62,11 +62,8 @@ class ValueScanner:
 
 
 class CallScanner:
-    """Feed it with `scan`; then look at `state`, `name` and `take`.
-
-    Args:
-        needs_arguments: an object without them is not a call.
-    """
+    """Feed it with `scan`; then look at `state`, `name` and `take`. `needs_arguments`: an object without them is not a
+    call."""
 
     def __init__(self, *, needs_arguments: bool = False) -> None:
         self.state = Scan.START

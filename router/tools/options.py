@@ -126,12 +126,8 @@ def called_arguments(text: str) -> dict[str, Any] | str:
 
 
 def text_beside(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None) -> int:
-    """Approximate number of characters of a prompt beside its messages' content: calls and tools, as JSON.
-
-    Args:
-        messages: as returned by template_messages.
-    Raises: InvalidRequestError.
-    """
+    """Approximate number of characters of a prompt beside its messages' content: calls and tools, as JSON. `messages`:
+    as returned by template_messages. Raises: InvalidRequestError."""
     calls = [message["tool_calls"] for message in messages if "tool_calls" in message]
     if not calls and not tools:
         return 0
@@ -187,12 +183,8 @@ class ToolOptions:
 def offer_tools(
     tools: Sequence[Tool] | None, choice: object, features: ModelFeatures, *, parallel: bool = True
 ) -> ToolOptions:
-    """Check the tools of a request.
-
-    Args:
-        parallel: several calls are allowed.
-    Raises: InvalidRequestError for a tool_choice or a model without support for tools, and for schemas over the limits.
-    """
+    """Check the tools of a request. `parallel`: several calls are allowed. Raises: InvalidRequestError for a
+    tool_choice or a model without support for tools, and for schemas over the limits."""
     named = _named(choice)
     if not tools:
         if named or choice == "required":

@@ -19,11 +19,8 @@ class _Place(Enum):
 
 
 class ReasoningSplitter:
-    """START --<think>--> THINKING --</think>--> AFTER --text--> ANSWER; START --anything else--> ANSWER
-
-    Args:
-        thinking: the prompt has already opened the reasoning, as some templates do.
-    """
+    """START --<think>--> THINKING --</think>--> AFTER --text--> ANSWER; START --anything else--> ANSWER `thinking`: the
+    prompt has already opened the reasoning, as some templates do."""
 
     def __init__(self, *, thinking: bool = False) -> None:
         self._place = _Place.THINKING if thinking else _Place.START

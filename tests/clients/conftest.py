@@ -20,11 +20,8 @@ WAIT_S = 300.0
 
 
 class Clients:
-    """Their environment, without a network: everything they would download is provided.
-
-    Args:
-        home: a folder for their files; its hub cache has the model as local/smol.
-    """
+    """Their environment, without a network: everything they would download is provided. `home`: a folder for their
+    files; its hub cache has the model as local/smol."""
 
     def __init__(self, folder: Path, home: Path) -> None:
         self.folder, self.home = folder, home

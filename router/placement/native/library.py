@@ -101,12 +101,8 @@ def _load(compiler: str, lanes: int | None) -> Library:
 
 
 def choose_library(wanted: str) -> Library | None:
-    """The library, or None for numpy, with which a decision takes about twice as long (logged).
-
-    Args:
-        wanted: "native", "numpy", or "auto": native if available.
-    Raises: ConfigError when "native" is requested and not available.
-    """
+    """The library, or None for numpy, with which a decision takes about twice as long (logged). `wanted`: "native",
+    "numpy", or "auto": native if available. Raises: ConfigError when "native" is requested and not available."""
     if wanted == "numpy":
         return None
     lanes = wanted_lanes()

@@ -61,11 +61,8 @@ BACKENDS = [(name, lanes) for name in sorted(VARIANTS) for lanes in (None, *(() 
 
 @dataclass(frozen=True)
 class Variant:
-    """A random model of one architecture, transformers' own beside it.
-
-    Args:
-        lanes: floats of a vector of the compiled kernels; None: plain torch computes.
-    """
+    """A random model of one architecture, transformers' own beside it. `lanes`: floats of a vector of the compiled
+    kernels; None: plain torch computes."""
 
     folder: Path
     model: Any
