@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import accumulate
 from typing import Literal
 
 COLORS = ("#2f6fb7", "#d1622b", "#3a923a", "#8e5bb5", "#b5484a", "#7a6352")
@@ -115,6 +116,30 @@ def timeline(
     middle = (LEFT + WIDTH * 2) / 2
     parts.append(f'<text x="{middle:.0f}" y="{height - 8}" text-anchor="middle">{escape(x)}</text>')
     return "".join([*parts, *_legend(legend), "</svg>"])
+
+
+def bars(panels: Sequence[tuple[str, Mapping[str, float]]], columns: int = 1) -> str:
+    """A panel of horizontal bars for each (title, values by name), all in one picture; the first name is drawn in colour."""
+    width, row_height, label, room = WIDTH - 100, 22, 130, WIDTH - 300
+    rows = [panels[at : at + columns] for at in range(0, len(panels), columns)]
+    tops = [*accumulate((TOP + 12 + row_height * max(len(v) for _, v in row) for row in rows), initial=0)]
+    parts = [
+        _open("", tops[-1], width * columns),
+        f'<rect width="{width * columns}" height="{tops[-1]}" fill="white"/>',
+    ]
+    for number, (title, values) in enumerate(panels):
+        left, top = width * (number % columns), tops[number // columns]
+        parts.append(f'<text class="t" x="{left + 8}" y="{top + 20}">{escape(title)}</text>')
+        for i, (name, value) in enumerate(values.items()):
+            y = top + TOP + row_height * i
+            length = max(1.0, room * value / max(*values.values(), 1e-12))
+            parts.append(f'<text x="{left + label - 6}" y="{y + 13}" text-anchor="end">{escape(name)}</text>')
+            parts.append(
+                f'<rect x="{left + label}" y="{y + 2}" width="{length:.1f}" height="{row_height - 6}" '
+                f'fill="{"#b8c4cc" if i else COLORS[0]}"/>'
+            )
+            parts.append(f'<text x="{left + label + length + 5:.1f}" y="{y + 13}">{value:.3g}</text>')
+    return "".join([*parts, "</svg>\n"])
 
 
 def cdf(values: Sequence[float]) -> list[tuple[float, float]]:

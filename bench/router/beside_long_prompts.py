@@ -29,8 +29,8 @@ from typing import Any
 import httpx
 
 from diptych.bench.router.report import RESULTS, surroundings
-from diptych.bench.router.svg import bars
 from diptych.cli.up.processes import free_port
+from diptych.loadtest.svg import bars
 
 RESULT = RESULTS / "beside.json"
 SCENES = ("alone", "beside others' long ones", "beside its own long ones")

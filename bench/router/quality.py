@@ -17,8 +17,8 @@ import numpy as np
 from diptych.bench.router.approximate_tree import ApproximateTree
 from diptych.bench.router.report import RESULTS, surroundings, write
 from diptych.bench.router.simulation import Outcome, SimConfig, Simulation
-from diptych.bench.router.svg import bars
 from diptych.bench.router.trace import TraceConfig, TraceRequest, make_trace, merged
+from diptych.loadtest.svg import bars
 from diptych.router.placement.policies import POLICIES, policy_by_name
 
 TREE = ApproximateTree.name

@@ -2,8 +2,8 @@ import pytest
 
 from diptych.bench.router.quality import COPIES, TREE, run, summary
 from diptych.bench.router.simulation import SimConfig
-from diptych.bench.router.svg import bars
 from diptych.bench.router.trace import BLOCK_SIZE, TraceConfig, make_trace, merged
+from diptych.loadtest.svg import bars
 from diptych.router.placement.policies import POLICIES
 
 
