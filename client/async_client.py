@@ -15,8 +15,7 @@ import grpc
 import grpc.aio
 
 from diptych.client import wire
-from diptych.client.errors import StreamBrokenError
-from diptych.client.exchange import Attempts, Exchange, RetryPolicy
+from diptych.client.exchange import Attempts, Exchange, ReadOnce, RetryPolicy
 from diptych.client.lookaside import Answer, DirectAnswer, Lookaside, RoutedAnswer, may_fall_back
 from diptych.client.request import GenerateOptions, build_request
 from diptych.client.request_parts import may_go_directly
@@ -139,7 +138,7 @@ class AsyncClient:
         return Attempts(timeout_s, self._retry, time.monotonic, self._rng)
 
 
-class AsyncStream:
+class AsyncStream(ReadOnce):
     """One streamed answer: iterate it (once), then read `result`.
 
     Leaving the iteration before its end, in whatever way (break, an exception, cancellation, `aclose`, the end of an
@@ -153,35 +152,14 @@ class AsyncStream:
         self._request = request
         self._timeout_s = timeout_s
         self._resume = resume
-        self._exchange: Exchange | None = None
         self._answer: Answer | None = None
         self._directly = True
         self._without_deltas = False
         """True: deltas are not delivered; DirectAnswer collects the answer and wakes the task once, at its end."""
         self._closed = False
 
-    @property
-    def request_id(self) -> str:
-        """The router's id of this request; empty before its first message."""
-        return self._exchange.request_id if self._exchange else ""
-
-    @property
-    def seed(self) -> int | None:
-        """The seed of the sampling, for `resume_after` in another process; None before the router's first message."""
-        return self._exchange.seed if self._exchange else None
-
-    @property
-    def result(self) -> Completion:
-        """The whole answer. Raises: StreamBrokenError unless the stream has ended properly."""
-        if self._exchange is None:
-            raise StreamBrokenError("there is no result: the stream was not read")
-        return self._exchange.result()
-
     def __aiter__(self) -> AsyncIterator[Delta]:
-        if self._exchange is not None:
-            raise RuntimeError("a stream can be iterated once")
-        self._exchange = Exchange(self._client._attempts(self._timeout_s), self._request, resume=self._resume)
-        return _Deltas(self, self._exchange)
+        return _Deltas(self, self._begin(self._client._attempts(self._timeout_s), self._request, resume=self._resume))
 
     async def aclose(self) -> None:
         """Cancel the call unless it has ended. Idempotent."""

@@ -174,6 +174,35 @@ class _PartialChoice:
         )
 
 
+class ReadOnce:
+    """What both kinds of streams tell of their one exchange, which begins with the iteration."""
+
+    _exchange: Exchange | None = None
+
+    @property
+    def request_id(self) -> str:
+        """The router's id of this request; empty before its first message."""
+        return self._exchange.request_id if self._exchange else ""
+
+    @property
+    def seed(self) -> int | None:
+        """The seed of the sampling, for `resume_after` in another process; None before the router's first message."""
+        return self._exchange.seed if self._exchange else None
+
+    @property
+    def result(self) -> Completion:
+        """The whole answer. Raises: StreamBrokenError unless the stream has ended properly."""
+        if self._exchange is None:
+            raise StreamBrokenError("there is no result: the stream was not read")
+        return self._exchange.result()
+
+    def _begin(self, attempts: Attempts, request: router_pb2.GenerateRequest, *, resume: bool) -> Exchange:
+        if self._exchange is not None:
+            raise RuntimeError("a stream can be iterated once")
+        self._exchange = Exchange(attempts, request, resume=resume)
+        return self._exchange
+
+
 class Exchange:
     """Checks the order of a stream's messages and assembles the answer.
 

@@ -14,8 +14,7 @@ import grpc
 from diptych.client import wire
 from diptych.client.async_client import AsyncClient
 from diptych.client.bridge import Bridge, BridgedStream
-from diptych.client.errors import StreamBrokenError
-from diptych.client.exchange import Attempts, Exchange, RetryPolicy
+from diptych.client.exchange import Attempts, Exchange, ReadOnce, RetryPolicy
 from diptych.client.request import GenerateOptions, build_request
 from diptych.client.types import Completion, Delta, ModelInfo, models_from
 from diptych.common.errors import DiptychError, RequestCancelledError
@@ -118,7 +117,7 @@ class Client:
         return Attempts(timeout_s, self._retry, time.monotonic, self._rng)
 
 
-class Stream:
+class Stream(ReadOnce):
     """One streamed answer: iterate it (once), then read `result`.
 
     Leaving the iteration before its end, in whatever way (break, an exception, `close`, the end of a `with` block,
@@ -130,31 +129,11 @@ class Stream:
         self._request = request
         self._timeout_s = timeout_s
         self._resume = resume
-        self._exchange: Exchange | None = None
         self._call: Any = None
         self._closed = False
 
-    @property
-    def request_id(self) -> str:
-        """The router's id of this request; empty before its first message."""
-        return self._exchange.request_id if self._exchange else ""
-
-    @property
-    def seed(self) -> int | None:
-        """The seed of the sampling, for `resume_after` in another process; None before the router's first message."""
-        return self._exchange.seed if self._exchange else None
-
-    @property
-    def result(self) -> Completion:
-        """The whole answer. Raises: StreamBrokenError unless the stream has ended properly."""
-        if self._exchange is None:
-            raise StreamBrokenError("there is no result: the stream was not read")
-        return self._exchange.result()
-
     def __iter__(self) -> Iterator[Delta]:
-        if self._exchange is not None:
-            raise RuntimeError("a stream can be iterated once")
-        return _Deltas(self, self._begin())
+        return _Deltas(self, self._begin(self._client._attempts(self._timeout_s), self._request, resume=self._resume))
 
     def close(self) -> None:
         """Cancel the call unless it has ended. Idempotent; safe from another thread."""
@@ -167,9 +146,6 @@ class Stream:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
-
-    def _begin(self) -> Exchange:
-        return Exchange(self._client._attempts(self._timeout_s), self._request, resume=self._resume)
 
     def _next(self, exchange: Exchange) -> Delta:
         while True:
@@ -201,7 +177,6 @@ class _Deltas(Iterator[Delta]):
     def __init__(self, stream: Stream, exchange: Exchange) -> None:
         self._stream = stream
         self._exchange = exchange
-        stream._exchange = exchange
 
     def __next__(self) -> Delta:
         try:

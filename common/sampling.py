@@ -37,6 +37,21 @@ class FinishReason(Enum):
     LENGTH = "length"
 
 
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural logarithms of the model's own probabilities at one token's place.
+
+    Args:
+        rank: 1 for the likeliest token.
+        top: (token id, logprob) of the likeliest ones, best first; as many as were asked for.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
 class EarlyStopping(Enum):
     """When beam search ends, once beam_width answers are finished."""
 

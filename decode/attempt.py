@@ -41,7 +41,6 @@ from diptych.engine.messages import (
     Preempted,
     PromptLogprobs,
     RunLocally,
-    TokenLogprobs,
     TokensOut,
 )
 from diptych.rpc.convert import logprobs_from_proto, logprobs_to_proto, prompt_fields, sampling_to_proto
@@ -360,7 +359,7 @@ class Attempt:
 
     def _on_first_token(self, token: prefill_pb2.FirstToken) -> None:
         if not self._life.ended:
-            logprobs = logprobs_from_proto(token.logprobs, TokenLogprobs) if token.HasField("logprobs") else None
+            logprobs = logprobs_from_proto(token.logprobs) if token.HasField("logprobs") else None
             self._engine.send(FirstToken(self._sub.attempt, token.token_id, token.choice, logprobs))
 
     def _on_first_candidates(self, candidates: list[prefill_pb2.FirstToken]) -> None:
@@ -394,5 +393,5 @@ def _candidate(message: prefill_pb2.FirstToken) -> Candidate:
     """Raises: InternalError for an invalid message."""
     if not math.isfinite(message.score):
         raise InternalError("prefill sent a candidate without a score")
-    logprobs = logprobs_from_proto(message.logprobs, TokenLogprobs) if message.HasField("logprobs") else None
+    logprobs = logprobs_from_proto(message.logprobs) if message.HasField("logprobs") else None
     return Candidate(message.token_id, message.score, logprobs)

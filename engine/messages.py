@@ -24,6 +24,7 @@ from enum import Enum
 from diptych.common.errors import DiptychError
 from diptych.common.request import Prompt
 from diptych.common.sampling import FinishReason, SamplingParams
+from diptych.common.sampling import TokenLogprobs as TokenLogprobs
 from diptych.engine.grammar.program import Program
 from diptych.engine.overlap import Overlap
 from diptych.engine.stats import BlockCounts as BlockCounts
@@ -36,7 +37,6 @@ from diptych.engine.step_messages import ComputedFrom as ComputedFrom
 from diptych.engine.step_messages import CopyKind as CopyKind
 from diptych.engine.step_messages import ScheduledSeq as ScheduledSeq
 from diptych.engine.step_messages import StepResult as StepResult
-from diptych.engine.step_messages import TokenLogprobs as TokenLogprobs
 
 
 class KvMode(Enum):

@@ -6,26 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from diptych.common.sampling import SamplingParams
+from diptych.common.sampling import SamplingParams, TokenLogprobs
 from diptych.engine.grammar.program import Program
 
 UNKNOWN_TOKEN = -1
 """In ScheduledSeq.token_ids: the token is being drawn by the step before, see engine.runner.AsyncModelRunner."""
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Natural logarithms of the model's own probabilities at one token's place.
-
-    Args:
-        rank: 1 for the likeliest token.
-        top: (token id, logprob) of the likeliest ones, best first; as many as were asked for.
-    """
-
-    token_id: int
-    logprob: float
-    rank: int
-    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,19 +96,7 @@ class GrpcTarget:
 
 def _end_of(result: Completion) -> Ended:
     told = result.explanation
-    server = None
-    if told is not None:
-        server = ServerFacts(
-            prefill=told.prefill,
-            decode=told.decode,
-            transport=told.transport,
-            kv_bytes=told.kv_bytes,
-            local_prefill=told.local_prefill,
-            reserved_s=told.reserved_s,
-            first_token_s=told.first_token_s,
-            kv_complete_s=told.kv_complete_s,
-            notes=told.notes,
-        )
+    server = None if told is None else ServerFacts(**{name: getattr(told, name) for name in ServerFacts.__slots__})
     usage = result.usage
     return Ended(result.finish_reason, usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, server)
 

@@ -45,24 +45,11 @@ class _Usage(msgspec.Struct):
     prompt_tokens_details: _Details | None = None
 
 
-class _Explained(msgspec.Struct):
-    request_id: str = ""
-    prefill: str = ""
-    decode: str = ""
-    transport: str = ""
-    kv_bytes: int = 0
-    local_prefill: bool = False
-    reserved_s: float = 0.0
-    first_token_s: float = 0.0
-    kv_complete_s: float = 0.0
-    notes: tuple[str, ...] = ()
-
-
 class _Event(msgspec.Struct):
     choices: tuple[_Choice, ...] = ()
     usage: _Usage | None = None
     error: Any = None
-    diptych: _Explained | None = None
+    diptych: ServerFacts | None = None
 
 
 class OpenAITarget:
@@ -239,18 +226,8 @@ def _gather(event: _Event, end: Ended) -> bool:
         end.input_tokens, end.output_tokens = event.usage.prompt_tokens, event.usage.completion_tokens
         if event.usage.prompt_tokens_details is not None:
             end.cached_tokens = event.usage.prompt_tokens_details.cached_tokens
-    if (told := event.diptych) is not None:
-        end.server = ServerFacts(
-            prefill=told.prefill,
-            decode=told.decode,
-            transport=told.transport,
-            kv_bytes=told.kv_bytes,
-            local_prefill=told.local_prefill,
-            reserved_s=told.reserved_s,
-            first_token_s=told.first_token_s,
-            kv_complete_s=told.kv_complete_s,
-            notes=told.notes,
-        )
+    if event.diptych is not None:
+        end.server = event.diptych
     for choice in event.choices:
         if choice.finish_reason:
             end.finish_reason = choice.finish_reason

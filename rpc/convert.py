@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from diptych.common.compat import PROTOCOL_VERSION, Compat
 from diptych.common.errors import ConfigError, IncompatibleWorkersError, InternalError, InvalidRequestError
@@ -20,6 +20,7 @@ from diptych.common.sampling import (
     EarlyStopping,
     FinishReason,
     SamplingParams,
+    TokenLogprobs,
     check_sampling,
     sampling_values,
 )
@@ -49,26 +50,7 @@ _GRAMMAR_TO_PROTO = {
 _GRAMMAR_FROM_PROTO = {value: key for key, value in _GRAMMAR_TO_PROTO.items()}
 
 
-class LogprobsOfToken(Protocol):
-    """What both the engine's and the router's own structs look like."""
-
-    @property
-    def token_id(self) -> int: ...
-
-    @property
-    def logprob(self) -> float: ...
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def top(self) -> tuple[tuple[int, float], ...]: ...
-
-
-_Logprobs = TypeVar("_Logprobs")
-
-
-def logprobs_to_proto(entry: LogprobsOfToken) -> types_pb2.TokenLogprobs:
+def logprobs_to_proto(entry: TokenLogprobs) -> types_pb2.TokenLogprobs:
     return types_pb2.TokenLogprobs(
         token_id=entry.token_id,
         logprob=entry.logprob,
@@ -78,14 +60,12 @@ def logprobs_to_proto(entry: LogprobsOfToken) -> types_pb2.TokenLogprobs:
     )
 
 
-def logprobs_from_proto(
-    message: types_pb2.TokenLogprobs, make: Callable[[int, float, int, tuple[tuple[int, float], ...]], _Logprobs]
-) -> _Logprobs:
-    """Args: make: (token_id, logprob, rank, top) -> the receiver's own struct. Raises: InternalError."""
+def logprobs_from_proto(message: types_pb2.TokenLogprobs) -> TokenLogprobs:
+    """Raises: InternalError."""
     if len(message.top_token_ids) != len(message.top_logprobs) or math.isnan(message.logprob):
         raise InternalError("logprobs came that make no sense")
     top = tuple(zip(message.top_token_ids, message.top_logprobs, strict=True))
-    return make(message.token_id, message.logprob, message.rank, top)
+    return TokenLogprobs(message.token_id, message.logprob, message.rank, top)
 
 
 def grammar_to_proto(grammar: Grammar) -> types_pb2.Grammar:

@@ -14,7 +14,7 @@ import asyncio
 import json
 import re
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 from typing import Any, cast
 
@@ -268,13 +268,10 @@ class GrpcDoors:
                 if command.HasField("submit"):
                     stream.begin(command.submit)
 
-        reader = asyncio.create_task(read())
         try:
-            async for batch in stream.batches():
+            async for batch in _answer(stream, read()):
                 yield batch
         finally:
-            reader.cancel()
-            stream.running.clear()
             self._routers.remove(stream)
 
     async def _client(self, messages: AsyncIterator[decode_pb2.TicketCommands], _: Any) -> AsyncIterator[bytes]:
@@ -285,13 +282,19 @@ class GrpcDoors:
                 for redeem in message.redeem:
                     stream.begin(decode_pb2.TicketClaims.FromString(unseal(self._key, redeem.ticket)).submit)
 
-        reader = asyncio.create_task(read())
-        try:
-            async for batch in stream.batches():
-                yield batch
-        finally:
-            reader.cancel()
-            stream.running.clear()
+        async for batch in _answer(stream, read()):
+            yield batch
+
+
+async def _answer(stream: StepStream, read: Coroutine[Any, Any, None]) -> AsyncIterator[bytes]:
+    """What `stream` says while `read` takes in what it is asked for."""
+    reader = asyncio.create_task(read)
+    try:
+        async for batch in stream.batches():
+            yield batch
+    finally:
+        reader.cancel()
+        stream.running.clear()
 
 
 async def run(secret_file: Path) -> None:

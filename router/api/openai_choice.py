@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from diptych.common.sampling import FinishReason
+from diptych.common.sampling import FinishReason, TokenLogprobs
 from diptych.router.api.openai_answers import stop_reason
-from diptych.router.requests.messages import ChoiceFinishedEvent, FinishedEvent, TokenEvent, TokenLogprob
+from diptych.router.requests.messages import ChoiceFinishedEvent, FinishedEvent, TokenEvent
 from diptych.router.tools.json_scanner import ValueScanner
 from diptych.router.tools.pieces import CallArguments, CallStart, Content, Piece, Reasoning, ToolParser
 from diptych.router.tools.reasoning import ReasoningSplitter
@@ -54,7 +54,7 @@ class Choice:
         self.reasoning: list[str] = []
         self.calls: list[ToolCall] = []
         self.token_ids: list[int] = []
-        self.logprobs: list[TokenLogprob] = []
+        self.logprobs: list[TokenLogprobs] = []
         self.reasoning_tokens = 0
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None

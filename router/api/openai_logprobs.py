@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from diptych.common.errors import InternalError
+from diptych.common.sampling import TokenLogprobs
 from diptych.common.token_bytes import Tokens
-from diptych.router.requests.messages import PromptLogprobsEvent, TokenLogprob
+from diptych.router.requests.messages import PromptLogprobsEvent
 
 _LEAST = -9999.0
 """JSON has no -Infinity: a token that cannot be sampled shows this, as in vLLM."""
@@ -52,7 +53,7 @@ class PromptEntries:
 
     def __init__(self, num_prompt: int) -> None:
         self._wanted = num_prompt - 1
-        self.entries: list[TokenLogprob] = []
+        self.entries: list[TokenLogprobs] = []
 
     @property
     def complete(self) -> bool:
@@ -70,7 +71,7 @@ def finite(logprob: float) -> float:
     return logprob if math.isfinite(logprob) else _LEAST
 
 
-def chat_logprobs(entries: Sequence[TokenLogprob], names: TokenNames) -> dict[str, Any]:
+def chat_logprobs(entries: Sequence[TokenLogprobs], names: TokenNames) -> dict[str, Any]:
     """The `logprobs` object of a chat choice."""
 
     def shown(token_id: int, logprob: float) -> dict[str, Any]:
@@ -98,7 +99,7 @@ class CompletionLogprobs:
         self._offsets = names.tokens.offsets()
 
     def echoed(
-        self, token_ids: Sequence[int], entries: Sequence[TokenLogprob], offsets: Sequence[int]
+        self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs], offsets: Sequence[int]
     ) -> dict[str, Any]:
         """The prompt's part; its first token has no logprob. `offsets`: empty: those of the tokens' own text. Raises:
         InternalError."""
@@ -112,7 +113,7 @@ class CompletionLogprobs:
             "top_logprobs": [None, *map(self._top, entries)],
         }
 
-    def part(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+    def part(self, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
         """The part of the answer's next tokens."""
         return {
             "text_offset": [self._echo + self._offsets.push(entry.token_id) for entry in entries],
@@ -121,7 +122,7 @@ class CompletionLogprobs:
             "top_logprobs": list(map(self._top, entries)),
         }
 
-    def _top(self, entry: TokenLogprob) -> dict[str, float]:
+    def _top(self, entry: TokenLogprobs) -> dict[str, float]:
         """The likeliest first. The token itself is always included, under its name in `tokens`; another with the same
         text is written as an id."""
         own = self._names.of(entry.token_id)
@@ -134,7 +135,7 @@ class CompletionLogprobs:
         return shown
 
 
-def prompt_logprobs(entries: Sequence[TokenLogprob], names: TokenNames, most: int) -> list[dict[str, Any] | None]:
+def prompt_logprobs(entries: Sequence[TokenLogprobs], names: TokenNames, most: int) -> list[dict[str, Any] | None]:
     """vLLM's format: one object a prompt token, by token id; null for the first."""
     out: list[dict[str, Any] | None] = [None]
     for entry in entries:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from diptych.common.request import Prompt
-from diptych.common.sampling import FinishReason, SamplingParams
+from diptych.common.sampling import FinishReason, SamplingParams, TokenLogprobs
 from diptych.router.api.packed_ids import PackedIds
 from diptych.rpc.v1 import router_pb2, types_pb2
 
@@ -156,21 +156,6 @@ class ModelFeatures:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    """Natural logarithms of the model's own probabilities at one token's place.
-
-    Args:
-        rank: 1 for the likeliest token.
-        top: (token id, logprob) of the likeliest ones, best first; as many as were asked for.
-    """
-
-    token_id: int
-    logprob: float
-    rank: int
-    top: tuple[tuple[int, float], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class StartedEvent:
     """A decode worker accepted the request."""
 
@@ -188,7 +173,7 @@ class TokenEvent:
     token_ids: tuple[int, ...]
     text: str
     choice: int = 0
-    logprobs: tuple[TokenLogprob, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
     cached_tokens: int = 0
 
 
@@ -198,7 +183,7 @@ class PromptLogprobsEvent:
     may tell them again. All come before the first token of the answer. `prompt`: which one, of several."""
 
     first_token: int
-    logprobs: tuple[TokenLogprob, ...]
+    logprobs: tuple[TokenLogprobs, ...]
     prompt: int = 0
 
 

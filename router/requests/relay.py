@@ -36,7 +36,6 @@ from diptych.router.requests.messages import (
     PromptLogprobsEvent,
     StartedEvent,
     TokenEvent,
-    TokenLogprob,
     UsageInfo,
     ValidatedRequest,
 )
@@ -251,13 +250,13 @@ class Relay:
                     self._metrics.judged(self._cluster.admission.on_first_token(self._judgement, self._story.ttft_s))
             self._life.on_tokens(delta.offset, len(delta.token_ids), delta.choice)
             self._cluster.turnstile.written(self._request.tenant, len(delta.token_ids))
-            logprobs = tuple(logprobs_from_proto(entry, TokenLogprob) for entry in delta.logprobs)
+            logprobs = tuple(logprobs_from_proto(entry) for entry in delta.logprobs)
             return TokenEvent(
                 delta.offset, tuple(delta.token_ids), delta.text, delta.choice, logprobs, event.cached_tokens
             )
         if kind == "prompt_logprobs":
             entries = event.prompt_logprobs
-            known = tuple(logprobs_from_proto(entry, TokenLogprob) for entry in entries.logprobs)
+            known = tuple(logprobs_from_proto(entry) for entry in entries.logprobs)
             return PromptLogprobsEvent(entries.first_token, known)
         if kind == "choice_finished":
             ended = event.choice_finished

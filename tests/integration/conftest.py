@@ -16,15 +16,22 @@ from diptych.common import child
 
 def _load(name, file):
     """Load test support by path, under a unique name: the repository's folders never get onto sys.path."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(file))
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(file))
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules[name]
 
 
 router_fleet = _load("diptych_test_router_fleet", "router_fleet.py")
 _load("diptych_test_http_face", "http_face.py")
 _load("diptych_test_openai_contract", "openai_contract.py")
+
+
+@pytest.fixture(scope="session")
+def pd():
+    """The harness of both pools in one process."""
+    return _load("diptych_test_pd_harness", "pd_harness.py")
 
 
 @pytest.fixture(scope="session")

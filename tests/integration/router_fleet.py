@@ -13,9 +13,11 @@ from diptych.common.revision import tokenizer_revision
 from diptych.common.secret import create_secret, derive_key
 from diptych.common.store_memory import MemoryStore
 from diptych.common.worker_record import WorkerRecord
+from diptych.router.api.grpc_service import RouterService
 from diptych.router.cluster.fake_decode import FakeDecode
 from diptych.router.config import RouterConfig
 from diptych.router.frontend import Frontend, UncheckedRequest
+from diptych.rpc.channels import bind, new_server
 
 waiting = sys.modules["diptych_test_waiting"]
 BLOCK_SIZE = 16
@@ -109,6 +111,18 @@ class Fleet:
 
     def no_reservations(self):
         return len(self.frontend._cluster.reservations) == 0
+
+    @asynccontextmanager
+    async def served(self):
+        """Over gRPC, at the address."""
+        server = new_server()
+        port = bind(server, "127.0.0.1", 0)
+        server.add_generic_rpc_handlers((RouterService(self.frontend).handler(),))
+        await server.start()
+        try:
+            yield f"127.0.0.1:{port}"
+        finally:
+            await server.stop(0)
 
 
 async def drain(events):

@@ -13,7 +13,7 @@ from diptych_test_http_face import http
 from diptych_test_openai_contract import read
 
 from diptych.common.errors import OverloadedError, WorkerLostError
-from diptych.common.sampling import FinishReason
+from diptych.common.sampling import FinishReason, TokenLogprobs
 from diptych.router.api.fake import MODEL, FakeRouterApi, Step, hello_script
 from diptych.router.requests.messages import (
     ChoiceFinishedEvent,
@@ -21,7 +21,6 @@ from diptych.router.requests.messages import (
     ModelFeatures,
     PromptLogprobsEvent,
     TokenEvent,
-    TokenLogprob,
     UsageInfo,
 )
 
@@ -38,8 +37,8 @@ FUNCTION: dict[str, Any] = {"name": "add", "parameters": {"type": "object"}}
 PLACE = {"type": "object", "properties": {"city": {"type": "string"}}}
 
 
-def entry(token_id: int, logprob: float = -0.5) -> TokenLogprob:
-    return TokenLogprob(token_id, logprob, 2, ((65, -0.25), (token_id, logprob), (255, -math.inf)))
+def entry(token_id: int, logprob: float = -0.5) -> TokenLogprobs:
+    return TokenLogprobs(token_id, logprob, 2, ((65, -0.25), (token_id, logprob), (255, -math.inf)))
 
 
 def ended(reason: FinishReason = FinishReason.STOP, tokens: int = 4) -> FinishedEvent:

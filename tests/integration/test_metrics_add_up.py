@@ -2,7 +2,6 @@
 refused, placed again, failed in the middle; relayed, and with placement tickets."""
 
 import asyncio
-from contextlib import asynccontextmanager
 
 import pytest
 
@@ -10,9 +9,7 @@ from diptych.client import AsyncClient
 from diptych.common.errors import DiptychError, DuplicateRequestError, InvalidRequestError, OverloadedError
 from diptych.common.secret import derive_key
 from diptych.common.ticket import PURPOSE
-from diptych.router.api.grpc_service import RouterService
 from diptych.router.requests.messages import StartedEvent, TokenEvent, UncheckedRequest
-from diptych.rpc.channels import bind, new_server
 
 
 async def leave(fleet, *, after_tokens):
@@ -71,24 +68,12 @@ async def test_of_relayed_requests(fleet, metric_laws):
     assert figures.total("prompt_tokens_cached_total") == 16 * 7
 
 
-@asynccontextmanager
-async def served(fleet):
-    server = new_server()
-    port = bind(server, "127.0.0.1", 0)
-    server.add_generic_rpc_handlers((RouterService(fleet.frontend).handler(),))
-    await server.start()
-    try:
-        yield f"127.0.0.1:{port}"
-    finally:
-        await server.stop(0)
-
-
 async def test_of_requests_with_tickets(fleet, metric_laws):
     await fleet.add("p0", "prefill")
     decode = await fleet.add("d0", ticket_key=derive_key(fleet.secret, PURPOSE))
     await fleet.until_ready()
     await fleet.until(lambda: fleet.frontend._cluster.direct_endpoint(("d0", "i1")) is not None)
-    async with served(fleet) as address, AsyncClient(address, lookaside=True, timeout_s=60.0) as client:
+    async with fleet.served() as address, AsyncClient(address, lookaside=True, timeout_s=60.0) as client:
         await client.generate(token_ids=[1] * 40, max_tokens=5)
         await client.generate(token_ids=[1] * 40, max_tokens=1)
         decode.hold_from = 2

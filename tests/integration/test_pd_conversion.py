@@ -39,11 +39,6 @@ def by_path(name: str, path: Path) -> ModuleType:
     return sys.modules[name]
 
 
-@pytest.fixture(scope="session")
-def pd() -> ModuleType:
-    return by_path("diptych_test_pd_harness", Path(__file__).with_name("pd_harness.py"))
-
-
 def model(pd: ModuleType, block_size: int, **facts: Any) -> Any:
     """The fake runner's slots are four bytes a head: one float32."""
     made = pd.fake_model(block_size=block_size)

@@ -55,18 +55,6 @@ NEVER_S = 3600.0
 ANSWER_S = 60.0
 
 
-@pytest.fixture(scope="session")
-def pd() -> ModuleType:
-    name = "diptych_test_pd_harness"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("pd_harness.py"))
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return sys.modules[name]
-
-
 class Prefill:
     """A prefill worker in a child process; duck-typed as the WorkerRuntime for submit_message."""
 

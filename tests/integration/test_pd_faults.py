@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -26,18 +23,6 @@ from diptych.rpc.v1 import router_pb2, types_pb2
 PROMPT = [(7 * i + 3) % 1000 for i in range(150)]
 FAIL = router_pb2.FAILURE_POLICY_FAIL
 RECOMPUTE = router_pb2.FAILURE_POLICY_RECOMPUTE
-
-
-@pytest.fixture(scope="session")
-def pd() -> ModuleType:
-    name = "diptych_test_pd_harness"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("pd_harness.py"))
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return sys.modules[name]
 
 
 async def expected_tokens(pd: ModuleType, prompt: list[int] = PROMPT) -> list[int]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -21,18 +19,6 @@ from diptych.worker.runtime import WorkerRuntime
 waiting = sys.modules["diptych_test_waiting"]
 
 PROMPT = [(7 * i + 3) % 1000 for i in range(150)]
-
-
-@pytest.fixture(scope="session")
-def pd() -> ModuleType:
-    name = "diptych_test_pd_harness"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("pd_harness.py"))
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return sys.modules[name]
 
 
 async def local_answer(pd: ModuleType, prompt: list[int], **arguments: object) -> list[int]:

@@ -55,11 +55,6 @@ def load(name: str, file: str) -> ModuleType:
 
 
 @pytest.fixture(scope="session")
-def pd() -> ModuleType:
-    return load("diptych_test_pd_harness", "pd_harness.py")
-
-
-@pytest.fixture(scope="session")
 def table() -> ModuleType:
     return load("diptych_test_pd_failure_policy", "test_pd_failure_policy.py")
 

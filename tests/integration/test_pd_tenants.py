@@ -3,27 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import sys
 import threading
-from pathlib import Path
 from types import ModuleType
 
-import pytest
-
 waiting = sys.modules["diptych_test_waiting"]
-
-
-@pytest.fixture(scope="session")
-def pd() -> ModuleType:
-    name = "diptych_test_pd_harness"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("pd_harness.py"))
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return sys.modules[name]
 
 
 async def test_the_more_important_prompt_is_computed_first(pd: ModuleType) -> None:

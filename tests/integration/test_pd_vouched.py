@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -24,18 +21,6 @@ from diptych.rpc.v1 import prefill_pb2, router_pb2
 PROMPT = [(7 * i + 3) % 1000 for i in range(150)]
 FAIL = router_pb2.FAILURE_POLICY_FAIL
 RECOMPUTE = router_pb2.FAILURE_POLICY_RECOMPUTE
-
-
-@pytest.fixture(scope="session")
-def pd() -> ModuleType:
-    name = "diptych_test_pd_harness"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("pd_harness.py"))
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return sys.modules[name]
 
 
 async def expected(pd: ModuleType, prompt: Sequence[int] = PROMPT) -> list[int]:

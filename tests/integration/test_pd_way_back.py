@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -17,18 +14,6 @@ from diptych.engine.messages import ScheduledSeq
 PROMPTS = [[(11 * i + 7 * n + 3) % 1000 for i in range(60)] for n in range(3)]
 """Four blocks each, and four more for the answers; decode has eleven."""
 MAX_TOKENS = 60
-
-
-@pytest.fixture(scope="session")
-def pd() -> ModuleType:
-    name = "diptych_test_pd_harness"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("pd_harness.py"))
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return sys.modules[name]
 
 
 def takes(clock: Any, step_s: float, token_s: float) -> Callable[[Sequence[ScheduledSeq]], None]:

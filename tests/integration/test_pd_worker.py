@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 import threading
-from pathlib import Path
 from types import ModuleType
 
-import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from diptych.common.block_identity import block_keys
@@ -24,18 +21,6 @@ from diptych.worker.runtime import WorkerRuntime
 waiting = sys.modules["diptych_test_waiting"]
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
-
-
-@pytest.fixture(scope="session")
-def pd() -> ModuleType:
-    name = "diptych_test_pd_harness"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("pd_harness.py"))
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return sys.modules[name]
 
 
 async def health_becomes(address: str, wanted: int) -> None:

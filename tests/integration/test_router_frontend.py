@@ -207,23 +207,17 @@ async def test_explain_and_what_if_from_the_command_line(fleet):
     from typer.testing import CliRunner
 
     from diptych.cli.main import build_app
-    from diptych.router.api.grpc_service import RouterService
-    from diptych.rpc.channels import bind, new_server
 
     await fleet.add("p0", "prefill")
     await fleet.add("d0")
     await fleet.until_ready()
     await fleet.ask(request_id="mine")
-    server = new_server()
-    port = bind(server, "127.0.0.1", 0)
-    server.add_generic_rpc_handlers((RouterService(fleet.frontend).handler(),))
-    await server.start()
+    async with fleet.served() as address:
 
-    async def command(*arguments):
-        arguments = [*arguments, "--address", f"127.0.0.1:{port}"]
-        return await asyncio.to_thread(CliRunner().invoke, build_app(), arguments)
+        async def command(*arguments):
+            arguments = [*arguments, "--address", address]
+            return await asyncio.to_thread(CliRunner().invoke, build_app(), arguments)
 
-    try:
         told = await command("explain", "mine")
         assert told.exit_code == 0, told.output
         assert told.output.startswith("finished, 40 prompt tokens")
@@ -233,8 +227,6 @@ async def test_explain_and_what_if_from_the_command_line(fleet):
         assert "prefill-1" in other.output
         unknown = await command("explain", "nobody")
         assert "has no recent request" in str(unknown.exception)
-    finally:
-        await server.stop(0)
 
 
 async def test_a_cluster_without_prefill_is_ready_when_that_is_wanted(model_folder, tmp_path):

@@ -1,7 +1,6 @@
 """Placement tickets: router and SDK over real gRPC, decode workers without an engine."""
 
 import asyncio
-from contextlib import asynccontextmanager
 
 import pytest
 
@@ -17,22 +16,8 @@ from diptych.common.errors import (
 )
 from diptych.common.secret import derive_key
 from diptych.common.ticket import PURPOSE
-from diptych.router.api.grpc_service import RouterService
-from diptych.rpc.channels import bind, new_server
 
 PROMPT = [1] * 40
-
-
-@asynccontextmanager
-async def served(fleet):
-    server = new_server()
-    port = bind(server, "127.0.0.1", 0)
-    server.add_generic_rpc_handlers((RouterService(fleet.frontend).handler(),))
-    await server.start()
-    try:
-        yield f"127.0.0.1:{port}"
-    finally:
-        await server.stop(0)
 
 
 @pytest.fixture
@@ -43,7 +28,7 @@ async def world(fleet):
     decode = await fleet.add("d0", ticket_key=key)
     await fleet.until_ready()
     await fleet.until(lambda: fleet.frontend._cluster.direct_endpoint(("d0", "i1")) is not None)
-    async with served(fleet) as address, AsyncClient(address, lookaside=True, timeout_s=600.0) as client:
+    async with fleet.served() as address, AsyncClient(address, lookaside=True, timeout_s=600.0) as client:
         yield fleet, decode, client
 
 
@@ -249,7 +234,7 @@ async def test_no_door_no_ticket(fleet):
     await fleet.add("p0", "prefill")
     await fleet.add("d0")
     await fleet.until_ready()
-    async with served(fleet) as address, AsyncClient(address, lookaside=True) as client:
+    async with fleet.served() as address, AsyncClient(address, lookaside=True) as client:
         assert (await client.generate(token_ids=PROMPT, max_tokens=3)).token_ids == (0, 1, 2)
     assert relayed(fleet) == 1
     assert tickets(fleet, "granted") == 0
@@ -306,7 +291,10 @@ async def test_overload_on_decode_is_placed_again_by_the_router(world):
 
 
 async def test_no_worker_is_the_routers_own_word(fleet):
-    async with served(fleet) as address, AsyncClient(address, lookaside=True, retry=RetryPolicy(max_tries=1)) as client:
+    async with (
+        fleet.served() as address,
+        AsyncClient(address, lookaside=True, retry=RetryPolicy(max_tries=1)) as client,
+    ):
         with pytest.raises(NoWorkerError):
             await client.generate(token_ids=PROMPT, max_tokens=5)
 

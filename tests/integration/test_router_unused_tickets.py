@@ -10,9 +10,8 @@ from diptych.common.errors import NoWorkerError
 from diptych.common.secret import derive_key
 from diptych.common.ticket import PURPOSE
 from diptych.common.worker_record import WorkerLoad
-from diptych.router.api.grpc_service import RouterService
 from diptych.router.requests import lookaside, placements
-from diptych.rpc.channels import bind, new_server, open_channel
+from diptych.rpc.channels import open_channel
 from diptych.rpc.errors import from_failure
 from diptych.rpc.v1 import router_pb2
 
@@ -27,12 +26,8 @@ async def world(fleet):
     await fleet.add("d0", ticket_key=derive_key(fleet.secret, PURPOSE))
     await fleet.until_ready()
     await fleet.until(lambda: fleet.frontend._cluster.direct_endpoint(("d0", "i1")) is not None)
-    server = new_server()
-    port = bind(server, "127.0.0.1", 0)
-    server.add_generic_rpc_handlers((RouterService(fleet.frontend).handler(),))
-    await server.start()
-    yield fleet, f"127.0.0.1:{port}"
-    await server.stop(0)
+    async with fleet.served() as address:
+        yield fleet, address
 
 
 @asynccontextmanager

@@ -8,7 +8,6 @@ gate lets it, and the answer's end is behind the gate until the client has seen 
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import random
 import sys
@@ -128,18 +127,6 @@ class Served:
                     count = len(json.loads(line[6:])["choices"][0].get("token_ids") or ())
                     if count:
                         yield count
-
-
-@pytest.fixture(scope="session")
-def pd() -> ModuleType:
-    name = "diptych_test_pd_harness"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("pd_harness.py"))
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return sys.modules[name]
 
 
 @pytest.fixture

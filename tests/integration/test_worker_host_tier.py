@@ -3,15 +3,11 @@ both tiers, and the worker reports the cost of a swap."""
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from types import ModuleType
-
-import pytest
 
 from diptych.common.block_identity import block_keys
 from diptych.common.clock import MonotonicClock
@@ -31,18 +27,6 @@ waiting = sys.modules["diptych_test_waiting"]
 
 PROMPTS = [list(range(100 * i, 100 * i + 49)) for i in range(3)]
 """Four blocks each with their answer, three of them full; the pool holds eight."""
-
-
-@pytest.fixture(scope="session")
-def pd() -> ModuleType:
-    name = "diptych_test_pd_harness"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("pd_harness.py"))
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return sys.modules[name]
 
 
 @asynccontextmanager

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
-import sys
 import threading
 import urllib.request
-from pathlib import Path
 from types import ModuleType
 
-import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 PROMPT = [(7 * i + 3) % 1000 for i in range(150)]
@@ -19,18 +15,6 @@ NEED_NOT_MOVE = {("diptych_kv_slabs", s) for s in ("packed", "in_flight", "settl
 NEED_NOT_MOVE.add(("diptych_kv_expired_requests_total", ""))  # no lease ends here: test_kvtransfer_inproc moves it
 RATES = {"diptych_prefill_tokens_per_second", "diptych_decode_step_seconds"}  # the warm-up measures them, too
 CONSTANT = {"diptych_cache_config_info"}  # constant by design: the labels are its content
-
-
-@pytest.fixture(scope="session")
-def pd() -> ModuleType:
-    name = "diptych_test_pd_harness"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("pd_harness.py"))
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return sys.modules[name]
 
 
 class Watch:

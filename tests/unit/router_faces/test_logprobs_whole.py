@@ -10,7 +10,7 @@ import pytest
 
 from diptych.common.errors import InternalError
 from diptych.common.request import Prompt
-from diptych.common.sampling import FinishReason, SamplingParams
+from diptych.common.sampling import FinishReason, SamplingParams, TokenLogprobs
 from diptych.common.token_bytes import ByteTokens
 from diptych.router.api.openai_fields import UnknownFields
 from diptych.router.api.openai_format import ResponseContext, ResponseFormatter
@@ -22,7 +22,6 @@ from diptych.router.requests.messages import (
     ModelFeatures,
     PromptLogprobsEvent,
     TokenEvent,
-    TokenLogprob,
     UsageInfo,
     ValidatedRequest,
 )
@@ -51,8 +50,8 @@ def text_of(ids: list[int]) -> str:
     return b"".join(PIECES[i] for i in ids if i not in SPECIAL).decode("utf-8", "replace")
 
 
-def entry(token_id: int, logprob: float = -1.0, *top: tuple[int, float]) -> TokenLogprob:
-    return TokenLogprob(token_id, logprob, 1, top)
+def entry(token_id: int, logprob: float = -1.0, *top: tuple[int, float]) -> TokenLogprobs:
+    return TokenLogprobs(token_id, logprob, 1, top)
 
 
 def make_form(body: dict[str, Any], prompts: list[list[int]], **prepared: Any) -> ResponseFormatter:

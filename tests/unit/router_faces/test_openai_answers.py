@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from diptych.common.request import Prompt
-from diptych.common.sampling import FinishReason, SamplingParams
+from diptych.common.sampling import FinishReason, SamplingParams, TokenLogprobs
 from diptych.common.token_bytes import ByteTokens
 from diptych.router.api.openai_answers import DONE, explanation_object
 from diptych.router.api.openai_format import ChatForm, CompletionForm, ResponseContext, ResponseOptions
@@ -19,7 +19,6 @@ from diptych.router.requests.messages import (
     ModelFeatures,
     PromptLogprobsEvent,
     TokenEvent,
-    TokenLogprob,
     UsageInfo,
     ValidatedRequest,
 )
@@ -228,7 +227,7 @@ def test_the_explanation_of_several_choices_comes_after_them() -> None:
     assert (chunk["choices"], chunk["diptych"]["prefill"]) == ([], "p0")
 
 
-ENTRIES = (TokenLogprob(7, -0.5, 1, ((7, -0.5), (9, -2.0))), TokenLogprob(8, float("-inf"), 3, ((9, -0.25),)))
+ENTRIES = (TokenLogprobs(7, -0.5, 1, ((7, -0.5), (9, -2.0))), TokenLogprobs(8, float("-inf"), 3, ((9, -0.25),)))
 
 
 def test_chat_logprobs() -> None:
@@ -249,8 +248,8 @@ def test_chat_logprobs() -> None:
 def test_completion_logprobs_run_on_over_chunks_and_begin_with_the_echo() -> None:
     prepared = prepared_with(echo="<1><2>", logprobs=1, prompt_logprobs=1)
     form = make_form(chat=False, prepared=prepared, echo=True)
-    form.absorb(PromptLogprobsEvent(1, (TokenLogprob(2, -1.0, 1, ((2, -1.0),)),)))
-    form.absorb(TokenEvent(0, (5,), "<5>", logprobs=(TokenLogprob(5, -3.0, 2, ((6, -0.1),)),)))
+    form.absorb(PromptLogprobsEvent(1, (TokenLogprobs(2, -1.0, 1, ((2, -1.0),)),)))
+    form.absorb(TokenEvent(0, (5,), "<5>", logprobs=(TokenLogprobs(5, -3.0, 2, ((6, -0.1),)),)))
     choice = form.whole(FINISHED)["choices"][0]
     assert choice["text"] == "<1><2><5>"
     assert choice["logprobs"] == {
@@ -262,14 +261,14 @@ def test_completion_logprobs_run_on_over_chunks_and_begin_with_the_echo() -> Non
     stream = make_form(chat=False, prepared=prepared_with(logprobs=0))
     offsets = []
     for i in (5, 6):
-        event = TokenEvent(i - 5, (i,), "x", logprobs=(TokenLogprob(i, -1.0, 1),))
+        event = TokenEvent(i - 5, (i,), "x", logprobs=(TokenLogprobs(i, -1.0, 1),))
         offsets += parsed(stream.chunks(event))["choices"][0]["logprobs"]["text_offset"]
     assert offsets == [0, 3]
 
 
 def test_prompt_logprobs() -> None:
     form = make_form(prepared=prepared_with(prompt_logprobs=1), prompt_logprobs=1)
-    form.absorb(PromptLogprobsEvent(1, (TokenLogprob(2, -3.0, 7, ((5, -0.1),)),)))
+    form.absorb(PromptLogprobsEvent(1, (TokenLogprobs(2, -3.0, 7, ((5, -0.1),)),)))
     first, second = form.whole(FINISHED)["prompt_logprobs"]
     assert first is None
     assert second == {

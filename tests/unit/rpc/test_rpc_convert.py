@@ -13,7 +13,7 @@ from diptych.common.compat import Compat, as_strings, differences
 from diptych.common.errors import IncompatibleWorkersError, InternalError, InvalidRequestError
 from diptych.common.kv_format import Shard, full_format, windowed_format
 from diptych.common.request import Prompt
-from diptych.common.sampling import EarlyStopping, FinishReason, SamplingParams
+from diptych.common.sampling import EarlyStopping, FinishReason, SamplingParams, TokenLogprobs
 from diptych.rpc import convert
 from diptych.rpc.v1 import decode_pb2, prefill_pb2, types_pb2, worker_pb2
 
@@ -57,11 +57,11 @@ def test_every_sampling_field_there_and_back() -> None:
 
 def test_logprobs_there_and_back() -> None:
     message = types_pb2.TokenLogprobs(token_id=3, logprob=-math.inf, rank=9, top_token_ids=[1], top_logprobs=[-0.1])
-    entry = convert.logprobs_from_proto(message, lambda *facts: facts)
-    assert entry == (3, -math.inf, 9, ((1, -0.1),))
+    entry = convert.logprobs_from_proto(message)
+    assert entry == TokenLogprobs(3, -math.inf, 9, ((1, -0.1),))
     message.top_logprobs.append(0.0)
     with pytest.raises(InternalError):
-        convert.logprobs_from_proto(message, lambda *facts: facts)
+        convert.logprobs_from_proto(message)
 
 
 @pytest.mark.parametrize("field", ["temperature", "top_p", "top_k", "seed", "max_tokens", "n", "min_p"])
