@@ -58,7 +58,6 @@ class FakeRunner:
         self.num_host_blocks = num_host_blocks
         self.host = np.zeros((num_host_blocks, *self.pool.shape[1:]), dtype=np.uint8)
         self._provenance: Provenance | None = None
-        self.copied_blocks = 0
         self.computed_tokens = 0
         self.executed_steps = 0
 
@@ -90,7 +89,6 @@ class FakeRunner:
             target[copy.dst] = source[copy.src]
         if self._provenance is not None:
             self._provenance.copied(copies)
-        self.copied_blocks += len(copies)
 
     def pack(self, block_ids: Sequence[int], num_tokens: int, out: memoryview, layers: range | None = None) -> int:
         full, tail = divmod(num_tokens, self.block_size)

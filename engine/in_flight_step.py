@@ -28,10 +28,6 @@ class PlanTimer:
         self._last_s = self._before_s = 0.0
 
     @property
-    def margin_s(self) -> float:
-        return self._margin_s
-
-    @property
     def wait_s(self) -> float:
         """From a step's begin on the device until the next one is to be planned. The shorter of the last two steps counts: one
         that was held up says nothing of the next."""

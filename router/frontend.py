@@ -24,7 +24,7 @@ from diptych.common.secret import load_secret, tenant_salt
 from diptych.common.store import Store
 from diptych.common.token_bytes import Tokens
 from diptych.router.api.packed_ids import PackedIds
-from diptych.router.cluster.cluster import Cluster, PromptBlocks, new_router_id
+from diptych.router.cluster.cluster import Cluster, new_router_id
 from diptych.router.config import RouterConfig
 from diptych.router.fairness.budgets import SharedQuotas
 from diptych.router.fairness.deficit_round_robin import Share
@@ -33,10 +33,10 @@ from diptych.router.observe.explain import RequestTrace
 from diptych.router.observe.metrics import RequestTimer, RouterMetrics
 from diptych.router.observe.request_span import RequestSpan, traced
 from diptych.router.placement.native.library import choose_library
+from diptych.router.placement.placer import PromptBlocks
 from diptych.router.requests.idempotency import IdempotencyKeys
 from diptych.router.requests.lookaside import ASKS_US_INSTEAD
 from diptych.router.requests.messages import (
-    Explanation,
     FinishedEvent,
     GenerateEvent,
     ModelFeatures,
@@ -44,7 +44,6 @@ from diptych.router.requests.messages import (
     StartedEvent,
     TokenEvent,
     UncheckedRequest,
-    UsageInfo,
     ValidatedRequest,
 )
 from diptych.router.requests.relay import Relay
@@ -52,19 +51,6 @@ from diptych.router.requests.shadow import Shadows
 from diptych.router.requests.submission import placement_request
 from diptych.router.served_model import ServedModel, SharedDependencies, belongs_to, load_folders, make_model
 from diptych.rpc.v1 import router_pb2
-
-__all__ = [
-    "Explanation",
-    "FinishedEvent",
-    "Frontend",
-    "GenerateEvent",
-    "UncheckedRequest",
-    "ModelInfo",
-    "ValidatedRequest",
-    "StartedEvent",
-    "TokenEvent",
-    "UsageInfo",
-]
 
 log = structlog.get_logger(__name__)
 

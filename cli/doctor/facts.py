@@ -53,7 +53,6 @@ class Worker:
     settings: Mapping[str, str] = field(default_factory=dict)
     host: Host = field(default_factory=Host)
     violations: tuple[str, ...] = ()
-    slabs_free: int = 0
     slabs_total: int = 0
     slabs_quarantined: int = 0
     kv_bytes_per_token: int = 0

@@ -80,7 +80,6 @@ def _ask(known: dict[str, Any], tls: ClusterTls | None) -> Worker:
         settings=dict(stats.settings),
         host=answers.host,
         violations=tuple(audit.violations),
-        slabs_free=audit.slabs.free,
         slabs_total=audit.slabs.total,
         slabs_quarantined=audit.slabs.quarantined,
         kv_bytes_per_token=cost.kv_bytes_per_token,

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import numpy as np
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
 from diptych.common.errors import DiptychError, InvalidRequestError
 from diptych.router.preprocess.bounded_executor import LONG_BYTES, BoundedExecutor
@@ -167,15 +167,3 @@ def _bounded_int(digits: str) -> int:
         return int(digits)
     huge: int = 10**MAX_INTEGER_DIGITS
     return -huge if digits.startswith("-") else huge
-
-
-__all__ = [
-    "Bodies",
-    "BodyEncodingError",
-    "BodyTimeoutError",
-    "BodyTooLargeError",
-    "ClientDisconnect",
-    "count_values",
-    "parse_object",
-    "read_body",
-]

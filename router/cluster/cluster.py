@@ -32,7 +32,7 @@ from diptych.router.cluster.worker_link import WorkerLink
 from diptych.router.fairness.admission import Admission, AdmissionDecision
 from diptych.router.fairness.wait_queue import WaitQueue
 from diptych.router.observe.status_view import cluster_status
-from diptych.router.placement.cost import CHEAPEST, Placement, PlacementRequest, Rejected, choose_placement
+from diptych.router.placement.cost import CHEAPEST, choose_placement
 from diptych.router.placement.index import BlockIndex, IndexMode
 from diptych.router.placement.native.library import Library
 from diptych.router.placement.pending import PendingShare
@@ -40,13 +40,12 @@ from diptych.router.placement.placer import Incarnation, Placer, PromptBlocks
 from diptych.router.placement.recent import Decisions
 from diptych.router.placement.reservations import Reservation, Reservations
 from diptych.router.placement.rollout import CANARY, OTHER_GROUP, STABLE, Groups, Rollout
+from diptych.router.placement.types import Placement, PlacementRequest, Rejected
 from diptych.router.placement.what_if import pool_snapshot
 from diptych.router.placement.worker_arrays import ClusterSnapshot
 from diptych.router.requests.retry_budget import RetryBudget
 from diptych.router.requests.token_pace import TokenPace
 from diptych.rpc.v1 import decode_pb2
-
-__all__ = ["Cluster", "Incarnation", "PromptBlocks"]
 
 log = structlog.get_logger(__name__)
 

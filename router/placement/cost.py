@@ -23,21 +23,8 @@ from diptych.router.placement.types import (
     PlacementRequest,
     Rejected,
     Terms,
-    WorkerView,
-    usable_hit_tokens,
 )
 from diptych.router.placement.worker_arrays import Bools, ClusterSnapshot, Floats, Ints
-
-__all__ = [
-    "ClusterSnapshot",
-    "Placement",
-    "PlacementRequest",
-    "Rejected",
-    "Terms",
-    "WorkerView",
-    "choose_placement",
-    "usable_hit_tokens",
-]
 
 LOCAL_BIAS_MS = 1.0
 COLOCATED_SLACK_MS = 1000.0

@@ -24,11 +24,12 @@ from diptych.common.errors import (
 )
 from diptych.common.ids import new_attempt_id
 from diptych.common.ticket import seal
-from diptych.router.cluster.cluster import Cluster, Incarnation, PromptBlocks
+from diptych.router.cluster.cluster import Cluster
 from diptych.router.fairness.admission import AdmissionDecision, Verdict
 from diptych.router.observe.access_log import Access
 from diptych.router.observe.explain import RequestTrace
 from diptych.router.observe.metrics import RouterMetrics
+from diptych.router.placement.placer import Incarnation, PromptBlocks
 from diptych.router.placement.recent import Decision
 from diptych.router.placement.reservations import Reservation
 from diptych.router.placement.types import Placement

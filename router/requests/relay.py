@@ -21,11 +21,12 @@ from diptych.common.errors import (
     WorkerLostError,
 )
 from diptych.common.ids import new_attempt_id
-from diptych.router.cluster.cluster import Cluster, Incarnation, PromptBlocks
+from diptych.router.cluster.cluster import Cluster
 from diptych.router.cluster.decode_stream import Attempt
 from diptych.router.fairness.admission import AdmissionDecision
 from diptych.router.observe.explain import RequestTrace
 from diptych.router.observe.metrics import RouterMetrics
+from diptych.router.placement.placer import Incarnation, PromptBlocks
 from diptych.router.placement.recent import Decision
 from diptych.router.placement.types import Placement
 from diptych.router.requests.lifecycle import IllegalMoveError, Lifecycle, Move

@@ -16,7 +16,8 @@ from diptych.common.worker_record import WorkerRecord
 from diptych.router.api.grpc_service import RouterService
 from diptych.router.cluster.fake_decode import FakeDecode
 from diptych.router.config import RouterConfig
-from diptych.router.frontend import Frontend, UncheckedRequest
+from diptych.router.frontend import Frontend
+from diptych.router.requests.messages import UncheckedRequest
 from diptych.rpc.channels import bind, new_server
 
 waiting = sys.modules["diptych_test_waiting"]

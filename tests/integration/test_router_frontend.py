@@ -18,11 +18,11 @@ from diptych.common.secret import tenant_salt
 from diptych.common.store import KvEvent
 from diptych.common.tiers import TierState
 from diptych.common.worker_record import WorkerLoad
-from diptych.router.cluster.cluster import PromptBlocks
 from diptych.router.cluster.fake_decode import FakeDecode
-from diptych.router.frontend import FinishedEvent, StartedEvent, UncheckedRequest
 from diptych.router.observe.access_log import Access, logged
+from diptych.router.placement.placer import PromptBlocks
 from diptych.router.placement.types import PlacementRequest
+from diptych.router.requests.messages import FinishedEvent, StartedEvent, UncheckedRequest
 
 
 async def test_answer_and_explanation(fleet):

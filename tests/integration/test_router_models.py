@@ -15,7 +15,7 @@ from diptych.common.errors import ConfigError, InvalidRequestError, ModelNotFoun
 from diptych.common.secret import derive_key, tenant_salt
 from diptych.common.store import KvEvent
 from diptych.common.ticket import PURPOSE
-from diptych.router.frontend import UncheckedRequest
+from diptych.router.requests.messages import UncheckedRequest
 from diptych.router.server import Faces
 
 

@@ -9,7 +9,7 @@ from diptych.common.errors import NoWorkerError, RequestDeadlineError
 from diptych.common.secret import tenant_salt
 from diptych.common.worker_record import WorkerLoad
 from diptych.router.fairness.deficit_round_robin import Share
-from diptych.router.frontend import UncheckedRequest
+from diptych.router.requests.messages import UncheckedRequest
 
 SLOW = WorkerLoad(prefill_tokens_per_s=100.0)
 

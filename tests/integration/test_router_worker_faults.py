@@ -13,7 +13,7 @@ from diptych.common.errors import (
     StaleReferenceError,
     WorkerLostError,
 )
-from diptych.router.frontend import StartedEvent, TokenEvent, UncheckedRequest
+from diptych.router.requests.messages import StartedEvent, TokenEvent, UncheckedRequest
 
 
 async def test_a_decode_worker_that_fails_is_left_alone_and_comes_back(fleet):

@@ -5,9 +5,10 @@ import pytest
 
 from diptych.common.errors import ConfigError
 from diptych.common.worker_record import WorkerLoad, WorkerRecord
-from diptych.router.placement.cost import ClusterSnapshot, choose_placement
+from diptych.router.placement.cost import choose_placement
 from diptych.router.placement.policies import POLICIES, policy_by_name
 from diptych.router.placement.types import Placement, PlacementRequest, WorkerView
+from diptych.router.placement.worker_arrays import ClusterSnapshot
 
 
 def worker(worker_id, requests=0, pending=0, hit=0, **load):

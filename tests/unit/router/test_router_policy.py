@@ -5,16 +5,9 @@ import pytest
 
 from diptych.common.tiers import TierState
 from diptych.common.worker_record import WorkerLoad, WorkerRecord
-from diptych.router.placement.cost import (
-    COLOCATED_SLACK_MS,
-    ClusterSnapshot,
-    Placement,
-    PlacementRequest,
-    Rejected,
-    WorkerView,
-    choose_placement,
-    usable_hit_tokens,
-)
+from diptych.router.placement.cost import COLOCATED_SLACK_MS, choose_placement
+from diptych.router.placement.types import Placement, PlacementRequest, Rejected, WorkerView, usable_hit_tokens
+from diptych.router.placement.worker_arrays import ClusterSnapshot
 
 NOW = 100.0
 
