@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from diptych.common.errors import ConfigError
-from diptych.engine.exec.models import gemma2, llama, mistral, qwen2, qwen3
+from diptych.engine.exec.models import gemma2, gemma3, llama, mistral, qwen2, qwen3
 from diptych.engine.exec.models.description import ModelDescription
 from diptych.engine.exec.models.family import Family
 
 FAMILIES: tuple[Family, ...] = (
     gemma2.FAMILY,
+    gemma3.FAMILY,
     llama.FAMILY,
     mistral.FAMILY,
     qwen2.FAMILY,

@@ -1,0 +1,87 @@
+"""Gemma 3 (text): five layers with a window and a rope of their own to each that sees all; q and k are normed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from diptych.common.errors import ConfigError
+from diptych.engine.exec.layers.norm import Norm
+from diptych.engine.exec.layers.rope import Rope
+from diptych.engine.exec.models import fields, parts
+from diptych.engine.exec.models.description import ModelDescription
+from diptych.engine.exec.models.family import Family
+
+_THETA, _LOCAL_THETA = 1_000_000.0, 10_000.0
+
+
+def _ropes(raw: Mapping[str, Any], max_position: int) -> tuple[Rope, Rope]:
+    """Of layers that see all tokens, and of those with a window. transformers 5 writes one object for each kind of layer;
+    before, rope_theta and rope_scaling were the first ones' and rope_local_base_freq the others'."""
+    given = raw.get("rope_parameters")
+    if given is None:
+        theta = fields.number(raw, "rope_local_base_freq", _LOCAL_THETA)
+        return fields.rope(raw, max_position, _THETA), Rope(theta)
+    if not isinstance(given, Mapping):
+        raise ConfigError("rope_parameters", given, "must be an object")
+    ropes = []
+    for kind, default in (("full_attention", _THETA), ("sliding_attention", _LOCAL_THETA)):
+        one = given.get(kind) or {}
+        if not isinstance(one, Mapping):
+            raise ConfigError(f"rope_parameters.{kind}", one, "must be an object")
+        ropes.append(fields.rope({"rope_parameters": {"rope_theta": default, **one}}, max_position))
+    return ropes[0], ropes[1]
+
+
+def _sliding(raw: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
+    """For each layer whether it has a window; the last one of the pattern sees all."""
+    pattern = fields.integer(raw, "sliding_window_pattern", 6)
+    return fields.sliding_layers(raw, tuple((i + 1) % pattern != 0 for i in range(num_layers)))
+
+
+def describe(raw: Mapping[str, Any]) -> ModelDescription:
+    if raw.get("use_bidirectional_attention"):
+        raise ConfigError("use_bidirectional_attention", True, "a decoder sees no tokens to come")
+    if raw.get("attn_logit_softcapping") is not None:
+        raise ConfigError("attn_logit_softcapping", raw["attn_logit_softcapping"], "Gemma 3 has none; must be null")
+    hidden_size, heads = fields.integer(raw, "hidden_size"), fields.heads(raw, default_head_dim=256)
+    max_position = fields.integer(raw, "max_position_embeddings", 131_072)
+    norm = partial(Norm, eps=fields.number(raw, "rms_norm_eps", 1e-6), offset=1.0)
+    full_rope, sliding_rope = _ropes(raw, max_position)
+    bias = fields.flag(raw, "attention_bias")
+    scale = fields.number(raw, "query_pre_attn_scalar", 256) ** -0.5
+    window = fields.integer(raw, "sliding_window", 4096)
+    mlp_size = fields.integer(raw, "intermediate_size")
+    activation = fields.activation(raw, "hidden_activation", "gelu_pytorch_tanh")
+    embedding, head = parts.ends(
+        vocab_size=fields.integer(raw, "vocab_size"),
+        hidden_size=hidden_size,
+        norm=norm,
+        tied=fields.flag(raw, "tie_word_embeddings", True),
+        scale=hidden_size**0.5,
+        softcap=fields.optional_number(raw, "final_logit_softcapping", None),
+    )
+    blocks = tuple(
+        parts.four_norm_block(
+            f"model.layers.{i}",
+            norm,
+            parts.attention(
+                f"model.layers.{i}.self_attn",
+                hidden_size=hidden_size,
+                heads=heads,
+                rope=sliding_rope if slides else full_rope,
+                scale=scale,
+                qkv_bias=bias,
+                o_bias=bias,
+                qk_norm=norm,
+                window=window if slides else None,
+            ),
+            parts.gated_mlp(f"model.layers.{i}.mlp", hidden_size=hidden_size, size=mlp_size, activation=activation),
+        )
+        for i, slides in enumerate(_sliding(raw, fields.integer(raw, "num_hidden_layers")))
+    )
+    return ModelDescription("Gemma3ForCausalLM", embedding, blocks, head, max_position)
+
+
+FAMILY = Family(("Gemma3ForCausalLM",), describe)
