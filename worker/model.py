@@ -45,7 +45,8 @@ class LoadedModel:
     Args:
         detokenizer_factory, grammars: None on prefill, where decode handles text.
         config: the settings with the device's defaults filled in; None: of a CPU.
-        kernels: the backend: native, torch, triton.
+        kernels: the back ends: native, torch or triton, with their blocks where there are several.
+        refused: which faster back end refuses which blocks, and why; empty: none.
     """
 
     runner: ModelRunner
@@ -55,6 +56,7 @@ class LoadedModel:
     grammars: GrammarCompiler | None = None
     config: WorkerConfig | None = None
     kernels: str = ""
+    refused: str = ""
 
 
 def choose_num_blocks(config: WorkerConfig, *, bytes_per_block: int, max_model_len: int, available_bytes: int) -> int:
@@ -164,7 +166,7 @@ def load_model(config: WorkerConfig) -> LoadedModel:
         kernels=runner.backend,
     )
     log.info(runner.weight_sizes.line())
-    return LoadedModel(runner, compat, identity, factory, grammars, config, runner.backend)
+    return LoadedModel(runner, compat, identity, factory, grammars, config, runner.backend, "; ".join(runner.refusals))
 
 
 def checkpoint_dtype(config: Mapping[str, Any]) -> str:

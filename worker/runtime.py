@@ -284,7 +284,7 @@ class WorkerRuntime:
             transport_bytes_per_s=self.transfer.bytes_per_s,
             link_bytes_per_s=self.role.link_rates(),
             metrics_address=host_port(host, self.metrics_port) if self.metrics_port else "",
-            settings=settings_of(self.config, self.model.kernels),
+            settings=settings_of(self.config, self.model.kernels, self.model.refused),
             uptime_s=self.clock.now() - self._began,
             preemption=wire.preemption_to_proto(self.preemption_rates(), self.tiers()),
         )

@@ -24,17 +24,18 @@ def engine_numbers(stats: EngineStats) -> dict[str, float]:
     return numbers | {f"{tier}_usage": usage for tier, usage in stats.tier_usage}
 
 
-def settings_of(config: WorkerConfig, kernels: str = "") -> dict[str, str]:
+def settings_of(config: WorkerConfig, kernels: str = "", refused: str = "") -> dict[str, str]:
     """Settings by name.
 
     Args:
-        kernels: the backend: native, torch or triton. The available C compiler is listed beside it, or "".
+        kernels, refused: see LoadedModel. The available C compiler is listed beside them, or "".
     """
     try:
         compiler = find_compiler()
     except NativeError:
         compiler = ""
-    return {name: str(getattr(config, name)) for name in SETTINGS} | {"kernels": kernels, "compiler": compiler}
+    chosen = {"kernels": kernels, "kernels_refused": refused, "compiler": compiler}
+    return {name: str(getattr(config, name)) for name in SETTINGS} | chosen
 
 
 def host_to_proto(host: HostFacts) -> worker_pb2.HostFacts:

@@ -221,14 +221,16 @@ def kernels(facts: Facts) -> Iterator[Verdict]:
         why = "" if lookup.get("compiler") else ": there is no C compiler"
         yield Verdict("kernels", Level.WARN, f"the router uses the numpy lookup of prompts{why}", step)
     for worker in facts.asked:
-        if worker.settings.get("kernels") != "torch" or worker.on_gpu or worker.settings.get("dtype") != "float32":
+        used, refused = worker.settings.get("kernels", ""), worker.settings.get("kernels_refused", "")
+        if "torch (" in used:
+            fine = False
+            yield Verdict("kernels", Level.WARN, f"{worker.id} computes some blocks with plain torch: {used}", refused)
+            continue
+        if used != "torch" or worker.on_gpu or worker.settings.get("dtype") != "float32":
             continue
         fine = False
         if worker.settings.get("compiler"):
-            why, step = (
-                "",
-                "see its log for why the compiled kernels cannot be used, for example a dimension of the model",
-            )
+            why, step = "", refused or "see its log for why the compiled kernels cannot be used"
         else:
             why, step = ": there is no C compiler", INSTALL_COMPILER
         yield Verdict("kernels", Level.WARN, f"{worker.id} computes with plain torch, about half as fast{why}", step)

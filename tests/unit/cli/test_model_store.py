@@ -15,6 +15,7 @@ from diptych.cli.models import gguf_convert
 from diptych.cli.models import store as model_store
 from diptych.cli.progress import LineProgress, SilentProgress
 from diptych.common.errors import ConfigError
+from diptych.engine.exec.models.registry import ARCHITECTURES
 
 WEIGHTS = b"the weights of a model"
 
@@ -129,7 +130,7 @@ def model_folder(folder: Path, architecture: Any = "LlamaForCausalLM") -> Path:
 
 
 def test_a_local_folder_is_taken_as_it_is(tmp_path: Path) -> None:
-    for architecture in model_store.SUPPORTED_ARCHITECTURES:
+    for architecture in ARCHITECTURES:
         folder = model_folder(tmp_path / architecture, architecture)
         assert model_store.resolve_model(str(folder)) == folder
 
