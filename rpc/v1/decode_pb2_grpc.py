@@ -26,8 +26,7 @@ if _version_not_supported:
 
 
 class DecodeStub:
-    """The owner of a request from Submit to End. One stream carries all requests of one router; a broken stream cancels all
-    attempts that came over it.
+    """Runs requests from Submit to End. One stream carries all requests of one router; a broken stream cancels its attempts.
     """
 
     def __init__(self, channel):
@@ -44,8 +43,7 @@ class DecodeStub:
 
 
 class DecodeServicer:
-    """The owner of a request from Submit to End. One stream carries all requests of one router; a broken stream cancels all
-    attempts that came over it.
+    """Runs requests from Submit to End. One stream carries all requests of one router; a broken stream cancels its attempts.
     """
 
     def Attach(self, request_iterator, context):
@@ -72,8 +70,7 @@ def add_DecodeServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Decode:
-    """The owner of a request from Submit to End. One stream carries all requests of one router; a broken stream cancels all
-    attempts that came over it.
+    """Runs requests from Submit to End. One stream carries all requests of one router; a broken stream cancels its attempts.
     """
 
     @staticmethod
@@ -105,7 +102,7 @@ class Decode:
 
 
 class LookasideStub:
-    """The clients' door of a decode worker, on a port of its own: nothing is run but what a router signed. A stream carries any
+    """A decode worker's service for clients, on a separate port: it runs only requests signed by a router. A stream carries any
     number of one client's requests; when it breaks they are cancelled.
     """
 
@@ -123,7 +120,7 @@ class LookasideStub:
 
 
 class LookasideServicer:
-    """The clients' door of a decode worker, on a port of its own: nothing is run but what a router signed. A stream carries any
+    """A decode worker's service for clients, on a separate port: it runs only requests signed by a router. A stream carries any
     number of one client's requests; when it breaks they are cancelled.
     """
 
@@ -151,7 +148,7 @@ def add_LookasideServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Lookaside:
-    """The clients' door of a decode worker, on a port of its own: nothing is run but what a router signed. A stream carries any
+    """A decode worker's service for clients, on a separate port: it runs only requests signed by a router. A stream carries any
     number of one client's requests; when it breaks they are cancelled.
     """
 

@@ -48,8 +48,8 @@ class PrefillServicer:
 
     def Prefill(self, request, context):
         """Events: one PrefillStarted, any number of Computed, FirstTokens (before the last Computed), one
-        PrefillFinished. The stream stays open until every announced slab was acknowledged or given up. A PrefillAlive comes
-        whenever nothing else came for a while, in any phase, as long as the engine makes progress: silence means a lost worker.
+        PrefillFinished. The stream stays open until every announced slab was acknowledged or given up. A PrefillAlive is sent
+        after a while without other events, in any phase, while the engine makes progress: silence means a lost worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class RouterStub:
-    """The client's door. Errors carry grpc-status-details-bin with google.rpc.ErrorInfo (domain "diptych"), BadRequest for a
-    bad field and RetryInfo where a retry makes sense.
+    """The API for clients. Errors carry grpc-status-details-bin with google.rpc.ErrorInfo (domain "diptych"), BadRequest for an
+    invalid field and RetryInfo where a retry makes sense.
     """
 
     def __init__(self, channel):
@@ -69,8 +69,8 @@ class RouterStub:
 
 
 class RouterServicer:
-    """The client's door. Errors carry grpc-status-details-bin with google.rpc.ErrorInfo (domain "diptych"), BadRequest for a
-    bad field and RetryInfo where a retry makes sense.
+    """The API for clients. Errors carry grpc-status-details-bin with google.rpc.ErrorInfo (domain "diptych"), BadRequest for an
+    invalid field and RetryInfo where a retry makes sense.
     """
 
     def Generate(self, request, context):
@@ -88,28 +88,28 @@ class RouterServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Explain(self, request, context):
-        """Why a request of the recent past went where it went. INVALID_ARGUMENT when this router remembers none of that id.
+        """The placement of a recent request, with reasons. INVALID_ARGUMENT when this router has none of that id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WhatIf(self, request, context):
-        """Where a request would go now, or in another pool of workers; nothing is run.
+        """The placement of a request now, or in another pool of workers; nothing is run.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Place(self, request, context):
-        """A placement ticket: the client takes the request to the decode worker itself and streams from there.
+        """A placement ticket, with which the client streams directly from the decode worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Placements(self, request_iterator, context):
-        """The same for many requests over one stream; replies come in any order.
+        """The same for many requests over one stream; replies are in any order.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -157,8 +157,8 @@ def add_RouterServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Router:
-    """The client's door. Errors carry grpc-status-details-bin with google.rpc.ErrorInfo (domain "diptych"), BadRequest for a
-    bad field and RetryInfo where a retry makes sense.
+    """The API for clients. Errors carry grpc-status-details-bin with google.rpc.ErrorInfo (domain "diptych"), BadRequest for an
+    invalid field and RetryInfo where a retry makes sense.
     """
 
     @staticmethod

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class WorkerStub:
-    """What every worker, prefill or decode, answers about itself.
+    """Information about a worker, prefill or decode.
     """
 
     def __init__(self, channel):
@@ -58,18 +58,18 @@ class WorkerStub:
 
 
 class WorkerServicer:
-    """What every worker, prefill or decode, answers about itself.
+    """Information about a worker, prefill or decode.
     """
 
     def GetInfo(self, request, context):
-        """Who it is, what it serves and where its KV transport listens.
+        """Its identity, its model and the address of its KV transport.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Audit(self, request, context):
-        """Counts of blocks, slabs and attempts, with every law that does not hold.
+        """Counts of blocks, slabs and attempts, and violated invariants.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -83,7 +83,7 @@ class WorkerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetStats(self, request, context):
-        """How it fares and on what host: for `diptych doctor`. Nothing is decided by it.
+        """Its numbers and its host, for `diptych doctor`. Information only.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -121,7 +121,7 @@ def add_WorkerServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Worker:
-    """What every worker, prefill or decode, answers about itself.
+    """Information about a worker, prefill or decode.
     """
 
     @staticmethod
