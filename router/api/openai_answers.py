@@ -34,8 +34,16 @@ def explanation_object(explanation: Explanation) -> dict[str, Any]:
     """The `diptych` object: all fields of the message; the candidates' costs are in `placement`."""
     facts: dict[str, Any] = {name: getattr(explanation, name) for name in _EXPLAINED}
     facts["notes"] = list(explanation.notes)
-    facts["placement"] = [{name: getattr(terms, name) for name in _TERMS} for terms in explanation.candidates]
+    facts["placement"] = [_terms_object(terms) for terms in explanation.candidates]
     return facts
+
+
+def _terms_object(terms: types_pb2.PlacementTerms) -> dict[str, Any]:
+    shown = {name: getattr(terms, name) for name in _TERMS}
+    for pool in ("prefill", "decode"):
+        tiers = shown[f"{pool}_tiers"] = {part.tier: part.tokens for part in shown[f"{pool}_tiers"]}
+        shown[f"{pool}_host_tokens"] = tiers.get("host", 0)  # the former name of this one
+    return shown
 
 
 def stop_reason(finished: FinishedEvent | ChoiceFinishedEvent) -> str | int | None:

@@ -278,8 +278,14 @@ def test_prompt_logprobs() -> None:
 
 
 def test_the_explanation_holds_every_field_of_the_message() -> None:
-    message = types_pb2.Explanation(notes=["n"], candidates=[types_pb2.PlacementTerms(chosen=True)])
+    tiers = [types_pb2.TierTokens(tier="host", tokens=32), types_pb2.TierTokens(tier="disk", tokens=16)]
+    terms = types_pb2.PlacementTerms(chosen=True, prefill_tiers=tiers)
+    message = types_pb2.Explanation(notes=["n"], candidates=[terms])
     shown = explanation_object(message)
     assert set(shown) == {field.name for field in message.DESCRIPTOR.fields} - {"candidates"} | {"placement"}
-    assert set(shown["placement"][0]) == {field.name for field in types_pb2.PlacementTerms.DESCRIPTOR.fields}
+    (placement,) = shown["placement"]
+    former = {"prefill_host_tokens", "decode_host_tokens"}
+    assert set(placement) == {field.name for field in types_pb2.PlacementTerms.DESCRIPTOR.fields} | former
+    assert placement["prefill_tiers"] == {"host": 32, "disk": 16}
+    assert (placement["prefill_host_tokens"], placement["decode_host_tokens"]) == (32, 0)
     json.dumps(shown)
