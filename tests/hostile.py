@@ -6,16 +6,15 @@ runs found.
 Each condition runs the part of the suite that it can affect:
 
 * Time (throttled, one-core, busy): everything that has threads, processes, sockets or deadlines. Not run are tests that
-    compute
-  on one thread of one process without a clock (UNTIMED), which would only take longer. `throttled`, the hardest, runs all.
+  compute on one thread of one process without a clock (UNTIMED), which would only take longer. `throttled`, the
+  hardest, runs all.
 * Instructions (lanes-8, lanes-16, no-compiler): every test that compiles or loads C, also in a child process: what
-    reaches
-  `diptych.common.compiled.find_compiler`. A run with a print there showed which folders do not (WITHOUT_C).
+  reaches `diptych.common.compiled.find_compiler`. A run with a print there showed which folders do not (WITHOUT_C).
 * All at once (together, together-no-compiler): SMOKE, one test or a few of every kind in which the others found
-    something.
+  something.
 
 `throttled` leaves three quarters of the machine unused, and instructions do not depend on time: those three run beside
-it, one after the other. All other conditions run alone.
+it, one after the other, where there is memory for both. All other conditions run alone.
 
 Every result goes to hostile-out/: a log of each condition, and results.json.
 """
@@ -50,6 +49,8 @@ machine = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(machine)
 MARKS = "not slow and not gpu and not netns and not containers and not clients"
 PROCESSES = 2
+MEMORY_FOR_TWO = 20e9
+"""Free, for two runs of the suite at once: up to ten clusters, with a gigabyte in each of their workers (seen: 19e9)."""
 PERIOD_S = 0.1
 PROGRESS_S = 30.0
 
@@ -378,24 +379,31 @@ def _remove(group: Path) -> None:
 # ---- all of them -----------------------------------------------------------------------------------------------------
 
 
-def order(conditions: Sequence[Condition]) -> list[list[list[Condition]]]:
+def order(conditions: Sequence[Condition], *, beside: bool) -> list[list[list[Condition]]]:
     """Stages one after the other, each of chains that run at the same time."""
+    if not beside:
+        return [[[condition]] for condition in conditions]
     throttled = [condition for condition in conditions if condition.name == "throttled"]
-    beside = [condition for condition in conditions if condition.with_throttled]
-    alone = [condition for condition in conditions if condition not in throttled + beside]
-    first = [chain for chain in (throttled, beside) if chain]
+    with_it = [condition for condition in conditions if condition.with_throttled]
+    alone = [condition for condition in conditions if condition not in throttled + with_it]
+    first = [chain for chain in (throttled, with_it) if chain]
     return [*([first] if first else []), *([[condition]] for condition in alone)]
 
 
-def run_all(conditions: Sequence[Condition], run_one: Callable[[Condition, threading.Event], Outcome]) -> list[Outcome]:
-    """Runs them in their order; whatever ends this ends all of them, with what they have started."""
+def run_all(
+    conditions: Sequence[Condition], run_one: Callable[[Condition, threading.Event], Outcome], *, beside: bool
+) -> list[Outcome]:
+    """Runs them in their order, some at the same time where `beside` says so.
+
+    Whatever ends this ends all of them, with what they have started.
+    """
     stop = threading.Event()
 
     def run_chain(chain: Sequence[Condition]) -> list[Outcome]:
         return [run_one(condition, stop) for condition in chain if not stop.is_set()]
 
     outcomes = []
-    for stage in order(conditions):
+    for stage in order(conditions, beside=beside):
         # A child process ends with the thread that started it: see child.start.
         with ThreadPoolExecutor(len(stage)) as pool:
             try:
@@ -458,7 +466,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             (given.out / "results.json").write_text(json.dumps(body, indent=1) + "\n")
         return outcome
 
-    outcomes = run_all([condition for condition in CONDITIONS if condition.name in given.only], run_one)
+    wanted = [condition for condition in CONDITIONS if condition.name in given.only]
+    beside = psutil.virtual_memory().available >= MEMORY_FOR_TWO
+    if len(wanted) > 1 and not beside:
+        print("one condition at a time: there is not enough free memory for two", flush=True)
+    outcomes = run_all(wanted, run_one, beside=beside)
     print(f"\n{table(outcomes)}\n{(time.monotonic() - began) / 60:.1f} minutes; results in {given.out}")
     return 0 if all(outcome.passed for outcome in outcomes) else 1
 

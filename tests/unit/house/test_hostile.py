@@ -116,10 +116,22 @@ def test_instructions_run_beside_throttled_and_the_rest_alone():
         now.remove(condition.name)
         return outcome_of(condition)
 
-    outcomes = hostile.run_all(hostile.CONDITIONS, run_one)
+    outcomes = hostile.run_all(hostile.CONDITIONS, run_one, beside=True)
     assert {outcome.condition for outcome in outcomes} == {condition.name for condition in hostile.CONDITIONS}
     assert [name for name in ran if name != "throttled"][:3] == ["lanes-8", "lanes-16", "no-compiler"]
     assert all(not beside[name] for name in ("one-core", "busy", "together", "together-no-compiler"))
+
+
+def test_without_memory_for_two_all_run_alone():
+    ran = []
+
+    def run_one(condition, stop):
+        ran.append(condition)
+        return outcome_of(condition)
+
+    hostile.run_all(hostile.CONDITIONS, run_one, beside=False)
+    assert ran == list(hostile.CONDITIONS)
+    assert [len(stage) for stage in hostile.order(hostile.CONDITIONS, beside=False)] == [1] * len(ran)
 
 
 def test_a_fault_in_one_run_ends_what_runs_beside_it():
@@ -136,7 +148,7 @@ def test_a_fault_in_one_run_ends_what_runs_beside_it():
         return outcome_of(condition)
 
     with pytest.raises(RuntimeError, match="no folder"):
-        hostile.run_all(hostile.CONDITIONS, run_one)
+        hostile.run_all(hostile.CONDITIONS, run_one, beside=True)
     assert sorted(ran) == ["lanes-8", "throttled"]
 
 
