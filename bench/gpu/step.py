@@ -26,10 +26,10 @@ from diptych.bench.kernels.timing import machine, matmul_peak, read_bandwidth
 from diptych.common.sampling import SamplingParams
 from diptych.engine.exec.backends.registry import plan_for
 from diptych.engine.exec.cuda import decoder
+from diptych.engine.exec.loading import PlacedModel, load_weights
 from diptych.engine.exec.model_runner import TorchModelRunner
 from diptych.engine.exec.models.description import ModelDescription
 from diptych.engine.exec.models.registry import describe
-from diptych.engine.exec.weights import ModelWeights, load_weights
 from diptych.engine.messages import ScheduledSeq
 
 LLAMA_8B = {
@@ -51,7 +51,7 @@ Rows = list[dict[str, Any]]
 
 
 class RandomTensors:
-    """Implements engine.exec.weights.WholeModel: every tensor is random bf16 on the GPU, scaled so that activations stay near
+    """Implements engine.exec.loading.WholeModel: every tensor is random bf16 on the GPU, scaled so that activations stay near
     one; norms are ones."""
 
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -67,7 +67,7 @@ class RandomTensors:
         pass
 
 
-def random_weights(description: ModelDescription) -> ModelWeights:
+def random_weights(description: ModelDescription) -> PlacedModel:
     """bf16 on the GPU."""
     return load_weights(RandomTensors(), plan_for(description, device_type="cuda", dtype=torch.bfloat16))
 

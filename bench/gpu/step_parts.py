@@ -63,7 +63,7 @@ class Layers:
         model = describe({**LLAMA_8B, "num_hidden_layers": layers})
         self.num_blocks = max(num_blocks, batch * (-(-(context + 64) // BLOCK_SIZE)) + 8)
         self._batch, self._context = batch, context
-        self._weights = random_weights(model)
+        self._weights = random_weights(model).weights
         self._pool = KvPool(
             self.num_blocks,
             kv_format_of(model, block_size=BLOCK_SIZE, dtype="bfloat16"),

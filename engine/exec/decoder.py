@@ -11,7 +11,7 @@ from torch import Tensor
 from diptych.engine.exec.backends.base import Hooks, Layout, Segment
 from diptych.engine.exec.backends.base import Runtime as BackendRuntime
 from diptych.engine.exec.kv_pool import KvPool
-from diptych.engine.exec.weights import ModelWeights
+from diptych.engine.exec.loading import PlacedModel
 from diptych.engine.messages import ScheduledSeq
 
 
@@ -30,14 +30,14 @@ class _MixedLayout:
 class Decoder:
     """Weights and KV pool as the back ends of the plan see them."""
 
-    def __init__(self, weights: ModelWeights, pool: KvPool, *, max_model_len: int) -> None:
+    def __init__(self, model: PlacedModel, pool: KvPool, *, max_model_len: int) -> None:
         made: dict[str, int] = {}
         self._runtimes: list[BackendRuntime] = []
         self._segments: list[tuple[int, Segment]] = []
-        for backend, segment in weights.plan.segments():
+        for backend, segment in model.plan.segments():
             if backend.name not in made:
                 made[backend.name] = len(self._runtimes)
-                self._runtimes.append(backend.runtime(weights, pool, max_model_len))
+                self._runtimes.append(backend.runtime(model.weights, pool, max_model_len))
             self._segments.append((made[backend.name], segment))
 
     def lay_out(self, seqs: Sequence[ScheduledSeq]) -> Layout:

@@ -18,10 +18,11 @@ from diptych.engine.exec.cuda.late_kernels import warn_of_late_kernels
 from diptych.engine.exec.cuda.sizing import PoolBudget, out_of_memory, profile
 from diptych.engine.exec.decoder import Decoder
 from diptych.engine.exec.kv_pool import KvPool, kv_format_of
+from diptych.engine.exec.loading import PlacedModel, load_weights
 from diptych.engine.exec.models.fields import eos_token_ids
 from diptych.engine.exec.models.registry import describe
 from diptych.engine.exec.sampling import draw_step, want_prompt_rows
-from diptych.engine.exec.weights import ModelWeights, load_weights
+from diptych.engine.exec.weights import ModelWeights
 from diptych.engine.messages import BlockCopy, Payload, ScheduledSeq, StepResult
 from diptych.engine.provenance import Provenance, note_step
 from diptych.engine.runner import CopyHandle, OutOfDeviceMemory, StepInFlight
@@ -114,7 +115,7 @@ class TorchModelRunner:
 
     def __init__(
         self,
-        weights: ModelWeights,
+        model: PlacedModel,
         *,
         eos_token_ids: tuple[int, ...],
         num_blocks: int,
@@ -123,11 +124,12 @@ class TorchModelRunner:
         num_host_blocks: int = 0,
         graph_sizes: Sequence[int] | None = None,
     ) -> None:
+        weights, plan = model.weights, model.plan
         like, description = weights.embedding, weights.description
         self.description = description
-        self.backend = weights.plan.summary()
+        self.backend = plan.summary()
         """Names of the back ends, with their blocks where there are several."""
-        self.refusals = [line for _, line in weights.plan.reasons()]
+        self.refusals = [line for _, line in plan.reasons()]
         """Which faster back end refuses which blocks, and why."""
         self.weight_sizes = weights.sizes()
         self.kv_dtype = str(like.dtype).removeprefix("torch.")
@@ -145,7 +147,7 @@ class TorchModelRunner:
         self.num_layers = description.num_layers
         self._provenance: Provenance | None = None
         self.on_launched: Callable[[], None] = lambda: None
-        names = weights.plan.names
+        names = plan.names
         self.steps_ahead = like.device.type == "cuda" and names == (TRITON,)
         self.on_layers: Callable[[int], None] = lambda num_layers: None
         self.tells_layers = TRITON not in names
@@ -154,7 +156,7 @@ class TorchModelRunner:
             self._fused = _fused_backend(weights, self.pool, max_model_len, graph_sizes)
             self.pool.mover = self._fused.mover
         else:
-            self._decoder = Decoder(weights, self.pool, max_model_len=max_model_len)
+            self._decoder = Decoder(model, self.pool, max_model_len=max_model_len)
 
     @classmethod
     def load(
@@ -208,13 +210,13 @@ class TorchModelRunner:
         plan = plan_for(description, device_type=device, dtype=DTYPES[dtype], wanted=backend)
         try:
             with Checkpoint(folder, dtype=DTYPES[dtype], device=_device(device)) as source:
-                weights = load_weights(source, plan)
+                model = load_weights(source, plan)
         except torch.OutOfMemoryError as error:
             raise out_of_memory("model", str(folder), f"the weights in {dtype}", error) from None
 
         def make(blocks: int, host_blocks: int = 0) -> TorchModelRunner:
             return cls(
-                weights,
+                model,
                 eos_token_ids=eos,
                 num_blocks=blocks,
                 block_size=block_size,

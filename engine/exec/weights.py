@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from diptych.common.kv_format import Shard
 from diptych.engine.capacity import WeightSizes
-from diptych.engine.exec.backends.base import Backend, Plan
-from diptych.engine.exec.layers.block import DecoderBlock
-from diptych.engine.exec.layers.linear import Linear
-from diptych.engine.exec.layers.norm import Norm
 from diptych.engine.exec.linear import DenseLinear
-from diptych.engine.exec.methods.base import WHOLE, LoadedLinear, TensorSource
-from diptych.engine.exec.methods.registry import METHODS
+from diptych.engine.exec.methods.base import LoadedLinear
 from diptych.engine.exec.models.description import ModelDescription
 from diptych.engine.exec.norm import RmsNorm
 
@@ -46,13 +37,11 @@ class BlockWeights:
 class ModelWeights:
     """
     Args:
-        plan: which back end runs which block; the weights are in their forms.
         embedding: [vocab_size, hidden_size].
         norm: before the head.
     """
 
     description: ModelDescription
-    plan: Plan
     embedding: Tensor
     blocks: list[BlockWeights]
     norm: RmsNorm
@@ -63,81 +52,3 @@ class ModelWeights:
         shared = isinstance(head, DenseLinear) and head.weight.data_ptr() == self.embedding.data_ptr()
         layers = sum(linear.num_bytes for block in self.blocks for linear in block.linears)
         return WeightSizes(layers, head.num_bytes, 0 if shared else self.embedding.nbytes)
-
-
-class WholeModel(TensorSource, Protocol):
-    """All tensors of one model."""
-
-    def drop(self, suffixes: Iterable[str]) -> None:
-        """Forget tensors that carry nothing new."""
-        ...
-
-    def finish(self) -> None:
-        """Raises: ConfigError naming file and tensor when one is left over, or one that was taken holds no number."""
-        ...
-
-
-class _Once:
-    """Gives a tensor that was taken already once more: a tied embedding is the head's weight."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        return self._tensor
-
-
-def _norm(layer: Norm, source: TensorSource) -> RmsNorm:
-    return RmsNorm(source.take(f"{layer.name}.weight", (layer.size,)), layer.eps, layer.offset)
-
-
-def _linear(layer: Linear, source: TensorSource, backend: Backend, shard: Shard) -> LoadedLinear:
-    method = METHODS[layer.method]
-    return backend.keep(method, method.load(layer, source, shard))
-
-
-def _block(block: DecoderBlock, source: TensorSource, backend: Backend, shard: Shard) -> BlockWeights:
-    def norm(layer: Norm | None) -> RmsNorm | None:
-        return None if layer is None else _norm(layer, source)
-
-    attention, mlp = block.attention, block.mlp
-    return BlockWeights(
-        attention_norm=_norm(block.attention_norm, source),
-        qkv=_linear(attention.qkv, source, backend, shard),
-        q_norm=norm(attention.q_norm),
-        k_norm=norm(attention.k_norm),
-        o=_linear(attention.o, source, backend, shard),
-        attention_output_norm=norm(block.attention_output_norm),
-        mlp_norm=_norm(block.mlp_norm, source),
-        gate_up=_linear(mlp.gate_up, source, backend, shard),
-        down=_linear(mlp.down, source, backend, shard),
-        mlp_output_norm=norm(block.mlp_output_norm),
-    )
-
-
-def load_weights(source: WholeModel, plan: Plan, shard: Shard = WHOLE) -> ModelWeights:
-    """Take every tensor of the description from the source, once, and nothing may be left.
-
-    Raises: ConfigError naming the tensor that is missing, unexpected, of another shape or no number.
-    """
-    description = plan.description
-    with torch.inference_mode():
-        source.drop(description.ignored_suffixes)
-        vocabulary = (description.vocab_size, description.hidden_size)
-        embedding = source.take(f"{description.embedding.name}.weight", vocabulary)
-        head = description.head
-        if head.tied:
-            source.drop(f"{part.name}.weight" for part in head.linear.parts)  # some writers store the copy as well
-        weights = ModelWeights(
-            description=description,
-            plan=plan,
-            embedding=embedding,
-            blocks=[
-                _block(block, source, backend, shard)
-                for block, backend in zip(description.blocks, plan.block_owners, strict=True)
-            ],
-            norm=_norm(head.norm, source),
-            lm_head=_linear(head.linear, _Once(embedding) if head.tied else source, plan.head_owner, shard),
-        )
-        source.finish()
-    return weights

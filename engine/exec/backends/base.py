@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from diptych.common.errors import ConfigError
+from diptych.engine.exec.kv_pool import KvPool
 from diptych.engine.exec.layers.block import DecoderBlock
 from diptych.engine.exec.layers.embedding import Embedding, LmHead
 from diptych.engine.exec.methods.base import LinearMethod, LinearWeights, LoadedLinear
 from diptych.engine.exec.models.description import ModelDescription
+from diptych.engine.exec.weights import ModelWeights
 from diptych.engine.messages import ScheduledSeq
-
-if TYPE_CHECKING:
-    from diptych.engine.exec.kv_pool import KvPool
-    from diptych.engine.exec.weights import ModelWeights
 
 AnyBlock = Embedding | DecoderBlock | LmHead
 

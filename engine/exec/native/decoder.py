@@ -20,7 +20,6 @@ from diptych.engine.exec.rope import table_of_each
 from diptych.engine.exec.weights import BlockWeights, ModelWeights
 from diptych.engine.messages import ScheduledSeq
 from diptych.engine.runner import StepAborted
-from diptych.kernels.dispatch import NATIVE
 from diptych.kernels.native.api import ACTIVATIONS, Group, Layer, Library, Model, Step
 
 _ROW_LAYERS = 128
@@ -37,7 +36,7 @@ class NativeRuntime:
     def __init__(self, library: Library, weights: ModelWeights, pool: KvPool, max_model_len: int) -> None:
         self._library, self._weights = library, weights
         self._description = description = weights.description
-        owned = [i for i, owner in enumerate(weights.plan.block_owners) if owner.name == NATIVE]
+        owned = [i for i, block in enumerate(weights.blocks) if isinstance(block.qkv, PackedLinear)]
         first = description.blocks[owned[0]]
         attention, device = first.attention, torch.device("cpu")
         tile_rows = library.tile_rows(attention.num_heads // attention.num_kv_heads)

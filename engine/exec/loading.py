@@ -1,0 +1,105 @@
+"""From a checkpoint and a plan to weights in the forms of the back ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from diptych.common.kv_format import Shard
+from diptych.engine.exec.backends.base import Backend, Plan
+from diptych.engine.exec.layers.block import DecoderBlock
+from diptych.engine.exec.layers.linear import Linear
+from diptych.engine.exec.layers.norm import Norm
+from diptych.engine.exec.methods.base import WHOLE, LoadedLinear, TensorSource
+from diptych.engine.exec.methods.registry import METHODS
+from diptych.engine.exec.norm import RmsNorm
+from diptych.engine.exec.weights import BlockWeights, ModelWeights
+
+
+class WholeModel(TensorSource, Protocol):
+    """All tensors of one model."""
+
+    def drop(self, suffixes: Iterable[str]) -> None:
+        """Forget tensors that carry nothing new."""
+        ...
+
+    def finish(self) -> None:
+        """Raises: ConfigError naming file and tensor when one is left over, or one that was taken holds no number."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedModel:
+    """weights: in the forms of the back ends that the plan names."""
+
+    plan: Plan
+    weights: ModelWeights
+
+
+class _Once:
+    """Gives a tensor that was taken already once more: a tied embedding is the head's weight."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        return self._tensor
+
+
+def _norm(layer: Norm, source: TensorSource) -> RmsNorm:
+    return RmsNorm(source.take(f"{layer.name}.weight", (layer.size,)), layer.eps, layer.offset)
+
+
+def _linear(layer: Linear, source: TensorSource, backend: Backend, shard: Shard) -> LoadedLinear:
+    method = METHODS[layer.method]
+    return backend.keep(method, method.load(layer, source, shard))
+
+
+def _block(block: DecoderBlock, source: TensorSource, backend: Backend, shard: Shard) -> BlockWeights:
+    def norm(layer: Norm | None) -> RmsNorm | None:
+        return None if layer is None else _norm(layer, source)
+
+    attention, mlp = block.attention, block.mlp
+    return BlockWeights(
+        attention_norm=_norm(block.attention_norm, source),
+        qkv=_linear(attention.qkv, source, backend, shard),
+        q_norm=norm(attention.q_norm),
+        k_norm=norm(attention.k_norm),
+        o=_linear(attention.o, source, backend, shard),
+        attention_output_norm=norm(block.attention_output_norm),
+        mlp_norm=_norm(block.mlp_norm, source),
+        gate_up=_linear(mlp.gate_up, source, backend, shard),
+        down=_linear(mlp.down, source, backend, shard),
+        mlp_output_norm=norm(block.mlp_output_norm),
+    )
+
+
+def load_weights(source: WholeModel, plan: Plan, shard: Shard = WHOLE) -> PlacedModel:
+    """Take every tensor of the description from the source, once, and nothing may be left.
+
+    Raises: ConfigError naming the tensor that is missing, unexpected, of another shape or no number.
+    """
+    description = plan.description
+    with torch.inference_mode():
+        source.drop(description.ignored_suffixes)
+        vocabulary = (description.vocab_size, description.hidden_size)
+        embedding = source.take(f"{description.embedding.name}.weight", vocabulary)
+        head = description.head
+        if head.tied:
+            source.drop(f"{part.name}.weight" for part in head.linear.parts)  # some writers store the copy as well
+        weights = ModelWeights(
+            description=description,
+            embedding=embedding,
+            blocks=[
+                _block(block, source, backend, shard)
+                for block, backend in zip(description.blocks, plan.block_owners, strict=True)
+            ],
+            norm=_norm(head.norm, source),
+            lm_head=_linear(head.linear, _Once(embedding) if head.tied else source, plan.head_owner, shard),
+        )
+        source.finish()
+    return PlacedModel(plan, weights)
