@@ -62,7 +62,7 @@ def test_loopback(host: str, loopback: bool) -> None:
 def test_ports_of_the_right_family() -> None:
     port = free_port("::1")
     require_free_port("http_port", "::1", port)
-    with pytest.raises(ConfigError, match="is no address"):
+    with pytest.raises(ConfigError, match="is not an address"):
         require_free_port("http_port", "[::1]", port)
 
 

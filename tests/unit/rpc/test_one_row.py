@@ -62,7 +62,7 @@ def checkout(tmp_path: Path) -> Path:
     for name in ("make_sampling.py", "api.md"):
         shutil.copy(ROOT / "docs" / name, tmp_path / "docs")
     insert(tmp_path / "common" / "sampling.py", "# fmt: on\n", ROW)
-    insert(tmp_path / "proto" / TYPES, "  // When beam search is over.\n", FIELD)
+    insert(tmp_path / "proto" / TYPES, "  // When beam search ends.\n", FIELD)
     return tmp_path
 
 
