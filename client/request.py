@@ -1,5 +1,5 @@
-"""From Python values to a GenerateRequest. Ranges are the server's to check; here only what cannot be put on the wire
-fails."""
+"""Builds a GenerateRequest from Python values. The server checks ranges; only values that cannot be sent are rejected
+here."""
 
 from __future__ import annotations
 
@@ -92,9 +92,9 @@ _TOOLS = frozenset(("tools", "tool_choice", "parallel_tool_calls"))
 
 
 def build_request(options: GenerateOptions) -> router_pb2.GenerateRequest:
-    """Raises: InvalidRequestError naming the parameter that is of the wrong type, does not fit its field, is missing or (then a
-    PromptTooLongError, for a prompt) larger than a message can be;
-    TypeError for a keyword that does not exist (a bug at the call site)."""
+    """Raises: InvalidRequestError naming a parameter of the wrong type, that does not fit its field, is missing or is
+    larger than a message (a PromptTooLongError, for a prompt); TypeError for an unknown keyword (a bug of the caller).
+    """
     if not options.keys() <= _KNOWN:
         raise TypeError(f"unknown keyword: {', '.join(sorted(options.keys() - _KNOWN))}")
     request = router_pb2.GenerateRequest()
@@ -102,7 +102,7 @@ def build_request(options: GenerateOptions) -> router_pb2.GenerateRequest:
     sampling = request.sampling
     sampling.SetInParent()
     values: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
-    for name, value in values.items():  # by what is given, not by all that could be
+    for name, value in values.items():  # only the given ones
         if name == "seed" and isinstance(value, int) and -(2**63) <= value < 0:
             value += 2**64
         if name in _SAMPLING_SCALARS:
@@ -127,7 +127,9 @@ def build_request(options: GenerateOptions) -> router_pb2.GenerateRequest:
         request.resume_after.SetInParent()
         _extend(request.resume_after, "token_ids", values["resume_after"] or (), "resume_after")
     if values.get("resume") and not may_resume(request):
-        raise InvalidRequestError("resume is for one choice, without tools, split and prompt_logprobs", param="resume")
+        raise InvalidRequestError(
+            "resume requires one choice, without tools, split and prompt_logprobs", param="resume"
+        )
     if policy := values.get("failure_policy"):
         if policy not in FAILURE_POLICIES:
             raise InvalidRequestError(

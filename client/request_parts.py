@@ -1,4 +1,4 @@
-"""Parts of a GenerateRequest that are more than a value: chat messages, tools, grammars."""
+"""Structured parts of a GenerateRequest: chat messages, tools, constraints."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from diptych.rpc.channels import MAX_MESSAGE_BYTES
 from diptych.rpc.v1 import router_pb2, types_pb2
 
 MAX_REQUEST_BYTES = MAX_MESSAGE_BYTES - 1024
-"""With what a placement adds to it."""
+"""Leaves room for the fields added by a placement."""
 
 _GRAMMARS = {
     "json_schema": types_pb2.GRAMMAR_KIND_JSON_SCHEMA,
@@ -48,14 +48,14 @@ def set_grammar(sampling: types_pb2.SamplingParams, options: Mapping[str, Any]) 
 
 
 def in_callers_words(error: DiptychError, request: router_pb2.GenerateRequest) -> None:
-    """Name the keyword that was given where the other side names what became of it."""
+    """Set the error's parameter to the caller's keyword, where the server names another field."""
     if error.param != "grammar":
         return
     if request.sampling.HasField("grammar"):
         kind = request.sampling.grammar.kind
         keyword = next((name for name, value in _GRAMMARS.items() if value == kind), "grammar")
     else:
-        keyword = "tools"  # whose calls have a form
+        keyword = "tools"  # the grammar was made from tools
     if error.message.startswith("grammar"):
         error.message = keyword + error.message.removeprefix("grammar")
     elif keyword not in error.message:
@@ -65,7 +65,8 @@ def in_callers_words(error: DiptychError, request: router_pb2.GenerateRequest) -
 
 
 def check_size(request: router_pb2.GenerateRequest) -> None:
-    """Raises: PromptTooLongError for a prompt that no message can carry, InvalidRequestError naming what else is too large."""
+    """Raises: PromptTooLongError for a prompt larger than a message, InvalidRequestError naming another field that is
+    too large."""
     size = request.ByteSize()
     if size <= MAX_REQUEST_BYTES:
         return
@@ -83,13 +84,13 @@ def check_size(request: router_pb2.GenerateRequest) -> None:
     largest = max(sizes, key=lambda name: sizes[name])
     kind_of_error = PromptTooLongError if largest == next(iter(sizes)) else InvalidRequestError
     raise kind_of_error(
-        f"{largest} cannot be sent: the request has {size} bytes, and {MAX_REQUEST_BYTES} is the most that one can have",
+        f"{largest} cannot be sent: the request has {size} bytes, the maximum is {MAX_REQUEST_BYTES}",
         param=largest,
     )
 
 
 def _size_of(message: Message, field: str) -> int:
-    """Bytes of one field as it is sent."""
+    """Encoded size of one field in bytes."""
     alone = type(message)()
     value = getattr(message, field)
     if isinstance(value, str):
@@ -156,7 +157,7 @@ def _call(call: Any) -> dict[str, str]:
 
 
 def may_resume(request: router_pb2.GenerateRequest) -> bool:
-    """Whether a broken stream of this request can go on behind its tokens."""
+    """Whether a broken stream of this request can continue after its tokens."""
     sampling = request.sampling
     return not (
         sampling.beam_width
@@ -169,18 +170,18 @@ def may_resume(request: router_pb2.GenerateRequest) -> bool:
 
 
 def may_go_directly(request: router_pb2.GenerateRequest) -> bool:
-    """Whether the answer may stream from its decode worker: nothing in it is the router's work."""
+    """Whether the answer may be streamed by its decode worker: no part of it needs the router."""
     return not (request.tools or request.split or request.idempotency_key or request.HasField("resume_after"))
 
 
 def resumed(
     request: router_pb2.GenerateRequest, token_ids: Sequence[int], seed: int, number: int
 ) -> router_pb2.GenerateRequest:
-    """The request that goes on behind `token_ids`. `number`: how often it was resumed, this time included."""
+    """The request that continues after `token_ids`. `number`: how often it was resumed, including this time."""
     rest = router_pb2.GenerateRequest()
     rest.CopyFrom(request)
     rest.sampling.seed = seed
     rest.resume_after.CopyFrom(router_pb2.TokenIdsInput(token_ids=token_ids))
-    if request.idempotency_key:  # the broken one may not be over yet where it ran
+    if request.idempotency_key:  # the broken one may still be running
         rest.idempotency_key = f"{request.idempotency_key[:120]}~{number}"
     return rest

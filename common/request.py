@@ -1,4 +1,4 @@
-"""The prompt of a request: the one value that travels from the router to the engine, beside its SamplingParams."""
+"""The prompt of a request, passed from the router to the engine beside its SamplingParams."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Prompt:
-    """What, besides the model, decides the KV of a prompt. Never changed once made; it is not frozen because making one
-    would take three times as long.
+    """Everything besides the model that determines the KV of a prompt. Immutable by convention: a frozen class would
+    triple the cost of creating it.
 
     Args:
         token_ids: at least one id, all below the vocabulary size.
         cache_salt: of the identities of its blocks, derived from the tenant.
         adapter: name of a LoRA adapter; "": none.
-        media: what its image, audio and video tokens stand for.
+        media: identities of its image, audio and video tokens.
 
-    No API gives an adapter or media yet: the wire has no field for them and an engine refuses them (InvalidRequestError).
+    No API sets an adapter or media yet: messages have no field for them, and the engine rejects them
+    (InvalidRequestError).
     """
 
     token_ids: Sequence[int]

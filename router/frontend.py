@@ -35,7 +35,7 @@ from diptych.router.observe.request_span import RequestSpan, traced
 from diptych.router.placement.native.library import choose_library
 from diptych.router.placement.placer import PromptBlocks
 from diptych.router.requests.idempotency import IdempotencyKeys
-from diptych.router.requests.lookaside import ASKS_US_INSTEAD
+from diptych.router.requests.lookaside import RETRIES_AT_ROUTER
 from diptych.router.requests.messages import (
     FinishedEvent,
     GenerateEvent,
@@ -84,7 +84,7 @@ class Frontend:
             degraded=lambda: any(cluster.degraded for cluster in self._clusters()),
             mode_degraded=lambda: any(cluster.untracked_workers for cluster in self._clusters()),
             copies=lambda: float(sum(cluster.placer.num_copies for cluster in self._clusters())),
-            waiting_turn=lambda: float(sum(len(cluster.turnstile) for cluster in self._clusters())),
+            waiting_turn=lambda: float(sum(len(cluster.wait_queue) for cluster in self._clusters())),
             kv_usage=lambda: max((cluster.kv_usage() for cluster in self._clusters()), default=0.0),
             by_tenant=config.tenant_metrics,
         )
@@ -282,7 +282,7 @@ class Frontend:
                 access.failed(err)
             raise
         finally:
-            note_end(relay.story, ended)
+            note_end(relay.trace, ended)
             relay.close()
             timer.left()
             span.left()
@@ -312,7 +312,7 @@ class Frontend:
                 outcomes += lookaside.grant(of_model, spend)
         for request, outcome in zip(requests, outcomes, strict=True):
             # counted as the request that follows
-            if isinstance(outcome, DiptychError) and outcome.reason not in ASKS_US_INSTEAD:
+            if isinstance(outcome, DiptychError) and outcome.reason not in RETRIES_AT_ROUTER:
                 self._refused(outcome, request.tenant, request)
         return outcomes
 
@@ -351,7 +351,7 @@ class Frontend:
     def use_shares(self, share: Callable[[str], Share]) -> None:
         """Set the tenants' shares of the pool while requests wait; by default all are equal."""
         for cluster in self._clusters():
-            cluster.turnstile.use_shares(share)
+            cluster.wait_queue.use_shares(share)
 
     def status(self, tenant: str) -> dict[str, Any]:
         """Cluster and traffic in this router's view, for the status page, `diptych top` and `diptych doctor`. Of single
@@ -383,13 +383,13 @@ class Frontend:
     def what_if(self, request: ValidatedRequest, pool: str) -> router_pb2.WhatIfResponse:
         """Where the request would be placed now, or (`pool` like "4P4D") on as many idle workers. Nothing is run.
         Raises: InvalidRequestError naming the pool, NoWorkerError."""
-        cluster, wish = self._of(request.model).cluster, placement_request(request)
+        cluster, query = self._of(request.model).cluster, placement_request(request)
         if pool:
-            story = RequestTrace(request.request_id, cluster.what_if(wish, pool))
+            trace = RequestTrace(request.request_id, cluster.what_if(query, pool))
         else:
-            placement = cluster.place(wish, PromptBlocks(request.prompt))
-            story = RequestTrace(request.request_id, placement, cluster.index_mode(placement))
-        return router_pb2.WhatIfResponse(explanation=story.tell(), prompt_tokens=len(request.prompt.token_ids))
+            placement = cluster.place(query, PromptBlocks(request.prompt))
+            trace = RequestTrace(request.request_id, placement, cluster.index_mode(placement))
+        return router_pb2.WhatIfResponse(explanation=trace.explanation(), prompt_tokens=len(request.prompt.token_ids))
 
 
 def _compiler() -> str:

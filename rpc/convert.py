@@ -1,6 +1,6 @@
-"""Proto <-> common types, with strict checks: what comes from a wire is not trusted, not even inside the cluster.
+"""Proto <-> common types, with strict checks: received messages are untrusted, also inside the cluster.
 
-(KvAddress and SlabHandle belong to kvtransfer, which this room may not import: see worker/wire.py.)
+(KvAddress and SlabHandle belong to kvtransfer, which this package may not import: see worker/wire.py.)
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def logprobs_to_proto(entry: TokenLogprobs) -> types_pb2.TokenLogprobs:
 def logprobs_from_proto(message: types_pb2.TokenLogprobs) -> TokenLogprobs:
     """Raises: InternalError."""
     if len(message.top_token_ids) != len(message.top_logprobs) or math.isnan(message.logprob):
-        raise InternalError("logprobs came that make no sense")
+        raise InternalError("received invalid logprobs")
     top = tuple(zip(message.top_token_ids, message.top_logprobs, strict=True))
     return TokenLogprobs(message.token_id, message.logprob, message.rank, top)
 
@@ -74,7 +74,7 @@ def grammar_to_proto(grammar: Grammar) -> types_pb2.Grammar:
 
 
 def grammar_from_proto(message: types_pb2.Grammar) -> Grammar:
-    """Raises: InvalidRequestError for an unknown kind; what is in it is checked by check_sampling."""
+    """Raises: InvalidRequestError for an unknown kind; its content is checked by check_sampling."""
     kind = _GRAMMAR_FROM_PROTO.get(message.kind)
     if kind is None:
         raise InvalidRequestError(f"grammar.kind {message.kind} is unknown", param="grammar")
@@ -110,21 +110,19 @@ _READ: Mapping[str, tuple[str, Callable[[Any], object]]] = {
     "early_stopping": ("early_stopping", early_stopping_from_proto),
     "grammar": ("grammar", grammar_from_proto),
 }
-"""Proto field that is no scalar -> parameter, how its value is read."""
+"""Proto field that is not a scalar -> parameter, and its conversion."""
 
 
 def sampling_from_proto(message: types_pb2.SamplingParams, *, vocab_size: int) -> SamplingParams:
-    """Inside the cluster: defaults were filled in at the router.
-
-    Raises: InvalidRequestError naming the field that is unset or out of range.
-    """
+    """Inside the cluster all defaults are filled in. Raises: InvalidRequestError naming the field that is unset or out
+    of range."""
     values: dict[str, object] = {}
     for field, value in message.ListFields():
         name = field.name
         if name in _READ:
             name, read = _READ[name]
             values[name] = read(value)
-        elif name in SAMPLING and name != "bad_words":  # texts: they are for the router
+        elif name in SAMPLING and name != "bad_words":  # texts, used by the router only
             values[name] = value
     if not values.keys() >= _REQUIRED:
         name = next(name for name in SAMPLING if name in _REQUIRED and name not in values)
@@ -133,7 +131,8 @@ def sampling_from_proto(message: types_pb2.SamplingParams, *, vocab_size: int) -
 
 
 def prompt_fields(prompt: Prompt, *, with_ids: bool = True) -> dict[str, Any]:
-    """The fields of a prompt in Submit and PrefillRequest. Raises: InternalError for what the wire has no field for."""
+    """The fields of a prompt in Submit and PrefillRequest. Raises: InternalError for values without a field in the
+    message."""
     if prompt.adapter or prompt.media:
         raise InternalError("a prompt with an adapter or media cannot be sent")
     return {"prompt_token_ids": prompt.token_ids if with_ids else (), "cache_salt": prompt.cache_salt}
@@ -182,7 +181,7 @@ def kv_format_to_proto(kv: KvFormat) -> worker_pb2.KvFormat:
 
 
 def kv_format_from_proto(message: worker_pb2.KvFormat) -> KvFormat:
-    """Raises: IncompatibleWorkersError when it makes no sense: a size of 0, an unknown dtype or kind, a layer twice."""
+    """Raises: IncompatibleWorkersError for a size of 0, an unknown dtype or kind, or a layer in two groups."""
     if sum(len(group.layers) for group in message.groups) > _MAX_KV_LAYERS:
         raise IncompatibleWorkersError(f"handshake: KV of more than {_MAX_KV_LAYERS} layers")
     try:
@@ -210,7 +209,7 @@ def compat_to_proto(compat: Compat) -> worker_pb2.Compat:
 
 
 def compat_from_proto(message: worker_pb2.Compat) -> Compat:
-    """Raises: IncompatibleWorkersError when the peer's facts make no sense (empty, zero, unknown dtype)."""
+    """Raises: IncompatibleWorkersError for invalid values of the peer (empty, zero, unknown dtype)."""
     if message.protocol_version < 1:
         raise IncompatibleWorkersError("handshake: protocol_version is not set")
     if not message.HasField("kv"):

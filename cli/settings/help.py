@@ -1,4 +1,4 @@
-"""--help without the parser: typer reads arguments with pydantic, whose import takes longer than all the rest of a help page."""
+"""--help without the parser: typer parses with pydantic, whose import takes longer than the rest of a help page."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HELP_FLAGS = ("-h", "--help")
 
 
 def help_text(app: typer.Typer, program: str, arguments: Sequence[str]) -> str | None:
-    """The help page of a command that is named and then asked for help, with nothing in between; None: the parser must look."""
+    """The help page when the arguments are a command and --help, nothing else; None: the parser is needed."""
     command: Any = typer.main.get_command(app)
     context = command.context_class(command, info_name=program, **command.context_settings)
     for argument in arguments:
@@ -28,7 +28,7 @@ def help_text(app: typer.Typer, program: str, arguments: Sequence[str]) -> str |
 
 
 def run_app(app: typer.Typer, arguments: Sequence[str], program: str | None = None) -> Any:
-    """Show help if that is all that is asked for, else run a command. Returns: what the command returned, or its exit code."""
+    """Show help if only that is requested, else run a command. Returns: its result, or its exit code."""
     text = None
     if any(flag in arguments for flag in HELP_FLAGS):
         text = help_text(app, program or _program(), arguments)
@@ -39,5 +39,5 @@ def run_app(app: typer.Typer, arguments: Sequence[str], program: str | None = No
 
 
 def _program() -> str:
-    """As a user would type it."""
+    """The program's name as a user types it."""
     return "diptych" if sys.argv[0].endswith("diptych") else "python -m diptych.cli"

@@ -1,7 +1,7 @@
-"""A command's settings, merged from four places: command line > environment > file > default.
+"""A command's settings, merged from four sources: command line > environment > file > default.
 
-Settings are the fields of a frozen dataclass. In the environment field `http_port` is DIPTYCH_HTTP_PORT; in a file (YAML or
-TOML) it is `http-port` or `http_port`. A key that no command knows is an error, wherever it stands.
+Settings are the fields of a frozen dataclass. In the environment the field `http_port` is DIPTYCH_HTTP_PORT; in a file
+(YAML or TOML) it is `http-port` or `http_port`. An unknown key is an error in every source.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from urllib.parse import urlsplit, urlunsplit
 from diptych.common.errors import ConfigError
 
 ENV_PREFIX = "DIPTYCH_"
-# Read elsewhere (common/paths.py, logging, compiled, cli/router_access.py), so no setting of a command.
+# Read by other modules (common/paths.py, logging, compiled, cli/router_access.py): not settings of a command.
 ENV_ELSEWHERE = frozenset(
     {
         "DIPTYCH_RUN_DIR",
@@ -38,7 +38,7 @@ ENV_ELSEWHERE = frozenset(
 COMMAND_PREFIXES = tuple(
     f"DIPTYCH_{command}_" for command in ("CHAT", "EXPLAIN", "WHAT_IF", "DOCTOR", "TOP", "CAPACITY", "BENCH")
 )
-"""Variables of the commands that are no settings of a server's: cli/settings/option_sources.py reads them in theirs only."""
+"""Variables of client commands, which cli/settings/option_sources.py reads: not settings of a server."""
 _SECRET_WORDS = ("secret", "password", "token_key", "api_key")
 _MOST = 2**63 - 1
 _KINDS: Mapping[type, str] = {int: "an integer", float: "a number", str: "text"}
@@ -48,7 +48,7 @@ Config = TypeVar("Config")
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """The file's keys, with `-` turned into `_`. Raises: ConfigError when it cannot be read or is no mapping."""
+    """The file's keys, with `-` replaced by `_`. Raises: ConfigError when it cannot be read or is not a mapping."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -58,7 +58,7 @@ def read_file(path: Path) -> dict[str, Any]:
     if path.suffix == ".toml":
         try:
             data: Any = tomllib.loads(text)
-        except ValueError as error:  # also a number of thousands of digits
+        except ValueError as error:  # also for a number of thousands of digits
             raise ConfigError("config", str(path), f"is not TOML: {error}") from None
         except RecursionError:
             raise ConfigError("config", str(path), "is nested too deep") from None
@@ -72,7 +72,7 @@ def read_file(path: Path) -> dict[str, Any]:
             raise
         except RecursionError:
             raise ConfigError("config", str(path), "is nested too deep") from None
-        except Exception as error:  # the constructors of its tags raise anything: `!!bool "x"` is a KeyError
+        except Exception as error:  # constructors of YAML tags raise any exception: `!!bool "x"` a KeyError
             raise ConfigError("config", str(path), f"is not YAML: {error}") from None
     else:
         raise ConfigError("config", str(path), "must end in .yaml, .yml or .toml")
@@ -81,7 +81,7 @@ def read_file(path: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in data.items():
         if not isinstance(key, str):
-            raise ConfigError("config", str(path), f"has a key that is no text but of type {type(key).__name__}")
+            raise ConfigError("config", str(path), f"has a key that is not text but of type {type(key).__name__}")
         name = key.replace("-", "_")
         if name in found:
             raise ConfigError(name, value, f"is given twice in {path} (- and _ are the same)")
@@ -90,7 +90,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def _check_given_once(tree: Any) -> None:
-    """Raises: ConfigError for a key that stands twice in a YAML mapping: which of the two was meant?"""
+    """Raises: ConfigError for a duplicate key in a YAML mapping."""
     seen: set[str] = set()
     for key, _ in tree.value if getattr(tree, "id", "") == "mapping" else ():
         if isinstance(key.value, str):
@@ -107,12 +107,12 @@ def merge(
     file: Mapping[str, Any] | None = None,
     known_elsewhere: frozenset[str] = frozenset(),
 ) -> Config:
-    """Build `cls` from the four places.
+    """Build `cls` from the four sources.
 
     Args:
         command_line: flag values by field name; None means not given.
         file: content of the config file.
-        known_elsewhere: fields of the other commands: allowed in the environment, not used here.
+        known_elsewhere: fields of other commands: allowed in the environment, not used here.
     Raises: ConfigError for an unknown key or a value of the wrong type.
     """
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
@@ -149,7 +149,7 @@ def merge(
 
 
 def _from(source: str, key: str, value: Any, hint: Any) -> Any:
-    """See convert; an error tells where the value came from."""
+    """See convert; an error names the source of the value."""
     try:
         return convert(key, value, hint)
     except ConfigError as error:
@@ -178,7 +178,7 @@ def convert(key: str, value: Any, hint: Any) -> Any:
         if not isinstance(value, (str, Path)):
             raise ConfigError(key, value, "must be a path")
         return Path(value)
-    if hint is str and isinstance(value, datetime.date):  # what YAML makes of a name such as 2024-01-01
+    if hint is str and isinstance(value, datetime.date):  # YAML parses a name such as 2024-01-01 as a date
         return str(value)
     if hint in (int, float, str):
         if isinstance(value, bool) or (hint is int and isinstance(value, float)) or not _is_plain(value):
@@ -197,8 +197,8 @@ def _is_plain(value: Any) -> bool:
 
 
 def check_text(key: str, value: str) -> None:
-    """Raises: ConfigError for what no protocol and no file system takes as text: bytes of a command line that are no UTF-8 come
-    as lone surrogates."""
+    """Raises: ConfigError for text that no protocol or file system accepts. Invalid UTF-8 on a command line arrives as
+    lone surrogates."""
     if "\0" in value:
         raise ConfigError(key, value, "must not hold a NUL character")
     try:
@@ -208,7 +208,7 @@ def check_text(key: str, value: str) -> None:
 
 
 def check_number(key: str, value: Any) -> None:
-    """Raises: ConfigError for a number that no machine word holds, or that is none."""
+    """Raises: ConfigError for a number that does not fit into 64 bits, or NaN."""
     if isinstance(value, int) and not -_MOST - 1 <= value <= _MOST:
         raise ConfigError(key, value, "must be a number of at most 64 bits")
     if isinstance(value, float) and math.isnan(value):
@@ -232,7 +232,7 @@ def describe_values(values: Mapping[str, Any]) -> str:
 
 
 def child_environment(cls: type) -> dict[str, str]:
-    """Our environment less the settings of `cls`, which its children get as flags; what only the children know stays."""
+    """This environment without the settings of `cls`, which children get as flags; settings of the children alone stay."""
     own = {field.name for field in dataclasses.fields(cls)} | {"config"}
     return {
         name: value

@@ -1,8 +1,8 @@
-"""The commands whose flags are parameters of a function: the same four places as for settings (command line > environment >
-file > default); -v prints the merged values on stderr before the command runs.
+"""Values of commands whose flags are function parameters, from the same four sources as settings (command line >
+environment > file > default). -v prints the merged values on stderr before the command runs.
 
-Flag `--max-tokens` of `diptych chat` is DIPTYCH_CHAT_MAX_TOKENS in the environment and `max-tokens` in the file that --config
-(or DIPTYCH_CHAT_CONFIG) names. A key that the command does not know is an error in either.
+Flag `--max-tokens` of `diptych chat` is DIPTYCH_CHAT_MAX_TOKENS in the environment, and `max-tokens` in the file given
+by --config (or DIPTYCH_CHAT_CONFIG). An unknown key is an error in both.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from diptych.common.errors import ConfigError
 
 
 def add_layers(app: typer.Typer, commands: Collection[str] | None = None, *, group: str = "") -> None:
-    """Give commands of `app` their --config and their variables.
+    """Add --config and environment variables to commands of `app`.
 
     Args:
-        commands: None: all that are there.
+        commands: None: all commands.
         group: the command that `app` is, if it is one: part of the variables' names.
     """
     for info in app.registered_commands:
@@ -39,7 +39,7 @@ def add_layers(app: typer.Typer, commands: Collection[str] | None = None, *, gro
 
 
 def variable_prefix(command: str, group: str = "") -> str:
-    """What the command's variables begin with, without the last underscore."""
+    """Prefix of the command's variables, without the last underscore."""
     return settings.ENV_PREFIX + "_".join(filter(None, (group, command))).replace("-", "_").upper()
 
 
@@ -56,7 +56,7 @@ def _told(name: str, callback: Callable[..., Any], variables: str) -> Callable[.
         callback=_read_layers,
         is_eager=True,
         expose_value=False,
-        help=f"YAML or TOML file with values; flags and variables ({variables}_ and the flag's name) come before it.",
+        help=f"YAML or TOML file with values; flags and variables ({variables}_ and the flag's name) override it.",
     )
     kind = inspect.Parameter.KEYWORD_ONLY
     wants_verbose = getattr(callback, "prints_settings", False)
@@ -91,7 +91,8 @@ def _told(name: str, callback: Callable[..., Any], variables: str) -> Callable[.
 
 
 def _read_layers(ctx: typer.Context, value: str | None) -> str | None:
-    """Eager: the file's values are there before any other option looks for its own. Raises: Exit with code 2 on a bad key."""
+    """An eager option: the file's values are set before any other option is read. Raises: Exit with code 2 on an
+    unknown key."""
     try:
         _check_variables(ctx)
         if value is not None:
@@ -122,7 +123,7 @@ def _read_file(ctx: typer.Context, path: Path) -> dict[str, Any]:
 
 
 def _as_typed(key: str, value: Any) -> Any:
-    """As it would stand on a command line, so that one set of checks does. Raises: ConfigError for a table."""
+    """The value as on a command line, so that the same checks apply. Raises: ConfigError for a table."""
     if isinstance(value, bool) or value is None:
         return value
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Commands whose flags are the fields of a settings dataclass: one place for name, type, default and help."""
+"""Commands whose flags are the fields of a settings dataclass: one definition of name, type, default and help."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from diptych.common.errors import ConfigError
 
 CONFIG_FILE = typer.Option(
     "--config",
-    help="YAML or TOML file with settings; flags and variables (--http-port: DIPTYCH_HTTP_PORT) come before it.",
+    help="YAML or TOML file with settings; flags and variables (--http-port: DIPTYCH_HTTP_PORT) override it.",
 )
 
 VERBOSE = typer.Option("--verbose", "-v", help="Print the merged settings, passwords masked, on stderr first.")
@@ -53,12 +53,12 @@ def add_settings_command(
     flags: Mapping[str, Any] | None = None,
     fixed: Mapping[str, Any] | None = None,
 ) -> None:
-    """Add command `name`: merge settings for `cls` (-v prints them), call run(config, **flags), exit with what it returns.
+    """Add command `name`: merge settings for `cls` (-v prints them), call run(config, **flags), exit with its result.
 
     Args:
-        known: gives all settings classes; a DIPTYCH_* variable that is a field of none of them is an error.
-        flags: more boolean options, by parameter name, that are no settings.
-        fixed: fields that the command itself decides.
+        known: gives all settings classes; a DIPTYCH_* variable that is a field of none is an error.
+        flags: further boolean options, by parameter name, that are not settings.
+        fixed: fields set by the command itself.
     """
     fixed = dict(fixed or {})
     extra = dict(flags or {})
@@ -75,9 +75,7 @@ def add_settings_command(
         except ConfigError as error:
             print(f"error: {error}", file=sys.stderr)
             raise typer.Exit(2) from None
-        if verbose and not more.get(
-            "detach"
-        ):  # then the process in the background prints them, and its output is shown
+        if verbose and not more.get("detach"):  # the background process prints them
             print(_told(name, config), file=sys.stderr)
         raise typer.Exit(run(config, **more))
 
@@ -95,7 +93,7 @@ def add_settings_command(
 def _told(name: str, config: Any) -> str:
     from diptych.common.logging import writes_json
 
-    if name != "up" and writes_json():  # `up` talks to a person; the others' stderr is their log
+    if name != "up" and writes_json():  # `up` prints for people; stderr of the others is their log
         return settings.log_line(name, config)
     return f"{name}: {settings.describe(config)}"
 

@@ -112,8 +112,8 @@ class Cluster:
         self._tasks: list[asyncio.Task[None]] = []
         self._closing: set[asyncio.Task[None]] = set()
         self.reservations = Reservations(clock.now)
-        self.turnstile = WaitQueue(self._has_room, window_s=turn_window_s)
-        self.reservations.on_less = self.turnstile.let_in
+        self.wait_queue = WaitQueue(self._has_room, window_s=turn_window_s)
+        self.reservations.on_less = self.wait_queue.let_in
         self.placer = Placer.of(
             self._index, self.reservations, rng, policy=policy, hot_prefix_copies=hot_prefix_copies, library=library
         )
@@ -135,7 +135,7 @@ class Cluster:
         self._old_view = ""
         """Why the view may be stale, or ""."""
         self._pair_seen = not require_prefill
-        self.on_ticket_news: Callable[[decode_pb2.TicketStatus], None] = lambda _: None
+        self.on_ticket_status: Callable[[decode_pb2.TicketStatus], None] = lambda _: None
 
     def _open_link(self, record: WorkerRecord) -> WorkerLink:
         return WorkerLink(
@@ -145,7 +145,7 @@ class Cluster:
             dead_s=self._dead_s,
             pace=self._pace,
             on_change=self._on_change,
-            on_news=lambda news: self.on_ticket_news(news),
+            on_ticket_status=lambda news: self.on_ticket_status(news),
             tls=self._tls,
         )
 
@@ -169,7 +169,7 @@ class Cluster:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._follower.close()
         self._tasks = []
-        self.turnstile.close()
+        self.wait_queue.close()
         links = [member.link.close("the router is stopping") for member in self._members.all()]
         await asyncio.gather(*links, *self._closing, return_exceptions=True)
 

@@ -170,7 +170,7 @@ class DecodeStream:
     Args:
         channel: to the worker; not closed here.
         on_change: called when the stream goes up or down.
-        on_news: called with the worker's TicketStatus messages about clients' attempts.
+        on_ticket_status: called with the worker's TicketStatus messages about clients' attempts.
         pace: shared by all streams of this event loop.
     """
 
@@ -182,7 +182,7 @@ class DecodeStream:
         pace: TokenPace | None = None,
         clock: Clock | None = None,
         on_change: Callable[[], None] | None = None,
-        on_news: Callable[[decode_pb2.TicketStatus], None] | None = None,
+        on_ticket_status: Callable[[decode_pb2.TicketStatus], None] | None = None,
         max_buffered_bytes: int = MAX_BUFFERED_BYTES,
     ) -> None:
         self._channel = channel
@@ -190,7 +190,7 @@ class DecodeStream:
         self.pace = pace or TokenPace()
         self.now = (clock or MonotonicClock()).now
         self._on_change = on_change
-        self._on_news = on_news
+        self._on_ticket_status = on_ticket_status
         self.direct_endpoint: decode_pb2.DirectEndpoint | None = None
         """Where clients may redeem tickets; None: nowhere."""
         self._max_buffered_bytes = max_buffered_bytes
@@ -295,9 +295,9 @@ class DecodeStream:
                     self._deliver(event)
                 if batch.HasField("direct_endpoint"):
                     self.direct_endpoint = batch.direct_endpoint
-                if self._on_news is not None:
-                    for news in batch.ticket_status:
-                        self._on_news(news)
+                if self._on_ticket_status is not None:
+                    for status in batch.ticket_status:
+                        self._on_ticket_status(status)
         except grpc.aio.AioRpcError as err:
             return f"{err.code().name}: {err.details()}"
         finally:

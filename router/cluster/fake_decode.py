@@ -140,9 +140,9 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer, worker_pb2_grpc.WorkerServicer)
         for out in self.clients:
             out.fail()
 
-    def tell(self, news: decode_pb2.TicketStatus) -> None:
+    def tell(self, status: decode_pb2.TicketStatus) -> None:
         for out in self._routers:
-            out.put(news)
+            out.put(status)
 
     async def _answer(self, submit: decode_pb2.Submit, out: _Out) -> None:
         attempt, count = submit.attempt, submit.sampling.max_tokens
@@ -179,8 +179,8 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer, worker_pb2_grpc.WorkerServicer)
         )
         out.put(decode_pb2.Event(attempt=attempt, end=decode_pb2.End(finished=finished)))
         if out.client:
-            news = decode_pb2.TicketStatus(attempt=attempt, ended=True, completion_tokens=count, finished=finished)
-            self.tell(news)
+            status = decode_pb2.TicketStatus(attempt=attempt, ended=True, completion_tokens=count, finished=finished)
+            self.tell(status)
 
 
 class _Out:

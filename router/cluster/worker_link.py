@@ -43,7 +43,7 @@ class WorkerLink:
         record: the lease under which the worker was found; address and incarnation never change within a link.
         receiving_s: seconds in which this process could receive, see loop_uptime.py.
         probe_s: pause between probes; each may take as long as `dead_s`.
-        on_news: called with a decode worker's TicketStatus messages.
+        on_ticket_status: called with a decode worker's TicketStatus messages.
         pace: of tokens, see DecodeStream.
         on_change: called when the worker becomes usable or stops being so.
     """
@@ -57,7 +57,7 @@ class WorkerLink:
         dead_s: float,
         on_change: Callable[[], None],
         tls: ClusterTls | None = None,
-        on_news: Callable[[decode_pb2.TicketStatus], None] | None = None,
+        on_ticket_status: Callable[[decode_pb2.TicketStatus], None] | None = None,
         pace: TokenPace | None = None,
     ) -> None:
         self.worker_id = record.worker_id
@@ -68,7 +68,9 @@ class WorkerLink:
         self._on_change = on_change
         self._channel = open_channel(record.address, tls)
         self.decode = (
-            DecodeStream(self._channel, record.worker_id, pace=pace, on_change=on_change, on_news=on_news)
+            DecodeStream(
+                self._channel, record.worker_id, pace=pace, on_change=on_change, on_ticket_status=on_ticket_status
+            )
             if record.role == "decode"
             else None
         )

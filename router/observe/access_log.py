@@ -91,9 +91,9 @@ class Access:
         at = f"at {error.param}" if error.param else ""
         self.fail(error.reason, error.message if error.http_status >= 500 else at)
 
-    def placed(self, story: RequestTrace) -> None:
+    def placed(self, trace: RequestTrace) -> None:
         """Add the placement, as known at the end."""
-        facts, placement = story.facts, story.placement
+        facts, placement = trace.facts, trace.placement
         if facts is not None:
             decode, prefill = facts.decode, facts.prefill
         elif placement is not None:
@@ -105,8 +105,8 @@ class Access:
         for known, name in ((self.decode, decode), (self.prefill, prefill)):
             if name and name not in known:
                 known.append(name)
-        self.queue_s = max(self.queue_s, story.waited_s)
-        self.ttft_s = max(self.ttft_s, story.ttft_s)
+        self.queue_s = max(self.queue_s, trace.waited_s)
+        self.ttft_s = max(self.ttft_s, trace.ttft_s)
 
     def finished(self, reason: str, completion_tokens: int, cached_tokens: int) -> None:
         self.finish_reason = reason
@@ -180,12 +180,12 @@ def logged(access: Access) -> Iterator[Access]:
         access.write()
 
 
-def note_end(story: RequestTrace, event: FinishedEvent | None) -> None:
+def note_end(trace: RequestTrace, event: FinishedEvent | None) -> None:
     """A request of the current line has ended: well if there is an event; else it failed or the client disconnected."""
     access = current_access.get()
     if access is None:
         return
-    access.placed(story)
+    access.placed(trace)
     if event is None:
         access.cancelled = True
     else:

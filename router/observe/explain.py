@@ -40,7 +40,7 @@ class RequestTrace:
     def predicted_cached_tokens(self) -> int:
         return self.placement.chosen.cached_tokens if self.placement is not None else 0
 
-    def tell(self) -> types_pb2.Explanation:
+    def explanation(self) -> types_pb2.Explanation:
         whole = types_pb2.Explanation()
         if self.facts is not None:
             whole.CopyFrom(self.facts)

@@ -185,14 +185,14 @@ class RouterMetrics(Metrics):
         if self.tenants is not None:
             self.tenants.tokens(tenant, count)
 
-    def split(self, story: RequestTrace, total_s: float) -> None:
+    def split(self, trace: RequestTrace, total_s: float) -> None:
         """Record a request's stages. `total_s`: from its arrival to its last token. Decode's times are on its clock and
         are only added, never subtracted from another clock."""
-        facts = story.facts
-        if facts is None or story.ttft_s <= 0:
+        facts = trace.facts
+        if facts is None or trace.ttft_s <= 0:
             return
-        queue_s = story.waited_s + facts.reserved_s + facts.prefill_queue_s
-        decode_s = max(0.0, total_s - story.ttft_s)
+        queue_s = trace.waited_s + facts.reserved_s + facts.prefill_queue_s
+        decode_s = max(0.0, total_s - trace.ttft_s)
         parts = {"queue": queue_s, "decode": decode_s}
         if facts.first_token_s > 0:
             parts["prefill"] = max(0.0, facts.first_token_s - facts.reserved_s - facts.prefill_queue_s)
@@ -203,11 +203,11 @@ class RouterMetrics(Metrics):
             self.live.stage(name, seconds)
         self.inference.observe(max(0.0, total_s - queue_s))
 
-    def went(self, story: RequestTrace, faults: Sequence[str]) -> None:
+    def count_deviations(self, trace: RequestTrace, faults: Sequence[str]) -> None:
         """Count deviations from the placement. `faults`: reasons of the prefill workers that decode gave up, in order."""
         for reason in faults:
             self.prefill_faults.labels(reason).inc()
-        placement, facts = story.placement, story.facts
+        placement, facts = trace.placement, trace.facts
         if placement is None or facts is None or placement.local_prefill:
             return
         if facts.local_prefill:
@@ -220,12 +220,12 @@ class RouterMetrics(Metrics):
         if would_have_come is not None:
             self.judged_refusals.labels("no" if would_have_come else "yes").inc()
 
-    def predictions(self, story: RequestTrace) -> None:
+    def predictions(self, trace: RequestTrace) -> None:
         """A request has ended well: compare the predictions with it."""
-        self.predicted_cached.inc(story.predicted_cached_tokens)
-        self.cached_error.inc(abs(story.predicted_cached_tokens - story.cached_tokens))
-        if story.ttft_s > 0:
-            late_s = story.ttft_s - story.predicted_ttft_s
+        self.predicted_cached.inc(trace.predicted_cached_tokens)
+        self.cached_error.inc(abs(trace.predicted_cached_tokens - trace.cached_tokens))
+        if trace.ttft_s > 0:
+            late_s = trace.ttft_s - trace.predicted_ttft_s
             self.ttft_error.observe(abs(late_s))
             self.regret.observe(max(0.0, late_s))
 

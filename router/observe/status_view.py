@@ -90,8 +90,8 @@ def _record(member: Member[WorkerLink]) -> dict[str, Any]:
 
 
 def _placement(decision: Decision, now: float) -> dict[str, Any]:
-    story = decision.story
-    placement, facts = story.placement, story.facts
+    trace = decision.trace
+    placement, facts = trace.placement, trace.facts
     chosen = placement.chosen.prefill if placement is not None else None
     return {
         "request_id": decision.request_id,
@@ -102,10 +102,10 @@ def _placement(decision: Decision, now: float) -> dict[str, Any]:
         "prefill": facts.prefill if facts is not None else (chosen.worker_id if chosen is not None else ""),
         "decode": placement.decode.worker_id if placement is not None else "",
         "local": facts.local_prefill if facts is not None else bool(placement is not None and placement.local_prefill),
-        "ttft_s": story.ttft_s,
-        "predicted_ttft_s": story.predicted_ttft_s,
-        "cached_tokens": story.cached_tokens,
+        "ttft_s": trace.ttft_s,
+        "predicted_ttft_s": trace.predicted_ttft_s,
+        "cached_tokens": trace.cached_tokens,
         "kv_bytes": facts.kv_bytes if facts is not None else 0,
         "transport": facts.transport if facts is not None else "",
-        "notes": list(story.notes) + (list(facts.notes) if facts is not None else []),
+        "notes": list(trace.notes) + (list(facts.notes) if facts is not None else []),
     }

@@ -20,7 +20,7 @@ class Decision:
 
     Args:
         owner: the tenant's salt; only this tenant may read it.
-        story: the request's trace; grows while it runs.
+        trace: the request's trace; grows while it runs.
         outcome: "running", "finished", or the reason of the error that ended the request.
     """
 
@@ -29,11 +29,11 @@ class Decision:
     prompt_tokens: int
     arrived: float
     owner: bytes
-    story: RequestTrace
+    trace: RequestTrace
     outcome: str = "running"
 
     def explain(self) -> types_pb2.Explanation:
-        return self.story.tell()
+        return self.trace.explanation()
 
 
 class Decisions:

@@ -1,7 +1,7 @@
-"""Several prompts in one request: each is a request of its own, and their events are one stream in which choice j of prompt i
-has the number i * n + j.
+"""Several prompts in one request: each is a separate request, and their events are one stream in which choice j of
+prompt i has the number i * n + j.
 
-accept every one (nothing is said before) --> events of all, as they come --> one end, with the usage of all
+    accept every one (nothing is sent before) --> events of all, as they arrive --> one end, with the usage of all
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from diptych.router.requests.messages import (
 
 MAX_PROMPTS = 64
 _MAX_AHEAD = 256
-"""Events that wait for the client; a client that does not read then stops the reading of all answers."""
+"""Most events waiting for the client; beyond it, reading of all answers pauses."""
 
 
 @asynccontextmanager
 async def all_accepted(
-    door: RouterApi, requests: Sequence[ValidatedRequest]
+    router_api: RouterApi, requests: Sequence[ValidatedRequest]
 ) -> AsyncIterator[AsyncIterator[GenerateEvent]]:
-    """The events after all starts; leaving the block cancels what still runs.
+    """The events after all starts; leaving the block cancels the rest.
 
     Raises: the DiptychError with which the first of them failed before a decode worker had accepted it.
     """
@@ -40,7 +40,7 @@ async def all_accepted(
 
     async def run(number: int, request: ValidatedRequest) -> None:
         try:
-            async with accepted(door, request) as (_, answer):
+            async with accepted(router_api, request) as (_, answer):
                 starts[number].set_result(None)
                 async for event in answer:
                     await events.put((number, event))
@@ -64,7 +64,7 @@ async def _merged(
     requests: Sequence[ValidatedRequest], events: asyncio.Queue[tuple[int, GenerateEvent | BaseException]]
 ) -> AsyncIterator[GenerateEvent]:
     ends: dict[int, FinishedEvent] = {}
-    told: set[int] = set()
+    ended: set[int] = set()
     while len(ends) < len(requests):
         number, event = await events.get()
         first = number * requests[number].sampling.n
@@ -73,14 +73,14 @@ async def _merged(
         if isinstance(event, TokenEvent):
             yield replace(event, choice=first + event.choice)
         elif isinstance(event, ChoiceFinishedEvent):
-            told.add(first + event.choice)
+            ended.add(first + event.choice)
             yield replace(event, choice=first + event.choice)
         elif isinstance(event, PromptLogprobsEvent):
             yield replace(event, prompt=number)
         elif isinstance(event, FinishedEvent):
             ends[number] = event
             for choice in range(first, first + requests[number].sampling.n):
-                if choice not in told:
+                if choice not in ended:
                     yield ChoiceFinishedEvent(choice, event.reason, event.stop_string, event.stop_token_id)
     usages = [ends[i].usage for i in sorted(ends)]
     total = UsageInfo(

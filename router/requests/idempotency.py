@@ -1,7 +1,7 @@
-"""Idempotency keys of this router: one request of a key at a time, and none again for a while after one has ended well.
+"""Idempotency keys of this router: one request of a key at a time, and none for a while after one has succeeded.
 
-begin --not known--> RUNNING --ended well--> DONE --window--> forgotten
-                        |------failed or left--------------> forgotten: the caller may try again
+begin --unknown--> RUNNING --succeeded--> DONE --window--> forgotten
+                      |------failed or left--------------> forgotten: the caller may retry
 begin while RUNNING or DONE: DuplicateRequestError
 """
 
@@ -21,15 +21,17 @@ MAX_KEYS = 16_384
 
 @dataclass(slots=True)
 class Outcome:
-    """Set `well` when the request has ended well."""
+    """Set `well` when the request has succeeded."""
 
     well: bool = False
 
 
 class IdempotencyKeys:
-    """Args:
-    window_s: how long a key is remembered after its request has ended well.
-    max_keys: remembered at once; beyond it the oldest that are done are forgotten.
+    """The keys of this router.
+
+    Args:
+        window_s: how long a key is kept after its request has succeeded.
+        max_keys: most keys at once; beyond it the oldest done ones are dropped.
     """
 
     def __init__(self, clock: Clock, *, window_s: float = WINDOW_S, max_keys: int = MAX_KEYS) -> None:
@@ -38,14 +40,14 @@ class IdempotencyKeys:
         self._max_keys = max_keys
         self._running: set[tuple[str, str]] = set()
         self._done: OrderedDict[tuple[str, str], float] = OrderedDict()
-        """Key -> when it may be forgotten, in that order."""
+        """Key -> when it is dropped, in that order."""
 
     def __len__(self) -> int:
         return len(self._running) + len(self._done)
 
     @contextmanager
     def running(self, tenant: str, key: str) -> Iterator[Outcome]:
-        """For as long as the request runs. An empty key asks for nothing.
+        """Hold the key while the request runs. An empty key is not held.
 
         Raises: DuplicateRequestError; OverloadedError when too many requests with keys run.
         """
@@ -57,8 +59,8 @@ class IdempotencyKeys:
         while self._done and next(iter(self._done.values())) <= now:
             self._done.popitem(last=False)
         if name in self._running or name in self._done:
-            what = "runs" if name in self._running else "has ended well"
-            raise DuplicateRequestError(f"a request of this idempotency key {what} already", param="idempotency_key")
+            what = "runs" if name in self._running else "has succeeded"
+            raise DuplicateRequestError(f"a request with this idempotency key {what} already", param="idempotency_key")
         if len(self._running) >= self._max_keys:
             raise OverloadedError("too many requests with idempotency keys are running", retry_after_s=1.0)
         while len(self) >= self._max_keys:

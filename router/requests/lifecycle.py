@@ -1,4 +1,4 @@
-"""The life of one request at the router. Pure.
+"""The states of one request at the router. Pure.
 
     PREPARED --submit--> SUBMITTED --accepted--> ACCEPTED --tokens--> STREAMING --end--> FINISHED
                  ^           |  |                   |                     |
@@ -6,8 +6,8 @@
                  +--replace--+----------replace-----+                     |
     any but the last three --fail--> FAILED        --cancel--> CANCELLED
 
-A request may be placed again (once, on another worker or another life of the same one) as long as no token of it has been
-streamed; from the first token on, losing decode is a typed error.
+A request may be placed again (once, on another worker or another incarnation of it) while none of its tokens has been
+streamed. After the first token, losing decode is a typed error.
 """
 
 from __future__ import annotations
@@ -55,20 +55,22 @@ ENDED = frozenset({State.FINISHED, State.FAILED, State.CANCELLED})
 
 
 class IllegalMoveError(Exception):
-    """Our bug, or a decode worker that breaks the protocol; tells the story so far."""
+    """A bug, or a protocol violation of a decode worker; the message has the history."""
 
 
 @dataclass(slots=True)
 class Lifecycle:
-    """Args:
-    max_replacements: how often the request may be placed again.
-    num_tokens: tokens that the client has, of all choices.
-    offsets: by choice, the offset that the next tokens must have.
+    """The state machine of one request.
+
+    Args:
+        max_replacements: how often the request may be placed again.
+        num_tokens: tokens that the client has, of all choices.
+        offsets: by choice, the expected offset of the next tokens.
     """
 
     max_replacements: int = 1
     state: State = State.PREPARED
-    story: list[str] = field(default_factory=list)
+    history: list[str] = field(default_factory=list)
     num_replacements: int = 0
     num_tokens: int = 0
     offsets: dict[int, int] = field(default_factory=dict)
@@ -77,9 +79,9 @@ class Lifecycle:
         """Raises: IllegalMoveError."""
         after = _MOVES.get((self.state, move))
         if after is None:
-            raise IllegalMoveError(f"{move.name} in {self.state.name} after {' -> '.join(self.story) or 'nothing'}")
+            raise IllegalMoveError(f"{move.name} in {self.state.name} after {' -> '.join(self.history) or 'nothing'}")
         if not (move is Move.TOKENS and self.state is State.STREAMING):
-            self.story.append(move.name)
+            self.history.append(move.name)
         self.state = after
         if move is Move.REPLACE:
             self.num_replacements += 1

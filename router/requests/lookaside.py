@@ -1,11 +1,11 @@
-"""Placement tickets: a client streams from the decode worker itself, and the router is off the token path.
+"""Placement tickets: clients stream directly from decode workers, and the router is not on the token path.
 
-    grant -> unheard (doubtful: counts for FRESH_S where workers are compared, never against others' turns)
-               |-- taken --> held (pending on its workers) --first token--> prompt computed --end--> released
-               |-- nothing for FRESH_S, the client's stream ended --> set aside (counts nowhere) -- taken --> held
-    any -- nothing heard for UNHEARD_S, the worker's life ended, the deadline passed --> lapsed
+    grant -> unredeemed (doubtful: counts for FRESH_S when workers are compared, never against others' turns)
+               |-- redeemed --> held (pending on its workers) --first token--> prompt computed --end--> released
+               |-- nothing for FRESH_S, or the client's stream ended --> set aside (not counted) -- redeemed --> held
+    any -- no status for STATUS_TIMEOUT_S, the worker's incarnation ended, the deadline passed --> lapsed
 
-What became of a ticket is told by the decode worker (never by the client) on the stream that this router has to it anyway.
+The decode worker reports a ticket's status (the client never does) on the router's stream to it.
 """
 
 from __future__ import annotations
@@ -39,16 +39,17 @@ from diptych.router.requests.submission import claims_of, placement_request
 from diptych.rpc.convert import finish_reason_from_proto
 from diptych.rpc.v1 import decode_pb2, router_pb2
 
-UNHEARD_S = 60.0
-"""Longer than any worker takes a ticket."""
+STATUS_TIMEOUT_S = 60.0
+"""Longer than any worker accepts a ticket."""
 FRESH_S = 0.5
-"""A ticket that is used is heard of within a round trip to the client and one to the worker."""
-MAX_UNHEARD = 2048
-"""Tickets of one tenant."""
-COMES_AGAIN = frozenset({"TICKET_REFUSED", "STALE_REFERENCE", "WORKER_LOST", "NO_WORKER", "OVERLOADED"})
-"""Reasons for which the client asks the router for the answer, or the rest of it: that request is counted, not the ticket."""
-ASKS_US_INSTEAD = COMES_AGAIN - {"OVERLOADED"}
-"""The same, where there is no ticket: what was refused as too much would be refused again."""
+"""A used ticket is reported within a round trip to the client and one to the worker."""
+MAX_UNREDEEMED = 2048
+"""Of one tenant."""
+FALLBACK_REASONS = frozenset({"TICKET_REFUSED", "STALE_REFERENCE", "WORKER_LOST", "NO_WORKER", "OVERLOADED"})
+"""Reasons after which the client sends the request, or the rest of it, to the router: that request is counted, not the
+ticket."""
+RETRIES_AT_ROUTER = FALLBACK_REASONS - {"OVERLOADED"}
+"""The same without a ticket: a request rejected for overload would be rejected again."""
 _SWEEP_S = 0.25
 
 
@@ -63,34 +64,36 @@ class _Chosen:
     request: ValidatedRequest
     placement: Placement
     judgement: AdmissionDecision
-    life: Incarnation
-    door: decode_pb2.DirectEndpoint
+    incarnation: Incarnation
+    endpoint: decode_pb2.DirectEndpoint
     attempt: str
-    story: RequestTrace
+    trace: RequestTrace
 
 
 @dataclass(slots=True)
 class _Grant:
-    life: Incarnation
+    incarnation: Incarnation
     decision: Decision
     spend: Spend
     tenant: str
     judgement: AdmissionDecision
     until: float
-    """When it is released whatever happens: until its first token the ticket's end, then the deadline."""
+    """When it is released in any case: until its first token the ticket's expiry, then the deadline."""
     deadline: float
-    heard: bool = False
+    redeemed: bool = False
     aside: Reservation | None = None
-    """What is to count again if it is taken after all."""
+    """The reservation to restore if the ticket is redeemed after all."""
     num_choices: int = 1
     model: str = ""
     end: tuple[str, UsageInfo] | None = None
-    """Why the answer ended well, and its usage."""
+    """Finish reason and usage of a successful answer."""
 
 
 class Lookaside:
-    """Args:
-    key: of the cluster's tickets.
+    """Grants tickets and follows their status.
+
+    Args:
+        key: of the cluster's tickets.
     """
 
     def __init__(self, cluster: Cluster, key: bytes, metrics: RouterMetrics, clock: Clock) -> None:
@@ -100,26 +103,26 @@ class Lookaside:
         self._clock = clock
         self._granted = metrics.tickets.labels("granted")
         self._outcomes = {name: metrics.tickets.labels(name) for name in ("finished", "failed", "lapsed")}
-        self._judged = {verdict: metrics.admission.labels(verdict.value) for verdict in Verdict}
+        self._admission_counters = {verdict: metrics.admission.labels(verdict.value) for verdict in Verdict}
         self._placements = {local: metrics.placements.labels("local" if local else "remote") for local in (False, True)}
         self._grants: dict[str, _Grant] = {}
         self._fresh: dict[str, float] = {}
-        """Attempts that are unheard and not set aside yet: until when; oldest first."""
-        self._unheard: dict[str, int] = {}
+        """Unredeemed attempts that are not set aside: expiry, oldest first."""
+        self._unredeemed: dict[str, int] = {}
         """By tenant."""
-        cluster.on_ticket_news = self.on_news
+        cluster.on_ticket_status = self.on_ticket_status
 
     def __len__(self) -> int:
         """Tickets whose end is not known yet."""
         return len(self._grants)
 
     def grant(self, requests: Sequence[ValidatedRequest], spend: Spend) -> list[router_pb2.Placed | DiptychError]:
-        """For each, a ticket for the worker that it belongs on, where it is held pending; or why there is none: NoWorkerError,
-        also when the chosen worker lets no clients in, others wait for their turn or too many tickets of the tenant are not used;
-        OverloadedError when the request is not worth starting; RequestDeadlineError.
+        """For each request a ticket for its worker, where it is held pending, or the reason for none.
 
-        Placed one after the other, each with what the ones before it hold; but step by step for all of them, so that each step's
-        code and data are at hand: it halves the time.
+        NoWorkerError, also when the worker does not serve clients, others wait for their turn, or the tenant has too
+        many unused tickets; OverloadedError when the request should not start; RequestDeadlineError. Requests are
+        placed one after the other, each with the reservations of those before, but each step is done for all: with warm
+        caches this halves the time.
 
         Args:
             spend: called with the answers' tokens, once they are known.
@@ -133,7 +136,7 @@ class Lookaside:
         for one in good:
             self._remember(one, now, spend)
         claims = [
-            claims_of(one.request, one.placement, one.attempt, one.request.deadline - now, one.door.ticket_epoch)
+            claims_of(one.request, one.placement, one.attempt, one.request.deadline - now, one.endpoint.ticket_epoch)
             for one in good
         ]
         tickets = [seal(self._key, claim) for claim in claims]
@@ -144,10 +147,10 @@ class Lookaside:
         cluster = self._cluster
         if request.deadline <= now:
             return RequestDeadlineError("the request's deadline passed before it could be placed")
-        unheard = self._unheard.get(request.tenant, 0)
-        if unheard >= MAX_UNHEARD:
-            return NoWorkerError(f"no ticket: {unheard} of yours are not used yet", retry_after_s=1.0)
-        if not cluster.turnstile.may_pass(request.tenant, len(request.prompt.token_ids), doubtful=True):
+        unredeemed = self._unredeemed.get(request.tenant, 0)
+        if unredeemed >= MAX_UNREDEEMED:
+            return NoWorkerError(f"no ticket: {unredeemed} of yours are unused", retry_after_s=1.0)
+        if not cluster.wait_queue.may_pass(request.tenant, len(request.prompt.token_ids), doubtful=True):
             return NoWorkerError("no ticket: requests wait for their turn at the router")
         try:
             placement = cluster.place(placement_request(request), prompt)
@@ -155,37 +158,39 @@ class Lookaside:
             return error
         judgement = cluster.judge(placement, now - request.arrived, request.deadline - request.arrived)
         record = placement.decode.record
-        life = (record.worker_id, record.incarnation)
-        door = cluster.direct_endpoint(life)
-        if door is None and judgement.error is None:  # it is judged where it is asked for then
+        incarnation = (record.worker_id, record.incarnation)
+        endpoint = cluster.direct_endpoint(incarnation)
+        if endpoint is None and judgement.error is None:  # the router will decide about it
             return NoWorkerError(f"{record.worker_id} takes requests from routers only")
-        self._judged[judgement.verdict].inc()
-        if judgement.error is not None or door is None:
+        self._admission_counters[judgement.verdict].inc()
+        if judgement.error is not None or endpoint is None:
             return judgement.error or NoWorkerError(f"{record.worker_id} takes requests from routers only")
         attempt = new_attempt_id()
         cluster.hold(placement, attempt, request.tenant, len(request.prompt.token_ids), doubtful=True)
-        self._unheard[request.tenant] = unheard + 1
-        return _Chosen(request, placement, judgement, life, door, attempt, RequestTrace(request.request_id, placement))
+        self._unredeemed[request.tenant] = unredeemed + 1
+        return _Chosen(
+            request, placement, judgement, incarnation, endpoint, attempt, RequestTrace(request.request_id, placement)
+        )
 
     def _remember(self, one: _Chosen, now: float, spend: Spend) -> None:
-        request, placement, story = one.request, one.placement, one.story
-        story.mode, story.waited_s = self._cluster.index_mode(placement), now - request.arrived
+        request, placement, trace = one.request, one.placement, one.trace
+        trace.mode, trace.waited_s = self._cluster.index_mode(placement), now - request.arrived
         decision = Decision(
             request_id=request.request_id,
             label=request.label,
             prompt_tokens=len(request.prompt.token_ids),
             arrived=request.arrived,
             owner=request.owner,
-            story=story,
+            trace=trace,
         )
         self._cluster.decisions.add(decision)
         self._grants[one.attempt] = _Grant(
-            life=one.life,
+            incarnation=one.incarnation,
             decision=decision,
             spend=spend,
             tenant=request.tenant,
             judgement=one.judgement,
-            until=min(request.deadline, now + UNHEARD_S),
+            until=min(request.deadline, now + STATUS_TIMEOUT_S),
             deadline=request.deadline,
             num_choices=request.sampling.num_choices,
             model=request.model,
@@ -194,25 +199,25 @@ class Lookaside:
         self._granted.inc()
         self._placements[placement.local_prefill].inc()
 
-    # ---- what is heard -------------------------------------------------------------------------------------------
+    # ---- redeemed tickets ----------------------------------------------------------------------------------------
 
-    def on_news(self, news: decode_pb2.TicketStatus) -> None:
-        """What a decode worker tells of an attempt; of another router's it means nothing here."""
-        grant = self._grants.get(news.attempt)
+    def on_ticket_status(self, status: decode_pb2.TicketStatus) -> None:
+        """The status of an attempt from a decode worker; attempts of other routers are ignored."""
+        grant = self._grants.get(status.attempt)
         if grant is None:
             return
-        if not grant.heard:
-            self._hear(news.attempt, grant)
-        if news.first_token:
-            self._on_first_token(news.attempt, grant, news.cached_tokens)
-        if news.ended:
-            self._on_end(grant, news)
-            self._release(news.attempt, "failed" if news.reason else "finished", news.reason or "finished")
+        if not grant.redeemed:
+            self._on_redeemed(status.attempt, grant)
+        if status.first_token:
+            self._on_first_token(status.attempt, grant, status.cached_tokens)
+        if status.ended:
+            self._on_end(grant, status)
+            self._release(status.attempt, "failed" if status.reason else "finished", status.reason or "finished")
 
-    def _hear(self, attempt: str, grant: _Grant) -> None:
-        """It was taken: a request like any other from here on."""
-        self._no_longer_unheard(attempt, grant)
-        grant.heard = True
+    def _on_redeemed(self, attempt: str, grant: _Grant) -> None:
+        """It was redeemed: from now on it is an ordinary request."""
+        self._count_redeemed(attempt, grant)
+        grant.redeemed = True
         reservations = self._cluster.reservations
         if grant.aside is not None:
             reservations.reserve(attempt, grant.aside)
@@ -220,78 +225,79 @@ class Lookaside:
         else:
             reservations.settle(attempt)
 
-    def _no_longer_unheard(self, attempt: str, grant: _Grant) -> None:
+    def _count_redeemed(self, attempt: str, grant: _Grant) -> None:
         self._fresh.pop(attempt, None)
-        self._unheard[grant.tenant] -= 1
-        if not self._unheard[grant.tenant]:
-            del self._unheard[grant.tenant]
+        self._unredeemed[grant.tenant] -= 1
+        if not self._unredeemed[grant.tenant]:
+            del self._unredeemed[grant.tenant]
 
     def _on_first_token(self, attempt: str, grant: _Grant, cached_tokens: int) -> None:
-        now, story = self._clock.now(), grant.decision.story
+        now, trace = self._clock.now(), grant.decision.trace
         grant.until = grant.deadline
-        story.ttft_s, story.cached_tokens = now - grant.decision.arrived, cached_tokens
-        self._metrics.first_token(story.ttft_s, grant.tenant, now)
+        trace.ttft_s, trace.cached_tokens = now - grant.decision.arrived, cached_tokens
+        self._metrics.first_token(trace.ttft_s, grant.tenant, now)
         self._metrics.computed(grant.decision.prompt_tokens, cached_tokens, grant.tenant, now)
-        self._metrics.predictions(story)
-        self._metrics.judged(self._cluster.admission.on_first_token(grant.judgement, story.ttft_s))
+        self._metrics.predictions(trace)
+        self._metrics.judged(self._cluster.admission.on_first_token(grant.judgement, trace.ttft_s))
         self._cluster.reservations.prompt_computed(attempt)
 
-    def _on_end(self, grant: _Grant, news: decode_pb2.TicketStatus) -> None:
-        cluster, metrics, story = self._cluster, self._metrics, grant.decision.story
-        if news.completion_tokens:
-            grant.spend(grant.tenant, news.completion_tokens)
-            cluster.turnstile.written(grant.tenant, news.completion_tokens)
-            metrics.written(news.completion_tokens, grant.tenant)
+    def _on_end(self, grant: _Grant, status: decode_pb2.TicketStatus) -> None:
+        cluster, metrics, trace = self._cluster, self._metrics, grant.decision.trace
+        if status.completion_tokens:
+            grant.spend(grant.tenant, status.completion_tokens)
+            cluster.wait_queue.written(grant.tenant, status.completion_tokens)
+            metrics.written(status.completion_tokens, grant.tenant)
         now = self._clock.now()
-        between_s = self._paced(grant, news.completion_tokens, now)
-        if not news.HasField("finished"):
-            if story.placement is not None:
-                record_outcome(cluster, story.placement, reason=news.reason, faults=news.prefill_faults)
-            self._unfinished(grant, news.completion_tokens)
-            if news.reason == RequestCancelledError.reason:
+        between_s = self._paced(grant, status.completion_tokens, now)
+        if not status.HasField("finished"):
+            if trace.placement is not None:
+                record_outcome(cluster, trace.placement, reason=status.reason, faults=status.prefill_faults)
+            self._unfinished(grant, status.completion_tokens)
+            if status.reason == RequestCancelledError.reason:
                 metrics.refused("CLIENT_LEFT", grant.tenant)
-            elif news.reason and news.reason not in COMES_AGAIN:
-                metrics.refused(news.reason, grant.tenant)
+            elif status.reason and status.reason not in FALLBACK_REASONS:
+                metrics.refused(status.reason, grant.tenant)
                 metrics.live.failed(now)
             return
-        finished, told = news.finished, news.finished.usage
-        usage = UsageInfo(told.prompt_tokens, told.completion_tokens, told.cached_tokens)
-        story.facts, story.cached_tokens = finished.explanation, usage.cached_tokens
-        if story.placement is not None:
+        finished, counts = status.finished, status.finished.usage
+        usage = UsageInfo(counts.prompt_tokens, counts.completion_tokens, counts.cached_tokens)
+        trace.facts, trace.cached_tokens = finished.explanation, usage.cached_tokens
+        if trace.placement is not None:
             prefill = finished.explanation.prefill
-            record_outcome(cluster, story.placement, reason="", prefill=prefill, faults=news.prefill_faults)
+            record_outcome(cluster, trace.placement, reason="", prefill=prefill, faults=status.prefill_faults)
         total_s = now - grant.decision.arrived
         reason = _finish_reason(finished.finish_reason)
         grant.end = (reason, usage)
-        metrics.went(story, [fault.reason for fault in news.prefill_faults])
+        metrics.count_deviations(trace, [fault.reason for fault in status.prefill_faults])
         metrics.requests.inc()
         metrics.answered(reason, grant.tenant, usage, total_s, finished.explanation.kv_bytes, now)
-        metrics.split(story, total_s)
+        metrics.split(trace, total_s)
         if between_s is not None and grant.num_choices == 1:
             cluster.admission.on_pace(grant.judgement, between_s)
         cluster.on_computed(finished.explanation.prefill, usage.prompt_tokens - usage.cached_tokens)
 
     def _unfinished(self, grant: _Grant, num_tokens: int) -> None:
-        """It was not answered. `num_tokens`: that the client was sent."""
-        if grant.decision.story.ttft_s > 0:
+        """It was not answered. `num_tokens`: sent to the client."""
+        if grant.decision.trace.ttft_s > 0:
             self._metrics.unfinished(grant.decision.prompt_tokens, num_tokens)
 
     def _paced(self, grant: _Grant, num_tokens: int, now: float) -> float | None:
-        """The tokens' mean distance, as which they count: the router did not see them one by one. None: there is none."""
+        """The tokens' mean interval, by which they are counted: the router did not see them one by one. None: there is
+        none."""
         first = min(grant.num_choices, num_tokens)
         more = num_tokens - first
         self._metrics.live.tokens(first, now)
-        ttft_s = grant.decision.story.ttft_s
+        ttft_s = grant.decision.trace.ttft_s
         if not more or ttft_s <= 0:
             return None
         between_s = (now - grant.decision.arrived - ttft_s) * grant.num_choices / more
         self._metrics.pace(between_s, more, now)
         return between_s
 
-    # ---- what is not heard ---------------------------------------------------------------------------------------
+    # ---- unredeemed tickets --------------------------------------------------------------------------------------
 
     def left(self, attempts: Iterable[str]) -> None:
-        """The client's stream over which these were granted has ended: what was not taken yet probably never is."""
+        """The client's stream with these tickets has ended: unredeemed ones probably will not be used."""
         for attempt in attempts:
             if attempt in self._fresh:
                 self._set_aside(attempt)
@@ -301,50 +307,52 @@ class Lookaside:
         self._grants[attempt].aside = self._cluster.reservations.release(attempt)
 
     def sweep(self) -> None:
-        """Release what nobody will tell the end of."""
+        """Release tickets without a further status."""
         now = self._clock.now()
         while self._fresh:
             attempt, until = next(iter(self._fresh.items()))
             if until > now:
                 break
             self._set_aside(attempt)
-        gone = {life for life in self._lives() if self._cluster.direct_endpoint(life) is None}
+        gone = {
+            incarnation for incarnation in self._incarnations() if self._cluster.direct_endpoint(incarnation) is None
+        }
         for attempt, grant in list(self._grants.items()):
-            if now > grant.until or grant.life in gone:
+            if now > grant.until or grant.incarnation in gone:
                 self._unfinished(grant, 0)
                 self._release(attempt, "lapsed", "LAPSED")
 
-    def _lives(self) -> set[Incarnation]:
-        return {grant.life for grant in self._grants.values()}
+    def _incarnations(self) -> set[Incarnation]:
+        return {grant.incarnation for grant in self._grants.values()}
 
     async def run(self) -> None:
         while True:
             await asyncio.sleep(_SWEEP_S)
             self.sweep()
 
-    def _release(self, attempt: str, outcome: str, told: str) -> None:
+    def _release(self, attempt: str, outcome: str, reason: str) -> None:
         grant = self._grants.pop(attempt)
-        if not grant.heard:
-            self._no_longer_unheard(attempt, grant)
-        grant.decision.outcome = told
-        self._log(grant, told)
+        if not grant.redeemed:
+            self._count_redeemed(attempt, grant)
+        grant.decision.outcome = reason
+        self._log(grant, reason)
         self._outcomes[outcome].inc()
         self._cluster.reservations.release(attempt)
 
-    def _log(self, grant: _Grant, told: str) -> None:
+    def _log(self, grant: _Grant, reason: str) -> None:
         decision, end = grant.decision, grant.end
         access = Access(
             "lookaside", "ticket", began=decision.arrived, request_id=decision.request_id, label=decision.label
         )
         access.tenant, access.model, access.prompt_tokens = grant.tenant, grant.model, decision.prompt_tokens
-        access.started = grant.heard
-        access.placed(decision.story)
+        access.started = grant.redeemed
+        access.placed(decision.trace)
         if end is not None:
             access.finished(end[0], end[1].completion_tokens, end[1].cached_tokens)
-        elif told == "finished":  # an end without an answer: its client went away
+        elif reason == "finished":  # an end without an answer: its client disconnected
             access.cancelled = True
         else:
-            access.fail(told)
+            access.fail(reason)
         access.write(self._clock.now())
 
 
@@ -355,16 +363,16 @@ def _placed(one: _Chosen, ticket: bytes) -> router_pb2.Placed:
         model=request.model,
         prompt_tokens=len(request.prompt.token_ids),
         attempt=one.attempt,
-        address=one.door.address,
-        tls=one.door.tls,
+        address=one.endpoint.address,
+        tls=one.endpoint.tls,
         ticket=ticket,
         seed=request.sampling.seed,
-        explanation=one.story.tell() if request.explain else None,
+        explanation=one.trace.explanation() if request.explain else None,
     )
 
 
 def _finish_reason(number: int) -> str:
-    """As metrics name it."""
+    """Name in metrics."""
     try:
         return finish_reason_from_proto(number).value
     except InvalidRequestError:  # of a newer worker

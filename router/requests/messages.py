@@ -1,4 +1,4 @@
-"""What the router's faces (gRPC, OpenAI) and its frontend say to each other."""
+"""Messages between the router's servers (gRPC, HTTP) and its frontend."""
 
 from __future__ import annotations
 
@@ -29,36 +29,36 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class UncheckedRequest:
-    """A request as it came in: values are untrusted objects and None means not given.
+    """A request as received: values are untrusted objects and None means not given.
 
     Exactly one of prompt (str), token_ids (list of int) and messages (list of {"role": str, "content": str}) is given.
 
     Args:
         model: empty: the only model.
-        sampling: what was given of the table common.sampling.SAMPLING, the grammar aside; bad_words are texts. None of the
-            values is None.
+        sampling: given values of the table common.sampling.SAMPLING, except the grammar; bad_words are texts. No value
+            is None.
         request_id: the caller's label, printable ASCII of at most 128 bytes.
         local_prefill_max_tokens: None: the router's setting.
         failure_policy: "fail" | "recompute" | "retry" | "" (the default: retry, then recompute).
-        priority: lower goes first, where the workers schedule by priority; None: 0.
-        timeout_s: seconds the caller will wait; capped by the router's setting.
+        priority: lower goes first, if the workers schedule by priority; None: 0.
+        timeout_s: the caller's deadline in seconds; limited by the router's setting.
         grammar: a common.grammar.Grammar.
-        default_max_tokens: of a request without max_tokens; None: what the context leaves. Never more than that.
-        use_beam_search: with a beam_width it goes without saying; see router.beam_options.
+        default_max_tokens: of a request without max_tokens; None: the rest of the context, which also limits it.
+        use_beam_search: implied by a beam_width; see router.beam_options.
         tools: JSON schemas of functions, for the chat template.
-        more_text: characters of the conversation beside its content, about: its calls and tools.
-        add_special_tokens: let the tokenizer add its own to `prompt`.
-        add_generation_prompt: the chat template opens the assistant's turn. continue_final_message: the answer goes on in the
-            last message instead.
-        truncate_prompt_tokens: a longer prompt is cut to so many tokens; -1: to what leaves room for the answer.
+        more_text: approximate number of characters beside the messages' content: calls and tools.
+        add_special_tokens: let the tokenizer add its special tokens to `prompt`.
+        add_generation_prompt: the chat template opens the assistant's turn.
+        continue_final_message: the answer continues the last message instead.
+        truncate_prompt_tokens: a longer prompt is cut to this many tokens; -1: to what leaves room for the answer.
         truncation_side: "left" (the default) drops its beginning, "right" its end.
-        cache_salt: parts the tenant's cache further; at most 128 bytes.
+        cache_salt: isolates a part of the tenant's cache; at most 128 bytes.
         echo: the answer begins with the prompt.
         idempotency_key: printable ASCII of at most 128 bytes.
-        resume_after: the answer's first tokens, which the caller has: it goes on behind them. Needs a seed.
-        tenant: whose cache is used; decided by the face, never taken from the body.
+        resume_after: the answer's first tokens, which the caller has: it continues after them. Needs a seed.
+        tenant: whose cache is used; set by the server, never from the body.
         traceparent: the caller's W3C trace context.
-        sampling_key: what decides `sampling`; b"": nobody knows.
+        sampling_key: determines `sampling`; b"": unknown.
     """
 
     model: object = ""
@@ -140,13 +140,13 @@ class ValidatedRequest:
 
 @dataclass(frozen=True, slots=True)
 class ModelFeatures:
-    """What the faces need to know of the model.
+    """The model's features for the servers.
 
     Args:
         tool_parser: name of the parser of its tool calls, see router/tools/registry.py; "none": it makes none.
-        reasoning: it writes its thoughts between <think> and </think>.
-        takes_tools: its chat template shows them to it.
-        takes_effort: its chat template tells it how hard to think.
+        reasoning: it writes its reasoning between <think> and </think>.
+        takes_tools: its chat template includes them.
+        takes_effort: its chat template has a reasoning effort.
     """
 
     tool_parser: str = "none"
@@ -166,8 +166,8 @@ class StartedEvent:
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """Tokens offset, offset + 1, ... of a choice and the text that became certain with them (may be empty). `logprobs`: one
-    a token, if they were asked for. `cached_tokens`: of the prompt, with the request's first tokens."""
+    """Tokens offset, offset + 1, ... of a choice and the text that they complete (may be empty). `logprobs`: one per
+    token, if requested. `cached_tokens`: of the prompt, with the request's first tokens."""
 
     offset: int
     token_ids: tuple[int, ...]
@@ -179,8 +179,8 @@ class TokenEvent:
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobsEvent:
-    """Of prompt tokens first_token, first_token + 1, ...; the prompt's first token has none. An attempt that follows another
-    may tell them again. All come before the first token of the answer. `prompt`: which one, of several."""
+    """Logprobs of prompt tokens first_token, first_token + 1, ...; the prompt's first token has none. A later attempt
+    may repeat them. All precede the first token of the answer. `prompt`: which one, of several."""
 
     first_token: int
     logprobs: tuple[TokenLogprobs, ...]
@@ -189,7 +189,7 @@ class PromptLogprobsEvent:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceFinishedEvent:
-    """One of several choices has ended; nothing more of it comes."""
+    """One of several choices has ended; its last event."""
 
     choice: int
     reason: FinishReason
@@ -206,8 +206,8 @@ class UsageInfo:
 
 @dataclass(frozen=True, slots=True)
 class FinishedEvent:
-    """The last event. `explanation` is None unless the request asked for it. With several choices the usage is that of all,
-    and how each of them ended was told by its ChoiceFinishedEvent."""
+    """The last event. `explanation` is None unless requested. With several choices the usage is that of all, and each
+    one's finish reason was in its ChoiceFinishedEvent."""
 
     reason: FinishReason
     usage: UsageInfo

@@ -1,4 +1,4 @@
-"""What an attempt's end says about the workers that had part in it. Tells the breakers; decides nothing itself."""
+"""Records the outcome of an attempt for the breakers of its workers. It decides nothing itself."""
 
 from __future__ import annotations
 
@@ -24,20 +24,22 @@ def record_outcome(
     prefill: str = "",
     faults: Sequence[decode_pb2.PrefillFault] = (),
 ) -> None:
-    """Args:
-    reason: of the error that ended it, "" if it ended well.
-    prefill: the worker that computed the prompt, where that is known.
-    faults: prefill workers that decode gave up on.
+    """Record an attempt's end.
+
+    Args:
+        reason: of the error that ended it, "" on success.
+        prefill: the worker that computed the prompt, if known.
+        faults: prefill workers that decode gave up.
     """
     for fault in faults:
         cluster.on_outcome(fault.worker_id, fault.reason)
     if faults and reason == faults[-1].reason:
-        reason = RequestCancelledError.reason  # decode only passes on what happened to prefill
+        reason = RequestCancelledError.reason  # decode only reports prefill's failure
     decode = placement.decode.worker_id
     cluster.on_outcome(decode, reason)
     if prefill and prefill != decode:
         cluster.on_outcome(prefill, "")
     chosen = placement.chosen.prefill
-    told = {fault.worker_id for fault in faults} | {prefill}
-    if chosen is not None and chosen.worker_id not in told:
+    failed = {fault.worker_id for fault in faults} | {prefill}
+    if chosen is not None and chosen.worker_id not in failed:
         cluster.on_outcome(chosen.worker_id, RequestCancelledError.reason)

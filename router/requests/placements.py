@@ -1,8 +1,8 @@
 """Placements for clients that stream from decode themselves: one call, or many over one long-lived stream.
 
-messages in -> each placement: prepare, grant -> replies, in any order; those that came during a write go into one message
+messages in -> each placement: prepare, grant -> replies, in any order; those ready during a write go into one message
 a client that does not read its replies is not read either; after UNREAD_S its stream ends with OVERLOADED
-a stream that breaks takes the placements that were not answered with it; tickets that are out stay good
+a broken stream ends its unanswered placements; issued tickets stay valid
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from diptych.router.api.auth import current_caller
 from diptych.router.api.grpc_requests import parse, spec_from
 from diptych.router.api.interface import RouterApi
 from diptych.router.api.packed_ids import PackedIds
-from diptych.router.requests.lookaside import MAX_UNHEARD
+from diptych.router.requests.lookaside import MAX_UNREDEEMED
 from diptych.router.requests.messages import ValidatedRequest
 from diptych.rpc.errors import errors_to_status, to_failure
 from diptych.rpc.v1 import router_pb2
@@ -29,34 +29,34 @@ log = structlog.get_logger(__name__)
 
 _MAX_IN_FLIGHT = 4096
 MAX_UNREAD_BYTES = 1024 * 1024
-"""Of replies that wait to be written, beyond which nothing more is read. One message of the client's is finished all the same."""
+"""Bytes of unsent replies beyond which reading pauses. A message that was read is still completed."""
 UNREAD_S = 30.0
 _TOGETHER, _TOKENS_TOGETHER = 32, 32_768
 _MAX_REMEMBERED, _MAX_REMEMBERED_BYTES = 256, 512
 
 
-class PlacementDesk:
+class PlacementStream:
     """One client's stream."""
 
-    def __init__(self, door: RouterApi) -> None:
-        self._door = door
+    def __init__(self, router_api: RouterApi) -> None:
+        self._router_api = router_api
         self._tenant = current_caller.get().tenant
         self._replies: list[bytes] = []
-        """Encoded as PlacementsResponse each: joined they are one."""
+        """Each is an encoded PlacementsResponse: concatenated they are one."""
         self._unread_bytes = 0
         self._ready = asyncio.Event()
         self._written = asyncio.Event()
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._closed = False
         self.closed = False
-        """Nothing is written any more."""
-        self._granted: deque[str] = deque(maxlen=MAX_UNHEARD)
+        """No more replies are written."""
+        self._granted: deque[str] = deque(maxlen=MAX_UNREDEEMED)
         """The latest attempts."""
         self._before: dict[bytes, ValidatedRequest] = {}
-        """By all of a request but its token ids, one that was prepared: of such a stream they mostly repeat."""
+        """A prepared request by all its fields but the token ids: requests of a stream mostly repeat them."""
 
     async def read(self, bodies: AsyncIterator[bytes]) -> None:
-        """Until the client closes its side. Raises: InvalidRequestError for what is no message of ours."""
+        """Read until the client closes its side. Raises: InvalidRequestError for an invalid message."""
         try:
             async for body in bodies:
                 message = parse(router_pb2.PlacementsRequest, body)
@@ -72,8 +72,8 @@ class PlacementDesk:
             self._ready.set()
 
     async def _take(self, places: Iterable[router_pb2.PlaceRequest]) -> None:
-        """All of one message: those of token ids, in which nothing waits, are placed together, a number at a time: what was
-        placed goes out while others are, and nobody else waits for all of them."""
+        """Handle one message. Requests with token ids need no waiting and are placed together, in batches, so that
+        replies are sent in between and other clients are not blocked."""
         ready: list[tuple[int, ValidatedRequest]] = []
         num_tokens = 0
         for request in places:
@@ -86,7 +86,9 @@ class PlacementDesk:
                     ready, num_tokens = [], 0
                     await asyncio.sleep(0)
             elif len(self._tasks) >= _MAX_IN_FLIGHT:
-                self._refuse(request.id, OverloadedError("too many placements of this stream wait", retry_after_s=1.0))
+                self._refuse(
+                    request.id, OverloadedError("too many pending placements on this stream", retry_after_s=1.0)
+                )
             else:
                 task = self._tasks[request.id] = asyncio.create_task(self._answer(request))
                 task.add_done_callback(partial(self._forget, request.id))
@@ -102,12 +104,12 @@ class PlacementDesk:
             self._place([(request.id, prepared)])
 
     async def _prepared(self, request: router_pb2.PlaceRequest) -> ValidatedRequest | None:
-        """None: it was refused."""
+        """None: it was rejected."""
         try:
             return await self._prepare(request)
         except DiptychError as error:
             self._refuse(request.id, error)
-        except Exception as error:  # one placement must not take the stream's others with it
+        except Exception as error:  # one placement must not fail the stream's others
             self._fail([request.id], error)
         return None
 
@@ -115,16 +117,16 @@ class PlacementDesk:
         """Raises: DiptychError."""
         asked = request.request
         if not _may_repeat(asked):
-            return await _prepare(self._door, request, self._tenant)
+            return await _prepare(self._router_api, request, self._tenant)
         prompt = PackedIds.of(asked.token_ids)
         asked.ClearField("token_ids")
         rest = asked.SerializeToString()
         before = self._before.get(rest)
         if before is not None:
             draws_seed, remaining_s = not asked.sampling.HasField("seed"), request.remaining_s or None
-            return self._door.prepare_again(before, prompt, remaining_s, draws_seed=draws_seed)
+            return self._router_api.prepare_again(before, prompt, remaining_s, draws_seed=draws_seed)
         asked.token_ids.MergeFromString(prompt.packed)
-        prepared = await _prepare(self._door, request, self._tenant)
+        prepared = await _prepare(self._router_api, request, self._tenant)
         if len(rest) <= _MAX_REMEMBERED_BYTES:
             if len(self._before) >= _MAX_REMEMBERED:
                 self._before.clear()
@@ -133,7 +135,7 @@ class PlacementDesk:
 
     def _place(self, ready: Sequence[tuple[int, ValidatedRequest]]) -> None:
         try:
-            outcomes = self._door.place([prepared for _, prepared in ready])
+            outcomes = self._router_api.place([prepared for _, prepared in ready])
         except Exception as error:
             self._fail([number for number, _ in ready], error)
             return
@@ -147,7 +149,7 @@ class PlacementDesk:
         self._reply(replies)
 
     def _fail(self, numbers: Iterable[int], error: Exception) -> None:
-        """A bug of ours."""
+        """A bug."""
         log.error("placements failed", error=repr(error), exc_info=error)
         for number in numbers:
             self._refuse(number, InternalError("internal error"))
@@ -162,8 +164,8 @@ class PlacementDesk:
         self._ready.set()
 
     async def next(self) -> bytes | None:
-        """A PlacementsResponse with all replies that are there; waits for one. None: the client has closed its side, and all is
-        said."""
+        """A PlacementsResponse with all replies that are ready; waits for one. None: the client has closed its side,
+        and all is sent."""
         while not self._replies:
             if self._closed and not self._tasks:
                 return None
@@ -181,20 +183,22 @@ class PlacementDesk:
         self.closed = True
         for task in self._tasks.values():
             task.cancel()
-        self._door.tickets_left(self._granted)
+        self._router_api.tickets_left(self._granted)
 
 
-async def serve_placements(door: RouterApi, bodies: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
-    desk = PlacementDesk(door)
-    reader = asyncio.create_task(desk.read(bodies), name="placements reader")
-    async with errors_to_status(context):  # outermost: an end waits for what was written before it to be read
+async def serve_placements(
+    router_api: RouterApi, bodies: AsyncIterator[bytes], context: grpc.aio.ServicerContext
+) -> None:
+    stream = PlacementStream(router_api)
+    reader = asyncio.create_task(stream.read(bodies), name="placements reader")
+    async with errors_to_status(context):  # outermost: errors wait until earlier replies are read
         try:
-            while (message := await desk.next()) is not None:
+            while (message := await stream.next()) is not None:
                 await _write(context, message)
-            await reader  # what was wrong with the client's messages ends the call as an error
+            await reader  # an invalid message of the client ends the call with an error
         finally:
             reader.cancel()
-            desk.close()
+            stream.close()
             await asyncio.gather(reader, return_exceptions=True)
 
 
@@ -207,16 +211,16 @@ async def _write(context: grpc.aio.ServicerContext, message: bytes) -> None:
         raise OverloadedError(f"the replies of this stream were not read for {UNREAD_S:.0f} s") from None
 
 
-async def place(door: RouterApi, request: router_pb2.PlaceRequest, tenant: str) -> router_pb2.Placed:
+async def place(router_api: RouterApi, request: router_pb2.PlaceRequest, tenant: str) -> router_pb2.Placed:
     """Raises: DiptychError."""
-    (outcome,) = door.place([await _prepare(door, request, tenant)])
+    (outcome,) = router_api.place([await _prepare(router_api, request, tenant)])
     if isinstance(outcome, DiptychError):
         raise outcome
     return outcome
 
 
 def _may_repeat(asked: router_pb2.GenerateRequest) -> bool:
-    """Whether nothing in it is of this one request, but for its token ids and perhaps its seed."""
+    """Whether it has no request-specific fields except token ids and perhaps a seed."""
     return (
         asked.WhichOneof("input") == "token_ids"
         and asked.sampling.HasField("max_tokens")
@@ -226,11 +230,11 @@ def _may_repeat(asked: router_pb2.GenerateRequest) -> bool:
     )
 
 
-async def _prepare(door: RouterApi, request: router_pb2.PlaceRequest, tenant: str) -> ValidatedRequest:
+async def _prepare(router_api: RouterApi, request: router_pb2.PlaceRequest, tenant: str) -> ValidatedRequest:
     asked = request.request
-    spec, offer = spec_from(asked, request.remaining_s or None, door.features(asked.model), tenant)
+    spec, offer = spec_from(asked, request.remaining_s or None, router_api.features(asked.model), tenant)
     if offer.names or (asked.split and asked.WhichOneof("input") == "chat"):
-        raise NoWorkerError("no ticket: the router takes this answer apart")
+        raise NoWorkerError("no ticket: the router splits this answer")
     if asked.idempotency_key:
         raise NoWorkerError("no ticket: the router keeps idempotency keys")
-    return await door.prepare(spec)
+    return await router_api.prepare(spec)

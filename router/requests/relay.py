@@ -1,5 +1,5 @@
-"""One request from its placement to its end: submits, places again where that is allowed, checks what decode streams.
-The life cycle is router/requests/lifecycle.py's."""
+"""Relays one request from its placement to its end: submits, places again where allowed, and checks decode's stream.
+See lifecycle.py for its states."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _REPLACEABLE = (StaleReferenceError, WorkerLostError, NoWorkerError, OverloadedE
 
 
 class Relay:
-    """Use `next` until FinishedEvent or an error, and `close` in any case."""
+    """Call `next` until FinishedEvent or an error, and `close` in any case."""
 
     def __init__(self, cluster: Cluster, request: ValidatedRequest, metrics: RouterMetrics, clock: Clock) -> None:
         self._cluster = cluster
@@ -66,17 +66,17 @@ class Relay:
         self._started = False
         self._attempt: Attempt | None = None
         self._judgement: AdmissionDecision | None = None
-        self._story = RequestTrace(request.request_id)
+        self._trace = RequestTrace(request.request_id)
         self._decision = Decision(
             request_id=request.request_id,
             label=request.label,
             prompt_tokens=len(request.prompt.token_ids),
             arrived=request.arrived,
             owner=request.owner,
-            story=self._story,
+            trace=self._trace,
         )
-        self._judged = True
-        """The workers of the attempt were told apart from their errors."""
+        self._outcome_recorded = True
+        """The outcome of the attempt was recorded for its workers."""
         self._excluded: frozenset[Incarnation] = frozenset()
         self.kv_bytes = 0
         self.traceparent = ""
@@ -91,10 +91,10 @@ class Relay:
                     self._submit()
                 event = self._translate(await self._receive())
             except IllegalMoveError as err:
-                self._judge(InternalError.reason)
+                self._record_outcome(InternalError.reason)
                 self.close()
-                log.error("decode broke the protocol", request_id=self._request.request_id, story=str(err))
-                raise InternalError("the decode worker broke the protocol; the answer was stopped") from err
+                log.error("protocol violation by decode", request_id=self._request.request_id, trace=str(err))
+                raise InternalError("protocol violation by the decode worker; the answer was stopped") from err
             except DiptychError as err:
                 await self._place_again(err)
                 continue
@@ -102,11 +102,11 @@ class Relay:
                 return event
 
     @property
-    def story(self) -> RequestTrace:
-        return self._story
+    def trace(self) -> RequestTrace:
+        return self._trace
 
     def close(self) -> None:
-        """Cancel what still runs and release what is reserved. Idempotent, never blocks."""
+        """Cancel the attempt and release its reservation. Idempotent, never blocks."""
         if not self._life.ended:
             self._life.on(Move.CANCEL)
             self._decision.outcome = RequestCancelledError.reason
@@ -117,36 +117,36 @@ class Relay:
         if attempt is not None:
             attempt.cancel()
             self._cluster.reservations.release(attempt.id)
-            self._judge(RequestCancelledError.reason)
+            self._record_outcome(RequestCancelledError.reason)
 
-    def _judge(self, reason: str, faults: Sequence[decode_pb2.PrefillFault] = ()) -> None:
-        """Tell the breakers how the attempt ended. `reason`: "" if well."""
-        placement = self._story.placement
-        if self._judged or placement is None:
+    def _record_outcome(self, reason: str, faults: Sequence[decode_pb2.PrefillFault] = ()) -> None:
+        """Record the attempt's outcome for the breakers. `reason`: "" on success."""
+        placement = self._trace.placement
+        if self._outcome_recorded or placement is None:
             return
-        self._judged = True
-        facts = self._story.facts
+        self._outcome_recorded = True
+        facts = self._trace.facts
         prefill = facts.prefill if facts is not None else ""
         record_outcome(self._cluster, placement, reason=reason, prefill=prefill, faults=faults)
 
     # ---- placing -------------------------------------------------------------------------------------------------
 
     async def _wait_for_turn(self) -> None:
-        """Only the first time: what is placed again has had its turn. Raises: OverloadedError, RequestDeadlineError."""
+        """Only for the first placement. Raises: OverloadedError, RequestDeadlineError."""
         if not self._life.num_replacements:
-            request, turnstile = self._request, self._cluster.turnstile
+            request, wait_queue = self._request, self._cluster.wait_queue
             tokens = len(request.prompt.token_ids)
-            if not turnstile.may_pass(request.tenant, tokens):
+            if not wait_queue.may_pass(request.tenant, tokens):
                 tokens = self._cluster.uncached_tokens(self._prompt)
-            await turnstile.enter(request.tenant, tokens, priority=request.priority, left_s=self._left_s())
+            await wait_queue.enter(request.tenant, tokens, priority=request.priority, left_s=self._left_s())
 
     def _submit(self) -> None:
         request = self._request
-        wish = placement_request(request)
-        story = self._story
-        placement = story.placement = self._cluster.place(wish, self._prompt, self._excluded)
-        story.mode = self._cluster.index_mode(placement)
-        story.waited_s = self._clock.now() - request.arrived
+        query = placement_request(request)
+        trace = self._trace
+        placement = trace.placement = self._cluster.place(query, self._prompt, self._excluded)
+        trace.mode = self._cluster.index_mode(placement)
+        trace.waited_s = self._clock.now() - request.arrived
         if not self._life.num_replacements:
             self._cluster.decisions.add(self._decision)
             self._cluster.retry_budget.on_request()
@@ -154,16 +154,16 @@ class Relay:
         submit = submit_of(request, placement, new_attempt_id(), self._left_s(), self.traceparent)
         self._life.on(Move.SUBMIT)
         self._attempt = self._cluster.open(placement, submit, request.tenant)
-        self._judged = False
+        self._outcome_recorded = False
         self._metrics.placements.labels("local" if placement.local_prefill else "remote").inc()
         if self._life.num_replacements:
             self._metrics.replacements.inc()
             self._metrics.fallbacks.labels("other_decode").inc()
 
     def _admit(self, placement: Placement) -> None:
-        """Raises: OverloadedError when the request is not worth starting."""
+        """Raises: OverloadedError when the request should not start."""
         request = self._request
-        judgement = self._cluster.judge(placement, self._story.waited_s, request.deadline - request.arrived)
+        judgement = self._cluster.judge(placement, self._trace.waited_s, request.deadline - request.arrived)
         self._judgement = judgement
         self._metrics.admission.labels(judgement.verdict.value).inc()
         if judgement.error is not None:
@@ -176,12 +176,12 @@ class Relay:
         return left_s
 
     async def _place_again(self, error: DiptychError) -> None:
-        """Get ready for another submit, or raise the error."""
-        if self._story.placement is None and isinstance(error, NoWorkerError) and await self._worker_comes():
+        """Prepare for another submit, or raise the error."""
+        if self._trace.placement is None and isinstance(error, NoWorkerError) and await self._wait_for_worker():
             return
         fails = self._request.failure_policy == router_pb2.FAILURE_POLICY_FAIL
-        placement = self._story.placement
-        self._judge(error.reason)
+        placement = self._trace.placement
+        self._record_outcome(error.reason)
         fails = fails or (self._judgement is not None and error is self._judgement.error)
         may = not fails and isinstance(error, _REPLACEABLE) and self._life.may_replace
         if placement is None or not may or not self._cluster.retry_budget.take():
@@ -191,8 +191,8 @@ class Relay:
         self._life.on(Move.REPLACE)
         record = placement.decode.record
         self._excluded |= {(record.worker_id, record.incarnation)}
-        self._story.notes.append(f"decode {placement.decode.worker_id} {error.reason}: placed again")
-        self._story.placement = None
+        self._trace.notes.append(f"decode {placement.decode.worker_id} {error.reason}: placed again")
+        self._trace.placement = None
         log.warning("placing again", request_id=self._request.request_id, error=error.message)
         waited_until = self._clock.now() + _REPLACE_WAIT_S
         while not self._cluster.snapshot(exclude=self._excluded).decode:
@@ -202,10 +202,10 @@ class Relay:
                 raise error
             await self._cluster.wait_for_change(min(left_s, 0.1))
 
-    async def _worker_comes(self) -> bool:
-        """Whether a decode worker turned up where none was, while the cluster may be between two (see startup_grace.py)."""
+    async def _wait_for_worker(self) -> bool:
+        """Whether a decode worker became usable during the grace period (see startup_grace.py)."""
         if self._cluster.snapshot(exclude=self._excluded).decode:
-            return False  # it is something else that speaks against them
+            return False  # there are decode workers, so the error has another reason
         while (left_s := min(self._cluster.settling.left_s(), self._request.deadline - self._clock.now())) > 0:
             await self._cluster.wait_for_change(min(left_s, 0.1))
             if self._cluster.snapshot(exclude=self._excluded).decode:
@@ -232,7 +232,7 @@ class Relay:
             raise RequestDeadlineError("the request's deadline passed") from None
 
     def _translate(self, event: decode_pb2.Event) -> GenerateEvent | None:
-        """Raises: the failure that decode reports; IllegalMoveError."""
+        """Raises: the failure reported by decode; IllegalMoveError."""
         kind = event.WhichOneof("event")
         if kind == "accepted":
             self._life.on(Move.ACCEPT)
@@ -244,13 +244,13 @@ class Relay:
             delta = event.tokens
             if self._life.num_tokens == len(self._request.resume_after) and self._attempt is not None:
                 self._cluster.reservations.prompt_computed(self._attempt.id)
-                self._story.ttft_s = self._clock.now() - self._request.arrived
-                self._story.cached_tokens = event.cached_tokens
-                self._metrics.predictions(self._story)
+                self._trace.ttft_s = self._clock.now() - self._request.arrived
+                self._trace.cached_tokens = event.cached_tokens
+                self._metrics.predictions(self._trace)
                 if self._judgement is not None:
-                    self._metrics.judged(self._cluster.admission.on_first_token(self._judgement, self._story.ttft_s))
+                    self._metrics.judged(self._cluster.admission.on_first_token(self._judgement, self._trace.ttft_s))
             self._life.on_tokens(delta.offset, len(delta.token_ids), delta.choice)
-            self._cluster.turnstile.written(self._request.tenant, len(delta.token_ids))
+            self._cluster.wait_queue.written(self._request.tenant, len(delta.token_ids))
             logprobs = tuple(logprobs_from_proto(entry) for entry in delta.logprobs)
             return TokenEvent(
                 delta.offset, tuple(delta.token_ids), delta.text, delta.choice, logprobs, event.cached_tokens
@@ -269,39 +269,40 @@ class Relay:
             )
         if event.end.HasField("failure"):
             error = from_failure(event.end.failure)
-            self._judge(error.reason, event.end.prefill_faults)
+            self._record_outcome(error.reason, event.end.prefill_faults)
             raise error
         self._life.on(Move.END)
         finished = self._finished(event.end.finished)
-        self._judge("", event.end.prefill_faults)
-        self._metrics.went(self._story, [fault.reason for fault in event.end.prefill_faults])
+        self._record_outcome("", event.end.prefill_faults)
+        self._metrics.count_deviations(self._trace, [fault.reason for fault in event.end.prefill_faults])
         self._drop_attempt()
         return finished
 
     def _finished(self, message: router_pb2.Finished) -> FinishedEvent:
         usage = message.usage
         sampling = self._request.sampling
-        withheld = sampling.num_choices > sampling.n  # those of choices that were not among the best count, unseen
+        # tokens of choices discarded by best_of are counted, though not streamed
+        withheld = sampling.num_choices > sampling.n
         if usage.completion_tokens < len(self._request.resume_after):
-            # The engine looks for the end in these tokens, too: a stop among them is the caller's error, not decode's.
+            # The engine also checks these tokens for an end: a stop among them is the caller's error, not decode's.
             raise InvalidRequestError("the answer ends before the last of these tokens", param="resume_after")
         if usage.completion_tokens != self._life.num_tokens and not withheld:
             raise InternalError(
                 f"decode counted {usage.completion_tokens} tokens, {self._life.num_tokens} were streamed"
             )
         self.kv_bytes = message.explanation.kv_bytes
-        story = self._story
-        story.facts, story.cached_tokens = message.explanation, usage.cached_tokens
+        trace = self._trace
+        trace.facts, trace.cached_tokens = message.explanation, usage.cached_tokens
         self._decision.outcome = "finished"
         if self._judgement is not None and usage.completion_tokens > 1 and sampling.num_choices == 1:
-            answer_s = self._clock.now() - self._request.arrived - story.ttft_s
+            answer_s = self._clock.now() - self._request.arrived - trace.ttft_s
             self._cluster.admission.on_pace(self._judgement, answer_s / (usage.completion_tokens - 1))
-        self._metrics.split(story, self._clock.now() - self._request.arrived)
+        self._metrics.split(trace, self._clock.now() - self._request.arrived)
         self._cluster.on_computed(message.explanation.prefill, usage.prompt_tokens - usage.cached_tokens)
         return FinishedEvent(
             reason=finish_reason_from_proto(message.finish_reason),
             usage=UsageInfo(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens),
             stop_string=message.stop_string,
             stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
-            explanation=story.tell() if self._request.explain else None,
+            explanation=trace.explanation() if self._request.explain else None,
         )

@@ -1,12 +1,14 @@
-"""How often requests may be placed again: a share of the requests, so that retries never multiply an outage. Pure."""
+"""Limits replacements of requests to a share of the requests, so that retries never multiply an outage. Pure."""
 
 from __future__ import annotations
 
 
 class RetryBudget:
-    """Args:
-    share: retries per request in the long run.
-    burst: retries that may be saved up; the budget begins full.
+    """The budget.
+
+    Args:
+        share: retries per request in the long run.
+        burst: retries that may be saved up; the budget starts full.
     """
 
     def __init__(self, share: float = 0.2, burst: float = 20.0) -> None:

@@ -1,4 +1,4 @@
-"""Sends copies of requests to the shadow group and throws the answers away. It never delays or fails the request itself."""
+"""Sends copies of requests to the shadow group and discards the answers. It never delays or fails the request itself."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _DROPPED = "DROPPED"
 
 
 class Shadows:
-    """Args:
-    run: streams a request's answer, as the frontend does for real ones, but counts it nowhere.
+    """The copies in flight.
+
+    Args:
+        run: streams a request's answer, as the frontend does for real ones, but without counting it.
     """
 
     def __init__(self, run: Callable[[ValidatedRequest], AsyncIterator[GenerateEvent]], metrics: Metrics) -> None:
         self._run = run
         self._tasks: set[asyncio.Task[None]] = set()
-        self._requests = metrics.counter(
-            "shadow_requests", "Copies sent to the shadow group, by how they ended", ["outcome"]
-        )
+        self._requests = metrics.counter("shadow_requests", "Copies sent to the shadow group, by outcome", ["outcome"])
 
     def start(self, request: ValidatedRequest) -> None:
-        """Copy the request, unless enough copies run already."""
+        """Copy the request, unless enough copies are running."""
         if len(self._tasks) >= MAX_SHADOWS:
             self._requests.labels(_DROPPED).inc()
             return
@@ -45,7 +45,7 @@ class Shadows:
         task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """Cancel what runs."""
+        """Cancel all copies."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

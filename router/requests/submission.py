@@ -1,4 +1,4 @@
-"""From a checked request and its placement to what decode is sent. Pure."""
+"""From a checked request and its placement to the message for decode. Pure."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from diptych.rpc.convert import prompt_fields, sampling_to_proto
 from diptych.rpc.v1 import decode_pb2, router_pb2, types_pb2
 
 COLOCATED_MARGIN = 1.0
-"""A pair is expected to cost at most twice what the cheapest decode worker alone would, and a second."""
+"""A pair may be expected to cost at most twice the cheapest decode worker alone, plus a second."""
 _MARGIN_S, _MARGIN_FRACTION = 0.05, 0.05
 
 
 def placement_request(request: ValidatedRequest) -> PlacementRequest:
-    """What the request asks of a placement."""
+    """The request's input to the placement."""
     return PlacementRequest(
         num_prompt_tokens=len(request.prompt.token_ids),
         local_prefill_max_tokens=request.local_prefill_max_tokens,
@@ -37,9 +37,12 @@ def submit_of(
     *,
     with_prompt: bool = True,
 ) -> decode_pb2.Submit:
-    """Args:
-    left_s: until the request's deadline, above 0. Decode gets a little less, so that its typed end arrives before our own timer.
-    with_prompt: False: without its tokens.
+    """The Submit message.
+
+    Args:
+        left_s: until the request's deadline, above 0. Decode gets a little less, so that its typed end arrives before
+            our timer.
+        with_prompt: False: without its tokens.
     """
     record = placement.snapshot.record
     submit = decode_pb2.Submit(
@@ -67,7 +70,7 @@ def submit_of(
 
 
 def claims_of(request: ValidatedRequest, placement: Placement, attempt: str, left_s: float, epoch: int) -> bytes:
-    """A TicketClaims, encoded. (To put a submission into one and encode that would copy it first.)"""
+    """A TicketClaims, encoded. (Embedding a Submit message would copy it first.)"""
     packed = request.packed
     submit = submit_of(request, placement, attempt, left_s, request.traceparent, with_prompt=packed is None)
     body = submit.SerializeToString() + (b"" if packed is None else packed.as_prompt())
@@ -78,7 +81,7 @@ _SUBMIT = bytes([decode_pb2.TicketClaims.SUBMIT_FIELD_NUMBER << 3 | 2])
 
 
 def _size(number: int) -> bytes:
-    """As protobuf writes a length."""
+    """A length in protobuf's encoding."""
     out = bytearray()
     while number > 0x7F:
         out.append(number & 0x7F | 0x80)
@@ -96,5 +99,5 @@ def _ref(record: WorkerRecord) -> types_pb2.WorkerRef:
 
 @lru_cache(4096)
 def _made_ref(worker_id: str, incarnation: str, address: str) -> types_pb2.WorkerRef:
-    """Shared: to be put into another message, which copies it."""
+    """Shared: embedding it copies it."""
     return types_pb2.WorkerRef(worker_id=worker_id, incarnation=incarnation, address=address)

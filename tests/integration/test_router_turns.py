@@ -26,7 +26,7 @@ async def test_a_tenant_with_ten_times_the_requests_gets_its_share(model_folder,
         await fleet.until_ready()
         fleet.frontend.use_shares(lambda tenant: Share(2.0 if tenant == "double" else 1.0))
         decode.go.clear()  # nothing gets computed: each tenant has room for two prompts
-        gate = fleet.frontend._cluster.turnstile
+        gate = fleet.frontend._cluster.wait_queue
         tasks = [asyncio.create_task(send(fleet, "greedy")) for _ in range(60)]
         await fleet.until(lambda: len(gate) > 0)
         tasks += [

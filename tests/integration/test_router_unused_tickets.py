@@ -66,7 +66,7 @@ async def test_an_unused_ticket_keeps_nobody_waiting(world):
         assert replies[0].HasField("placed")
         # another ticket would be one too many; a waiting request does not count what may never arrive
         assert "turn" in from_failure(replies[1].failure).message
-        assert fleet.frontend._cluster.turnstile.may_pass("", 1)
+        assert fleet.frontend._cluster.wait_queue.may_pass("", 1)
         assert fleet.frontend._cluster.reservations.tokens("p0") == 40
         async with AsyncClient(address) as other:
             answer = await asyncio.wait_for(other.generate(token_ids=PROMPT, max_tokens=2), 60)
@@ -98,7 +98,7 @@ async def test_the_end_of_the_clients_stream_gives_back_what_was_not_used(world,
 async def test_unused_tickets_of_a_tenant_are_bounded(world, monkeypatch):
     fleet, address = world
     monkeypatch.setattr(lookaside, "FRESH_S", 0.0)
-    monkeypatch.setattr(lookaside, "MAX_UNHEARD", 3)
+    monkeypatch.setattr(lookaside, "MAX_UNREDEEMED", 3)
     tickets = fleet.frontend._models["tiny"].lookaside
     async with stream(address) as call:
         for number in range(3):
@@ -109,7 +109,7 @@ async def test_unused_tickets_of_a_tenant_are_bounded(world, monkeypatch):
         refused = from_failure((await replies_of(call))[0].failure)
     assert isinstance(refused, NoWorkerError)
     assert refused.retry_after_s == 1.0
-    assert "not used yet" in refused.message
+    assert "are unused" in refused.message
     async with AsyncClient(address, lookaside=True) as client:  # goes through the router
         assert (await client.generate(token_ids=PROMPT, max_tokens=2)).token_ids == (0, 1)
 
@@ -117,7 +117,7 @@ async def test_unused_tickets_of_a_tenant_are_bounded(world, monkeypatch):
 async def test_a_slow_reader_gets_every_reply(world, monkeypatch):
     _, address = world
     monkeypatch.setattr(placements, "MAX_UNREAD_BYTES", 100)
-    monkeypatch.setattr(lookaside, "MAX_UNHEARD", 0)
+    monkeypatch.setattr(lookaside, "MAX_UNREDEEMED", 0)
     async with stream(address) as call:
         for number in range(0, 64, 8):
             await call.write(asked(*range(number, number + 8)))

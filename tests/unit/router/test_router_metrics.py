@@ -27,7 +27,7 @@ def clock():
     return FakeClock(10.0)
 
 
-def story(ttft_s, cached):
+def trace(ttft_s, cached):
     view = WorkerView(None, hit_tokens=48)
     placement = Placement(Terms(view, WorkerView(None), 100.0, 200.0, 5.0, 0.0, 0.0), None, (), list)
     return RequestTrace("r", placement, waited_s=0.1, ttft_s=ttft_s, cached_tokens=cached)
@@ -35,8 +35,8 @@ def story(ttft_s, cached):
 
 def test_predictions_are_held_against_what_came():
     metrics = RouterMetrics()
-    metrics.predictions(story(ttft_s=0.7, cached=16))
-    metrics.predictions(story(ttft_s=0.3, cached=64))
+    metrics.predictions(trace(ttft_s=0.7, cached=16))
+    metrics.predictions(trace(ttft_s=0.3, cached=64))
     got = values(metrics)
     assert got["diptych_predicted_cached_tokens_total[]"] == 96
     assert got["diptych_predicted_cached_tokens_error_total[]"] == 32 + 16
@@ -88,7 +88,7 @@ def test_every_series_moves(clock):
     failed.failed(WorkerLostError("x"))
     RequestTimer(metrics, request(clock.now()), clock).left()
     RequestTimer(metrics, request(clock.now()), clock)
-    metrics.predictions(story(ttft_s=0.7, cached=16))
+    metrics.predictions(trace(ttft_s=0.7, cached=16))
     metrics.placements.labels("remote").inc()
     metrics.replacements.inc()
     metrics.tickets.labels("granted").inc()
@@ -101,10 +101,10 @@ def test_every_series_moves(clock):
     for offset in range(2):
         clock.advance(0.1)
         two.tokens(TokenEvent(offset, (7,), "a"))
-    served = story(ttft_s=0.7, cached=16)
+    served = trace(ttft_s=0.7, cached=16)
     served.facts = types_pb2.Explanation(reserved_s=0.1, first_token_s=0.5, kv_complete_s=0.6, kv_bytes=9)
     metrics.split(served, 1.5)
-    metrics.went(served, ["WORKER_LOST"])
+    metrics.count_deviations(served, ["WORKER_LOST"])
     after = values(metrics)
     moved = {name.partition("[")[0] for name, value in after.items() if before.get(name) != value}
     families = {m.name for m in metrics.registry.collect()}
@@ -116,7 +116,7 @@ def test_every_series_moves(clock):
 
 def test_where_the_time_went_is_added_up_from_one_clock_each():
     metrics = RouterMetrics()
-    told = story(ttft_s=0.9, cached=0)  # waited 0.1 s at the router
+    told = trace(ttft_s=0.9, cached=0)  # waited 0.1 s at the router
     told.facts = types_pb2.Explanation(
         reserved_s=0.05, prefill_queue_s=0.2, first_token_s=0.75, kv_complete_s=0.8, kv_bytes=4096
     )
@@ -140,9 +140,9 @@ def test_where_the_time_went_is_added_up_from_one_clock_each():
 )
 def test_a_fallback_is_counted_by_where_the_work_went(local, faults, to):
     metrics = RouterMetrics()
-    told = story(ttft_s=0.9, cached=0)
+    told = trace(ttft_s=0.9, cached=0)
     told.facts = types_pb2.Explanation(local_prefill=local)
-    metrics.went(told, faults)
+    metrics.count_deviations(told, faults)
     got = values(metrics)
     assert got[f"diptych_fallbacks_total[('to', '{to}')]"] == 1
     assert all(got[f"diptych_prefill_faults_total[('reason', '{reason}')]"] == 1 for reason in faults)
