@@ -1,8 +1,8 @@
 """Ranges of REMOTE requests that the GPU copies into their blocks beside the steps: begun by UnpackRange, answered when done.
 
 begun --done, intact--> covered, RangeUnpacked(True)
-  |   --done, damaged--> RangeUnpacked(False, error): the leg fails, the request may try another
-  +-- request ended or RunLocally: waited for at once (Request.end_pulls) -> RangeUnpacked(False)
+  |   --done, damaged--> RangeUnpacked(False, error): the read fails, the request may try another source
+  +-- request ended or RunLocally: waited for at once (RemoteRequests.remove) -> RangeUnpacked(False)
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from diptych.engine.messages import RangeUnpacked, UnpackRange
 from diptych.engine.runner import CopyHandle
-from diptych.engine.sched.remote import UnpackJob, unpacked
+from diptych.engine.sched.remote import UnpackJob
 from diptych.engine.sched.scheduler import Scheduler
 
 
@@ -19,7 +19,7 @@ from diptych.engine.sched.scheduler import Scheduler
 class _Begun:
     command: UnpackRange
     job: UnpackJob
-    pull: CopyHandle
+    copy: CopyHandle
 
 
 class AsyncUnpacks:
@@ -32,27 +32,26 @@ class AsyncUnpacks:
         return len(self._begun)
 
     def first_is_done(self) -> bool:
-        return bool(self._begun) and self._begun[0].pull.done()
+        return bool(self._begun) and self._begun[0].copy.done()
 
-    def begin(self, command: UnpackRange, job: UnpackJob, pull: CopyHandle) -> None:
-        job.request.pulls.append(pull)
-        self._begun.append(_Begun(command, job, pull))
+    def begin(self, scheduler: Scheduler, command: UnpackRange, job: UnpackJob, copy: CopyHandle) -> None:
+        scheduler.remote.copy_begins(job, copy)
+        self._begun.append(_Begun(command, job, copy))
 
     def take_done(self, scheduler: Scheduler) -> list[RangeUnpacked]:
         """The answers of those that have ended since."""
         answers: list[RangeUnpacked] = []
-        while self._begun and self._begun[0].pull.done():
+        while self._begun and self._begun[0].copy.done():
             begun = self._begun.pop(0)
             answers.append(_answer(scheduler, begun))
         return answers
 
 
 def _answer(scheduler: Scheduler, begun: _Begun) -> RangeUnpacked:
-    command, pulls = begun.command, begun.job.request.pulls
-    if begun.pull not in pulls:
+    command, job, copy = begun.command, begun.job, begun.copy
+    if not scheduler.remote.copy_ends(job, copy):
         return RangeUnpacked(command.attempt, command.job, False)
-    pulls.remove(begun.pull)
-    error = begun.pull.error()
+    error = copy.error()
     if not error:
-        unpacked(scheduler, begun.job, last=command.last)
+        scheduler.unpacked(job, last=command.last)
     return RangeUnpacked(command.attempt, command.job, not error, error)

@@ -31,15 +31,11 @@ from diptych.engine.messages import (
     KvComplete,
     RangeUnpacked,
     RunLocally,
-    StepResult,
     UnpackRange,
 )
 from diptych.engine.runner import AsyncModelRunner, ModelRunner, OutOfDeviceMemory, ReportsLayerProgress, StepAborted
 from diptych.engine.sched import async_scheduling as ahead
-from diptych.engine.sched import prefill_completion as handover
-from diptych.engine.sched import remote, report, results
 from diptych.engine.sched.admission import ModelLimits
-from diptych.engine.sched.layer_groups import LayerGroups
 from diptych.engine.sched.output import DetokenizerFactory
 from diptych.engine.sched.packing import PackJob
 from diptych.engine.sched.scheduler import Scheduler
@@ -153,15 +149,15 @@ class EngineCore:
             case UnpackRange():
                 self._unpack(command)
             case FirstToken():
-                remote.first_token(scheduler, command)
+                scheduler.first_token(command)
             case FirstCandidates():
-                remote.first_candidates(scheduler, command)
+                scheduler.first_candidates(command)
             case KvComplete(attempt):
-                remote.kv_complete(scheduler, attempt)
+                scheduler.kv_complete(attempt)
             case FetchAgain(attempt):
-                remote.fetch_again(scheduler, attempt)
+                scheduler.fetch_again(attempt)
             case RunLocally(attempt):
-                remote.run_locally(scheduler, attempt)
+                scheduler.run_locally(attempt)
             case _:
                 raise TypeError(f"not a command: {command!r}")
 
@@ -181,7 +177,7 @@ class EngineCore:
             self._land(self._launch_ahead(self._flight))
         else:
             worked = self._begin(cancelled)
-        packed = self._pack(self.scheduler.packing.next_job, partial(handover.pack_failed, self.scheduler))
+        packed = self._pack(self.scheduler.packing.next_job, self.scheduler.pack_failed)
         self.events_may_wait &= not packed
         if self._check and (violations := self.scheduler.check()):
             raise InvariantError("; ".join(violations))
@@ -189,7 +185,7 @@ class EngineCore:
 
     def _begin(self, cancelled: Container[str]) -> bool:
         """A step with nothing before it on the device. Returns: whether there was anything to do."""
-        if self._pack(self.scheduler.packing.next_job, partial(handover.pack_failed, self.scheduler)):
+        if self._pack(self.scheduler.packing.next_job, self.scheduler.pack_failed):
             self._on_packed_early()  # into slabs that came back since the last step: it does not wait for this one
         start = self._clock.now()
         out = self.scheduler.schedule(start)
@@ -198,7 +194,7 @@ class EngineCore:
             start = self._clock.now()
         if copied is None or not out.seqs:
             return copied is None
-        if self._device is not None and self._goes_ahead and ahead.can_run_ahead(self.scheduler, out):
+        if self._device is not None and self._goes_ahead and ahead.can_run_ahead(self.scheduler.live, out):
             self._flight = self._launch(self._device, out, None)
             return True
         self._execute(out, cancelled, start)
@@ -242,10 +238,10 @@ class EngineCore:
         self._lead.landed(duration_s)
         self._landed_at = now
         if result is not None:
-            self._take(flight.out, result, duration_s)
-        ahead.landed(self.scheduler, flight.out, None if behind is None else behind.out)
+            self.scheduler.apply(flight.out, result, duration_s)
+        ahead.landed(self.scheduler.live, flight.out, None if behind is None else behind.out)
         if behind is not None:
-            behind.step.draw(ahead.ended(self.scheduler, behind.out))
+            behind.step.draw(ahead.ended(behind.out))
         self.steps += 1
 
     def take_events(self) -> list[EngineEvent]:
@@ -254,7 +250,7 @@ class EngineCore:
         return events
 
     def stats(self, busy_since: float | None = None) -> EngineStats:
-        return report.stats(self.scheduler, steps=self.steps, steps_ahead=self.steps_ahead, busy_since=busy_since)
+        return self.scheduler.stats(steps=self.steps, steps_ahead=self.steps_ahead, busy_since=busy_since)
 
     def measure_copies(self) -> float:
         """Time copies of a few free blocks to the host tier and back, so that no choice is made by a guess.
@@ -291,15 +287,7 @@ class EngineCore:
             self._pack_layers_of(out, self._tells_layers)
         result = self._attempt(out, lambda: self._runner.execute(out.seqs, nobody_wants_it))
         if result is not None:
-            self._take(out, result, self._clock.now() - start)
-
-    def _take(self, out: SchedulerOutput, result: StepResult, duration_s: float) -> None:
-        if len(result.token_ids) != len(out.seqs):
-            error = InternalError(f"the runner answered {len(result.token_ids)} of {len(out.seqs)} sequences")
-            for request in out.requests:
-                self.scheduler.fail(request, error)
-            return
-        results.update(self.scheduler, out, result, duration_s)
+            self.scheduler.apply(out, result, self._clock.now() - start)
 
     def _attempt(self, out: SchedulerOutput, action: Callable[[], _T]) -> _T | None:
         """Returns: None when it failed: then the requests that it concerns have ended; or when the step was given up."""
@@ -343,12 +331,12 @@ class EngineCore:
 
     def _pack_layers_of(self, out: SchedulerOutput, runner: ReportsLayerProgress) -> None:
         """Have the step pack its last chunks' layers as they come, where that wins."""
-        groups, packing = LayerGroups(self.scheduler, out), self.scheduler.packing
+        groups, packing = self.scheduler.layer_groups(out), self.scheduler.packing
 
         def on_layers(num_layers: int) -> None:
             packed = self._pack(partial(groups.next_job, num_layers), lambda job, error: groups.give_up(job))
             # Requests that wait for slabs only: they take no part in the step.
-            packed |= self._pack(packing.late_job, partial(handover.pack_failed, self.scheduler))
+            packed |= self._pack(packing.late_job, self.scheduler.pack_failed)
             if packed:
                 self._on_packed_early()
 
@@ -370,7 +358,7 @@ class EngineCore:
                 )
                 on_failure(job, _internal("packing KV failed", error))
                 continue
-            handover.packed(self.scheduler, job, checksum)
+            self.scheduler.packed(job, checksum)
         return any_packed
 
     def _take_pulls(self) -> None:
@@ -378,7 +366,7 @@ class EngineCore:
             self._answers.extend(self._pulls.take_done(self.scheduler))
 
     def _unpack(self, command: UnpackRange) -> None:
-        job = remote.plan_unpack(self.scheduler, command)
+        job = self.scheduler.plan_unpack(command)
         if job is not None and self._copy_blocks() is None:
             job = None  # the request has ended
         if job is not None:
@@ -392,11 +380,11 @@ class EngineCore:
                 job = None
             else:
                 if pull is not None:
-                    self._pulls.begin(command, job, pull)
-                    if not self.scheduler.decoding or self._flight is not None:
+                    self._pulls.begin(self.scheduler, command, job, pull)
+                    if not self.scheduler.running.decoding or self._flight is not None:
                         pull.done()  # a step is on the device, or none is about to begin behind which it could be launched
                     return
-                remote.unpacked(self.scheduler, job, last=command.last)
+                self.scheduler.unpacked(job, last=command.last)
         self._answers.append(RangeUnpacked(command.attempt, command.job, job is not None))
 
 

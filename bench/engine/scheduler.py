@@ -26,7 +26,6 @@ from diptych.common.sampling import SamplingParams
 from diptych.engine.collector import set_collector
 from diptych.engine.config import EngineConfig
 from diptych.engine.messages import EngineRequest, StepResult
-from diptych.engine.sched import results
 from diptych.engine.sched.admission import ModelLimits
 from diptych.engine.sched.scheduler import Scheduler
 
@@ -78,7 +77,7 @@ def one_step(scheduler: Scheduler) -> tuple[float, float, int]:
     wall, cpu = time.perf_counter() - wall, time.thread_time() - cpu
     result = StepResult([7 if seq.sample else None for seq in out.seqs])  # in place of the model
     wall_after, cpu_after = time.perf_counter(), time.thread_time()
-    results.update(scheduler, out, result, 0.01)
+    scheduler.apply(out, result, 0.01)
     scheduler.take_events()
     return wall + time.perf_counter() - wall_after, cpu + time.thread_time() - cpu_after, len(out.seqs)
 

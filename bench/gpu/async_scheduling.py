@@ -67,12 +67,12 @@ def measure(runner: TorchModelRunner, batch: int, params: SamplingParams, *, ste
         prompt = torch.randint(0, runner.vocab_size, (PROMPT,), generator=generator).tolist()
         core.handle(EngineRequest(f"r{i}", Prompt(tuple(prompt)), params))
     scheduler = core.scheduler
-    while len(scheduler.decoding) < batch:
+    while len(scheduler.running.decoding) < batch:
         core.step()
         core.take_events()
     times = []
     began = time.perf_counter()
-    while len(scheduler.decoding) == batch:
+    while len(scheduler.running.decoding) == batch:
         core.step()
         core.take_events()
         now = time.perf_counter()
@@ -83,7 +83,7 @@ def measure(runner: TorchModelRunner, batch: int, params: SamplingParams, *, ste
         core.take_events()
     kept = times[SKIPPED:-2]
     return {"median_ms": statistics.median(kept) * 1e3, "p99_ms": sorted(kept)[int(0.99 * len(kept))] * 1e3,
-            "steps_ahead": core.steps_ahead, "not_ahead": dict(scheduler.not_ahead)}  # fmt: skip
+            "steps_ahead": core.steps_ahead, "not_ahead": dict(scheduler.live.not_ahead)}  # fmt: skip
 
 
 def main() -> None:

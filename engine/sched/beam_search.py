@@ -118,4 +118,5 @@ class BeamSearch:
             return True
         longest = self._early is EarlyStopping.NEVER and self._penalty > 0.0
         length = self._max_outputs if longest else self._length
-        return best_score / length**self._penalty <= self.finished[-1].score
+        bound: float = best_score / length**self._penalty
+        return bound <= self.finished[-1].score

@@ -8,8 +8,8 @@ A block is in exactly one place:
      +----release, no key-----+                                                 |
      +------------------------------------evict---------------------------------+
 
-An evicted block's bytes may go to the host tier: `copies` says so, in order, and whoever owns the runner carries them out
-before anything is computed or written. With a quota a tenant's cached blocks beyond it go first when the tenant caches more.
+An evicted block's bytes may go to the host tier: `take_copies` has the copies in order, and the engine carries them out before
+anything is computed or written. With a quota a tenant's cached blocks beyond it go first when the tenant caches more.
 
 A reservation is a count of free blocks that have no owner's id yet: `reserve` makes room for it by evicting, so
 
@@ -48,8 +48,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.host = host or HostTier(0)
         self.ages = BlockAges(num_blocks)
-        self.copies: list[BlockCopy] = []
-        """Still to be carried out, in this order."""
+        self._copies: list[BlockCopy] = []
         self._quota = tenant_quota
         self._tenants: dict[int, str] = {}
         """With a quota: whose a block with a key is."""
@@ -156,7 +155,7 @@ class BlockPool:
         key = self._keys[block]
         assert key is not None
         if self.host.num_slots and (slot := self.host.store(key)) is not None:
-            self.copies.append(BlockCopy(CopyKind.TO_HOST, block, slot))
+            self.copy(CopyKind.TO_HOST, block, slot)
         self._forget_key(block)
         self._free.append(block)
 
@@ -178,6 +177,19 @@ class BlockPool:
             del mine[block]
             if not mine:
                 del self._cached_of[tenant]
+
+    # ---- copies ----
+
+    def copy(self, kind: CopyKind, src: int, dst: int) -> None:
+        """The runner is to copy a block, after the copies before and before anything else."""
+        self._copies.append(BlockCopy(kind, src, dst))
+
+    def take_copies(self) -> list[BlockCopy]:
+        """Copies since the last call, in the order in which they must be carried out."""
+        if not self._copies:
+            return []
+        copies, self._copies = self._copies, []
+        return copies
 
     # ---- prefix cache ----
 

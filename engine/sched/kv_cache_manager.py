@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from diptych.engine.messages import BlockCopy, CopyKind, KvMode
+from diptych.engine.messages import CopyKind, KvMode
 from diptych.engine.sched.block_pool import BlockPool
 from diptych.engine.sched.host_tier import HostTier
 from diptych.engine.sched.request import Request, State
@@ -82,7 +82,7 @@ class KvCacheManager:
             assert reserved, "counted before"
         self.host.protect(())
         for slot, block, key in zip(slots, blocks, keys, strict=False):
-            self.pool.copies.append(BlockCopy(CopyKind.FROM_HOST, slot, block))
+            self.pool.copy(CopyKind.FROM_HOST, slot, block)
             self.pool.publish(block, key, request.tenant)
         request.block_ids.extend(hits)
         request.block_ids.extend(blocks)
@@ -136,7 +136,7 @@ class KvCacheManager:
         if not count or slots is None:
             return False
         for block, slot in zip(request.block_ids, slots, strict=False):
-            self.pool.copies.append(BlockCopy(CopyKind.TO_HOST, block, slot))
+            self.pool.copy(CopyKind.TO_HOST, block, slot)
         self.free(request)
         request.swapped = slots
         return True
@@ -159,8 +159,6 @@ class KvCacheManager:
         request.block_ids.clear()
         request.num_published = 0
         request.shares_tail = False
-        request.covered.clear()
-        request.layers_in.clear()
         self.host.give(request.swapped)
         request.swapped = []
 
@@ -194,7 +192,7 @@ class KvCacheManager:
             block = self.pool.allocate(1)
             if block is None:
                 return False
-            self.pool.copies.append(BlockCopy(CopyKind.FORK, shared, block[0]))
+            self.pool.copy(CopyKind.FORK, shared, block[0])
             request.block_ids[index] = block[0]
             self.pool.release((shared,))
         request.shares_tail = False
@@ -205,7 +203,7 @@ class KvCacheManager:
         if blocks is None:
             return False
         for slot, block in zip(request.swapped, blocks, strict=False):
-            self.pool.copies.append(BlockCopy(CopyKind.FROM_HOST, slot, block))
+            self.pool.copy(CopyKind.FROM_HOST, slot, block)
         # The slots may be stored to again from here on: copies are carried out in order.
         self.host.give(request.swapped)
         request.swapped = []
@@ -220,8 +218,7 @@ class KvCacheManager:
 
     def _hit_limit(self, request: Request) -> int:
         """Blocks that may come from a cache."""
-        again = request.state is State.PREEMPTED or request.refetched
-        known = request.num_tokens if again else request.num_prompt
+        known = request.num_tokens if request.was_admitted else request.num_prompt
         if request.prompt_logprobs_from is not None:
             known = request.prompt_logprobs_from  # the row before that token must be computed
         return (known - 1) // self.block_size

@@ -1,21 +1,24 @@
-"""From drawn tokens to text and an end: stop rules, in the order in which they count, and incremental text.
+"""From sampled tokens to text and the end of the output: stop rules, in the order in which they apply, and incremental text.
 
 EOS (unless ignore_eos, and at the end of a grammar even then) and stop_token_ids:
                                              the id counts among the outputs, the text excludes it
 stop strings                                 the text is cut in front of the string; all ids so far count
                                              (include_stop_str_in_output: the text ends with the string, or the token's text)
 max_tokens, end of the context               LENGTH
+
+A step may yield several tokens of a sequence. The rules apply token by token: what follows the one that ends the output
+does not count.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from diptych.common.detokenizer import StopChecker
 from diptych.common.detokenizer import TextPiece as Piece
-from diptych.common.errors import InvalidRequestError
+from diptych.common.errors import InternalError, InvalidRequestError
 from diptych.common.sampling import FinishReason, SamplingParams
 
 
@@ -102,16 +105,31 @@ class OutputProcessor:
         self.num_outputs = 0
         self.finish: Finish | None = None
 
-    def prime(self, token_ids: Iterable[int]) -> None:
-        """Tokens that the client has already, with their text; `finish` is set if they end the request."""
-        for token in token_ids:
-            self.push(token)
-            if self.finish is not None:
-                return
+    def prime(self, token_ids: Sequence[int]) -> None:
+        """Tokens that the client has already, with their text; `finish` is set if they end the request. Raises: as push."""
+        self.push_all(token_ids)
 
     def push(self, token_id: int) -> str:
-        """Count one output token. Returns: the text that became certain; sets `finish` when it was the last token."""
+        """Count one output token. Returns: the text that became certain; sets `finish` when it was the last token.
+
+        Raises: InternalError when the detokenizer fails: one request's text must not end the engine.
+        """
         self.num_outputs += 1
+        try:
+            return self._push(token_id)
+        except Exception as error:
+            raise InternalError(f"making text of the tokens failed: {type(error).__name__}: {error}") from error
+
+    def push_all(self, token_ids: Sequence[int]) -> tuple[int, str]:
+        """Count output tokens until one ends the output. Returns: how many were counted, and their text. Raises: as push."""
+        texts: list[str] = []
+        for token_id in token_ids:
+            texts.append(self.push(token_id))
+            if self.finish is not None:
+                break
+        return len(texts), "".join(texts)
+
+    def _push(self, token_id: int) -> str:
         if token_id in self._stop_ids:
             text = self._shown_stop(token_id) if self._include_stop else ""
             if self.finish is None:

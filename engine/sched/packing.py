@@ -1,11 +1,11 @@
 """Which computed range of which PREFILL request goes into which granted slab.
 
-Slabs are lent by the transfer thread (GrantSlabs) and come back the same way once they were read and acknowledged: a grant
-of a slab that was packed for a peer gives that peer its quota back. So a decode worker that stopped reading holds at most
-its quota, and everybody else's ranges go on. The slab that came back last is packed first: it is still in a cache.
+The transfer thread lends slabs (GrantSlabs). A slab comes back the same way once it was read and acknowledged; a grant of a
+slab that was packed for a peer gives that peer its quota back. A decode worker that stopped reading therefore holds at most
+its quota, and the ranges of other peers are sent. The slab that came back last is packed first: it is still in a CPU cache.
 
-The last range of a prompt may go in groups of layers (`layer_job`), while the step that computes it runs; what is left of its
-layers then goes after the step.
+The last range of a prompt may be sent in groups of layers (`layer_job`) while the step that computes it runs. What is left of
+its layers is packed after the step.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from diptych.common.errors import ConfigError
-from diptych.engine.messages import SlabGrant
+from diptych.engine.messages import RangePacked, SlabGrant
 from diptych.engine.overlap import Overlap
 from diptych.engine.sched.request import Request, State
 
@@ -32,7 +32,17 @@ class PackJob:
     layers: range | None = None
 
 
+@dataclass(slots=True)
+class _Progress:
+    """Tokens before `until` are packed; of those from there to the end, the first `layers` layers are."""
+
+    until: int
+    layers: int = 0
+
+
 class Packing:
+    """Owns the granted slabs, and what is packed of each request."""
+
     def __init__(self, block_size: int, kv_bytes_per_token: int, quota_per_peer: int, num_layers: int = 1) -> None:
         self._block_size = block_size
         self._token_bytes = kv_bytes_per_token
@@ -42,6 +52,7 @@ class Packing:
         self._held_by: dict[int, str] = {}
         self._per_peer: dict[str, int] = {}
         self._pending: dict[str, Request] = {}
+        self._progress: dict[str, _Progress] = {}
         self.overlap = Overlap()
 
     @property
@@ -74,6 +85,16 @@ class Packing:
 
     def drop(self, request: Request) -> None:
         self._pending.pop(request.attempt, None)
+        self._progress.pop(request.attempt, None)
+
+    def packed_until(self, request: Request) -> int:
+        """Tokens before this are packed, or were with decode from the start."""
+        progress = self._progress.get(request.attempt)
+        return request.source.decode_cached_tokens if progress is None else progress.until
+
+    def is_packed(self, request: Request) -> bool:
+        """Nothing is left to pack."""
+        return not request.want_kv or self.packed_until(request) >= request.kv_target
 
     def next_job(self) -> PackJob | None:
         """The oldest request with a computed range and a peer below its quota; None: nothing can be packed now."""
@@ -92,15 +113,15 @@ class Packing:
         if not self._grants:
             return None
         for request in requests:
-            if request.packed_layers:
+            if self._packed_layers(request):
                 if request.num_computed >= request.kv_target and self._may_hold_more(request):
                     return self._layers(request, self._num_layers, self._grants.pop())
                 continue
-            end = self._packable_end(request)
-            if end <= request.packed_until or not self._may_hold_more(request):
+            start, end = self.packed_until(request), self._packable_end(request)
+            if end <= start or not self._may_hold_more(request):
                 continue
             grant = self._grants.pop()
-            start, size = request.packed_until, self._block_size
+            size = self._block_size
             fit = len(grant.payload) // self._token_bytes // size * size
             count = min(end - start, fit)
             return PackJob(request, grant, self._blocks(request, start, count), start, count)
@@ -109,21 +130,30 @@ class Packing:
     def layer_job(self, request: Request, num_computed: int) -> PackJob | None:
         """The step that runs computes the last tokens of `request` and is done with `num_computed` layers: those that are not
         packed yet. None: there are none, no slab is free for them, or they do not fit."""
-        if num_computed <= request.packed_layers or not self._grants or not self._may_hold_more(request):
+        if num_computed <= self._packed_layers(request) or not self._grants or not self._may_hold_more(request):
             return None
         if self._layers_that_fit(request, self._grants[-1]) < 1:
             return None
         return self._layers(request, num_computed, self._grants.pop())
 
-    def packed(self, job: PackJob) -> None:
-        """The slab is full: it counts against the peer until it is granted again."""
-        request, peer = job.request, job.request.peer
-        self._held_by[job.grant.slab] = peer
+    def packed(self, job: PackJob, checksum: int) -> RangePacked:
+        """The slab is full: it counts against the peer until it is granted again. Returns: the event that announces it."""
+        request, peer, grant = job.request, job.request.peer, job.grant
+        self._held_by[grant.slab] = peer
         self._per_peer[peer] = self._per_peer.get(peer, 0) + 1
+        size_bytes = job.num_tokens * self._token_bytes
+        first_layer = num_layers = 0
+        if job.layers is not None:
+            first_layer, num_layers = job.layers.start, len(job.layers)
+            size_bytes = size_bytes * num_layers // self._num_layers
         if job.layers is not None and job.layers.stop < self._num_layers:
-            request.packed_layers = job.layers.stop
+            self._progress[request.attempt] = _Progress(job.first_token, job.layers.stop)
         else:
-            request.packed_until, request.packed_layers = job.first_token + job.num_tokens, 0
+            self._progress[request.attempt] = _Progress(job.first_token + job.num_tokens)
+        return RangePacked(
+            request.attempt, grant.slab, grant.generation, job.first_token, job.num_tokens, size_bytes, checksum,
+            first_layer, num_layers,
+        )  # fmt: skip
 
     def give_back(self, job: PackJob) -> None:
         """Nothing was packed: the slab can be used for another range."""
@@ -132,13 +162,17 @@ class Packing:
     def _may_hold_more(self, request: Request) -> bool:
         return self._per_peer.get(request.peer, 0) < self._quota
 
+    def _packed_layers(self, request: Request) -> int:
+        progress = self._progress.get(request.attempt)
+        return 0 if progress is None else progress.layers
+
     def _layers_that_fit(self, request: Request, grant: SlabGrant) -> int:
-        count = request.kv_target - request.packed_until
+        count = request.kv_target - self.packed_until(request)
         return len(grant.payload) * self._num_layers // (count * self._token_bytes)
 
     def _layers(self, request: Request, until: int, grant: SlabGrant) -> PackJob:
-        """All tokens that are left, of layers [packed_layers, until) or as many as fit."""
-        start, first = request.packed_until, request.packed_layers
+        """All tokens that are left, of the layers from the first that is not packed to `until`, or as many as fit."""
+        start, first = self.packed_until(request), self._packed_layers(request)
         count = request.kv_target - start
         layers = range(first, min(until, first + max(1, self._layers_that_fit(request, grant))))
         return PackJob(request, grant, self._blocks(request, start, count), start, count, layers)
@@ -151,6 +185,7 @@ class Packing:
         if request.num_computed >= request.kv_target:
             return request.kv_target
         end = request.num_computed // self._block_size * self._block_size
-        early_bytes = (end - request.packed_until) * self._token_bytes
+        packed_until = self.packed_until(request)
+        early_bytes = (end - packed_until) * self._token_bytes
         least = self.overlap.least_early_bytes(request.source.link_bytes_per_s)
-        return end if early_bytes >= least else request.packed_until
+        return end if early_bytes >= least else packed_until

@@ -1,24 +1,19 @@
-"""Who gives way, and how: when blocks run out, when a more important request waits, when a fork made too many."""
+"""Which running request is preempted: when blocks run out, when a more important one waits, after a fork beyond max_num_seqs."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
-from diptych.engine.messages import KvMode, Preempted
-from diptych.engine.sched.beams import give_up_candidates
+from diptych.engine.messages import KvMode
+from diptych.engine.sched.lifecycle import Lifecycle
 from diptych.engine.sched.policies import Policy
-from diptych.engine.sched.request import Request, State
-from diptych.engine.sched.swap_cost import swap_is_cheaper
-
-if TYPE_CHECKING:
-    from diptych.engine.sched.scheduler import Scheduler
+from diptych.engine.sched.request import Request
 
 
 def choose_victim(needy: Request, running: Iterable[Request], policy: Policy) -> Request:
-    """Whom to preempt so that `needy` can grow: the last by rank, which may be `needy` itself. PREFILL requests never grow
-    and are left alone: their blocks go when their ranges are packed."""
+    """The request to preempt so that `needy` can grow: the last by rank, which may be `needy` itself. PREFILL requests never
+    grow and are not preempted: their blocks are freed when their ranges are packed."""
     victim, worst = needy, policy.rank(needy)
     for request in running:
         rank = policy.rank(request)
@@ -27,75 +22,47 @@ def choose_victim(needy: Request, running: Iterable[Request], policy: Policy) ->
     return victim
 
 
-def grow(scheduler: Scheduler, full: list[Request]) -> None:
-    """A block of its own for each one's next token, the first by rank first. Those that do not run any more are passed over."""
-    policy, kv = scheduler.policy, scheduler.kv
-    full.sort(key=policy.rank)
-    for request in full:
-        while request.attempt in scheduler.decoding and kv.needs_block(request) and not kv.grow(request):
-            preempt(scheduler, choose_victim(request, scheduler.running(), policy))
+def grow(live: Lifecycle) -> None:
+    """Give each request that needs one a block for its next token, the first by rank first."""
+    policy, kv, running = live.policy, live.kv, live.running
+    for request in sorted(running.take_growing(), key=policy.rank):
+        while request.attempt in running.decoding and kv.needs_block(request) and not kv.grow(request):
+            live.preempt(choose_victim(request, running, policy))
 
 
-def preempt(scheduler: Scheduler, request: Request) -> None:
-    """Its blocks go, and those of its attempt's other beams; KV is kept in the host tier where that is cheaper than computing
-    it again."""
-    beams = list(request.beams.members.values()) if request.beams is not None else [request]
-    for beam in beams:
-        if beam.state is State.RUNNING:
-            _preempt_one(scheduler, beam)
+def fits(live: Lifecycle, request: Request) -> bool:
+    """Could the request be admitted now? Preempted beams are resumed together."""
+    beams = live.beams.preempted_with(request)
+    if not beams:
+        return live.free_slots() > 0 and live.kv.fits(request)
+    return live.free_slots() >= len(beams) and blocks_wanted(live, request) <= live.kv.pool.available
 
 
-def waiting_beams(request: Request) -> list[Request]:
-    """All preempted beams of its attempt, if it is one: they are admitted together."""
-    if request.beams is None or request.state is not State.PREEMPTED:
-        return []
-    return [beam for beam in request.beams.members.values() if beam.state is State.PREEMPTED]
+def blocks_wanted(live: Lifecycle, request: Request) -> int:
+    """At admission, with all the beams that are resumed with it, without what a cache may save."""
+    return sum(live.kv.blocks_at_admission(one) for one in live.beams.preempted_with(request) or (request,))
 
 
-def _preempt_one(scheduler: Scheduler, request: Request) -> None:
-    scheduler.decoding.pop(request.attempt, None)
-    scheduler.prefilling.pop(request.attempt, None)
-    scheduler.held.pop(request.attempt, None)
-    give_up_candidates(request)
-    num_tokens = request.num_computed
-    if _goes_to_host(scheduler, request):
-        scheduler.swaps += 1
-        way_back_s = scheduler.rates.restore_s(num_tokens)
-    else:
-        scheduler.kv.free(request)
-        request.num_computed = 0
-        way_back_s = scheduler.rates.recompute_s(num_tokens)
-    request.move(State.PREEMPTED)
-    scheduler.waiting.push_returned(request)
-    scheduler.preemptions += 1
-    if request.may_be_refetched and scheduler.config.preemption_mode == "auto":
-        scheduler.events.append(Preempted(request.public, num_tokens, way_back_s))
-
-
-def _goes_to_host(scheduler: Scheduler, request: Request) -> bool:
-    mode = scheduler.config.preemption_mode
-    if mode == "recompute" or not scheduler.config.num_host_blocks:
-        return False
-    worth = mode == "swap" or swap_is_cheaper(request.num_computed, scheduler.rates)
-    return worth and scheduler.kv.swap_out(request)
-
-
-def preempt_for_priority(scheduler: Scheduler) -> None:
+def preempt_for_priority(live: Lifecycle) -> None:
     """Let the next waiting request have what running ones of a worse class hold, if that is enough for it."""
-    policy, kv = scheduler.policy, scheduler.kv
-    while (request := scheduler.waiting.head(may_compute=True)) is not None:
-        if scheduler.fits(request):
+    policy, kv = live.policy, live.kv
+    while (request := live.waiting.head(may_compute=True)) is not None:
+        if fits(live, request):
             return
-        victims = [r for r in scheduler.running() if r.mode is not KvMode.PREFILL and policy.outranks(request, r)]
-        held = Counter(block for victim in victims for block in victim.block_ids)
-        gain = sum(kv.pool.refs(block) == count for block, count in held.items())
-        if not victims or scheduler.blocks_wanted(request) > kv.pool.available + gain:
+        victims = [r for r in live.running if r.mode is not KvMode.PREFILL and policy.outranks(request, r)]
+        if not victims or blocks_wanted(live, request) > kv.pool.available + blocks_freed(live, victims):
             return
-        preempt(scheduler, max(victims, key=policy.rank))
+        live.preempt(max(victims, key=policy.rank))
 
 
-def enforce_max_num_seqs(scheduler: Scheduler) -> None:
-    """After a fork more run than max_num_seqs allows: the last by rank wait."""
-    while scheduler.free_slots() < 0:
-        running = (r for r in scheduler.running() if r.mode is not KvMode.PREFILL)
-        preempt(scheduler, max(running, key=scheduler.policy.rank))
+def enforce_max_num_seqs(live: Lifecycle) -> None:
+    """After a fork more may run than max_num_seqs allows: preempt the last by rank."""
+    while live.free_slots() < 0:
+        running = (r for r in live.running if r.mode is not KvMode.PREFILL)
+        live.preempt(max(running, key=live.policy.rank))
+
+
+def blocks_freed(live: Lifecycle, requests: Iterable[Request]) -> int:
+    """Blocks that only these requests hold."""
+    held = Counter(block for request in requests for block in request.block_ids)
+    return sum(live.kv.pool.refs(block) == count for block, count in held.items())

@@ -9,23 +9,17 @@
                         |
                         +--PREFILL computed--> PACKING --all packed--> FINISHED_HANDED_OFF
 
-Every state that is not final may also go to FINISHED_CANCELLED or FINISHED_FAILED. A sibling made by a fork begins RUNNING.
+Every state that is not final may also go to FINISHED_CANCELLED or FINISHED_FAILED. A forked choice or beam begins RUNNING.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 from enum import Enum
-from typing import TYPE_CHECKING
 
 from diptych.common.block_identity import BlockHasher, IdentityHeader
 from diptych.engine.messages import EngineRequest, KvMode, ScheduledSeq
-
-if TYPE_CHECKING:
-    from diptych.engine.runner import CopyHandle
-    from diptych.engine.sched.beams import Beams
-    from diptych.engine.sched.choices import Choices
-    from diptych.engine.sched.output import OutputProcessor
+from diptych.engine.sched.output import OutputProcessor
 
 
 class State(Enum):
@@ -63,17 +57,17 @@ class IllegalMoveError(AssertionError):
 
 
 class _EveryStep:
-    """What every decode step looks at, side by side: the slots of a class lie together, in front of those of its subclasses.
-    With thousands of sequences a step's time is that of fetching their memory."""
+    """The fields that every decode step reads. Slots of a base class lie in front of those of its subclasses, so these lie
+    side by side: with thousands of sequences a step's time is that of fetching their memory."""
 
     __slots__ = (
-        "attempt", "beams", "block_ids", "choice", "choices", "ended", "num_computed", "num_prompt", "output", "public", "seq",
-        "token_ids",
+        "attempt", "attempt_id", "block_ids", "choice", "ended", "num_computed", "num_prompt", "output", "seq", "token_ids",
     )  # fmt: skip
 
 
 class Request(_EveryStep):
-    """What the scheduler knows of one attempt.
+    """What the scheduler knows of one sequence. State that only one kind of request has lies with its owner: RemoteRequests,
+    ChoiceGroups, BeamGroups, Packing.
 
     The token ranges, all counted from the prompt's first token:
 
@@ -85,10 +79,10 @@ class Request(_EveryStep):
     """
 
     __slots__ = (
-        "arrival", "arrived_at", "compute_s", "converted", "covered", "flight_row", "flights", "forced", "hasher", "header",
-        "history", "kv_complete", "kv_target", "layers_in", "max_model_len", "max_tokens_total", "mode", "num_cached_tokens",
-        "num_published", "num_reserved", "packed_layers", "packed_until", "peer", "priority", "prompt_logprobs_from", "pulls",
-        "refetched", "returned", "samples", "sampling", "shares_tail", "source", "state", "swapped", "tenant", "want_kv",
+        "arrival", "arrived_at", "compute_s", "converted", "device_row", "forced", "hasher", "header", "history", "kv_target",
+        "max_model_len", "max_tokens_total", "mode", "num_cached_tokens", "num_published", "num_reserved", "peer", "priority",
+        "prompt_logprobs_from", "returned", "samples", "sampling", "shares_tail", "source", "state", "steps_on_device",
+        "swapped", "tenant", "want_kv", "was_admitted",
     )  # fmt: skip
 
     def __init__(
@@ -103,21 +97,19 @@ class Request(_EveryStep):
         prompt, forced = request.prompt.token_ids, request.output_token_ids
         self.source = request
         self.attempt = request.attempt
-        """Unique in the scheduler; `public` is what the outside calls it. They differ for siblings."""
-        self.public = request.attempt
+        """Unique in the scheduler. Differs from `attempt_id` for the choices and beams that were forked."""
+        self.attempt_id = request.attempt
+        """The attempt's name in commands and events."""
         self.arrival = arrival
         """Rises with every request: the order of FCFS, and the youngest is preempted first."""
         self.arrived_at = arrived_at
         self.priority, self.tenant = request.priority, request.tenant
         self.choice = request.choice
-        self.choices: Choices | None = None
-        """Of an attempt with several choices; its siblings share it."""
-        self.beams: Beams | None = None
-        """Of an attempt with beam search; its beams share it."""
+        """Number of the choice or beam."""
+        self.was_admitted = False
+        """Its KV was computed or fetched once: prefix cache hits may reach into its outputs."""
         self.returned = False
         """It was admitted before, or waited for remote KV: it waits before others of its class."""
-        self.refetched = False
-        """It was preempted, and a prefill worker computes its KV again."""
         self.sampling = request.sampling
         self.mode = request.mode
         self.peer = request.peer
@@ -125,7 +117,7 @@ class Request(_EveryStep):
         self.output = output
         self.state = State.WAITING
         self.ended = False
-        """In a final state, and no request of the scheduler's any more."""
+        """In a final state, and no longer among the scheduler's requests."""
         self.history = [State.WAITING]
         self.num_prompt = len(prompt)
         self.forced = len(forced)
@@ -140,33 +132,24 @@ class Request(_EveryStep):
             self.max_tokens_total = min(len(prompt) + request.sampling.max_tokens, max_model_len)
         self.max_model_len = max_model_len
         self.prompt_logprobs_from: int | None = None if request.sampling.prompt_logprobs is None else 1
-        """First prompt token whose logprob was not given out yet; None: none are wanted (any more)."""
+        """First prompt token whose logprob was not sent yet; None: none are wanted (any more)."""
         self.num_computed = 0
         self.num_cached_tokens = 0
         self.block_ids: list[int] = []
+        """This and the next five: KvCacheManager's account of the request."""
         self.num_reserved = 0
         """Blocks that are counted for it and have no id yet."""
         self.num_published = 0
+        """Leading blocks that came from the prefix cache or went through it."""
         self.converted = False
         """It holds KV that was converted from another dtype: none of it may answer for KV that is computed here."""
-        """Leading blocks that came from the prefix cache or went through it."""
         self.shares_tail = False
         """The block that the next token is written to may have other owners."""
         self.swapped: list[int] = []
         """PREEMPTED: slots of the host tier that hold its first num_computed tokens' KV."""
-        self.packed_until = request.decode_cached_tokens
-        self.packed_layers = 0
-        """Of the tokens from packed_until on, which are the last: layers that are packed already."""
-        self.covered: set[int] = set()
-        """REMOTE: indices of the blocks whose KV was unpacked."""
-        self.layers_in: dict[int, int] = {}
-        """REMOTE: of blocks that come layer by layer, a bit for each layer that was unpacked."""
-        self.pulls: list[CopyHandle] = []
-        """REMOTE: what still writes into its blocks."""
-        self.kv_complete = False
-        self.flights = 0
-        """Steps with it that are on the device; its blocks stay its own as long."""
-        self.flight_row = -1
+        self.steps_on_device = 0
+        """Steps with it that are on the device. Its blocks are not freed before they have landed."""
+        self.device_row = -1
         """Its place in the step that was launched last, while that is on the device; -1: it is not in it."""
         self.compute_s = 0.0
         self.header = header
@@ -194,31 +177,27 @@ class Request(_EveryStep):
             return 0  # best_of ranks by them
         return self.sampling.logprobs
 
-    def sibling(self, choice: int, output: OutputProcessor) -> Request:
-        """Another choice with the same prompt, RUNNING; its blocks are still to be shared."""
-        source = replace(self.source, choice=choice, mode=KvMode.LOCAL)
-        other = Request(source, self.arrival, self.header, self.max_model_len, output, self.arrived_at)
-        other.attempt = f"{self.attempt}\0{choice}"
-        other.choices = self.choices
-        other.state = State.RUNNING
-        other.history = [State.RUNNING]
-        other.num_cached_tokens = self.num_cached_tokens
-        other.prompt_logprobs_from = None
-        return other
+    def fork_choice(self, choice: int, output: OutputProcessor) -> Request:
+        """Another choice with the same prompt, RUNNING, without blocks."""
+        return self._fork(choice, output)
 
-    def twin(self, number: int) -> Request:
-        """Another beam with the same tokens, RUNNING; its blocks are still to be shared."""
-        source = replace(self.source, choice=number, mode=KvMode.LOCAL)
-        other = Request(source, self.arrival, self.header, self.max_model_len, None, self.arrived_at)
-        other.attempt = f"{self.public}\0{number}"
-        other.beams = self.beams
-        other.state = State.RUNNING
-        other.history = [State.RUNNING]
+    def fork_beam(self, number: int) -> Request:
+        """Another beam with the same tokens, RUNNING, without blocks."""
+        other = self._fork(number, None)
         other.returned = self.returned
-        other.num_cached_tokens = self.num_cached_tokens
-        other.prompt_logprobs_from = None
         other.token_ids.extend(self.token_ids[self.num_prompt :])  # in place: seq.history is this very list
         other.seq.num_candidates = self.seq.num_candidates
+        return other
+
+    def _fork(self, choice: int, output: OutputProcessor | None) -> Request:
+        source = replace(self.source, choice=choice, mode=KvMode.LOCAL)
+        other = Request(source, self.arrival, self.header, self.max_model_len, output, self.arrived_at)
+        other.attempt = f"{self.attempt_id}\0{choice}"
+        other.state = State.RUNNING
+        other.history = [State.RUNNING]
+        other.num_cached_tokens = self.num_cached_tokens
+        other.prompt_logprobs_from = None
+        other.was_admitted = True
         return other
 
     @property
@@ -237,25 +216,19 @@ class Request(_EveryStep):
     @property
     def may_be_refetched(self) -> bool:
         """A prefill worker could compute what it needs again: prompt and outputs of one choice, and nothing else is due."""
-        alone = self.choices is None and self.beams is None
+        alone = self.sampling.num_choices == 1 and not self.sampling.beam_width
         return alone and self.num_outputs > 0 and self.prompt_logprobs_from is None
 
     def move(self, to: State) -> None:
         if to not in LEGAL_MOVES[self.state]:
-            story = " -> ".join(s.value for s in self.history)
+            states = " -> ".join(s.value for s in self.history)
             raise IllegalMoveError(
-                f"attempt {self.attempt}: {self.state.value} -> {to.value} is no legal move; so far {story}"
+                f"attempt {self.attempt}: {self.state.value} -> {to.value} is no legal move; so far {states}"
             )
         self.state = to
         self.ended = not LEGAL_MOVES[to]
         if len(self.history) < 64:
             self.history.append(to)
-
-    def end_pulls(self) -> None:
-        """Wait for what still writes into its blocks: before they are anybody else's, or written otherwise."""
-        for pull in self.pulls:
-            pull.wait()
-        self.pulls.clear()
 
     def keys(self, num_blocks: int) -> list[bytes]:
         """Keys of the first `num_blocks` blocks; their tokens must be known."""

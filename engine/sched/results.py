@@ -1,11 +1,10 @@
-"""A computed step counts: sequences advance, tokens come out, choices fork, and whoever is done ends."""
+"""A computed step takes effect: sequences advance, tokens are sent, choices and beams fork, and requests end."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from diptych.common.errors import InternalError, InvalidRequestError
+from diptych.common.errors import DiptychError, InternalError, InvalidRequestError
 from diptych.engine.messages import (
+    Candidate,
     FirstCandidates,
     KvMode,
     PromptComputed,
@@ -14,127 +13,182 @@ from diptych.engine.messages import (
     TokenLogprobs,
     TokensOut,
 )
-from diptych.engine.sched import beams
-from diptych.engine.sched import prefill_completion as handover
-from diptych.engine.sched.request import Request
+from diptych.engine.sched.beam_search import Child
+from diptych.engine.sched.beams import Beams, stopped
+from diptych.engine.sched.choices import Draws
+from diptych.engine.sched.lifecycle import Lifecycle
+from diptych.engine.sched.request import Request, State
 from diptych.engine.sched.step import SchedulerOutput
 
-if TYPE_CHECKING:
-    from diptych.engine.sched.scheduler import Scheduler
 
-Draws = list[tuple[int, TokenLogprobs | None]]
-
-
-def update(scheduler: Scheduler, out: SchedulerOutput, result: StepResult, duration_s: float) -> None:
+def apply_step_result(live: Lifecycle, out: SchedulerOutput, result: StepResult, duration_s: float) -> None:
     """The step was computed.
 
     A bad row fails its request, and what that request read or wrote leaves the prefix cache. A request whose parameters
     leave no token to draw fails too.
     """
-    scheduler.pace.observe(duration_s, out.num_prefill_tokens, out.num_decode)
-    scheduler.computed += out.num_prefill_tokens
+    totals = live.outbox.totals
+    live.pace.observe(duration_s, out.num_prefill_tokens, out.num_decode)
+    totals.computed += out.num_prefill_tokens
     if out.num_prefill_tokens:
-        scheduler.policy.computed(out.num_prefill_tokens)
-    size = scheduler.config.block_size
-    policy, kv = scheduler.policy, scheduler.kv
+        live.policy.computed(out.num_prefill_tokens)
+    size = live.config.block_size
+    policy, kv = live.policy, live.kv
     charges = policy.charges
-    trouble = bool(result.bad_rows or result.refused_rows)
+    any_failed = bool(result.bad_rows or result.refused_rows)
+    any_beams = bool(live.beams)
     token_ids, logprobs = result.token_ids, result.logprobs
     for i, request in enumerate(out.requests):
         if request.ended:
-            continue  # a sibling's failure has ended it in this very step, or it ended while the step was on the device
-        if trouble and _failed(scheduler, request, i, result):
+            continue  # another choice's failure has ended it in this step, or it ended while the step was on the device
+        if any_failed and _failed(live, request, i, result):
             continue
         if charges:
             policy.charge(request, len(request.seq.token_ids) if i >= out.num_decode else 0, int(request.seq.sample))
         if i >= out.num_decode:
-            _advance_chunk(scheduler, request, i, result, duration_s)
+            _advance_chunk(live, request, i, result, duration_s)
             continue
-        # One of hundreds of decoding sequences, every step: nothing here that is not needed.
+        # One of hundreds of decoding sequences, in every step: nothing here that is not needed.
         computed = request.num_computed + 1
         request.num_computed = computed
         if not computed % size:
             kv.publish(request)
-        if request.beams is not None:
-            beams.offer(scheduler, request, result.candidates.get(i))
+        if any_beams and request.seq.num_candidates:
+            take_candidates(live, request, result.candidates.get(i))
             continue
         token = token_ids[i]
         if token is None:
-            scheduler.fail(request, InternalError(f"the runner drew no token for attempt {request.public}"))
+            live.fail(request, InternalError(f"the runner drew no token for attempt {request.attempt_id}"))
             continue
-        take_token(scheduler, request, token, logprobs.get(i) if logprobs else None)
+        take_token(live, request, token, logprobs.get(i) if logprobs else None)
 
 
-def _advance_chunk(scheduler: Scheduler, request: Request, i: int, result: StepResult, duration_s: float) -> None:
+def _advance_chunk(live: Lifecycle, request: Request, i: int, result: StepResult, duration_s: float) -> None:
     seq = request.seq
     request.num_computed += len(seq.token_ids)
-    scheduler.kv.publish(request)
+    live.kv.publish(request)
     if i in result.prompt_logprobs:
-        _give_prompt_logprobs(scheduler, request, result.prompt_logprobs[i])
+        _send_prompt_logprobs(live, request, result.prompt_logprobs[i])
     if request.mode is KvMode.PREFILL:
-        _advance_prefill(scheduler, request, i, result, duration_s)
+        _advance_prefill(live, request, i, result, duration_s)
         return
     if not seq.sample:
         return
-    if request.beams is not None:
-        scheduler.start_decoding(request)
-        beams.offer(scheduler, request, result.candidates.get(i))
+    seq.prompt_targets = ()
+    if seq.num_candidates:
+        live.running.start_decode(request)
+        take_candidates(live, request, result.candidates.get(i))
         return
     token = result.token_ids[i]
     if token is None:
-        scheduler.fail(request, InternalError(f"the runner drew no token for attempt {request.public}"))
+        live.fail(request, InternalError(f"the runner drew no token for attempt {request.attempt_id}"))
         return
-    scheduler.start_decoding(request)
+    live.running.start_decode(request)
     if seq.num_draws > 1:
-        spread(scheduler, request, _draws(i, token, result))
+        fork_choices(live, request, _draws(i, token, result))
     else:
-        take_token(scheduler, request, token, result.logprobs.get(i))
+        take_token(live, request, token, result.logprobs.get(i))
 
 
-def spread(scheduler: Scheduler, request: Request, draws: Draws) -> None:
-    """First tokens of all choices: siblings are forked, then each takes its own."""
-    everyone = [request, *scheduler.fork(request)]
-    if len(draws) != len(everyone):
-        scheduler.fail(request, InternalError(f"{len(draws)} first tokens for {len(everyone)} choices"))
+def fork_choices(live: Lifecycle, request: Request, draws: Draws) -> None:
+    """First tokens of all choices: the others are forked, then each takes its own."""
+    choices = [request, *live.fork_choices(request)]
+    if len(draws) != len(choices):
+        live.fail(request, InternalError(f"{len(draws)} first tokens for {len(choices)} choices"))
         return
-    for one, (token, logprobs) in zip(everyone, draws, strict=True):
-        if one.attempt in scheduler.requests:  # a sibling's failure ends them all
-            take_token(scheduler, one, token, logprobs)
+    for one, (token, logprobs) in zip(choices, draws, strict=True):
+        if not one.ended:  # one choice's failure ends them all
+            take_token(live, one, token, logprobs)
 
 
-def take_token(scheduler: Scheduler, request: Request, token: int, logprobs: TokenLogprobs | None = None) -> None:
+def take_token(live: Lifecycle, request: Request, token: int, logprobs: TokenLogprobs | None = None) -> None:
     """One more output token: drawn here, or by prefill for a REMOTE request."""
     output = request.output
     assert output is not None
     tokens = request.token_ids
     offset = len(tokens) - request.num_prompt
     tokens.append(token)
-    if len(request.block_ids) * scheduler.config.block_size < len(tokens):
-        scheduler.growing.append(request)
+    if len(request.block_ids) * live.config.block_size < len(tokens):
+        live.running.needs_block(request)
     try:
         text = output.push(token)
-    except Exception as error:  # one request's text must not end the engine
-        scheduler.fail(request, InternalError(f"making text of the tokens failed: {type(error).__name__}: {error}"))
+    except DiptychError as error:
+        live.fail(request, error)
         return
-    scheduler.generated += 1
-    if request.choices is not None and request.choices.withholds:
-        request.choices.hold(request.choice, token, text, logprobs)
+    live.outbox.totals.generated += 1
+    known = (logprobs,) if logprobs is not None else ()
+    group = live.choices.of(request) if live.choices else None
+    if group is not None and group.withholds:
+        group.withhold(request.choice, (token,), text, known)
     else:
-        known = (logprobs,) if logprobs is not None else ()
-        scheduler.events.append(TokensOut(request.public, offset, (token,), text, request.choice, known))
+        live.outbox.add(TokensOut(request.attempt_id, offset, (token,), text, request.choice, known))
     if output.finish is not None:
-        scheduler.finish(request)
+        live.finish(request)
 
 
-def _failed(scheduler: Scheduler, request: Request, i: int, result: StepResult) -> bool:
+# ---- beams ----
+
+
+def take_candidates(live: Lifecycle, beam: Request, candidates: list[Candidate] | None) -> None:
+    """A decoding beam's row was computed. With the last one of its attempt all beams advance."""
+    group = live.beams.of(beam)
+    assert group is not None
+    if candidates is None:
+        live.fail(beam, InternalError(f"the runner gave no candidates for attempt {beam.attempt_id}"))
+        return
+    children = group.add_candidates(beam, candidates)
+    if children is None:
+        live.running.pause(beam)
+    elif group.search.done:
+        _finish_beams(live, group, beam)
+    else:
+        _advance_beams(live, group, children)
+
+
+def _advance_beams(live: Lifecycle, group: Beams, children: list[Child]) -> None:
+    """Fork before anything is freed or written: every parent's blocks are as its children need them."""
+    named: dict[int, Child] = {}
+    beams: dict[int, Request] = {}
+    for child in children:
+        beam = group.members[child.parent]
+        if child.parent in named:
+            beam = live.fork_beam(beam)
+        named[beam.choice], beams[beam.choice] = child, beam
+    for number, beam in list(group.members.items()):
+        if number not in named:
+            live.end(beam, State.FINISHED_STOPPED)
+    for number, beam in beams.items():
+        beam.token_ids.append(named[number].token_id)
+        live.running.start_decode(beam)
+        live.kv.trim(beam)
+        if live.kv.needs_block(beam):
+            live.running.needs_block(beam)
+    live.outbox.totals.generated += len(beams)
+    group.search.go_on(named)
+
+
+def _finish_beams(live: Lifecycle, group: Beams, beam: Request) -> None:
+    try:
+        events = group.answers(beam, live.limits, live.detokenizer_factory)
+    except DiptychError as error:
+        live.fail(beam, error)
+        return
+    live.end_attempt(group.attempt, State.FINISHED_STOPPED if stopped(events) else State.FINISHED_LENGTH)
+    live.outbox.extend(events)
+
+
+# ---- rows that fail, and what comes with rows ----
+
+
+def _failed(live: Lifecycle, request: Request, i: int, result: StepResult) -> bool:
     if i in result.bad_rows:
-        scheduler.kv.invalidate(request)
-        why = f"the model gave unusable logits for attempt {request.public}: {result.bad_rows[i]}"
-        scheduler.fail(request, InternalError(why))
+        live.kv.invalidate(request)
+        reason = f"the model gave unusable logits for attempt {request.attempt_id}: {result.bad_rows[i]}"
+        live.fail(request, InternalError(reason))
         return True
     if i in result.refused_rows:
         param = "allowed_token_ids" if request.source.grammar is None else "grammar"
-        scheduler.fail(request, InvalidRequestError(result.refused_rows[i], param=param))
+        live.fail(request, InvalidRequestError(result.refused_rows[i], param=param))
         return True
     return False
 
@@ -143,42 +197,43 @@ def _draws(i: int, token: int, result: StepResult) -> Draws:
     return [(token, result.logprobs.get(i)), *result.more_draws.get(i, ())]
 
 
-def _give_prompt_logprobs(scheduler: Scheduler, request: Request, entries: list[TokenLogprobs]) -> None:
-    """Entries of the chunk that was just computed; what was given out before a preemption is not given out again."""
+def _send_prompt_logprobs(live: Lifecycle, request: Request, entries: list[TokenLogprobs]) -> None:
+    """Entries of the chunk that was just computed; those that were sent before a preemption are not sent again."""
     wanted = request.prompt_logprobs_from
     assert wanted is not None
     first = request.num_computed - len(request.seq.token_ids) + 1
     fresh = entries[max(0, wanted - first) :]
     if fresh:
-        scheduler.events.append(PromptLogprobs(request.public, max(first, wanted), tuple(fresh)))
+        live.outbox.add(PromptLogprobs(request.attempt_id, max(first, wanted), tuple(fresh)))
     until = max(wanted, first + len(entries))
     request.prompt_logprobs_from = until if until < request.num_prompt else None
 
 
-def _advance_prefill(scheduler: Scheduler, request: Request, i: int, result: StepResult, duration_s: float) -> None:
+def _advance_prefill(live: Lifecycle, request: Request, i: int, result: StepResult, duration_s: float) -> None:
     request.compute_s += duration_s
     if request.want_kv:
-        scheduler.packing.offer(request)
+        live.packing.offer(request)
     if request.num_computed < len(request.token_ids):
         return
     computed_from = result.computed_from.get(i)
     if computed_from is None:
-        scheduler.fail(request, InternalError(f"nothing tells what attempt {request.public} was computed from"))
+        reason = f"the runner does not say what attempt {request.attempt_id} was computed from"
+        live.fail(request, InternalError(reason))
         return
-    scheduler.events.append(PromptComputed(request.public, computed_from))
-    if request.samples and request.beams is not None:
+    live.outbox.add(PromptComputed(request.attempt_id, computed_from))
+    if request.samples and request.seq.num_candidates:
         candidates = result.candidates.get(i)
         if candidates is None:
-            scheduler.fail(request, InternalError(f"the runner gave no candidates for attempt {request.public}"))
+            live.fail(request, InternalError(f"the runner gave no candidates for attempt {request.attempt_id}"))
             return
-        scheduler.events.append(FirstCandidates(request.public, tuple(candidates)))
+        live.outbox.add(FirstCandidates(request.attempt_id, tuple(candidates)))
     elif request.samples:
         token = result.token_ids[i]
         if token is None:
-            scheduler.fail(request, InternalError(f"the runner drew no token for attempt {request.public}"))
+            live.fail(request, InternalError(f"the runner drew no token for attempt {request.attempt_id}"))
             return
         for choice, (drawn, logprobs) in enumerate(_draws(i, token, result), request.choice):
             known = (logprobs,) if logprobs is not None else ()
-            scheduler.generated += 1
-            scheduler.events.append(TokensOut(request.public, 0, (drawn,), "", choice, known))
-    handover.computed(scheduler, request)
+            live.outbox.totals.generated += 1
+            live.outbox.add(TokensOut(request.attempt_id, 0, (drawn,), "", choice, known))
+    live.prompt_computed(request)

@@ -1,28 +1,26 @@
-"""The scheduler: no prefill phase and no decode phase, only `num_computed` catching up with `num_tokens`.
+"""The scheduler: no prefill phase and no decode phase, only `num_computed` advancing to `num_tokens`.
 
 Each step, under a token budget, a sequence budget and a time budget:
 
-    1. every decoding sequence gets its one token (preempting the last by rank when no block is left to grow into);
+    1. every decoding sequence gets its next token (preempting the last by rank when no block is left to grow into);
     2. what is left of the budgets goes to sequences with more than one token to compute, in the order of their admission;
-    3. then waiting requests are admitted in the policy's order, as long as their blocks can be had.
+    3. then waiting requests are admitted in the policy's order, as long as their blocks can be allocated.
 
 Under a policy that `passes` (the default), 2 and 3 are one: prompts that have begun and those that wait, in the order in which
-they are due. A step that ends a prompt takes little of one that it does not end, so that the first token is soon out; and who
-lacks blocks is passed by those that fit, as long as they are not what it lacks.
+they are due. A step that ends a prompt computes little of a prompt that it does not end, so that the first token is sent soon. A
+request that lacks blocks is passed by those that fit, as long as they use nothing that it lacks.
 
-`schedule` changes no `num_computed`: a step that is given up has simply not happened. `engine.sched.results` makes it count.
-Events of the step collect in order and leave by `take_events`.
+`schedule` changes no `num_computed`: a step that is given up has no effect. `apply` makes a step take effect. The owners of
+the collections, and the moves between them, are in `engine.sched.lifecycle`.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from itertools import chain, islice
+from collections.abc import Mapping
 
 from diptych.common.block_identity import IdentityHeader
 from diptych.common.errors import DiptychError, InternalError, RequestCancelledError
-from diptych.common.sampling import FinishReason
 from diptych.engine.config import EngineConfig
 from diptych.engine.messages import (
     Admitted,
@@ -30,33 +28,32 @@ from diptych.engine.messages import (
     EngineAudit,
     EngineEvent,
     EngineRequest,
-    Failed,
-    Finished,
+    EngineStats,
+    FirstCandidates,
+    FirstToken,
     KvMode,
+    StepResult,
+    UnpackRange,
 )
-from diptych.engine.sched import preemption, report
-from diptych.engine.sched.admission import ModelLimits, check_request, make_output
-from diptych.engine.sched.beams import Beams
-from diptych.engine.sched.choices import Choices
-from diptych.engine.sched.kv_cache_manager import KvCacheManager
+from diptych.engine.sched import preemption, report, results
+from diptych.engine.sched.admission import ModelLimits, check_request
+from diptych.engine.sched.layer_groups import LayerGroups
+from diptych.engine.sched.lifecycle import Lifecycle
 from diptych.engine.sched.output import DetokenizerFactory
-from diptych.engine.sched.packing import Packing
+from diptych.engine.sched.packing import PackJob
 from diptych.engine.sched.passing import Passing
-from diptych.engine.sched.policies import make_policy
-from diptych.engine.sched.queues import WaitingQueues
+from diptych.engine.sched.remote import UnpackJob
 from diptych.engine.sched.request import Request, State
 from diptych.engine.sched.step import SchedulerOutput
-from diptych.engine.sched.swap_cost import Rates, restore_is_cheaper
-from diptych.engine.sched.throughput import MIN_MEASURED_TOKENS, ThroughputEstimator
 
 _FILL_S = 0.05
-"""What a step that ends a prompt may take beyond that, under a policy that passes. On a GPU that is no limit."""
+"""Time that a step that ends a prompt may spend on other prompts, under a policy that passes. On a GPU that is no limit."""
 PROMPT_LOGPROBS_CHUNK = 256
 """Tokens of a chunk whose every row needs logits: they take 4 bytes a vocabulary entry each."""
 
 
 class Scheduler:
-    """Owns every request of the engine and the block pool. One thread only; no torch, no clock, no I/O."""
+    """Decides what each step computes. One thread only; no torch, no clock, no I/O."""
 
     def __init__(
         self,
@@ -67,174 +64,206 @@ class Scheduler:
     ) -> None:
         self.config = config
         self.limits = limits
-        self.kv = KvCacheManager(
-            config.num_blocks,
-            config.block_size,
-            config.enable_prefix_caching,
-            num_host_blocks=config.num_host_blocks,
-            tenant_quota=config.tenant_cache_blocks,
-            worth_restoring=lambda num_tokens: restore_is_cheaper(num_tokens, self.rates),
-        )
-        self.packing = Packing(
-            config.block_size, limits.kv_bytes_per_token, config.slab_quota_per_peer, limits.num_layers
-        )
-        self.pace = ThroughputEstimator(
-            config.max_step_time_s,
-            config.initial_prefill_tokens_per_s,
-            max(config.block_size, MIN_MEASURED_TOKENS),
-            config.initial_copy_bytes_per_s,
-            mixed_step_time_s=config.mixed_step_time_s,
-        )
-        self.policy = make_policy(config.scheduling_policy, sjf_aging_tokens_per_s=config.sjf_aging_tokens_per_s)
-        self.requests: dict[str, Request] = {}
-        self.groups: dict[str, Choices | Beams] = {}
-        """Attempts with several choices or beams."""
-        self.events: list[EngineEvent] = []
+        self.live = live = Lifecycle(config, limits, detokenizer_factory)
+        self.kv, self.policy, self.pace = live.kv, live.policy, live.pace
+        self.waiting, self.running, self.remote = live.waiting, live.running, live.remote
+        self.packing, self.outbox = live.packing, live.outbox
+        self.passing = Passing(live)
         self._identity = identity
-        self.detokenizer_factory = detokenizer_factory
-        self.waiting = WaitingQueues(self.policy, self.kv.cached_tokens)
-        self.passing = Passing()
-        self.remote: dict[str, Request] = {}
-        self.prefilling: dict[str, Request] = {}
-        self.decoding: dict[str, Request] = {}
-        self.held: dict[str, Request] = {}
-        """Beams that are computed and wait, with their blocks, for the others of their attempt."""
-        self.growing: list[Request] = []
-        """Decoding requests whose next token needs a block of its own; whoever makes the need says so here."""
-        self.deferred_free: list[Request] = []
-        """Ended while a step with them is on the device: their blocks go back when it has landed."""
-        self.not_ahead: Counter[str] = Counter()
-        """Steps that were not launched before the last one had landed, by the reason."""
         self._arrivals = 0
-        self.prompt_tokens = self.cached_tokens = self.preemptions = self.swaps = self.refetches = 0
-        self.computed = self.generated = 0
 
     @property
-    def rates(self) -> Rates:
-        return Rates(self.pace.rate, self.pace.copy_bytes_per_s, self.limits.kv_bytes_per_token)
+    def requests(self) -> Mapping[str, Request]:
+        """Those that have not ended, by attempt."""
+        return self.live.requests
 
-    # ---- requests come and go ----
+    # ---- commands ----
 
     def add(self, engine_request: EngineRequest, now: float = 0.0) -> None:
-        """Queue a request, or answer Failed at once when it can never run here."""
-        attempt = engine_request.attempt
-        if attempt in self.requests or attempt in self.groups:
-            # Answering for the new one alone would end the attempt twice: both end here, once.
-            self._end_attempt(attempt, State.FINISHED_FAILED)
-            self.events.append(Failed(attempt, InternalError(f"attempt {attempt} was submitted twice")))
+        """Queue a request, or fail it at once when it can never run here."""
+        attempt, live = engine_request.attempt, self.live
+        if live.knows(attempt):
+            # Failing the new one alone would end the attempt twice: both end here, once.
+            live.end_attempt(attempt, State.FINISHED_FAILED)
+            self.outbox.fail(attempt, InternalError(f"attempt {attempt} was submitted twice"))
             return
         self._arrivals += 1
         try:
-            output = check_request(engine_request, self.config, self.limits, self.detokenizer_factory)
+            output = check_request(engine_request, self.config, self.limits, live.detokenizer_factory)
         except DiptychError as error:
-            self.events.append(Failed(attempt, error))
+            self.outbox.fail(attempt, error)
             return
         header = self._identity.with_salt(engine_request.prompt.cache_salt)
         request = Request(engine_request, self._arrivals, header, self.limits.max_model_len, output, now)
-        self.requests[attempt] = request
-        self.policy.entered(request)
-        sampling = engine_request.sampling
-        if sampling.beam_width:
-            request.beams = self.groups[attempt] = Beams(request, self.limits.eos_token_ids)
-            request.seq.num_candidates = request.beams.search.num_candidates
-        elif sampling.num_choices > 1:
-            request.choices = self.groups[attempt] = Choices(attempt, sampling, engine_request.choice)
-            request.choices.members[request.choice] = request
-            request.seq.num_draws = sampling.num_choices
-        self.waiting.push(request)
+        live.add(request)
         if output is not None and output.finish is not None:  # the forced tokens ended it
-            self.events.append(Admitted(attempt, 0))
-            self.finish(request)
+            self.outbox.add(Admitted(attempt, 0))
+            live.finish(request)
 
     def cancel(self, attempt: str) -> None:
         """Free everything of the attempt; unknown or ended ones are ignored."""
-        if self._end_attempt(attempt, State.FINISHED_CANCELLED):
-            self.events.append(Failed(attempt, RequestCancelledError(f"attempt {attempt} was cancelled")))
+        if self.live.end_attempt(attempt, State.FINISHED_CANCELLED):
+            self.outbox.fail(attempt, RequestCancelledError(f"attempt {attempt} was cancelled"))
 
     def fail(self, request: Request, error: DiptychError) -> None:
         """End the request's attempt, with all its choices; one that has ended is ignored."""
-        if self.requests.get(request.attempt) is request and self._end_attempt(request.public, State.FINISHED_FAILED):
-            self.events.append(Failed(request.public, error))
+        self.live.fail(request, error)
 
     def fail_all(self, error: DiptychError) -> None:
-        for request in list(self.requests.values()):
-            self.fail(request, error)
+        self.live.fail_all(error)
 
-    def _end_attempt(self, attempt: str, state: State) -> bool:
-        group = self.groups.get(attempt)
-        members = list(group.members.values()) if group is not None else [self.requests.get(attempt)]
-        for request in members:
-            if request is None:
-                return False
-            self.end(request, state)
-        self.groups.pop(attempt, None)
-        return True
+    # ---- commands of REMOTE requests ----
 
-    def finish(self, request: Request) -> None:
-        """Its output has come to its end."""
-        assert request.output is not None
-        finish = request.output.finish
-        assert finish is not None
-        self.end(request, State.FINISHED_STOPPED if finish.reason is FinishReason.STOP else State.FINISHED_LENGTH)
-        counts = (request.output.num_outputs, request.num_cached_tokens)
-        group = request.choices
-        if group is not None:
-            self.events.extend(group.ended(request.choice, finish, *counts))
-            if not group.members:
-                self.groups.pop(group.attempt, None)
+    def plan_unpack(self, command: UnpackRange) -> UnpackJob | None:
+        """See RemoteRequests.plan."""
+        return self.remote.plan(command)
+
+    def unpacked(self, job: UnpackJob, *, last: bool) -> None:
+        """Every byte of the range is there, and was verified. After the last one the request runs in the next step, without a
+        round trip to the event loop. If a range before it is missing, KvComplete reports that."""
+        self.remote.unpacked(job)
+        if last and not self.remote.missing(job.request):
+            self.kv_complete(job.request.attempt)
+
+    def first_token(self, command: FirstToken) -> None:
+        """Send prefill's token at once; it may end the request. Those of several choices wait until all are here and so is the
+        KV that they share. Ignored when the request has a token already: a token that was sent is not replaced."""
+        request = self.remote.get(command.attempt)
+        if request is None or request.num_outputs > 0:
             return
-        self.events.append(Finished(request.public, finish.reason, *counts, finish.stop_string, finish.stop_token_id))
+        live, group = self.live, self.live.choices.of(request)
+        try:
+            self._check_vocabulary("token", command.token_id)
+            if request.seq.num_candidates:
+                raise InternalError("prefill sent a token; beam search needs candidates")
+            if group is not None:
+                group.add_first_token(command)
+        except DiptychError as error:
+            live.fail(request, error)
+            return
+        if group is None:
+            results.take_token(live, request, command.token_id, command.logprobs)
+        self._join_if_ready(request)
 
-    def end(self, request: Request, state: State) -> None:
-        """To a final state: out of every queue, and its blocks go back."""
-        attempt = request.attempt
-        if request.state in (State.WAITING, State.PREEMPTED):
+    def first_candidates(self, command: FirstCandidates) -> None:
+        """Beam search: they wait until the KV is here. Ignored when the attempt has candidates already, or runs."""
+        request = self.remote.get(command.attempt)
+        if request is None:
+            return
+        group = self.live.beams.of(request)
+        try:
+            if group is None:
+                raise InternalError("prefill sent candidates; the attempt is no beam search")
+            for candidate in command.candidates:
+                self._check_vocabulary("candidate", candidate.token_id)
+        except DiptychError as error:
+            self.live.fail(request, error)
+            return
+        if group.first_candidates is None:
+            group.first_candidates = command.candidates
+        self._join_if_ready(request)
+
+    def kv_complete(self, attempt: str) -> None:
+        """Join the running batch, or wait for the first token. A gap in the KV fails the request: it must never be attended."""
+        request = self.remote.get(attempt)
+        if request is None:
+            return
+        missing = self.remote.missing(request)
+        if missing:
+            reason = f"KV was called complete, but {len(missing)} blocks from block {missing[0]} on never came"
+            self.live.fail(request, InternalError(reason))
+            return
+        self.remote.set_complete(request)
+        self._join_if_ready(request)
+
+    def run_locally(self, attempt: str) -> None:
+        """Compute the prompt here. A request that is not admitted yet becomes a LOCAL one where it stands in the queue."""
+        request = self.requests.get(attempt)
+        if request is None:
+            return
+        if request.state is State.WAITING_FOR_REMOTE_KV:
+            # Computed from the pinned prefix on, in the blocks that are counted for it already.
+            self.remote.remove(request)
+            self.kv.bind(request)
+            request.move(State.RUNNING)
+            self.running.start_prefill(request)
+        elif request.state is State.WAITING:
             self.waiting.remove(request)
-        self.remote.pop(attempt, None)
-        self.prefilling.pop(attempt, None)
-        self.decoding.pop(attempt, None)
-        self.held.pop(attempt, None)
-        self.packing.drop(request)
-        request.end_pulls()
-        if request.flights:
-            self.deferred_free.append(request)
-        else:
-            self.kv.free(request)
-        request.move(state)
-        self.policy.left(request)
-        del self.requests[attempt]
-        if request.choices is not None:
-            del request.choices.members[request.choice]
-        if request.beams is not None:
-            del request.beams.members[request.choice]
-            request.beams.ready.pop(request.choice, None)
+            request.mode = KvMode.LOCAL
+            self.waiting.push_returned(request)
+
+    def fetch_again(self, attempt: str) -> None:
+        """See FetchAgain. What the host tier holds of the request is freed."""
+        request = self.requests.get(attempt)
+        if request is None or request.state is not State.PREEMPTED or not request.may_be_refetched:
+            return
+        self.waiting.remove(request)
+        self.kv.free(request)
+        request.mode = KvMode.REMOTE
+        request.num_computed, request.kv_target = 0, request.num_tokens - 1
+        request.move(State.WAITING)
+        self.waiting.push_returned(request)
+        self.outbox.totals.refetches += 1
+
+    def _check_vocabulary(self, what: str, token_id: int) -> None:
+        if not 0 <= token_id < self.limits.vocab_size:
+            raise InternalError(f"prefill sent {what} {token_id}, which is outside the vocabulary")
+
+    def _join_if_ready(self, request: Request) -> None:
+        """All KV but the last token's is here: the request runs, and computes one token a step."""
+        if request.state is not State.WAITING_FOR_REMOTE_KV:
+            return
+        live, complete = self.live, self.remote.is_complete(request)
+        # Where each choice or beam ends with its first token, no KV is needed.
+        enough = complete or request.max_tokens_total == request.num_prompt + 1
+        beams, choices = live.beams.of(request), live.choices.of(request)
+        if beams is not None:
+            if beams.first_candidates is not None and enough:
+                self._join(request)
+                results.take_candidates(live, request, list(beams.first_candidates))
+        elif choices is not None and not request.num_outputs:
+            if (first_tokens := choices.first_tokens) is not None and enough:
+                self._join(request)
+                results.fork_choices(live, request, first_tokens)
+        elif complete and request.num_outputs > 0:
+            self._join(request)
+
+    def _join(self, request: Request) -> None:
+        complete = self.remote.remove(request)
+        self.kv.bind(request)
+        request.move(State.RUNNING)
+        self.running.start_decode(request)
+        if complete:
+            request.num_computed = request.kv_target
+            self.kv.publish(request)
 
     # ---- a step ----
 
     def schedule(self, now: float) -> SchedulerOutput:
-        """Choose what the next step computes. `now` is the caller's clock; no rule of today reads it, ages of blocks do. Copies
-        that must be carried out before it are in `take_copies`."""
+        """Choose what the next step computes. `now` is the caller's clock; only the ages of blocks depend on it. Copies that
+        must be carried out before the step are in `take_copies`."""
+        live = self.live
         self.kv.pool.ages.now = now
         out = SchedulerOutput()
-        if self.groups:
-            preemption.enforce_max_num_seqs(self)
+        if live.num_groups:
+            preemption.enforce_max_num_seqs(live)
         if self.policy.preempts:
-            preemption.preempt_for_priority(self)
-        self.passing.begin_step(self)
+            preemption.preempt_for_priority(live)
+        self.passing.begin_step()
         self._schedule_decode(out)
         budget = self.config.max_num_batched_tokens - out.num_decode
-        cap = self.pace.prefill_cap(out.num_decode, report.prompt_tokens_left(self))
+        cap = self.pace.prefill_cap(out.num_decode, report.prompt_tokens_left(live))
         if cap is not None:
             budget = min(budget, cap)
         if not self.policy.passes:
-            for request in self.prefilling.values():
+            for request in self.running.prefilling.values():
                 if budget <= 0:
                     break
                 budget -= self._add_chunk(out, request, budget)
             self.admit(out, budget)
             return out
         due = self.policy.due
-        begun = sorted(self.prefilling.values(), key=due)
+        begun = sorted(self.running.prefilling.values(), key=due)
         if not begun and not len(self.waiting):
             self.policy.idle()
         for request in begun:
@@ -251,16 +280,8 @@ class Scheduler:
         return min(budget, int(_FILL_S * self.pace.rate) - out.num_filled)
 
     def _schedule_decode(self, out: SchedulerOutput) -> None:
-        decoding = self.decoding
-        if self.growing:
-            growing, self.growing = self.growing, []
-            preemption.grow(self, growing)
-        if len(decoding) > self.config.max_num_batched_tokens:
-            served = list(islice(decoding.values(), self.config.max_num_batched_tokens))
-            for request in served:  # whoever was served goes to the end, so that all have their turn
-                decoding[request.attempt] = decoding.pop(request.attempt)
-        else:
-            served = list(decoding.values())
+        preemption.grow(self.live)
+        served = self.running.next_decodes(self.config.max_num_batched_tokens)
         seqs = out.seqs
         for request in served:
             tokens = request.token_ids
@@ -306,31 +327,14 @@ class Scheduler:
             out.num_filled += end - start
         return end - start
 
-    def running(self) -> chain[Request]:
-        return chain(self.decoding.values(), self.prefilling.values(), self.held.values())
-
-    def free_slots(self) -> int:
-        taken = len(self.decoding) + len(self.prefilling) + len(self.remote) + len(self.held)
-        return self.config.max_num_seqs - taken
-
-    def fits(self, request: Request) -> bool:
-        """Could it be admitted now? Preempted beams come back together."""
-        beams = preemption.waiting_beams(request)
-        if not beams:
-            return self.free_slots() > 0 and self.kv.fits(request)
-        return self.free_slots() >= len(beams) and self.blocks_wanted(request) <= self.kv.pool.available
-
-    def blocks_wanted(self, request: Request) -> int:
-        """At admission, with all the beams that come along; without what a cache may save."""
-        return sum(self.kv.blocks_at_admission(one) for one in preemption.waiting_beams(request) or (request,))
-
     def admit(self, out: SchedulerOutput, budget: int, before: float = math.inf) -> int:
-        """In the policy's order by blocks: whoever cannot have its blocks holds up all behind it, unless the policy lets those
-        pass (see `Passing`). A request that only lacks this step's token budget lets REMOTE ones pass (they compute nothing),
-        but keeps its claim on blocks.
+        """Admit waiting requests in the policy's order. One that cannot have its blocks holds up all behind it, unless the
+        policy lets those pass (see `Passing`). One that only lacks this step's token budget lets REMOTE ones pass (they compute
+        nothing), but keeps its claim on blocks.
 
-        Args: before: of those that are due before. Returns: what is left of the budget."""
-        slots = self.free_slots()
+        Args: before: admit only those that are due before this. Returns: what is left of the budget."""
+        live = self.live
+        slots = live.free_slots()
         claimed = 0
         may_compute = True
         while slots > 0:
@@ -339,19 +343,19 @@ class Scheduler:
                 break
             remote = request.mode is KvMode.REMOTE and request.state is State.WAITING
             if not remote and (allowed := self._allowed(out, request, budget)) <= 0:
-                claimed = self.blocks_wanted(request)
+                claimed = preemption.blocks_wanted(live, request)
                 may_compute = False
                 continue
             if claimed and not self.kv.fits(request, claimed):
                 break
-            beams = preemption.waiting_beams(request)
-            if not (self.fits(request) if beams else self.kv.admit(request, reserve=remote)):
-                if claimed or not self.passing.lacks_blocks(self, request):
+            beams = live.beams.preempted_with(request)
+            if not (preemption.fits(live, request) if beams else self.kv.admit(request, reserve=remote)):
+                if claimed or not self.passing.lacks_blocks(request):
                     break
                 continue
             slots -= len(beams) or 1
             for beam in beams:
-                budget -= self._come_back(out, beam, budget)
+                budget -= self._resume_beam(out, beam, budget)
             if beams:
                 continue
             self.waiting.admitted(request)
@@ -359,67 +363,68 @@ class Scheduler:
             self._note_admission(request)
             if remote:
                 request.move(State.WAITING_FOR_REMOTE_KV)
-                self.remote[request.attempt] = request
+                self.remote.admit(request)
                 self.policy.computed(request.num_tokens - request.num_computed)
             else:
                 request.move(State.RUNNING)
-                self.prefilling[request.attempt] = request
+                self.running.start_prefill(request)
                 budget -= self._add_chunk(out, request, allowed)
         return budget
 
-    def _come_back(self, out: SchedulerOutput, beam: Request, budget: int) -> int:
-        """A preempted beam whose blocks are there for certain. Returns: the tokens that it computes in this step."""
+    def _resume_beam(self, out: SchedulerOutput, beam: Request, budget: int) -> int:
+        """Resume one of an attempt's preempted beams, whose blocks all fit. Returns: tokens of it that this step computes."""
         admitted = self.kv.admit(beam, reserve=False)
         assert admitted, f"attempt {beam.attempt} does not fit, though all beams together did"
         self.waiting.admitted(beam)
         self.passing.admitted(beam)
         beam.move(State.RUNNING)
-        self.prefilling[beam.attempt] = beam
+        self.running.start_prefill(beam)
         return self._add_chunk(out, beam, budget) if budget > 0 else 0
 
     def _note_admission(self, request: Request) -> None:
         if request.state is not State.WAITING:
             return
-        if request.refetched:
-            self.events.append(Admitted(request.public, request.num_computed))
+        if not request.was_admitted:
+            request.was_admitted = True
+            request.num_cached_tokens = request.num_computed
+            self.outbox.totals.prompt_tokens += request.num_prompt
+            self.outbox.totals.cached_tokens += request.num_computed
+        self.outbox.add(Admitted(request.attempt_id, request.num_computed))
+
+    def apply(self, out: SchedulerOutput, result: StepResult, duration_s: float) -> None:
+        """The step was computed."""
+        if len(result.token_ids) != len(out.seqs):
+            error = InternalError(f"the runner answered {len(result.token_ids)} of {len(out.seqs)} sequences")
+            for request in out.requests:
+                self.live.fail(request, error)
             return
-        request.num_cached_tokens = request.num_computed
-        self.prompt_tokens += request.num_prompt
-        self.cached_tokens += request.num_computed
-        self.events.append(Admitted(request.public, request.num_computed))
+        results.apply_step_result(self.live, out, result, duration_s)
 
-    # ---- what engine.sched.results decides, carried out ----
+    # ---- packing of PREFILL requests ----
 
-    def start_decoding(self, request: Request) -> None:
-        del self.prefilling[request.attempt]
-        request.seq.prompt_targets = ()
-        self.decoding[request.attempt] = request
+    def layer_groups(self, out: SchedulerOutput) -> LayerGroups:
+        """Layers of the step that are sent while it runs."""
+        return LayerGroups(
+            out,
+            self.packing,
+            prefill_tokens_per_s=self.pace.prefill_tokens_per_s,
+            num_layers=self.limits.num_layers,
+            kv_bytes_per_token=self.limits.kv_bytes_per_token,
+        )
 
-    def fork(self, request: Request) -> list[Request]:
-        """The siblings of a request whose prompt is computed, RUNNING, without a token of their own."""
-        group = request.choices
-        assert group is not None
-        request.seq.num_draws = 1
-        siblings = []
-        for choice in group.numbers[1:]:
-            output = make_output(
-                request.sampling, self.limits, request.max_tokens_total - request.num_prompt, self.detokenizer_factory
-            )
-            sibling = request.sibling(choice, output)
-            self.kv.fork(request, sibling)
-            self.requests[sibling.attempt] = sibling
-            self.policy.entered(sibling)
-            group.members[choice] = sibling
-            self.decoding[sibling.attempt] = sibling
-            siblings.append(sibling)
-        self.kv.trim(request)
-        self.growing.extend([request, *siblings])
-        return siblings
+    def packed(self, job: PackJob, checksum: int) -> None:
+        """A job of `packing` was copied."""
+        self.outbox.add(self.packing.packed(job, checksum))
+        self.live.end_if_packed(job.request)
 
-    # ---- what others may know ----
+    def pack_failed(self, job: PackJob, error: DiptychError) -> None:
+        self.packing.give_back(job)
+        self.live.fail(job.request, error)
+
+    # ---- what is read from outside ----
 
     def take_events(self) -> list[EngineEvent]:
-        events, self.events = self.events, []
+        events = self.outbox.take()
         events.extend(self.kv.pool.take_events())
         if self.config.num_host_blocks:
             events.extend(self.kv.host.take_events())
@@ -427,15 +432,15 @@ class Scheduler:
 
     def take_copies(self) -> list[BlockCopy]:
         """Block copies to carry out, in this order, before anything is computed, unpacked or packed."""
-        copies = self.kv.pool.copies
-        if copies:
-            self.kv.pool.copies = []
-        return copies
+        return self.kv.pool.take_copies()
+
+    def stats(self, *, steps: int, steps_ahead: int, busy_since: float | None) -> EngineStats:
+        return report.stats(self.live, steps=steps, steps_ahead=steps_ahead, busy_since=busy_since)
 
     def audit(self, full: bool) -> EngineAudit:
         """Counters; with `full` a walk of every block and request."""
-        return report.audit(self, full)
+        return report.audit(self.live, full)
 
     def check(self) -> list[str]:
         """Laws that do not hold: of blocks, and of the load that routers place by."""
-        return self.kv.check(chain(self.requests.values(), self.deferred_free)) + report.load_violations(self)
+        return report.check(self.live)

@@ -203,7 +203,7 @@ def legs_of_a_silent_decode_worker_go_on() -> Any:
 @mutation
 def layers_are_packed_before_they_are_computed() -> Any:
     def next_job(self: LayerGroups, num_layers: int) -> PackJob | None:
-        jobs = (self._scheduler.packing.layer_job(one, num_layers + 1) for one in self._due.get(num_layers, ()))
+        jobs = (self._packing.layer_job(one, num_layers + 1) for one in self._due.get(num_layers, ()))
         return next((job for job in jobs if job is not None), None)
 
     return mock.patch.object(LayerGroups, "next_job", next_job)

@@ -177,7 +177,7 @@ def test_beams_share_the_prompt_and_leave_nothing(kit):
     assert runner.computed_tokens == 41 + 4 * 11
     assert most <= 10 + 4 * 4  # the ten whole blocks of the prompt once, and each beam's tail
     assert engine.core.scheduler.kv.pool.counts.running == 0
-    assert not engine.core.scheduler.groups
+    assert not engine.core.scheduler.live.num_groups
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 3, 5])
@@ -190,7 +190,7 @@ def test_a_cancel_at_any_time_frees_all(kit, steps):
     [end] = kit.ends_of(kit.run_until_idle(engine))
     assert isinstance(end, Failed)
     scheduler = engine.core.scheduler
-    assert (scheduler.kv.pool.counts.running, len(scheduler.requests), len(scheduler.groups)) == (0, 0, 0)
+    assert (scheduler.kv.pool.counts.running, len(scheduler.requests), scheduler.live.num_groups) == (0, 0, 0)
 
 
 def test_computed_in_parts_they_wait_for_each_other(kit):
@@ -202,7 +202,7 @@ def test_computed_in_parts_they_wait_for_each_other(kit):
     held, events = 0, []
     for _ in range(100):
         events += engine.step()
-        held = max(held, len(engine.core.scheduler.held))
+        held = max(held, len(engine.core.scheduler.running.paused))
     assert held == 3
     assert kit.tokens_of(events) == want
 
@@ -228,7 +228,7 @@ def test_a_beam_that_gives_way_takes_the_others_along(kit, mode):
     events, together = [], True
     for _ in range(400):
         events += engine.step()
-        for group in engine.core.scheduler.groups.values():
+        for group in engine.core.scheduler.live.beams:
             states = {beam.state.value for beam in group.members.values()}
             together &= len(states & {"running", "preempted"}) < 2
     assert engine.stats().preemptions_total >= 2

@@ -114,7 +114,7 @@ def test_more_choices_than_places_take_turns(kit):
     wide = kit.make_engine()
     wide.send(kit.make_request("a", 10, sampling=sampling))
     assert choice_tokens(events) == choice_tokens(kit.run_until_idle(wide))
-    assert engine.core.scheduler.groups == {}
+    assert engine.core.scheduler.live.num_groups == 0
 
 
 @pytest.mark.parametrize("steps", range(6))
@@ -127,7 +127,7 @@ def test_a_cancel_at_any_time_frees_all(kit, steps):
     events = kit.run_until_idle(engine)
     assert len([e for e in events if isinstance(e, Failed)]) == 1
     scheduler = engine.core.scheduler
-    assert (scheduler.requests, scheduler.groups, scheduler.kv.pool.counts.running) == ({}, {}, 0)
+    assert (scheduler.requests, scheduler.live.num_groups, scheduler.kv.pool.counts.running) == ({}, 0, 0)
 
 
 def test_a_cancel_after_the_first_choice_has_ended(kit):
@@ -150,7 +150,7 @@ def test_a_second_submission_ends_both_once(kit):
         engine.send(kit.make_request("a", 10, sampling=THREE))
     [end] = kit.ends_of(kit.run_until_idle(engine))
     assert "twice" in end.error.message
-    assert engine.core.scheduler.groups == {}
+    assert engine.core.scheduler.live.num_groups == 0
 
 
 def test_falling_back_to_local_prefill_with_first_tokens_at_hand(kit):

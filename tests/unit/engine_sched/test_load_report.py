@@ -66,8 +66,8 @@ def test_the_audit_tells_a_load_that_is_not_the_requests_own(kit, figure):
         scheduler.waiting.num_tokens_to_compute += 16
         want = "load: waiting_prompt_tokens is 26, by the requests' account 10"
     else:
-        scheduler.held["a"] = scheduler.requests["a"]
-        want = "attempt a is running, and in the queues ['decoding', 'held']"
+        scheduler.running._paused["a"] = scheduler.requests["a"]
+        want = "attempt a is running, and in the queues ['decoding', 'paused']"
     assert want in scheduler.audit(True).violations
     with pytest.raises(InvariantError, match="load: "):
         engine.step()
@@ -91,7 +91,7 @@ def make_machine(kit, policy):
             self.count = self.jobs = 0
 
         def alive(self, *modes):
-            return [a for a, r in self.engine.core.scheduler.requests.items() if r.mode in modes and a == r.public]
+            return [a for a, r in self.engine.core.scheduler.requests.items() if r.mode in modes and a == r.attempt_id]
 
         @rule(
             mode=st.sampled_from([KvMode.LOCAL, KvMode.LOCAL, KvMode.PREFILL, KvMode.REMOTE]),
@@ -138,7 +138,7 @@ def make_machine(kit, policy):
         def first_token(self, data):
             if alive := self.alive(KvMode.REMOTE):
                 attempt = data.draw(st.sampled_from(alive))
-                if self.engine.core.scheduler.requests[attempt].beams is not None:
+                if self.engine.core.scheduler.requests[attempt].seq.num_candidates:
                     self.engine.send(FirstCandidates(attempt, tuple(Candidate(t, -1.0 - t) for t in range(1, 6))))
                 else:
                     for choice in range(3):

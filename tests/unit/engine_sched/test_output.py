@@ -134,7 +134,7 @@ def test_a_detokenizer_that_breaks_ends_its_request_alone(kit):
             raise ValueError("no such token")
 
     engine = kit.make_engine()
-    engine.core.scheduler.detokenizer_factory = lambda sampling: Broken()
+    engine.core.scheduler.live.detokenizer_factory = lambda sampling: Broken()
     forced, fresh = engine.generate([kit.make_request("forced", output_token_ids=(5,)), kit.make_request("fresh")])
     assert "no such token" in str(forced.error)
     assert "no such token" in str(fresh.error)

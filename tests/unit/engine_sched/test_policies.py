@@ -211,5 +211,5 @@ def test_nan_fails_its_own_request_with_all_its_choices(kit):
     assert "unusable" in end.error.message
     assert isinstance(kit.ends_of(events, "good")[0], Finished)
     assert engine.core.scheduler.requests == {}
-    assert engine.core.scheduler.groups == {}
+    assert engine.core.scheduler.live.num_groups == 0
     assert engine.core.scheduler.kv.pool.counts.running == 0

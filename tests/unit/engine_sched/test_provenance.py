@@ -106,7 +106,7 @@ def test_kv_of_unknown_origin_is_not_vouched_for(kit):
     engine.generate([kit.make_request("local", 20, 2)])
     engine.send(kit.make_request("leg", 20, mode=KvMode.PREFILL, want_kv=False))
     [failed] = [event for event in kit.run_until_idle(engine) if isinstance(event, Failed)]
-    assert "nothing tells what attempt leg was computed from" in failed.error.message
+    assert "the runner does not say what attempt leg was computed from" in failed.error.message
 
 
 def test_several_choices_are_vouched_for_once(kit):

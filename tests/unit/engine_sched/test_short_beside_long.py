@@ -81,7 +81,7 @@ def test_nobody_is_later_than_in_equal_shares_but_for_one_step(kit, arrivals):
             number += 1
         engine.core.step()
         step += 1
-        now = engine.core.scheduler.computed
+        now = engine.core.scheduler.outbox.totals.computed
         fluid.compute(now - computed)
         computed = now
         for event in engine.core.take_events():
@@ -111,7 +111,7 @@ def test_a_step_that_ends_a_prompt_takes_little_of_a_long_one(kit):
     engine.send(kit.make_request("short", 3, 1))
     out = engine.core.scheduler
     engine.core.step()
-    assert (out.requests["long"].num_computed, out.computed) == (10, 3 + 10)
+    assert (out.requests["long"].num_computed, out.outbox.totals.computed) == (10, 3 + 10)
 
 
 def grown(kit, **fields):
@@ -173,6 +173,7 @@ def test_a_reservation_does_not_evict_what_it_is_about_to_read(kit):
     request = kit.make_request("again", [*range(500, 512), *range(900, 917)], 1, mode=KvMode.REMOTE)
     engine.send(request)
     engine.core.scheduler.schedule(0.0)
-    read = {c.src for c in engine.core.scheduler.kv.pool.copies if c.kind.value == "from_host"}
-    written = {c.dst for c in engine.core.scheduler.kv.pool.copies if c.kind.value == "to_host"}
+    copies = engine.core.scheduler.take_copies()
+    read = {c.src for c in copies if c.kind.value == "from_host"}
+    written = {c.dst for c in copies if c.kind.value == "to_host"}
     assert not read & written

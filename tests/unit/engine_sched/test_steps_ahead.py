@@ -40,7 +40,7 @@ def outcome(events, attempt):
 def at_rest(engine):
     counts = engine.core.scheduler.kv.pool.counts
     assert counts.running == counts.reserved == 0
-    assert not engine.core.scheduler.deferred_free
+    assert not engine.core.scheduler.live.deferred_free
     assert not engine.core.scheduler.requests
 
 
@@ -89,7 +89,7 @@ def test_blocks_of_who_ended_stay_its_own_until_the_step_has_landed(kit):
     assert core.plan_at is not None
     engine.send(Cancel("a"))
     assert [type(e) for e in core.take_events()].count(Failed) == 1
-    assert core.scheduler.deferred_free
+    assert core.scheduler.live.deferred_free
     assert all(core.scheduler.kv.pool.refs(block) for block in held)
     assert core.step()  # what is on the device lands, and is nobody's
     assert not any(isinstance(event, TokensOut) for event in core.take_events())
@@ -104,7 +104,7 @@ def test_a_step_of_beams_is_not_launched_ahead_and_says_why(kit):
     engine.send(plain)
     events = kit.run_until_idle(engine)
     assert outcome(events, "b")[0] == kit.undisturbed([plain])["b"]
-    assert engine.core.scheduler.not_ahead["beam search"] >= 4
+    assert engine.core.scheduler.live.not_ahead["beam search"] >= 4
     assert engine.core.steps_ahead >= 8, "once it has ended, the others go ahead again"
 
 
@@ -158,7 +158,7 @@ def test_a_draw_that_depends_on_the_last_token_is_sent_when_it_is_known_and_its_
                          for name in ("a", "b")])  # fmt: skip
     assert outcomes[0] == outcomes[1]
     assert len(outcomes[0][0][0][0]) >= 5
-    assert dict(engine.core.scheduler.not_ahead) == {"prompt": 1}
+    assert dict(engine.core.scheduler.live.not_ahead) == {"prompt": 1}
     assert engine.core.steps_ahead == engine.core.steps - 2, "all but the prompts' step and the first of decode"
     at_rest(engine)
 
@@ -204,7 +204,7 @@ def test_who_waits_and_fits_gets_a_step_of_its_own_and_who_does_not_fit_holds_up
     engine.step()
     engine.send(kit.make_request("big", range(300, 320), sampling=params(4, seed=2)))
     engine.step()
-    assert engine.core.scheduler.not_ahead["admission"] == 0
+    assert engine.core.scheduler.live.not_ahead["admission"] == 0
     events = kit.run_until_idle(engine)
     assert outcome(events, "a")[1] is FinishReason.LENGTH
     assert (
@@ -222,8 +222,8 @@ def test_no_block_left_is_settled_after_landing_by_a_preemption(kit):
     events = kit.run_until_idle(engine)
     for request in requests:
         assert outcome(events, request.attempt)[0] == kit.undisturbed([request])[request.attempt]
-    assert engine.core.scheduler.preemptions
-    assert engine.core.scheduler.not_ahead["no free block"]
+    assert engine.core.scheduler.outbox.totals.preemptions
+    assert engine.core.scheduler.live.not_ahead["no free block"]
     at_rest(engine)
 
 
@@ -267,7 +267,9 @@ def test_hand_off_into_a_decode_engine_that_is_ahead(kit):
     for attempt, tokens in kit.undisturbed(requests).items():
         assert outcomes[attempt].token_ids == tokens
     assert decode.core.steps_ahead
-    assert not decode.core.scheduler.not_ahead["admission"], "remote requests compute nothing: they are admitted ahead"
+    assert not decode.core.scheduler.live.not_ahead["admission"], (
+        "remote requests compute nothing: they are admitted ahead"
+    )
     kit.run_until_idle(decode)
     at_rest(decode)
 
