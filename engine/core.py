@@ -38,7 +38,7 @@ from diptych.engine.sched import async_scheduling as ahead
 from diptych.engine.sched.admission import ModelLimits
 from diptych.engine.sched.output import DetokenizerFactory
 from diptych.engine.sched.packing import PackJob
-from diptych.engine.sched.scheduler import Scheduler
+from diptych.engine.sched.scheduler import Drafter, Scheduler
 from diptych.engine.sched.step import SchedulerOutput
 
 _log = logging.getLogger(__name__)
@@ -65,6 +65,7 @@ class EngineCore:
         identity: IdentityHeader,
         clock: Clock,
         detokenizer_factory: DetokenizerFactory | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         if config.block_size != runner.block_size:
             raise ConfigError("block_size", config.block_size, f"the runner's blocks hold {runner.block_size} tokens")
@@ -81,7 +82,7 @@ class EngineCore:
             kv_bytes_per_token=runner.kv_bytes_per_token,
             num_layers=runner.num_layers,
         )
-        self.scheduler = Scheduler(config, limits, identity, detokenizer_factory)
+        self.scheduler = Scheduler(config, limits, identity, detokenizer_factory, drafter)
         self.steps = 0
         self._runner = runner
         self._clock = clock

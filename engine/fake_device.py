@@ -92,15 +92,17 @@ class _FakeStep:
 
     def compute(self) -> None:
         assert self._drawn, "computed before its draws were sent"
-        drawn: list[int | None] = []
+        drawn: list[tuple[int, ...]] = []
         if any(source >= 0 for source in self._sources):
             assert self._before is not None, "nothing was launched before"
             before = self._before._result
-            drawn = before.token_ids if isinstance(before, StepResult) else [None] * len(self._before._seqs)
+            drawn = before.token_ids if isinstance(before, StepResult) else [()] * len(self._before._seqs)
         self._before = None  # a chain of all steps would stay alive otherwise
         for seq, source in zip(self._seqs, self._sources, strict=False):
             if source >= 0:
-                seq.token_ids = [drawn[source] or 0]  # no token: its request ends, and so does not count
+                seq.token_ids = [
+                    drawn[source][0] if drawn[source] else 0
+                ]  # no token: its request ends, and does not count
         try:
             self._result = self._runner.compute(self._seqs)
         except Exception as error:

@@ -68,7 +68,7 @@ class FakeRunner:
             raise StepAborted
         self._write(seqs, should_abort)
         self.executed_steps += 1
-        result = StepResult([None] * len(seqs))
+        result = StepResult([()] * len(seqs))
         self._note(seqs, result)
         for i, seq in enumerate(seqs):
             if seq.attempt in self.bad_attempts:
@@ -164,31 +164,60 @@ class FakeRunner:
         return int(xxhash.xxh3_64_intdigest(kv[:num_tokens].tobytes()))
 
     def _sample(self, i: int, seq: ScheduledSeq, result: StepResult) -> None:
-        seen = self._seen(seq, seq.start + len(seq.token_ids))
-        allowed: npt.NDArray[np.float32] | None = None
-        if seq.history is not None:
-            constraint = constraints.constraint_of(seq.memo, seq.sampling, self.eos_token_ids, seq.grammar)
-            seq.memo = constraint
-            constraint.advance(seq.history, seq.num_prompt)
-            allowed = self._logits(seen)
-            if not constraints.apply(allowed, constraint):
-                result.refused_rows[i] = constraint.trouble or "no token is left"
-                return
+        """Draw at the row's last position; with drafts at each position whose guesses before it were right."""
+        first = len(seq.token_ids) - 1 - seq.num_drafts
+        accepted: list[int] = []
+        logprobs: list[TokenLogprobs] = []
+        for place in range(seq.num_drafts + 1):
+            if place and seq.token_ids[first + place] != accepted[-1]:
+                break
+            seen = self._seen(seq, seq.start + first + place + 1)
+            scores, refusal = self._constrained(seq, seen, accepted)
+            if refusal:
+                if not place:
+                    result.refused_rows[i] = refusal
+                break
+            token = self._draw(seq, seen, scores, seq.output_index + place, seq.choice)
+            accepted.append(token)
+            if seq.top_logprobs is not None:
+                logprobs += self._logprobs(seen, [token], seq.top_logprobs)
+            if seq.num_draws > 1:
+                result.more_draws[i] = self._more_draws(seq, seen, scores)
+        result.token_ids[i] = tuple(accepted)
+        if logprobs:
+            result.logprobs[i] = tuple(logprobs)
+
+    def _constrained(
+        self, seq: ScheduledSeq, seen: int, accepted: Sequence[int]
+    ) -> tuple[npt.NDArray[np.float32] | None, str]:
+        """Scores under the constraints after the accepted tokens (None: there are none), and why no token is left."""
+        if seq.history is None:
+            return None, ""
+        seq.memo = constraint = constraints.constraint_of(seq.memo, seq.sampling, self.eos_token_ids, seq.grammar)
+        constraint.advance([*seq.history, *accepted], seq.num_prompt)
+        scores = self._logits(seen)
+        if constraints.apply(scores, constraint):
+            return scores, ""
+        return None, constraint.trouble or "no token is left"
+
+    def _draw(
+        self, seq: ScheduledSeq, seen: int, scores: npt.NDArray[np.float32] | None, output_index: int, choice: int
+    ) -> int:
+        counter = _counter(seq.sampling, output_index, choice)
+        if scores is None:
+            return int(xxhash.xxh3_64_intdigest(counter + seen.to_bytes(8, "little")) % self.vocab_size)
+        noise = self._logits(xxhash.xxh3_64_intdigest(counter)) if counter else 0.0
+        return int(np.argmax(scores + noise))
+
+    def _more_draws(
+        self, seq: ScheduledSeq, seen: int, scores: npt.NDArray[np.float32] | None
+    ) -> list[tuple[int, TokenLogprobs | None]]:
         drawn: list[tuple[int, TokenLogprobs | None]] = []
-        for choice in range(seq.choice, seq.choice + seq.num_draws):
-            counter = _counter(seq.sampling, seq.output_index, choice)
-            if allowed is None:
-                token = xxhash.xxh3_64_intdigest(counter + seen.to_bytes(8, "little")) % self.vocab_size
-            else:
-                noise = self._logits(xxhash.xxh3_64_intdigest(counter)) if counter else 0.0
-                token = int(np.argmax(allowed + noise))
-            logprobs = None if seq.top_logprobs is None else self._logprobs(seen, [token], seq.top_logprobs)[0]
-            drawn.append((token, logprobs))
-        result.token_ids[i] = drawn[0][0]
-        if drawn[0][1] is not None:
-            result.logprobs[i] = drawn[0][1]
-        if drawn[1:]:
-            result.more_draws[i] = drawn[1:]
+        for choice in range(seq.choice + 1, seq.choice + seq.num_draws):
+            token = self._draw(seq, seen, scores, seq.output_index, choice)
+            known = None if seq.top_logprobs is None else self._logprobs(seen, [token], seq.top_logprobs)[0]
+            drawn.append((token, known))
+        return drawn
 
     def _find_candidates(self, i: int, seq: ScheduledSeq, result: StepResult) -> None:
         seen = self._seen(seq, seq.start + len(seq.token_ids))

@@ -25,6 +25,7 @@ from diptych.engine.messages import (
 )
 from diptych.engine.runner import ModelRunner
 from diptych.engine.sched.output import DetokenizerFactory
+from diptych.engine.sched.scheduler import Drafter
 
 
 @dataclass(slots=True)
@@ -49,7 +50,7 @@ class OfflineResult:
 
 
 class OfflineEngine:
-    """Args: as EngineClient."""
+    """Args: as EngineClient; drafter: see Scheduler."""
 
     def __init__(
         self,
@@ -59,9 +60,10 @@ class OfflineEngine:
         detokenizer_factory: DetokenizerFactory | None = None,
         *,
         clock: Clock | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         self.clock = clock or MonotonicClock()
-        self.core = EngineCore(runner, config, identity, self.clock, detokenizer_factory)
+        self.core = EngineCore(runner, config, identity, self.clock, detokenizer_factory, drafter)
 
     def send(self, command: Command) -> None:
         self.core.handle(command)

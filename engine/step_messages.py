@@ -1,4 +1,4 @@
-"""What crosses between the scheduler and the model runner: plain structs. `engine.messages` names them too."""
+"""What crosses between the scheduler and the model runner: plain structs. `engine.messages` exports them too."""
 
 from __future__ import annotations
 
@@ -56,12 +56,21 @@ class BlockCopy:
 class ScheduledSeq:
     """One sequence's share of a step. The same object comes again in the sequence's later steps.
 
+    With drafts the row verifies guesses. After its last known token, at `start`, come `num_drafts` guesses of the tokens that
+    follow; the token drawn at each position is compared with the guess behind it:
+
+        token_ids    known   guess 1   guess 2   guess 3
+        drawn          a        b         c
+        accepted: a; b if a == guess 1; c if also b == guess 2; and so on. Each with the counter that plain decoding uses.
+
     Args:
-        token_ids: the tokens to compute, at positions start, start + 1, ...
+        token_ids: the tokens to compute, at positions start, start + 1, ...; the last num_drafts are guesses.
         block_table: block ids of this sequence; covers at least start + len(token_ids) tokens; index i holds tokens
             [i * block_size, (i + 1) * block_size).
-        sample: draw a token from the last position's logits.
-        output_index: index of that token among the outputs (the counter of the draw).
+        sample: draw a token from the last position's logits; with drafts also from those in front of each guess.
+        output_index: index of the first drawn token among the outputs (the counter of the draw).
+        num_drafts: len(token_ids) - 1 in a row with drafts; 0: no token is a guess. With drafts num_draws is 1, and
+            num_candidates 0.
         choice: number of the choice; enters the draw.
         num_draws: tokens to draw, for choices choice, choice + 1, ...
         num_candidates: of a beam: instead of drawing, find so many of the likeliest tokens; 0: draw.
@@ -70,7 +79,7 @@ class ScheduledSeq:
         prompt_targets: row i's logits are asked for the logprob of prompt_targets[i], a prompt token.
         grammar: what may be drawn, by `history`; None: anything.
         vouch: the result says what all its tokens so far were computed from.
-        memo: the sampler's own, kept between steps; None: rebuild it from `history`.
+        memo: state of the sampler, kept between steps; None: it is rebuilt from `history`. Does not leave the process.
     """
 
     attempt: str
@@ -80,6 +89,7 @@ class ScheduledSeq:
     sample: bool
     sampling: SamplingParams
     output_index: int
+    num_drafts: int = 0
     choice: int = 0
     num_draws: int = 1
     num_candidates: int = 0
@@ -94,14 +104,21 @@ class ScheduledSeq:
 
 @dataclass(slots=True)
 class StepResult:
-    """Aligned with the step's sequences: the drawn token, or None where none was asked for or the row was bad."""
+    """Aligned with the step's sequences.
 
-    token_ids: list[int | None]
+    Args:
+        token_ids: the accepted tokens: one without drafts, 1 to 1 + num_drafts with them; empty where none was asked for or
+            the row is bad or refused. A draw behind the first one that is bad or refused ends the row in front of it: the
+            next step finds the same at its first position.
+        logprobs: index of a sequence with top_logprobs -> an entry for each of its accepted tokens.
+    """
+
+    token_ids: list[tuple[int, ...]]
     bad_rows: dict[int, str] = field(default_factory=dict)
     """Index of the sequence -> why its logits cannot be used (NaN, Inf). Neighbours are untouched."""
     refused_rows: dict[int, str] = field(default_factory=dict)
     """Index of the sequence -> why its parameters leave no token to draw."""
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    logprobs: dict[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     more_draws: dict[int, list[tuple[int, TokenLogprobs | None]]] = field(default_factory=dict)
     """Index of a sequence with num_draws > 1 -> the draws of its other choices."""
     candidates: dict[int, list[Candidate]] = field(default_factory=dict)

@@ -75,7 +75,7 @@ def one_step(scheduler: Scheduler) -> tuple[float, float, int]:
     out = scheduler.schedule(wall)
     scheduler.take_copies()
     wall, cpu = time.perf_counter() - wall, time.thread_time() - cpu
-    result = StepResult([7 if seq.sample else None for seq in out.seqs])  # in place of the model
+    result = StepResult([(7,) if seq.sample else () for seq in out.seqs])  # in place of the model
     wall_after, cpu_after = time.perf_counter(), time.thread_time()
     scheduler.apply(out, result, 0.01)
     scheduler.take_events()

@@ -88,10 +88,10 @@ def _steps(runner: TorchModelRunner, seqs: Sequence[ScheduledSeq], count: int) -
     for _ in range(count):
         begin = time.perf_counter()
         result = runner.execute(seqs)
-        for seq, token in zip(seqs, result.token_ids, strict=True):
-            if token is None:
+        for seq, row in zip(seqs, result.token_ids, strict=True):
+            if not row:
                 raise AssertionError("a step without a token")
-            seq.start, seq.token_ids = seq.start + 1, [token]
+            seq.start, seq.token_ids = seq.start + 1, list(row)
         times.append(time.perf_counter() - begin)
     return times
 

@@ -143,8 +143,8 @@ class BatchBuilder:
             positions += span
             blocks += [seq.block_table[p // block_size] for p in span]
             if seq.sample:
-                sample_rows.append(len(token_ids) - 1)
-                sample_seqs.append(i)
+                sample_rows += range(len(token_ids) - 1 - seq.num_drafts, len(token_ids))
+                sample_seqs += [i] * (1 + seq.num_drafts)
         at = self._tensor(positions)
         slots = token_slots(self._tensor(blocks), at % block_size, self._pool.num_layers, block_size)
         return StepBatch(

@@ -235,7 +235,7 @@ class TorchModelRunner:
     @torch.inference_mode()
     def execute(self, seqs: Sequence[ScheduledSeq], should_abort: Callable[[], bool] | None = None) -> StepResult:
         """See ModelRunner.execute. Raises: StepAborted; InternalError when a sequence breaks the scheduler's promises."""
-        result = StepResult(token_ids=[None] * len(seqs))
+        result = StepResult(token_ids=[()] * len(seqs))
         if not seqs:
             return result
         if self._fused is not None:

@@ -46,7 +46,12 @@ def draw_step(
     eos_token_ids: Sequence[int],
     result: StepResult,
 ) -> None:
-    """Fill `result`. logits: rows of the sequences `sampled`, then those of `prompt_rows`."""
+    """Fill `result`.
+
+    Args:
+        sampled: sequence index of each row; a sequence with drafts has 1 + num_drafts rows, one after the other.
+        logits: rows of the sequences `sampled`, then those of `prompt_rows`.
+    """
     if prompt_rows:
         _prompt_logprobs(seqs, prompt_rows, logits[len(sampled) :].float(), result)
         logits = logits[: len(sampled)]
@@ -57,50 +62,89 @@ def draw_step(
         sampled, logits = [sampled[row] for row in drawn_rows], logits[drawn_rows]
     if not sampled:
         return
-    draws = [_draw(seqs[i], eos_token_ids) for i in sampled]
-    drawn = draw_tokens(logits, draws)
+    rows_of: dict[int, list[int]] = {}
     for row, i in enumerate(sampled):
-        if row in drawn.bad:
-            result.bad_rows[i] = drawn.bad[row]
-        elif row in drawn.refused:
-            result.refused_rows[i] = drawn.refused[row]
-        else:
-            result.token_ids[i] = drawn.token_ids[row]
-    for row, tokens in drawn.more.items():
-        if sampled[row] not in result.bad_rows and sampled[row] not in result.refused_rows:
-            result.more_draws[sampled[row]] = [(token, None) for token in tokens]
-    _logprobs(seqs, sampled, logits, result)
+        rows_of.setdefault(i, []).append(row)
+    constraints = _draw_rows(seqs, rows_of, logits, eos_token_ids, result)
+    _logprobs(seqs, rows_of, logits, result)
+    for i, constraint in constraints.items():
+        seqs[i].memo = constraint
 
 
-def _draw(seq: ScheduledSeq, eos_token_ids: Sequence[int]) -> Draw:
-    if seq.history is None:
-        return Draw(seq.sampling, seq.output_index, seq.choice, None, seq.num_draws)
-    constraint: Constraint = constraint_of(seq.memo, seq.sampling, eos_token_ids, seq.grammar)
-    seq.memo = constraint
-    constraint.advance(seq.history, seq.num_prompt)
-    return Draw(seq.sampling, seq.output_index, seq.choice, constraint, seq.num_draws)
+def _draw_rows(
+    seqs: Sequence[ScheduledSeq],
+    rows_of: dict[int, list[int]],
+    logits: Tensor,
+    eos_token_ids: Sequence[int],
+    result: StepResult,
+) -> dict[int, Constraint]:
+    """Draw the first row of every sequence; then the next row of those whose draw was the guess behind it, and so on.
+
+    Fills token_ids, bad_rows, refused_rows and more_draws.
+
+    Args: rows_of: sequence index -> its rows of logits, in order.
+    Returns: the sequences' constraints. The memo of one that knows accepted tokens is None until the step has succeeded.
+    """
+    accepted: dict[int, list[int]] = {i: [] for i in rows_of}
+    constraints: dict[int, Constraint] = {}
+    going, place = list(rows_of), 0
+    while going:
+        rows = [rows_of[i][place] for i in going]
+        draws = []
+        for i in going:
+            seq = seqs[i]
+            if seq.history is not None:
+                if not place:
+                    constraints[i] = constraint_of(seq.memo, seq.sampling, eos_token_ids, seq.grammar)
+                seq.memo = None if place else constraints[i]
+                constraints[i].advance([*seq.history, *accepted[i]] if place else seq.history, seq.num_prompt)
+            draws.append(Draw(seq.sampling, seq.output_index + place, seq.choice, constraints.get(i), seq.num_draws))
+        drawn = draw_tokens(logits if len(rows) == logits.shape[0] else logits[rows], draws)
+        for at, i in enumerate(going):
+            if at in drawn.bad or at in drawn.refused:
+                if not place and at in drawn.bad:
+                    result.bad_rows[i] = drawn.bad[at]
+                elif not place:
+                    result.refused_rows[i] = drawn.refused[at]
+                continue
+            accepted[i].append(drawn.token_ids[at])
+            if at in drawn.more:
+                result.more_draws[i] = [(token, None) for token in drawn.more[at]]
+        place += 1
+        going = [i for i in going if len(accepted[i]) == place and _guessed(seqs[i], place, accepted[i][-1])]
+    for i, tokens in accepted.items():
+        result.token_ids[i] = tuple(tokens)
+    return constraints
 
 
-def _logprobs(seqs: Sequence[ScheduledSeq], sampled: Sequence[int], logits: Tensor, result: StepResult) -> None:
-    rows, targets, tops, of = [], [], [], []
-    for row, i in enumerate(sampled):
-        top, token = seqs[i].top_logprobs, result.token_ids[i]
-        if top is None or token is None:
+def _guessed(seq: ScheduledSeq, place: int, token: int) -> bool:
+    """Whether `token` is the row's guess number `place`, counted from 1."""
+    return place <= seq.num_drafts and seq.token_ids[len(seq.token_ids) - 1 - seq.num_drafts + place] == token
+
+
+def _logprobs(seqs: Sequence[ScheduledSeq], rows_of: dict[int, list[int]], logits: Tensor, result: StepResult) -> None:
+    rows, targets, tops = [], [], []
+    for i, places in rows_of.items():
+        top = seqs[i].top_logprobs
+        if top is None or not result.token_ids[i]:
             continue
-        for target in (token, *(token for token, _ in result.more_draws.get(i, ()))):
+        for row, token in zip(places, result.token_ids[i], strict=False):
             rows.append(row)
-            targets.append(target)
+            targets.append(token)
             tops.append(top)
-            of.append(i)
+        for token, _ in result.more_draws.get(i, ()):
+            rows.append(places[0])
+            targets.append(token)
+            tops.append(top)
     if not rows:
         return
-    for i, entry in zip(of, token_logprobs(logits[rows].float(), targets, tops), strict=True):
-        if i not in result.logprobs:
-            result.logprobs[i] = entry
-        else:
-            draws = result.more_draws[i]
-            at = next(n for n, (_, known) in enumerate(draws) if known is None)
-            draws[at] = (draws[at][0], entry)
+    entries = iter(token_logprobs(logits[rows].float(), targets, tops))
+    for i in rows_of:
+        if seqs[i].top_logprobs is None or not result.token_ids[i]:
+            continue
+        result.logprobs[i] = tuple(next(entries) for _ in result.token_ids[i])
+        if i in result.more_draws:
+            result.more_draws[i] = [(token, next(entries)) for token, _ in result.more_draws[i]]
 
 
 def _prompt_logprobs(seqs: Sequence[ScheduledSeq], rows: PromptRows, logits: Tensor, result: StepResult) -> None:

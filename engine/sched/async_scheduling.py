@@ -26,6 +26,8 @@ def host_reason(seq: ScheduledSeq) -> str:
     """Why the host must know what a sequence draws before its next step can be planned; empty: it need not."""
     if seq.num_candidates:
         return "beam search"
+    if seq.num_drafts:
+        return "drafts"
     return "choices" if seq.num_draws != 1 else ""
 
 
@@ -56,6 +58,8 @@ def plan(scheduler: Scheduler, now: float) -> SchedulerOutput | None:
 
 def _obstacle(scheduler: Scheduler, out: SchedulerOutput) -> str:
     running = scheduler.running
+    if scheduler.drafter is not None:
+        return "drafts"
     if running.prefilling:
         return "prompt"
     if running.paused or scheduler.live.free_slots() < 0:

@@ -116,6 +116,8 @@ class ChoiceGroups:
 
     def __init__(self) -> None:
         self._groups: dict[str, Choices] = {}
+        self.withholding = 0
+        """Groups with best_of > n: a step looks at this before it looks for a token's group."""
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -127,6 +129,7 @@ class ChoiceGroups:
         """`request` computes the prompt, and is the first choice."""
         group = Choices(request.attempt_id, request.sampling, request.choice)
         self._groups[request.attempt_id] = group
+        self.withholding += group.withholds
         group.join(request)
         request.seq.num_draws = request.sampling.num_choices
 
@@ -146,6 +149,7 @@ class ChoiceGroups:
         group.leave(request)
         if not group.members:
             del self._groups[request.attempt_id]
+            self.withholding -= group.withholds
 
 
 def _choice_finished(attempt: str, choice: int, finish: Finish, num_outputs: int) -> ChoiceFinished:

@@ -45,6 +45,7 @@ class Lifecycle:
         self, config: EngineConfig, limits: ModelLimits, detokenizer_factory: DetokenizerFactory | None
     ) -> None:
         self.config = config
+        self.block_size = config.block_size
         self.limits = limits
         self.detokenizer_factory = detokenizer_factory
         self.pace = ThroughputEstimator(

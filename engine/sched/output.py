@@ -116,9 +116,16 @@ class OutputProcessor:
         """
         self.num_outputs += 1
         try:
-            return self._push(token_id)
+            if token_id in self._stop_ids:
+                return self._stop(token_id)
+            text = "" if self._detokenizer is None else self._show(self._detokenizer.push(token_id))
+            if self.finish is None and self.num_outputs >= self.max_outputs:
+                text += self._flush()
+                if self.finish is None:
+                    self.finish = Finish(FinishReason.LENGTH)
         except Exception as error:
             raise InternalError(f"making text of the tokens failed: {type(error).__name__}: {error}") from error
+        return text
 
     def push_all(self, token_ids: Sequence[int]) -> tuple[int, str]:
         """Count output tokens until one ends the output. Returns: how many were counted, and their text. Raises: as push."""
@@ -129,21 +136,12 @@ class OutputProcessor:
                 break
         return len(texts), "".join(texts)
 
-    def _push(self, token_id: int) -> str:
-        if token_id in self._stop_ids:
-            text = self._shown_stop(token_id) if self._include_stop else ""
-            if self.finish is None:
-                text += self._flush()
-            if self.finish is None:
-                self.finish = Finish(FinishReason.STOP, stop_token_id=None if token_id in self._eos else token_id)
-            return text
-        text = ""
-        if self._detokenizer is not None:
-            text = self._show(self._detokenizer.push(token_id))
-        if self.finish is None and self.num_outputs >= self.max_outputs:
+    def _stop(self, token_id: int) -> str:
+        text = self._shown_stop(token_id) if self._include_stop else ""
+        if self.finish is None:
             text += self._flush()
-            if self.finish is None:
-                self.finish = Finish(FinishReason.LENGTH)
+        if self.finish is None:
+            self.finish = Finish(FinishReason.STOP, stop_token_id=None if token_id in self._eos else token_id)
         return text
 
     def _flush(self) -> str:

@@ -44,7 +44,8 @@ def apply_step_result(live: Lifecycle, out: SchedulerOutput, result: StepResult,
         if any_failed and _failed(live, request, i, result):
             continue
         if charges:
-            policy.charge(request, len(request.seq.token_ids) if i >= out.num_decode else 0, int(request.seq.sample))
+            num_outputs = max(int(request.seq.sample), len(token_ids[i]))
+            policy.charge(request, len(request.seq.token_ids) if i >= out.num_decode else 0, num_outputs)
         if i >= out.num_decode:
             _advance_chunk(live, request, i, result, duration_s)
             continue
@@ -55,12 +56,14 @@ def apply_step_result(live: Lifecycle, out: SchedulerOutput, result: StepResult,
             kv.publish(request)
         if any_beams and request.seq.num_candidates:
             take_candidates(live, request, result.candidates.get(i))
-            continue
-        token = token_ids[i]
-        if token is None:
+        elif row := token_ids[i]:
+            take_tokens(live, request, row, logprobs.get(i, ()) if logprobs else ())
+        else:
             live.fail(request, InternalError(f"the runner drew no token for attempt {request.attempt_id}"))
-            continue
-        take_token(live, request, token, logprobs.get(i) if logprobs else None)
+    if out.num_draft_tokens:
+        for request in out.requests[: out.num_decode]:
+            if not request.ended and request.seq.num_drafts:
+                kv.trim(request)  # blocks that only rejected guesses needed
 
 
 def _advance_chunk(live: Lifecycle, request: Request, i: int, result: StepResult, duration_s: float) -> None:
@@ -79,15 +82,15 @@ def _advance_chunk(live: Lifecycle, request: Request, i: int, result: StepResult
         live.running.start_decode(request)
         take_candidates(live, request, result.candidates.get(i))
         return
-    token = result.token_ids[i]
-    if token is None:
+    row = result.token_ids[i]
+    if len(row) != 1:
         live.fail(request, InternalError(f"the runner drew no token for attempt {request.attempt_id}"))
         return
     live.running.start_decode(request)
     if seq.num_draws > 1:
-        fork_choices(live, request, _draws(i, token, result))
+        fork_choices(live, request, _draws(i, result))
     else:
-        take_token(live, request, token, result.logprobs.get(i))
+        take_tokens(live, request, row, result.logprobs.get(i, ()))
 
 
 def fork_choices(live: Lifecycle, request: Request, draws: Draws) -> None:
@@ -98,32 +101,49 @@ def fork_choices(live: Lifecycle, request: Request, draws: Draws) -> None:
         return
     for one, (token, logprobs) in zip(choices, draws, strict=True):
         if not one.ended:  # one choice's failure ends them all
-            take_token(live, one, token, logprobs)
+            take_tokens(live, one, (token,), () if logprobs is None else (logprobs,))
 
 
-def take_token(live: Lifecycle, request: Request, token: int, logprobs: TokenLogprobs | None = None) -> None:
-    """One more output token: drawn here, or by prefill for a REMOTE request."""
-    output = request.output
+def take_tokens(
+    live: Lifecycle, request: Request, row: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...] = ()
+) -> None:
+    """More output tokens: drawn here, or the first one by prefill for a REMOTE request.
+
+    Args:
+        row: of which one stands for the position that counts as computed already. With more, guesses were accepted, and the
+            positions of these are counted here. What comes behind the end of the output is dropped: it is neither sent nor
+            counted, and no KV of it is published.
+    """
+    output, tokens = request.output, request.token_ids
     assert output is not None
-    tokens = request.token_ids
     offset = len(tokens) - request.num_prompt
-    tokens.append(token)
-    if len(request.block_ids) * live.config.block_size < len(tokens):
-        live.running.needs_block(request)
     try:
-        text = output.push(token)
+        if len(row) == 1:
+            text, count = output.push(row[0]), 1
+            tokens.append(row[0])
+        else:
+            if len(row) > len(request.seq.token_ids):
+                raise InternalError(
+                    f"the runner accepted more tokens than it was given for attempt {request.attempt_id}"
+                )
+            count, text = output.push_all(row)
+            row, logprobs = row[:count], logprobs[:count]
+            tokens.extend(row)
+            request.num_computed += count - 1
+            live.kv.publish(request)
     except DiptychError as error:
         live.fail(request, error)
         return
-    live.outbox.totals.generated += 1
-    known = (logprobs,) if logprobs is not None else ()
-    group = live.choices.of(request) if live.choices else None
-    if group is not None and group.withholds:
-        group.withhold(request.choice, (token,), text, known)
+    outbox = live.outbox
+    outbox.totals.generated += count
+    if live.choices.withholding and (group := live.choices.of(request)) is not None and group.withholds:
+        group.withhold(request.choice, row, text, logprobs)
     else:
-        live.outbox.add(TokensOut(request.attempt_id, offset, (token,), text, request.choice, known))
+        outbox.add(TokensOut(request.attempt_id, offset, row, text, request.choice, logprobs))
     if output.finish is not None:
         live.finish(request)
+    elif len(request.block_ids) * live.block_size < len(tokens):
+        live.running.needs_block(request)
 
 
 # ---- beams ----
@@ -193,8 +213,10 @@ def _failed(live: Lifecycle, request: Request, i: int, result: StepResult) -> bo
     return False
 
 
-def _draws(i: int, token: int, result: StepResult) -> Draws:
-    return [(token, result.logprobs.get(i)), *result.more_draws.get(i, ())]
+def _draws(i: int, result: StepResult) -> Draws:
+    [token] = result.token_ids[i]
+    [logprobs] = result.logprobs.get(i, (None,))
+    return [(token, logprobs), *result.more_draws.get(i, ())]
 
 
 def _send_prompt_logprobs(live: Lifecycle, request: Request, entries: list[TokenLogprobs]) -> None:
@@ -228,11 +250,10 @@ def _advance_prefill(live: Lifecycle, request: Request, i: int, result: StepResu
             return
         live.outbox.add(FirstCandidates(request.attempt_id, tuple(candidates)))
     elif request.samples:
-        token = result.token_ids[i]
-        if token is None:
+        if len(result.token_ids[i]) != 1:
             live.fail(request, InternalError(f"the runner drew no token for attempt {request.attempt_id}"))
             return
-        for choice, (drawn, logprobs) in enumerate(_draws(i, token, result), request.choice):
+        for choice, (drawn, logprobs) in enumerate(_draws(i, result), request.choice):
             known = (logprobs,) if logprobs is not None else ()
             live.outbox.totals.generated += 1
             live.outbox.add(TokensOut(request.attempt_id, 0, (drawn,), "", choice, known))

@@ -17,7 +17,8 @@ the collections, and the moves between them, are in `engine.sched.lifecycle`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from diptych.common.block_identity import IdentityHeader
 from diptych.common.errors import DiptychError, InternalError, RequestCancelledError
@@ -52,8 +53,20 @@ PROMPT_LOGPROBS_CHUNK = 256
 """Tokens of a chunk whose every row needs logits: they take 4 bytes a vocabulary entry each."""
 
 
+class Drafter(Protocol):
+    """Guesses the next tokens of a sequence. A wrong guess costs time and changes no output."""
+
+    def __call__(self, attempt: str, token_ids: Sequence[int], most: int) -> Sequence[int]:
+        """Args: token_ids: prompt and outputs so far, not to be changed. Returns: at most `most` token ids, maybe none."""
+        ...
+
+
 class Scheduler:
-    """Decides what each step computes. One thread only; no torch, no clock, no I/O."""
+    """Decides what each step computes. One thread only; no torch, no clock, no I/O.
+
+    Args:
+        drafter: decoding rows carry its guesses, where budget and blocks are left over; None: one token a row.
+    """
 
     def __init__(
         self,
@@ -61,8 +74,10 @@ class Scheduler:
         limits: ModelLimits,
         identity: IdentityHeader,
         detokenizer_factory: DetokenizerFactory | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         self.config = config
+        self.drafter = drafter
         self.limits = limits
         self.live = live = Lifecycle(config, limits, detokenizer_factory)
         self.kv, self.policy, self.pace = live.kv, live.policy, live.pace
@@ -142,7 +157,8 @@ class Scheduler:
             live.fail(request, error)
             return
         if group is None:
-            results.take_token(live, request, command.token_id, command.logprobs)
+            logprobs = () if command.logprobs is None else (command.logprobs,)
+            results.take_tokens(live, request, (command.token_id,), logprobs)
         self._join_if_ready(request)
 
     def first_candidates(self, command: FirstCandidates) -> None:
@@ -251,7 +267,9 @@ class Scheduler:
             preemption.preempt_for_priority(live)
         self.passing.begin_step()
         self._schedule_decode(out)
-        budget = self.config.max_num_batched_tokens - out.num_decode
+        if self.drafter is not None:
+            self._add_drafts(out, self.drafter)
+        budget = self.config.max_num_batched_tokens - out.num_decode - out.num_draft_tokens
         cap = self.pace.prefill_cap(out.num_decode, report.prompt_tokens_left(live))
         if cap is not None:
             budget = min(budget, cap)
@@ -299,6 +317,30 @@ class Scheduler:
         out.requests = served
         out.num_decode = len(served)
 
+    def _add_drafts(self, out: SchedulerOutput, drafter: Drafter) -> None:
+        """Guesses get what is left of the token budget. They preempt nothing: without a free block a row has fewer of them."""
+        left = self.config.max_num_batched_tokens - out.num_decode
+        for request, seq in zip(out.requests, out.seqs, strict=True):
+            tokens = request.token_ids
+            most = 0 if seq.num_candidates else min(left, request.max_tokens_total - len(tokens) - 1)
+            drafts = list(drafter(request.attempt, tokens, most))[:most] if most > 0 else []
+            if any(not 0 <= token < self.limits.vocab_size for token in drafts):
+                raise ValueError(f"attempt {request.attempt}: a guess is outside the vocabulary: {drafts}")
+            while drafts and not self._covers(request, len(tokens) + len(drafts)):
+                drafts.pop()
+            seq.num_drafts = len(drafts)
+            if drafts:
+                seq.token_ids = [tokens[-1], *drafts]
+                out.num_draft_tokens += len(drafts)
+                left -= len(drafts)
+
+    def _covers(self, request: Request, num_tokens: int) -> bool:
+        """Give the request blocks for its first `num_tokens` tokens; False when there are not that many."""
+        while len(request.block_ids) * self.config.block_size < num_tokens:
+            if not self.kv.grow(request):
+                return False
+        return True
+
     def _add_chunk(self, out: SchedulerOutput, request: Request, budget: int) -> int:
         start, total = request.num_computed, len(request.token_ids)
         if self.config.long_prefill_token_threshold:
@@ -311,6 +353,7 @@ class Scheduler:
             end -= end % self.config.block_size
         seq = request.seq
         seq.token_ids = request.token_ids[start:end]
+        seq.num_drafts = 0
         seq.start = start
         seq.sample = end == total and request.samples
         seq.output_index = total - request.num_prompt

@@ -213,7 +213,7 @@ def tiny_model(pd: ModuleType, runner: TorchModelRunner) -> LoadedModel:
 
 
 def step(runner: TorchModelRunner, tokens: list[int], start: int, table: list[int], index: int) -> int:
-    [token] = runner.execute([ScheduledSeq("a", tokens, start, table, True, SAMPLING, index)]).token_ids
+    [[token]] = runner.execute([ScheduledSeq("a", tokens, start, table, True, SAMPLING, index)]).token_ids
     assert token is not None
     return token
 

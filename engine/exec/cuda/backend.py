@@ -75,7 +75,7 @@ class CudaBackend:
             batch = self.build([seq])
             logits = self.execute([seq], batch, None)
             if logits is not None:
-                self.draw([seq], batch.sample_seqs, [], logits, (), StepResult(token_ids=[None]))
+                self.draw([seq], batch.sample_seqs, [], logits, (), StepResult(token_ids=[()]))
         ids, sources, _ = self._upload.send(([0] * 8, [-1] * 8, [0] * 8))
         feed_ids(ids, sources, self._draw.drawn)
         token = memoryview(bytearray(self._pool.bytes_per_token))

@@ -1,7 +1,10 @@
-"""One step's layout for the Triton path. Rows: sequences with one new token in the order given, then the chunks.
+"""One step's layout for the Triton path. Rows: decoding sequences in the order given, then the chunks.
 
 row   0 1 2 3 4 5 | 6 7 8 9 10 | 11 12 ...
       decode      | chunk A    | chunk B
+
+A sequence with drafts has one decode row for its last known token and one for each guess. Each attends to the KV of the rows
+before it, which a layer stores before it attends. So a row's numbers are those of plain decoding, and CUDA graphs serve it.
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ class CudaBatch:
 
     Args:
         slots: block * block_size + offset of each row's token.
-        num_decode: leading rows that are sequences of one new token.
+        num_decode: leading rows, each of one token.
+        decode_counts: of each decoding sequence, its rows.
         counts, starts: new tokens and computed tokens before them, of each chunk.
     """
 
@@ -30,10 +34,18 @@ class CudaBatch:
     positions: list[int]
     slots: list[int]
     num_decode: int
+    decode_counts: list[int]
     counts: list[int]
     starts: list[int]
     sample_rows: list[int]
     sample_seqs: list[int]
+
+    def row_tables(self, tables: Sequence[int]) -> list[int]:
+        """Block table of each decode row, then of each chunk. Args: tables: of each sequence, in `order`."""
+        if self.num_decode == len(self.decode_counts):
+            return list(tables)
+        counts = [*self.decode_counts, *([1] * len(self.counts))]
+        return [table for table, count in zip(tables, counts, strict=True) for _ in range(count)]
 
     @property
     def all_rows_sampled(self) -> bool:
@@ -71,18 +83,20 @@ def lay_out(seqs: Sequence[ScheduledSeq], block_size: int, max_model_len: int) -
             raise InternalError(f"{seq.attempt}: tokens [{seq.start}, {end}) of at most {max_model_len}")
         if len(seq.block_table) * block_size < end:
             raise InternalError(f"{seq.attempt}: {len(seq.block_table)} blocks do not cover {end} tokens")
-    single = [i for i, seq in enumerate(seqs) if len(seq.token_ids) == 1]
-    several = [i for i, seq in enumerate(seqs) if len(seq.token_ids) > 1]
-    batch = CudaBatch([*single, *several], [], [], [], len(single), [], [], [], [])
+    single = [i for i, seq in enumerate(seqs) if len(seq.token_ids) == 1 + seq.num_drafts]
+    several = [i for i, seq in enumerate(seqs) if len(seq.token_ids) > 1 + seq.num_drafts]
+    batch = CudaBatch([*single, *several], [], [], [], 0, [], [], [], [], [])
     for i in single:
         seq = seqs[i]
-        at = seq.start
-        batch.token_ids.append(seq.token_ids[0])
-        batch.positions.append(at)
-        batch.slots.append(seq.block_table[at // block_size] * block_size + at % block_size)
-        if seq.sample:
-            batch.sample_rows.append(len(batch.token_ids) - 1)
-            batch.sample_seqs.append(i)
+        for at, token in enumerate(seq.token_ids, seq.start):
+            batch.token_ids.append(token)
+            batch.positions.append(at)
+            batch.slots.append(seq.block_table[at // block_size] * block_size + at % block_size)
+            if seq.sample:
+                batch.sample_rows.append(len(batch.token_ids) - 1)
+                batch.sample_seqs.append(i)
+        batch.decode_counts.append(len(seq.token_ids))
+    batch.num_decode = len(batch.token_ids)
     for i in several:
         seq = seqs[i]
         span = range(seq.start, seq.start + len(seq.token_ids))

@@ -1,7 +1,7 @@
 """Draw a step's tokens with one sync: the read of the ids. Same draws as engine.exec.sampler, up to rounding of fp32.
 
-One draw a row, with temperature, min_p, top_k and top_p, constraints and logprobs. Several draws, beams and prompts' logprobs
-take engine.exec.sampling, which syncs more often.
+One draw a row, with temperature, min_p, top_k and top_p, constraints and logprobs. Several draws, beams, drafts and prompts'
+logprobs take engine.exec.sampling, which syncs more often.
 
 A draw without constraints follows from the sequence's place alone, so it can be sent off with its step. With them it follows
 from the sequence's tokens: of a step that was launched ahead it is sent once the host has read the last token, while the step
@@ -31,7 +31,7 @@ _TURNS = 3
 
 def is_single(seq: ScheduledSeq) -> bool:
     """Can it be drawn here?"""
-    return seq.num_draws == 1 and not seq.num_candidates
+    return seq.num_draws == 1 and not seq.num_candidates and not seq.num_drafts
 
 
 def is_plain(seq: ScheduledSeq) -> bool:
@@ -66,14 +66,14 @@ class Drawn:
             elif token == NONE_LEFT:
                 result.refused_rows[i] = self.refusals.get(row, EMPTY_CHOICE)
             else:
-                result.token_ids[i] = token
+                result.token_ids[i] = (token,)
         if self.logprobs is not None:
             for i, entry in zip(self.logprobs[0], self.logprobs[1].take(), strict=True):
-                if result.token_ids[i] is not None:
-                    result.logprobs[i] = entry
+                if result.token_ids[i]:
+                    result.logprobs[i] = (entry,)
 
     def result(self) -> StepResult:
-        result = StepResult(token_ids=[None] * self._num_seqs)
+        result = StepResult(token_ids=[()] * self._num_seqs)
         self.fill(result)
         return result
 

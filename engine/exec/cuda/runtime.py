@@ -53,7 +53,7 @@ class CudaRuntime:
         """Rows of the device's block tables, in the order of the batch; new blocks are sent. Raises: InternalError."""
         ordered = [seqs[i] for i in batch.order]
         blocks = [-(-(seq.start + len(seq.token_ids)) // self._block_size) for seq in ordered]
-        return self._tables.rows(ordered, blocks)
+        return batch.row_tables(self._tables.rows(ordered, blocks))
 
     def send(self, batch: CudaBatch, rows: Sequence[int], sources: Sequence[int] = ()) -> tuple[StepTensors, Tensor]:
         """Returns: the step on the device, and there also `sources`."""

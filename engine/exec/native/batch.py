@@ -56,8 +56,8 @@ class NativeBatchBuilder:
             token_ids += seq.token_ids
             blocks += seq.block_table[: (seq.start + len(seq.token_ids) - 1) // size + 1]
             if seq.sample:
-                sample_rows.append(len(token_ids) - 1)
-                sample_seqs.append(i)
+                sample_rows += range(len(token_ids) - 1 - seq.num_drafts, len(token_ids))
+                sample_seqs += [i] * (1 + seq.num_drafts)
         counts = np.array([len(seq.token_ids) for seq in seqs], dtype=np.int64)
         starts = np.array([seq.start for seq in seqs], dtype=np.int64)
         first_rows = np.cumsum(counts) - counts

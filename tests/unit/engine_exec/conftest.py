@@ -114,13 +114,13 @@ class Driver:
         return seq
 
     def prefill(self, prompt, table, *, chunk: int, sampling=GREEDY) -> int:
-        token = None
+        row: tuple[int, ...] = ()
         for start in range(0, len(prompt), chunk):
             end = min(len(prompt), start + chunk)
             last = end == len(prompt)
             step = self.seq(prompt[start:end], start, table, sample=last, sampling=sampling, history=list(prompt))
-            [token] = self.runner.execute([step]).token_ids
-        return token
+            [row] = self.runner.execute([step]).token_ids
+        return row[0]
 
     def generate(self, prompts, count: int, *, chunk: int = 1000, sampling=GREEDY) -> list[list[int]]:
         """All prompts decode together; their prefills ran one by one."""
@@ -131,9 +131,42 @@ class Driver:
                 self.seq([out[-1]], len(p) + index - 1, table, sampling=sampling, index=index, history=[*p, *out])
                 for p, out, table in zip(prompts, outputs, tables, strict=True)
             ]
-            for out, token in zip(outputs, self.runner.execute(batch).token_ids, strict=True):
-                out.append(token)
+            for out, row in zip(outputs, self.runner.execute(batch).token_ids, strict=True):
+                out.extend(row)
         return outputs
+
+    def generate_with_drafts(self, prompts, truths, *, most: int = 4, sampling=GREEDY) -> tuple[list, list, list[int]]:
+        """As `generate`, with guesses in every row: right ones from `truths` (the outputs to come), some of them made wrong.
+
+        Returns: outputs, logprobs, and the number of tokens that each row yielded.
+        """
+        tables = [self.table(len(p) + len(t) + most) for p, t in zip(prompts, truths, strict=True)]
+        outputs = [[self.prefill(p, t, chunk=1000, sampling=sampling)] for p, t in zip(prompts, tables, strict=True)]
+        logprobs, yielded = [[] for _ in prompts], []
+        memos = [None] * len(prompts)
+        while going := [i for i, truth in enumerate(truths) if len(outputs[i]) < len(truth)]:
+            batch = []
+            for i in going:
+                prompt, out, truth = prompts[i], outputs[i], truths[i]
+                count = min(self.rng.randint(0, most), len(truth) - len(out) - 1)
+                guesses = truth[len(out) : len(out) + count]
+                if count and self.rng.random() < 0.4:
+                    guesses[self.rng.randrange(count)] = self.rng.randrange(self.runner.vocab_size)
+                start = len(prompt) + len(out) - 1
+                seq = self.seq(
+                    [out[-1], *guesses], start, tables[i], sampling=sampling, index=len(out), history=[*prompt, *out]
+                )
+                seq.num_drafts, seq.memo = count, memos[i]
+                batch.append(seq)
+            result = self.runner.execute(batch)
+            for at, i in enumerate(going):
+                row = result.token_ids[at]
+                assert 1 <= len(row) <= 1 + batch[at].num_drafts
+                outputs[i].extend(row)
+                logprobs[i].extend(result.logprobs.get(at, ()))
+                memos[i] = batch[at].memo
+                yielded.append(len(row))
+        return outputs, logprobs, yielded
 
     def generate_ahead(self, prompts, count: int, *, sampling=GREEDY) -> list[list[int]]:
         """As `generate`, but every decode step is launched before the one before it is read; the order of the sequences changes
@@ -169,9 +202,9 @@ class Driver:
     def _land(step, rows, outputs, histories) -> None:
         result = step.result()
         assert step.done()
-        for i, token in zip(rows, result.token_ids, strict=True):
-            outputs[i].append(token)
-            histories[i].append(token)
+        for i, row in zip(rows, result.token_ids, strict=True):
+            outputs[i].extend(row)
+            histories[i].extend(row)
 
 
 @pytest.fixture(scope="session")

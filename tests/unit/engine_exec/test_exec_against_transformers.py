@@ -87,7 +87,7 @@ def test_prefill_and_decode_mix_in_a_step(variant):
         ]
     )
     expected = [greedy_ids(variant.model, p, 2)[0] for p in prompts]
-    assert result.token_ids == [expected[1][0], expected[0][1], expected[2][0]]
+    assert result.token_ids == [(expected[1][0],), (expected[0][1],), (expected[2][0],)]
     assert not result.bad_rows
 
 

@@ -52,6 +52,20 @@ def test_steps_ahead_draw_what_the_cpu_draws(tiny_dir, driver_of, graph_sizes, f
     assert driver.generate_ahead(prompts, 40, sampling=sampling) == expected
 
 
+@pytest.mark.parametrize("fields", [{}, {"repetition_penalty": 1.3, "bad_words": ((7, 11), (12,)), "logprobs": 3}])
+@pytest.mark.parametrize("graph_sizes", [[], [2, 4, 8, 16]])
+def test_drafts_are_verified_through_graphs(tiny_dir, driver_of, graph_sizes, fields):
+    """A row of k tokens is k decode rows of one sequence: ids are those of plain decoding on the same kernels, and the CPU's."""
+    sampling = SamplingParams(max_tokens=64, seed=5, temperature=0.9, top_k=40, **fields)
+    prompts = prompts_of(5, 21, 40)
+    expected = driver_of(tiny_dir).generate(prompts, 30, sampling=sampling)
+    driver = driver_of(tiny_dir, device="cuda", backend="triton", graph_sizes=graph_sizes)
+    assert driver.generate(prompts, 30, sampling=sampling) == expected
+    outputs, _, yielded = driver.generate_with_drafts(prompts, expected, sampling=sampling)
+    assert outputs == expected
+    assert max(yielded) > 2
+
+
 def test_graphs_compute_what_the_kernels_do(tiny_dir, driver_of):
     """Every padded size, and steps with and without sampled rows, in bf16."""
     prompts = prompts_of(*range(3, 14))
@@ -62,7 +76,7 @@ def test_graphs_compute_what_the_kernels_do(tiny_dir, driver_of):
         table = driver.table(8)
         first = driver.prefill(prompts[0], table, chunk=9)
         step = driver.seq([first], 3, table, sample=False, index=1)
-        assert driver.runner.execute([step]).token_ids == [None]
+        assert driver.runner.execute([step]).token_ids == [()]
     assert outputs[0] == outputs[1]
 
 

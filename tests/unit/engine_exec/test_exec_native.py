@@ -175,7 +175,7 @@ def test_kv_of_one_width_serves_another(native_tiny, set_lanes, tiny_dir, driver
     there = peer.table(35)
     peer.runner.unpack(there, 29, memoryview(payload))
     for index in range(1, 6):
-        out += peer.runner.execute([peer.seq([out[-1]], 28 + index, there, index=index)]).token_ids
+        out += peer.runner.execute([peer.seq([out[-1]], 28 + index, there, index=index)]).token_ids[0]
     assert out == expected
 
 

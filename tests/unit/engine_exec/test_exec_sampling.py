@@ -164,7 +164,7 @@ def test_prompt_logprobs_of_a_chunk_are_those_of_each_token(tiny):
     for i, entry in enumerate(result.prompt_logprobs[1]):
         step = tiny.seq(prompt[: i + 1], 0, tiny.table(16), sampling=SamplingParams(9, temperature=0.0))
         step.top_logprobs = 2
-        [known] = tiny.runner.execute([step]).logprobs.values()
+        [[known]] = tiny.runner.execute([step]).logprobs.values()
         assert entry.token_id == prompt[i + 1]
         assert [t for t, _ in entry.top] == [t for t, _ in known.top]
         assert [p for _, p in entry.top] == pytest.approx([p for _, p in known.top], abs=1e-5)

@@ -98,7 +98,7 @@ def test_chunks_and_decodes_share_a_step_and_kv_moves(model_dir_of, driver_of):
         assert checksum == xxhash.xxh3_64_intdigest(bytes(payload[:-3]))
         there = driver.table(12)
         driver.runner.unpack(there, 10, memoryview(bytes(payload)))
-        token = results[-1][2]
+        [token] = results[-1][2]
         results[-1] += driver.runner.execute([driver.seq([token], 10, there, index=2)]).token_ids
         with pytest.raises(InternalError):
             driver.runner.pack([1], 9, memoryview(payload))
@@ -119,7 +119,8 @@ def test_logprobs_and_bad_rows(model_dir_of, driver_of):
     step.top_logprobs = 2
     result = driver.runner.execute([step])
     assert result.token_ids == [expected]
-    assert result.logprobs[0].token_id == expected
+    [entry] = result.logprobs[0]
+    assert (entry.token_id,) == expected
     step.top_logprobs, step.start, step.token_ids = None, 5, [1]
     driver.runner.pool.tensor[step.block_table[0], :, 1, 2] = float("nan")
     assert list(driver.runner.execute([step]).bad_rows) == [0]
@@ -164,7 +165,7 @@ def test_constrained_draws_and_logprobs_are_the_samplers(rows):
             if sampling.constrained:
                 seq.history, seq.num_prompt = history, num_prompt
             seqs.append(seq)
-        result = StepResult([None] * len(seqs))
+        result = StepResult([()] * len(seqs))
         if on_device:
             DeviceDraw(torch.device("cpu"), 8).draw(seqs, range(len(seqs)), logits, (2,)).fill(result)
         else:
@@ -174,8 +175,8 @@ def test_constrained_draws_and_logprobs_are_the_samplers(rows):
     assert here.token_ids == there.token_ids
     assert (here.bad_rows.keys(), here.refused_rows) == (there.bad_rows.keys(), there.refused_rows)
     assert here.logprobs.keys() == there.logprobs.keys()
-    for i, entry in here.logprobs.items():
-        other = there.logprobs[i]
+    for i, [entry] in here.logprobs.items():
+        [other] = there.logprobs[i]
         assert (entry.token_id, entry.rank, [t for t, _ in entry.top]) == (
             other.token_id, other.rank, [t for t, _ in other.top])  # fmt: skip
         assert entry.logprob == pytest.approx(other.logprob, abs=1e-5)

@@ -191,6 +191,7 @@ class Pair:
 class Kit:
     BLOCK = BLOCK
     IDENTITY = IDENTITY
+    FakeClock = FakeClock
     Pair = Pair
     make_config = staticmethod(make_config)
     make_engine = staticmethod(make_engine)
