@@ -34,7 +34,7 @@ class DecodeRole:
     """See worker.role.Role."""
 
     def __init__(self, runtime: WorkerRuntime) -> None:
-        runner, config = runtime.model.runner, runtime.config
+        able, config = runtime.model.runner.capabilities, runtime.config
         reader = runtime.metrics.metered(runtime.transfer)
         self._links = LinkRates()
         self._grammars = runtime.model.grammars
@@ -54,7 +54,7 @@ class DecodeRole:
             links=self._links,
             rates=PrefillRates(),
             clock=runtime.clock,
-            kv_bytes_per_token=runner.kv_bytes_per_token,
+            kv_bytes_per_token=able.kv_bytes_per_token,
             kv_format=runtime.compat.kv if config.allow_kv_conversion else None,
             num_layers=runtime.compat.kv.num_layers,
             read_base_s=config.read_base_s,
@@ -64,7 +64,7 @@ class DecodeRole:
         self.intake = AttemptManager(
             runtime.engine,
             context,
-            Limits(runtime.worker_id, runtime.incarnation, runner.vocab_size, runner.max_model_len, runner.block_size),
+            Limits(runtime.worker_id, runtime.incarnation, able.vocab_size, able.max_model_len, able.block_size),
             path=runtime.transfer.path,
             max_attempts=config.max_queue,
             compile_grammar=None if self._grammars is None else self._grammars.compile_with_mask,

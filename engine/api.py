@@ -11,6 +11,7 @@ from diptych.common.clock import Clock, MonotonicClock
 from diptych.common.errors import DiptychError, InternalError
 from diptych.engine.config import EngineConfig
 from diptych.engine.core import EngineCore
+from diptych.engine.executor import Executor
 from diptych.engine.loop import Ask, StepThread
 from diptych.engine.messages import (
     AttemptEvent,
@@ -26,7 +27,6 @@ from diptych.engine.messages import (
     PrefillComplete,
     TokensOut,
 )
-from diptych.engine.runner import ModelRunner
 from diptych.engine.sched.output import DetokenizerFactory
 
 _T = TypeVar("_T")
@@ -37,17 +37,17 @@ class EngineClient:
     """Starts the step thread and talks to it.
 
     Args:
-        runner: used by the step thread only, from `start` on.
+        executor: used by the step thread only, from `start` on; closed by `close`.
         identity: header of the block identities, without a salt (each request brings its own).
         detokenizer_factory: None: every text is "" and stop strings are refused.
         on_events: called on the event loop with the events of one step, in order; must not block. The first cache event of
             an epoch has sequence 1.
-    Raises: ConfigError when config, runner and identity do not fit together.
+    Raises: ConfigError when config, executor and identity do not fit together.
     """
 
     def __init__(
         self,
-        runner: ModelRunner,
+        executor: Executor,
         config: EngineConfig,
         identity: IdentityHeader,
         detokenizer_factory: DetokenizerFactory | None = None,
@@ -56,7 +56,7 @@ class EngineClient:
         clock: Clock | None = None,
     ) -> None:
         clock = clock or MonotonicClock()
-        core = EngineCore(runner, config, identity, clock, detokenizer_factory)
+        core = EngineCore(executor, config, identity, clock, detokenizer_factory)
         self._thread = StepThread(core, clock, self._deliver, self._step_thread_ended)
         self._on_events = on_events
         self._loop: asyncio.AbstractEventLoop | None = None

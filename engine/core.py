@@ -1,4 +1,4 @@
-"""One engine without threads: scheduler and runner put together. The step thread and the offline engine drive it.
+"""One engine without threads: scheduler and executor put together. The step thread and the offline engine drive it.
 
 handle(command)*  ->  step()  ->  take_events()
 """
@@ -15,6 +15,7 @@ from diptych.common.clock import Clock
 from diptych.common.errors import ConfigError, DiptychError, InternalError, OverloadedError
 from diptych.engine.async_unpacks import AsyncUnpacks
 from diptych.engine.config import EngineConfig
+from diptych.engine.executor import Executor, ExecutorLost
 from diptych.engine.in_flight_step import InFlightStep, PlanTimer
 from diptych.engine.messages import (
     BlockCopy,
@@ -33,7 +34,7 @@ from diptych.engine.messages import (
     RunLocally,
     UnpackRange,
 )
-from diptych.engine.runner import AsyncModelRunner, ModelRunner, OutOfDeviceMemory, ReportsLayerProgress, StepAborted
+from diptych.engine.runner import OutOfDeviceMemory, StepAborted
 from diptych.engine.sched import async_scheduling as ahead
 from diptych.engine.sched.admission import ModelLimits
 from diptych.engine.sched.output import DetokenizerFactory
@@ -55,38 +56,45 @@ class InvariantError(AssertionError):
 class EngineCore:
     """Used by one thread at a time.
 
-    Raises: ConfigError when the configuration does not fit the runner.
+    Raises: ConfigError when the configuration does not fit the runner. `step` and `handle` raise ExecutorLost when the engine
+    cannot go on.
     """
 
     def __init__(
         self,
-        runner: ModelRunner,
+        executor: Executor,
         config: EngineConfig,
         identity: IdentityHeader,
         clock: Clock,
         detokenizer_factory: DetokenizerFactory | None = None,
         drafter: Drafter | None = None,
     ) -> None:
-        if config.block_size != runner.block_size:
-            raise ConfigError("block_size", config.block_size, f"the runner's blocks hold {runner.block_size} tokens")
+        able = executor.capabilities
+        if config.block_size != able.block_size:
+            raise ConfigError("block_size", config.block_size, f"the runner's blocks hold {able.block_size} tokens")
         if config.block_size != identity.block_size:
             raise ConfigError("block_size", config.block_size, f"block identities are made for {identity.block_size}")
-        if config.num_host_blocks > runner.num_host_blocks:
-            raise ConfigError("num_host_blocks", config.num_host_blocks, f"the runner has {runner.num_host_blocks}")
-        if config.num_blocks > runner.num_blocks:
-            raise ConfigError("num_blocks", config.num_blocks, f"the runner's pool has {runner.num_blocks}")
+        if config.num_host_blocks > able.num_host_blocks:
+            raise ConfigError("num_host_blocks", config.num_host_blocks, f"the runner has {able.num_host_blocks}")
+        if config.num_blocks > able.num_blocks:
+            raise ConfigError("num_blocks", config.num_blocks, f"the runner's pool has {able.num_blocks}")
+        if drafter is not None and not able.verifies_drafts:
+            raise ConfigError("drafter", type(drafter).__name__, "the runner does not verify drafts")
         limits = ModelLimits(
-            max_model_len=runner.max_model_len,
-            vocab_size=runner.vocab_size,
-            eos_token_ids=frozenset(runner.eos_token_ids),
-            kv_bytes_per_token=runner.kv_bytes_per_token,
-            num_layers=runner.num_layers,
+            max_model_len=able.max_model_len,
+            vocab_size=able.vocab_size,
+            eos_token_ids=frozenset(able.eos_token_ids),
+            kv_bytes_per_token=able.kv_bytes_per_token,
+            num_layers=able.num_layers,
+            grammars=able.grammars,
         )
         self.scheduler = Scheduler(config, limits, identity, detokenizer_factory, drafter)
         self.steps = 0
-        self._runner = runner
+        self._executor = executor
+        self._block_bytes = able.block_size * able.kv_bytes_per_token
         self._clock = clock
-        self._device = runner if isinstance(runner, AsyncModelRunner) and runner.steps_ahead else None
+        self._runs_ahead = able.runs_ahead
+        self._reports_layers = able.reports_layers
         self._goes_ahead = config.steps_ahead
         self._flight: InFlightStep | None = None
         self._lead = PlanTimer()
@@ -97,16 +105,16 @@ class EngineCore:
         self._check = config.check_invariants
         self._answers: list[EngineEvent] = []
         self._pulls = AsyncUnpacks()
-        self._tells_layers = runner if isinstance(runner, ReportsLayerProgress) and runner.tells_layers else None
         self._before_packing: Callable[[], None] = lambda: None
         self._on_packed_early: Callable[[], None] = lambda: None
         self.events_may_wait = False
         """The last step was a large one of decodes: its events may go out while the next one is on the device."""
 
     def on_launched(self, callback: Callable[[], None]) -> None:
-        """`callback` is called in every step from when it is on the device; never by a runner that computes here."""
-        if self._device is not None:
-            self._device.on_launched = self._on_launched = callback
+        """`callback` is called in every step once it is on the device; never where `is_synchronous`."""
+        if self._runs_ahead:
+            self._on_launched = callback
+            self._executor.on_launched(callback)
 
     @property
     def plan_at(self) -> float | None:
@@ -119,6 +127,10 @@ class EngineCore:
         if self._flight is not None:
             self._land(None)
 
+    def close(self) -> None:
+        """End the executor; nothing else is called afterwards."""
+        self._executor.close()
+
     def on_packing(self, take_grants: Callable[[], None], packed_early: Callable[[], None]) -> None:
         """`take_grants` hands over (`handle`) slabs that came back, before anything is packed; `packed_early` is called in the
         midst of a step that has packed something already: `take_events` has its ranges."""
@@ -127,7 +139,7 @@ class EngineCore:
     @property
     def is_synchronous(self) -> bool:
         """No step is on a device when `step` returns."""
-        return self._device is None
+        return not self._runs_ahead
 
     @property
     def pulling(self) -> bool:
@@ -195,31 +207,28 @@ class EngineCore:
             start = self._clock.now()
         if copied is None or not out.seqs:
             return copied is None
-        if self._device is not None and self._goes_ahead and ahead.can_run_ahead(self.scheduler.live, out):
-            self._flight = self._launch(self._device, out, None)
+        if self._runs_ahead and self._goes_ahead and ahead.can_run_ahead(self.scheduler.live, out):
+            self._flight = self._launch(out, None)
             return True
         self._execute(out, cancelled, start)
         self.steps += 1
         only_decodes = out.num_decode == len(out.seqs)
-        self.events_may_wait = self._device is not None and only_decodes and out.num_decode > _FEW_DECODES
+        self.events_may_wait = self._runs_ahead and only_decodes and out.num_decode > _FEW_DECODES
         return True
 
     def _launch_ahead(self, flight: InFlightStep) -> InFlightStep | None:
-        assert self._device is not None
         out = None if flight.step.failed else ahead.plan(self.scheduler, self._clock.now())
         copied = self._copy_blocks()
         if out is None or copied is None:
             return None
-        behind = self._launch(self._device, out, flight.out)
+        behind = self._launch(out, flight.out)
         if behind is not None:
             self.steps_ahead += 1
             self._lead.launched(late=flight.step.done())
         return behind
 
-    def _launch(
-        self, device: AsyncModelRunner, out: SchedulerOutput, before: SchedulerOutput | None
-    ) -> InFlightStep | None:
-        step = self._attempt(out, lambda: device.launch(out.seqs, out.sources))
+    def _launch(self, out: SchedulerOutput, before: SchedulerOutput | None) -> InFlightStep | None:
+        step = self._attempt(out, lambda: self._executor.launch(out.seqs, out.sources))
         if step is None:
             return None
         ahead.launched(out, before)
@@ -268,25 +277,23 @@ class EngineCore:
         try:
             both_ways = [BlockCopy(CopyKind.TO_HOST, b, s) for b, s in zip(blocks, slots, strict=True)]
             both_ways += [BlockCopy(CopyKind.FROM_HOST, s, b) for b, s in zip(blocks, slots, strict=True)]
-            self._runner.copy_blocks(both_ways)  # the first time pays for memory that was never touched
+            self._executor.copy_blocks(both_ways)  # the first time pays for memory that was never touched
             start = self._clock.now()
-            self._runner.copy_blocks(both_ways)
+            self._executor.copy_blocks(both_ways)
             duration_s = self._clock.now() - start
         finally:
             kv.pool.release(blocks)
             kv.host.give(slots)
         if duration_s > 0.0:
-            size_bytes = len(both_ways) * self._runner.block_size * self._runner.kv_bytes_per_token
-            self.scheduler.pace.copy_bytes_per_s = size_bytes / duration_s
+            self.scheduler.pace.copy_bytes_per_s = len(both_ways) * self._block_bytes / duration_s
         return self.scheduler.pace.copy_bytes_per_s
 
     def _execute(self, out: SchedulerOutput, cancelled: Container[str], start: float) -> None:
-        def nobody_wants_it() -> bool:
+        def all_cancelled() -> bool:
             return all(seq.attempt in cancelled for seq in out.seqs)
 
-        if self._tells_layers is not None:
-            self._pack_layers_of(out, self._tells_layers)
-        result = self._attempt(out, lambda: self._runner.execute(out.seqs, nobody_wants_it))
+        on_layers = self._layer_packing(out) if self._reports_layers else None
+        result = self._attempt(out, lambda: self._executor.execute(out.seqs, all_cancelled, on_layers))
         if result is not None:
             self.scheduler.apply(out, result, self._clock.now() - start)
 
@@ -296,6 +303,8 @@ class EngineCore:
             return action()
         except StepAborted:
             return None
+        except ExecutorLost:
+            raise
         except OutOfDeviceMemory as error:
             # The newcomers ask for the memory; whoever decodes has not advanced, and does so in the next step.
             victims = out.requests[out.num_decode :] or out.requests[-1:]
@@ -319,20 +328,24 @@ class EngineCore:
             return False
         start = self._clock.now()
         try:
-            self._runner.copy_blocks(copies)
+            self._executor.copy_blocks(copies)
+        except ExecutorLost:
+            raise
         except Exception as error:
             _log.exception("copying %d blocks failed", len(copies))
             self.scheduler.fail_all(_internal("copying KV blocks failed", error))
             self.scheduler.kv.pool.clear()
             return None
         num_moved = sum(copy.kind is not CopyKind.FORK for copy in copies)
-        block_bytes = self._runner.block_size * self._runner.kv_bytes_per_token
-        self.scheduler.pace.observe_copy(self._clock.now() - start, num_moved * block_bytes)
+        self.scheduler.pace.observe_copy(self._clock.now() - start, num_moved * self._block_bytes)
         return True
 
-    def _pack_layers_of(self, out: SchedulerOutput, runner: ReportsLayerProgress) -> None:
-        """Have the step pack its last chunks' layers as they come, where that wins."""
+    def _layer_packing(self, out: SchedulerOutput) -> Callable[[int], None] | None:
+        """What the step does between two layers: pack its last chunks' layers, where that is faster, and what waits for slabs.
+        None: nothing."""
         groups, packing = self.scheduler.layer_groups(out), self.scheduler.packing
+        if not groups and not packing.any_late:
+            return None
 
         def on_layers(num_layers: int) -> None:
             packed = self._pack(partial(groups.next_job, num_layers), lambda job, error: groups.give_up(job))
@@ -341,7 +354,7 @@ class EngineCore:
             if packed:
                 self._on_packed_early()
 
-        runner.on_layers = on_layers if groups or packing.any_late else lambda num_layers: None
+        return on_layers
 
     def _pack(
         self, next_job: Callable[[], PackJob | None], on_failure: Callable[[PackJob, DiptychError], None]
@@ -352,7 +365,9 @@ class EngineCore:
         while (job := next_job()) is not None:
             any_packed = True
             try:
-                checksum = self._runner.pack(job.block_ids, job.num_tokens, job.grant.payload, job.layers)
+                checksum = self._executor.pack(job.block_ids, job.num_tokens, job.grant.payload, job.layers)
+            except ExecutorLost:
+                raise
             except Exception as error:
                 _log.exception(
                     "packing tokens %d+%d of %s failed", job.first_token, job.num_tokens, job.request.attempt
@@ -372,7 +387,9 @@ class EngineCore:
             job = None  # the request has ended
         if job is not None:
             try:
-                pull = self._runner.unpack(job.block_ids, job.num_tokens, command.payload, job.layers)
+                pull = self._executor.unpack(job.block_ids, job.num_tokens, command.payload, job.layers)
+            except ExecutorLost:
+                raise
             except Exception as error:
                 _log.exception(
                     "unpacking tokens %d+%d of %s failed", command.first_token, job.num_tokens, command.attempt

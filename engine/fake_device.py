@@ -11,17 +11,15 @@ from diptych.engine.messages import BlockCopy, ScheduledSeq, StepResult
 
 
 class FakeDeviceRunner(FakeRunner):
-    """Implements AsyncModelRunner. Draws that depend on history are made of what `draw` found there, no less: a plan
+    """A ModelRunner that runs ahead. Draws that depend on history are made of what `draw` found there, no less: a plan
     that runs ahead of its tokens fails. A step is computed when its result is asked for, or when something comes that a device
     does in the same order: another step's result, execute, copies, pack. `unpack` writes at once, as a pull beside the steps
     does: what a step that is still on the device reads or writes must not be anybody else's by then.
     """
 
-    steps_ahead = True
-
     def __init__(self, num_blocks: int = 64, block_size: int = 16, **options: object) -> None:
         super().__init__(num_blocks, block_size, **options)  # type: ignore[arg-type]
-        self.on_launched: Callable[[], None] = lambda: None
+        self.steps_ahead = True
         self.launches = self.most_in_flight = 0
         self._queue: deque[_FakeStep] = deque()
         self._last: _FakeStep | None = None

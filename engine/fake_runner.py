@@ -13,12 +13,13 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from diptych.common.errors import InternalError
 from diptych.common.kv_format import full_format
 from diptych.common.sampling import SamplingParams
 from diptych.engine import constraints
 from diptych.engine.messages import BlockCopy, Candidate, CopyKind, ScheduledSeq, StepResult, TokenLogprobs
 from diptych.engine.provenance import Provenance, note_step
-from diptych.engine.runner import StepAborted
+from diptych.engine.runner import RunnerCapabilities, StepAborted, StepInFlight
 
 
 class FakeRunner:
@@ -50,7 +51,8 @@ class FakeRunner:
         self.kv = full_format(num_layers, 1, head_dim, block_size=block_size, dtype="int8")
         self.kv_bytes_per_token = self.kv.bytes_per_token
         self.num_layers = num_layers
-        self.tells_layers = True
+        self.steps_ahead = False
+        self.on_launched: Callable[[], None] = lambda: None
         self.on_layers: Callable[[int], None] = lambda num_layers: None
         self.before_execute = before_execute
         self.bad_attempts: set[str] = set()
@@ -60,6 +62,28 @@ class FakeRunner:
         self._provenance: Provenance | None = None
         self.computed_tokens = 0
         self.executed_steps = 0
+
+    @property
+    def capabilities(self) -> RunnerCapabilities:
+        return RunnerCapabilities(
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+            kv_bytes_per_token=self.kv_bytes_per_token,
+            num_layers=self.num_layers,
+            max_model_len=self.max_model_len,
+            vocab_size=self.vocab_size,
+            eos_token_ids=self.eos_token_ids,
+            num_host_blocks=self.num_host_blocks,
+            runs_ahead=self.steps_ahead,
+            reports_layers=True,
+            verifies_drafts=True,
+        )
+
+    def expect_compiled(self) -> None:
+        """It has no kernels."""
+
+    def launch(self, seqs: Sequence[ScheduledSeq], sources: Sequence[int] = ()) -> StepInFlight:
+        raise InternalError("the fake runner has no device; see FakeDeviceRunner")
 
     def execute(self, seqs: Sequence[ScheduledSeq], should_abort: Callable[[], bool] | None = None) -> StepResult:
         if self.before_execute is not None:

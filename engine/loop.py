@@ -149,7 +149,14 @@ class StepThread:
                 _log.critical("the dead engine's requests could not be freed", exc_info=True)
                 self._deliver([Failed(attempt, end) for attempt in self._core.scheduler.requests])
             self._refuse_inbox()
+            self._close_executor()
             self._on_exit()
+
+    def _close_executor(self) -> None:
+        try:
+            self._core.close()
+        except Exception:
+            _log.critical("the executor could not be closed", exc_info=True)
 
     def _loop(self) -> None:
         core = self._core

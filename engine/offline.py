@@ -10,6 +10,7 @@ from diptych.common.clock import Clock, MonotonicClock
 from diptych.common.errors import DiptychError, InternalError
 from diptych.engine.config import EngineConfig
 from diptych.engine.core import EngineCore
+from diptych.engine.executor import Executor
 from diptych.engine.messages import (
     Admitted,
     Command,
@@ -23,7 +24,6 @@ from diptych.engine.messages import (
     TokenLogprobs,
     TokensOut,
 )
-from diptych.engine.runner import ModelRunner
 from diptych.engine.sched.output import DetokenizerFactory
 from diptych.engine.sched.scheduler import Drafter
 
@@ -54,7 +54,7 @@ class OfflineEngine:
 
     def __init__(
         self,
-        runner: ModelRunner,
+        executor: Executor,
         config: EngineConfig,
         identity: IdentityHeader,
         detokenizer_factory: DetokenizerFactory | None = None,
@@ -63,7 +63,7 @@ class OfflineEngine:
         drafter: Drafter | None = None,
     ) -> None:
         self.clock = clock or MonotonicClock()
-        self.core = EngineCore(runner, config, identity, self.clock, detokenizer_factory, drafter)
+        self.core = EngineCore(executor, config, identity, self.clock, detokenizer_factory, drafter)
 
     def send(self, command: Command) -> None:
         self.core.handle(command)

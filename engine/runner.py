@@ -1,23 +1,53 @@
-"""The interface between the step loop and whatever computes: the torch runner in engine.exec, a fake in tests."""
+"""The interface between an executor and what computes: the torch runner in engine.exec, a fake one in tests."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass
+from typing import Protocol
 
 from diptych.engine.messages import BlockCopy, Payload, ScheduledSeq, StepResult
 
 
 class StepAborted(Exception):
-    """The step was given up between two layers; nothing of it counts."""
+    """The step was given up between two layers; it has no effect."""
 
 
 class OutOfDeviceMemory(Exception):
-    """A step needs more memory than the device has left; nothing of it counts, and the runner works on."""
+    """A step needs more memory than the device has left; it has no effect, and the runner works on."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerCapabilities:
+    """What a runner declares about itself. Fixed once it is made; nothing else about a runner is asked.
+
+    Args:
+        num_blocks, block_size: of its KV pool, [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]; a block id is
+            an index into it.
+        kv_bytes_per_token: over all layers, K and V.
+        num_host_blocks: slots of the host tier, one block each; 0: there is none.
+        runs_ahead: `launch` works: the host is free from a step's launch on. `on_launched` is called.
+        reports_layers: `on_layers` is called.
+        verifies_drafts: rows may have drafts, see ScheduledSeq.
+        grammars: rows may have a grammar.
+    """
+
+    num_blocks: int
+    block_size: int
+    kv_bytes_per_token: int
+    num_layers: int
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    num_host_blocks: int = 0
+    runs_ahead: bool = False
+    reports_layers: bool = False
+    verifies_drafts: bool = False
+    grammars: bool = True
 
 
 class CopyHandle(Protocol):
-    """KV on its way into blocks beside the steps. The blocks are nobody else's before it is done."""
+    """KV on its way into blocks beside the steps. The blocks are in use until it is done."""
 
     def done(self) -> bool:
         """Never blocks."""
@@ -58,67 +88,37 @@ class StepInFlight(Protocol):
         ...
 
 
-@runtime_checkable
-class AsyncModelRunner(Protocol):
-    """A runner that may have a device of its own: the host is free from a step's launch on."""
+class ModelRunner(Protocol):
+    """Owns weights and KV pool. Called from one thread only."""
 
-    steps_ahead: bool
-    """False: there is no such device, and neither of the two below is used."""
+    @property
+    def capabilities(self) -> RunnerCapabilities: ...
+
     on_launched: Callable[[], None]
-    """Called by `execute` when the step is on the device, before it waits for it."""
-
-    def launch(self, seqs: Sequence[ScheduledSeq], sources: Sequence[int] = ()) -> StepInFlight:
-        """Begin a step behind the last one that was launched, which may still run.
-
-        Args:
-            seqs: one token each, and one draw: see engine.sched.ahead.host_reason. They may change once `draw` was called.
-            sources: by sequence, the index in the last launched step of the one whose drawn token is its token; -1: its token
-                is in token_ids. Empty: all are.
-        Raises: OutOfDeviceMemory.
-        """
-        ...
-
-
-@runtime_checkable
-class ReportsLayerProgress(Protocol):
-    """A runner that says how far its step has come: the KV of those layers lies in the pool."""
-
-    tells_layers: bool
-    """False: on this device or backend it does not after all."""
+    """If capabilities.runs_ahead: called by `execute` when the step is on the device, before it waits for it."""
     on_layers: Callable[[int], None]
-    """Called by `execute` between two layers with how many are computed, not necessarily after each; not after the last."""
-
-
-@runtime_checkable
-class CompilesKernels(Protocol):
-    """A runner that may compile a kernel when it first launches it."""
+    """If capabilities.reports_layers: called by `execute` between two layers with how many are computed, not necessarily after
+    each; not after the last. The KV of those layers lies in the pool."""
 
     def expect_compiled(self) -> None:
         """The warm-up is over: a kernel that is compiled or loaded from now on is logged as a warning."""
         ...
 
-
-class ModelRunner(Protocol):
-    """Owns weights and KV pool. Called from the step thread only.
-
-    The pool is block-major, [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]; a block id is an index into it.
-    """
-
-    num_blocks: int
-    block_size: int
-    kv_bytes_per_token: int
-    """Over all layers, K and V."""
-    num_layers: int
-    max_model_len: int
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    num_host_blocks: int
-    """Slots of the host tier, one block each; 0: there is none."""
-
     def execute(self, seqs: Sequence[ScheduledSeq], should_abort: Callable[[], bool] | None = None) -> StepResult:
         """Compute one step.
 
         Raises: StepAborted when should_abort() turned true between two layers; OutOfDeviceMemory.
+        """
+        ...
+
+    def launch(self, seqs: Sequence[ScheduledSeq], sources: Sequence[int] = ()) -> StepInFlight:
+        """If capabilities.runs_ahead: begin a step behind the last one that was launched, which may still run.
+
+        Args:
+            seqs: one token each, and one draw: see async_scheduling.host_reason. They may change once `draw` was called.
+            sources: by sequence, the index in the last launched step of the one whose drawn token is its token; -1: its token
+                is in token_ids. Empty: all are.
+        Raises: OutOfDeviceMemory.
         """
         ...
 
@@ -141,7 +141,7 @@ class ModelRunner(Protocol):
     ) -> CopyHandle | None:
         """The inverse of pack; slots past num_tokens in the tail block are left alone.
 
-        Returns: None: done, `src` is free. A Pull (only of a DeviceRange): it has begun; `src` and the blocks are in use
+        Returns: None: done, `src` is free. A handle (only of a DeviceRange): the copy has begun; `src` and the blocks are in use
         until it is done.
         """
         ...

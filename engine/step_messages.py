@@ -10,7 +10,7 @@ from diptych.common.sampling import SamplingParams, TokenLogprobs
 from diptych.engine.grammar.program import Program
 
 UNKNOWN_TOKEN = -1
-"""In ScheduledSeq.token_ids: the token is being drawn by the step before, see engine.runner.AsyncModelRunner."""
+"""In ScheduledSeq.token_ids: the token is being drawn by the step before, see engine.runner.ModelRunner.launch."""
 
 
 @dataclass(frozen=True, slots=True)

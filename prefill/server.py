@@ -23,11 +23,11 @@ class PrefillRole:
     """See worker.role.Role."""
 
     def __init__(self, runtime: WorkerRuntime) -> None:
-        runner = runtime.model.runner
+        able = runtime.model.runner.capabilities
         self.handoffs = PrefillSessions(
             runtime.engine,
             runtime.transfer,
-            Limits(runtime.worker_id, runtime.incarnation, runner.vocab_size, runner.max_model_len, runner.block_size),
+            Limits(runtime.worker_id, runtime.incarnation, able.vocab_size, able.max_model_len, able.block_size),
             max_sessions=runtime.config.max_queue,
             alive_every_s=runtime.config.leg_silence_s / 3,
             why_stuck=runtime.why_stuck,

@@ -29,8 +29,9 @@ from diptych.common.tls import load_cluster_tls
 from diptych.common.worker_record import WorkerLoad, WorkerRecord
 from diptych.engine.api import EngineClient
 from diptych.engine.config import EngineConfig
+from diptych.engine.executor import LocalExecutor
 from diptych.engine.messages import EngineEvent, EngineRequest, KvMode
-from diptych.engine.runner import CompilesKernels, ModelRunner
+from diptych.engine.runner import ModelRunner
 from diptych.engine.sched.swap_cost import Rates, describe
 from diptych.kvtransfer.api import Transfer
 from diptych.rpc import convert
@@ -72,7 +73,8 @@ def warm_up_tokens(config: WorkerConfig, runner: ModelRunner) -> int:
     """Length of the warm-up's prompt. On a GPU it is a whole step, 0.1 s: it allocates what such a step needs, and the first
     measured rate is one that placement can use. On a CPU it would be seconds."""
     wanted = 2 * config.block_size if config.device == "cpu" else config.max_num_batched_tokens
-    return max(1, min(wanted, runner.num_blocks * config.block_size // 2, runner.max_model_len - 2))
+    able = runner.capabilities
+    return max(1, min(wanted, able.num_blocks * config.block_size // 2, able.max_model_len - 2))
 
 
 class WorkerRuntime:
@@ -117,9 +119,9 @@ class WorkerRuntime:
         """Set when the worker cannot continue: its engine failed, or a younger incarnation took its name."""
         runner = model.runner
         self.engine = EngineClient(
-            runner,
+            LocalExecutor(runner),
             EngineConfig(
-                num_blocks=runner.num_blocks,
+                num_blocks=runner.capabilities.num_blocks,
                 block_size=config.block_size,
                 max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=config.max_num_batched_tokens,
@@ -144,8 +146,8 @@ class WorkerRuntime:
         self.metrics.identify({"role": config.role, "worker": self.worker_id})
         self.metrics.describe_cache(
             block_size=config.block_size,
-            num_blocks=runner.num_blocks,
-            num_gpu_blocks=runner.num_blocks,
+            num_blocks=runner.capabilities.num_blocks,
+            num_gpu_blocks=runner.capabilities.num_blocks,
             num_cpu_blocks=config.num_host_blocks,
             cache_dtype="+".join(model.compat.kv.dtypes),
             enable_prefix_caching=config.enable_prefix_caching,
@@ -180,8 +182,7 @@ class WorkerRuntime:
             self.metrics.begin(self._transfer, asyncio.get_running_loop())
             self._role = self._make_role(self)
             await self._listen()
-            if isinstance(self.model.runner, CompilesKernels):
-                self.model.runner.expect_compiled()
+            self.model.runner.expect_compiled()
         except BaseException:
             await self._close_metrics()
             if self._transfer is not None:
@@ -199,7 +200,7 @@ class WorkerRuntime:
         num_tokens = warm_up_tokens(self.config, runner)
         request = EngineRequest(
             attempt="warm-up",
-            prompt=Prompt(tuple(i % runner.vocab_size for i in range(num_tokens))),
+            prompt=Prompt(tuple(i % runner.capabilities.vocab_size for i in range(num_tokens))),
             sampling=SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True),
             mode=KvMode.LOCAL,
         )
@@ -266,8 +267,8 @@ class WorkerRuntime:
             pid=os.getpid(),
             compat=convert.compat_to_proto(self.compat),
             kv_address=wire.kv_address_to_proto(self.transfer.address),
-            num_blocks=self.model.runner.num_blocks,
-            max_model_len=self.model.runner.max_model_len,
+            num_blocks=self.model.runner.capabilities.num_blocks,
+            max_model_len=self.model.runner.capabilities.max_model_len,
             max_num_seqs=self.config.max_num_seqs,
             transport_path=self.transfer.path,
             transport_bytes_per_s=self.transfer.bytes_per_s,
@@ -292,12 +293,14 @@ class WorkerRuntime:
     def preemption_rates(self) -> Rates:
         """Measured costs of recomputing and swapping; 0.0: not measured yet, or no host tier."""
         stats = self.engine.stats()
-        return Rates(stats.prefill_tokens_per_s, stats.copy_bytes_per_s, self.model.runner.kv_bytes_per_token)
+        return Rates(
+            stats.prefill_tokens_per_s, stats.copy_bytes_per_s, self.model.runner.capabilities.kv_bytes_per_token
+        )
 
     def tiers(self) -> tuple[TierState, ...]:
         """Sizes and rates of the tiers that this worker has, nearest first."""
         block_bytes = self.model.compat.kv.block_bytes
-        sizes = (self.model.runner.num_blocks * block_bytes, self.config.num_host_blocks * block_bytes)
+        sizes = (self.model.runner.capabilities.num_blocks * block_bytes, self.config.num_host_blocks * block_bytes)
         rates = (0.0, self.engine.stats().copy_bytes_per_s)
         return tuple(
             TierState(tier.name, num_bytes=size, bytes_per_s=rate, eviction=tier.eviction)
@@ -331,10 +334,10 @@ class WorkerRuntime:
             pid=os.getpid(),
             model=self.compat.model,
             compat=as_strings(self.compat) | ({CONVERTS: "yes"} if self.config.allow_kv_conversion else {}),
-            kv_bytes_per_token=self.model.runner.kv_bytes_per_token,
-            num_blocks=self.model.runner.num_blocks,
+            kv_bytes_per_token=self.model.runner.capabilities.kv_bytes_per_token,
+            num_blocks=self.model.runner.capabilities.num_blocks,
             block_size=self.config.block_size,
-            max_model_len=self.model.runner.max_model_len,
+            max_model_len=self.model.runner.capabilities.max_model_len,
             max_num_seqs=self.config.max_num_seqs,
             event_epoch=self._cache_events.epoch,
             tiers=self.tiers(),

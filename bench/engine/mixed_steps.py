@@ -24,6 +24,7 @@ from diptych.common.clock import FakeClock
 from diptych.common.request import Prompt
 from diptych.common.sampling import SamplingParams
 from diptych.engine.config import EngineConfig
+from diptych.engine.executor import LocalExecutor
 from diptych.engine.fake_runner import FakeRunner
 from diptych.engine.messages import EngineRequest, Failed, Finished, ScheduledSeq, TokensOut
 from diptych.engine.offline import OfflineEngine
@@ -78,7 +79,7 @@ def serve(
     )  # fmt: skip
     config = EngineConfig(NUM_BLOCKS, BLOCK_SIZE, enable_prefix_caching=False, **settings)  # type: ignore[arg-type]
     identity = IdentityHeader(b"k" * 32, "m", "t", "u", BLOCK_SIZE)
-    engine = OfflineEngine(runner, config, identity, clock=clock)  # type: ignore[arg-type]  # it takes host memory alone
+    engine = OfflineEngine(LocalExecutor(runner), config, identity, clock=clock)  # type: ignore[arg-type]  # it takes host memory alone
     sampling = SamplingParams(max_tokens=num_outputs, ignore_eos=True)
     added: dict[str, float] = {}
     told: dict[str, list[float]] = {}

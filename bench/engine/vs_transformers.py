@@ -37,6 +37,7 @@ from diptych.common.request import Prompt
 from diptych.common.sampling import SamplingParams
 from diptych.engine.config import EngineConfig
 from diptych.engine.exec.model_runner import TorchModelRunner
+from diptych.engine.executor import LocalExecutor
 from diptych.engine.messages import EngineRequest
 from diptych.engine.offline import OfflineEngine
 
@@ -123,7 +124,7 @@ def our_side(runner: TorchModelRunner) -> Generate:
             )
             for i, p in enumerate(prompts)
         ]
-        engine = OfflineEngine(runner, config, identity)
+        engine = OfflineEngine(LocalExecutor(runner), config, identity)
         begin = engine.clock.now()
         results = engine.generate(requests)
         for result in results:

@@ -31,6 +31,7 @@ from diptych.engine.config import EngineConfig
 from diptych.engine.core import EngineCore
 from diptych.engine.exec.model_runner import TorchModelRunner
 from diptych.engine.exec.models.registry import describe
+from diptych.engine.executor import LocalExecutor
 from diptych.engine.messages import EngineRequest, ScheduledSeq
 
 PROMPT, OUTPUT, SKIPPED = 1024, 130, 20
@@ -61,7 +62,9 @@ def measure(runner: TorchModelRunner, batch: int, params: SamplingParams, *, ste
         num_blocks=runner.num_blocks, block_size=BLOCK_SIZE, max_num_seqs=256, max_num_batched_tokens=8192,
         max_step_time_s=None, mixed_step_time_s=None, steps_ahead=steps_ahead,
     )  # fmt: skip
-    core = EngineCore(runner, config, IdentityHeader(b"k" * 32, "m", "t", "bfloat16", BLOCK_SIZE), MonotonicClock())
+    core = EngineCore(
+        LocalExecutor(runner), config, IdentityHeader(b"k" * 32, "m", "t", "bfloat16", BLOCK_SIZE), MonotonicClock()
+    )
     generator = torch.Generator().manual_seed(batch)
     for i in range(batch):
         prompt = torch.randint(0, runner.vocab_size, (PROMPT,), generator=generator).tolist()

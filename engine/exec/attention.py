@@ -135,7 +135,8 @@ class BatchBuilder:
         token_ids: list[int] = []
         positions: list[int] = []
         blocks: list[int] = []
-        sample_rows, sample_seqs = [], []
+        sample_rows: list[int] = []
+        sample_seqs: list[int] = []
         for i in order:
             seq = seqs[i]
             token_ids += seq.token_ids

@@ -45,9 +45,13 @@ class Decoder:
         if len(self._runtimes) == 1:
             layout: Layout = self._runtimes[0].lay_out(seqs)
             return layout
-        # Every back end keeps this order: single tokens first, the longest context first, then the chunks.
-        single = sorted((i for i, seq in enumerate(seqs) if len(seq.token_ids) == 1), key=lambda i: -seqs[i].start)
-        order = single + [i for i, seq in enumerate(seqs) if len(seq.token_ids) != 1]
+
+        # Every back end keeps this order: single tokens first, the longest context first, then rows with drafts, then chunks.
+        def place(i: int) -> tuple[int, int]:
+            count, drafts = len(seqs[i].token_ids), seqs[i].num_drafts
+            return (0, -seqs[i].start) if count == 1 else (1 if count == 1 + drafts else 2, 0)
+
+        order = sorted(range(len(seqs)), key=place)
         parts = [runtime.lay_out([seqs[i] for i in order]) for runtime in self._runtimes]
         first = parts[0]
         for part in parts:

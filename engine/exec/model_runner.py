@@ -25,7 +25,7 @@ from diptych.engine.exec.sampling import draw_step, want_prompt_rows
 from diptych.engine.exec.weights import ModelWeights
 from diptych.engine.messages import BlockCopy, Payload, ScheduledSeq, StepResult
 from diptych.engine.provenance import Provenance, note_step
-from diptych.engine.runner import CopyHandle, OutOfDeviceMemory, StepInFlight
+from diptych.engine.runner import CopyHandle, OutOfDeviceMemory, RunnerCapabilities, StepInFlight
 from diptych.kernels.dispatch import TRITON
 
 if TYPE_CHECKING:
@@ -148,9 +148,9 @@ class TorchModelRunner:
         self._provenance: Provenance | None = None
         self.on_launched: Callable[[], None] = lambda: None
         names = plan.names
-        self.steps_ahead = like.device.type == "cuda" and names == (TRITON,)
+        self._runs_ahead = like.device.type == "cuda" and names == (TRITON,)
+        self._reports_layers = TRITON not in names
         self.on_layers: Callable[[int], None] = lambda num_layers: None
-        self.tells_layers = TRITON not in names
         self._fused: CudaBackend | None = None
         if names == (TRITON,):
             self._fused = _fused_backend(weights, self.pool, max_model_len, graph_sizes)
@@ -232,6 +232,23 @@ class TorchModelRunner:
         except torch.OutOfMemoryError as error:
             raise out_of_memory("num_blocks", num_blocks, f"{num_blocks:,} KV blocks", error) from None
 
+    @property
+    def capabilities(self) -> RunnerCapabilities:
+        """See ModelRunner."""
+        return RunnerCapabilities(
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+            kv_bytes_per_token=self.kv_bytes_per_token,
+            num_layers=self.num_layers,
+            max_model_len=self.max_model_len,
+            vocab_size=self.vocab_size,
+            eos_token_ids=self.eos_token_ids,
+            num_host_blocks=self.num_host_blocks,
+            runs_ahead=self._runs_ahead,
+            reports_layers=self._reports_layers,
+            verifies_drafts=True,
+        )
+
     @torch.inference_mode()
     def execute(self, seqs: Sequence[ScheduledSeq], should_abort: Callable[[], bool] | None = None) -> StepResult:
         """See ModelRunner.execute. Raises: StepAborted; InternalError when a sequence breaks the scheduler's promises."""
@@ -251,7 +268,7 @@ class TorchModelRunner:
 
     @torch.inference_mode()
     def launch(self, seqs: Sequence[ScheduledSeq], sources: Sequence[int] = ()) -> StepInFlight:
-        """See AsyncModelRunner.launch. Raises: OutOfDeviceMemory; InternalError when a sequence breaks a promise."""
+        """See ModelRunner.launch. Raises: OutOfDeviceMemory; InternalError when a sequence breaks a promise."""
         fused = self._fused
         if fused is None:
             raise InternalError(f"the {self.backend} backend takes no steps ahead")
@@ -291,7 +308,7 @@ class TorchModelRunner:
         note_step(self._provenance, seqs, batch.order, rows, at, result)
 
     def expect_compiled(self) -> None:
-        """See CompilesKernels."""
+        """See ModelRunner.expect_compiled."""
         if self._fused is not None:
             warn_of_late_kernels()
 

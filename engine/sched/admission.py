@@ -22,6 +22,8 @@ class ModelLimits:
     eos_token_ids: frozenset[int]
     kv_bytes_per_token: int
     num_layers: int = 1
+    grammars: bool = True
+    """The runner can sample under a grammar."""
 
 
 def check_request(
@@ -53,6 +55,8 @@ def check_request(
         raise InvalidRequestError("max_tokens must be at least 1", param="max_tokens")
     if request.sampling.grammar is not None and request.grammar is None:
         raise InvalidRequestError("grammar: this engine was given none that is compiled", param="grammar")
+    if request.grammar is not None and not limits.grammars:
+        raise InvalidRequestError("grammar: this engine's runner samples without grammars only", param="grammar")
     total = min(num_prompt + request.sampling.max_tokens, limits.max_model_len)
     if num_prompt + len(forced) > total:
         raise InvalidRequestError(

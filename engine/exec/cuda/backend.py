@@ -108,7 +108,7 @@ class CudaBackend:
     def launch(
         self, seqs: Sequence[ScheduledSeq], batch: CudaBatch, sources: Sequence[int], eos_token_ids: Sequence[int]
     ) -> DeviceStep:
-        """See AsyncModelRunner.launch. Raises: InternalError, also for sequences that do not decode or are not is_single."""
+        """See ModelRunner.launch. Raises: InternalError, also for sequences that do not decode or are not is_single."""
         if batch.counts or not batch.all_rows_sampled or not all(is_single(seq) for seq in seqs):
             raise InternalError("only decoding sequences of one draw can be launched ahead")
         if sources and (len(sources) != len(seqs) or max(sources) >= NUM_ROWS):

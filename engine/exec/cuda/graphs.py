@@ -76,7 +76,7 @@ class DecodeGraphs:
         return StepTensors(ids, positions, slots, lens, rows, None, None, None, splits), sources
 
     def replay(self, batch: CudaBatch, table_rows: Sequence[int], sources: Sequence[int] = ()) -> Tensor:
-        """Args: batch: at most max_rows decode rows and no chunk. sources: see AsyncModelRunner.launch.
+        """Args: batch: at most max_rows decode rows and no chunk. sources: see ModelRunner.launch.
         Returns: logits of its rows, valid until the next replay."""
         count = len(batch.token_ids)
         size = self._sizes[bisect_left(self._sizes, count)]

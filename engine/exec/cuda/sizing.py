@@ -72,7 +72,7 @@ def profile(make_runner: Callable[[int], ModelRunner], budget: PoolBudget, *, bl
     trial = None
     try:
         trial = make_runner(num_blocks)
-        bytes_per_block = trial.kv_bytes_per_token * block_size
+        bytes_per_block = trial.capabilities.kv_bytes_per_token * block_size
         trial.execute(_largest_step(trial, budget.step_tokens))
         torch.cuda.synchronize()
         step = torch.cuda.max_memory_reserved() - before - num_blocks * bytes_per_block
@@ -102,10 +102,10 @@ def _largest_step(runner: ModelRunner, tokens: int) -> list[ScheduledSeq]:
     """Prompts of `tokens` tokens together, each as long as the model allows, drawn with all that a draw may need."""
     params = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, top_k=50, seed=1)
     seqs: list[ScheduledSeq] = []
-    block = 0
-    while tokens > 0 and block < runner.num_blocks:
-        count = min(tokens, runner.max_model_len, (runner.num_blocks - block) * runner.block_size)
-        table = list(range(block, block + -(-count // runner.block_size)))
+    able, block = runner.capabilities, 0
+    while tokens > 0 and block < able.num_blocks:
+        count = min(tokens, able.max_model_len, (able.num_blocks - block) * able.block_size)
+        table = list(range(block, block + -(-count // able.block_size)))
         seqs.append(ScheduledSeq(f"profile-{len(seqs)}", [0] * count, 0, table, True, params, 0))
         block += len(table)
         tokens -= count

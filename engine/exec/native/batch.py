@@ -50,7 +50,8 @@ class NativeBatchBuilder:
         token_ids: list[int] = []
         blocks: list[int] = []
         tables: list[int] = []
-        sample_rows, sample_seqs = [], []
+        sample_rows: list[int] = []
+        sample_seqs: list[int] = []
         for i, seq in enumerate(seqs):
             tables.append(len(blocks))
             token_ids += seq.token_ids

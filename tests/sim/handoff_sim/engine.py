@@ -14,6 +14,7 @@ from diptych.common.compat import Compat, identified
 from diptych.common.kv_format import full_format
 from diptych.engine.config import EngineConfig
 from diptych.engine.core import EngineCore
+from diptych.engine.executor import LocalExecutor
 from diptych.engine.fake_runner import FakeRunner
 from diptych.engine.messages import Cancel, Command, EngineEvent, EngineStats, GrantSlabs, UnpackRange
 from diptych.kvtransfer.layout import layout_hash
@@ -91,7 +92,7 @@ class SimEngine:
             max_num_batched_tokens=context.sizes.chunk, slab_quota_per_peer=context.sizes.grant_quota,
             check_invariants=True,
         )  # fmt: skip
-        self.core = EngineCore(make_runner(context.sizes.num_blocks), config, IDENTITY, context.loop)
+        self.core = EngineCore(LocalExecutor(make_runner(context.sizes.num_blocks)), config, IDENTITY, context.loop)
         self.core.on_packing(self._take_grants, self._deliver_early)
         self._inbox: list[Command] = []
         self._scheduled = False

@@ -9,6 +9,7 @@ from handoff_sim.engine import BLOCK, IDENTITY, LAYERS, MAX_LEN, make_runner
 from diptych.common.request import Prompt
 from diptych.common.sampling import SamplingParams
 from diptych.engine.config import EngineConfig
+from diptych.engine.executor import LocalExecutor
 from diptych.engine.fake_runner import FakeRunner
 from diptych.engine.messages import EngineRequest, ScheduledSeq
 from diptych.engine.offline import OfflineEngine
@@ -32,7 +33,7 @@ def tokens(family: int, length: int, seed: int) -> tuple[int, ...]:
     config = EngineConfig(
         num_blocks=16, block_size=BLOCK, max_num_batched_tokens=64, max_step_time_s=None, mixed_step_time_s=None
     )
-    engine = OfflineEngine(make_runner(16), config, IDENTITY)
+    engine = OfflineEngine(LocalExecutor(make_runner(16)), config, IDENTITY)
     request = EngineRequest("reference", Prompt(prompt(family, length)), sampling(seed, MAX_TOKENS))
     return tuple(engine.generate([request])[0].token_ids)
 

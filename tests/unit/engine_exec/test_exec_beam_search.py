@@ -14,6 +14,7 @@ from diptych.common.request import Prompt
 from diptych.common.sampling import check_sampling
 from diptych.engine.config import EngineConfig
 from diptych.engine.exec.model_runner import TorchModelRunner
+from diptych.engine.executor import LocalExecutor
 from diptych.engine.messages import EngineRequest, Failed, Finished, TokensOut
 from diptych.engine.offline import OfflineEngine
 
@@ -38,12 +39,14 @@ CASES = {
 def load(folder, num_blocks=200):
     runner = TorchModelRunner.load(folder, num_blocks=num_blocks, block_size=8, num_threads=1)
     config = EngineConfig(num_blocks, 8, max_step_time_s=None, mixed_step_time_s=None, check_invariants=True)
-    return OfflineEngine(runner, config, IdentityHeader(b"k" * 32, "m", "t", "float32", 8), clock=FakeClock())
+    return OfflineEngine(
+        LocalExecutor(runner), config, IdentityHeader(b"k" * 32, "m", "t", "float32", 8), clock=FakeClock()
+    )
 
 
 def ours(engine, prompts, **fields):
     """By prompt, the answers, the best first; and the sum of each one's logprobs."""
-    params = check_sampling(temperature=0.0, logprobs=0, vocab_size=engine.core._runner.vocab_size, **fields)
+    params = check_sampling(temperature=0.0, logprobs=0, vocab_size=engine.core._executor.runner.vocab_size, **fields)
     for i, prompt in enumerate(prompts):
         engine.send(EngineRequest(str(i), Prompt(tuple(prompt)), params))
     answers: dict = {str(i): [] for i in range(len(prompts))}

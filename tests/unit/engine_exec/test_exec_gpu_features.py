@@ -13,6 +13,7 @@ from diptych.common.request import Prompt
 from diptych.common.sampling import SamplingParams
 from diptych.engine.config import EngineConfig
 from diptych.engine.exec.model_runner import TorchModelRunner
+from diptych.engine.executor import LocalExecutor
 from diptych.engine.messages import (
     BlockCopy,
     CopyKind,
@@ -66,7 +67,7 @@ def engine_on(tiny_dir):
             num_blocks, BLOCK, max_step_time_s=None, mixed_step_time_s=None, check_invariants=True, **fields
         )
         return OfflineEngine(
-            runner, config, IdentityHeader(b"k" * 32, "m", "t", "float32", BLOCK), clock=MonotonicClock()
+            LocalExecutor(runner), config, IdentityHeader(b"k" * 32, "m", "t", "float32", BLOCK), clock=MonotonicClock()
         )
 
     return make
@@ -136,7 +137,7 @@ def test_evicted_blocks_come_back_from_pinned_memory(engine_on, backend):
     requests = [EngineRequest(f"r{i}", Prompt(tuple(range(50 * i, 50 * i + 41))), greedy) for i in range(4)]
     want = run(engine_on("cpu"), requests)
     engine = engine_on(DEVICE, 14, backend, num_host_blocks=64, initial_copy_bytes_per_s=1e12)
-    assert engine.core._runner.pool.host.is_pinned()
+    assert engine.core._executor.runner.pool.host.is_pinned()
     for again in range(3):
         for request in requests:
             got = run(engine, [replace(request, attempt=f"{request.attempt}/{again}")])

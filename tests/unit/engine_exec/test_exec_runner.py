@@ -206,7 +206,7 @@ def test_what_a_step_says_of_its_layers_is_true(tiny, sample):
         runner.execute([tiny.seq(prompt, 0, table, sample=sample)])
     finally:
         runner.on_layers = lambda num_layers: None
-    assert runner.tells_layers
+    assert runner.capabilities.reports_layers
     assert [num_layers for num_layers, *_ in told] == [1, 2]
     for num_layers, checksum, payload in told:
         again = bytearray(len(payload))

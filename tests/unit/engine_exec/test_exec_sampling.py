@@ -17,6 +17,7 @@ from diptych.engine.config import EngineConfig
 from diptych.engine.constraints import Constraint
 from diptych.engine.exec.constrain import constrain, token_logprobs
 from diptych.engine.exec.sampler import Draw, draw_tokens
+from diptych.engine.executor import LocalExecutor
 from diptych.engine.messages import EngineRequest, ScheduledSeq
 
 VOCAB = 300
@@ -198,7 +199,9 @@ def engine_of(tiny_dir):
         config = EngineConfig(
             num_blocks, 8, max_step_time_s=None, mixed_step_time_s=None, check_invariants=True, **fields
         )
-        return OfflineEngine(runner, config, IdentityHeader(b"k" * 32, "m", "t", "float32", 8), clock=FakeClock())
+        return OfflineEngine(
+            LocalExecutor(runner), config, IdentityHeader(b"k" * 32, "m", "t", "float32", 8), clock=FakeClock()
+        )
 
     return make
 

@@ -11,6 +11,7 @@ from diptych.common.request import Prompt
 from diptych.common.sampling import SamplingParams
 from diptych.engine.api import EngineClient
 from diptych.engine.config import EngineConfig
+from diptych.engine.executor import LocalExecutor
 from diptych.engine.fake_device import FakeDeviceRunner
 from diptych.engine.fake_runner import FakeRunner
 from diptych.engine.messages import (
@@ -50,7 +51,7 @@ class Bench:
         self._changed = asyncio.Event()
         config = EngineConfig(num_blocks=64, block_size=BLOCK, check_invariants=True, **changes)
         identity = IdentityHeader(b"k" * 32, "model", "tokenizer", "uint8", BLOCK)
-        self.client = EngineClient(self.runner, config, identity, None, self._on_events)
+        self.client = EngineClient(LocalExecutor(self.runner), config, identity, None, self._on_events)
 
     def _on_events(self, events):
         self.steps.append(events)

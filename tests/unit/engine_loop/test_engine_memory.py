@@ -9,6 +9,7 @@ from diptych.common.request import Prompt
 from diptych.common.sampling import SamplingParams
 from diptych.engine.config import EngineConfig
 from diptych.engine.core import EngineCore
+from diptych.engine.executor import LocalExecutor
 from diptych.engine.fake_runner import FakeRunner
 from diptych.engine.messages import EngineRequest, Failed, Finished, TokensOut
 from diptych.engine.runner import OutOfDeviceMemory
@@ -23,7 +24,7 @@ def run(with_newcomer: bool):
 
     runner = FakeRunner(32, 4, before_execute=no_room)
     config = EngineConfig(num_blocks=32, block_size=4, check_invariants=True)
-    core = EngineCore(runner, config, IdentityHeader(b"k" * 32, "m", "t", "uint8", 4), FakeClock())
+    core = EngineCore(LocalExecutor(runner), config, IdentityHeader(b"k" * 32, "m", "t", "uint8", 4), FakeClock())
     params = SamplingParams(max_tokens=6, ignore_eos=True, seed=1)
     core.handle(EngineRequest("a", Prompt((1, 2, 3)), params))
     core.step()

@@ -10,6 +10,7 @@ from diptych.common.request import Prompt
 from diptych.common.sampling import SamplingParams
 from diptych.engine.config import EngineConfig
 from diptych.engine.core import EngineCore
+from diptych.engine.executor import LocalExecutor
 from diptych.engine.fake_runner import FakeRunner
 from diptych.engine.messages import (
     Cancel,
@@ -58,7 +59,7 @@ class PullingRunner(FakeRunner):
 def core():
     runner = PullingRunner(num_blocks=16, block_size=4)
     config = EngineConfig(num_blocks=16, block_size=4, check_invariants=True)
-    core = EngineCore(runner, config, IdentityHeader(b"k" * 32, "m", "t", "float32", 4), FakeClock())
+    core = EngineCore(LocalExecutor(runner), config, IdentityHeader(b"k" * 32, "m", "t", "float32", 4), FakeClock())
     core.handle(EngineRequest("a", Prompt(tuple(range(1, 9))), SamplingParams(max_tokens=3), mode=KvMode.REMOTE))
     core.step()
     core.take_events()

@@ -8,6 +8,7 @@ from diptych.common.errors import InternalError, PromptTooLongError
 from diptych.common.request import Prompt
 from diptych.common.sampling import SamplingParams
 from diptych.engine.config import EngineConfig
+from diptych.engine.executor import LocalExecutor
 from diptych.engine.fake_runner import FakeRunner
 from diptych.engine.messages import EngineRequest, KvMode
 from diptych.engine.offline import OfflineEngine
@@ -19,7 +20,7 @@ def make_engine(**fields):
     clock = FakeClock()
     runner = FakeRunner(64, BLOCK, before_execute=lambda seqs: clock.advance(0.1))
     identity = IdentityHeader(b"k" * 32, "model", "tokenizer", "uint8", BLOCK)
-    return OfflineEngine(runner, EngineConfig(num_blocks=64, **fields), identity, clock=clock)
+    return OfflineEngine(LocalExecutor(runner), EngineConfig(num_blocks=64, **fields), identity, clock=clock)
 
 
 def make_request(attempt, num_prompt=20, max_tokens=5, **fields):
@@ -48,7 +49,7 @@ def test_a_request_that_waits_for_nobody_is_told():
 
 def test_the_fake_runner_feels_a_flipped_byte():
     engine = make_engine()
-    runner = engine.core._runner
+    runner = engine.core._executor.runner
     (good,) = engine.generate([make_request("a")])
     runner.pool[engine.core.scheduler.kv.pool.find(engine.core.scheduler.kv.pool.dump().keys)[0], 0, 0, 3] ^= 1
     (bad,) = engine.generate([make_request("b")])

@@ -12,6 +12,7 @@ from diptych.common.clock import FakeClock
 from diptych.common.request import Prompt
 from diptych.common.sampling import SamplingParams
 from diptych.engine.config import EngineConfig
+from diptych.engine.executor import LocalExecutor
 from diptych.engine.fake_runner import FakeRunner
 from diptych.engine.messages import (
     Admitted,
@@ -48,7 +49,7 @@ def make_config(**changes: object) -> EngineConfig:
 def make_engine(runner: FakeRunner | None = None, **changes: object) -> OfflineEngine:
     config = make_config(**changes)
     runner = runner or FakeRunner(config.num_blocks, BLOCK)
-    return OfflineEngine(runner, config, IDENTITY, clock=FakeClock())
+    return OfflineEngine(LocalExecutor(runner), config, IDENTITY, clock=FakeClock())
 
 
 def make_request(

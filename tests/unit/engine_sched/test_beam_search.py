@@ -259,7 +259,7 @@ def test_a_bad_row_ends_all_beams_and_nobody_else(kit):
         engine.send(request)
     for _ in range(3):
         engine.step()
-    engine.core._runner.bad_attempts.add("a")
+    engine.core._executor.runner.bad_attempts.add("a")
     events = kit.run_until_idle(engine)
     assert [type(end) for end in kit.ends_of(events)] == [Failed]
     assert [type(end) for end in kit.ends_of(events, "b")] == [Finished]

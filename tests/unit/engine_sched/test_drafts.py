@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from diptych.common.detokenizer import StopChecker, TextPiece
 from diptych.common.sampling import SamplingParams
+from diptych.engine.executor import LocalExecutor
 from diptych.engine.fake_device import FakeDeviceRunner
 from diptych.engine.fake_runner import FakeRunner
-from diptych.engine.messages import AddRequest, BlocksEvicted, BlocksStored, Failed, Finished, KvMode, TokensOut
+from diptych.engine.messages import BlocksEvicted, BlocksStored, Failed, Finished, KvMode, TokensOut
 from diptych.engine.offline import OfflineEngine
 
 VOCABULARY = 40
@@ -61,10 +62,10 @@ def run(kit, requests, *, drafter=None, arrivals=None, **changes):
     num_blocks = changes.pop("num_blocks", 64)
     runner = FakeRunner(num_blocks, kit.BLOCK, vocab_size=VOCABULARY, eos_token_ids=(1,))
     config = kit.make_config(num_blocks=num_blocks, **changes)
-    engine = OfflineEngine(runner, config, kit.IDENTITY, Words, clock=kit.FakeClock(), drafter=drafter)
+    engine = OfflineEngine(LocalExecutor(runner), config, kit.IDENTITY, Words, clock=kit.FakeClock(), drafter=drafter)
     outputs, rows, cached, events = {}, [], {}, []
     for request in requests:
-        engine.send(AddRequest(request))
+        engine.send(request)
     for _ in range(2000):
         worked = engine.core.step()
         events += (new := engine.core.take_events())
@@ -101,7 +102,7 @@ def truth_of(requests, outputs):
         for (attempt, choice), one in outputs.items():
             if attempt == request.attempt and choice != "end":
                 name = attempt if choice == request.choice else f"{attempt}\0{choice}"
-                out[name] = [*request.prompt_token_ids, *one[0]]
+                out[name] = [*request.prompt.token_ids, *one[0]]
     return out
 
 
@@ -177,7 +178,7 @@ def test_only_accepted_tokens_are_cached(kit):
     )
     assert (drafted, same, set(rows)) == (outputs, cache, {1})
     engine.core.scheduler.drafter = None
-    engine.send(AddRequest(kit.make_request("b", [*truth[:7], *wrong[7:13]], 1)))
+    engine.send(kit.make_request("b", [*truth[:7], *wrong[7:13]], 1))
     [admitted] = [e for e in kit.run_until_idle(engine) if type(e).__name__ == "Admitted"]
     assert admitted.num_cached_tokens == 4, "the block with a rejected guess is no hit"
 
@@ -201,7 +202,11 @@ def test_a_row_with_guesses_keeps_to_the_token_budget(kit):
         sum(len(seq.token_ids) for seq in seqs)))  # fmt: skip
     config = kit.make_config(max_num_batched_tokens=5)
     engine = OfflineEngine(
-        runner, config, kit.IDENTITY, clock=kit.FakeClock(), drafter=lambda attempt, ids, most: [3] * most
+        LocalExecutor(runner),
+        config,
+        kit.IDENTITY,
+        clock=kit.FakeClock(),
+        drafter=lambda attempt, ids, most: [3] * most,
     )
     engine.generate(requests)
     assert max(seen) == 5
@@ -217,8 +222,8 @@ def test_too_many_accepted_tokens_fail_their_request_alone(kit):
             return result
 
     engine = kit.make_engine(Generous(64, kit.BLOCK))
-    events = kit.run_until_idle(engine) if engine.send(AddRequest(kit.make_request("a"))) else []
-    engine.send(AddRequest(kit.make_request("b", 5)))
+    events = kit.run_until_idle(engine) if engine.send(kit.make_request("a")) else []
+    engine.send(kit.make_request("b", 5))
     events += kit.run_until_idle(engine)
     [failed], [finished] = kit.ends_of(events, "a"), kit.ends_of(events, "b")
     assert "accepted more tokens" in failed.error.message
@@ -232,7 +237,11 @@ def test_with_a_drafter_no_step_runs_ahead(kit):
     requests = [kit.make_request("a", 9, 12, seed=3)]
     [expected] = kit.make_engine().generate(requests)
     engine = OfflineEngine(
-        runner, config, kit.IDENTITY, clock=kit.FakeClock(), drafter=lambda attempt, ids, most: [7] * (len(ids) % 3)
+        LocalExecutor(runner),
+        config,
+        kit.IDENTITY,
+        clock=kit.FakeClock(),
+        drafter=lambda attempt, ids, most: [7] * (len(ids) % 3),
     )
     [result] = engine.generate(requests)
     assert result.token_ids == expected.token_ids
@@ -244,9 +253,9 @@ def test_a_remote_request_drafts_as_a_local_one(kit):
     """Prefill samples the first token; decode verifies guesses behind it."""
     request = kit.make_request("a", 10, 12, seed=4)
     [plain] = kit.make_engine().generate([request])
-    truth = [*request.prompt_token_ids, *plain.token_ids]
+    truth = [*request.prompt.token_ids, *plain.token_ids]
     decode = OfflineEngine(
-        FakeRunner(64, kit.BLOCK), kit.make_config(), kit.IDENTITY, clock=kit.FakeClock(),
+        LocalExecutor(FakeRunner(64, kit.BLOCK)), kit.make_config(), kit.IDENTITY, clock=kit.FakeClock(),
         drafter=lambda attempt, ids, most: truth[len(ids) : len(ids) + min(most, 3)],
     )  # fmt: skip
     outcome = kit.Pair(kit.make_engine(), decode).run([request])["a"]
@@ -257,7 +266,7 @@ def test_a_remote_request_drafts_as_a_local_one(kit):
 
 def test_a_guess_outside_the_vocabulary_is_our_own_error(kit):
     engine = OfflineEngine(
-        FakeRunner(64, kit.BLOCK), kit.make_config(), kit.IDENTITY, clock=kit.FakeClock(),
+        LocalExecutor(FakeRunner(64, kit.BLOCK)), kit.make_config(), kit.IDENTITY, clock=kit.FakeClock(),
         drafter=lambda attempt, ids, most: [-1],
     )  # fmt: skip
     with pytest.raises(ValueError, match="outside the vocabulary"):

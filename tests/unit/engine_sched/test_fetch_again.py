@@ -118,7 +118,7 @@ def test_it_does_happen_and_saves_the_computing(kit):
     named = {request.attempt: request for request in requests}
     run(kit, decode, requests, lambda attempt, outputs, cached: helper.fetch(decode, named[attempt], outputs, cached))
     assert helper.helped == decode.stats().refetches_total > 0
-    assert decode.core._runner.computed_tokens == (6 + 17) + (7 + 17)  # nothing twice
+    assert decode.core._executor.runner.computed_tokens == (6 + 17) + (7 + 17)  # nothing twice
 
 
 def test_too_late_it_changes_nothing(kit):

@@ -339,7 +339,7 @@ def test_a_short_prompt_behind_ten_cancelled_long_ones_waits_for_one_chunk_at_mo
     """The chunk that is being computed is all that a cancelled prompt may still cost its neighbours."""
     chunk = 8
     engine = kit.make_engine(max_num_batched_tokens=chunk)
-    runner = engine.core._runner
+    runner = engine.core._executor.runner
     engine.send(GrantSlabs(kit.make_grants(8, 64 * engine.core.scheduler.limits.kv_bytes_per_token)))
     for i in range(10):
         long = kit.make_request(f"long{i}", [i, *range(100, 130)], max_tokens=4)

@@ -33,10 +33,10 @@ def test_evicted_blocks_come_back_from_the_host(kit):
     request = kit.make_request("a", 21, 3)
     first = once(kit, engine, request)
     once(kit, engine, kit.make_request("b", range(500, 524), 3))  # pushes it out of the pool
-    computed = engine.core._runner.computed_tokens
+    computed = engine.core._executor.runner.computed_tokens
     again = once(kit, engine, kit.make_request("a2", 21, 3))
     assert kit.tokens_of(again, "a2") == kit.tokens_of(first, "a")
-    assert engine.core._runner.computed_tokens - computed < 21
+    assert engine.core._executor.runner.computed_tokens - computed < 21
     assert engine.stats().restored_tokens_total >= 4 * kit.BLOCK
     [end] = kit.ends_of(again, "a2")
     assert end.num_cached_tokens == 20
@@ -72,7 +72,7 @@ def test_untrusted_blocks_leave_the_host_too(kit):
     engine = engine_with_host(kit)
     once(kit, engine, kit.make_request("a", 21, 3))
     once(kit, engine, kit.make_request("b", range(500, 524), 3))
-    engine.core._runner.bad_attempts.add("a2")
+    engine.core._executor.runner.bad_attempts.add("a2")
     once(kit, engine, kit.make_request("a2", 21, 3))
     assert not set(engine.core.scheduler.requests)
     again = once(kit, engine, kit.make_request("a3", 21, 3))
@@ -81,17 +81,17 @@ def test_untrusted_blocks_leave_the_host_too(kit):
 
 def test_a_failed_copy_ends_the_requests_and_the_engine_lives(kit):
     engine = engine_with_host(kit, 7, preemption_mode="swap")
-    working = engine.core._runner.copy_blocks
+    working = engine.core._executor.runner.copy_blocks
 
     def broken(copies):
         raise RuntimeError("the bus is on fire")
 
-    engine.core._runner.copy_blocks = broken
+    engine.core._executor.runner.copy_blocks = broken
     engine.send(kit.make_request("a", 6, 14))
     engine.send(kit.make_request("b", 7, 14))
     events = kit.run_until_idle(engine)
     assert any(isinstance(e, Failed) and "the bus is on fire" in e.error.message for e in events)
-    engine.core._runner.copy_blocks = working
+    engine.core._executor.runner.copy_blocks = working
     events = once(kit, engine, kit.make_request("c", 6, 4))
     assert isinstance(kit.ends_of(events, "c")[0], Finished)
     assert engine.core.scheduler.check() == []

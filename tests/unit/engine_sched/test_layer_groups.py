@@ -229,7 +229,7 @@ def test_a_slab_that_came_back_between_two_steps_is_packed_before_the_next_one(k
     prefill.core.on_packing(_no_grants, lambda: early.append(prefill.core.take_events()))
     prefill.core.handle(GrantSlabs(kit.make_grants(1, 4096, first=1)))
     computed = []
-    prefill.core._runner.before_execute = lambda seqs: computed.append(len(early))
+    prefill.core._executor.runner.before_execute = lambda seqs: computed.append(len(early))
     prefill.send(kit.make_request("other", prompt=7, mode=KvMode.PREFILL))
     prefill.core.step()
     assert [ranges_of(events) for events in early] == [[(4, 5, 0, 0)]]

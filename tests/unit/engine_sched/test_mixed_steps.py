@@ -11,6 +11,7 @@ from diptych.bench.engine.mixed_steps import Machine, serve
 from diptych.common.block_identity import IdentityHeader
 from diptych.common.clock import FakeClock
 from diptych.engine.config import EngineConfig
+from diptych.engine.executor import LocalExecutor
 from diptych.engine.fake_runner import FakeRunner
 from diptych.engine.messages import KvMode
 from diptych.engine.offline import OfflineEngine
@@ -59,7 +60,7 @@ def test_a_local_prompt_on_a_decode_worker_is_computed_in_small_steps_too(kit):
         clock.advance(Machine().duration_s(seqs))
 
     runner = FakeRunner(200, BLOCK, before_execute=compute)
-    engine = OfflineEngine(runner, EngineConfig(200, BLOCK), IDENTITY, clock=clock)
+    engine = OfflineEngine(LocalExecutor(runner), EngineConfig(200, BLOCK), IDENTITY, clock=clock)
     for name in range(4):
         engine.send(kit.make_request(f"old{name}", range(100 * name, 100 * name + 64), 40))
     for _ in range(12):

@@ -308,12 +308,12 @@ def test_a_bad_row_fails_its_request_alone_and_leaves_nothing_in_the_cache(kit):
     for request in requests:
         engine.send(request)
     events = engine.step()
-    engine.core._runner.bad_attempts.add("bad")
+    engine.core._executor.runner.bad_attempts.add("bad")
     events += kit.run_until_idle(engine)
     (failed,) = kit.ends_of(events, "bad")
     assert isinstance(failed.error, InternalError)
     assert kit.tokens_of(events, "good") == kit.undisturbed(requests)["good"]
-    engine.core._runner.bad_attempts.clear()
+    engine.core._executor.runner.bad_attempts.clear()
     (again,) = engine.generate([kit.make_request("again", 9, 2)])
     assert again.num_cached_tokens == 0
 
