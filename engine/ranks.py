@@ -1,0 +1,252 @@
+"""An executor over several processes, one for each rank: every rank gets the same step message, one of them samples.
+
+    engine --frame--> every rank        the same bytes to each
+    engine <--frame-- every rank        "ok", or why not; the sampling rank's holds the step's result
+
+A frame is a kind (1 byte), a length (4 bytes, big endian) and so many bytes. A rank that ends, or does not take a frame or
+answer within the deadline, is lost: all ranks are killed, and every call raises ExecutorLost. So no rank waits for a lost one
+for longer than the deadline, whatever it waits in.
+
+KV is sharded by rank: a packed range is each rank's bytes, one rank after the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import selectors
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+
+import xxhash
+
+from diptych.common import child
+from diptych.common.errors import ConfigError, InternalError
+from diptych.engine import step_codec
+from diptych.engine.executor import ExecutorLost
+from diptych.engine.messages import BlockCopy, Payload, ScheduledSeq, StepResult
+from diptych.engine.runner import OutOfDeviceMemory, RunnerCapabilities, StepAborted, StepInFlight
+
+_log = logging.getLogger(__name__)
+READY, EXECUTE, COPY, PACK, UNPACK, OK, NO_MEMORY, FAILED = range(8)
+"""Kinds of frames."""
+HEAD = struct.Struct(">BI")
+_END_S = 5.0
+"""A rank's process ends by itself when its socket is closed; after this it is killed."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankSpec:
+    """How a rank's process is started.
+
+    Args:
+        factory: "module:callable"; called with `arguments`, returns the rank's ModelRunner.
+        arguments: by name, as JSON holds them.
+        env: the process's whole environment; None: ours.
+    """
+
+    factory: str
+    arguments: Mapping[str, object]
+    env: Mapping[str, str] | None = None
+
+
+class _Rank:
+    """The engine's end of one rank."""
+
+    def __init__(self, number: int, spec: RankSpec, *, samples: bool) -> None:
+        self.number = number
+        self.socket, theirs = socket.socketpair()
+        with theirs:
+            command = [
+                sys.executable, "-P", "-m", "diptych.engine.rank_process", spec.factory, json.dumps(dict(spec.arguments)),
+                "1" if samples else "0",
+            ]  # fmt: skip
+            self.process: subprocess.Popen[bytes] = child.start(
+                command, env=spec.env, stdin=theirs.fileno(), stdout=child.DEVNULL
+            )
+        self.socket.setblocking(False)
+        self.outgoing = memoryview(b"")
+        self.incoming = bytearray()
+
+    def begin(self, frame: bytes) -> None:
+        self.outgoing, self.incoming = memoryview(frame), bytearray()
+
+    @property
+    def answered(self) -> bool:
+        return len(self.incoming) >= HEAD.size and len(self.incoming) == HEAD.size + HEAD.unpack_from(self.incoming)[1]
+
+    def move(self) -> None:
+        """Send and receive what can be moved without waiting. Raises: OSError; EOFError."""
+        with contextlib.suppress(BlockingIOError):
+            while self.outgoing:
+                self.outgoing = self.outgoing[self.socket.send(self.outgoing) :]
+        with contextlib.suppress(BlockingIOError):
+            while not self.answered:
+                data = self.socket.recv(1 << 20)
+                if not data:
+                    raise EOFError("it ended")
+                self.incoming += data
+
+
+class RanksExecutor:
+    """Starts one process for each spec, in the order of the ranks. Implements Executor.
+
+    Args:
+        sampler: the rank that samples: rank 0 of the last pipeline stage.
+        deadline_s: for one call, from its first byte to the last rank's answer.
+        start_deadline_s: until all runners are made.
+    Raises: ExecutorLost when a rank does not come up; ConfigError when the ranks' runners do not fit together.
+    """
+
+    def __init__(
+        self, specs: Sequence[RankSpec], *, sampler: int, deadline_s: float, start_deadline_s: float = 600.0
+    ) -> None:
+        if not 0 <= sampler < len(specs):
+            raise ConfigError("sampler", sampler, f"must be one of {len(specs)} ranks")
+        self._sampler, self._deadline_s = sampler, deadline_s
+        self._lost: str | None = None
+        self._ranks: list[_Rank] = []
+        try:
+            for number, spec in enumerate(specs):
+                self._ranks.append(_Rank(number, spec, samples=number == sampler))
+            declared = [json.loads(answer) for answer in self._call(READY, b"", start_deadline_s)]
+            self._parts = [
+                RunnerCapabilities(**{**one, "eos_token_ids": tuple(one["eos_token_ids"])}) for one in declared
+            ]
+            self.capabilities = _together(self._parts, self._parts[sampler])
+        except BaseException:
+            self.close()
+            raise
+
+    def on_launched(self, callback: Callable[[], None]) -> None:
+        """Never called: no step is on a device when `execute` returns."""
+
+    def execute(
+        self,
+        seqs: Sequence[ScheduledSeq],
+        should_abort: Callable[[], bool],
+        on_layers: Callable[[int], None] | None = None,
+    ) -> StepResult:
+        """A step is given up before it is sent, or not at all: ranks must agree."""
+        if should_abort():
+            raise StepAborted
+        answers = self._call(EXECUTE, step_codec.encode_seqs(seqs), self._deadline_s)
+        return step_codec.decode_result(answers[self._sampler])
+
+    def launch(self, seqs: Sequence[ScheduledSeq], sources: Sequence[int] = ()) -> StepInFlight:
+        raise InternalError("an executor over processes launches no steps ahead")
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        self._call(COPY, step_codec.encode_copies(copies), self._deadline_s)
+
+    def pack(self, block_ids: Sequence[int], num_tokens: int, out: Payload, layers: range | None = None) -> int:
+        """Returns: xxh3-64 of all ranks' bytes. Raises: InternalError for a range of some layers, or in GPU memory."""
+        if layers is not None or not isinstance(out, memoryview):
+            raise InternalError("an executor over processes packs whole ranges into host memory")
+        body = json.dumps([list(block_ids), num_tokens]).encode()
+        data = b"".join(self._call(PACK, body, self._deadline_s))
+        out[: len(data)] = data
+        return int(xxhash.xxh3_64_intdigest(data))
+
+    def unpack(self, block_ids: Sequence[int], num_tokens: int, src: Payload, layers: range | None = None) -> None:
+        """Raises: InternalError for a range of some layers, or in GPU memory."""
+        if layers is not None or not isinstance(src, memoryview):
+            raise InternalError("an executor over processes unpacks whole ranges from host memory")
+        head = json.dumps([list(block_ids), num_tokens]).encode() + b"\n"
+        frames, first = [], 0
+        for part in self._parts:
+            size = num_tokens * part.kv_bytes_per_token
+            frames.append(head + bytes(src[first : first + size]))
+            first += size
+        self._call_each(UNPACK, frames, self._deadline_s)
+
+    def close(self) -> None:
+        """Ends the ranks' processes. Idempotent."""
+        ranks, self._ranks = self._ranks, []
+        self._lost = self._lost or "the executor was closed"
+        for rank in ranks:
+            rank.socket.close()
+        until = time.monotonic() + _END_S
+        for rank in ranks:
+            try:
+                rank.process.wait(max(0.0, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                rank.process.kill()
+                rank.process.wait()
+
+    # ---- frames ----
+
+    def _call(self, kind: int, body: bytes, deadline_s: float) -> list[bytes]:
+        """Send one frame to every rank. Returns: the ranks' answers. Raises: ExecutorLost; what a rank raised."""
+        return self._call_each(kind, [body] * len(self._ranks), deadline_s)
+
+    def _call_each(self, kind: int, bodies: Sequence[bytes], deadline_s: float) -> list[bytes]:
+        if self._lost is not None:
+            raise ExecutorLost(self._lost)
+        until = time.monotonic() + deadline_s
+        for rank, body in zip(self._ranks, bodies, strict=True):
+            rank.begin(HEAD.pack(kind, len(body)) + body)
+        waiting = list(self._ranks)
+        while waiting:
+            for rank in waiting:
+                try:
+                    rank.move()
+                except (OSError, EOFError) as error:
+                    self._give_up(f"rank {rank.number} ended: {error}")
+            waiting = [rank for rank in waiting if not rank.answered]
+            if waiting and not _wait(waiting, until - time.monotonic()):
+                self._give_up(f"ranks {[rank.number for rank in waiting]} did not answer within {deadline_s:g} s")
+        return self._answers()
+
+    def _answers(self) -> list[bytes]:
+        answers = []
+        for rank in self._ranks:
+            kind, body = rank.incoming[0], bytes(rank.incoming[HEAD.size :])
+            if kind == NO_MEMORY:
+                raise OutOfDeviceMemory(f"rank {rank.number}: {body.decode()}")
+            if kind != OK:
+                raise InternalError(f"rank {rank.number}: {body.decode()}")
+            answers.append(body)
+        return answers
+
+    def _give_up(self, reason: str) -> None:
+        self._lost = reason
+        _log.critical("the executor is lost: %s", reason)
+        for rank in self._ranks:
+            rank.process.kill()  # others may wait for the lost one
+        self.close()
+        raise ExecutorLost(reason)
+
+
+def _wait(ranks: Sequence[_Rank], timeout_s: float) -> bool:
+    """Until one of them can be read, or written where something is to be sent. Returns: False: the time is over."""
+    if timeout_s <= 0.0:
+        return False
+    with selectors.DefaultSelector() as selector:
+        for rank in ranks:
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if rank.outgoing else 0)
+            selector.register(rank.socket, events)
+        return bool(selector.select(timeout_s))
+
+
+def _together(parts: Sequence[RunnerCapabilities], sampler: RunnerCapabilities) -> RunnerCapabilities:
+    """Raises: ConfigError for ranks whose blocks differ in number or size."""
+    for name in ("num_blocks", "block_size", "num_host_blocks"):
+        values = [asdict(part)[name] for part in parts]
+        if len(set(values)) > 1:
+            raise ConfigError(name, values, "must be the same on every rank")
+    return replace(
+        sampler,
+        kv_bytes_per_token=sum(part.kv_bytes_per_token for part in parts),
+        max_model_len=min(part.max_model_len for part in parts),
+        runs_ahead=False,
+        reports_layers=False,
+        verifies_drafts=all(part.verifies_drafts for part in parts),
+        grammars=False,
+    )

@@ -1,0 +1,217 @@
+"""One engine over two processes with fake runners: the seam that tensor and pipeline parallelism will use."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from pathlib import Path
+
+import pytest
+from waiting import until
+
+from diptych.common.block_identity import IdentityHeader
+from diptych.common.clock import FakeClock
+from diptych.common.errors import ConfigError, InternalError, InvalidRequestError
+from diptych.common.grammar import Grammar, GrammarKind
+from diptych.common.request import Prompt
+from diptych.common.sampling import EarlyStopping, SamplingParams
+from diptych.engine import step_codec
+from diptych.engine.api import EngineClient
+from diptych.engine.config import EngineConfig
+from diptych.engine.executor import ExecutorLost, LocalExecutor
+from diptych.engine.fake_runner import FakeRunner
+from diptych.engine.grammar.program import FirstToken as OnlyTokens
+from diptych.engine.messages import BlockCopy, CopyKind, EngineRequest, Failed, Finished, ScheduledSeq, TokensOut
+from diptych.engine.offline import OfflineEngine
+from diptych.engine.ranks import RanksExecutor, RankSpec
+
+pytestmark = pytest.mark.multiproc
+BLOCK = 4
+IDENTITY = IdentityHeader(b"k" * 32, "m", "t", "uint8", BLOCK)
+POOL = {"num_blocks": 24, "block_size": BLOCK, "vocab_size": 300, "num_host_blocks": 8}
+GENEROUS_S = 120.0
+
+
+@pytest.fixture
+def start(tmp_path):
+    """start(rank 0's fields, rank 1's fields, **executor's) -> (executor, notes of each rank)."""
+    env = {**os.environ, "PYTHONPATH": f"{Path(__file__).parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    executors = []
+
+    def make(*ranks, sampler=1, deadline_s=GENEROUS_S, factory="rank_runner:RankRunner"):
+        notes = [tmp_path / f"rank{i}" for i in range(len(ranks))]
+        specs = [
+            RankSpec(factory, {**POOL, **fields, "notes": str(path)}, env)
+            for fields, path in zip(ranks, notes, strict=True)
+        ]
+        executors.append(RanksExecutor(specs, sampler=sampler, deadline_s=deadline_s))
+        return executors[-1], notes
+
+    yield make
+    for executor in executors:
+        executor.close()
+
+
+def engine_of(executor, **fields):
+    settings = {"max_step_time_s": None, "mixed_step_time_s": None, "check_invariants": True, **fields}
+    config = EngineConfig(24, BLOCK, num_host_blocks=8, **settings)
+    return OfflineEngine(executor, config, IDENTITY, clock=FakeClock(), drafter=fields.pop("drafter", None))
+
+
+def requests():
+    fields = [
+        {},
+        {"temperature": 0.0, "logprobs": 2, "prompt_logprobs": 1},
+        {"repetition_penalty": 1.4, "frequency_penalty": 0.3, "logit_bias": ((5, 2.0),), "bad_words": ((7, 8), (9,))},
+        {"n": 3, "logprobs": 0},
+        {"beam_width": 2, "n": 2, "temperature": 0.0, "early_stopping": EarlyStopping.NEVER},
+    ]
+    return [
+        EngineRequest(
+            f"r{i}", Prompt(tuple(range(10 + i, 20 + 2 * i))), SamplingParams(12, seed=i, ignore_eos=True, **some)
+        )
+        for i, some in enumerate(fields)
+    ]
+
+
+def outputs_of(engine):
+    """Of every choice: a tight pool, so that sequences are preempted, swapped and forked."""
+    out = {}
+    for request in requests():
+        engine.send(request)
+    for _ in range(400):
+        worked, events = engine.core.step(), engine.core.take_events()
+        for event in events:
+            if isinstance(event, TokensOut):
+                one = out.setdefault((event.attempt, event.choice), [])
+                one += zip(event.token_ids, event.logprobs or event.token_ids, strict=True)
+        if not worked and not events:
+            break
+    assert engine.core.scheduler.audit(True).attempts == {}
+    return out
+
+
+def test_two_ranks_compute_what_one_runner_does(start):
+    alone = engine_of(LocalExecutor(FakeRunner(**POOL)), preemption_mode="swap")
+    expected = outputs_of(alone)
+    executor, notes = start({}, {})
+    engine = engine_of(executor, preemption_mode="swap")
+    assert outputs_of(engine) == expected
+    assert engine.stats().preemptions_total > 0
+    assert engine.stats().swaps_total > 0
+    first, second = ([json.loads(line) for line in path.read_text().splitlines()] for path in notes)
+    assert [step for step, _ in first] == [step for step, _ in second], "every rank gets the same step message"
+    assert [drawn for _, drawn in first] == [0] * len(first), "only the sampling rank draws"
+    assert sum(drawn for _, drawn in second) > 50
+    assert executor.capabilities.kv_bytes_per_token == 2 * FakeRunner(**POOL).kv_bytes_per_token
+
+
+def test_kv_of_all_ranks_is_packed_and_unpacked(start):
+    prefill, _ = start({}, {})
+    decode, _ = start({}, {})
+    tokens = list(range(40, 51))
+    seq = ScheduledSeq("a", tokens, 0, [3, 5, 7], True, SamplingParams(9, seed=1), 0)
+    [(token,)] = prefill.execute([seq], lambda: False).token_ids
+    size = 11 * prefill.capabilities.kv_bytes_per_token
+    payload = bytearray(size)
+    checksum = prefill.pack([3, 5, 7], 11, memoryview(payload))
+    assert checksum == prefill.pack([3, 5, 7], 11, memoryview(bytearray(size)))
+    decode.unpack([9, 2, 4], 11, memoryview(payload))
+    decode.copy_blocks([BlockCopy(CopyKind.FORK, 4, 6)])
+    rows = [
+        executor.execute([ScheduledSeq("a", [token], 11, table, True, SamplingParams(9, seed=1), 1)], lambda: False)
+        for executor, table in ((prefill, [3, 5, 7]), (decode, [9, 2, 6]))
+    ]
+    assert rows[0].token_ids == rows[1].token_ids
+    with pytest.raises(InternalError, match="whole ranges"):
+        decode.unpack([9], 4, memoryview(payload), range(1))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("what", ["die", "hang"])
+def test_a_rank_that_dies_or_hangs_ends_the_engine(start, rank, what):
+    """Within the deadline, wherever the rank is; and no process is left that waits for it."""
+    fields = [{}, {}]
+    fields[rank] = {"at": 3, "what": what}
+    executor, _ = start(*fields, deadline_s=GENEROUS_S if what == "die" else 3.0)
+    processes = [one.process for one in executor._ranks]
+    engine = engine_of(executor)
+    with pytest.raises(ExecutorLost, match=f"rank {rank}|ranks .*{rank}"):
+        engine.generate(requests())
+    assert all(process.poll() is not None for process in processes)
+    with pytest.raises(ExecutorLost):
+        executor.execute([], lambda: False)
+
+
+async def test_with_a_lost_rank_every_request_fails_and_the_worker_is_told(start):
+    executor, _ = start({}, {"at": 2, "what": "die"})
+    ended = asyncio.Event()
+    seen = []
+
+    def on_events(events):
+        seen.extend(events)
+        if any(isinstance(event, (Failed, Finished)) for event in events):
+            ended.set()
+
+    client = EngineClient(executor, EngineConfig(24, BLOCK), IDENTITY, None, on_events)
+    client.start()
+    try:
+        client.send(requests()[0])
+        async with asyncio.timeout(GENEROUS_S):
+            await ended.wait()
+        [failed] = [event for event in seen if isinstance(event, Failed)]
+        assert "rank 1 ended" in failed.error.message
+        await until(lambda: not client.stats().alive, "the worker is told", deadline_s=GENEROUS_S)
+    finally:
+        await client.close(GENEROUS_S)
+
+
+def test_a_rank_that_takes_no_bytes_is_lost_too(start):
+    """A frame larger than the socket holds, to a rank that hangs in the step before."""
+    executor, _ = start({}, {"at": 1, "what": "hang"}, deadline_s=3.0)
+    seq = ScheduledSeq("a", [1], 0, list(range(24)) * 100_000, True, SamplingParams(9), 0)
+    with pytest.raises(ExecutorLost, match="did not answer within 3 s"):
+        executor.execute([seq], lambda: False)
+
+
+@pytest.mark.parametrize(("what", "message"), [("raise", "this rank's kernel failed"), ("memory", "memory is used up")])
+def test_a_step_that_one_rank_cannot_compute_fails_and_the_engine_lives_on(start, what, message):
+    executor, _ = start({"at": 1, "what": what}, {})
+    engine = engine_of(executor)
+    [failed] = engine.generate(requests()[:1])
+    assert message in failed.error.message
+    [after] = engine.generate(requests()[1:2])
+    [alone] = engine_of(LocalExecutor(FakeRunner(**POOL))).generate(requests()[1:2])
+    assert after.token_ids == alone.token_ids
+
+
+def test_ranks_that_do_not_come_up_or_do_not_fit_together(start):
+    with pytest.raises(ExecutorLost, match="rank [01] ended"):
+        start({}, {}, factory="rank_runner:broken")
+    with pytest.raises(ConfigError, match="num_blocks"):
+        start({"num_blocks": 30}, {})
+    with pytest.raises(ConfigError, match="sampler"):
+        start({}, {}, sampler=2)
+
+
+def test_a_grammar_is_refused_by_name(start):
+    executor, _ = start({}, {})
+    sampling = SamplingParams(3, grammar=Grammar(GrammarKind.REGEX, "a"))
+    request = EngineRequest("g", Prompt((1, 2)), sampling, grammar=OnlyTokens(bytes(40)))
+    [result] = engine_of(executor).generate([request])
+    assert isinstance(result.error, InvalidRequestError)
+    assert result.error.param == "grammar"
+
+
+def test_a_step_message_is_the_same_on_both_sides():
+    """Every field but those that stay in their process."""
+    for request in requests():
+        seq = ScheduledSeq(
+            "a\0" + "1", [4, 5, 6], 7, [1, 2, 3], True, request.sampling, 9, 2, 3, 1, 0, 5, [1, 2, 3], 2, (8, 9), None, True,
+            object(),
+        )  # fmt: skip
+        [there] = step_codec.decode_seqs(step_codec.encode_seqs([seq]))
+        assert there.memo is None
+        seq.memo, seq.prompt_targets = None, list(seq.prompt_targets)
+        assert there == seq
