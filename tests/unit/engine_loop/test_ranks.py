@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
-from waiting import until
 
 from diptych.common.block_identity import IdentityHeader
 from diptych.common.clock import FakeClock
@@ -26,6 +26,7 @@ from diptych.engine.messages import BlockCopy, CopyKind, EngineRequest, Failed, 
 from diptych.engine.offline import OfflineEngine
 from diptych.engine.ranks import RanksExecutor, RankSpec
 
+until = sys.modules["diptych_test_waiting"].until
 pytestmark = pytest.mark.multiproc
 BLOCK = 4
 IDENTITY = IdentityHeader(b"k" * 32, "m", "t", "uint8", BLOCK)
