@@ -51,7 +51,7 @@ def test_the_fake_runner_feels_a_flipped_byte():
     engine = make_engine()
     runner = engine.core._executor.runner
     (good,) = engine.generate([make_request("a")])
-    runner.pool[engine.core.scheduler.kv.pool.find(engine.core.scheduler.kv.pool.dump().keys)[0], 0, 0, 3] ^= 1
+    runner.pool[engine.core.scheduler.kv.pool.find(engine.core.scheduler.kv.pool.dump().tiers[0].keys)[0], 0, 0, 3] ^= 1
     (bad,) = engine.generate([make_request("b")])
     assert bad.num_cached_tokens == 16
     assert bad.token_ids != good.token_ids

@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from diptych.common.tiers import TierDump
 from diptych.engine.messages import BlocksEvicted, BlocksStored, CacheCleared
 from diptych.engine.sched.block_pool import BlockPool
 from diptych.engine.stats import AGE_BUCKETS_S
@@ -84,10 +85,10 @@ def test_cache_events_keep_their_order_and_count_up():
     pool.publish(a, key(2))
     pool.release([a])
     assert pool.take_events() == [BlocksStored(1, (key(1),)), BlocksEvicted(2, (key(1),)), BlocksStored(3, (key(2),))]
-    assert pool.dump().sequence == 3
+    assert pool.dump().tiers[0].sequence == 3
     pool.clear()
     assert pool.take_events() == [CacheCleared(1)]
-    assert (pool.dump().epoch, pool.dump().sequence, pool.dump().keys) == (1, 0, ())
+    assert (pool.dump().epoch, pool.dump().tiers[0]) == (1, TierDump(0, ()))
 
 
 def test_clear_leaves_owned_blocks_with_their_owners():
@@ -222,7 +223,7 @@ class PoolMachine(RuleBasedStateMachine):
             else:
                 assert keys <= self.mirror
                 self.mirror -= keys
-        assert self.mirror == set(self.pool.dump().keys)
+        assert self.mirror == set(self.pool.dump().tiers[0].keys)
 
 
 TestPoolMachine = PoolMachine.TestCase
