@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-from diptych.common.sampling import EarlyStopping, SamplingParams
+from diptych.common.sampling import EarlyStopping, SamplingParams, TokenLogprobs
 from diptych.engine.step_messages import (
     BlockCopy,
     Candidate,
@@ -18,7 +18,6 @@ from diptych.engine.step_messages import (
     CopyKind,
     ScheduledSeq,
     StepResult,
-    TokenLogprobs,
 )
 
 _SEQ_FIELDS = tuple(field.name for field in fields(ScheduledSeq) if field.name not in ("sampling", "grammar", "memo"))
