@@ -11,7 +11,7 @@ door talks to it through an inbox and gets answers by `loop.call_soon_threadsafe
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Protocol
 
 from diptych.engine.messages import Payload, RangePacked, SlabGrant
@@ -50,15 +50,25 @@ class SlabCounts:
     settled: int
     quarantined: int
 
+    def __add__(self, other: SlabCounts) -> SlabCounts:
+        return SlabCounts(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(SlabCounts)))
+
 
 @dataclass(frozen=True, slots=True)
 class TransferAudit:
-    slabs: SlabCounts
+    """Both parts of the arena."""
+
+    publish: SlabCounts
+    read: SlabCounts
     bytes_sent: int
     bytes_received: int
     violations: tuple[str, ...] = ()
     expired_requests: int = 0
-    """Prefill: requests some of whose slabs were taken back when their lease ended."""
+    """Requests some of whose published slabs were taken back when their lease ended."""
+
+    @property
+    def slabs(self) -> SlabCounts:
+        return self.publish + self.read
 
 
 @dataclass(frozen=True, slots=True)

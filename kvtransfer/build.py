@@ -11,12 +11,12 @@ from diptych.kvtransfer.api import Transfer
 from diptych.kvtransfer.config import TransferConfig
 from diptych.kvtransfer.faults import FaultyTransport
 from diptych.kvtransfer.gpu_memory import GpuMemory
+from diptych.kvtransfer.layout import RingSpec, SlabQuotas
 from diptych.kvtransfer.registry import AUTO, TransportSite, TransportSpec, candidates
 from diptych.kvtransfer.self_test import SelfTest
 from diptych.kvtransfer.thread import TransferThread
 
 log = logging.getLogger(__name__)
-ROLES = ("prefill", "decode")
 
 
 def build_transfer(
@@ -24,7 +24,8 @@ def build_transfer(
     *,
     worker_id: str,
     incarnation: str,
-    role: str,
+    publishes: bool = False,
+    reads: bool = False,
     layout_hash: int,
     loop: asyncio.AbstractEventLoop,
     num_layers: int = 0,
@@ -32,15 +33,14 @@ def build_transfer(
     """Self-test, then start the transfer thread. Takes a fraction of a second; call it before serving.
 
     Args:
-        role: "prefill" (publishes) or "decode" (reads).
+        publishes, reads: which parts of the arena get slabs, where config.quotas does not say.
         layout_hash: layout.layout_hash(compat); a handle with another one is refused on both sides.
         loop: where answers are delivered.
         num_layers: what handles say about themselves; 0: all layers of the model.
     Raises: ConfigError: the transport cannot be used, or the self-test found another path than required.
     """
-    if role not in ROLES:
-        raise ConfigError("role", role, f"must be one of {', '.join(ROLES)}")
-    spec, found, site = _choose(config)
+    quotas = config.quotas_of(publishes=publishes, reads=reads)
+    spec, found, site = _choose(config, quotas)
     if config.require_transport and found.path != config.require_transport:
         raise ConfigError("require_transport", config.require_transport, f"the self-test found {found.path}")
     try:
@@ -48,7 +48,7 @@ def build_transfer(
     except TransferError as error:
         raise ConfigError("transport", config.transport, str(error)) from error
     try:
-        ring = spec.make_ring(site, role)
+        ring = spec.make_ring(site, quotas)
     except TransferError as error:
         transport.close()
         raise ConfigError("num_slabs", config.num_slabs, f"slabs of {config.slab_bytes} bytes: {error}") from error
@@ -63,7 +63,7 @@ def build_transfer(
         config,
         worker_id=worker_id,
         incarnation=incarnation,
-        role=role,
+        quotas=quotas,
         layout_hash=layout_hash,
         num_layers=num_layers,
         bytes_per_s=found.bytes_per_s,
@@ -74,15 +74,16 @@ def build_transfer(
     )
 
 
-def _choose(config: TransferConfig) -> tuple[TransportSpec, SelfTest, TransportSite]:
+def _choose(config: TransferConfig, quotas: SlabQuotas) -> tuple[TransportSpec, SelfTest, TransportSite]:
     """The transport that was asked for; with "auto" the first that works, the others named in the log.
 
     Raises: ConfigError: none works.
     """
     reasons = []
+    ring = RingSpec(quotas.total, config.slab_bytes)
     for spec in candidates(config.transport, config.device):
         try:
-            site = TransportSite(config.host, config.ring, _gpu_memory(spec.name) if spec.device == "cuda" else None)
+            site = TransportSite(config.host, ring, _gpu_memory(spec.name) if spec.device == "cuda" else None)
             found = spec.self_test(lambda w, i, s=spec, at=site: s.make(w, i, at), site)  # type: ignore[misc]
         except (ConfigError, TransferError) as error:
             reasons.append(f"{spec.name}: {error}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from diptych.common.errors import ConfigError
 from diptych.kvtransfer import registry
 from diptych.kvtransfer.faults import FaultSpec
-from diptych.kvtransfer.layout import RingSpec
+from diptych.kvtransfer.layout import RingSpec, SlabQuotas
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +20,10 @@ class TransferConfig:
         device: "cpu" or "cuda": where the pool is.
         host: address of ours that the transport binds to and advertises; no other interface listens.
         slab_bytes: whole slab with header and trailer, a multiple of the page size.
-        peer_quota: slabs of decode's ring that one prefill worker may keep busy; 0: three quarters of the ring.
-        quarantine_cap: quarantined slabs beyond which a pair is unusable; 0: half of the ring.
+        num_slabs: of each part of the arena that is used, unless `quotas` says otherwise.
+        quotas: of the arena's two parts; None: by what the worker's role does.
+        peer_quota: slabs to read into that one peer may keep busy; 0: three quarters of them.
+        quarantine_cap: quarantined slabs beyond which a pair is unusable; 0: half of the slabs of that part.
         require_transport: refuse to start unless the self-test found exactly this path, for example "ucx:tcp" or "nixl:shm", and
             refuse every peer that comes on another one.
         verify_checksum: False only in tests.
@@ -33,6 +35,7 @@ class TransferConfig:
     device: str = "cpu"
     slab_bytes: int = 4 << 20
     num_slabs: int = 8
+    quotas: SlabQuotas | None = None
     lease_s: float = 30.0
     peer_quota: int = 0
     quarantine_cap: int = 0
@@ -49,14 +52,11 @@ class TransferConfig:
                 raise ConfigError(name, getattr(self, name), f"must be between 0 and num_slabs={self.num_slabs}")
         RingSpec(self.num_slabs, self.slab_bytes)
 
-    @property
-    def ring(self) -> RingSpec:
-        return RingSpec(self.num_slabs, self.slab_bytes)
+    def quotas_of(self, *, publishes: bool, reads: bool) -> SlabQuotas:
+        return self.quotas or SlabQuotas(self.num_slabs if publishes else 0, self.num_slabs if reads else 0)
 
-    @property
-    def effective_peer_quota(self) -> int:
-        return self.peer_quota or max(1, self.num_slabs * 3 // 4)
+    def peer_quota_of(self, num_slabs: int) -> int:
+        return self.peer_quota or max(1, num_slabs * 3 // 4)
 
-    @property
-    def effective_quarantine_cap(self) -> int:
-        return self.quarantine_cap or max(1, self.num_slabs // 2)
+    def quarantine_cap_of(self, num_slabs: int) -> int:
+        return self.quarantine_cap or max(1, num_slabs // 2)

@@ -1,4 +1,7 @@
-"""Both doors of a worker's transfer and the turns behind them: ledger, ring and transport put together, without a thread.
+"""A worker's transfer without its thread: both ledgers, the arena of slabs and the transport.
+
+Every worker can publish and read. The arena has a part for each, with a ledger of its own, so a read that is served waits for
+no read that is made.
 
     event loop --inbox of calls, wake()--> turn() --call_soon_threadsafe--> event loop
 
@@ -25,12 +28,12 @@ from diptych.engine.messages import RangePacked, SlabGrant
 from diptych.kvtransfer.api import KvAddress, PeerRef, ReceivedSlab, TransferAudit
 from diptych.kvtransfer.config import TransferConfig
 from diptych.kvtransfer.handle import SlabHandle, new_key, sign
-from diptych.kvtransfer.layout import Ring, payload_capacity, write_frame
+from diptych.kvtransfer.layout import Ring, RingSpec, SlabQuotas, payload_capacity, write_frame
 from diptych.kvtransfer.publisher import PublishSide
 from diptych.kvtransfer.publisher_ledger import PublisherLedger
 from diptych.kvtransfer.reader import ReadSide
 from diptych.kvtransfer.reader_ledger import ReaderLedger
-from diptych.kvtransfer.transport import Transport, peer_key
+from diptych.kvtransfer.transport import PeerLost, ReceiveDone, Transport, peer_key
 
 log = logging.getLogger(__name__)
 TICK_S = 0.1
@@ -43,7 +46,8 @@ class TransferCore:
     """The doors of `Transfer` (api.py) but close().
 
     Args:
-        ring: of config.ring's sizes; None: one in host memory.
+        quotas: slabs to publish from, slabs to read into.
+        ring: of quotas.total slabs; None: one in host memory.
         message_s: what one more message costs, by the self-test; 0.0: not measured.
         path: what the self-test found; empty: what the transport says.
         clock: monotonic seconds, for leases and deadlines.
@@ -57,7 +61,7 @@ class TransferCore:
         *,
         worker_id: str,
         incarnation: str,
-        role: str,
+        quotas: SlabQuotas,
         layout_hash: int,
         num_layers: int,
         bytes_per_s: float,
@@ -69,7 +73,7 @@ class TransferCore:
         wake: Callable[[], None] = lambda: None,
     ) -> None:
         self._transport = transport
-        self._ring = ring or Ring(config.ring)
+        self._ring = ring or Ring(RingSpec(quotas.total, config.slab_bytes))
         self._verify = config.verify_checksum
         transport.register(self._ring)
         self.address: KvAddress = transport.address
@@ -99,44 +103,46 @@ class TransferCore:
         self._violations: list[str] = []
         self._inbox: deque[Callable[[float], None]] = deque()
         self._stopping = False
-        self._publisher: PublishSide | None = None
-        self._reader: ReadSide | None = None
-        if role == "prefill":
-            self._publisher = PublishSide(
-                PublisherLedger(
-                    num_slabs=config.num_slabs,
-                    payload_bytes=payload_capacity(config.slab_bytes),
-                    worker_id=worker_id,
-                    incarnation=incarnation,
-                    layout_hash=layout_hash,
-                    lease_s=config.lease_s,
-                    quarantine_cap=config.effective_quarantine_cap,
-                ),
-                transport, self._ring, self._key, self._grants.append, self._tell_settled, self._tell_silent,
-            )  # fmt: skip
-        else:
-            self._reader = ReadSide(
-                ReaderLedger(
-                    num_slabs=config.num_slabs,
-                    peer_quota=config.effective_peer_quota,
-                    quarantine_cap=config.effective_quarantine_cap,
-                    quarantine_s=config.lease_s,
-                ),
-                transport,
-                self._ring,
+        self._quotas = quotas
+        self._publisher = PublishSide(
+            PublisherLedger(
+                num_slabs=quotas.publish,
+                payload_bytes=payload_capacity(config.slab_bytes),
+                worker_id=worker_id,
+                incarnation=incarnation,
                 layout_hash=layout_hash,
-                bytes_per_s=bytes_per_s,
-                verify_checksum=config.verify_checksum,
-                on_delivered=self._tell_delivered,
-                on_failed=self._tell_failed,
-            )
-        self._rate = bytes_per_s
+                lease_s=config.lease_s,
+                quarantine_cap=config.quarantine_cap_of(quotas.publish),
+            ),
+            transport,
+            self._ring,
+            self._key,
+            self._grants.append,
+            self._tell_settled,
+            self._tell_silent,
+        )
+        self._reader = ReadSide(
+            ReaderLedger(
+                num_slabs=quotas.read,
+                peer_quota=config.peer_quota_of(quotas.read),
+                quarantine_cap=config.quarantine_cap_of(quotas.read),
+                quarantine_s=config.lease_s,
+            ),
+            transport,
+            self._ring,
+            first_slab=quotas.publish,
+            layout_hash=layout_hash,
+            bytes_per_s=bytes_per_s,
+            verify_checksum=config.verify_checksum,
+            on_delivered=self._tell_delivered,
+            on_failed=self._tell_failed,
+        )
 
     @property
     def bytes_per_s(self) -> float:
-        return self._reader.bytes_per_s if self._reader is not None else self._rate
+        return self._reader.bytes_per_s
 
-    # ---- prefill's door: event-loop thread ----
+    # ---- publishing: event-loop thread ----
 
     def start(
         self,
@@ -191,7 +197,7 @@ class TransferCore:
     def release(self, attempt: str) -> None:
         self._post(partial(self._publish_side().release, attempt))
 
-    # ---- decode's door: event-loop thread ----
+    # ---- reading: event-loop thread ----
 
     async def read(self, peer: PeerRef, handle: SlabHandle, *, deadline_s: float) -> ReceivedSlab:
         side = self._read_side()
@@ -236,13 +242,13 @@ class TransferCore:
     # ---- between the threads ----
 
     def _publish_side(self) -> PublishSide:
-        if self._publisher is None:
-            raise InternalError("this worker publishes nothing: its role is decode")
+        if not self._quotas.publish:
+            raise InternalError("this worker has no slabs to publish from")
         return self._publisher
 
     def _read_side(self) -> ReadSide:
-        if self._reader is None:
-            raise InternalError("this worker reads nothing: its role is prefill")
+        if not self._quotas.read:
+            raise InternalError("this worker has no slabs to read into")
         return self._reader
 
     def _post(self, call: Callable[[float], None]) -> None:
@@ -275,7 +281,7 @@ class TransferCore:
         if future.done() and not future.cancelled() and future.exception() is None:
             self.finish(future.result())
         else:
-            self._post(partial(self._read_side().finish, read_id))
+            self._post(partial(self._reader.finish, read_id))
 
     def _tell_settled(self, attempt: str, slab: int) -> None:
         self._on_loop(self._settled, attempt, slab)
@@ -295,7 +301,7 @@ class TransferCore:
     def _delivered(self, read_id: int, slab: int, path: str) -> None:
         future, handle = self._waiting.get(read_id, (None, None))
         if future is None or handle is None or future.done():
-            self._post(partial(self._read_side().finish, read_id))
+            self._post(partial(self._reader.finish, read_id))
             return
         if path and path != self.path and (handle.worker_id, path) not in self._odd_paths:
             self._odd_paths.add((handle.worker_id, path))
@@ -317,36 +323,35 @@ class TransferCore:
 
     def turn(self) -> bool:
         """Progress, inbox, events, and the tick when it is due. Returns: whether anything happened."""
-        side = self._publisher or self._reader
-        assert side is not None
         events = self._guarded(self._transport.progress) or []
         worked = self._drain(self._clock())
         now = self._clock()
         for event in events:
-            self._guarded(side.on_transport, event, now)
+            if not isinstance(event, ReceiveDone):
+                self._guarded(self._publisher.on_transport, event, now)
+            if isinstance(event, ReceiveDone | PeerLost):
+                self._guarded(self._reader.on_transport, event, now)
         if now >= self.next_due():
             self._next_tick = now + TICK_S
-            self._guarded(side.tick, now)
+            for side in (self._publisher, self._reader):
+                self._guarded(side.tick, now)
         self._flush_grants()
         return bool(events) or worked
 
     def next_due(self) -> float:
         """When a turn is needed at the latest, on the clock."""
-        due = self._reader.next_deadline() if self._reader is not None else None
+        due = self._reader.next_deadline()
         return self._next_tick if due is None else min(self._next_tick, due)
 
     @property
     def awaited(self) -> bool:
         """Peers have a reason to say something: slabs of ours are out, or reads of ours are open."""
-        side = self._publisher or self._reader
-        return side is not None and side.awaited
+        return self._publisher.awaited or self._reader.awaited
 
     def shut(self) -> None:
         """Fail what waits and close the transport; no turn may follow."""
-        side = self._publisher or self._reader
-        assert side is not None
         self._stopping = True
-        self._guarded(side.fail_all, "the worker is closing", self._clock())
+        self._guarded(self._reader.fail_all, "the worker is closing")
         self._guarded(self._transport.close)
 
     def _drain(self, now: float) -> bool:
@@ -375,11 +380,12 @@ class TransferCore:
         self._guarded(self._on_grants, grants)
 
     def _audit(self, full: bool) -> TransferAudit:
-        side = self._publisher or self._reader
-        assert side is not None
-        violations = [*self._violations, *(side.check() if full else ())]
-        expired = self._publisher.expired_requests if self._publisher is not None else 0
-        return TransferAudit(side.counts(), side.bytes_sent, side.bytes_received, tuple(violations), expired)
+        publish, read = self._publisher, self._reader
+        violations = [*self._violations, *((*publish.check(), *read.check()) if full else ())]
+        return TransferAudit(
+            publish.counts(), read.counts(), publish.bytes_sent, read.bytes_received, tuple(violations),
+            publish.expired_requests,
+        )  # fmt: skip
 
 
 def _set_result(future: asyncio.Future[Any], value: Any) -> None:

@@ -75,6 +75,23 @@ class RingSpec:
         return self.num_slabs * self.slab_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class SlabQuotas:
+    """Parts of one arena: slabs to publish from, and slabs to read into. Neither waits for the other. 0: the worker does not do
+    this. Raises: ConfigError."""
+
+    publish: int
+    read: int
+
+    def __post_init__(self) -> None:
+        if min(self.publish, self.read) < 0 or not self.total:
+            raise ConfigError("num_slabs", (self.publish, self.read), "must be 0 or more each, and not both 0")
+
+    @property
+    def total(self) -> int:
+        return self.publish + self.read
+
+
 class Ring:
     """One page-aligned allocation, cut into slabs. Never moves and never shrinks while the worker lives."""
 

@@ -1,4 +1,4 @@
-"""Prefill's side on the transfer thread: turns transport events into ledger events, and ledger actions into sends."""
+"""Publishing, on the transfer thread: turns transport events into ledger events, and ledger actions into sends."""
 
 from __future__ import annotations
 
@@ -41,7 +41,6 @@ class PublishSide:
         """Send operation -> slab, generation, payload bytes."""
         self._refusing: set[int] = set()
         self.bytes_sent = 0
-        self.bytes_received = 0
 
     # ---- what the doors ask ----
 
@@ -78,16 +77,13 @@ class PublishSide:
                     self.bytes_sent += size if ok else 0
                     self._feed(pub.SendDone(slab, generation, ok), now)
             case wire.PeerLost(peer, why):
-                log.info("peer lost: %s: %s", peer, why)
+                log.debug("publishing to %s ends: %s", peer, why)
                 self._feed(pub.PeerGone(peer), now)
             case _:
-                log.warning("unexpected %s on prefill's side", type(event).__name__)
+                raise TypeError(f"{type(event).__name__} is for the reading side")
 
     def tick(self, now: float) -> None:
         self._feed(pub.Tick(), now)
-
-    def next_deadline(self) -> float | None:
-        return None
 
     @property
     def awaited(self) -> bool:
@@ -103,9 +99,6 @@ class PublishSide:
 
     def check(self) -> list[str]:
         return self._ledger.check()
-
-    def fail_all(self, why: str, now: float) -> None:
-        """Nobody waits on this side."""
 
     # ---- inside ----
 

@@ -1,4 +1,4 @@
-"""Decode's side on the transfer thread: turns transport events into ledger events, and ledger actions into reads."""
+"""Reading, on the transfer thread: turns transport events into ledger events, and ledger actions into reads."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ class _Wanted:
 
 
 class ReadSide:
-    """Single-threaded. `on_delivered(read_id, slab, path)` and `on_failed(read_id, error)` must not block."""
+    """Single-threaded. `on_delivered(read_id, slab, path)` and `on_failed(read_id, error)` must not block.
+
+    Args: first_slab: the ledger's slab 0 is this one of the arena; callers are told numbers of the arena.
+    """
 
     def __init__(
         self,
@@ -38,6 +41,7 @@ class ReadSide:
         transport: wire.Transport,
         ring: Ring,
         *,
+        first_slab: int = 0,
         layout_hash: int,
         bytes_per_s: float,
         verify_checksum: bool,
@@ -47,6 +51,7 @@ class ReadSide:
         self._ledger = ledger
         self._transport = transport
         self._ring = ring
+        self._first_slab = first_slab
         self._layout_hash = layout_hash
         self._verify_checksum = verify_checksum
         self._on_delivered = on_delivered
@@ -54,7 +59,6 @@ class ReadSide:
         self._wanted: dict[int, _Wanted] = {}
         self._events: deque[rd.Event] = deque()
         self.bytes_per_s = bytes_per_s
-        self.bytes_sent = 0
         self.bytes_received = 0
 
     # ---- what the doors ask ----
@@ -88,10 +92,8 @@ class ReadSide:
             case wire.PeerLost(peer, why):
                 log.info("peer lost: %s: %s", peer, why)
                 self._feed(rd.PeerGone(peer, why), now)
-            case wire.RequestArrived(conn, read_id, _):
-                log.warning("%s wants to read from a worker that publishes nothing", conn)
             case _:
-                log.debug("ignored %s on decode's side", type(event).__name__)
+                raise TypeError(f"{type(event).__name__} is for the publishing side")
 
     def tick(self, now: float) -> None:
         self._feed(rd.Tick(), now)
@@ -110,7 +112,7 @@ class ReadSide:
     def check(self) -> list[str]:
         return self._ledger.check()
 
-    def fail_all(self, why: str, now: float) -> None:
+    def fail_all(self, why: str) -> None:
         for read_id in list(self._wanted):
             self._on_failed(read_id, TransferError(why))
 
@@ -153,7 +155,8 @@ class ReadSide:
 
     def _start(self, read_id: int, slab: int, now: float) -> None:
         wanted = self._wanted[read_id]
-        wanted.slab, wanted.started = slab, now
+        wanted.slab = slab = self._first_slab + slab
+        wanted.started = now
         size = wanted.handle.size_bytes
         clear_frame(self._ring.slab(slab), size)
         try:
@@ -179,7 +182,7 @@ class ReadSide:
             case rd.StartRead(read_id, slab):
                 self._start(read_id, slab, now)
             case rd.Deliver(read_id, slab):
-                self._on_delivered(read_id, slab, self._transport.path_to(self._wanted[read_id].key))
+                self._on_delivered(read_id, self._first_slab + slab, self._transport.path_to(self._wanted[read_id].key))
             case rd.FailRead(read_id, error):
                 self._on_failed(read_id, error)
             case rd.Acknowledge(read_id):

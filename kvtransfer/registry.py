@@ -20,7 +20,7 @@ from diptych.common.errors import ConfigError
 
 if TYPE_CHECKING:
     from diptych.kvtransfer.gpu_memory import GpuMemory
-    from diptych.kvtransfer.layout import Ring, RingSpec
+    from diptych.kvtransfer.layout import Ring, RingSpec, SlabQuotas
     from diptych.kvtransfer.self_test import SelfTest
     from diptych.kvtransfer.transport import Transport
 
@@ -57,15 +57,15 @@ def _host_self_test(make: Make, site: TransportSite) -> SelfTest:
     return run_self_test(make, site.ring.slab_bytes)
 
 
-def host_ring(site: TransportSite, role: str) -> Ring:
-    """A ring in host memory."""
+def host_ring(site: TransportSite, quotas: SlabQuotas) -> Ring:
+    """An arena in host memory."""
     from diptych.kvtransfer.layout import Ring
 
     return Ring(site.ring)
 
 
-def gpu_ring(site: TransportSite, role: str) -> Ring:
-    """A ring whose payloads lie in `site.memory`. Raises: TransferError when there is no room."""
+def gpu_ring(site: TransportSite, quotas: SlabQuotas) -> Ring:
+    """An arena whose payloads lie in `site.memory`. Raises: TransferError when there is no room."""
     from diptych.kvtransfer.gpu_ring import GpuRing
 
     assert site.memory is not None
@@ -81,9 +81,9 @@ class TransportSpec:
         summary: one line for --help.
         make: a new transport. Raises: ConfigError when what it needs is not installed, TransferError.
         self_test: measures it on this machine before the worker serves. Raises: TransferError.
-        make_ring: the staging ring of a worker of this role ("prefill" or "decode"). Raises: TransferError.
+        make_ring: the arena of slabs, with these parts. Raises: TransferError.
         device: where the KV pool must be, for example "cuda"; empty: anywhere.
-        gpu_ring_roles: roles whose slabs take GPU memory.
+        gpu_slabs: how many slabs of an arena with these parts take GPU memory.
         auto_rank: `auto` tries lower ranks first; None: never.
         auto_min_gpus: `auto` leaves it out on hosts with fewer GPUs.
         shares_a_gpu: preferred where all workers of the cluster are on one GPU.
@@ -94,9 +94,9 @@ class TransportSpec:
     summary: str
     make: Callable[[str, str, TransportSite], Transport]
     self_test: Callable[[Make, TransportSite], SelfTest] = _host_self_test
-    make_ring: Callable[[TransportSite, str], Ring] = host_ring
+    make_ring: Callable[[TransportSite, SlabQuotas], Ring] = host_ring
     device: str = ""
-    gpu_ring_roles: frozenset[str] = frozenset()
+    gpu_slabs: Callable[[SlabQuotas], int] = lambda quotas: 0
     auto_rank: int | None = None
     auto_min_gpus: int = 0
     shares_a_gpu: bool = False

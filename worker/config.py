@@ -12,6 +12,7 @@ from diptych.common.errors import ConfigError
 from diptych.common.kv_format import COMPUTE_DTYPES
 from diptych.engine.config import GRAMMAR_BACKENDS, POLICIES, PREEMPTION_MODES, EngineConfig
 from diptych.engine.overlap import MODES as OVERLAP_MODES
+from diptych.worker.role_spec import ROLES
 
 AUTO = "auto"
 BACKENDS = (AUTO, "native", "torch", "triton")
@@ -179,8 +180,8 @@ class WorkerConfig:
     check_invariants: bool = False
 
     def __post_init__(self) -> None:
-        if self.role not in ("prefill", "decode"):
-            raise ConfigError("role", self.role, "must be prefill or decode")
+        if self.role not in ROLES:
+            raise ConfigError("role", self.role, f"must be {' or '.join(ROLES)}")
         for name in ("port", "metrics_port", "client_port"):
             if not 0 <= (getattr(self, name) or 0) <= 65_535:
                 raise ConfigError(name, getattr(self, name), "must be between 0 and 65535")

@@ -30,6 +30,7 @@ from diptych.engine.runner import ModelRunner
 from diptych.engine.sched.output import DetokenizerFactory
 from diptych.worker.config import AUTO, WorkerConfig
 from diptych.worker.defaults import DeviceFacts, ModelFacts, settled
+from diptych.worker.role_spec import ROLES
 
 log = structlog.get_logger(__name__)
 
@@ -225,10 +226,14 @@ def identity_key(config: WorkerConfig) -> bytes:
 
 def _ring_on_gpu(config: WorkerConfig) -> int:
     """Bytes of the staging ring that may be in GPU memory, once the transport is known."""
+    from diptych.kvtransfer.config import TransferConfig
     from diptych.kvtransfer.registry import candidates
 
-    on_gpu = any(config.role in spec.gpu_ring_roles for spec in candidates(config.transport, config.device))
-    return config.num_slabs * config.slab_bytes if on_gpu else 0
+    role = ROLES[config.role]
+    settings = TransferConfig(device=config.device, num_slabs=config.num_slabs, slab_bytes=config.slab_bytes)
+    quotas = settings.quotas_of(publishes=role.publishes, reads=role.reads)
+    slabs = (spec.gpu_slabs(quotas) for spec in candidates(config.transport, config.device))
+    return max(slabs, default=0) * config.slab_bytes
 
 
 def _available_bytes() -> int:

@@ -28,6 +28,7 @@ from diptych.kvtransfer.faults import FaultSpec
 from diptych.kvtransfer.layout import layout_hash
 from diptych.worker.config import WorkerConfig
 from diptych.worker.model import load_model
+from diptych.worker.role_spec import ROLES
 from diptych.worker.runtime import RoleFactory, WorkerRuntime
 from diptych.worker.step_gate import hold_steps
 
@@ -140,13 +141,14 @@ async def make_transfer(runtime: WorkerRuntime) -> Transfer:
         verify_checksum=config.verify_checksum,
         faults=faults,
     )
-    loop = asyncio.get_running_loop()
+    loop, role = asyncio.get_running_loop(), ROLES[config.role]
     return await asyncio.to_thread(
         lambda: build_transfer(
             settings,
             worker_id=runtime.worker_id,
             incarnation=runtime.incarnation,
-            role=config.role,
+            publishes=role.publishes,
+            reads=role.reads,
             layout_hash=layout_hash(runtime.compat),
             loop=loop,
             num_layers=runtime.compat.kv.num_layers,

@@ -100,7 +100,7 @@ class Bench:
     def _make(self, settings: dict[str, Any]) -> Transfer:
         loop = asyncio.get_running_loop()
         config = TransferConfig(**settings)
-        return build_transfer(config, worker_id="d", incarnation="0", role="decode", layout_hash=LAYOUT, loop=loop)
+        return build_transfer(config, worker_id="d", incarnation="0", reads=True, layout_hash=LAYOUT, loop=loop)
 
     async def _line(self) -> str:
         assert self._child.stdout is not None

@@ -48,7 +48,7 @@ class Publisher:
     def _make(self, settings: dict[str, Any], worker_id: str) -> Transfer:
         config = TransferConfig(**settings)
         return build_transfer(
-            config, worker_id=worker_id, incarnation="0", role="prefill", layout_hash=LAYOUT, loop=self._loop
+            config, worker_id=worker_id, incarnation="0", publishes=True, layout_hash=LAYOUT, loop=self._loop
         )
 
     async def kv(self, ids: list[int]) -> None:

@@ -36,9 +36,9 @@ from diptych.kvtransfer import handle as handles
 from diptych.kvtransfer.api import KvAddress, PeerRef
 from diptych.kvtransfer.gpu_memory import SharedMemory
 from diptych.kvtransfer.gpu_ring import GpuRing
-from diptych.kvtransfer.layout import HEADER_BYTES, TRAILER_BYTES, Ring, RingSpec, frame_generation
+from diptych.kvtransfer.layout import HEADER_BYTES, TRAILER_BYTES, Ring, RingSpec, SlabQuotas, frame_generation
 from diptych.kvtransfer.net_interfaces import host_identity
-from diptych.kvtransfer.registry import Make, TransportSite, TransportSpec, gpu_ring, register
+from diptych.kvtransfer.registry import Make, TransportSite, TransportSpec, register
 from diptych.kvtransfer.self_test import SelfTest, run_ipc_self_test
 from diptych.kvtransfer.transport import (
     MAX_MESSAGE_BYTES,
@@ -411,9 +411,12 @@ def _self_test(make: Make, site: TransportSite) -> SelfTest:
     return run_ipc_self_test(make, site.memory, RingSpec(1, site.ring.slab_bytes))
 
 
-def _ring(site: TransportSite, role: str) -> Ring:
-    """Decode reads into its blocks: its slabs need no GPU memory."""
-    return GpuRing(site.ring) if role == "decode" else gpu_ring(site, role)
+def _ring(site: TransportSite, quotas: SlabQuotas) -> Ring:
+    """A read goes into the request's blocks: slabs to read into need no GPU memory. They come last in the arena."""
+    if not quotas.publish:
+        return GpuRing(site.ring)
+    assert site.memory is not None
+    return GpuRing(site.ring, *site.memory.allocate(quotas.publish * site.ring.slab_bytes))
 
 
 register(
@@ -424,7 +427,7 @@ register(
         self_test=_self_test,
         make_ring=_ring,
         device="cuda",
-        gpu_ring_roles=frozenset({"prefill"}),
+        gpu_slabs=lambda quotas: quotas.publish,
         auto_rank=10,
         auto_min_gpus=2,
         shares_a_gpu=True,

@@ -208,7 +208,7 @@ register(
         self_test=_self_test,
         make_ring=gpu_ring,
         device="cuda",
-        gpu_ring_roles=frozenset({"prefill", "decode"}),
+        gpu_slabs=lambda quotas: quotas.total,
         auto_rank=20,
         auto_min_gpus=2,
     )

@@ -25,7 +25,7 @@ async def main(worker_id: str, incarnation: str, options: dict[str, object]) -> 
     grants: asyncio.Queue[SlabGrant] = asyncio.Queue()
     transfer = build_transfer(
         TransferConfig(**options),  # type: ignore[arg-type]
-        worker_id=worker_id, incarnation=incarnation, role="prefill", layout_hash=7, loop=loop,
+        worker_id=worker_id, incarnation=incarnation, publishes=True, layout_hash=7, loop=loop,
     )  # fmt: skip
 
     def on_grants(granted: tuple[SlabGrant, ...]) -> None:
@@ -50,7 +50,8 @@ async def main(worker_id: str, incarnation: str, options: dict[str, object]) -> 
                 transfer.release(attempt)
                 say({})
             case ["audit"]:
-                say(dataclasses.asdict(await transfer.audit(full=True)))
+                audit = await transfer.audit(full=True)
+                say({**dataclasses.asdict(audit), "slabs": dataclasses.asdict(audit.slabs)})
             case _:
                 break
     await transfer.close()

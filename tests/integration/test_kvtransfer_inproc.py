@@ -30,12 +30,12 @@ class Desk:
         loop = asyncio.get_running_loop()
         base = {"transport": "inproc", "slab_bytes": 8192, "num_slabs": 3, "lease_s": 10 * DEADLINE_S, **options}
 
-        def build(worker_id: str, role: str, **more: object) -> Transfer:
+        def build(worker_id: str, role: dict[str, bool], **more: object) -> Transfer:
             config = TransferConfig(**base, **more)  # type: ignore[arg-type]
-            return build_transfer(config, worker_id=worker_id, incarnation="i", role=role, layout_hash=7, loop=loop)
+            return build_transfer(config, worker_id=worker_id, incarnation="i", layout_hash=7, loop=loop, **role)
 
-        self.p = build("p0", "prefill")
-        self.d = build("d0", "decode", faults=faults or FaultSpec(), verify_checksum=verify_checksum)
+        self.p = build("p0", {"publishes": True})
+        self.d = build("d0", {"reads": True}, faults=faults or FaultSpec(), verify_checksum=verify_checksum)
         self.ref = PeerRef("p0", "i", self.p.address)
         self.grants: asyncio.Queue[SlabGrant] = asyncio.Queue()
         self.settled: list[tuple[str, int]] = []

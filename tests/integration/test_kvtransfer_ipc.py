@@ -23,7 +23,7 @@ from diptych.kvtransfer.api import KvAddress, PeerRef
 from diptych.kvtransfer.build import build_transfer
 from diptych.kvtransfer.config import TransferConfig
 from diptych.kvtransfer.gpu_ring import GpuRing
-from diptych.kvtransfer.layout import RingSpec
+from diptych.kvtransfer.layout import RingSpec, SlabQuotas
 from diptych.kvtransfer.self_test import run_ipc_self_test
 from diptych.kvtransfer.thread import TransferThread
 from diptych.kvtransfer.transports.ipc import IpcTransport
@@ -85,6 +85,7 @@ class Pair:
         loop = asyncio.get_running_loop()
         self.memory, self.reader_memory = HostMemory(), HostMemory()
         config = TransferConfig(transport="inproc", slab_bytes=SLAB, num_slabs=NUM_SLABS)
+        ring = RingSpec(NUM_SLABS, SLAB)
         common: dict[str, Any] = {"layout_hash": 7, "num_layers": 1, "bytes_per_s": 1e9, "loop": loop}
         self.transport = IpcTransport("p0", "life", host="127.0.0.1", memory=self.memory)
         self.publisher = TransferThread(
@@ -92,8 +93,8 @@ class Pair:
             config,
             worker_id="p0",
             incarnation="life",
-            role="prefill",
-            ring=GpuRing(config.ring, *self.memory.allocate(config.ring.total_bytes)),
+            quotas=SlabQuotas(NUM_SLABS, 0),
+            ring=GpuRing(ring, *self.memory.allocate(ring.total_bytes)),
             **common,
         )
         self.reader = TransferThread(
@@ -101,8 +102,8 @@ class Pair:
             config,
             worker_id="d0",
             incarnation="x",
-            role="decode",
-            ring=GpuRing(config.ring),
+            quotas=SlabQuotas(0, NUM_SLABS),
+            ring=GpuRing(ring),
             **common,
         )
         self.ref = PeerRef("p0", "life", self.publisher.address)
@@ -291,7 +292,7 @@ async def test_ipc_without_gpus_is_refused_at_the_start() -> None:
             TransferConfig(transport="ipc", device="cuda"),
             worker_id="p0",
             incarnation="x",
-            role="prefill",
+            publishes=True,
             layout_hash=1,
             loop=asyncio.get_running_loop(),
         )

@@ -65,7 +65,7 @@ async def publisher(harness: ModuleType) -> AsyncIterator[Any]:
 async def reader() -> AsyncIterator[Transfer]:
     config = TransferConfig(transport="nixl", num_slabs=8)
     transfer = build_transfer(
-        config, worker_id="d0", incarnation="x", role="decode", layout_hash=7, loop=asyncio.get_running_loop()
+        config, worker_id="d0", incarnation="x", reads=True, layout_hash=7, loop=asyncio.get_running_loop()
     )
     yield transfer
     await transfer.close()
@@ -99,7 +99,7 @@ async def test_two_containers_that_drop_to_tcp_say_so(harness, required, caplog)
     child = await start(harness, inside=CONTAINER)
     config = TransferConfig(transport="nixl", num_slabs=8, require_transport=required)
     loop = asyncio.get_running_loop()
-    transfer = build_transfer(config, worker_id="d0", incarnation="x", role="decode", layout_hash=7, loop=loop)
+    transfer = build_transfer(config, worker_id="d0", incarnation="x", reads=True, layout_hash=7, loop=loop)
     try:
         assert child.path == transfer.path == "nixl:shm"
         asked = transfer.read(child.ref, await child.publish("a", 1), deadline_s=DEADLINE_S)
@@ -122,7 +122,7 @@ async def test_a_path_that_is_not_there_is_refused_at_the_start() -> None:
     config = TransferConfig(transport="nixl", num_slabs=2, require_transport="nixl:rdma")
     loop = asyncio.get_running_loop()
     with pytest.raises(ConfigError, match="the self-test found nixl:shm"):
-        build_transfer(config, worker_id="d0", incarnation="x", role="decode", layout_hash=7, loop=loop)
+        build_transfer(config, worker_id="d0", incarnation="x", reads=True, layout_hash=7, loop=loop)
 
 
 async def test_a_handle_is_read_once_and_a_forged_one_never(harness, publisher, reader) -> None:
@@ -188,7 +188,7 @@ def build(**options: object) -> str:
     loop = asyncio.new_event_loop()
     try:
         transfer = build_transfer(
-            TransferConfig(**options), worker_id="d0", incarnation="x", role="decode", layout_hash=7, loop=loop
+            TransferConfig(**options), worker_id="d0", incarnation="x", reads=True, layout_hash=7, loop=loop
         )  # type: ignore[arg-type]
         path = transfer.path
         loop.run_until_complete(transfer.close())

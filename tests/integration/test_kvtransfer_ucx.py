@@ -109,7 +109,7 @@ async def publisher() -> AsyncIterator[Publisher]:
 async def reader() -> AsyncIterator[Transfer]:
     config = TransferConfig(transport="ucx", num_slabs=8, require_transport="ucx:tcp")
     transfer = build_transfer(
-        config, worker_id="d0", incarnation="x", role="decode", layout_hash=7, loop=asyncio.get_running_loop()
+        config, worker_id="d0", incarnation="x", reads=True, layout_hash=7, loop=asyncio.get_running_loop()
     )
     yield transfer
     await transfer.close()
@@ -346,7 +346,7 @@ async def test_over_ipv6() -> None:
     """Issue 15, 4.12: only IPv4 was known; where an interface has both, UCX took that."""
     config = TransferConfig(transport="ucx", num_slabs=8, require_transport="ucx:tcp", host="::1")
     transfer = build_transfer(
-        config, worker_id="d0", incarnation="x", role="decode", layout_hash=7, loop=asyncio.get_running_loop()
+        config, worker_id="d0", incarnation="x", reads=True, layout_hash=7, loop=asyncio.get_running_loop()
     )
     child = await Publisher.start(host="::1")
     try:

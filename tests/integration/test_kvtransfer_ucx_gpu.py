@@ -28,7 +28,7 @@ from diptych.kvtransfer.build import build_transfer
 from diptych.kvtransfer.config import TransferConfig
 from diptych.kvtransfer.gpu_path import DIRECT, STAGED
 from diptych.kvtransfer.gpu_ring import GpuRing
-from diptych.kvtransfer.layout import RingSpec
+from diptych.kvtransfer.layout import RingSpec, SlabQuotas
 from diptych.kvtransfer.thread import TransferThread
 from diptych.kvtransfer.transports import ucx_gpu
 from diptych.kvtransfer.transports.ucx_gpu import UcxGpuTransport
@@ -95,12 +95,14 @@ class Pair:
         common: dict[str, Any] = {"layout_hash": 7, "num_layers": 1, "bytes_per_s": 1e9, "loop": loop}
         self.publisher = TransferThread(
             OverTcp("p0", "life", host="127.0.0.1", memory=self.memory),
-            config, worker_id="p0", incarnation="life", role="prefill", ring=ring_in(self.memory, config.ring), **common,
+            config, worker_id="p0", incarnation="life", quotas=SlabQuotas(NUM_SLABS, 0),
+            ring=ring_in(self.memory, RingSpec(NUM_SLABS, SLAB)), **common,
         )  # fmt: skip
         self.reads = OverTcp("d0", "x", host="127.0.0.1", memory=self.reader_memory, require_path=require)
         self.reader = TransferThread(
             self.reads,
-            config, worker_id="d0", incarnation="x", role="decode", ring=ring_in(self.reader_memory, config.ring), **common,
+            config, worker_id="d0", incarnation="x", quotas=SlabQuotas(0, NUM_SLABS),
+            ring=ring_in(self.reader_memory, RingSpec(NUM_SLABS, SLAB)), **common,
         )  # fmt: skip
         self.ref = PeerRef("p0", "life", self.publisher.address)
         self.grants: asyncio.Queue[Any] = asyncio.Queue()
@@ -244,7 +246,7 @@ async def test_without_gpus_it_is_refused_at_the_start() -> None:
     config = TransferConfig(transport="ucx-gpu", device="cuda")
     loop = asyncio.get_running_loop()
     with pytest.raises(ConfigError):
-        build_transfer(config, worker_id="p0", incarnation="x", role="prefill", layout_hash=1, loop=loop)
+        build_transfer(config, worker_id="p0", incarnation="x", publishes=True, layout_hash=1, loop=loop)
 
 
 if __name__ == "__main__":

@@ -193,7 +193,7 @@ async def test_what_lands_when_a_partition_heals_lands_in_nothing_that_is_used(
     size = 3 << 20
     config = TransferConfig(transport="ucx", num_slabs=4, peer_quota=3, host=host.here, lease_s=600.0)
     reader = build_transfer(
-        config, worker_id="d0", incarnation="x", role="decode", layout_hash=7, loop=asyncio.get_running_loop()
+        config, worker_id="d0", incarnation="x", reads=True, layout_hash=7, loop=asyncio.get_running_loop()
     )
     inside = ("ip", "netns", "exec", host.name)
     there = await slabs.Publisher.start("life1", "p-there", inside=inside, host=host.there, lease_s=600.0)

@@ -24,7 +24,13 @@ def test_two_processes_exchange_gpu_memory_directly(cuda, capsys):
     async def start(require, role):
         loop = asyncio.get_running_loop()
         return build_transfer(
-            config(require), worker_id=f"{role}-0", incarnation="x", role=role, layout_hash=1, loop=loop
+            config(require),
+            worker_id=f"{role}-0",
+            incarnation="x",
+            publishes=role == "prefill",
+            reads=role == "decode",
+            layout_hash=1,
+            loop=loop,
         )
 
     async def check():

@@ -271,6 +271,16 @@ def a_payload_is_not_verified() -> Any:
 
 
 @mutation
+def slabs_to_read_into_are_slabs_to_publish_from() -> Any:
+    original = read_side.ReadSide.__init__
+
+    def init(self: Any, *args: Any, **keywords: Any) -> None:
+        original(self, *args, **{**keywords, "first_slab": 0})
+
+    return mock.patch.object(read_side.ReadSide, "__init__", init)
+
+
+@mutation
 def a_peer_has_no_quota() -> Any:
     original = ReaderLedger._start_waiting
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from handoff_sim.channel import SimCall, SimChannel
@@ -17,9 +18,11 @@ from diptych.decode.remote_prefill import RemotePrefillContext
 from diptych.decode.slab_unpacker import SlabUnpacker
 from diptych.engine.messages import EngineEvent, GrantSlabs, RangePacked, SlabGrant
 from diptych.engine.overlap import Overlap
+from diptych.kvtransfer.api import SlabCounts
 from diptych.kvtransfer.config import TransferConfig
 from diptych.kvtransfer.core import TICK_S, TransferCore
 from diptych.kvtransfer.handle import SlabHandle
+from diptych.kvtransfer.layout import SlabQuotas
 from diptych.kvtransfer.ledger import SlabState
 from diptych.prefill.sessions import PrefillSessions
 from diptych.rpc import convert
@@ -33,7 +36,7 @@ from diptych.worker.refs import WorkerRef
 class SimTransfer:
     """A TransferCore polled on virtual time that checks every transition of a slab."""
 
-    def __init__(self, context: Context, node: Node, role: str) -> None:
+    def __init__(self, context: Context, node: Node) -> None:
         self._ctx, self._node = context, node
         self._scheduled = False
         self._tick: Any = None
@@ -45,30 +48,31 @@ class SimTransfer:
                 transport="inproc", slab_bytes=4096, num_slabs=sizes.num_slabs, lease_s=sizes.lease_s,
                 peer_quota=min(sizes.quota, sizes.num_slabs), quarantine_cap=sizes.cap,
             ),
-            worker_id=node.worker_id, incarnation=node.incarnation, role=role, layout_hash=LAYOUT, num_layers=LAYERS,
+            worker_id=node.worker_id, incarnation=node.incarnation, quotas=SlabQuotas(sizes.num_slabs, sizes.num_slabs),
+            layout_hash=LAYOUT, num_layers=LAYERS,
             bytes_per_s=1e9, loop=context.loop, clock=context.loop.time, wake=self._kick,
         )  # fmt: skip
-        side = self.core._publisher or self.core._reader
-        assert side is not None
-        self.ledger: Any = side._ledger
-        self._side = side
-        self._move = self.ledger.table.move
-        self.ledger.table.move = self._watched_move
+        self.publisher: Any = self.core._publisher._ledger
+        self.reader: Any = self.core._reader._ledger
+        for ledger, first in ((self.publisher, 0), (self.reader, sizes.num_slabs)):
+            ledger.table.move = partial(self._watched_move, ledger, ledger.table.move, first)
         self.on_free: Callable[[int, str], None] = lambda slab, why: None
         node.on_resume.append(self._kick)
         self._kick()
 
-    def _watched_move(self, index: int, to: SlabState, why: str) -> Any:
+    def _watched_move(self, ledger: Any, move: Any, first: int, index: int, to: SlabState, why: str) -> Any:
+        """`first`: the ledger's slab 0 in the arena."""
         if to is SlabState.FREE:
-            if index in self.transport.touching():
+            if first + index in self.transport.touching():
                 self._ctx.report(f"{self._node.worker_id}: slab {index} freed ({why}) while the network may touch it")
-            if index in self.transport.lent():
+            if first + index in self.transport.lent():
                 self._ctx.report(f"{self._node.worker_id}: slab {index} freed ({why}) while it is unpacked")
-            self.on_free(index, why)
-        sent = to is SlabState.IN_FLIGHT and self.core._publisher is not None
-        if sent and self.ledger._lives[index].expires <= self._ctx.loop.time():
+            if ledger is self.publisher:
+                self.on_free(index, why)
+        sent = to is SlabState.IN_FLIGHT and ledger is self.publisher
+        if sent and ledger._lives[index].expires <= self._ctx.loop.time():
             self._ctx.report(f"{self._node.worker_id}: slab {index} is sent after its lease")
-        return self._move(index, to, why)
+        return move(index, to, why)
 
     def _kick(self) -> None:
         if not self._scheduled and not self._node.dead and not self._node.stopped:
@@ -86,27 +90,29 @@ class SimTransfer:
             self._tick = None
         if self.core._inbox or self.transport.busy():
             self._kick()
-        elif self.core._waiting or self._side.counts().free < self._ctx.sizes.num_slabs:
+        elif self.core._waiting or any(count.free < count.total for count in self._counts()):
             # Otherwise all slabs are free and no read waits: a poll would do nothing.
             wait = min(self.core.next_due() - self._ctx.loop.time(), TICK_S)
             self._tick = self._ctx.loop.call_later(max(0.0, wait), self._kick)
 
     def _check(self) -> None:
-        for broken in (*self._side.check(), *self.core._violations):
+        for broken in (*self.core._publisher.check(), *self.core._reader.check(), *self.core._violations):
             self._ctx.report(f"{self._node.worker_id}: {broken}")
         self.core._violations.clear()
-        if self.core._reader is not None:
-            busy: dict[str, int] = {}
-            for read in self.ledger._reads.values():
-                busy[read.peer] = busy.get(read.peer, 0) + (read.slab is not None)
-            if any(count > self._ctx.sizes.quota for count in busy.values()):
-                self._ctx.report(f"{self._node.worker_id}: a peer holds more slabs than its quota: {busy}")
+        busy: dict[str, int] = {}
+        for read in self.reader._reads.values():
+            busy[read.peer] = busy.get(read.peer, 0) + (read.slab is not None)
+        if any(count > self._ctx.sizes.quota for count in busy.values()):
+            self._ctx.report(f"{self._node.worker_id}: a peer holds more slabs than its quota: {busy}")
+
+    def _counts(self) -> tuple[SlabCounts, SlabCounts]:
+        return self.core._publisher.counts(), self.core._reader.counts()
 
     def left_over(self) -> list[str]:
         out = []
-        counts = self.core._publisher.counts() if self.core._publisher else self._side.counts()
-        if counts.free != counts.total:
-            out.append(f"{self._node.worker_id}: slabs are left: {counts}")
+        for counts in self._counts():
+            if counts.free != counts.total:
+                out.append(f"{self._node.worker_id}: slabs are left: {counts}")
         if self.transport.num_open:
             out.append(f"{self._node.worker_id}: {self.transport.num_open} operations are left")
         if self.core._waiting or self.core._lent:
@@ -125,8 +131,10 @@ class PrefillNode:
         self.node = Node(worker_id, incarnation)
         self.ref = WorkerRef(worker_id, incarnation, f"{worker_id}:{incarnation}")
         self.calls: dict[SimCall, None] = {}
-        self.transfer = SimTransfer(context, self.node, "prefill")
+        self.transfer = SimTransfer(context, self.node)
         self.transfer.on_free = self._on_free
+        self.lent: set[int] = set()
+        self.transfer.transport.lent = lambda: self.lent
         self.readers: Callable[[], list[DecodeNode]] = list
         self.engine = SimEngine(context, self.node, lambda events: self.handoffs.on_step(events))
         limits = Limits(worker_id, incarnation, VOCAB, MAX_LEN, BLOCK)
@@ -179,7 +187,7 @@ class PrefillNode:
         """A release caused by a message of decode must come from the slab's own reader."""
         if why not in ("acknowledged", "given up by decode"):
             return
-        handle = self.transfer.ledger._lives[slab].handle
+        handle = self.transfer.publisher._lives[slab].handle
         name = (handle.worker_id, handle.incarnation, handle.slab, handle.generation)
         for reader in self.readers():
             for future, wanted in reader.transfer.core._waiting.values():
@@ -215,7 +223,7 @@ class DecodeNode:
         self.context = context
         self.node = Node(worker_id, incarnation)
         self.ref = WorkerRef(worker_id, incarnation, worker_id)
-        self.transfer = SimTransfer(context, self.node, "decode")
+        self.transfer = SimTransfer(context, self.node)
         self.engine = SimEngine(context, self.node, lambda events: self.intake.on_step(events))
         self.channels: list[SimChannel] = []
 
@@ -233,7 +241,7 @@ class DecodeNode:
             slab.local_slab for slab, _ in self.desk._open.values() if slab is not None
         }
         tools = RemotePrefillContext(
-            peers=self.peers, reader=self.transfer.core, desk=self.desk, links=LinkRates(), rates=PrefillRates(),
+            peers=self.peers, reader=self.transfer.core, unpacker=self.desk, links=LinkRates(), rates=PrefillRates(),
             clock=context.loop, kv_bytes_per_token=16, num_layers=LAYERS, reads_in_flight=2,
             read_base_s=context.sizes.read_base_s, silence_s=context.sizes.silence_s, renew_every_s=context.sizes.lease_s / 4,
         )  # type: ignore[arg-type]  # fmt: skip

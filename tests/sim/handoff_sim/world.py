@@ -20,6 +20,7 @@ from handoff_sim.links import Links
 from handoff_sim.loop import Deadlock, VirtualLoop
 from handoff_sim.nodes import DecodeNode, PrefillNode
 from handoff_sim.trouble import Trouble
+from handoff_sim.way_back import WayBack
 from handoff_sim.wire import Faults, Wires
 
 from diptych.engine.messages import UnpackRange
@@ -122,6 +123,7 @@ class World:
             for i in range(self.rng.randint(1, 2)):
                 self.start_prefill(f"p{i}")
             self.decode = DecodeNode(self.context, "d0", "d-life-0", self._find)
+            self.way_back = WayBack(self)
             self.session = self.decode.intake.open_session()
             reader = asyncio.create_task(self.client.read(self.session))
             for ask in self.client.asks:
@@ -190,6 +192,8 @@ class World:
     def _left_over(self) -> list[str]:
         nodes = [node for node in (*self.prefill.values(), self.decode) if not node.node.dead]
         coming = [f"{self.trouble.restarts} workers are starting again"] if self.trouble.restarts else []
+        if self.way_back.num_open:
+            coming.append(f"{self.way_back.num_open} reads of prefill are open")
         return [*coming, *(left for node in nodes for left in node.left_over())]
 
     def _check_end(self) -> None:
