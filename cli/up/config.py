@@ -24,7 +24,7 @@ class UpConfig:
     """A cluster of local processes.
 
     Args:
-        model: a local Hugging Face folder or a hub id; "" is the default model, fetched and converted once.
+        model: a local Hugging Face folder, a GGUF file or a hub id; "" is the default model, fetched and converted once.
         served_model_name: the name clients use; "": the model's name.
         host: interface of the router's two servers.
         http_port: of the OpenAI API, the status page and /metrics.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from diptych.common.errors import ConfigError
 from diptych.engine.exec.layers.block import DecoderBlock
 from diptych.engine.exec.layers.embedding import Embedding, LmHead
+from diptych.engine.exec.layers.norm import Norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,22 @@ class ModelDescription:
     def windows(self) -> tuple[int | None, ...]:
         """For each layer the tokens that a query sees, itself included; None: all."""
         return tuple(block.attention.window for block in self.blocks)
+
+    def plain_tensors(self) -> dict[str, tuple[int, ...]]:
+        """The checkpoint's tensors where every linear layer is plain: name -> shape."""
+        out: dict[str, tuple[int, ...]] = {f"{self.embedding.name}.weight": (self.vocab_size, self.hidden_size)}
+        norms: list[Norm | None] = [self.head.norm]
+        linears = [] if self.head.tied else [self.head.linear]
+        for block in self.blocks:
+            attention, mlp = block.attention, block.mlp
+            norms += [block.attention_norm, attention.q_norm, attention.k_norm, block.attention_output_norm]
+            norms += [block.mlp_norm, block.mlp_output_norm]
+            linears += [attention.qkv, attention.o, mlp.gate_up, mlp.down]
+        out |= {f"{norm.name}.weight": (norm.size,) for norm in norms if norm is not None}
+        for linear in linears:
+            out |= {f"{part.name}.weight": (part.outputs, linear.inputs) for part in linear.parts}
+            out |= {f"{part.name}.bias": (part.outputs,) for part in linear.parts if linear.bias}
+        return out
 
     @property
     def layer_weights(self) -> int:

@@ -10,7 +10,7 @@ from diptych.common.errors import ConfigError
 from diptych.engine.exec.layers.norm import Norm
 from diptych.engine.exec.models import fields, parts
 from diptych.engine.exec.models.description import ModelDescription
-from diptych.engine.exec.models.family import Family
+from diptych.engine.exec.models.family import Family, Field, Gguf
 
 
 def _windows(raw: Mapping[str, Any], num_layers: int) -> list[int | None]:
@@ -63,4 +63,22 @@ def describe(raw: Mapping[str, Any]) -> ModelDescription:
     return ModelDescription("Gemma2ForCausalLM", embedding, blocks, head, max_position)
 
 
-FAMILY = Family(("Gemma2ForCausalLM",), describe)
+def _gguf_config(field: Field) -> dict[str, Any]:
+    heads, layers = field("attention.head_count"), field("block_count")
+    # The file does not hold it: the 27B model divides by its hidden size per head, the others by head_dim.
+    scalar = field("embedding_length") // heads if layers == 46 else field("attention.key_length")
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": int(scalar),
+        "sliding_window": int(field("attention.sliding_window")),
+        "attn_logit_softcapping": float(field("attn_logit_softcapping", 50.0)),
+        "final_logit_softcapping": float(field("final_logit_softcapping", 30.0)),
+    }
+
+
+def _gguf_restore(name: str, weight: Any, config: Mapping[str, Any]) -> Any:
+    """GGUF holds 1 + w of a norm."""
+    return weight - 1 if name.endswith("norm.weight") else weight
+
+
+FAMILY = Family(("Gemma2ForCausalLM",), describe, Gguf("gemma2", "gemma2", _gguf_config, _gguf_restore))

@@ -11,7 +11,7 @@ from diptych.engine.exec.layers.norm import Norm
 from diptych.engine.exec.layers.rope import Rope
 from diptych.engine.exec.models import fields, parts
 from diptych.engine.exec.models.description import ModelDescription
-from diptych.engine.exec.models.family import Family
+from diptych.engine.exec.models.family import Family, Field, Gguf
 
 _THETA, _LOCAL_THETA = 1_000_000.0, 10_000.0
 
@@ -84,4 +84,26 @@ def describe(raw: Mapping[str, Any]) -> ModelDescription:
     return ModelDescription("Gemma3ForCausalLM", embedding, blocks, head, max_position)
 
 
-FAMILY = Family(("Gemma3ForCausalLM",), describe)
+def _gguf_config(field: Field) -> dict[str, Any]:
+    heads, layers = field("attention.head_count"), field("block_count")
+    # The file does not hold it: the 27B model divides by its hidden size per head, the others by head_dim.
+    scalar = field("embedding_length") // heads if layers == 62 else field("attention.key_length")
+    full = {"rope_type": "default", "rope_theta": float(field("rope.freq_base", _THETA))}
+    if field("rope.scaling.type", "none") != "none":
+        full |= {"rope_type": field("rope.scaling.type"), "factor": float(field("rope.scaling.factor"))}
+    local = {"rope_type": "default", "rope_theta": float(field("rope.freq_base_swa", _LOCAL_THETA))}
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": int(scalar),
+        "sliding_window": int(field("attention.sliding_window")),
+        "sliding_window_pattern": int(field("attention.sliding_window_pattern", 6)),
+        "rope_parameters": {"full_attention": full, "sliding_attention": local},
+    }
+
+
+def _gguf_restore(name: str, weight: Any, config: Mapping[str, Any]) -> Any:
+    """GGUF holds 1 + w of a norm."""
+    return weight - 1 if name.endswith("norm.weight") else weight
+
+
+FAMILY = Family(("Gemma3ForCausalLM",), describe, Gguf("gemma3", "gemma3_text", _gguf_config, _gguf_restore))

@@ -9,7 +9,7 @@ from typing import Any
 from diptych.engine.exec.layers.norm import Norm
 from diptych.engine.exec.models import fields, parts
 from diptych.engine.exec.models.description import ModelDescription
-from diptych.engine.exec.models.family import Family
+from diptych.engine.exec.models.family import Family, Field, Gguf
 
 
 def describe(raw: Mapping[str, Any]) -> ModelDescription:
@@ -46,4 +46,18 @@ def describe(raw: Mapping[str, Any]) -> ModelDescription:
     return ModelDescription("LlamaForCausalLM", embedding, blocks, head, max_position)
 
 
-FAMILY = Family(("LlamaForCausalLM",), describe)
+def _gguf_config(field: Field) -> dict[str, Any]:
+    return {"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0, "mlp_bias": False}
+
+
+def _gguf_restore(name: str, weight: Any, config: Mapping[str, Any]) -> Any:
+    """GGUF keeps the rotary halves of q and k interleaved; Hugging Face keeps them one after the other."""
+    heads = {"q_proj.weight": "num_attention_heads", "k_proj.weight": "num_key_value_heads"}.get(name.split(".", 4)[-1])
+    if heads is None:
+        return weight
+    rows, columns = weight.shape
+    pairs = weight.reshape(config[heads], rows // config[heads] // 2, 2, columns)
+    return pairs.swapaxes(1, 2).reshape(rows, columns)
+
+
+FAMILY = Family(("LlamaForCausalLM",), describe, Gguf("llama", "llama", _gguf_config, _gguf_restore))

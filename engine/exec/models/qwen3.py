@@ -9,7 +9,7 @@ from typing import Any
 from diptych.engine.exec.layers.norm import Norm
 from diptych.engine.exec.models import fields, parts
 from diptych.engine.exec.models.description import ModelDescription
-from diptych.engine.exec.models.family import Family
+from diptych.engine.exec.models.family import Family, Gguf
 
 
 def describe(raw: Mapping[str, Any]) -> ModelDescription:
@@ -45,4 +45,4 @@ def describe(raw: Mapping[str, Any]) -> ModelDescription:
     return ModelDescription("Qwen3ForCausalLM", embedding, blocks, head, max_position)
 
 
-FAMILY = Family(("Qwen3ForCausalLM",), describe)
+FAMILY = Family(("Qwen3ForCausalLM",), describe, Gguf("qwen3", "qwen3", lambda field: {"hidden_act": "silu"}))

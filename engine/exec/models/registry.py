@@ -8,7 +8,7 @@ from typing import Any
 from diptych.common.errors import ConfigError
 from diptych.engine.exec.models import gemma2, gemma3, llama, mistral, qwen2, qwen3
 from diptych.engine.exec.models.description import ModelDescription
-from diptych.engine.exec.models.family import Family
+from diptych.engine.exec.models.family import Family, Gguf
 
 FAMILIES: tuple[Family, ...] = (
     gemma2.FAMILY,
@@ -30,6 +30,15 @@ def family_of(raw: Mapping[str, Any]) -> Family:
     if family is None:
         raise ConfigError("architectures", architectures, f"supported: {', '.join(ARCHITECTURES)}")
     return family
+
+
+def gguf_family(architecture: Any) -> tuple[Family, Gguf]:
+    """Args: architecture: general.architecture of a GGUF file. Raises: ConfigError with the known ones for another."""
+    for family in FAMILIES:
+        if family.gguf is not None and family.gguf.architecture == architecture:
+            return family, family.gguf
+    known = ", ".join(family.gguf.architecture for family in FAMILIES if family.gguf is not None)
+    raise ConfigError("general.architecture", architecture, f"supported: {known}")
 
 
 def describe(raw: Mapping[str, Any]) -> ModelDescription:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -13,35 +14,77 @@ from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
-from diptych.cli.models.gguf_convert import convert
+from diptych.cli.models.gguf_convert import GgufModel, convert, merges_of
 from diptych.common.errors import ConfigError
 from diptych.common.tokenizer import ModelTokenizer
+from diptych.engine.exec.models import registry
+from diptych.engine.exec.models.registry import describe
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, FFN = 4, 2, 8, 32, 64
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TOKENS = [*SPECIAL, *sorted(ByteLevel.alphabet()), "12", "Ġ1", "ĠĠ", "ab"]
+Q, KV = (HEADS * HEAD_DIM, HIDDEN), (KV_HEADS * HEAD_DIM, HIDDEN)
+BLOCK: dict[str, tuple[str, tuple[int, ...]]] = {
+    "attn_norm.weight": ("input_layernorm.weight", (HIDDEN,)),
+    "attn_q.weight": ("self_attn.q_proj.weight", Q),
+    "attn_k.weight": ("self_attn.k_proj.weight", KV),
+    "attn_v.weight": ("self_attn.v_proj.weight", KV),
+    "attn_output.weight": ("self_attn.o_proj.weight", (HIDDEN, HEADS * HEAD_DIM)),
+    "ffn_norm.weight": ("post_attention_layernorm.weight", (HIDDEN,)),
+    "ffn_gate.weight": ("mlp.gate_proj.weight", (FFN, HIDDEN)),
+    "ffn_up.weight": ("mlp.up_proj.weight", (FFN, HIDDEN)),
+    "ffn_down.weight": ("mlp.down_proj.weight", (HIDDEN, FFN)),
+}
+BIASES: dict[str, tuple[str, tuple[int, ...]]] = {
+    f"attn_{x}.bias": (f"self_attn.{x}_proj.bias", shape[:1]) for x, shape in (("q", Q), ("k", KV), ("v", KV))
+}
+QK_NORMS: dict[str, tuple[str, tuple[int, ...]]] = {
+    f"attn_{x}_norm.weight": (f"self_attn.{x}_norm.weight", (HEAD_DIM,)) for x in "qk"
+}
+FOUR_NORMS: dict[str, tuple[str, tuple[int, ...]]] = {
+    "post_attention_norm.weight": ("post_attention_layernorm.weight", (HIDDEN,)),
+    "ffn_norm.weight": ("pre_feedforward_layernorm.weight", (HIDDEN,)),
+    "post_ffw_norm.weight": ("post_feedforward_layernorm.weight", (HIDDEN,)),
+}
+FAMILIES = {
+    "llama": BLOCK,
+    "qwen2": BLOCK | BIASES,
+    "qwen3": BLOCK | QK_NORMS,
+    "gemma2": BLOCK | FOUR_NORMS,
+    "gemma3": BLOCK | FOUR_NORMS | QK_NORMS,
+}
 
 
 def permuted(weight: np.ndarray, heads: int) -> np.ndarray:
-    """The permutation of q and k by llama.cpp's writer."""
+    """What llama.cpp's writer does to q and k."""
     rows, columns = weight.shape
     return weight.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(weight.shape)
 
 
+def as_written(arch: str, name: str, weight: np.ndarray) -> np.ndarray:
+    heads = {"attn_q.weight": HEADS, "attn_k.weight": KV_HEADS}.get(name.split(".", 2)[-1])
+    if arch == "llama" and heads is not None:
+        return permuted(weight, heads)
+    return weight + 1 if arch.startswith("gemma") and "norm" in name else weight
+
+
 def write_gguf(
-    path: Path, *, arch: str = "llama", pre: str = "smollm", extra_tensor: str = ""
+    path: Path, *, arch: str = "llama", pre: str = "smollm", without: str = "", extra: str = "", ffn: int = FFN
 ) -> dict[str, np.ndarray]:
+    """Returns: what the checkpoint holds, by its names."""
     rng = np.random.default_rng(0)
     writer = gguf.GGUFWriter(path, arch)
     writer.add_block_count(1)
     writer.add_context_length(128)
     writer.add_embedding_length(HIDDEN)
-    writer.add_feed_forward_length(FFN)
+    writer.add_feed_forward_length(ffn)
     writer.add_head_count(HEADS)
     writer.add_head_count_kv(KV_HEADS)
+    writer.add_key_length(HEAD_DIM)
     writer.add_rope_freq_base(100000.0)
-    writer.add_rope_dimension_count(HEAD_DIM)
     writer.add_layer_norm_rms_eps(1e-5)
+    if arch.startswith("gemma"):
+        writer.add_sliding_window(16)
     writer.add_vocab_size(len(TOKENS))
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
@@ -53,27 +96,23 @@ def write_gguf(
     writer.add_unk_token_id(0)
     writer.add_pad_token_id(2)
     writer.add_chat_template("{{ messages[0].content }}")
-    shapes = {
-        "token_embd": (len(TOKENS), HIDDEN),
-        "output_norm": (HIDDEN,),
-        "blk.0.attn_q": (HEADS * HEAD_DIM, HIDDEN),
-        "blk.0.attn_k": (KV_HEADS * HEAD_DIM, HIDDEN),
-        "blk.0.attn_v": (KV_HEADS * HEAD_DIM, HIDDEN),
-        "blk.0.ffn_down": (HIDDEN, FFN),
-    }
-    if extra_tensor:
-        shapes[extra_tensor] = (HIDDEN,)
+    names = {"token_embd.weight": ("model.embed_tokens.weight", (len(TOKENS), HIDDEN))}
+    names["output_norm.weight"] = ("model.norm.weight", (HIDDEN,))
+    names |= {f"blk.0.{name}": (f"model.layers.0.{ours}", shape) for name, (ours, shape) in FAMILIES[arch].items()}
+    if extra:
+        names[extra] = (extra, (HIDDEN,))
     tensors = {}
-    for name, shape in shapes.items():
+    for name, (ours, shape) in names.items():
+        if name == without:
+            continue
         weight = rng.standard_normal(shape).astype(np.float32)
-        tensors[name] = weight
-        heads = {"attn_q": HEADS, "attn_k": KV_HEADS}.get(name.split(".")[-1])
-        if name == "blk.0.ffn_down":
+        tensors[ours] = weight
+        if name == "blk.0.ffn_down.weight":
             packed = gguf.quants.quantize(weight, gguf.GGMLQuantizationType.Q4_1)
-            tensors[name] = gguf.quants.dequantize(packed, gguf.GGMLQuantizationType.Q4_1)
-            writer.add_tensor(f"{name}.weight", packed, raw_dtype=gguf.GGMLQuantizationType.Q4_1)
+            tensors[ours] = gguf.quants.dequantize(packed, gguf.GGMLQuantizationType.Q4_1)
+            writer.add_tensor(name, packed, raw_dtype=gguf.GGMLQuantizationType.Q4_1)
         else:
-            writer.add_tensor(f"{name}.weight", weight if heads is None else permuted(weight, heads))
+            writer.add_tensor(name, as_written(arch, name, weight))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -92,20 +131,21 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str,
     return folder, tensors
 
 
-def test_weights_are_named_and_unpermuted(converted: tuple[Path, dict[str, np.ndarray]]) -> None:
-    folder, tensors = converted
-    names = {
-        "token_embd": "model.embed_tokens",
-        "output_norm": "model.norm",
-        "blk.0.attn_q": "model.layers.0.self_attn.q_proj",
-        "blk.0.attn_k": "model.layers.0.self_attn.k_proj",
-        "blk.0.attn_v": "model.layers.0.self_attn.v_proj",
-        "blk.0.ffn_down": "model.layers.0.mlp.down_proj",
-    }
-    loaded = load_file(folder / "model.safetensors")
-    assert loaded.keys() == {f"{name}.weight" for name in names.values()}
-    for theirs, ours in names.items():
-        np.testing.assert_array_equal(loaded[f"{ours}.weight"], tensors[theirs])
+@pytest.mark.parametrize("arch", FAMILIES)
+def test_weights_of_every_family_are_the_checkpoints(tmp_path: Path, arch: str) -> None:
+    tensors = write_gguf(tmp_path / "tiny.gguf", arch=arch)
+    convert(tmp_path / "tiny.gguf", tmp_path)
+    loaded = load_file(tmp_path / "model.safetensors")
+    assert loaded.keys() == tensors.keys()
+    for name, weight in tensors.items():
+        np.testing.assert_allclose(loaded[name], weight, rtol=0, atol=2e-7 if "norm" in name else 0)
+    config = json.loads((tmp_path / "config.json").read_text())
+    shapes = {name: tuple(weight.shape) for name, weight in tensors.items()}
+    assert describe(config).plain_tensors() == shapes
+
+
+def test_every_family_with_a_converter_is_tested() -> None:
+    assert {family.gguf.architecture for family in registry.FAMILIES if family.gguf is not None} == set(FAMILIES)
 
 
 def test_config(converted: tuple[Path, dict[str, np.ndarray]]) -> None:
@@ -134,19 +174,101 @@ def test_digits_are_split_before_the_byte_level(converted: tuple[Path, dict[str,
 @pytest.mark.parametrize(
     ("options", "field"),
     [
-        ({"arch": "qwen2"}, "general.architecture"),
         ({"pre": "qwen2"}, "tokenizer.ggml.pre"),
-        ({"extra_tensor": "blk.0.attn_q_norm"}, "gguf"),
+        ({"extra": "blk.0.attn_q_norm.weight"}, "gguf"),
+        ({"without": "blk.0.attn_k.weight"}, "gguf"),
+        ({"ffn": 2 * FFN}, "gguf"),
     ],
 )
-def test_another_kind_of_model_is_refused(tmp_path: Path, options: dict[str, str], field: str) -> None:
+def test_another_kind_of_model_is_refused(tmp_path: Path, options: dict[str, Any], field: str) -> None:
     write_gguf(tmp_path / "other.gguf", **options)
     with pytest.raises(ConfigError) as error:
         convert(tmp_path / "other.gguf", tmp_path)
     assert error.value.field == field
+    tensor = options.get("extra") or options.get("without")
+    assert tensor is None or tensor in str(error.value)
+
+
+def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "other.gguf", "mamba")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(ConfigError, match="llama") as error:
+        convert(tmp_path / "other.gguf", tmp_path)
+    assert error.value.field == "general.architecture"
 
 
 def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.gguf").write_bytes(b"something else entirely")
     with pytest.raises(ConfigError, match="not a readable GGUF"):
         convert(tmp_path / "x.gguf", tmp_path)
+
+
+# ---- SentencePiece ----
+
+PIECES = {
+    "<pad>": (3, 0.0), "<eos>": (3, 0.0), "<bos>": (3, 0.0), "<unk>": (2, 0.0),
+    **{f"<0x{i:02X}>": (6, 0.0) for i in range(256)},
+    "  ": (4, -1000.0), "\n\n": (4, -1000.0),
+    **{token: (1, -float(i)) for i, token in enumerate(
+        ["▁t", "er", "in", "▁a", "▁the", "th", "the", "▁th", "▁in", "n", "he", "ing", "ther", "▁ther", "a", "e", "g", "h"]
+        + ["i", "r", "t", "▁", "\n"]
+    )},
+}  # fmt: skip
+
+
+def sentencepiece_ids(text: str) -> list[int]:
+    """What SentencePiece does: of all neighbours that make a piece, the pair with the best score is merged, the leftmost
+    first, until there is none."""
+    ids = {token.replace(" ", "▁"): i for i, token in enumerate(PIECES)}
+    scores = {token.replace(" ", "▁"): 0.0 if kind == 4 else score for token, (kind, score) in PIECES.items()}
+    parts = list(text.replace(" ", "▁"))
+    while True:
+        pairs = [(scores[a + b], -i) for i, (a, b) in enumerate(itertools.pairwise(parts)) if a + b in ids]
+        if not pairs:
+            break
+        at = -max(pairs)[1]
+        parts[at : at + 2] = ["".join(parts[at : at + 2])]
+    out = []
+    for part in parts:
+        out += [ids[part]] if part in ids else [ids[f"<0x{byte:02X}>"] for byte in part.encode()]
+    return out
+
+
+@pytest.fixture(scope="module")
+def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> ModelTokenizer:
+    path = tmp_path_factory.mktemp("spm") / "tiny.gguf"
+    writer = gguf.GGUFWriter(path, "gemma3")
+    for add, value in (
+        ("block_count", 0), ("context_length", 128), ("embedding_length", 8), ("feed_forward_length", 8),
+        ("head_count", 1), ("key_length", 8), ("sliding_window", 4), ("layer_norm_rms_eps", 1e-6),
+        ("tokenizer_model", "llama"), ("token_list", list(PIECES)), ("token_scores", [s for _, s in PIECES.values()]),
+        ("token_types", [kind for kind, _ in PIECES.values()]), ("bos_token_id", 2), ("eos_token_id", 1),
+        ("unk_token_id", 3), ("pad_token_id", 0), ("add_bos_token", True), ("add_space_prefix", False),
+    ):  # fmt: skip
+        getattr(writer, f"add_{add}")(value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    model = GgufModel(path)
+    model.tokenizer().save(str(path.parent / "tokenizer.json"))
+    (path.parent / "config.json").write_text(json.dumps({"vocab_size": len(PIECES), "eos_token_id": 1}))
+    (path.parent / "tokenizer_config.json").write_text(json.dumps(model.tokenizer_config()))
+    return ModelTokenizer(path.parent)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["the gathering", "  there  in the\nnight", "either", "a\tb ü 日", "\n\n\nthing", "ttthhee rr nnn", "in ing  "],
+)
+def test_sentencepiece_merges_the_best_score_first(sentencepiece: ModelTokenizer, text: str) -> None:
+    ids = sentencepiece.encode(text)
+    assert ids[0] == 2
+    assert ids[1:] == sentencepiece_ids(text)
+    assert sentencepiece.raw.decode(ids, skip_special_tokens=True) == text
+
+
+def test_pieces_that_users_defined_are_merged_first() -> None:
+    tokens, kinds = ["a", "b", "ab", "ba", "<x>"], [1, 1, 1, 4, 3]
+    assert merges_of(tokens, [-1.0, -2.0, -3.0, -1000.0, 0.0], kinds) == [("b", "a"), ("a", "b")]
