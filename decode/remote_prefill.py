@@ -31,7 +31,7 @@ from diptych.common.errors import (
     WorkerLostError,
 )
 from diptych.common.kv_format import KvFormat
-from diptych.common.prompt_digest import prompt_digest
+from diptych.common.text.prompt_digest import prompt_digest
 from diptych.decode.coverage import Coverage
 from diptych.decode.link_rate import LinkRates
 from diptych.decode.liveness_timer import LivenessTimer

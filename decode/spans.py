@@ -1,9 +1,9 @@
-"""A request's spans on decode: the attempt, its calls to prefill, and the KV transfers. See common/tracing.py."""
+"""A request's spans on decode: the attempt, its calls to prefill, and the KV transfers. See common/observe/tracing.py."""
 
 from __future__ import annotations
 
 from diptych.common.errors import DiptychError
-from diptych.common.tracing import TRACEPARENT, Span, tracing
+from diptych.common.observe.tracing import TRACEPARENT, Span, tracing
 from diptych.decode.explain import Facts
 from diptych.decode.remote_prefill_facts import RemotePrefillFacts
 from diptych.decode.submission import Submission

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 CLUSTER = "diptych"
-# Commands and keys that common/redis_store.py uses, also inside its scripts; a role may do nothing else. A test runs
+# Commands and keys that common/store/redis_store.py uses, also inside its scripts; a role may do nothing else. A test runs
 # the store against a server with these rights.
 _CONNECT = "+ping +client|setinfo +client|setname"
 _WORKER = f"{_CONNECT} +eval +time +type +del +get +set +hget +hset +sadd +srem +pexpire +expire +xadd"

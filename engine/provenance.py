@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from diptych.common.prompt_digest import block_digest
+from diptych.common.text.prompt_digest import block_digest
 from diptych.engine.step_messages import BlockCopy, ComputedFrom, CopyKind, ScheduledSeq, StepResult
 
 

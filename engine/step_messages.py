@@ -28,7 +28,7 @@ class ComputedFrom:
 
     Args:
         num_tokens: from the sequence's first token on.
-        digest: common.prompt_digest of them, by blocks of `block_size`.
+        digest: common.text.prompt_digest of them, by blocks of `block_size`.
     """
 
     num_tokens: int

@@ -1,4 +1,4 @@
-"""A call's span on prefill, derived from its events. See common/tracing.py."""
+"""A call's span on prefill, derived from its events. See common/observe/tracing.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from diptych.common.errors import DiptychError
-from diptych.common.tracing import tracing
+from diptych.common.observe.tracing import tracing
 from diptych.rpc.v1 import prefill_pb2
 
 Events = AsyncGenerator[prefill_pb2.PrefillEvent, None]

@@ -19,10 +19,10 @@ import structlog
 from diptych.common.clock import Clock, MonotonicClock
 from diptych.common.compiled import NativeError, find_compiler
 from diptych.common.errors import ConfigError, DiptychError, InvalidRequestError, ModelNotFoundError, NoWorkerError
-from diptych.common.redis_store import RedisStore
 from diptych.common.secret import load_secret, tenant_salt
-from diptych.common.store import Store
-from diptych.common.token_bytes import Tokens
+from diptych.common.store.interface import Store
+from diptych.common.store.redis_store import RedisStore
+from diptych.common.text.token_bytes import Tokens
 from diptych.router.api.packed_ids import PackedIds
 from diptych.router.cluster.cluster import Cluster, new_router_id
 from diptych.router.config import RouterConfig

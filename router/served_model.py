@@ -18,14 +18,14 @@ import structlog
 
 from diptych.common.clock import Clock
 from diptych.common.errors import ConfigError
-from diptych.common.revision import model_revision, tokenizer_revision
 from diptych.common.secret import derive_key, tenant_salt
-from diptych.common.store import Store
+from diptych.common.store.interface import Store
+from diptych.common.store.worker_record import WorkerRecord
+from diptych.common.text.revision import model_revision, tokenizer_revision
+from diptych.common.text.token_bytes import TokenBytes
+from diptych.common.text.tokenizer import GenerationDefaults, ModelTokenizer, generation_defaults
 from diptych.common.ticket import PURPOSE
 from diptych.common.tls import load_cluster_tls
-from diptych.common.token_bytes import TokenBytes
-from diptych.common.tokenizer import GenerationDefaults, ModelTokenizer, generation_defaults
-from diptych.common.worker_record import WorkerRecord
 from diptych.router.api.packed_ids import unpack
 from diptych.router.cluster.cluster import Cluster
 from diptych.router.cluster.compatibility import RouterCheck

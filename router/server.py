@@ -26,11 +26,11 @@ from grpc_reflection.v1alpha import reflection as grpc_reflection
 from diptych.common.addresses import host_port, is_loopback
 from diptych.common.errors import ConfigError
 from diptych.common.limits import raise_open_files
-from diptych.common.logging import setup_logging
-from diptych.common.metrics import Metrics
-from diptych.common.store import Store
+from diptych.common.observe.logging import setup_logging
+from diptych.common.observe.metrics import Metrics
+from diptych.common.observe.tracing import tracing
+from diptych.common.store.interface import Store
 from diptych.common.tls import ServerTls, load_server_tls
-from diptych.common.tracing import tracing
 from diptych.router.api.auth import Authenticator
 from diptych.router.api.auth_grpc import KeyInterceptor
 from diptych.router.api.auth_limits import MeteredRouterApi, TenantQuotas

@@ -8,8 +8,8 @@ import grpc
 
 from diptych.common.addresses import host_port
 from diptych.common.errors import ConfigError
+from diptych.common.observe.tracing import TRACEPARENT
 from diptych.common.tls import ClusterTls
-from diptych.common.tracing import TRACEPARENT
 
 MAX_MESSAGE_BYTES = 8 * 1024 * 1024
 KEEPALIVE_TIME_MS = 10_000

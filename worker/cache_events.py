@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diptych.common.store import KvEvent
+from diptych.common.store.interface import KvEvent
 from diptych.engine.messages import (
     BlocksEvicted,
     BlocksStored,

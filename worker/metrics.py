@@ -22,7 +22,7 @@ from prometheus_client.registry import Collector
 from diptych.common.addresses import host_port
 from diptych.common.clock import Clock
 from diptych.common.errors import ConfigError, DiptychError
-from diptych.common.metrics import PREFIX, TOKEN_BUCKETS, Metrics
+from diptych.common.observe.metrics import PREFIX, TOKEN_BUCKETS, Metrics
 from diptych.engine.messages import EngineStats
 from diptych.engine.stats import AGE_BUCKETS_S, Ages
 from diptych.kvtransfer.api import PeerRef, ReceivedSlab, SlabReader, Transfer, TransferAudit

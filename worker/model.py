@@ -13,14 +13,14 @@ import structlog
 
 from diptych.common.block_identity import IdentityHeader
 from diptych.common.compat import Compat, identified
-from diptych.common.detokenizer import RequestDetokenizer
 from diptych.common.errors import ConfigError
 from diptych.common.kv_format import COMPUTE_DTYPES
-from diptych.common.revision import model_revision, tokenizer_revision
 from diptych.common.sampling import SamplingParams
 from diptych.common.secret import derive_key, load_secret
-from diptych.common.token_bytes import TokenBytes
-from diptych.common.tokenizer import ModelTokenizer
+from diptych.common.text.detokenizer import RequestDetokenizer
+from diptych.common.text.revision import model_revision, tokenizer_revision
+from diptych.common.text.token_bytes import TokenBytes
+from diptych.common.text.tokenizer import ModelTokenizer
 from diptych.engine.capacity import capacity_line
 from diptych.engine.grammar.backends import Loaders
 from diptych.engine.grammar.compiler import ChildProcess, GrammarCompiler, GrammarLimits

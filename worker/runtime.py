@@ -20,13 +20,13 @@ from diptych.common.clock import Clock, MonotonicClock
 from diptych.common.compat import CONVERTS, as_strings
 from diptych.common.errors import ConfigError, DiptychError
 from diptych.common.ids import new_incarnation
-from diptych.common.registration import WorkerRegistration
 from diptych.common.request import Prompt
 from diptych.common.sampling import SamplingParams
-from diptych.common.store import Store
+from diptych.common.store.interface import Store
+from diptych.common.store.registration import WorkerRegistration
+from diptych.common.store.worker_record import WorkerLoad, WorkerRecord
 from diptych.common.tiers import TIERS, TierState
 from diptych.common.tls import load_cluster_tls
-from diptych.common.worker_record import WorkerLoad, WorkerRecord
 from diptych.engine.api import EngineClient
 from diptych.engine.config import EngineConfig
 from diptych.engine.executor import LocalExecutor

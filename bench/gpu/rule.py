@@ -8,7 +8,7 @@ import time
 
 from diptych.common.block_identity import IdentityHeader
 from diptych.common.request import Prompt
-from diptych.common.worker_record import WorkerLoad, WorkerRecord
+from diptych.common.store.worker_record import WorkerLoad, WorkerRecord
 from diptych.router.placement.index import BlockIndex
 from diptych.router.placement.placer import Candidate, Placer, PromptBlocks
 from diptych.router.placement.reservations import Reservation, Reservations

@@ -18,7 +18,7 @@ import torch
 
 from diptych.bench.gpu.step import LLAMA_8B, random_weights
 from diptych.common.compat import Compat, identified
-from diptych.common.logging import setup_logging
+from diptych.common.observe.logging import setup_logging
 from diptych.decode import attempt
 from diptych.decode import remote_prefill as remote_leg
 from diptych.decode import slab_unpacker as unpack_desk

@@ -20,8 +20,8 @@ import numpy as np
 from diptych.bench.router.report import surroundings, write
 from diptych.common.block_identity import IdentityHeader, block_keys
 from diptych.common.request import Prompt
-from diptych.common.store import KvEvent
-from diptych.common.worker_record import WorkerLoad, WorkerRecord
+from diptych.common.store.interface import KvEvent
+from diptych.common.store.worker_record import WorkerLoad, WorkerRecord
 from diptych.router.placement.index import BlockIndex
 from diptych.router.placement.native.library import Library, choose_library
 from diptych.router.placement.placer import Candidate, Placer, PromptBlocks

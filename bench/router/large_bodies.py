@@ -24,7 +24,7 @@ import uvloop
 from diptych.cli.models.store import resolve_model
 from diptych.common.clock import MonotonicClock
 from diptych.common.secret import create_secret
-from diptych.common.store_memory import MemoryStore
+from diptych.common.store.memory import MemoryStore
 from diptych.loadtest.environment import look_around
 from diptych.router.config import RouterConfig
 from diptych.router.frontend import Frontend

@@ -19,12 +19,12 @@ from diptych.cli.temporary import temporary_folder
 from diptych.common.block_identity import IdentityHeader, identity_facts
 from diptych.common.clock import MonotonicClock
 from diptych.common.errors import ConfigError
-from diptych.common.logging import setup_logging
-from diptych.common.metrics import Metrics
-from diptych.common.revision import model_revision, tokenizer_revision
+from diptych.common.observe.logging import setup_logging
+from diptych.common.observe.metrics import Metrics
 from diptych.common.secret import create_secret, derive_key
-from diptych.common.store_memory import MemoryStore
-from diptych.common.worker_record import WorkerRecord
+from diptych.common.store.memory import MemoryStore
+from diptych.common.store.worker_record import WorkerRecord
+from diptych.common.text.revision import model_revision, tokenizer_revision
 from diptych.router.cluster.fake_decode import FakeDecode
 from diptych.router.config import RouterConfig
 from diptych.router.frontend import Frontend

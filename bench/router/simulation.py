@@ -21,8 +21,8 @@ import msgspec
 from diptych.bench.router.trace import BLOCK_SIZE, HEADER, TraceRequest
 from diptych.common.equal_shares import EqualShares
 from diptych.common.request import Prompt
-from diptych.common.store import KvEvent
-from diptych.common.worker_record import WorkerLoad, WorkerRecord
+from diptych.common.store.interface import KvEvent
+from diptych.common.store.worker_record import WorkerLoad, WorkerRecord
 from diptych.router.fairness.capacity_gate import CapacityGate
 from diptych.router.fairness.deficit_round_robin import Entry
 from diptych.router.placement.cost import PlacementPolicy

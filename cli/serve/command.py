@@ -16,9 +16,9 @@ import uvloop
 from diptych.cli.serve.config import ServeConfig
 from diptych.cli.temporary import temporary_folder
 from diptych.common.clock import MonotonicClock
-from diptych.common.logging import setup_logging
+from diptych.common.observe.logging import setup_logging
 from diptych.common.secret import create_secret
-from diptych.common.store_memory import MemoryStore
+from diptych.common.store.memory import MemoryStore
 from diptych.decode.server import DecodeRole
 from diptych.engine.collector import set_collector
 from diptych.router import server as router

@@ -91,7 +91,7 @@ def add_settings_command(
 
 
 def _told(name: str, config: Any) -> str:
-    from diptych.common.logging import writes_json
+    from diptych.common.observe.logging import writes_json
 
     if name != "up" and writes_json():  # `up` prints for people; stderr of the others is their log
         return settings.log_line(name, config)

@@ -19,7 +19,7 @@ from typing import BinaryIO
 
 from diptych.common.errors import InvalidRequestError
 from diptych.common.grammar import Grammar, GrammarKind
-from diptych.common.tokenizer import ModelTokenizer
+from diptych.common.text.tokenizer import ModelTokenizer
 from diptych.engine.grammar.backends import Compilers
 from diptych.engine.grammar.vocabulary import vocabulary_of
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from diptych.common.token_bytes import TokenBytes
-from diptych.common.tokenizer import ModelTokenizer
+from diptych.common.text.token_bytes import TokenBytes
+from diptych.common.text.tokenizer import ModelTokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from diptych.common.detokenizer import StopChecker
-from diptych.common.detokenizer import TextPiece as Piece
 from diptych.common.errors import InternalError, InvalidRequestError
 from diptych.common.sampling import FinishReason, SamplingParams
+from diptych.common.text.detokenizer import StopChecker
+from diptych.common.text.detokenizer import TextPiece as Piece
 
 
 class TextPiece(Protocol):
@@ -33,7 +33,7 @@ class TextPiece(Protocol):
 
 
 class RequestDetokenizer(Protocol):
-    """One request's incremental text with its stop strings: common.detokenizer.RequestDetokenizer, or a test's toy."""
+    """One request's incremental text with its stop strings: common.text.detokenizer.RequestDetokenizer, or a test's toy."""
 
     def push(self, token_id: int) -> TextPiece:
         """The text that became certain with this token, cut in front of a stop string."""

@@ -13,7 +13,7 @@ from contextlib import aclosing
 from typing import cast
 
 from diptych.common.errors import DiptychError, QuotaExceededError
-from diptych.common.token_bytes import Tokens
+from diptych.common.text.token_bytes import Tokens
 from diptych.router.api.interface import RouterApi
 from diptych.router.api.packed_ids import PackedIds
 from diptych.router.requests.messages import (

@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import replace
 
 from diptych.common.errors import DiptychError, InvalidRequestError, ModelNotFoundError, NoWorkerError
-from diptych.common.metrics import Metrics
+from diptych.common.observe.metrics import Metrics
 from diptych.common.request import Prompt
 from diptych.common.sampling import FinishReason
-from diptych.common.token_bytes import ByteTokens, Tokens
+from diptych.common.text.token_bytes import ByteTokens, Tokens
 from diptych.router.api.packed_ids import PackedIds, unpack
 from diptych.router.preprocess.beam_options import sampling_of
 from diptych.router.requests.messages import (

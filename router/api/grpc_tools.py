@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 
 from diptych.common.errors import InvalidRequestError
 from diptych.common.grammar import Grammar, GrammarKind
-from diptych.common.token_bytes import ByteTokens
+from diptych.common.text.token_bytes import ByteTokens
 from diptych.router.api.openai_choice import Choice
 from diptych.router.api.openai_format import ResponseContext, ResponseOptions, make_choice
 from diptych.router.api.openai_requests import Items, validate

@@ -16,8 +16,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from diptych.common.errors import InvalidRequestError, ModelNotFoundError
-from diptych.common.metrics import CONTENT_TYPE, Metrics
-from diptych.common.tracing import TRACEPARENT
+from diptych.common.observe.metrics import CONTENT_TYPE, Metrics
+from diptych.common.observe.tracing import TRACEPARENT
 from diptych.router.api import http_errors
 from diptych.router.api.auth import Authenticator, current_caller
 from diptych.router.api.auth_limits import MeteredRouterApi

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Protocol, cast
 
 from diptych.common.errors import DiptychError, InternalError
-from diptych.common.token_bytes import Tokens
+from diptych.common.text.token_bytes import Tokens
 from diptych.router.api.packed_ids import PackedIds
 from diptych.router.requests.messages import (
     GenerateEvent,

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from diptych.common.errors import DiptychError, InternalError
 from diptych.common.sampling import FinishReason
-from diptych.common.token_bytes import Tokens
+from diptych.common.text.token_bytes import Tokens
 from diptych.router.api.http_errors import error_body
 from diptych.router.api.openai_answers import DONE, explanation_object, sse, usage_object
 from diptych.router.api.openai_choice import Choice

@@ -8,7 +8,7 @@ from typing import Any
 
 from diptych.common.errors import InternalError
 from diptych.common.sampling import TokenLogprobs
-from diptych.common.token_bytes import Tokens
+from diptych.common.text.token_bytes import Tokens
 from diptych.router.requests.messages import PromptLogprobsEvent
 
 _LEAST = -9999.0

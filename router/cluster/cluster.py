@@ -16,9 +16,9 @@ import structlog
 from diptych.common.clock import Clock
 from diptych.common.errors import NoWorkerError, WorkerLostError
 from diptych.common.ids import new_incarnation
-from diptych.common.store import Store, StoreError
+from diptych.common.store.interface import Store, StoreError
+from diptych.common.store.worker_record import WorkerRecord
 from diptych.common.tls import ClusterTls
-from diptych.common.worker_record import WorkerRecord
 from diptych.router.cluster.breaker import Breakers, is_fault
 from diptych.router.cluster.compatibility import RouterCheck, pair_differences
 from diptych.router.cluster.decode_stream import Attempt

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from diptych.common.block_identity import IDENTITY_FACTS, IdentityHeader, golden_key, identity_of
 from diptych.common.compat import CONVERTIBLE, CONVERTS, KV_RULE
-from diptych.common.worker_record import WorkerRecord
+from diptych.common.store.worker_record import WorkerRecord
 
 
 def pair_differences(prefill: Mapping[str, str], decode: Mapping[str, str]) -> list[str]:

@@ -9,8 +9,8 @@ import structlog
 
 from diptych.common.clock import Clock
 from diptych.common.errors import DiptychError
-from diptych.common.store import Store, StoreError
-from diptych.common.worker_record import WorkerRecord
+from diptych.common.store.interface import Store, StoreError
+from diptych.common.store.worker_record import WorkerRecord
 from diptych.router.cluster.event_watch import EventWatch
 from diptych.router.cluster.members import Member, Members
 from diptych.router.cluster.worker_link import WorkerLink

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
-from diptych.common.worker_record import WorkerRecord
+from diptych.common.store.worker_record import WorkerRecord
 
 _SILENT_FACTOR = 3.0
 

@@ -13,9 +13,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from diptych.common.block_identity import KEY_BYTES
 from diptych.common.errors import InternalError
+from diptych.common.store.worker_record import WorkerRecord
 from diptych.common.tiers import TIER_NAMES, TierDump
 from diptych.common.tls import ClusterTls
-from diptych.common.worker_record import WorkerRecord
 from diptych.router.cluster.decode_stream import DecodeStream
 from diptych.router.requests.token_pace import TokenPace
 from diptych.rpc.channels import open_channel

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from diptych.common.errors import QuotaExceededError
-from diptych.common.store import BudgetStore, StoreError
+from diptych.common.store.interface import BudgetStore, StoreError
 from diptych.router.api.auth_limits import PERIOD_S, TenantQuotas
 
 SLICE_S = 1.0

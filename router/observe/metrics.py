@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from diptych.common.clock import Clock
 from diptych.common.errors import DiptychError
-from diptych.common.metrics import (
+from diptych.common.observe.metrics import (
     E2E_BUCKETS_S,
     ITL_BUCKETS_S,
     STAGE_BUCKETS_S,

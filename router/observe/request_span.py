@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from diptych.common.clock import Clock
 from diptych.common.errors import DiptychError
-from diptych.common.tracing import PROVIDER, tracing
+from diptych.common.observe.tracing import PROVIDER, tracing
 from diptych.router.requests.messages import FinishedEvent, UncheckedRequest, ValidatedRequest
 
 

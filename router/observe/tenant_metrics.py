@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diptych.common.metrics import TTFT_BUCKETS_S, Metrics
+from diptych.common.observe.metrics import TTFT_BUCKETS_S, Metrics
 
 FINISHED = "finished"
 

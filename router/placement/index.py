@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from diptych.common.store import KvEvent
+from diptych.common.store.interface import KvEvent
 from diptych.common.tiers import TIERS, TierDump, tier_index
 from diptych.router.placement.block_table import BlockTable, Keys, Runs, as_keys, to_bytes
 from diptych.router.placement.native.lookup import Found, NativeLookup

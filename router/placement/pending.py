@@ -14,7 +14,7 @@ import asyncio
 import structlog
 
 from diptych.common.clock import Clock
-from diptych.common.store import PendingStore, StoreError
+from diptych.common.store.interface import PendingStore, StoreError
 from diptych.router.placement.reservations import Reservations
 
 INTERVAL_S = 0.1

@@ -11,7 +11,7 @@ import numpy as np
 
 from diptych.common.block_identity import IdentityHeader, block_keys
 from diptych.common.request import Prompt
-from diptych.common.worker_record import WorkerRecord
+from diptych.common.store.worker_record import WorkerRecord
 from diptych.router.placement.block_table import NUM_TIERS, Keys, as_keys
 from diptych.router.placement.cost import CHEAPEST, PlacementPolicy, choose_placement
 from diptych.router.placement.index import BlockIndex

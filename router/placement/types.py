@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from diptych.common.worker_record import WorkerRecord
+from diptych.common.store.worker_record import WorkerRecord
 
 
 @dataclass(slots=True)

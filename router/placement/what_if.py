@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from diptych.common.errors import InvalidRequestError, NoWorkerError
-from diptych.common.worker_record import WorkerLoad, WorkerRecord
+from diptych.common.store.worker_record import WorkerLoad, WorkerRecord
 from diptych.router.placement.types import WorkerView
 from diptych.router.placement.worker_arrays import ClusterSnapshot
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from diptych.common.store.worker_record import WorkerRecord
 from diptych.common.tiers import LOWER_TIERS
-from diptych.common.worker_record import WorkerRecord
 from diptych.router.placement.types import WorkerView
 
 DEFAULT_PREFILL_TOKENS_PER_S = 200.0

@@ -19,7 +19,7 @@ from diptych.common.request import Prompt
 from diptych.common.sampling import SamplingParams, with_seed
 from diptych.common.sampling_table import MAX_BAD_WORDS
 from diptych.common.secret import further_salt
-from diptych.common.tokenizer import GenerationDefaults, TextLimit
+from diptych.common.text.tokenizer import GenerationDefaults, TextLimit
 from diptych.router.api.packed_ids import PackedIds, Unpack, unpack
 from diptych.router.preprocess.beam_options import beam_fields, sampling_of
 from diptych.router.preprocess.bounded_executor import BoundedExecutor
@@ -48,7 +48,7 @@ MAX_CHOICES = 16
 
 
 class TextToIds(Protocol):
-    """See common.tokenizer.ModelTokenizer."""
+    """See common.text.tokenizer.ModelTokenizer."""
 
     vocab_size: int
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diptych.common.tokenizer import TextLimit
+from diptych.common.text.tokenizer import TextLimit
 
 _NFC_SHRINKS = 9
 """UTF-8 bytes of a text over those of its NFC form: at most 3 for canonical decomposition, times 3 for composition."""

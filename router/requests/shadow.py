@@ -10,7 +10,7 @@ import structlog
 
 from diptych.common.errors import DiptychError
 from diptych.common.ids import new_request_id
-from diptych.common.metrics import Metrics
+from diptych.common.observe.metrics import Metrics
 from diptych.router.placement.rollout import SHADOW
 from diptych.router.requests.messages import FinishedEvent, GenerateEvent, ValidatedRequest
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from diptych.common.worker_record import WorkerRecord
+from diptych.common.store.worker_record import WorkerRecord
 from diptych.router.placement.cost import MAX_SPARES
 from diptych.router.placement.types import Placement, PlacementRequest
 from diptych.router.requests.messages import ValidatedRequest

@@ -21,9 +21,9 @@ import yaml
 
 from diptych.cli.settings.merge import merge, read_file
 from diptych.common.clock import MonotonicClock
-from diptych.common.metrics import Metrics
+from diptych.common.observe.metrics import Metrics
+from diptych.common.observe.tracing import ENDPOINT_VARIABLES
 from diptych.common.secret import load_secret
-from diptych.common.tracing import ENDPOINT_VARIABLES
 from diptych.engine.messages import EngineStats
 from diptych.router.config import RouterConfig
 from diptych.router.observe.metrics import RouterMetrics

@@ -18,7 +18,7 @@ import pytest
 
 from diptych.cli.models.store import resolve_model
 from diptych.client import AsyncClient
-from diptych.common.revision import tokenizer_revision
+from diptych.common.text.revision import tokenizer_revision
 from diptych.router import served_model
 from diptych.router.config import RouterConfig
 from diptych.router.frontend import Frontend

@@ -87,8 +87,8 @@ def _versions() -> dict[str, str]:
 
 
 def write(path: Path) -> int:
-    from diptych.common.revision import model_revision, tokenizer_revision
-    from diptych.common.tokenizer import ModelTokenizer
+    from diptych.common.text.revision import model_revision, tokenizer_revision
+    from diptych.common.text.tokenizer import ModelTokenizer
 
     tokenizer, model = ModelTokenizer(path), load_model(path)
     prompts = _sibling("prompts").PROMPTS

@@ -16,7 +16,7 @@ from types import ModuleType
 
 import uvloop
 
-from diptych.common.logging import setup_logging
+from diptych.common.observe.logging import setup_logging
 from diptych.prefill.server import PrefillRole
 from diptych.worker.process import make_transfer
 from diptych.worker.runtime import WorkerRuntime

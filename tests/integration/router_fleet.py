@@ -9,10 +9,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from diptych.common.block_identity import IdentityHeader, identity_facts
 from diptych.common.clock import FakeClock, MonotonicClock
-from diptych.common.revision import tokenizer_revision
 from diptych.common.secret import create_secret, derive_key
-from diptych.common.store_memory import MemoryStore
-from diptych.common.worker_record import WorkerRecord
+from diptych.common.store.memory import MemoryStore
+from diptych.common.store.worker_record import WorkerRecord
+from diptych.common.text.revision import tokenizer_revision
 from diptych.router.api.grpc_service import RouterService
 from diptych.router.cluster.fake_decode import FakeDecode
 from diptych.router.config import RouterConfig

@@ -16,7 +16,7 @@ from diptych_test_http_face import http
 from diptych.client import AsyncClient, InvalidRequestError
 from diptych.common.clock import FakeClock
 from diptych.common.errors import OverloadedError, PromptTooLongError, RequestDeadlineError
-from diptych.common.tokenizer import GenerationDefaults
+from diptych.common.text.tokenizer import GenerationDefaults
 from diptych.router.api import grpc_service as service
 from diptych.router.api import http_app as openai_api
 from diptych.router.api import http_body

@@ -10,7 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from diptych.common.block_identity import block_keys
 from diptych.common.clock import MonotonicClock
-from diptych.common.store_memory import MemoryStore
+from diptych.common.store.memory import MemoryStore
 from diptych.decode.server import DecodeRole
 from diptych.rpc.channels import open_channel
 from diptych.rpc.stubs import WorkerStub

@@ -15,9 +15,9 @@ from diptych.common.errors import (
 )
 from diptych.common.request import Prompt
 from diptych.common.secret import tenant_salt
-from diptych.common.store import KvEvent
+from diptych.common.store.interface import KvEvent
+from diptych.common.store.worker_record import WorkerLoad
 from diptych.common.tiers import TierState
-from diptych.common.worker_record import WorkerLoad
 from diptych.router.cluster.fake_decode import FakeDecode
 from diptych.router.observe.access_log import Access, logged
 from diptych.router.placement.placer import PromptBlocks

@@ -13,7 +13,7 @@ from diptych.client import AsyncClient
 from diptych.common.block_identity import block_keys
 from diptych.common.errors import ConfigError, InvalidRequestError, ModelNotFoundError, NoWorkerError
 from diptych.common.secret import derive_key, tenant_salt
-from diptych.common.store import KvEvent
+from diptych.common.store.interface import KvEvent
 from diptych.common.ticket import PURPOSE
 from diptych.router.requests.messages import UncheckedRequest
 from diptych.router.server import Faces

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from diptych.common.clock import MonotonicClock
-from diptych.common.redis_store import RedisStore
+from diptych.common.store.redis_store import RedisStore
 from diptych.router.placement.pending import PendingShare
 from diptych.router.placement.reservations import Reservation, Reservations
 

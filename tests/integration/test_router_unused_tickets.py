@@ -8,8 +8,8 @@ import pytest
 from diptych.client import AsyncClient
 from diptych.common.errors import NoWorkerError
 from diptych.common.secret import derive_key
+from diptych.common.store.worker_record import WorkerLoad
 from diptych.common.ticket import PURPOSE
-from diptych.common.worker_record import WorkerLoad
 from diptych.router.requests import lookaside, placements
 from diptych.rpc.channels import open_channel
 from diptych.rpc.errors import from_failure

@@ -15,9 +15,9 @@ import redis.asyncio as aioredis
 from redis.exceptions import NoPermissionError
 
 from diptych.cli.up.embedded_redis import server_binary
-from diptych.common.redis_store import RedisStore
-from diptych.common.store import KvEvent
-from diptych.common.worker_record import WorkerRecord
+from diptych.common.store.interface import KvEvent
+from diptych.common.store.redis_store import RedisStore
+from diptych.common.store.worker_record import WorkerRecord
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = WorkerRecord(

@@ -16,8 +16,8 @@ from redis import asyncio as aioredis
 from redis.exceptions import RedisError
 
 from diptych.common.clock import MonotonicClock
-from diptych.common.redis_store import RedisStore, _is_connection_error
-from diptych.common.registration import WorkerRegistration
+from diptych.common.store.redis_store import RedisStore, _is_connection_error
+from diptych.common.store.registration import WorkerRegistration
 from diptych.router.placement.reservations import Reservation
 from diptych.router.requests.messages import FinishedEvent
 

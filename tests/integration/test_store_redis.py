@@ -4,9 +4,9 @@ import time
 
 import pytest
 
-from diptych.common.redis_store import RedisStore
-from diptych.common.store import KvEvent, StoreError
-from diptych.common.worker_record import WorkerRecord
+from diptych.common.store.interface import KvEvent, StoreError
+from diptych.common.store.redis_store import RedisStore
+from diptych.common.store.worker_record import WorkerRecord
 
 
 def make_record(incarnation="a1", worker_id="p0", **changes):

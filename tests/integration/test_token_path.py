@@ -26,11 +26,11 @@ import pytest
 from diptych.client import AsyncClient
 from diptych.common.clock import MonotonicClock
 from diptych.common.compat import identified
-from diptych.common.detokenizer import RequestDetokenizer
-from diptych.common.revision import tokenizer_revision
 from diptych.common.secret import create_secret
-from diptych.common.store_memory import MemoryStore
-from diptych.common.tokenizer import ModelTokenizer
+from diptych.common.store.memory import MemoryStore
+from diptych.common.text.detokenizer import RequestDetokenizer
+from diptych.common.text.revision import tokenizer_revision
+from diptych.common.text.tokenizer import ModelTokenizer
 from diptych.decode.server import DecodeRole
 from diptych.engine.messages import ScheduledSeq
 from diptych.router.config import RouterConfig

@@ -11,9 +11,9 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from diptych.common.clock import FakeClock
 from diptych.common.errors import WorkerLostError
+from diptych.common.observe.tracing import tracing
 from diptych.common.request import Prompt
 from diptych.common.sampling import FinishReason, SamplingParams
-from diptych.common.tracing import tracing
 from diptych.router.observe.request_span import RequestSpan, traced
 from diptych.router.requests.messages import FinishedEvent, UncheckedRequest, UsageInfo, ValidatedRequest
 

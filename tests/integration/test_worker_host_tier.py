@@ -11,8 +11,8 @@ from types import ModuleType
 
 from diptych.common.block_identity import block_keys
 from diptych.common.clock import MonotonicClock
-from diptych.common.store import KvEvent
-from diptych.common.store_memory import MemoryStore
+from diptych.common.store.interface import KvEvent
+from diptych.common.store.memory import MemoryStore
 from diptych.decode.server import DecodeRole
 from diptych.router.cluster.worker_link import WorkerLink
 from diptych.router.placement.block_table import as_keys

@@ -9,7 +9,7 @@ import pytest
 from diptych.bench.gpu.http_client import Answer, read
 from diptych.bench.gpu.over_http import percentiles, summary
 from diptych.bench.gpu.random_model import TINY, write_model
-from diptych.common.tokenizer import ModelTokenizer
+from diptych.common.text.tokenizer import ModelTokenizer
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 

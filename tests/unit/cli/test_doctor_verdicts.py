@@ -15,8 +15,8 @@ from diptych.cli.doctor.facts import Facts, Host, Worker
 from diptych.cli.doctor.serving import utilization
 from diptych.cli.doctor.verdict import Level, Verdict
 from diptych.common.block_identity import IdentityHeader, identity_facts
-from diptych.common.store import StoreError
-from diptych.common.worker_record import WorkerRecord
+from diptych.common.store.interface import StoreError
+from diptych.common.store.worker_record import WorkerRecord
 from diptych.router.cluster.compatibility import RouterCheck
 
 SETTINGS = {

@@ -16,7 +16,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from diptych.cli.models.gguf_convert import GgufModel, convert, merges_of
 from diptych.common.errors import ConfigError
-from diptych.common.tokenizer import ModelTokenizer
+from diptych.common.text.tokenizer import ModelTokenizer
 from diptych.engine.exec.models import registry
 from diptych.engine.exec.models.registry import describe
 

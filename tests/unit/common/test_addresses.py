@@ -14,7 +14,7 @@ from diptych.cli.up.processes import free_port, require_free_port
 from diptych.cli.up.run_folder import RunFolder
 from diptych.common.addresses import host_port, is_loopback, is_wildcard, loopback_beside, reachable
 from diptych.common.errors import ConfigError
-from diptych.common.redis_url import connect, parse_sentinel_url
+from diptych.common.store.redis_url import connect, parse_sentinel_url
 from diptych.router.config import RouterConfig
 from diptych.worker.config import WorkerConfig
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diptych.common.detokenizer import IncrementalDetokenizer, RequestDetokenizer, StopChecker
-from diptych.common.tokenizer import ModelTokenizer
+from diptych.common.text.detokenizer import IncrementalDetokenizer, RequestDetokenizer, StopChecker
+from diptych.common.text.tokenizer import ModelTokenizer
 
 REPLACEMENT = "\ufffd"
 TEXTS = [

@@ -12,7 +12,7 @@ import pytest
 
 from diptych.common import extras
 from diptych.common.errors import ConfigError
-from diptych.common.tracing import Tracing
+from diptych.common.observe.tracing import Tracing
 
 
 @pytest.mark.parametrize(

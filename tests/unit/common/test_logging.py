@@ -15,7 +15,7 @@ WAIT_S = 60.0
 
 def log_lines(program: str, **env: str) -> list[dict[str, Any]]:
     """Lines on stderr of a process: each must be JSON with a time, a level and an event."""
-    code = "from diptych.common.logging import setup_logging; setup_logging(role='test'); " + program
+    code = "from diptych.common.observe.logging import setup_logging; setup_logging(role='test'); " + program
     env = (
         {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
         | {"DIPTYCH_LOG_JSON": "1"}

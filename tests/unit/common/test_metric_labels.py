@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from diptych.common.metrics import Metrics
+from diptych.common.observe.metrics import Metrics
 
 
 def two_series() -> Metrics:

@@ -5,8 +5,8 @@ import threading
 import pytest
 
 from diptych.common.lookup import NameLookup, is_name
-from diptych.common.redis_store import RedisStore
-from diptych.common.store import StoreError
+from diptych.common.store.interface import StoreError
+from diptych.common.store.redis_store import RedisStore
 
 
 @pytest.mark.parametrize(

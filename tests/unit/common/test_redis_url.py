@@ -1,7 +1,7 @@
 import pytest
 
 from diptych.common.errors import ConfigError
-from diptych.common.redis_url import SentinelUrl, parse_sentinel_url
+from diptych.common.store.redis_url import SentinelUrl, parse_sentinel_url
 
 
 def test_other_urls_are_left_to_the_client():

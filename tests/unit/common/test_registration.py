@@ -5,10 +5,10 @@ import msgspec
 import pytest
 
 from diptych.common.clock import FakeClock
-from diptych.common.registration import WorkerRegistration
-from diptych.common.store import KvEvent, StoreError
-from diptych.common.store_memory import MemoryStore
-from diptych.common.worker_record import WorkerRecord
+from diptych.common.store.interface import KvEvent, StoreError
+from diptych.common.store.memory import MemoryStore
+from diptych.common.store.registration import WorkerRegistration
+from diptych.common.store.worker_record import WorkerRecord
 
 RECORD = WorkerRecord(
     worker_id="p0",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from diptych.common.errors import ConfigError
-from diptych.common.revision import model_revision, tokenizer_revision, weight_files
+from diptych.common.text.revision import model_revision, tokenizer_revision, weight_files
 
 
 def write_weights(file: Path, data: bytes, name: str = "w") -> None:

@@ -3,8 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diptych.common.store import KvEvent
-from diptych.common.store_codec import (
+from diptych.common.store.codec import (
     BadRowError,
     decode_event,
     decode_pending,
@@ -13,8 +12,9 @@ from diptych.common.store_codec import (
     encode_pending,
     encode_record,
 )
+from diptych.common.store.interface import KvEvent
+from diptych.common.store.worker_record import WorkerLoad, WorkerRecord
 from diptych.common.tiers import TierState
-from diptych.common.worker_record import WorkerLoad, WorkerRecord
 
 RECORD = WorkerRecord(
     worker_id="p0",

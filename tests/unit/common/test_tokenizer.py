@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, normalizers, processors
 
 from diptych.common.errors import ConfigError, InvalidRequestError
-from diptych.common.tokenizer import GenerationDefaults, ModelTokenizer, generation_defaults
+from diptych.common.text.tokenizer import GenerationDefaults, ModelTokenizer, generation_defaults
 
 MakeModel = Callable[..., Path]
 TEXTS = ["", "The", "  two  spaces\n\n", "x = 42  # 1234", "你好，世界！", "🙂👩‍👩‍👧‍👦", "\x00\x04 nul", "héllo→"]
@@ -86,7 +86,7 @@ def test_generation_defaults(make_model: MakeModel, byte_level_model: Path) -> N
 
 def test_neither_torch_nor_transformers_is_imported() -> None:
     code = (
-        "import sys, diptych.common.tokenizer, diptych.common.detokenizer, diptych.common.revision;"
+        "import sys, diptych.common.text.tokenizer, diptych.common.text.detokenizer, diptych.common.text.revision;"
         "sys.exit(bool({'torch', 'transformers', 'numpy'} & sys.modules.keys()))"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)

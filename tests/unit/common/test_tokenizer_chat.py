@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from diptych.common import chat_template
-from diptych.common.chat_template import ChatTemplate
 from diptych.common.errors import ConfigError, InvalidRequestError
-from diptych.common.revision import tokenizer_revision
-from diptych.common.tokenizer import ModelTokenizer
+from diptych.common.text import chat_template
+from diptych.common.text.chat_template import ChatTemplate
+from diptych.common.text.revision import tokenizer_revision
+from diptych.common.text.tokenizer import ModelTokenizer
 
 MakeModel = Callable[..., Path]
 CONVERSATIONS: list[list[dict[str, Any]]] = [

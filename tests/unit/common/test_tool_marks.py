@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from diptych.common.detokenizer import IncrementalDetokenizer
-from diptych.common.tokenizer import ModelTokenizer
+from diptych.common.text.detokenizer import IncrementalDetokenizer
+from diptych.common.text.tokenizer import ModelTokenizer
 from diptych.router.tools.parsers import MistralParser
 from diptych.router.tools.pieces import CallArguments, CallStart
 

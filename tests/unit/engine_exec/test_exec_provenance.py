@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from diptych.common.prompt_digest import prompt_digest
+from diptych.common.text.prompt_digest import prompt_digest
 from diptych.engine.messages import BlockCopy, CopyKind
 
 PROMPT = random.Random(5).choices(range(320), k=21)

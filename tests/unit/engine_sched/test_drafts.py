@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diptych.common.detokenizer import StopChecker, TextPiece
 from diptych.common.sampling import SamplingParams
+from diptych.common.text.detokenizer import StopChecker, TextPiece
 from diptych.engine.executor import LocalExecutor
 from diptych.engine.fake_device import FakeDeviceRunner
 from diptych.engine.fake_runner import FakeRunner

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diptych.common.prompt_digest import prompt_digest
 from diptych.common.sampling import SamplingParams
+from diptych.common.text.prompt_digest import prompt_digest
 from diptych.engine.fake_runner import FakeRunner
 from diptych.engine.messages import BlockCopy, CopyKind, Failed, KvMode, PromptComputed
 from diptych.engine.provenance import Provenance

@@ -7,7 +7,7 @@ import random
 
 from diptych.bench.router.decision import HEADER, Scene
 from diptych.common.clock import FakeClock
-from diptych.common.store_memory import MemoryStore
+from diptych.common.store.memory import MemoryStore
 from diptych.router.cluster.cluster import Cluster
 from diptych.router.cluster.compatibility import RouterCheck
 from diptych.router.config import RouterConfig

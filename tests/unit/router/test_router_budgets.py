@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from diptych.common.clock import FakeClock
 from diptych.common.errors import QuotaExceededError
-from diptych.common.store_memory import MemoryStore
+from diptych.common.store.memory import MemoryStore
 from diptych.router.fairness.budgets import INTERVAL_S, SharedQuotas
 
 LIMIT = 6000

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diptych.common.store import KvEvent
+from diptych.common.store.interface import KvEvent
 from diptych.common.tiers import TierDump
 from diptych.router.placement.block_table import BlockTable, as_keys, to_bytes
 from diptych.router.placement.index import BlockIndex, IndexMode

@@ -5,7 +5,7 @@ import pytest
 
 from diptych.common.clock import FakeClock
 from diptych.common.errors import InvalidRequestError, ModelNotFoundError, PromptTooLongError
-from diptych.common.tokenizer import GenerationDefaults
+from diptych.common.text.tokenizer import GenerationDefaults
 from diptych.router.api.openai_fields import UnknownFields
 from diptych.router.api.openai_requests import chat_call, completion_call
 from diptych.router.preprocess.preprocessor import PreprocessLimits, RequestPreprocessor

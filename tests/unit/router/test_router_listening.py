@@ -1,7 +1,7 @@
 """Silence is counted while the loop runs: a blocked loop makes no worker dead."""
 
 from diptych.common.clock import FakeClock
-from diptych.common.worker_record import WorkerRecord
+from diptych.common.store.worker_record import WorkerRecord
 from diptych.router.cluster.loop_uptime import TICK_S, LoopUptime
 from diptych.router.cluster.worker_link import WorkerLink
 

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from diptych.common.block_identity import IdentityHeader, identity_facts
-from diptych.common.worker_record import WorkerRecord
+from diptych.common.store.worker_record import WorkerRecord
 from diptych.router.cluster.compatibility import RouterCheck, pair_differences
 from diptych.router.cluster.members import Members
 

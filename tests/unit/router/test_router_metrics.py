@@ -8,7 +8,7 @@ from prometheus_client.openmetrics.exposition import generate_latest as openmetr
 
 from diptych.common.clock import FakeClock
 from diptych.common.errors import WorkerLostError
-from diptych.common.metrics import ITL_BUCKETS_S, TOKEN_BUCKETS, Metrics
+from diptych.common.observe.metrics import ITL_BUCKETS_S, TOKEN_BUCKETS, Metrics
 from diptych.common.request import Prompt
 from diptych.common.sampling import FinishReason, SamplingParams
 from diptych.router.observe.explain import RequestTrace

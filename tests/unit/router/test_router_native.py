@@ -10,9 +10,9 @@ from diptych.common.block_identity import IdentityHeader, block_keys
 from diptych.common.compiled import ALL_LANES
 from diptych.common.errors import ConfigError
 from diptych.common.request import Prompt
-from diptych.common.store import KvEvent
+from diptych.common.store.interface import KvEvent
+from diptych.common.store.worker_record import WorkerLoad, WorkerRecord
 from diptych.common.tiers import LOWER_TIERS, TIER_NAMES, TierState
-from diptych.common.worker_record import WorkerLoad, WorkerRecord
 from diptych.router.api.packed_ids import PackedIds, unpack
 from diptych.router.placement.block_table import to_bytes
 from diptych.router.placement.index import BlockIndex

@@ -5,7 +5,7 @@ import pytest
 from diptych.bench.router.decision import BLOCK_SIZE, HEADER, make_record
 from diptych.common.clock import FakeClock
 from diptych.common.request import Prompt
-from diptych.common.store_memory import MemoryStore
+from diptych.common.store.memory import MemoryStore
 from diptych.common.tiers import TierDump
 from diptych.router.placement.block_table import as_keys
 from diptych.router.placement.index import BlockIndex

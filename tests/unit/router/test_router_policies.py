@@ -4,7 +4,7 @@ from collections import Counter
 import pytest
 
 from diptych.common.errors import ConfigError
-from diptych.common.worker_record import WorkerLoad, WorkerRecord
+from diptych.common.store.worker_record import WorkerLoad, WorkerRecord
 from diptych.router.placement.cost import choose_placement
 from diptych.router.placement.policies import POLICIES, policy_by_name
 from diptych.router.placement.types import Placement, PlacementRequest, WorkerView

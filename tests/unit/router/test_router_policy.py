@@ -3,8 +3,8 @@ import random
 import msgspec
 import pytest
 
+from diptych.common.store.worker_record import WorkerLoad, WorkerRecord
 from diptych.common.tiers import TierState
-from diptych.common.worker_record import WorkerLoad, WorkerRecord
 from diptych.router.placement.cost import COLOCATED_SLACK_MS, choose_placement
 from diptych.router.placement.types import Placement, PlacementRequest, Rejected, WorkerView, usable_hit_tokens
 from diptych.router.placement.worker_arrays import ClusterSnapshot

@@ -6,7 +6,7 @@ import pytest
 
 from diptych.bench.router.decision import make_record
 from diptych.common.errors import OverloadedError, RequestDeadlineError
-from diptych.common.worker_record import WorkerLoad
+from diptych.common.store.worker_record import WorkerLoad
 from diptych.router.fairness.capacity_gate import CapacityGate
 from diptych.router.fairness.deficit_round_robin import QUANTUM, DeficitRoundRobin, Share
 from diptych.router.fairness.wait_queue import WaitQueue

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from diptych.common.store import KvEvent
+from diptych.common.store.interface import KvEvent
 from diptych.common.tiers import TIER_NAMES, TierDump
 from diptych.router.placement.block_table import as_keys
 from diptych.router.placement.index import BlockIndex

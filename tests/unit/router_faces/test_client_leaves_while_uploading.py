@@ -2,7 +2,7 @@
 
 import pytest
 
-from diptych.common.metrics import Metrics
+from diptych.common.observe.metrics import Metrics
 from diptych.router.api.fake import FakeRouterApi
 from diptych.router.api.http_app import create_app
 

@@ -11,7 +11,7 @@ import pytest
 from diptych.common.errors import InternalError
 from diptych.common.request import Prompt
 from diptych.common.sampling import FinishReason, SamplingParams, TokenLogprobs
-from diptych.common.token_bytes import ByteTokens
+from diptych.common.text.token_bytes import ByteTokens
 from diptych.router.api.openai_fields import UnknownFields
 from diptych.router.api.openai_format import ResponseContext, ResponseFormatter
 from diptych.router.api.openai_logprobs import TokenNames, chat_logprobs

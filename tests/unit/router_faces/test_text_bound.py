@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from diptych.common.errors import PromptTooLongError
-from diptych.common.tokenizer import TextLimit
+from diptych.common.text.tokenizer import TextLimit
 from diptych.router.preprocess.text_bound import TextBound, read_text_bound, text_bound
 
 _PIECES = ["a", " ", "\n", "é", "日本", "\U0001f600", "0", "  ", "ab" * 40, "e\u0301", "\u212b", "<end>", "\t"]

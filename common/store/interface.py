@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from diptych.common.store.worker_record import WorkerRecord
 from diptych.common.tiers import DEVICE
-from diptych.common.worker_record import WorkerRecord
 
 
 class StoreError(Exception):

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from diptych.common.chat_template import TOOL_TEMPLATE_FILE
 from diptych.common.errors import ConfigError
+from diptych.common.text.chat_template import TOOL_TEMPLATE_FILE
 
 _REVISION_BYTES = 16
 _NUM_SAMPLES = 256

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 import msgspec
 
 from diptych.common.block_identity import KEY_BYTES
-from diptych.common.store import KvEvent, Pending
+from diptych.common.store.interface import KvEvent, Pending
+from diptych.common.store.worker_record import WorkerRecord
 from diptych.common.tiers import DEVICE, TIER_NAMES
-from diptych.common.worker_record import WorkerRecord
 
 MAX_RECORD_BYTES = 64 * 1024
 MAX_KEYS_PER_EVENT = 8192

@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable, Collection
 from typing import Protocol
 
-from diptych.common.detokenizer import IncrementalDetokenizer, byte_table
-from diptych.common.tokenizer import ModelTokenizer
+from diptych.common.text.detokenizer import IncrementalDetokenizer, byte_table
+from diptych.common.text.tokenizer import ModelTokenizer
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _WORD_START = "\u2581"
@@ -109,7 +109,7 @@ class _CharacterCount:
 
 
 class _WindowOffsets:
-    """Offsets of text decoded as in common/detokenizer.py: by the library, a run of byte tokens as a whole."""
+    """Offsets of text decoded as in common/text/detokenizer.py: by the library, a run of byte tokens as a whole."""
 
     def __init__(self, tokenizer: ModelTokenizer, tokens: Tokens) -> None:
         self._detokenizer = IncrementalDetokenizer(tokenizer)

@@ -18,9 +18,9 @@ import msgspec
 import structlog
 
 from diptych.common.clock import Clock
-from diptych.common.store import KvEvent, Store, StoreError
+from diptych.common.store.interface import KvEvent, Store, StoreError
+from diptych.common.store.worker_record import WorkerRecord
 from diptych.common.tiers import TIER_NAMES, with_sequences
-from diptych.common.worker_record import WorkerRecord
 
 _MAX_QUEUED_KEYS = 65_536
 _MAX_QUEUED_EVENTS = 4_096

@@ -1,7 +1,7 @@
 """Text to token ids and back; router, workers and tests share this implementation. No torch, no transformers.
 
 tokenizer.json is used unchanged. Text that spells a special token becomes that token, in completions and in chat
-messages (see common/chat_template.py). A chat prompt gets no further special tokens: the template contains them.
+messages (see common/text/chat_template.py). A chat prompt gets no further special tokens: the template contains them.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from diptych.common.chat_template import (
+from diptych.common.errors import ConfigError, InvalidRequestError, PromptTooLongError
+from diptych.common.text.chat_template import (
     ChatTemplate,
     check_text,
     load_chat_template,
     load_tool_template,
     special_token_variables,
 )
-from diptych.common.errors import ConfigError, InvalidRequestError, PromptTooLongError
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 """The library's thread pool is for batches. Requests encode one text each, and a pool does not survive a fork."""
@@ -116,7 +116,7 @@ class ModelTokenizer:
 
     @property
     def raw(self) -> Tokenizer:
-        """The library's tokenizer, for common/detokenizer.py."""
+        """The library's tokenizer, for common/text/detokenizer.py."""
         return self._tokenizer
 
     def encode(

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Mapping, Sequence
 
 from diptych.common.clock import Clock
-from diptych.common.store import KvEvent, Pending, StoreError
-from diptych.common.worker_record import WorkerRecord
+from diptych.common.store.interface import KvEvent, Pending, StoreError
+from diptych.common.store.worker_record import WorkerRecord
 
 
 class MemoryStore:

@@ -30,9 +30,7 @@ from redis.exceptions import (
 
 from diptych.common.errors import ConfigError
 from diptych.common.lookup import NameLookup, is_name
-from diptych.common.redis_url import Connected, connect
-from diptych.common.store import KvEvent, Pending, StoreError
-from diptych.common.store_codec import (
+from diptych.common.store.codec import (
     BadRowError,
     check_id,
     decode_event,
@@ -42,7 +40,9 @@ from diptych.common.store_codec import (
     encode_pending,
     encode_record,
 )
-from diptych.common.worker_record import WorkerRecord
+from diptych.common.store.interface import KvEvent, Pending, StoreError
+from diptych.common.store.redis_url import Connected, connect
+from diptych.common.store.worker_record import WorkerRecord
 
 T = TypeVar("T")
 

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from tokenizers import Tokenizer, decoders
 
-from diptych.common.tokenizer import ModelTokenizer
+from diptych.common.text.tokenizer import ModelTokenizer
 
 _REPLACEMENT = "\ufffd"
 

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.metrics_core import Metric
 
-from diptych.common.series import Counter, Histogram
+from diptych.common.observe.series import Counter, Histogram
 
 PREFIX = "diptych_"
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
