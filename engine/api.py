@@ -1,4 +1,4 @@
-"""EngineClient: the only door between the event loop and the step thread."""
+"""EngineClient: the interface of the event loop to the step thread."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ _ASK_DEADLINE_S = 10.0
 
 
 class EngineClient:
-    """Starts the step thread and talks to it.
+    """Starts the step thread, sends commands to it and receives its events.
 
     Args:
         executor: used by the step thread only, from `start` on; closed by `close`.
         identity: header of the block identities, without a salt (each request brings its own).
         detokenizer_factory: None: every text is "" and stop strings are refused.
-        on_events: called on the event loop with the events of one step, in order; must not block. The first cache event of
-            an epoch has sequence 1.
+        on_events: called on the event loop with the events of one step, in order; must not block. The first cache event
+            of an epoch has sequence 1.
     Raises: ConfigError when config, executor and identity do not fit together.
     """
 
@@ -62,7 +62,8 @@ class EngineClient:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ended = asyncio.Event()
         self._own: dict[str, asyncio.Queue[EngineEvent] | None] = {}
-        """Attempts of `generate`; None: its caller has left, the end is still to come."""
+        """Attempts of `generate`, each with its events; None: the caller has left, and the attempt's end has not
+        arrived yet."""
 
     def start(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
         """Start the step thread; events go to `loop` (the running one if None)."""
@@ -147,7 +148,7 @@ class EngineClient:
         except RuntimeError:
             if not self._loop.is_closed():
                 raise
-            # Nobody is left to hear it: the process is going down without close().
+            # The loop is closed: the process ends without close().
 
     def _step_thread_ended(self) -> None:
         self._call(self._ended.set)

@@ -1,4 +1,5 @@
-"""Ranges of REMOTE requests that the GPU copies into their blocks beside the steps: begun by UnpackRange, answered when done.
+"""Ranges of REMOTE requests that the GPU copies into their blocks beside the steps: begun by UnpackRange, answered when
+done.
 
 begun --done, intact--> covered, RangeUnpacked(True)
   |   --done, damaged--> RangeUnpacked(False, error): the read fails, the request may try another source

@@ -95,15 +95,16 @@ def capacity_line(num_blocks: int, block_size: int, bytes_per_token: int) -> str
 
 @dataclass(frozen=True, slots=True)
 class WeightSizes:
-    """Bytes of a model's weights in the form that its kernels read; norms are left out. embedding: 0 where the head is the same
-    memory; beside a packed head a tied embedding is there once more, for looking up."""
+    """Bytes of a model's weights in the form that its kernels read; norms are left out. embedding: 0 where the head is
+    the same memory; beside a packed head a tied embedding is there once more, for looking up."""
 
     layers: int
     head: int
     embedding: int
 
     def line(self) -> str:
-        """One line for the log: `weights: 405 MiB of layers + 108 MiB of output head + 108 MiB of embedding = 621 MiB`."""
+        """One line for the log: `weights: 405 MiB of layers + 108 MiB of output head + 108 MiB of embedding = 621
+        MiB`."""
         parts = ((self.layers, "layers"), (self.head, "output head"), (self.embedding, "embedding"))
         terms = [f"{_mebibytes(size)} of {what}" for size, what in parts if size]
         return f"weights: {' + '.join(terms)} = {_mebibytes(self.layers + self.head + self.embedding)}"

@@ -10,8 +10,8 @@ from diptych.common.errors import ConfigError
 POLICIES = ("sojourn", "fcfs", "priority", "sjf", "fair")
 PREEMPTION_MODES = ("auto", "recompute", "swap")
 GRAMMAR_BACKENDS = ("auto", "xgrammar", "llguidance", "none")
-"""Of structured output. auto: xgrammar, and llguidance for JSON schemas that xgrammar would not follow to the letter. none:
-requests with a grammar are refused."""
+"""Of structured output. auto: xgrammar, and llguidance for JSON schemas that xgrammar would not follow to the letter.
+none: requests with a grammar are refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +23,8 @@ class EngineConfig:
         max_num_seqs: sequences that run or wait for remote KV at one time.
         max_num_batched_tokens: tokens of one step.
         max_step_time_s: caps a step's prefill chunk from the measured rate; None: only the token budget counts.
-        mixed_step_time_s: caps it where sequences decode in the same step and wait for it, but lets prompts have as long as their
-            step takes alone; None: as any other step.
+        mixed_step_time_s: caps it where sequences decode in the same step and wait for it, but lets prompts have as
+            long as their step takes alone; None: as any other step.
         initial_prefill_tokens_per_s: the first guess of that rate.
         long_prefill_token_threshold: prompt tokens of one request in one step; 0: no such cap.
         scheduling_policy: sojourn, fcfs, priority, sjf or fair; see engine.sched.policies.

@@ -1,12 +1,11 @@
-"""What one request's parameters do to its logits, worked out from its tokens: numpy, for every runner alike.
+"""The effect of one request's parameters on its logits, derived from its tokens: numpy, for every runner alike.
 
     logits + bias  ->  repetition penalty  ->  frequency and presence penalty  ->  what may not be drawn: -inf
 
-A grammar's mask is one of the things that forbid. Where it leaves nothing but an end, min_tokens and ignore_eos give way.
+A grammar's mask forbids, too. Where it allows nothing but an end, it overrides min_tokens and ignore_eos.
 
-The state grows with the tokens and holds nothing that cannot be rebuilt from them, so a preempted or handed-over request
-goes on as if nothing had happened.
-"""
+The state is derived from the tokens alone, so a preempted or transferred request samples the same tokens as an
+undisturbed one."""
 
 from __future__ import annotations
 
@@ -27,12 +26,12 @@ _NO_IDS: Ids = np.empty(0, dtype=np.int64)
 def constraint_of(
     seq_memo: object | None, sampling: SamplingParams, eos_token_ids: Sequence[int], grammar: Program | None = None
 ) -> Constraint:
-    """The one kept in a sequence's memo, or a new one."""
+    """The constraint in a sequence's memo, or a new one."""
     return seq_memo if isinstance(seq_memo, Constraint) else Constraint(sampling, eos_token_ids, grammar)
 
 
 class Constraint:
-    """One request's. `advance` with its tokens, then read the fields.
+    """The state of one request. Call `advance` with its tokens, then read the fields.
 
     Args (fields):
         bias_ids, bias: added. allowed: all others are forbidden; None: no such limit. banned: forbidden now.
@@ -93,7 +92,10 @@ class Constraint:
         return bits
 
     def advance(self, history: Sequence[int], num_prompt: int) -> None:
-        """Take in the tokens that came since; `history` is prompt and outputs so far, only ever longer."""
+        """Process the tokens since the last call.
+
+        Args: history: prompt and outputs so far; it begins with that of the last call.
+        """
         if self._counts_outputs:
             if self._done < 0:
                 if self._counts_prompt:
@@ -151,7 +153,7 @@ class Constraint:
         banned = self._ends if len(history) - num_prompt < self._min_tokens else _NO_IDS
         if not self._bad_words:
             return banned
-        # A word counts wherever it began, in the prompt too: what must not appear is the whole sequence.
+        # A word counts wherever it began, in the prompt, too: the whole sequence must not appear.
         last = []
         for word in self._bad_words:
             head = len(word) - 1

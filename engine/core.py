@@ -44,21 +44,20 @@ from diptych.engine.sched.step import SchedulerOutput
 
 _log = logging.getLogger(__name__)
 _FEW_DECODES = 8
-"""So few tokens cost the event loop so little that they go out at once."""
+"""Events of a step with at most so many tokens are delivered at once: they cost the event loop little."""
 _PROBE_BLOCKS = 16
 _T = TypeVar("_T")
 
 
 class InvariantError(AssertionError):
-    """A conservation law does not hold: our own bug."""
+    """A conservation law does not hold: a bug of the engine."""
 
 
 class EngineCore:
     """Used by one thread at a time.
 
-    Raises: ConfigError when the configuration does not fit the runner. `step` and `handle` raise ExecutorLost when the engine
-    cannot go on.
-    """
+    Raises: ConfigError when the configuration does not fit the runner. `step` and `handle` raise ExecutorLost when the
+    engine cannot go on."""
 
     def __init__(
         self,
@@ -96,19 +95,19 @@ class EngineCore:
         self._runs_ahead = able.runs_ahead
         self._reports_layers = able.reports_layers
         self._goes_ahead = config.steps_ahead
-        self._flight: InFlightStep | None = None
-        self._lead = PlanTimer()
+        self._in_flight: InFlightStep | None = None
+        self._timer = PlanTimer()
         self._landed_at = 0.0
         self.steps_ahead = 0
         """Steps that were launched before the one before them had landed."""
         self._on_launched: Callable[[], None] = lambda: None
         self._check = config.check_invariants
         self._answers: list[EngineEvent] = []
-        self._pulls = AsyncUnpacks()
+        self._unpacks = AsyncUnpacks()
         self._before_packing: Callable[[], None] = lambda: None
         self._on_packed_early: Callable[[], None] = lambda: None
         self.events_may_wait = False
-        """The last step was a large one of decodes: its events may go out while the next one is on the device."""
+        """The last step was a large one of decodes: its events may be delivered while the next one is on the device."""
 
     def on_launched(self, callback: Callable[[], None]) -> None:
         """`callback` is called in every step once it is on the device; never where `is_synchronous`."""
@@ -118,13 +117,13 @@ class EngineCore:
 
     @property
     def plan_at(self) -> float | None:
-        """A step is on the device, and the next `step` should not come before this (monotonic): whoever comes until then takes
-        part in it. None: there is none."""
-        return self._landed_at + self._lead.wait_s if self._flight is not None else None
+        """A step is on the device, and `step` should not be called before this time (monotonic): requests that arrive
+        until then take part in the next step. None: no step is on the device."""
+        return self._landed_at + self._timer.wait_s if self._in_flight is not None else None
 
-    def land(self) -> None:
-        """Wait for what is on the device, and plan nothing more."""
-        if self._flight is not None:
+    def wait_for_step(self) -> None:
+        """Wait for the step that is on the device, if there is one, and apply it."""
+        if self._in_flight is not None:
             self._land(None)
 
     def close(self) -> None:
@@ -132,8 +131,9 @@ class EngineCore:
         self._executor.close()
 
     def on_packing(self, take_grants: Callable[[], None], packed_early: Callable[[], None]) -> None:
-        """`take_grants` hands over (`handle`) slabs that came back, before anything is packed; `packed_early` is called in the
-        midst of a step that has packed something already: `take_events` has its ranges."""
+        """Args:
+        take_grants: called before anything is packed; passes slabs that came back to `handle`.
+        packed_early: called while a step runs that has packed something: `take_events` has its ranges."""
         self._before_packing, self._on_packed_early = take_grants, packed_early
 
     @property
@@ -142,13 +142,13 @@ class EngineCore:
         return not self._runs_ahead
 
     @property
-    def pulling(self) -> bool:
-        """KV is being copied beside the steps; `take_events` looks whether it has come."""
-        return bool(self._pulls)
+    def is_copying(self) -> bool:
+        """KV is being copied beside the steps; `take_events` checks whether it has arrived."""
+        return bool(self._unpacks)
 
-    def pull_has_come(self) -> bool:
+    def copy_is_done(self) -> bool:
         """`take_events` and then `step` have something to do."""
-        return self._pulls.first_is_done()
+        return self._unpacks.first_is_done()
 
     def handle(self, command: Command) -> None:
         scheduler = self.scheduler
@@ -175,19 +175,20 @@ class EngineCore:
                 raise TypeError(f"not a command: {command!r}")
 
     def step(self, cancelled: Container[str] = ()) -> bool:
-        """Schedule, compute, take the results, pack. On a device that takes steps ahead: the first call launches a step, the next
-        one launches another behind it (see engine.sched.ahead) and takes the first one's results, and so on.
+        """Schedule, compute, take the results, pack. On a device that takes steps ahead: the first call launches a
+        step, the next one launches another behind it (see engine.sched.ahead) and takes the first one's results, and so
+        on.
 
         Args:
-            cancelled: attempts that were cancelled meanwhile (another thread may add to it): a step that serves nobody
-                else is given up between two layers.
+            cancelled: attempts that were cancelled meanwhile (another thread may add to it): a step of such attempts
+                only is aborted between two layers.
         Returns: False when there was nothing to do; nothing will be until another command comes.
         """
-        self._take_pulls()  # whoever has its KV by now runs in this step
+        self._take_unpacks()  # requests whose KV is complete by now run in this step
         self.events_may_wait = False
-        if self._flight is not None:
+        if self._in_flight is not None:
             worked = True
-            self._land(self._launch_ahead(self._flight))
+            self._land(self._launch_ahead(self._in_flight))
         else:
             worked = self._begin(cancelled)
         packed = self._pack(self.scheduler.packing.next_job, self.scheduler.pack_failed)
@@ -199,7 +200,7 @@ class EngineCore:
     def _begin(self, cancelled: Container[str]) -> bool:
         """A step with nothing before it on the device. Returns: whether there was anything to do."""
         if self._pack(self.scheduler.packing.next_job, self.scheduler.pack_failed):
-            self._on_packed_early()  # into slabs that came back since the last step: it does not wait for this one
+            self._on_packed_early()  # in slabs that came back meanwhile; announced before this step runs
         start = self._clock.now()
         out = self.scheduler.schedule(start)
         copied = self._copy_blocks()
@@ -208,7 +209,7 @@ class EngineCore:
         if copied is None or not out.seqs:
             return copied is None
         if self._runs_ahead and self._goes_ahead and ahead.can_run_ahead(self.scheduler.live, out):
-            self._flight = self._launch(out, None)
+            self._in_flight = self._launch(out, None)
             return True
         self._execute(out, cancelled, start)
         self.steps += 1
@@ -224,7 +225,7 @@ class EngineCore:
         behind = self._launch(out, flight.out)
         if behind is not None:
             self.steps_ahead += 1
-            self._lead.launched(late=flight.step.done())
+            self._timer.launched(late=flight.step.done())
         return behind
 
     def _launch(self, out: SchedulerOutput, before: SchedulerOutput | None) -> InFlightStep | None:
@@ -240,12 +241,12 @@ class EngineCore:
         return InFlightStep(out, step, now)
 
     def _land(self, behind: InFlightStep | None) -> None:
-        flight, self._flight = self._flight, behind
+        flight, self._in_flight = self._in_flight, behind
         assert flight is not None
         result = self._attempt(flight.out, flight.step.result)
         now = self._clock.now()
         duration_s = now - max(flight.begun, self._landed_at)
-        self._lead.landed(duration_s)
+        self._timer.landed(duration_s)
         self._landed_at = now
         if result is not None:
             self.scheduler.apply(flight.out, result, duration_s)
@@ -255,7 +256,7 @@ class EngineCore:
         self.steps += 1
 
     def take_events(self) -> list[EngineEvent]:
-        self._take_pulls()
+        self._take_unpacks()
         events, self._answers = [*self._answers, *self.scheduler.take_events()], []
         return events
 
@@ -263,7 +264,7 @@ class EngineCore:
         return self.scheduler.stats(steps=self.steps, steps_ahead=self.steps_ahead, busy_since=busy_since)
 
     def measure_copies(self) -> float:
-        """Time copies of a few free blocks to the host tier and back, so that no choice is made by a guess.
+        """Time copies of a few free blocks to the host tier and back, so that choices are based on a measurement.
 
         Returns: bytes/s; 0.0 when there is no host tier, or nothing is free to be copied.
         """
@@ -277,7 +278,7 @@ class EngineCore:
         try:
             both_ways = [BlockCopy(CopyKind.TO_HOST, b, s) for b, s in zip(blocks, slots, strict=True)]
             both_ways += [BlockCopy(CopyKind.FROM_HOST, s, b) for b, s in zip(blocks, slots, strict=True)]
-            self._executor.copy_blocks(both_ways)  # the first time pays for memory that was never touched
+            self._executor.copy_blocks(both_ways)  # not measured: it touches the memory for the first time
             start = self._clock.now()
             self._executor.copy_blocks(both_ways)
             duration_s = self._clock.now() - start
@@ -285,8 +286,8 @@ class EngineCore:
             kv.pool.release(blocks)
             kv.host.give(slots)
         if duration_s > 0.0:
-            self.scheduler.pace.copy_bytes_per_s = len(both_ways) * self._block_bytes / duration_s
-        return self.scheduler.pace.copy_bytes_per_s
+            self.scheduler.throughput.copy_bytes_per_s = len(both_ways) * self._block_bytes / duration_s
+        return self.scheduler.throughput.copy_bytes_per_s
 
     def _execute(self, out: SchedulerOutput, cancelled: Container[str], start: float) -> None:
         def all_cancelled() -> bool:
@@ -298,7 +299,8 @@ class EngineCore:
             self.scheduler.apply(out, result, self._clock.now() - start)
 
     def _attempt(self, out: SchedulerOutput, action: Callable[[], _T]) -> _T | None:
-        """Returns: None when it failed: then the requests that it concerns have ended; or when the step was given up."""
+        """Returns: None when the step failed, and then the requests that it concerns have ended; or when it was
+        aborted."""
         try:
             return action()
         except StepAborted:
@@ -306,13 +308,13 @@ class EngineCore:
         except ExecutorLost:
             raise
         except OutOfDeviceMemory as error:
-            # The newcomers ask for the memory; whoever decodes has not advanced, and does so in the next step.
+            # New requests cause the shortage. Decoding ones have not advanced; the next step repeats this one for them.
             victims = out.requests[out.num_decode :] or out.requests[-1:]
             _log.error("a step of %d sequences found no memory: %s", len(out.seqs), error)
             for request in victims:
                 self.scheduler.fail(request, OverloadedError("the GPU's memory is used up", retry_after_s=1.0))
             return None
-        except Exception as error:  # whatever it is, the step's requests end typed and the engine lives on
+        except Exception as error:  # the step's requests end with a typed error, and the engine goes on
             _log.exception("a step of %d sequences failed", len(out.seqs))
             for request in out.requests:
                 self.scheduler.fail(request, _internal("the model step failed", error))
@@ -337,12 +339,12 @@ class EngineCore:
             self.scheduler.kv.pool.clear()
             return None
         num_moved = sum(copy.kind is not CopyKind.FORK for copy in copies)
-        self.scheduler.pace.observe_copy(self._clock.now() - start, num_moved * self._block_bytes)
+        self.scheduler.throughput.observe_copy(self._clock.now() - start, num_moved * self._block_bytes)
         return True
 
     def _layer_packing(self, out: SchedulerOutput) -> Callable[[int], None] | None:
-        """What the step does between two layers: pack its last chunks' layers, where that is faster, and what waits for slabs.
-        None: nothing."""
+        """What the step does between two layers: pack its last chunks' layers, where that is faster, and what waits for
+        slabs. None: nothing."""
         groups, packing = self.scheduler.layer_groups(out), self.scheduler.packing
         if not groups and not packing.any_late:
             return None
@@ -377,9 +379,9 @@ class EngineCore:
             self.scheduler.packed(job, checksum)
         return any_packed
 
-    def _take_pulls(self) -> None:
-        if self._pulls:
-            self._answers.extend(self._pulls.take_done(self.scheduler))
+    def _take_unpacks(self) -> None:
+        if self._unpacks:
+            self._answers.extend(self._unpacks.take_done(self.scheduler))
 
     def _unpack(self, command: UnpackRange) -> None:
         job = self.scheduler.plan_unpack(command)
@@ -387,7 +389,7 @@ class EngineCore:
             job = None  # the request has ended
         if job is not None:
             try:
-                pull = self._executor.unpack(job.block_ids, job.num_tokens, command.payload, job.layers)
+                copy = self._executor.unpack(job.block_ids, job.num_tokens, command.payload, job.layers)
             except ExecutorLost:
                 raise
             except Exception as error:
@@ -397,10 +399,10 @@ class EngineCore:
                 self.scheduler.fail(job.request, _internal("unpacking KV failed", error))
                 job = None
             else:
-                if pull is not None:
-                    self._pulls.begin(self.scheduler, command, job, pull)
-                    if not self.scheduler.running.decoding or self._flight is not None:
-                        pull.done()  # a step is on the device, or none is about to begin behind which it could be launched
+                if copy is not None:
+                    self._unpacks.begin(self.scheduler, command, job, copy)
+                    if not self.scheduler.running.decoding or self._in_flight is not None:
+                        copy.done()  # starts the copy now: no step is about to be launched that would start it
                     return
                 self.scheduler.unpacked(job, last=command.last)
         self._answers.append(RangeUnpacked(command.attempt, command.job, job is not None))

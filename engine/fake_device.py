@@ -1,4 +1,4 @@
-"""The fake runner as if it had a device of its own: launched steps are computed as late as a device may, in their order."""
+"""A fake runner with a device: launched steps are computed as late as a device may compute them, in their order."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from diptych.engine.messages import BlockCopy, ScheduledSeq, StepResult
 
 
 class FakeDeviceRunner(FakeRunner):
-    """A ModelRunner that runs ahead. Draws that depend on history are made of what `draw` found there, no less: a plan
-    that runs ahead of its tokens fails. A step is computed when its result is asked for, or when something comes that a device
-    does in the same order: another step's result, execute, copies, pack. `unpack` writes at once, as a pull beside the steps
-    does: what a step that is still on the device reads or writes must not be anybody else's by then.
-    """
+    """A ModelRunner that runs ahead. Draws that depend on history use the tokens that `draw` found there: a plan that
+    runs ahead of its tokens fails. A step is computed when its result is read, or when something else is due that a
+    device does
+    in the same order: another step's result, execute, copies, pack. `unpack` writes at once, as a copy beside the steps
+    does: a block that a step on the device reads or writes must not have another owner by then."""
 
     def __init__(self, num_blocks: int = 64, block_size: int = 16, **options: object) -> None:
         super().__init__(num_blocks, block_size, **options)  # type: ignore[arg-type]
@@ -71,7 +71,7 @@ class _FakeStep:
         return self._draw_error is not None
 
     def fail_with(self, error: Exception) -> None:
-        """As if its draws could not be sent."""
+        """Simulate that its draws could not be sent."""
         self._draw_error = error
 
     def draw(self, ended: Container[int] = ()) -> None:

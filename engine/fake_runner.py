@@ -1,9 +1,8 @@
 """A deterministic ModelRunner without torch, for tests and simulations.
 
 Its KV is real bytes in the real layout, and every token it draws is a hash over the KV bytes of all positions so far: a
-wrong block table, a lost or flipped byte or a slot written twice changes the tokens, as it would (sometimes) in a model.
-Where logits matter (constraints, logprobs) they are hashes too, one a token id.
-"""
+wrong block table, a lost or flipped byte or a slot written twice changes the tokens, as it would (sometimes) in a
+model. Where logits matter (constraints, logprobs) they are hashes too, one a token id."""
 
 from __future__ import annotations
 
@@ -26,7 +25,8 @@ class FakeRunner:
     """See ModelRunner.
 
     Args:
-        before_execute: called with the step's sequences before anything is computed; may raise, advance a clock or block.
+        before_execute: called with the step's sequences before anything is computed; may raise, advance a clock or
+        block.
         bad_attempts: attempts whose rows come out bad, as NaN logits would.
     """
 
@@ -285,7 +285,8 @@ class FakeRunner:
 
 
 def _counter(sampling: SamplingParams, output_index: int, choice: int = 0) -> bytes:
-    """A draw depends on (seed, choice, token index) alone, as the real sampler's does; greedy depends on none of them."""
+    """A draw depends on (seed, choice, token index) alone, as the real sampler's does; greedy depends on none of
+    them."""
     if sampling.greedy:
         return b""
     return sampling.seed.to_bytes(8, "little") + output_index.to_bytes(4, "little") + choice.to_bytes(4, "little")

@@ -20,8 +20,9 @@ class InFlightStep:
 
 
 class PlanTimer:
-    """When to plan. Late, so that whoever arrives while a step runs takes part in the next one; not too late, or the device
-    waits. The margin before a step's expected end grows when the device was found waiting, and shrinks slowly otherwise."""
+    """When to plan the next step: late, so that requests that arrive while a step runs take part in the next one, but
+    before the device is idle. The margin before a step's expected end grows when the device was idle, and shrinks
+    slowly otherwise."""
 
     def __init__(self) -> None:
         self._margin_s = FIRST_MARGIN_S
@@ -29,12 +30,12 @@ class PlanTimer:
 
     @property
     def wait_s(self) -> float:
-        """From a step's begin on the device until the next one is to be planned. The shorter of the last two steps counts: one
-        that was held up says nothing of the next."""
+        """From a step's begin on the device until the next one is to be planned. The shorter of the last two steps
+        counts, because a step that was delayed says nothing about the next."""
         return max(0.0, min(self._last_s, self._before_s) - self._margin_s)
 
     def launched(self, *, late: bool) -> None:
-        """A step was launched behind another; `late`: that had ended already."""
+        """A step was launched behind another. Args: late: the other had ended already."""
         factor = _AFTER_LATE if late else _AFTER_GOOD
         longest = max(FIRST_MARGIN_S, self._last_s)
         self._margin_s = min(max(self._margin_s * factor, LEAST_MARGIN_S), longest)

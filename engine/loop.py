@@ -1,9 +1,8 @@
 """The step thread: commands in, one list of events a step out.
 
-It sleeps in its inbox when the last step found nothing to do, and never waits for the event loop. A runner that raises ends
-the requests of that step; a bug of ours ends the thread: every request fails, `alive` turns false, and later commands are
-refused by whoever sends them.
-"""
+The thread blocks on its inbox when the last step found nothing to do, and never waits for the event loop. A runner that
+raises ends the requests of that step. A lost executor or a bug ends the thread: every request fails, `alive` turns
+false, and later commands are refused on the sender's thread."""
 
 from __future__ import annotations
 
@@ -30,15 +29,15 @@ from diptych.engine.messages import (
 )
 
 _log = logging.getLogger(__name__)
-_PULL_WAIT_S = 0.00005
-"""With nothing to compute, so often it is looked whether KV that is being copied has come."""
+_COPY_POLL_S = 0.00005
+"""Interval at which copies of KV are polled."""
 _IDLE_WAIT_S = 60.0
-"""Every wait has a deadline; this one only bounds how long a lost wake-up could last."""
+"""Every wait has a deadline; this one only bounds the effect of a lost wake-up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A question to the core, answered between two steps."""
+    """A function of the core, called between two steps; its value goes to `reply`."""
 
     question: Callable[[EngineCore], object]
     reply: Callable[[object, DiptychError | None], None]
@@ -49,14 +48,15 @@ class _Stop:
 
 
 class _Granted:
-    """Slabs lie in `_grants`."""
+    """There are slabs in `_grants`."""
 
 
 _GRANTED = _Granted()
 
 
 class _Cancelled:
-    """What a step looks at between layers: attempts whose Cancel is still in the inbox; everything, once closing."""
+    """Attempts whose Cancel is still in the inbox; every attempt, once the engine closes. Read between the layers of a
+    step."""
 
     def __init__(self) -> None:
         self._attempts: set[str] = set()
@@ -76,7 +76,8 @@ class StepThread:
     """Owns the core from `start` on.
 
     Args:
-        deliver: takes one step's events; called on the step thread (or, for refusals, on the sender's) and must not block.
+        deliver: takes one step's events; called on the step thread (or, for refusals, on the sender's) and must not
+        block.
         on_exit: called once, as the thread's last act.
     """
 
@@ -93,7 +94,7 @@ class StepThread:
         self._on_exit = on_exit
         self._inbox: SimpleQueue[Command | Ask | _Stop | _Granted] = SimpleQueue()
         self._grants: SimpleQueue[GrantSlabs] = SimpleQueue()
-        """Slabs that came back: packing sees them at once, also in the midst of a step."""
+        """Slabs that came back: packing uses them at once, also while a step runs."""
         self._cancelled = _Cancelled()
         self._alive = True
         self._stopping = False
@@ -121,7 +122,7 @@ class StepThread:
             self._refuse_inbox()
 
     def stop(self) -> None:
-        """End after the running step, which is given up between two layers."""
+        """End after the running step, which is aborted between two layers."""
         self._cancelled.everything = True
         self._inbox.put(_Stop())
 
@@ -145,7 +146,7 @@ class StepThread:
             try:
                 self._core.scheduler.fail_all(end)
                 self._flush()
-            except Exception:  # the books may be what is broken: then say the end of each by hand
+            except Exception:  # the collections may be what is broken: report each end directly
                 _log.critical("the dead engine's requests could not be freed", exc_info=True)
                 self._deliver([Failed(attempt, end) for attempt in self._core.scheduler.requests])
             self._refuse_inbox()
@@ -164,41 +165,41 @@ class StepThread:
         core.on_packing(self._take_grants, self._flush)
         worked = False
         while True:
-            if not worked and core.pulling:
-                self._await_pull()
+            if not worked and core.is_copying:
+                self._await_copy()
             elif core.plan_at is not None:
-                self._linger(core.plan_at)
+                self._wait_to_plan(core.plan_at)
             else:
                 self._drain(0.0 if worked else _IDLE_WAIT_S)
             if self._stopping:
-                core.land()
+                core.wait_for_step()
                 return
             if core.is_synchronous and not (worked and core.events_may_wait):
-                self._flush()  # first tokens, and answers to ranges, do not wait for the step; on a device its launch sends them
+                self._flush()  # first tokens do not wait for the step; on a device they are sent at its launch
             self._stats = core.stats(busy_since=self._clock.now())
             worked = core.step(self._cancelled)
-            # What the event loop makes of many tokens would hold up the next step's launch: one interpreter serves both.
+            # The threads share the interpreter: handling many tokens on the event loop delays the next step's launch.
             if not (worked and core.events_may_wait):
                 self._flush()
             self._stats = core.stats()
 
-    def _await_pull(self) -> None:
-        """Until KV has come, or there is a command. What has come may be the last that a request waited for."""
-        while not self._core.pull_has_come():
-            if self._drain(_PULL_WAIT_S):
+    def _await_copy(self) -> None:
+        """Until a copy of KV is done, or there is a command. The copy may be the last one that a request waits for."""
+        while not self._core.copy_is_done():
+            if self._drain(_COPY_POLL_S):
                 return
         self._flush()
 
-    def _linger(self, until: float) -> None:
-        """A step is on the device: take what comes while it is not time yet to plan the next one."""
+    def _wait_to_plan(self, until: float) -> None:
+        """A step is on the device: handle commands until it is time to plan the next one."""
         while not self._stopping and (left := until - self._clock.now()) > 0.0:
-            came = self._core.pulling and self._core.pull_has_come()
-            if self._drain(min(left, _PULL_WAIT_S) if self._core.pulling else left) or came:
+            came = self._core.is_copying and self._core.copy_is_done()
+            if self._drain(min(left, _COPY_POLL_S) if self._core.is_copying else left) or came:
                 self._flush()
         self._drain(0.0)
 
     def _drain(self, wait_s: float) -> bool:
-        """Returns: whether there was anything."""
+        """Handle what is in the inbox. Returns: whether there was anything."""
         some = False
         try:
             item = self._inbox.get(timeout=wait_s) if wait_s else self._inbox.get_nowait()
@@ -220,7 +221,7 @@ class StepThread:
         elif isinstance(item, _Granted):
             self._take_grants()
         elif isinstance(item, Ask):
-            self._flush()  # an answer is never ahead of the events it already contains
+            self._flush()  # the events that a value depends on are delivered before it
             item.reply(item.question(self._core), None)
         else:
             self._core.handle(item)

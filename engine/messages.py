@@ -1,4 +1,4 @@
-"""What crosses between the event loop and the step thread: plain structs, no torch, no sockets.
+"""Messages between the event loop and the step thread: plain structs, no torch, no sockets.
 
     event loop --Command--> step thread --list[EngineEvent], one list a step--> event loop
 
@@ -6,15 +6,14 @@ A request's life by mode:
 
     LOCAL    EngineRequest -> Admitted -> TokensOut* -> Finished
     PREFILL  EngineRequest -> Admitted -> (RangePacked | PromptComputed TokensOut[first token])* -> PrefillComplete
-             slabs come in advance by GrantSlabs; no free slab: computed blocks wait with the request, the step goes on
+             slabs are granted in advance by GrantSlabs; without a free slab computed blocks wait with the request
     REMOTE   EngineRequest -> Admitted (block count reserved, own prefix pinned)
              -> UnpackRange/RangeUnpacked* and FirstToken (any order) -> KvComplete -> TokensOut* -> Finished
-             RunLocally at any time before KvComplete: drop what arrived, compute the prompt here
+             RunLocally at any time before KvComplete: drop what has arrived, compute the prompt here
 
-Cancel is safe in every state; it ends with Failed(RequestCancelledError), and nothing of the attempt is touched after
-that event. Every request ends with exactly one of Finished, PrefillComplete, Failed. With several choices (n > 1) and with beam
-search each choice ends with ChoiceFinished first. Beam search has FirstCandidates wherever others have first tokens.
-"""
+Cancel is safe in every state; it ends with Failed(RequestCancelledError), and no event of the attempt follows. Every
+request ends with exactly one of Finished, PrefillComplete, Failed. With several choices (n > 1) and with beam search
+each choice ends with ChoiceFinished first. Beam search has FirstCandidates wherever others have first tokens."""
 
 from __future__ import annotations
 
@@ -50,15 +49,15 @@ class EngineRequest:
     """One attempt, and the command that begins it.
 
     Args:
-        attempt: unique for ever; the key of everything the engine holds for it.
-        output_token_ids: tokens that were sent to the client already: forced, never sampled again. The next sampled token
-            has index len(output_token_ids).
+        attempt: unique; the key of everything that the engine holds for it.
+        output_token_ids: tokens that were sent to the client already: forced, never sampled again. The next sampled
+            token has index len(output_token_ids).
         decode_cached_tokens: PREFILL only: leading tokens that decode holds; not packed. A multiple of the block size.
         want_kv: PREFILL only: False packs nothing.
         peer: PREFILL only: decode worker id; slabs have a quota per peer.
         priority: lower goes first; counts under the priority policy only.
-        tenant: whose share of tokens and of the prefix cache it uses. Workers take the prompt's salt for it: one for each tenant,
-            without a name that could be read.
+        tenant: whose share of tokens and of the prefix cache it uses. Workers take the prompt's salt for it: one for
+            each tenant, without a name that could be read.
         choice: number of the first choice; enters the draws.
         layer_groups: PREFILL only: the peer takes the last range in groups of layers too.
         link_bytes_per_s: PREFILL only: what the peer measured of the link between us; 0.0: nothing yet.
@@ -83,11 +82,11 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class DeviceRange:
-    """Flat bytes in GPU memory, by address: of this process, or a peer's that CUDA IPC has mapped into it. Whoever made it
-    keeps the memory mapped until the range is given back.
+    """Flat bytes in GPU memory, by address: of this process, or of a peer, mapped by CUDA IPC. The creator keeps the
+    memory mapped until the range is returned.
 
     Args:
-        checksum: kernels.kv_sum of what must lie there; None: nobody has packed it yet, or it is not to be checked.
+        checksum: kernels.kv_sum of the bytes; None: they are not packed yet, or need no check.
     """
 
     address: int
@@ -102,7 +101,7 @@ Payload = memoryview | DeviceRange
 
 
 class AttemptEvent:
-    """What is told of one attempt; the other events are the engine's."""
+    """Base of the events of one attempt; the other events concern the whole engine."""
 
     __slots__ = ()
     attempt: str
@@ -118,7 +117,7 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class SlabGrant:
-    """A free slab of the staging ring, lent to the step thread to pack into. `payload` is writable."""
+    """A free slab of the staging ring for the step thread to pack into. `payload` is writable."""
 
     slab: int
     generation: int
@@ -127,7 +126,7 @@ class SlabGrant:
 
 @dataclass(frozen=True, slots=True)
 class GrantSlabs:
-    """`overlap`: which of what is computed goes out before its prompt is computed; None: as before, at first all of it."""
+    """`overlap`: which ranges are sent before their prompt is computed; None: as before, at first all."""
 
     grants: tuple[SlabGrant, ...]
     overlap: Overlap | None = None
@@ -136,12 +135,15 @@ class GrantSlabs:
 @dataclass(frozen=True, slots=True)
 class UnpackRange:
     """Copy verified KV of tokens [first_token, first_token + num_tokens) into the attempt's blocks; `first_token` is a
-    multiple of the block size. Answered by RangeUnpacked(job); until then `payload` must stay as it is. An attempt that is
-    gone by then is answered too (with unpacked=False). A DeviceRange is verified as it is copied. `num_layers` > 0: it holds
-    layers [first_layer, first_layer + num_layers) only; the tokens are in once all their layers are.
+    multiple of the block size. RangeUnpacked(job) follows, with unpacked=False if the attempt has ended; until then
+    `payload` must not change. A DeviceRange is verified as it is copied.
 
-    `last`: once it and all ranges before it are in, the KV is complete, as if KvComplete had come.
-    `converted`: its values are not those that this worker would have computed; nothing of the attempt is cached."""
+    Args:
+        num_layers: 0: all; otherwise the range holds layers [first_layer, first_layer + num_layers) only, and the
+            tokens are there once all their layers are.
+        last: once this range and all before it are there, the KV is complete, as with KvComplete.
+        converted: its values are not those that this worker would have computed; nothing of the attempt is cached.
+    """
 
     attempt: str
     job: int
@@ -166,8 +168,8 @@ class FirstToken:
 
 @dataclass(frozen=True, slots=True)
 class FirstCandidates(AttemptEvent):
-    """Beam search: what may follow the prompt, the likeliest first. An event of a PREFILL request, in place of its first
-    tokens, and a command to the REMOTE one."""
+    """Beam search: what may follow the prompt, the likeliest first. An event of a PREFILL request, in place of its
+    first tokens, and a command to the REMOTE one."""
 
     attempt: str
     candidates: tuple[Candidate, ...]
@@ -175,8 +177,8 @@ class FirstCandidates(AttemptEvent):
 
 @dataclass(frozen=True, slots=True)
 class KvComplete:
-    """Every range of a REMOTE request was unpacked: it may join the running batch (once its first token is known, if none
-    was forced)."""
+    """Every range of a REMOTE request was unpacked: it may join the running batch (once its first token is known, if
+    none was forced)."""
 
     attempt: str
 
@@ -188,9 +190,9 @@ class RunLocally:
 
 @dataclass(frozen=True, slots=True)
 class FetchAgain:
-    """A preempted request waits for its KV from a prefill worker, as a REMOTE one whose outputs so far are forced: Admitted
-    follows, then UnpackRange/RangeUnpacked* and KvComplete, or RunLocally. Ignored when it runs again already, and for several
-    choices or beams."""
+    """A preempted request waits for its KV from a prefill worker, as a REMOTE one whose outputs so far are forced:
+    Admitted follows, then UnpackRange/RangeUnpacked* and KvComplete, or RunLocally. Ignored when it runs again already,
+    and for several choices or beams."""
 
     attempt: str
 
@@ -213,8 +215,8 @@ Command = (
 
 @dataclass(frozen=True, slots=True)
 class Admitted(AttemptEvent):
-    """Blocks are reserved. `num_cached_tokens`: leading prompt tokens found in this worker's own prefix cache (whole blocks,
-    pinned for the attempt)."""
+    """Blocks are reserved. `num_cached_tokens`: leading prompt tokens found in this worker's own prefix cache (whole
+    blocks, pinned for the attempt)."""
 
     attempt: str
     num_cached_tokens: int
@@ -222,11 +224,14 @@ class Admitted(AttemptEvent):
 
 @dataclass(slots=True)
 class TokensOut(AttemptEvent):
-    """Tokens with indices offset, offset+1, ... among the outputs. `text` is what became certain with them. `logprobs`: one
-    a token, if they were asked for.
+    """Output tokens with indices offset, offset + 1, ... One step may yield several of a choice.
 
-    Never changed once made; not frozen, because there is one for every sequence and step, and a frozen one takes four times
-    as long to make.
+    Never changed after construction; not frozen, because there is one for every sequence and step, and constructing a
+    frozen one takes four times as long.
+
+    Args:
+        text: what became certain with these tokens.
+        logprobs: one for each token, if they were requested.
     """
 
     attempt: str
@@ -239,8 +244,8 @@ class TokensOut(AttemptEvent):
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs(AttemptEvent):
-    """Of prompt tokens first_token, first_token + 1, ...; the prompt's first token has none. Chunk by chunk, in order, once
-    each; a REMOTE request's come from its prefill worker."""
+    """Of prompt tokens first_token, first_token + 1, ...; the prompt's first token has none. In order, chunk by chunk,
+    each once. Those of a REMOTE request come from its prefill worker."""
 
     attempt: str
     first_token: int
@@ -249,8 +254,8 @@ class PromptLogprobs(AttemptEvent):
 
 @dataclass(frozen=True, slots=True)
 class RangePacked(AttemptEvent):
-    """KV of tokens [first_token, first_token + num_tokens) lies in the payload of `slab`. One range fills one slab. Of layers
-    [first_layer, first_layer + num_layers); num_layers 0: of all."""
+    """KV of tokens [first_token, first_token + num_tokens) lies in the payload of `slab`. One range fills one slab. Of
+    layers [first_layer, first_layer + num_layers); num_layers 0: of all."""
 
     attempt: str
     slab: int
@@ -265,8 +270,8 @@ class RangePacked(AttemptEvent):
 
 @dataclass(frozen=True, slots=True)
 class PromptComputed(AttemptEvent):
-    """PREFILL: nothing is left to compute; before the first tokens, which are drawn from the same rows. `computed_from`: what
-    the runner computed."""
+    """PREFILL: nothing is left to compute; before the first tokens, which are drawn from the same rows.
+    `computed_from`: what the runner computed."""
 
     attempt: str
     computed_from: ComputedFrom
@@ -274,7 +279,7 @@ class PromptComputed(AttemptEvent):
 
 @dataclass(frozen=True, slots=True)
 class PrefillComplete(AttemptEvent):
-    """All ranges are packed; the attempt's blocks went back to the pool or into the prefix cache."""
+    """All ranges are packed; the attempt's blocks are free or in the prefix cache."""
 
     attempt: str
     compute_s: float
@@ -282,21 +287,21 @@ class PrefillComplete(AttemptEvent):
 
 @dataclass(frozen=True, slots=True)
 class Preempted(AttemptEvent):
-    """A decoding request gave its blocks back and waits for new ones; FetchAgain may follow.
+    """A decoding request lost its blocks and waits for new ones; FetchAgain may follow.
 
     Args:
-        num_tokens: whose KV it needs again.
-        way_back_s: what that takes here, from the host tier or computed again, by measured rates.
+        num_tokens: tokens whose KV it needs again.
+        resume_s: time to restore it here, from the host tier or by computing, by measured rates.
     """
 
     attempt: str
     num_tokens: int
-    way_back_s: float
+    resume_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class RangeUnpacked(AttemptEvent):
-    """`error`: what was wrong with the bytes; empty with unpacked=False: the attempt does not wait for them any more."""
+    """`error`: what was wrong with the bytes; empty with unpacked=False: the attempt no longer waits for them."""
 
     attempt: str
     job: int
@@ -357,7 +362,8 @@ class CacheCleared:
 
 @dataclass(frozen=True, slots=True)
 class TierStored:
-    """Blocks that entered a tier below the prefix cache. `sequence` counts the events of the tier, from 1 on in each epoch."""
+    """Blocks that entered a tier below the prefix cache. `sequence` counts the events of the tier, from 1 on in each
+    epoch."""
 
     tier: str
     sequence: int

@@ -30,8 +30,8 @@ from diptych.engine.sched.scheduler import Drafter
 
 @dataclass(slots=True)
 class OfflineResult:
-    """One request's outputs; exactly one of `finished` and `error` is set. Times are on the engine's clock. What is not named
-    otherwise is the first choice's."""
+    """One request's outputs; exactly one of `finished` and `error` is set. Times are on the engine's clock. What is not
+    named otherwise is the first choice's."""
 
     attempt: str
     choice: int = 0

@@ -1,8 +1,8 @@
-"""What of a prompt's KV is worth sending while the rest is computed? Pure.
+"""Which parts of a prompt's KV to send while the rest is computed. Pure.
 
-A range that goes early saves the time that its bytes take after the last chunk, and costs a message of its own: a slab, an
-announcement, a read and an unpack, on both sides. A range whose bytes take less than that waits and goes with the next one; so a
-short prompt is sent in one piece, and a long one does not fall into crumbs.
+A range that is sent early saves the time that its bytes take after the last chunk. It costs one more message: a slab,
+an announcement, a read and an unpack. A range whose bytes take less time than a message is sent with the next one, so a
+short prompt is sent in one piece and a long one in few.
 
 The last chunk can be sent in groups of layers, each as soon as it is computed:
 
@@ -10,10 +10,9 @@ The last chunk can be sent in groups of layers, each as soon as it is computed:
     on the way              |--1--|     |--2--|     |--3--|
                                                     |exposed|
 
-With n groups the last one exposes an n-th of the bytes, and every message costs the computing a little. On a link that cannot
-keep up with the computing the bytes queue, and groups save what goes out before the end. Whether they win is a matter of four
-figures, and `num_groups` says so.
-"""
+With n groups, an n-th of the bytes is sent after the last layer, and every message delays computing a little. On a link
+that is slower than computing the bytes queue, and groups save what is sent before the end. `num_groups` compares both
+by four figures."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from diptych.common.errors import ConfigError
 
 MODES = ("auto", "on", "off")
 MAX_GROUPS = 8
-"""Layer groups of one range: what more of them save is less than the spread of the figures that they are chosen by."""
+"""Layer groups of one range. More of them save less than the error of the figures."""
 _GROUPS_WHEN_ON = 4
 
 
@@ -34,7 +33,7 @@ class Overlap:
 
     Args:
         mode: "on" sends whatever is computed, "off" nothing before the end, "auto" what is predicted to win.
-        bytes_per_s: of a link that nothing is known of; 0.0: unknown, and no range waits.
+        bytes_per_s: of a link that was not measured; 0.0: unknown, and no range waits.
         message_s: what one more message costs both workers together.
     Raises: ConfigError.
     """
@@ -74,7 +73,7 @@ class Overlap:
             return 1
         exposed = {n: exposed_s(n, size_bytes, chunk_s, rate, self.message_s) for n in range(1, most + 1)}
         best = min(exposed, key=lambda n: (exposed[n], n))
-        # Less than a message's cost is within the error of the figures: then the simple way.
+        # A gain below the cost of a message is within the error of the figures: send one piece.
         return best if exposed[1] - exposed[best] > self.message_s else 1
 
 

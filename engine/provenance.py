@@ -1,9 +1,8 @@
-"""Which tokens the KV in each block was computed from, noted from the rows of the steps that computed it.
+"""Which tokens the KV in each block was computed from, recorded from the rows of the steps that computed it.
 
-A prefill worker vouches with it for what it sends: a token that was dropped, changed or put elsewhere on the way from the call
-to the model's rows, or a cached block of another prompt, gives another digest than decode's own. Nothing here comes from a
-request: only the tokens, positions and blocks of computed rows count.
-"""
+A prefill worker sends a digest of it with the KV. A token that was dropped, changed or moved between the call and the
+model's rows, or a cached block of another prompt, yields another digest than decode computes. Requests are not read
+here: only the tokens, positions and blocks of computed rows count."""
 
 from __future__ import annotations
 
@@ -14,10 +13,10 @@ from diptych.engine.step_messages import BlockCopy, ComputedFrom, CopyKind, Sche
 
 
 class Provenance:
-    """Of a pool's blocks and of the host tier's slots; what it was not told of is unknown. One thread only.
+    """Of a pool's blocks and of the host tier's slots; what was not recorded is unknown. One thread only.
 
-    A runner begins it with the first sequence that must be vouched for: an engine without any keeps no notes.
-    """
+    A runner starts recording with the first sequence that has `vouch`; an engine without such sequences records
+    nothing."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -50,12 +49,13 @@ class Provenance:
                 target[copy.dst] = known
 
     def forget(self, blocks: Sequence[int]) -> None:
-        """They were written otherwise."""
+        """Their content is no longer what was recorded."""
         for block in blocks:
             self._blocks.pop(block, None)
 
     def of(self, block_table: Sequence[int], num_tokens: int) -> ComputedFrom | None:
-        """What the KV of a sequence's first `num_tokens` tokens was computed from, by its last block; None: not known."""
+        """What the KV of a sequence's first `num_tokens` tokens was computed from, by its last block; None: not
+        known."""
         index = (num_tokens - 1) // self._block_size
         known = self._blocks.get(block_table[index])
         if known is None or len(known[1]) != num_tokens - index * self._block_size:
@@ -77,7 +77,8 @@ def note_step(
     positions: Sequence[int],
     result: StepResult,
 ) -> None:
-    """A step was computed; fills result.computed_from. order: sequence index of each group of rows, in row order; token_ids,
+    """A step was computed; fills result.computed_from. order: sequence index of each group of rows, in row order;
+    token_ids,
     positions: [num_rows], what the model was given."""
     first = 0
     for i in order:

@@ -22,8 +22,8 @@ class RunnerCapabilities:
     """What a runner declares about itself. Fixed once it is made; nothing else about a runner is asked.
 
     Args:
-        num_blocks, block_size: of its KV pool, [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]; a block id is
-            an index into it.
+        num_blocks, block_size: of its KV pool, [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]; a block
+            id is an index into it.
         kv_bytes_per_token: over all layers, K and V.
         num_host_blocks: slots of the host tier, one block each; 0: there is none.
         runs_ahead: `launch` works: the host is free from a step's launch on. `on_launched` is called.
@@ -97,8 +97,8 @@ class ModelRunner(Protocol):
     on_launched: Callable[[], None]
     """If capabilities.runs_ahead: called by `execute` when the step is on the device, before it waits for it."""
     on_layers: Callable[[int], None]
-    """If capabilities.reports_layers: called by `execute` between two layers with how many are computed, not necessarily after
-    each; not after the last. The KV of those layers lies in the pool."""
+    """If capabilities.reports_layers: called by `execute` between two layers with how many are computed, not
+    necessarily after each; not after the last. The KV of those layers lies in the pool."""
 
     def expect_compiled(self) -> None:
         """The warm-up is over: a kernel that is compiled or loaded from now on is logged as a warning."""
@@ -115,9 +115,10 @@ class ModelRunner(Protocol):
         """If capabilities.runs_ahead: begin a step behind the last one that was launched, which may still run.
 
         Args:
-            seqs: one token each, and one draw: see async_scheduling.host_reason. They may change once `draw` was called.
-            sources: by sequence, the index in the last launched step of the one whose drawn token is its token; -1: its token
-                is in token_ids. Empty: all are.
+            seqs: one token each, and one draw: see async_scheduling.host_reason. They may change once `draw` was
+            called.
+            sources: by sequence, the index in the last launched step of the one whose drawn token is its token; -1: its
+                token is in token_ids. Empty: all are.
         Raises: OutOfDeviceMemory.
         """
         ...
@@ -127,9 +128,9 @@ class ModelRunner(Protocol):
         ...
 
     def pack(self, block_ids: Sequence[int], num_tokens: int, out: Payload, layers: range | None = None) -> int:
-        """Copy the KV of `num_tokens` tokens that start at block_ids[0]'s first slot into `out`: full blocks one after the
-        other as they lie in the pool, then the tail block's [num_layers, 2, tail, num_kv_heads, head_dim]. `layers`: of these
-        only, as if the model had no others; not into a DeviceRange.
+        """Copy the KV of `num_tokens` tokens that start at block_ids[0]'s first slot into `out`: full blocks one after
+        the other as they lie in the pool, then the tail block's [num_layers, 2, tail, num_kv_heads, head_dim].
+        `layers`: of these only, as if the model had no others; not into a DeviceRange.
 
         Writes exactly num_tokens * kv_bytes_per_token bytes, or the layers' share of them.
         Returns: xxh3-64 of them; of a DeviceRange its kernels.kv_sum.
@@ -141,7 +142,6 @@ class ModelRunner(Protocol):
     ) -> CopyHandle | None:
         """The inverse of pack; slots past num_tokens in the tail block are left alone.
 
-        Returns: None: done, `src` is free. A handle (only of a DeviceRange): the copy has begun; `src` and the blocks are in use
-        until it is done.
-        """
+        Returns: None: done, `src` is free. A handle (only of a DeviceRange): the copy has begun; `src` and the blocks
+        are in use until it is done."""
         ...

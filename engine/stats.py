@@ -1,4 +1,4 @@
-"""What the step thread answers when it is asked, and its snapshot that anybody reads. `engine.messages` names them too."""
+"""Statistics, audits and dumps of the engine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from diptych.common.tiers import TierDump
 
 @dataclass(frozen=True, slots=True)
 class BlockCounts:
-    """free + running + cached + reserved == total. cached: in the prefix cache and held by nobody (evictable)."""
+    """free + running + cached + reserved == total. cached: in the prefix cache and not used by a request
+    (evictable)."""
 
     total: int
     free: int
@@ -52,8 +53,8 @@ class Ages:
 
 @dataclass(frozen=True, slots=True)
 class BlockAgeStats:
-    """Of blocks of the prefix cache: from entering it to eviction; of that, since the last request gave it back; and from being
-    given back to the next hit."""
+    """Of blocks of the prefix cache: from entering it to eviction; of that, since the last request gave it back; and
+    from being given back to the next hit."""
 
     lifetime: Ages = Ages()
     idle_before_evict: Ages = Ages()
@@ -62,7 +63,7 @@ class BlockAgeStats:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A snapshot that is read without asking the step thread."""
+    """A snapshot that any thread may read without a round trip to the step thread."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -74,7 +75,8 @@ class EngineStats:
     not_ahead: tuple[tuple[str, int], ...] = ()
     """On a device: (why, how often) a step waited for the last one's tokens."""
     busy_since: float | None = None
-    """When the step that is now being computed began (monotonic); None when idle. Progress = steps rises or this is None."""
+    """When the step that is now being computed began (monotonic); None when idle. Progress = steps rises or this is
+    None."""
     prefill_tokens_per_s: float = 0.0
     """Measured online; 0.0: nothing measured yet."""
     decode_step_s: float = 0.0

@@ -15,7 +15,8 @@ UNKNOWN_TOKEN = -1
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A token that a beam may go on with. `score`: what it adds to the beam's; `logprobs`: only if they were asked for."""
+    """A token that a beam may go on with. `score`: what it adds to the beam's; `logprobs`: only if they were asked
+    for."""
 
     token_id: int
     score: float
@@ -56,12 +57,13 @@ class BlockCopy:
 class ScheduledSeq:
     """One sequence's share of a step. The same object comes again in the sequence's later steps.
 
-    With drafts the row verifies guesses. After its last known token, at `start`, come `num_drafts` guesses of the tokens that
-    follow; the token drawn at each position is compared with the guess behind it:
+    With drafts the row verifies guesses. After its last known token, at `start`, come `num_drafts` guesses of the
+    tokens that follow; the token drawn at each position is compared with the guess behind it:
 
         token_ids    known   guess 1   guess 2   guess 3
         drawn          a        b         c
-        accepted: a; b if a == guess 1; c if also b == guess 2; and so on. Each with the counter that plain decoding uses.
+        accepted: a; b if a == guess 1; c if also b == guess 2; and so on. Each with the counter that plain decoding
+        uses.
 
     Args:
         token_ids: the tokens to compute, at positions start, start + 1, ...; the last num_drafts are guesses.
@@ -107,9 +109,9 @@ class StepResult:
     """Aligned with the step's sequences.
 
     Args:
-        token_ids: the accepted tokens: one without drafts, 1 to 1 + num_drafts with them; empty where none was asked for or
-            the row is bad or refused. A draw behind the first one that is bad or refused ends the row in front of it: the
-            next step finds the same at its first position.
+        token_ids: the accepted tokens: one without drafts, 1 to 1 + num_drafts with them; empty where none was asked
+            for or the row is bad or refused. A draw behind the first one that is bad or refused ends the row in front
+            of it: the next step finds the same at its first position.
         logprobs: index of a sequence with top_logprobs -> an entry for each of its accepted tokens.
     """
 

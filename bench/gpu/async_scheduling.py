@@ -81,7 +81,7 @@ def measure(runner: TorchModelRunner, batch: int, params: SamplingParams, *, ste
         now = time.perf_counter()
         times.append(now - began)
         began = now
-    core.land()
+    core.wait_for_step()
     while core.step():
         core.take_events()
     kept = times[SKIPPED:-2]

@@ -1,4 +1,4 @@
-"""Which requests can run on this engine at all: checked once, before anything is held for them."""
+"""Which requests can run on this engine: checked once, before anything is allocated for them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from diptych.engine.sched.output import DetokenizerFactory, LateStops, OutputPro
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What the scheduler must know of the model."""
+    """What the scheduler must know about the model and the runner."""
 
     max_model_len: int
     vocab_size: int
@@ -141,7 +141,7 @@ def _check_ids(prompt: Sequence[int], forced: tuple[int, ...], vocab_size: int) 
 
 
 def _check_parameter_ids(sampling: SamplingParams, vocab_size: int) -> None:
-    """Checked at the edge already; here because one id outside would spoil a whole batch."""
+    """The router checks them, too; here because one id outside the vocabulary would fail a whole batch."""
     lists = {
         "stop_token_ids": sampling.stop_token_ids,
         "allowed_token_ids": sampling.allowed_token_ids,

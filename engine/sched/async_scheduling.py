@@ -1,18 +1,19 @@
-"""The next step, planned while the last one is on the device: the place of its input tokens is known, the tokens are not.
+"""The next step, planned while the last one is on the device: the place of its input tokens is known, the tokens are
+not.
 
     step n      |== on the device =====|
     step n + 1            plan, launch |== on the device =====|
     host                               | ids of n, apply      | ids of n + 1, apply
 
-Such a plan holds decoding sequences only. A sequence that draws its token in step n takes part with that token's place: the
-device reads the id there. The host sees a stop one step late: the sequence is then in step n + 1 in vain, its token there is
-dropped, and its blocks are not freed until that step has landed (`Lifecycle.free_landed`). A plan ahead preempts nothing and
-computes no prompt. Where one of these is due, there is no plan: the step is planned once the last one has landed.
-`Lifecycle.not_ahead` counts the reasons.
+Such a plan holds decoding sequences only. A sequence that draws its token in step n takes part with that token's place:
+the device reads the id there. The host sees a stop one step late: step n + 1 then computes the sequence once more, its
+token there is dropped, and its blocks are not freed until that step has landed (`Lifecycle.free_landed`). A plan ahead
+preempts nothing and computes no prompt. Where one of these is due, there is no plan: the step is planned once the last
+one has landed. `Lifecycle.not_ahead` counts the reasons.
 
-A draw under a grammar, a penalty or another constraint needs the last token on the host; computing the step does not. So the
-step is launched, and its draws are sent once the last one's tokens are known, while it runs (`StepInFlight.draw`).
-"""
+A draw under a grammar, a penalty or another constraint needs the last token on the host; computing the step does not.
+So the step is launched, and its draws are sent once the last one's tokens are known, while it runs
+(`StepInFlight.draw`)."""
 
 from __future__ import annotations
 
@@ -45,8 +46,8 @@ def can_run_ahead(live: Lifecycle, out: SchedulerOutput) -> bool:
 
 
 def plan(scheduler: Scheduler, now: float) -> SchedulerOutput | None:
-    """The step behind the one on the device; None where it cannot be planned yet. `sources` of the plan name the sequences of
-    the step before. Remote requests are admitted as in any step: they compute nothing."""
+    """The step behind the one on the device; None where it cannot be planned yet. `sources` of the plan name the
+    sequences of the step before. Remote requests are admitted as in any step: they compute nothing."""
     scheduler.kv.pool.ages.now = now
     out = SchedulerOutput()
     reason = _obstacle(scheduler, out) or _fill(scheduler, out)

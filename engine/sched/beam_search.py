@@ -1,12 +1,12 @@
-"""Beam search: which continuations live on, which answers are finished, when it is over. Pure: no blocks, no requests.
+"""Beam search: which continuations are kept, which answers are finished, when the search ends. Pure: no blocks, no
+requests.
 
     every beam's likeliest next tokens -> all continuations by their score, the best first
         one that ends, among the first `width`      -> finished, scored by score / length ** length_penalty
         the first `width` that do not end           -> the beams of the next step
 
-A score is the sum of log-probabilities over the outputs. A finished answer counts its ending token in its length. The best
-`width` finished answers are kept. The rules and their order are those of Hugging Face's beam search.
-"""
+A score is the sum of log-probabilities over the outputs. A finished answer counts its ending token in its length. The
+best `width` finished answers are kept. The rules and their order are those of Hugging Face's beam search."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Logprobs = tuple[TokenLogprobs, ...]
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """Beam `parent` goes on with `token_id`."""
+    """Beam `parent` continues with `token_id`."""
 
     parent: int
     token_id: int
@@ -58,7 +58,7 @@ class BeamSearch:
     ) -> None:
         self.width = width
         self.num_candidates = width + len(end_ids)
-        """So many of a beam's likeliest tokens are enough: of those at most len(end_ids) end."""
+        """So many of a beam's likeliest tokens suffice: at most len(end_ids) of them end."""
         self.finished: list[Answer] = []
         """The best first; at most `width`."""
         self.done = False
@@ -72,11 +72,12 @@ class BeamSearch:
     def advance(
         self, candidates: Mapping[int, Sequence[Candidate]], outputs: Callable[[int], Sequence[int]]
     ) -> list[Child]:
-        """Take every living beam's candidates, the likeliest first.
+        """Advance all beams by one token.
 
         Args:
+            candidates: of every beam, the likeliest first.
             outputs: a beam's output tokens so far.
-        Returns: the beams of the next step, the best first; name them with `go_on`. None when `done`.
+        Returns: the beams of the next step, the best first; number them with `go_on`. None of them when `done`.
         """
         self._length += 1
         open_ended = self._continuations(candidates)
@@ -111,7 +112,7 @@ class BeamSearch:
         del self.finished[self.width :]
 
     def _is_over(self, best_score: float) -> bool:
-        """No living beam can better what is finished, as far as `early_stopping` looks."""
+        """No beam can become better than the finished answers, as `early_stopping` defines it."""
         if len(self.finished) < self.width:
             return False
         if self._early is EarlyStopping.ON:

@@ -5,9 +5,8 @@
         -> BeamSearch.advance: a beam with several children forks, one without any ends
     done: the best answers are sent at once
 
-Beams are preempted together and resumed together: a beam that waits for one without blocks would keep its own for nothing.
-So an attempt is only accepted if all of its beams, without a shared block, fit into the pool.
-"""
+Beams are preempted together and resumed together: a beam that waits for one without blocks would keep its own for
+nothing. So an attempt is only accepted if all of its beams, without a shared block, fit into the pool."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""How long blocks live in the prefix cache: counted where it happens, in buckets, so that a scrape reads a few numbers.
+"""How long blocks stay in the prefix cache: counted in buckets as it happens, so that a scrape reads a few numbers.
 
-    stored ---> held by nobody ---> reused (a gap) ---> held by nobody ---> evicted (a lifetime, and how long it was idle)
+    stored ---> unused ---> reused (a gap) ---> unused ---> evicted (a lifetime, and how long it was unused)
 
-Times are the caller's, who sets `now` before each step; a block that comes back at the end of a step counts from its beginning.
+The caller sets `now` before each step; a block that is freed at the end of a step counts from the step's beginning.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ class BlockAges:
         self._stored = [0.0] * num_blocks
         self._idle_since = [0.0] * num_blocks
         self._lifetime, self._idle, self._reuse_gap = _Counts(), _Counts(), _Counts()
-        self._told: BlockAgeStats | None = None
+        self._snapshot: BlockAgeStats | None = None
 
     def stored(self, block: int) -> None:
         """It entered the cache."""
         self._stored[block] = self.now
 
-    def let_go(self, block: int) -> None:
-        """Its last owner gave it back; the cache keeps it."""
+    def released(self, block: int) -> None:
+        """Its last owner freed it; the cache keeps it."""
         self._idle_since[block] = self.now
 
     def reused(self, block: int) -> None:
-        """A hit on a block that nobody held."""
+        """A hit on a block that no request used."""
         self._reuse_gap.add(self.now - self._idle_since[block])
-        self._told = None
+        self._snapshot = None
 
     def evicted(self, block: int) -> None:
-        """Its place was needed."""
+        """It was evicted."""
         self._lifetime.add(self.now - self._stored[block])
         self._idle.add(self.now - self._idle_since[block])
-        self._told = None
+        self._snapshot = None
 
     def stats(self) -> BlockAgeStats:
         """Everything so far; the same object until something changes."""
-        if self._told is None:
+        if self._snapshot is None:
             parts = (self._lifetime, self._idle, self._reuse_gap)
-            self._told = BlockAgeStats(*(Ages(tuple(part.buckets), part.sum_s) for part in parts))
-        return self._told
+            self._snapshot = BlockAgeStats(*(Ages(tuple(part.buckets), part.sum_s) for part in parts))
+        return self._snapshot

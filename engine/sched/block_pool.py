@@ -1,4 +1,4 @@
-"""Who owns which KV block: reference counts, the free list, the prefix cache and reservations.
+"""Owners of KV blocks: reference counts, the free list, the prefix cache and reservations.
 
 A block is in exactly one place:
 
@@ -8,10 +8,10 @@ A block is in exactly one place:
      +----release, no key-----+                                                 |
      +------------------------------------evict---------------------------------+
 
-An evicted block's bytes may go to the host tier: `take_copies` has the copies in order, and the engine carries them out before
-anything is computed or written. With a quota a tenant's cached blocks beyond it go first when the tenant caches more.
+An evicted block's bytes may go to the host tier: `take_copies` has the copies in order, and the engine carries them out
+before anything is computed or written. With a quota, a tenant that exceeds it evicts its own cached blocks.
 
-A reservation is a count of free blocks that have no owner's id yet: `reserve` makes room for it by evicting, so
+A reservation is a count of free blocks without ids: `reserve` makes room for it by evicting, so
 
     free + running + cached + reserved == total
 
@@ -41,7 +41,7 @@ class BlockPool:
     """Blocks 0 .. num_blocks-1 of a KV pool. Every method is O(blocks named), `check` alone walks them all.
 
     Args:
-        tenant_quota: cached blocks (held by nobody) that one tenant may have; None: no limit.
+        tenant_quota: cached blocks (not used by a request) that one tenant may have; None: no limit.
     """
 
     def __init__(self, num_blocks: int, host: HostTier | None = None, tenant_quota: int | None = None) -> None:
@@ -51,7 +51,7 @@ class BlockPool:
         self._copies: list[BlockCopy] = []
         self._quota = tenant_quota
         self._tenants: dict[int, str] = {}
-        """With a quota: whose a block with a key is."""
+        """With a quota: the tenant of each block with a key."""
         self._cached_of: dict[str, dict[int, None]] = {}
         """With a quota: a tenant's evictable blocks, oldest first."""
         self._free = list(range(num_blocks - 1, -1, -1))
@@ -72,7 +72,7 @@ class BlockPool:
 
     @property
     def available(self) -> int:
-        """Blocks that `allocate` or `reserve` could hand out now."""
+        """Blocks that `allocate` or `reserve` could return now."""
         return len(self._free) + len(self._evictable) - self._reserved
 
     @property
@@ -123,7 +123,7 @@ class BlockPool:
             self._refs[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Drop one reference each. Name the last block of a sequence first: the first ones to go are then its tail."""
+        """Drop one reference each. The order is that of eviction: pass the last block of a sequence first."""
         for block in blocks:
             refs = self._refs[block] - 1
             assert refs >= 0, f"block {block} released more often than owned"
@@ -161,7 +161,7 @@ class BlockPool:
 
     def _enter_cache(self, block: int) -> None:
         self._evictable[block] = None
-        self.ages.let_go(block)
+        self.ages.released(block)
         if self._quota is None:
             return
         mine = self._cached_of.setdefault(self._tenants[block], {})
@@ -207,7 +207,8 @@ class BlockPool:
         return sum(1 for block in blocks if self._refs[block] == 0)
 
     def publish(self, block: int, key: bytes, tenant: str = "") -> None:
-        """Enter an owned block, full and trusted, into the prefix cache. A key that is there already keeps its block."""
+        """Enter an owned block, full and trusted, into the prefix cache. A key that is there already keeps its
+        block."""
         assert self._refs[block] > 0, f"block {block} enters the cache without an owner"
         if key in self._by_key or self._keys[block] is not None:
             return
@@ -221,7 +222,7 @@ class BlockPool:
         self._stored.append(key)
 
     def discard(self, blocks: Iterable[int]) -> None:
-        """Take blocks out of the prefix cache (their content is not trusted any more); owners keep them."""
+        """Remove blocks from the prefix cache, because their content may be wrong; owners keep them."""
         for block in blocks:
             key = self._keys[block]
             if key is None:
@@ -248,13 +249,13 @@ class BlockPool:
         self._events.append(CacheCleared(self.epoch))
 
     def take_events(self) -> list[CacheEvent]:
-        """What entered and left the cache since the last call, in order."""
+        """Entries and evictions since the last call, in order."""
         self._flush_cache_events()
         events, self._events = self._events, []
         return events
 
     def dump(self) -> CacheDump:
-        """The cache as of `sequence`. Call `take_events` first, so that no event is under way."""
+        """The cache as of `sequence`. Call `take_events` first, so that no event is outstanding."""
         self._flush_cache_events()
         below = TierDump(self.host.sequence, self.host.keys)
         return CacheDump(self.epoch, (TierDump(self.sequence, tuple(self._by_key)), below))
@@ -317,13 +318,13 @@ class BlockPool:
             if self._quota is not None and block in self._evictable:
                 mine = self._cached_of.get(self._tenants.get(block, ""), {})
                 if block not in mine or len(mine) > self._quota:
-                    out.append(f"block {block}: its tenant's books are off")
+                    out.append(f"block {block}: its tenant's account is wrong")
             if key is not None and self._by_key.get(key) != block:
-                out.append(f"block {block}: the index does not know its key")
+                out.append(f"block {block}: its key is not in the index")
             if owned is not None and owned.get(block, 0) != refs:
                 out.append(f"block {block}: {refs} references counted, {owned.get(block, 0)} held by requests")
         if len(self._by_key) != sum(key is not None for key in self._keys):
             out.append("blocks: the key index and the keys differ in number")
         if sum(refs > 0 for refs in self._refs) != self._num_running:
-            out.append("blocks: the running counter is off")
+            out.append("blocks: the running counter is wrong")
         return out

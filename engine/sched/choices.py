@@ -1,8 +1,7 @@
 """The choices of one attempt (n, best_of): sequences that share the prompt's blocks and are sampled separately.
 
-One request computes the prompt and draws every choice's first token; then the others are forked from it. With best_of > n
-nothing is sent before all have ended, and then the likeliest by mean logprob per token are.
-"""
+One request computes the prompt and draws every choice's first token; then the others are forked from it. With best_of >
+n nothing is sent before all have ended, and then the likeliest by mean logprob per token are."""
 
 from __future__ import annotations
 

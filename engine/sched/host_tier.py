@@ -1,4 +1,4 @@
-"""The tier below the prefix cache: slots in host memory, each for one block. Who holds which slot; the bytes are the runner's.
+"""The tier below the prefix cache: slots in host memory, each for one block. Ownership only; the runner has the bytes.
 
 free --store--> cached (has a key, LRU) --evict--> free
 free/cached --take--> held by a swapped request --give--> free
@@ -49,7 +49,7 @@ class HostTier:
     # ---- the cache ----
 
     def store(self, key: bytes) -> int | None:
-        """The slot to copy an evicted block into; None: it is there already, or no slot can be had."""
+        """The slot to copy an evicted block into; None: the block is stored already, or no slot is available."""
         slot = self._cached.pop(key, None)
         if slot is not None:
             self._cached[key] = slot
@@ -74,7 +74,7 @@ class HostTier:
         return found
 
     def protect(self, keys: Iterable[bytes]) -> None:
-        """These are about to be read: nothing is stored over them until the next call."""
+        """These are about to be read: they are not evicted until the next call."""
         self._protected = frozenset(keys)
 
     def discard(self, key: bytes) -> None:
@@ -84,8 +84,8 @@ class HostTier:
             self._note_evicted(key)
 
     def clear(self) -> None:
-        """Empty the cache and begin a new epoch with the pool's: what was not told yet is void. What swapped requests hold
-        stays."""
+        """Empty the cache and begin a new epoch with the pool's; events that were not taken are dropped. Swapped
+        requests keep their slots."""
         self._free.extend(self._cached.values())
         self._cached.clear()
         self._stored.clear()
@@ -96,7 +96,7 @@ class HostTier:
     # ---- swapped requests ----
 
     def take(self, count: int) -> list[int] | None:
-        """Slots for one request's blocks; None (and nothing taken) when there are not that many."""
+        """Slots for one request's blocks; None, and nothing is taken, when there are not that many."""
         spare = len(self._free) + sum(key not in self._protected for key in self._cached)
         if count > spare:
             return None
@@ -119,7 +119,7 @@ class HostTier:
         return events
 
     def check(self, held: Iterable[int]) -> list[str]:
-        """Args: held: slots that swapped requests hold by their own account."""
+        """Args: held: slots of swapped requests, by the requests' account."""
         slots = [*self._free, *self._cached.values(), *held]
         out = []
         if len(slots) != self.num_slots or len(set(slots)) != self.num_slots:

@@ -1,5 +1,5 @@
-"""Blocks of requests: what they need, their hits in the prefix cache and the host tier, growth, forks, swaps, and what enters
-the cache."""
+"""Blocks of requests: how many they need, hits in the prefix cache and the host tier, growth, forks, swaps, and entries
+of the cache."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from diptych.engine.sched.request import Request, State
 
 
 class KvCacheManager:
-    """Args:
-    worth_restoring: whether so many tokens are rather copied from the host tier than computed again.
+    """Owns the pool and the host tier, and the account of each request: block_ids, num_reserved, num_published,
+    shares_tail, swapped.
+
+    Args:
+        worth_restoring: whether copying so many tokens from the host tier is better than computing them.
     """
 
     def __init__(
@@ -37,8 +40,8 @@ class KvCacheManager:
         return -(-num_tokens // self.block_size)
 
     def blocks_at_admission(self, request: Request) -> int:
-        """Of all its tokens and the one to come: a request that was just admitted never has to grow at once. And one more for
-        each sibling that will be forked from it, as far as the pool goes."""
+        """For all its tokens and the next one, so that a request that was just admitted need not grow at once; and one
+        more for each choice that will be forked from it, as far as the pool has them."""
         need = self.blocks_for(min(request.num_tokens + 1, request.max_kv_tokens))
         count = request.sampling.num_choices
         if count == 1 or request.mode is KvMode.PREFILL or request.num_outputs:
@@ -46,20 +49,20 @@ class KvCacheManager:
         return max(need, min(need + count - 1, self.pool.num_blocks))
 
     def cached_tokens(self, request: Request) -> int:
-        """Of the request's first tokens, so many would not be computed if it were admitted now."""
+        """Leading tokens of the request that would not be computed if it were admitted now."""
         return len(self._hits(request)) * self.block_size
 
     def fits(self, request: Request, spare: int = 0) -> bool:
-        """Could it be admitted now, leaving `spare` blocks over?"""
+        """Could it be admitted now, with `spare` blocks left over?"""
         hits = self._hits(request)
         left = self.pool.available - self.pool.num_evictable(hits)
         return self.blocks_at_admission(request) - len(hits) + spare <= left
 
     def admit(self, request: Request, *, reserve: bool) -> bool:
-        """Pin the cached prefix, bring back what follows it in the host tier, and take (or, with `reserve`, count) the blocks
-        of the rest; False: nothing was taken.
+        """Pin the cached prefix, restore what follows it in the host tier, and allocate (or, with `reserve`, count) the
+        blocks of the rest; False: nothing was allocated.
 
-        On success `num_computed` stands at the end of the cached prefix; of a swapped request, where it stood. A hit ends
+        On success `num_computed` is the end of the cached prefix; of a swapped request it is unchanged. A hit ends
         before the last token whose logits are needed, so that shared blocks are never written: at most
         `block_size * ((num_prompt - 1) // block_size)` tokens, and after a preemption the same with all tokens.
         """
@@ -70,7 +73,7 @@ class KvCacheManager:
         slots, keys = self._stored_behind(request, len(hits))
         self.host.protect(keys)
         need = self.blocks_at_admission(request) - len(hits)
-        # What is copied in needs block ids at once, even where the rest is only counted.
+        # Restored blocks need ids at once, even where the rest is only counted.
         blocks = self.pool.allocate(len(slots) if reserve else need) if need <= self.pool.available else None
         if blocks is None:
             self.host.protect(())
@@ -79,7 +82,7 @@ class KvCacheManager:
         if reserve:
             request.num_reserved = need - len(slots)
             reserved = self.pool.reserve(request.num_reserved)  # evicts, too: the slots are still to be read
-            assert reserved, "counted before"
+            assert reserved, "counted above"
         self.host.protect(())
         for slot, block, key in zip(slots, blocks, keys, strict=False):
             self.pool.copy(CopyKind.FROM_HOST, slot, block)
@@ -102,8 +105,8 @@ class KvCacheManager:
         return request.shares_tail or len(request.block_ids) * self.block_size < len(request.token_ids)
 
     def grow(self, request: Request) -> bool:
-        """A block of its own for the next token: one more, or a copy of a tail that has other owners; False when there is
-        none."""
+        """Give the request a block of its own for the next token: one more, or a copy of a tail that has other owners;
+        False when there is no free block."""
         if request.shares_tail:
             return self._own_tail(request)
         block = self.pool.allocate(1)
@@ -113,7 +116,7 @@ class KvCacheManager:
         return True
 
     def fork(self, request: Request, sibling: Request) -> None:
-        """The sibling owns the computed blocks too; whoever writes to a tail that others own copies it first."""
+        """The fork owns the computed blocks, too. A request copies a tail that others own before it writes to it."""
         blocks = request.block_ids[: self.blocks_for(request.num_computed)]
         self.pool.pin(blocks)
         sibling.block_ids.extend(blocks)
@@ -124,13 +127,14 @@ class KvCacheManager:
             request.shares_tail = sibling.shares_tail = True
 
     def trim(self, request: Request) -> None:
-        """Give back blocks beyond those of its tokens and the one to come: what was counted for siblings."""
+        """Free blocks beyond those of its tokens and the next one: they were counted for forks, or held rejected
+        guesses."""
         keep = self.blocks_for(min(request.num_tokens + 1, request.max_kv_tokens))
         self.pool.release(reversed(request.block_ids[keep:]))
         del request.block_ids[keep:]
 
     def swap_out(self, request: Request) -> bool:
-        """Its computed KV goes to the host tier and its blocks back; False: no room there, nothing has changed."""
+        """Copy its computed KV to the host tier and free its blocks; False: no room there, nothing has changed."""
         count = self.blocks_for(request.num_computed)
         slots = self.host.take(count)
         if not count or slots is None:
@@ -142,7 +146,7 @@ class KvCacheManager:
         return True
 
     def publish(self, request: Request) -> None:
-        """Enter the blocks that `num_computed` has filled into the prefix cache."""
+        """Enter the blocks that are full by `num_computed` into the prefix cache."""
         full = request.num_computed // self.block_size
         first = request.num_published
         if full <= first or not self._caching or request.converted:
@@ -167,7 +171,7 @@ class KvCacheManager:
         self.pool.discard(request.block_ids)
 
     def check(self, requests: Iterable[Request]) -> list[str]:
-        """Full walk: the pool's law, and every reference is some request's."""
+        """Full walk: the pool's law, and every reference belongs to a request."""
         owned: dict[int, int] = {}
         reserved = 0
         swapped: list[int] = []
@@ -204,7 +208,7 @@ class KvCacheManager:
             return False
         for slot, block in zip(request.swapped, blocks, strict=False):
             self.pool.copy(CopyKind.FROM_HOST, slot, block)
-        # The slots may be stored to again from here on: copies are carried out in order.
+        # Copies are carried out in order, so the slots may be reused from here on.
         self.host.give(request.swapped)
         request.swapped = []
         request.block_ids.extend(blocks)
@@ -224,7 +228,7 @@ class KvCacheManager:
         return (known - 1) // self.block_size
 
     def _stored_behind(self, request: Request, num_hits: int) -> tuple[list[int], list[bytes]]:
-        """Slots and keys of the blocks that go on where the hits end, if copying them is worth it."""
+        """Slots and keys of the blocks that follow the hits, if copying them is worth it."""
         if not self.host.num_slots or not self._caching:
             return [], []
         keys = request.keys(limit := self._hit_limit(request))[num_hits:limit]

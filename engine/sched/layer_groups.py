@@ -1,5 +1,5 @@
-"""The last chunk of a PREFILL request is sent in groups of layers while it is computed, where that is predicted to be faster.
-Pure.
+"""The last chunk of a PREFILL request is sent in groups of layers while it is computed, where that is predicted to be
+faster. Pure.
 
 schedule -> LayerGroups(...) -> the runner reports after each layer how many are computed -> `next_job` -> layer jobs
 """
@@ -54,7 +54,8 @@ class LayerGroups:
         return None
 
     def give_up(self, job: PackJob) -> None:
-        """Packing failed. The request is in the step that runs, so it must not end now: what is left is packed after the step."""
+        """Packing failed. The request is in the step that runs, so it must not end now: what is left is packed after
+        the step."""
         self._packing.give_back(job)
         for requests in self._due.values():
             if job.request in requests:

@@ -8,9 +8,9 @@
     KvCacheManager    blocks
     Outbox            events
 
-Each owner changes its own collections only. A move that concerns several of them is one method here: the end of a request,
-a fork, a preemption. Decisions are made elsewhere: admission in `Scheduler`, the choice of a victim in `preemption`.
-"""
+Each owner changes its own collections only. A move that concerns several of them is one method here: the end of a
+request, a fork, a preemption. Decisions are made elsewhere: admission in `Scheduler`, the choice of a victim in
+`preemption`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Lifecycle:
         self.block_size = config.block_size
         self.limits = limits
         self.detokenizer_factory = detokenizer_factory
-        self.pace = ThroughputEstimator(
+        self.throughput = ThroughputEstimator(
             config.max_step_time_s,
             config.initial_prefill_tokens_per_s,
             max(config.block_size, MIN_MEASURED_TOKENS),
@@ -90,7 +90,7 @@ class Lifecycle:
 
     @property
     def rates(self) -> Rates:
-        return Rates(self.pace.rate, self.pace.copy_bytes_per_s, self.limits.kv_bytes_per_token)
+        return Rates(self.throughput.rate, self.throughput.copy_bytes_per_s, self.limits.kv_bytes_per_token)
 
     @property
     def num_groups(self) -> int:
@@ -219,8 +219,8 @@ class Lifecycle:
     # ---- preemption ----
 
     def preempt(self, request: Request) -> None:
-        """Free its blocks, and those of its attempt's other beams. The KV is kept in the host tier where that is cheaper than
-        computing it again."""
+        """Free its blocks, and those of its attempt's other beams. The KV is kept in the host tier where that is
+        cheaper than computing it again."""
         for one in self.beams.running_with(request):
             self._preempt_one(one)
 

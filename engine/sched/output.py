@@ -1,4 +1,5 @@
-"""From sampled tokens to text and the end of the output: stop rules, in the order in which they apply, and incremental text.
+"""From sampled tokens to text and the end of the output: stop rules, in the order in which they apply, and incremental
+text.
 
 EOS (unless ignore_eos, and at the end of a grammar even then) and stop_token_ids:
                                              the id counts among the outputs, the text excludes it
@@ -106,7 +107,8 @@ class OutputProcessor:
         self.finish: Finish | None = None
 
     def prime(self, token_ids: Sequence[int]) -> None:
-        """Tokens that the client has already, with their text; `finish` is set if they end the request. Raises: as push."""
+        """Tokens that the client has already, with their text; `finish` is set if they end the request. Raises: as
+        push."""
         self.push_all(token_ids)
 
     def push(self, token_id: int) -> str:
@@ -128,7 +130,8 @@ class OutputProcessor:
         return text
 
     def push_all(self, token_ids: Sequence[int]) -> tuple[int, str]:
-        """Count output tokens until one ends the output. Returns: how many were counted, and their text. Raises: as push."""
+        """Count output tokens until one ends the output. Returns: how many were counted, and their text. Raises: as
+        push."""
         texts: list[str] = []
         for token_id in token_ids:
             texts.append(self.push(token_id))

@@ -1,12 +1,12 @@
 """Which computed range of which PREFILL request goes into which granted slab.
 
-The transfer thread lends slabs (GrantSlabs). A slab comes back the same way once it was read and acknowledged; a grant of a
-slab that was packed for a peer gives that peer its quota back. A decode worker that stopped reading therefore holds at most
-its quota, and the ranges of other peers are sent. The slab that came back last is packed first: it is still in a CPU cache.
+The transfer thread lends slabs (GrantSlabs). A slab comes back the same way once it was read and acknowledged; a grant
+of a slab that was packed for a peer gives that peer its quota back. A decode worker that stopped reading therefore
+holds at most its quota, and the ranges of other peers are sent. The slab that came back last is packed first: it is
+still in a CPU cache.
 
-The last range of a prompt may be sent in groups of layers (`layer_job`) while the step that computes it runs. What is left of
-its layers is packed after the step.
-"""
+The last range of a prompt may be sent in groups of layers (`layer_job`) while the step that computes it runs. What is
+left of its layers is packed after the step."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from diptych.engine.sched.request import Request, State
 
 @dataclass(frozen=True, slots=True)
 class PackJob:
-    """Copy the KV of tokens [first_token, first_token + num_tokens) from `block_ids` into the grant's payload. `layers`: of
-    these only; None: of all."""
+    """Copy the KV of tokens [first_token, first_token + num_tokens) from `block_ids` into the grant's payload.
+    `layers`: of these only; None: of all."""
 
     request: Request
     grant: SlabGrant
@@ -128,8 +128,8 @@ class Packing:
         return None
 
     def layer_job(self, request: Request, num_computed: int) -> PackJob | None:
-        """The step that runs computes the last tokens of `request` and is done with `num_computed` layers: those that are not
-        packed yet. None: there are none, no slab is free for them, or they do not fit."""
+        """The step that runs computes the last tokens of `request` and is done with `num_computed` layers: those that
+        are not packed yet. None: there are none, no slab is free for them, or they do not fit."""
         if num_computed <= self._packed_layers(request) or not self._grants or not self._may_hold_more(request):
             return None
         if self._layers_that_fit(request, self._grants[-1]) < 1:
@@ -137,7 +137,8 @@ class Packing:
         return self._layers(request, num_computed, self._grants.pop())
 
     def packed(self, job: PackJob, checksum: int) -> RangePacked:
-        """The slab is full: it counts against the peer until it is granted again. Returns: the event that announces it."""
+        """The slab is full: it counts against the peer until it is granted again. Returns: the event that announces
+        it."""
         request, peer, grant = job.request, job.request.peer, job.grant
         self._held_by[grant.slab] = peer
         self._per_peer[peer] = self._per_peer.get(peer, 0) + 1

@@ -16,9 +16,8 @@ MOST_PASSED = 16
 class Passing:
     """The first request that lacked blocks, and those that were admitted past it while it did.
 
-    They take nothing from it: it would not fit without them either. As soon as it would, no further request passes, and those
-    that passed are preempted where that is possible.
-    """
+    They take nothing from it: it would not fit without them either. As soon as it would, no further request passes, and
+    those that passed are preempted where that is possible."""
 
     def __init__(self, live: Lifecycle) -> None:
         self._live = live

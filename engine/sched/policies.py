@@ -1,15 +1,15 @@
-"""Whose turn it is: the order of the waiting, and who gives way when blocks run out. Pure; one small class a policy.
+"""Scheduling policies: the order of waiting requests, and which running one is preempted first. Pure; a class for each
+policy.
 
-    sojourn   the prompt first that would be through first if all were computed at once, in equal shares
-    fcfs      first come, first served
-    priority  the lowest number first; may take blocks and places from running requests with a higher number
-    sjf       the least work first, less what waiting has earned: nothing starves
-    fair      the tenant first that got the fewest tokens so far; within a tenant first come, first served
+    sojourn   by the time at which the prompt would be finished if all prompts were computed at once, in equal shares
+    fcfs      by arrival
+    priority  the lowest number first; takes blocks and sequence slots from running requests with a higher number
+    sjf       the least work first; work minus a credit for waiting, so that nothing starves
+    fair      the tenant that received the fewest tokens first; within a tenant by arrival
 
-`order` is fixed while a request waits, so queues stay sorted by themselves. Whoever was preempted (`returned`) goes before
-others of its class. `rank` orders the running: the last one gives way first. Its order is fixed for a request's whole life,
-so the first one always goes on and everybody is the first one day.
-"""
+`order` is fixed while a request waits, so queues stay sorted. A preempted request (`returned`) goes before others of
+its class. `rank` orders running requests: the last one is preempted first. The rank is fixed for a request's whole
+life, so the first one always continues, and every request eventually becomes the first."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ from diptych.engine.sched.request import Request
 Key = tuple[float, ...]
 
 OUTPUT_WEIGHT = 2.0
-"""An output token takes a whole step of its sequence, a prompt token shares one with hundreds (Sheng et al., 2024)."""
+"""Weight of an output token against a prompt token: it takes a whole step of its sequence (Sheng et al., 2024)."""
 
 
 class Policy:
-    """First come, first served; the others override what they see differently."""
+    """First come, first served, and the base of the others."""
 
     preempts = False
-    """A waiting request may take what a running one of a worse class holds."""
+    """Running requests of a worse class may be preempted for a waiting one."""
 
     charges = False
-    """`charge` is to be called."""
+    """Whether `charge` is called."""
 
     passes = False
-    """A prompt that waits may go before one that has begun (see `due`), and one that fits before one that does not."""
+    """A waiting prompt may be computed before one that has begun (see `due`), and one that fits before one that does
+    not."""
 
     def group(self, request: Request) -> str:
         """Requests of one group are ordered among themselves, groups by `share`."""
@@ -43,7 +44,7 @@ class Policy:
         return 0.0
 
     def due(self, request: Request) -> float:
-        """Orders prompts that have begun and those that wait; only asked when `passes`."""
+        """Orders prompts that have begun and those that wait; used only with `passes`."""
         return 0.0
 
     def order(self, request: Request) -> Key:
@@ -53,33 +54,33 @@ class Policy:
         return (request.arrival, request.choice)
 
     def outranks(self, waiting: Request, running: Request) -> bool:
-        """`running` gives way to `waiting`; only asked when `preempts`."""
+        """`running` may be preempted for `waiting`; used only with `preempts`."""
         return False
 
     def entered(self, request: Request) -> None:
-        """The request came to the engine."""
+        """The request was added to the engine."""
 
     def waits(self, request: Request, num_tokens: int) -> None:
-        """It is about to wait, for the first time or again. `num_tokens`: what is then to be computed for it."""
+        """It is about to wait, for the first time or again. Args: num_tokens: what must be computed for it."""
 
     def left(self, request: Request) -> None: ...
 
     def admitted(self, request: Request, num_saved: int) -> None:
-        """It waits no longer. `num_saved`: less to be computed than it was to be."""
+        """It was admitted. Args: num_saved: tokens that need not be computed, of those that `waits` was given."""
 
     def idle(self) -> None:
-        """No prompt is there to be computed."""
+        """There is no prompt to compute."""
 
     def computed(self, num_prompt: int) -> None:
-        """Tokens of prompts that were computed, whosever they are."""
+        """Prompt tokens were computed, of any request."""
 
     def charge(self, request: Request, num_prompt: int, num_outputs: int) -> None:
         """Tokens that were computed for it."""
 
 
 class FairSojourn(Policy):
-    """Nobody is served later than if all prompts were computed at once, in equal shares by tenant and then by request; so a
-    short prompt does not wait for a long one, and a long one does not starve."""
+    """No prompt is finished later than if all were computed at once, in equal shares by tenant and then by request. So
+    a short prompt does not wait for a long one, and a long one does not starve."""
 
     passes = True
 
@@ -133,8 +134,8 @@ class Priority(Policy):
 class ShortestJobFirst(Policy):
     """Args: aging_tokens_per_s: work that a second of waiting outweighs.
 
-    All that wait age alike, so comparing work - age is comparing work + aging * time of arrival: no clock is needed later.
-    """
+    All waiting requests age at the same rate, so comparing work - age equals comparing work + aging * time of arrival,
+    which does not change."""
 
     def __init__(self, aging_tokens_per_s: float) -> None:
         self._aging = aging_tokens_per_s
@@ -145,8 +146,8 @@ class ShortestJobFirst(Policy):
 
 
 class FairShare(Policy):
-    """Virtual token counters: a tenant that comes back from a pause starts where the least served active one stands, so that
-    nobody saves up."""
+    """Virtual token counters. A tenant that returns from a pause starts level with the least served active one, so that
+    a pause earns no credit."""
 
     charges = True
 
@@ -165,7 +166,7 @@ class FairShare(Policy):
         if tenant not in self._active:
             floor = min((self._served[t] for t in self._active), default=0.0)
             if not self._active:
-                self._served.clear()  # nobody has anything to be compared with
+                self._served.clear()  # no other tenant to compare with
             self._served[tenant] = max(self._served.get(tenant, 0.0), floor)
         self._active[tenant] = self._active.get(tenant, 0) + 1
 

@@ -1,4 +1,5 @@
-"""Which running request is preempted: when blocks run out, when a more important one waits, after a fork beyond max_num_seqs."""
+"""Which running request is preempted: when blocks run out, when a more important one waits, after a fork beyond
+max_num_seqs."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from diptych.engine.sched.request import Request
 
 
 def choose_victim(needy: Request, running: Iterable[Request], policy: Policy) -> Request:
-    """The request to preempt so that `needy` can grow: the last by rank, which may be `needy` itself. PREFILL requests never
+    """The request to preempt so that `needy` can grow: the last by rank, which may be `needy` itself. PREFILL requests
+    never
     grow and are not preempted: their blocks are freed when their ranges are packed."""
     victim, worst = needy, policy.rank(needy)
     for request in running:

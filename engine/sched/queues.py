@@ -1,4 +1,4 @@
-"""Requests that wait for admission, in the order in which the policy has them tried."""
+"""Requests that wait for admission, in the order of the policy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from diptych.engine.sched.request import Request, State
 
 
 class _Sorted:
-    """One sorted list a group. The keys are unique, so no two requests are ever compared."""
+    """One sorted list for each group. The keys are unique, so no two requests are compared."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -54,10 +54,10 @@ class _Sorted:
 
 
 class WaitingQueues:
-    """REMOTE requests compute nothing when they are admitted, so they can be walked apart.
+    """Owns the waiting requests. REMOTE ones have a queue of their own: they compute nothing when they are admitted.
 
     Args:
-    cached: how many of a request's tokens lie in a cache now.
+        cached: how many of a request's tokens are in a cache now.
     """
 
     def __init__(self, policy: Policy, cached: Callable[[Request], int] = lambda _: 0) -> None:
@@ -68,9 +68,10 @@ class WaitingQueues:
         self.num_tokens_to_compute = 0
         """Tokens of all requests here that will be computed on this worker, before any cache hit."""
         self._expected: dict[str, int] = {}
-        """What the policy was told that each would compute."""
+        """By attempt: the tokens to compute that the policy counts on."""
         self._counted: dict[str, int] = {}
-        """What each request added to it: an admission moves `num_computed` before the request leaves."""
+        """By attempt: its part of num_tokens_to_compute. An admission changes `num_computed` before the request is
+        removed."""
 
     def __len__(self) -> int:
         return len(self._compute) + len(self._remote)
@@ -93,7 +94,7 @@ class WaitingQueues:
         return request.num_tokens - max(request.num_computed, self._cached(request))
 
     def admitted(self, request: Request) -> None:
-        """As `remove`, of one that has its blocks: `num_computed` stands where its computing begins."""
+        """As `remove`, of a request that has its blocks: computing begins at `num_computed`."""
         expected = self._expected.get(request.attempt, 0)
         self.remove(request)
         if self._policy.passes:
@@ -101,7 +102,7 @@ class WaitingQueues:
             self._policy.admitted(request, expected - left)
 
     def push_returned(self, request: Request) -> None:
-        """It was preempted, or gave up on remote KV: it waits before others of its class."""
+        """It was preempted, or is computed here after all: it waits in front of others of its class."""
         request.returned = True
         self.push(request)
 
@@ -114,7 +115,8 @@ class WaitingQueues:
         self.num_tokens_to_compute -= self._counted.pop(request.attempt)
 
     def head(self, *, may_compute: bool, passed: Collection[str] = ()) -> Request | None:
-        """Who is next; without `may_compute`, among the REMOTE ones only. `passed`: attempts that are not looked at."""
+        """The next request; without `may_compute`, among the REMOTE ones only. Args: passed: attempts that are
+        skipped."""
         compute = self._compute.head(passed) if may_compute else None
         remote = self._remote.head(passed)
         if compute is None or (remote is not None and remote[:2] < compute[:2]):

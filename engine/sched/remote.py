@@ -1,8 +1,7 @@
 """REMOTE requests while their KV arrives: which ranges may be unpacked where, and when the KV is complete.
 
-A range is planned (`plan`), copied by the runner, and counted (`unpacked`). A copy that runs beside the steps is registered
-with `copy_begins` and `copy_ends`; `remove` waits for those that still write into the request's blocks.
-"""
+A range is planned (`plan`), copied by the runner, and counted (`unpacked`). A copy that runs beside the steps is
+registered with `copy_begins` and `copy_ends`; `remove` waits for those that still write into the request's blocks."""
 
 from __future__ import annotations
 
@@ -18,7 +17,8 @@ from diptych.engine.sched.request import Request
 
 @dataclass(frozen=True, slots=True)
 class UnpackJob:
-    """Copy `num_tokens` tokens' KV from the command's payload into `block_ids`. `layers`: of these only; None: of all."""
+    """Copy `num_tokens` tokens' KV from the command's payload into `block_ids`. `layers`: of these only; None: of
+    all."""
 
     request: Request
     first_block: int

@@ -10,7 +10,7 @@ from diptych.engine.sched.request import State
 
 
 def stats(live: Lifecycle, *, steps: int, steps_ahead: int, busy_since: float | None) -> EngineStats:
-    kv, pace, totals = live.kv, live.pace, live.outbox.totals
+    kv, throughput, totals = live.kv, live.throughput, live.outbox.totals
     counts = kv.pool.counts
     load = _load(live)
     return EngineStats(
@@ -22,9 +22,9 @@ def stats(live: Lifecycle, *, steps: int, steps_ahead: int, busy_since: float | 
         steps_ahead=steps_ahead,
         not_ahead=tuple(sorted(live.not_ahead.items())),
         busy_since=busy_since,
-        prefill_tokens_per_s=pace.prefill_tokens_per_s,
-        decode_step_s=pace.decode_step_s,
-        prompt_step_s=pace.prompt_step_s,
+        prefill_tokens_per_s=throughput.prefill_tokens_per_s,
+        decode_step_s=throughput.decode_step_s,
+        prompt_step_s=throughput.prompt_step_s,
         waiting_prompt_tokens=load["waiting_prompt_tokens"],
         prompt_tokens_total=totals.prompt_tokens,
         cached_tokens_total=totals.cached_tokens,
@@ -36,7 +36,7 @@ def stats(live: Lifecycle, *, steps: int, steps_ahead: int, busy_since: float | 
         restored_tokens_total=kv.restored_tokens,
         tier_usage=((kv.host.name, kv.host.usage),),
         block_ages=kv.pool.ages.stats(),
-        copy_bytes_per_s=pace.copy_bytes_per_s if kv.host.num_slots else 0.0,
+        copy_bytes_per_s=throughput.copy_bytes_per_s if kv.host.num_slots else 0.0,
     )
 
 
@@ -70,7 +70,8 @@ def _load(live: Lifecycle) -> dict[str, int]:
 
 
 def load_violations(live: Lifecycle) -> list[str]:
-    """Full walk: each request is in the one queue of its state, and the load is what the requests themselves add up to."""
+    """Full walk: each request is in the one queue of its state, and the load is what the requests themselves add up
+    to."""
     out: list[str] = []
     load: Counter[str] = Counter()
     queues = {

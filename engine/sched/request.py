@@ -9,8 +9,8 @@
                         |
                         +--PREFILL computed--> PACKING --all packed--> FINISHED_HANDED_OFF
 
-Every state that is not final may also go to FINISHED_CANCELLED or FINISHED_FAILED. A forked choice or beam begins RUNNING.
-"""
+Every state that is not final may also go to FINISHED_CANCELLED or FINISHED_FAILED. A forked choice or beam begins
+RUNNING."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ class IllegalMoveError(AssertionError):
 
 
 class _EveryStep:
-    """The fields that every decode step reads. Slots of a base class lie in front of those of its subclasses, so these lie
+    """The fields that every decode step reads. Slots of a base class lie in front of those of its subclasses, so these
+    lie
     side by side: with thousands of sequences a step's time is that of fetching their memory."""
 
     __slots__ = (
@@ -66,8 +67,8 @@ class _EveryStep:
 
 
 class Request(_EveryStep):
-    """What the scheduler knows of one sequence. State that only one kind of request has lies with its owner: RemoteRequests,
-    ChoiceGroups, BeamGroups, Packing.
+    """What the scheduler knows of one sequence. State that only one kind of request has lies with its owner:
+    RemoteRequests, ChoiceGroups, BeamGroups, Packing.
 
     The token ranges, all counted from the prompt's first token:
 
@@ -215,7 +216,8 @@ class Request(_EveryStep):
 
     @property
     def may_be_refetched(self) -> bool:
-        """A prefill worker could compute what it needs again: prompt and outputs of one choice, and nothing else is due."""
+        """A prefill worker could compute what it needs again: prompt and outputs of one choice, and nothing else is
+        due."""
         alone = self.sampling.num_choices == 1 and not self.sampling.beam_width
         return alone and self.num_outputs > 0 and self.prompt_logprobs_from is None
 

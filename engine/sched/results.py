@@ -28,7 +28,7 @@ def apply_step_result(live: Lifecycle, out: SchedulerOutput, result: StepResult,
     leave no token to draw fails too.
     """
     totals = live.outbox.totals
-    live.pace.observe(duration_s, out.num_prefill_tokens, out.num_decode)
+    live.throughput.observe(duration_s, out.num_prefill_tokens, out.num_decode)
     totals.computed += out.num_prefill_tokens
     if out.num_prefill_tokens:
         live.policy.computed(out.num_prefill_tokens)
@@ -110,9 +110,9 @@ def take_tokens(
     """More output tokens: drawn here, or the first one by prefill for a REMOTE request.
 
     Args:
-        row: of which one stands for the position that counts as computed already. With more, guesses were accepted, and the
-            positions of these are counted here. What comes behind the end of the output is dropped: it is neither sent nor
-            counted, and no KV of it is published.
+        row: of which one stands for the position that counts as computed already. With more, guesses were accepted, and
+            the positions of these are counted here. What comes behind the end of the output is dropped: it is neither
+            sent nor counted, and no KV of it is published.
     """
     output, tokens = request.output, request.token_ids
     assert output is not None

@@ -1,5 +1,5 @@
-"""Requests that run: prompts that are being computed, sequences that decode, and beams that wait for the others of their
-attempt."""
+"""Requests that run: prompts that are being computed, sequences that decode, and beams that wait for the others of
+their attempt."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from diptych.engine.sched.request import Request
 
 
 class RunningSet:
-    """Every RUNNING request is in exactly one of `prefilling`, `decoding` and `paused`; the order of each is that of entry."""
+    """Every RUNNING request is in exactly one of `prefilling`, `decoding` and `paused`; the order of each is that of
+    entry."""
 
     def __init__(self) -> None:
         self._prefilling: dict[str, Request] = {}
@@ -65,8 +66,8 @@ class RunningSet:
             self._paused.pop(attempt, None)
 
     def next_decodes(self, most: int) -> list[Request]:
-        """The decoding requests of a step. Where there are more than `most`, those that are chosen go to the end, so that
-        the next step chooses others."""
+        """The decoding requests of a step. Where there are more than `most`, those that are chosen go to the end, so
+        that the next step chooses others."""
         decoding = self._decoding
         if len(decoding) <= most:
             return list(decoding.values())

@@ -2,17 +2,16 @@
 
 Each step, under a token budget, a sequence budget and a time budget:
 
-    1. every decoding sequence gets its next token (preempting the last by rank when no block is left to grow into);
-    2. what is left of the budgets goes to sequences with more than one token to compute, in the order of their admission;
+    1. every decoding sequence gets its next token (preempting the last by rank when no block is left to grow into); 2.
+    what is left of the budgets goes to sequences with more than one token to compute, in the order of their admission;
     3. then waiting requests are admitted in the policy's order, as long as their blocks can be allocated.
 
-Under a policy that `passes` (the default), 2 and 3 are one: prompts that have begun and those that wait, in the order in which
-they are due. A step that ends a prompt computes little of a prompt that it does not end, so that the first token is sent soon. A
-request that lacks blocks is passed by those that fit, as long as they use nothing that it lacks.
+Under a policy that `passes` (the default), 2 and 3 are one: prompts that have begun and those that wait, in the order
+in which they are due. A step that ends a prompt computes little of a prompt that it does not end, so that the first
+token is sent soon. A request that lacks blocks is passed by those that fit, as long as they use nothing that it lacks.
 
-`schedule` changes no `num_computed`: a step that is given up has no effect. `apply` makes a step take effect. The owners of
-the collections, and the moves between them, are in `engine.sched.lifecycle`.
-"""
+`schedule` changes no `num_computed`: a step that is given up has no effect. `apply` makes a step take effect. The
+owners of the collections, and the moves between them, are in `engine.sched.lifecycle`."""
 
 from __future__ import annotations
 
@@ -48,7 +47,8 @@ from diptych.engine.sched.request import Request, State
 from diptych.engine.sched.step import SchedulerOutput
 
 _FILL_S = 0.05
-"""Time that a step that ends a prompt may spend on other prompts, under a policy that passes. On a GPU that is no limit."""
+"""Time that a step that ends a prompt may spend on other prompts, under a policy that passes. On a GPU that is no
+limit."""
 PROMPT_LOGPROBS_CHUNK = 256
 """Tokens of a chunk whose every row needs logits: they take 4 bytes a vocabulary entry each."""
 
@@ -57,7 +57,8 @@ class Drafter(Protocol):
     """Guesses the next tokens of a sequence. A wrong guess costs time and changes no output."""
 
     def __call__(self, attempt: str, token_ids: Sequence[int], most: int) -> Sequence[int]:
-        """Args: token_ids: prompt and outputs so far, not to be changed. Returns: at most `most` token ids, maybe none."""
+        """Args: token_ids: prompt and outputs so far, not to be changed. Returns: at most `most` token ids, maybe
+        none."""
         ...
 
 
@@ -80,7 +81,7 @@ class Scheduler:
         self.drafter = drafter
         self.limits = limits
         self.live = live = Lifecycle(config, limits, detokenizer_factory)
-        self.kv, self.policy, self.pace = live.kv, live.policy, live.pace
+        self.kv, self.policy, self.throughput = live.kv, live.policy, live.throughput
         self.waiting, self.running, self.remote = live.waiting, live.running, live.remote
         self.packing, self.outbox = live.packing, live.outbox
         self.passing = Passing(live)
@@ -134,15 +135,16 @@ class Scheduler:
         return self.remote.plan(command)
 
     def unpacked(self, job: UnpackJob, *, last: bool) -> None:
-        """Every byte of the range is there, and was verified. After the last one the request runs in the next step, without a
-        round trip to the event loop. If a range before it is missing, KvComplete reports that."""
+        """Every byte of the range is there, and was verified. After the last one the request runs in the next step,
+        without a round trip to the event loop. If a range before it is missing, KvComplete reports that."""
         self.remote.unpacked(job)
         if last and not self.remote.missing(job.request):
             self.kv_complete(job.request.attempt)
 
     def first_token(self, command: FirstToken) -> None:
-        """Send prefill's token at once; it may end the request. Those of several choices wait until all are here and so is the
-        KV that they share. Ignored when the request has a token already: a token that was sent is not replaced."""
+        """Send prefill's token at once; it may end the request. Those of several choices wait until all are here and so
+        is the KV that they share. Ignored when the request has a token already: a token that was sent is not
+        replaced."""
         request = self.remote.get(command.attempt)
         if request is None or request.num_outputs > 0:
             return
@@ -180,7 +182,8 @@ class Scheduler:
         self._join_if_ready(request)
 
     def kv_complete(self, attempt: str) -> None:
-        """Join the running batch, or wait for the first token. A gap in the KV fails the request: it must never be attended."""
+        """Join the running batch, or wait for the first token. A gap in the KV fails the request: it must never be
+        attended."""
         request = self.remote.get(attempt)
         if request is None:
             return
@@ -193,7 +196,8 @@ class Scheduler:
         self._join_if_ready(request)
 
     def run_locally(self, attempt: str) -> None:
-        """Compute the prompt here. A request that is not admitted yet becomes a LOCAL one where it stands in the queue."""
+        """Compute the prompt here. A request that is not admitted yet becomes a LOCAL one where it stands in the
+        queue."""
         request = self.requests.get(attempt)
         if request is None:
             return
@@ -256,8 +260,8 @@ class Scheduler:
     # ---- a step ----
 
     def schedule(self, now: float) -> SchedulerOutput:
-        """Choose what the next step computes. `now` is the caller's clock; only the ages of blocks depend on it. Copies that
-        must be carried out before the step are in `take_copies`."""
+        """Choose what the next step computes. `now` is the caller's clock; only the ages of blocks depend on it. Copies
+        that must be carried out before the step are in `take_copies`."""
         live = self.live
         self.kv.pool.ages.now = now
         out = SchedulerOutput()
@@ -270,7 +274,7 @@ class Scheduler:
         if self.drafter is not None:
             self._add_drafts(out, self.drafter)
         budget = self.config.max_num_batched_tokens - out.num_decode - out.num_draft_tokens
-        cap = self.pace.prefill_cap(out.num_decode, report.prompt_tokens_left(live))
+        cap = self.throughput.prefill_cap(out.num_decode, report.prompt_tokens_left(live))
         if cap is not None:
             budget = min(budget, cap)
         if not self.policy.passes:
@@ -295,7 +299,7 @@ class Scheduler:
         """How much of the budget the request's next chunk may take."""
         if not self.policy.passes or not out.ends_prompt or len(request.token_ids) - request.num_computed <= budget:
             return budget
-        return min(budget, int(_FILL_S * self.pace.rate) - out.num_filled)
+        return min(budget, int(_FILL_S * self.throughput.rate) - out.num_filled)
 
     def _schedule_decode(self, out: SchedulerOutput) -> None:
         preemption.grow(self.live)
@@ -318,7 +322,8 @@ class Scheduler:
         out.num_decode = len(served)
 
     def _add_drafts(self, out: SchedulerOutput, drafter: Drafter) -> None:
-        """Guesses get what is left of the token budget. They preempt nothing: without a free block a row has fewer of them."""
+        """Guesses get what is left of the token budget. They preempt nothing: without a free block a row has fewer of
+        them."""
         left = self.config.max_num_batched_tokens - out.num_decode
         for request, seq in zip(out.requests, out.seqs, strict=True):
             tokens = request.token_ids
@@ -349,7 +354,8 @@ class Scheduler:
             budget = min(budget, PROMPT_LOGPROBS_CHUNK)
         end = min(total, start + budget)
         if end < total and end - start > self.config.block_size * (1 if request.mode is KvMode.PREFILL else 4):
-            # Chunks end on block borders: whole blocks can be packed and cached. A small one of a LOCAL prompt need not.
+            # Chunks end on block borders, so that whole blocks can be packed and cached; small ones of LOCAL prompts
+            # need not.
             end -= end % self.config.block_size
         seq = request.seq
         seq.token_ids = request.token_ids[start:end]
@@ -371,9 +377,9 @@ class Scheduler:
         return end - start
 
     def admit(self, out: SchedulerOutput, budget: int, before: float = math.inf) -> int:
-        """Admit waiting requests in the policy's order. One that cannot have its blocks holds up all behind it, unless the
-        policy lets those pass (see `Passing`). One that only lacks this step's token budget lets REMOTE ones pass (they compute
-        nothing), but keeps its claim on blocks.
+        """Admit waiting requests in the policy's order. One that cannot have its blocks holds up all behind it, unless
+        the policy lets those pass (see `Passing`). One that only lacks this step's token budget lets REMOTE ones pass
+        (they compute nothing), but keeps its claim on blocks.
 
         Args: before: admit only those that are due before this. Returns: what is left of the budget."""
         live = self.live
@@ -415,7 +421,8 @@ class Scheduler:
         return budget
 
     def _resume_beam(self, out: SchedulerOutput, beam: Request, budget: int) -> int:
-        """Resume one of an attempt's preempted beams, whose blocks all fit. Returns: tokens of it that this step computes."""
+        """Resume one of an attempt's preempted beams, whose blocks all fit. Returns: tokens of it that this step
+        computes."""
         admitted = self.kv.admit(beam, reserve=False)
         assert admitted, f"attempt {beam.attempt} does not fit, though all beams together did"
         self.waiting.admitted(beam)
@@ -450,7 +457,7 @@ class Scheduler:
         return LayerGroups(
             out,
             self.packing,
-            prefill_tokens_per_s=self.pace.prefill_tokens_per_s,
+            prefill_tokens_per_s=self.throughput.prefill_tokens_per_s,
             num_layers=self.limits.num_layers,
             kv_bytes_per_token=self.limits.kv_bytes_per_token,
         )

@@ -1,8 +1,8 @@
-"""Recompute or swap: which way back is cheaper for a preempted request, by measured rates. Pure.
+"""Recompute or swap: which is cheaper for a preempted request, by measured rates. Pure.
 
 recompute   tokens / prefill rate
 swap        2 * bytes / copy rate + overhead        out now, in again later
-restore         bytes / copy rate + overhead        an evicted block comes back from the host tier
+restore         bytes / copy rate + overhead        an evicted block is copied back from the host tier
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 
 COPY_OVERHEAD_S = 50e-6
-"""Of one batch of copies: launch and wait."""
+"""Of one batch of copies: launch and wait for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ def break_even_copy_bytes_per_s(rates: Rates) -> float:
 
 
 def describe(rates: Rates, *, mode: str = "auto") -> str:
-    """One line for people: which way preempted requests go, by which rates.
+    """One line for the log: what happens to preempted requests, by which rates.
 
     Args:
         rates: a copy rate of 0.0: there is no host tier; a prefill rate of 0.0: nothing was measured yet.

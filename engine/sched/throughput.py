@@ -1,24 +1,25 @@
-"""How many prompt tokens fit into a step's time: measured rates of this worker, learned online."""
+"""How many prompt tokens fit into a step's time, by the measured rates of this worker."""
 
 from __future__ import annotations
 
 _WEIGHT = 0.25
-"""Of a new measurement: settles in about ten steps, and one slow step does not overturn it."""
+"""Weight of a new measurement: the rate settles in about ten steps, and one slow step changes it little."""
 _PATIENCE_S = 2.0
-"""Prompts that take longer than this, all together, stretch a mixed step in proportion: with more sequences than the machine can
-serve, first tokens would else come ever later, and steps would be too small to be worth their fixed cost."""
+"""If all prompts together take longer than this, a mixed step is stretched in proportion. On an overloaded worker first
+tokens would otherwise come ever later, and steps would be too small for their fixed cost."""
 MIN_MEASURED_TOKENS = 16
-"""A chunk below this is all overhead: its rate says nothing about a larger one."""
+"""The time of a smaller chunk is overhead: its rate says nothing about a larger one."""
 
 
 class ThroughputEstimator:
-    """Durations come in by `observe` and `observe_copy`; no clock inside.
+    """Learns from the durations that `observe` and `observe_copy` are given; reads no clock.
 
     Args:
         max_step_time_s: the time budget of a step; None: no cap.
-        mixed_step_time_s: that of a step with decoding sequences in it, which wait for its prompts; None: as any other's.
+        mixed_step_time_s: that of a step with decoding sequences, which wait for its prompts; None: as any other
+        step's.
         first_guess: prefill tokens per second until the first measurement.
-        min_chunk: prompt tokens that are always granted, so that a slow step never stops all progress; at least
+        min_chunk: prompt tokens that are always allowed, so that a slow step does not stop all progress; at least
             MIN_MEASURED_TOKENS, so that a rate that fell is measured again.
     """
 
@@ -40,25 +41,25 @@ class ThroughputEstimator:
         self.prefill_tokens_per_s = 0.0
         """0.0: nothing measured yet."""
         self.decode_step_s = 0.0
-        """Of the last decode steps, whatever their size."""
+        """Of the last decode steps of any size."""
         self._decode_steps: dict[int, float] = {}
         """By the number of sequences, in powers of two."""
         self.prompt_step_s = 0.0
-        """Of a step that computes prompts: what comes in the midst of one waits for its end."""
+        """Of a step that computes prompts: a request that arrives meanwhile waits for its end."""
 
     def decode_s(self, num_decode: int) -> float:
-        """What a step of so many decoding sequences takes without prompts: measured, or as the nearest size that was; 0.0: none
-        was."""
+        """Time of a step of so many decoding sequences without prompts, as measured for this or the nearest size; 0.0:
+        nothing was measured."""
         if not num_decode or not self._decode_steps:
             return 0.0
         size = num_decode.bit_length()
         return self._decode_steps[min(self._decode_steps, key=lambda known: (abs(known - size), -known))]
 
     def prefill_cap(self, num_decode: int, backlog: int = 0) -> int | None:
-        """Prompt tokens that the next step may compute beside `num_decode` decode tokens; None: as many as it likes.
+        """Prompt tokens that the next step may compute beside `num_decode` decode tokens; None: no limit.
 
-        Beside decoding sequences prompts have what their own step leaves of mixed_step_time_s, and at least as long as that step
-        takes: else many sequences would stop all prompts. And the more prompts there are, the longer.
+        Beside decoding sequences, prompts get what a decode step leaves of mixed_step_time_s, and at least as much time
+        as that step takes, so that many sequences do not stop them. The time grows with the backlog.
 
         Args: backlog: prompt tokens that are to be computed.
         """
@@ -80,14 +81,14 @@ class ThroughputEstimator:
         if num_prefill < MIN_MEASURED_TOKENS:
             return
         self.prompt_step_s = self._mix(self.prompt_step_s, duration_s)
-        # A mixed step's decode part is known from pure decode steps; at least half of the time is charged to the chunk, so
-        # that a decode figure gone stale cannot make the rate explode.
+        # The decode part of a mixed step is known from pure decode steps. At least half of the time counts for the
+        # chunk, so that an outdated decode figure does not inflate the rate.
         prefill_s = max(duration_s - self.decode_s(num_decode), duration_s / 2)
         self.prefill_tokens_per_s = self._mix(self.prefill_tokens_per_s, num_prefill / prefill_s)
         self.rate = self.prefill_tokens_per_s
 
     def observe_copy(self, duration_s: float, size_bytes: int) -> None:
-        """Blocks went to or came from the host tier."""
+        """Blocks were copied to or from the host tier."""
         if duration_s > 0.0 and size_bytes:
             self.copy_bytes_per_s = self._mix(self.copy_bytes_per_s, size_bytes / duration_s)
 

@@ -82,11 +82,11 @@ def test_steps_go_on_while_kv_comes_and_the_request_joins_when_it_is_there(core)
     unpack(core, copy)
     core.handle(EngineRequest("b", Prompt((1, 2, 3)), SamplingParams(max_tokens=2)))
     assert core.step()
-    assert core.pulling
+    assert core.is_copying
     assert not unpacked(core)
     copy.ended = True
     assert unpacked(core) == [RangeUnpacked("a", 1, True)]
-    assert not core.pulling
+    assert not core.is_copying
     core.handle(FirstToken("a", 5))
     core.handle(KvComplete("a"))
     core.step()
@@ -134,7 +134,7 @@ def test_blocks_change_hands_only_after_the_copy(core, command):
     core.handle(command)
     assert copy.waited == 1
     assert unpacked(core) == [RangeUnpacked("a", 1, False)]
-    assert not core.pulling
+    assert not core.is_copying
 
 
 def test_answers_come_in_the_order_of_the_copies(core):

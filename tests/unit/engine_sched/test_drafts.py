@@ -1,4 +1,4 @@
-"""Rows of several tokens: whatever a drafter guesses, ids, text, logprobs and cached blocks are those of plain decoding."""
+"""Rows of several tokens: whatever a drafter guesses, the output and the cached blocks are those of plain decoding."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_right_guesses_need_fewer_steps_and_cache_the_same_blocks(kit):
 
 
 def test_only_accepted_tokens_are_cached(kit):
-    """Every guess is wrong and fills a block: its key is never stored, and a second request with these tokens has no hit."""
+    """Every guess is wrong and fills a block: its key is never stored, and a second request has no hit on it."""
     requests = [kit.make_request("a", [5] * 6, 7, seed=3)]
     _, outputs, cache, _ = run(kit, requests)
     truth = truth_of(requests, outputs)["a"]

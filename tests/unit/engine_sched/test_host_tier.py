@@ -46,7 +46,7 @@ def test_what_is_cheaper_to_compute_is_not_restored(kit):
     engine = engine_with_host(kit, initial_copy_bytes_per_s=1e-3)
     once(kit, engine, kit.make_request("a", 21, 3))
     once(kit, engine, kit.make_request("b", range(500, 524), 3))
-    engine.core.scheduler.pace.copy_bytes_per_s = 1e-3
+    engine.core.scheduler.throughput.copy_bytes_per_s = 1e-3
     once(kit, engine, kit.make_request("a2", 21, 3))
     assert engine.stats().restored_tokens_total == 0
 

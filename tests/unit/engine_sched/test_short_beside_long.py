@@ -68,7 +68,7 @@ def test_nobody_is_later_than_in_equal_shares_but_for_one_step(kit, arrivals):
     """Item 2.2: mixes of long and short prompts of three tenants, arriving while others are computed. Each has its first token
     no later than if all were computed at once, but for the step that runs when it comes and the one that it ends in."""
     engine = kit.make_engine(num_blocks=4096, max_num_batched_tokens=BUDGET, enable_prefix_caching=False)
-    engine.core.scheduler.pace.rate = 1.0  # a step that ends a prompt takes nothing of others
+    engine.core.scheduler.throughput.rate = 1.0  # a step that ends a prompt takes nothing of others
     fluid, computed, first = Fluid(), 0, {}
     due = sorted(arrivals, key=lambda arrival: arrival[0])
     number = step = 0
@@ -106,7 +106,7 @@ def test_one_token_beside_a_long_prompt_is_in_the_next_step(kit):
 
 def test_a_step_that_ends_a_prompt_takes_little_of_a_long_one(kit):
     engine = kit.make_engine(num_blocks=512, max_num_batched_tokens=400)
-    engine.core.scheduler.pace.rate = 200.0  # 10 tokens in 50 ms
+    engine.core.scheduler.throughput.rate = 200.0  # 10 tokens in 50 ms
     engine.send(kit.make_request("long", [9] * 1000, 1))
     engine.send(kit.make_request("short", 3, 1))
     out = engine.core.scheduler

@@ -185,7 +185,7 @@ def test_draws_that_cannot_be_sent_end_their_step_and_nothing_is_launched_behind
         engine.send(dependent(kit, name, "penalty"))
     for _ in range(3):
         engine.step()
-    flight = engine.core._flight
+    flight = engine.core._in_flight
     flight.step.fail_with(OutOfDeviceMemory("full"))
     ahead = engine.core.steps_ahead
     events = [*engine.core.take_events()]
