@@ -34,7 +34,7 @@ LIBRARY_THREADS = (
     "ucxx-notifier",
     "tqdm_monitor",
 )
-_SETTLE_S = 30.0
+_SETTLE_S = 120.0
 """Until what a test started has ended: a moment, but for what it left behind."""
 
 # Of this process, where many tests share few cores; a cluster under test is started without them. Before anything imports

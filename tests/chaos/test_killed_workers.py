@@ -46,7 +46,7 @@ def serves(cluster) -> bool:
     if not all(ProcessIdentity(child.pid, child.start_time).alive() for child in children):
         return False
     with contextlib.suppress(httpx.TransportError):
-        return httpx.get(f"{cluster.http_url}/ready", timeout=60.0).status_code == 200
+        return httpx.get(f"{cluster.http_url}/ready", timeout=300.0).status_code == 200
     return False
 
 
@@ -167,11 +167,11 @@ async def test_as_shipped_a_worker_is_replaced_and_a_killed_supervisor_takes_eve
         await serves_again(running, "decode-0", running.kill("decode-0").pid)
         state = running.state
         running.process.kill()
-        running.process.wait(timeout=60)
+        running.process.wait(timeout=300.0)
         running.ended = True
         identities = [cluster_module.ProcessIdentity(child.pid, child.start_time) for child in state.children]
         cluster_module.wait_until(
-            lambda: not any(identity.alive() for identity in identities), deadline_s=60.0, what="the children are gone"
+            lambda: not any(identity.alive() for identity in identities), deadline_s=300.0, what="the children are gone"
         )
         assert running.folder.owner() is None
         assert running.folder.remove_dead_cluster()

@@ -79,19 +79,19 @@ def check_error(response: httpx.Response, status: int, param: str | None) -> Non
 
 @pytest.mark.parametrize(("body", "status", "param"), [pytest.param(*case[1:], id=case[0]) for case in CHAT])
 def test_chat(cluster, body, status, param):
-    check_error(httpx.post(f"{cluster.http_url}/v1/chat/completions", json=body, timeout=60.0), status, param)
+    check_error(httpx.post(f"{cluster.http_url}/v1/chat/completions", json=body, timeout=300.0), status, param)
 
 
 @pytest.mark.parametrize(("body", "status", "param"), [pytest.param(*case[1:], id=case[0]) for case in COMPLETIONS])
 def test_completions(cluster, body, status, param):
-    check_error(httpx.post(f"{cluster.http_url}/v1/completions", json=body, timeout=60.0), status, param)
+    check_error(httpx.post(f"{cluster.http_url}/v1/completions", json=body, timeout=300.0), status, param)
 
 
 @pytest.mark.parametrize(("content", "param"), [pytest.param(*case[1:], id=case[0]) for case in RAW])
 def test_raw_bodies(cluster, content, param):
     headers = {"content-type": "application/json"}
     check_error(
-        httpx.post(f"{cluster.http_url}/v1/completions", content=content, headers=headers, timeout=60.0), 400, param
+        httpx.post(f"{cluster.http_url}/v1/completions", content=content, headers=headers, timeout=300.0), 400, param
     )
 
 

@@ -93,7 +93,7 @@ def test_health_ready_metrics(cluster):
 
 
 def test_sdk_sync(cluster):
-    with Client(cluster.grpc_address, timeout_s=60.0) as client:
+    with Client(cluster.grpc_address, timeout_s=300.0) as client:
         assert [model.id for model in client.list_models()] == [cluster.model]
         whole = client.generate(messages=MESSAGES, temperature=0.0, max_tokens=32)
         assert whole.text == ANSWER

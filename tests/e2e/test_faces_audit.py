@@ -22,7 +22,7 @@ HI: list[Any] = [{"role": "user", "content": "Hi"}]
 
 @pytest.fixture(scope="module")
 def http(cluster):
-    with httpx.Client(base_url=cluster.http_url, timeout=60.0) as client:
+    with httpx.Client(base_url=cluster.http_url, timeout=300.0) as client:
         yield client
 
 
@@ -98,14 +98,14 @@ def test_a_label_of_the_callers_leads_back_to_the_request(http: httpx.Client, cl
         assert answer.json()["id"] == "cmpl-" + answer.headers["x-request-id"]
         with grpc.insecure_channel(cluster.grpc_address) as channel:
             stub = router_pb2_grpc.RouterStub(channel)
-            told = stub.Explain(router_pb2.ExplainRequest(request_id=field), timeout=60)
+            told = stub.Explain(router_pb2.ExplainRequest(request_id=field), timeout=300.0)
         assert (told.label, told.outcome) == (field, "finished")
     assert http.post(COMPLETE, json={"prompt": "a"}, headers={"x-request-id": "x" * 129}).status_code == 400
     assert http.post(COMPLETE, json={"prompt": "a"}, headers={"idempotency-key": "x" * 129}).status_code == 400
 
 
 def test_usage_tells_what_was_cached(http: httpx.Client, cluster) -> None:
-    with openai.OpenAI(base_url=f"{cluster.http_url}/v1", api_key="none", max_retries=0, timeout=60.0) as client:
+    with openai.OpenAI(base_url=f"{cluster.http_url}/v1", api_key="none", max_retries=0, timeout=300.0) as client:
         prompt = f"{random.SystemRandom().random()}: count the words of this sentence: " + "plum pear fig " * 20
         for cached in (False, True):
             answer = client.chat.completions.create(

@@ -18,7 +18,7 @@ from diptych.rpc.v1 import router_pb2, router_pb2_grpc, types_pb2
 
 pytestmark = pytest.mark.multiproc
 
-WAIT_S = 60.0
+WAIT_S = 300.0
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "0"))
 SOME = settings(
     max_examples=EXAMPLES or 8,

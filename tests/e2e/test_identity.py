@@ -112,7 +112,7 @@ async def test_every_way_to_ask_gives_the_same(client: AsyncClient, cluster, gol
         "local_prefill_max_tokens": 0,
     }
     routed = await client.generate(**options)
-    async with AsyncClient(cluster.grpc_address, timeout_s=60.0, lookaside=True) as direct:
+    async with AsyncClient(cluster.grpc_address, timeout_s=300.0, lookaside=True) as direct:
         alone = await direct.generate(**options, explain=True)
         together = await asyncio.gather(*(direct.generate(**options) for _ in range(6)))
         assert direct._lookaside._streams, "no answer came straight from decode"
@@ -124,7 +124,7 @@ async def test_every_way_to_ask_gives_the_same(client: AsyncClient, cluster, gol
     synced = await asyncio.to_thread(ask_sync)
     body = {name: value for name, value in options.items() if name != "token_ids"}
     body |= {"prompt": list(options["token_ids"]), "model": cluster.model, "return_token_ids": True}
-    async with httpx.AsyncClient(base_url=cluster.http_url, timeout=60.0) as http:
+    async with httpx.AsyncClient(base_url=cluster.http_url, timeout=300.0) as http:
         choice = (await http.post("/v1/completions", json=body)).json()["choices"][0]
     assert alone.explanation is not None
     assert alone.explanation.placement

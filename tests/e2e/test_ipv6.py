@@ -30,7 +30,7 @@ def test_what_is_printed_can_be_used(cluster6) -> None:
     output = cluster6.log()
     for words in (cluster6.http_url, cluster6.grpc_address, "KV bytes over ucx"):
         assert words in output
-    with OpenAI(base_url=f"{cluster6.http_url}/v1", api_key="none", max_retries=0, timeout=60.0) as client:
+    with OpenAI(base_url=f"{cluster6.http_url}/v1", api_key="none", max_retries=0, timeout=300.0) as client:
         answer = client.chat.completions.create(
             model=cluster6.model,
             messages=[{"role": "user", "content": "What is the capital of France?"}],
@@ -48,7 +48,7 @@ def test_what_is_printed_can_be_used(cluster6) -> None:
 
 
 async def test_the_sdk_goes_to_decode_directly(cluster6) -> None:
-    async with AsyncClient(cluster6.grpc_address, lookaside=True, timeout_s=60.0) as client:
+    async with AsyncClient(cluster6.grpc_address, lookaside=True, timeout_s=300.0) as client:
         whole = await client.generate(prompt="The capital of France is", max_tokens=8, temperature=0.0, explain=True)
     assert "Paris" in whole.text
     async with httpx.AsyncClient(timeout=120.0) as http:

@@ -35,7 +35,7 @@ class Scraped:
         self._before = self._now()
 
     def _now(self) -> dict[str, Any]:
-        self._cluster.wait_idle(deadline_s=60.0)
+        self._cluster.wait_idle(deadline_s=300.0)
         urls = {"router": [self._cluster.http_url], "prefill": [], "decode": []}
         for child in self._cluster.state.children:
             if child.role in ("prefill", "decode"):

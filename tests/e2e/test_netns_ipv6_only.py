@@ -77,6 +77,6 @@ def test_4_12_a_host_without_an_ipv4_address_serves(namespace: str, tmp_path: Pa
     finally:
         up.send_signal(signal.SIGINT)
         try:
-            up.wait(timeout=60)
+            up.wait(timeout=300.0)
         finally:
             up.kill()

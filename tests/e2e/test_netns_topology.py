@@ -94,7 +94,7 @@ class Hosts:
     def stop(process: subprocess.Popen[bytes]) -> None:
         process.terminate()
         try:
-            process.wait(timeout=30)
+            process.wait(timeout=300.0)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait(timeout=300)

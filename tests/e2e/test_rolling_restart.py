@@ -21,7 +21,7 @@ from diptych.cli.up.processes import free_port, spawn
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
 PROMPTS = [[1000 + 37 * n + i for i in range(70)] for n in range(4)]
 NUM_TOKENS = 6
-RESTART_S = 150.0
+RESTART_S = 300.0
 
 
 class Unreachable(Exception):
@@ -52,7 +52,7 @@ def ask(url: str, prompt: list[int]) -> str:
 def get(url: str, path: str) -> tuple[int, bytes]:
     """(status, body); status 0: connection refused."""
     address = urllib.parse.urlsplit(url)
-    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=60)
+    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=300.0)
     try:
         connection.request("GET", path)
         with connection.getresponse() as answer:
@@ -128,7 +128,7 @@ def second_router(
         yield processes, f"http://127.0.0.1:{port}", command
     finally:
         processes[-1].terminate()
-        processes[-1].wait(timeout=60)
+        processes[-1].wait(timeout=300.0)
 
 
 def model_folder(cluster) -> str:
@@ -173,7 +173,7 @@ def test_no_request_fails_while_every_process_is_restarted(cluster_module, tmp_p
                 )
                 # ... then the second one.
                 processes[-1].send_signal(signal.SIGTERM)
-                assert processes[-1].wait(timeout=60) == 143
+                assert processes[-1].wait(timeout=300.0) == 143
                 processes.append(spawn(command, log=tmp_path / "router-1.log", env=env, cwd=tmp_path))
                 wait_until(lambda: ready(other), deadline_s=RESTART_S, what="the second router is back", every_s=0.3)
                 served = load.answers

@@ -51,7 +51,7 @@ CASES: list[tuple[str, dict[str, Any], Any]] = [
 
 @pytest.fixture(scope="module")
 def http(cluster):
-    with httpx.Client(base_url=cluster.http_url, timeout=90.0, headers={"x-diptych-explain": "1"}) as client:
+    with httpx.Client(base_url=cluster.http_url, timeout=300.0, headers={"x-diptych-explain": "1"}) as client:
         yield client
 
 

@@ -89,7 +89,7 @@ def test_embedded_redis_serves_on_loopback_and_writes_nothing(tmp_path):
     port = free_port("127.0.0.1")
     process = embedded_redis.start_server(port, log=tmp_path / "redis.log", folder=tmp_path)
     try:
-        assert embedded_redis.wait_ready(process, port, deadline_s=60.0)
+        assert embedded_redis.wait_ready(process, port, deadline_s=300.0)
         listening = {
             c.laddr.ip for c in psutil.Process(process.pid).net_connections() if c.status == psutil.CONN_LISTEN
         }

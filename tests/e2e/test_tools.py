@@ -28,7 +28,7 @@ waiting = sys.modules["diptych_test_waiting"]
 
 pytestmark = pytest.mark.multiproc
 
-WAIT_S = 60.0
+WAIT_S = 300.0
 _TURN = """{%- for message in messages %}<|im_start|>{{ message.role }}
 {% if message.content %}{{ message.content }}{% endif %}CALLS<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant

@@ -17,7 +17,7 @@ from diptych.router.api.auth_keys import add_key
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
 
-WAIT_S = 120.0
+WAIT_S = 300.0
 Done = subprocess.CompletedProcess[str]
 
 

@@ -60,7 +60,7 @@ class Brake:
             self._left -= 1
             return
         say({"held": True})
-        self._go.wait(60)
+        self._go.wait(300)
 
 
 async def main(pd: ModuleType, options: dict[str, object]) -> None:

@@ -121,7 +121,7 @@ class Pair:
         return self.publisher.publish("d0", packed)
 
     async def read(self, handle: Any) -> Any:
-        return await self.reader.read(self.ref, handle, deadline_s=60)
+        return await self.reader.read(self.ref, handle, deadline_s=300.0)
 
     async def slabs(self) -> Any:
         audit = await self.publisher.audit(full=True)
@@ -245,7 +245,7 @@ async def test_who_cannot_be_reached_is_said(pair) -> None:
     ):
         ref = replace(pair.ref, address=KvAddress("ipc", "127.0.0.1", 0, blob))
         with pytest.raises(TransferError, match=words):
-            await pair.reader.read(ref, handle, deadline_s=60)
+            await pair.reader.read(ref, handle, deadline_s=300.0)
     pair.reader_memory.broken = True
     with pytest.raises(TransferError, match="no link between the two"):
         await pair.read(handle)

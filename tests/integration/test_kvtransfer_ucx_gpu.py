@@ -118,7 +118,7 @@ class Pair:
         return self.publisher.publish("d0", packed)
 
     async def read(self, handle: Any) -> Any:
-        return await self.reader.read(self.ref, handle, deadline_s=60)
+        return await self.reader.read(self.ref, handle, deadline_s=300.0)
 
     async def all_free(self) -> None:
         async def free() -> bool:

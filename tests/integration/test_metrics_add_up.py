@@ -73,7 +73,7 @@ async def test_of_requests_with_tickets(fleet, metric_laws):
     decode = await fleet.add("d0", ticket_key=derive_key(fleet.secret, PURPOSE))
     await fleet.until_ready()
     await fleet.until(lambda: fleet.frontend._cluster.direct_endpoint(("d0", "i1")) is not None)
-    async with fleet.served() as address, AsyncClient(address, lookaside=True, timeout_s=60.0) as client:
+    async with fleet.served() as address, AsyncClient(address, lookaside=True, timeout_s=300.0) as client:
         await client.generate(token_ids=[1] * 40, max_tokens=5)
         await client.generate(token_ids=[1] * 40, max_tokens=1)
         decode.hold_from = 2

@@ -108,7 +108,7 @@ async def test_reads_overlap_with_compute(pd: ModuleType) -> None:
     def hold(seqs: Sequence[ScheduledSeq]) -> None:
         steps.extend(seq.attempt for seq in seqs if seq.attempt != "warm-up")
         if len(steps) > 10:
-            assert arrived.wait(60)
+            assert arrived.wait(300)
 
     held = lambda: pd.fake_model(before_execute=hold)  # noqa: E731
     async with pd.cluster(prefill=held) as cluster, pd.FakeRouter(cluster.decode.address) as router:

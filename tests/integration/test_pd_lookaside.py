@@ -35,7 +35,7 @@ class Guest:
         events = self._events.setdefault(attempt, [])
         redeem = decode_pb2.Redeem(attempt=attempt, ticket=ticket, remaining_s=600.0)
         await self._call.write(decode_pb2.TicketCommands(redeem=[redeem]))
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             while not events or not events[-1].HasField("end"):
                 batch = await self._call.read()
                 assert not batch.HasField("direct_endpoint")
@@ -61,7 +61,7 @@ class Ear:
         self.news: list[decode_pb2.TicketStatus] = []
 
     async def until(self, condition) -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             while not condition():
                 batch = await self._call.read()
                 if batch.HasField("direct_endpoint"):

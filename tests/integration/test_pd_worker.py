@@ -40,7 +40,7 @@ async def test_health_is_lost_while_a_step_stalls_and_comes_back(pd: ModuleType)
 
     def stall(seqs: object) -> None:
         if stuck.is_set():
-            release.wait(60)
+            release.wait(300)
 
     model = lambda: pd.fake_model(before_execute=stall)  # noqa: E731
     config = {"stall_bound_s": 0.2}
@@ -88,7 +88,9 @@ async def test_lease_events_and_dump_agree(pd: ModuleType) -> None:
         assert record.compat["block_identity_golden"] == model.compat.block_identity_golden.hex()
         assert record.event_epoch == events[0].epoch
         async with open_channel(worker.address) as channel:
-            parts = [part async for part in WorkerStub(channel).DumpBlocks(worker_pb2.DumpBlocksRequest(), timeout=60)]
+            parts = [
+                part async for part in WorkerStub(channel).DumpBlocks(worker_pb2.DumpBlocksRequest(), timeout=300.0)
+            ]
         assert b"".join(part.block_keys for part in parts) == b"".join(keys[:2])
         assert (parts[0].epoch, parts[0].sequence) == (events[-1].epoch, events[-1].sequence)
         info = await pd.get_info(worker)

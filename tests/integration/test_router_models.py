@@ -135,7 +135,7 @@ async def test_over_both_faces_and_by_ticket(two, other_folder):
     faces = Faces("127.0.0.1", 0, 0)
     try:
         addresses = await faces.start(two.frontend, two.frontend.metrics)
-        async with httpx.AsyncClient(base_url=f"http://{addresses.http}", timeout=30) as http:
+        async with httpx.AsyncClient(base_url=f"http://{addresses.http}", timeout=300.0) as http:
             listed = (await http.get("/v1/models")).json()["data"]
             assert [(one["id"], one["max_model_len"]) for one in listed] == [("tiny", 256), ("big", 128)]
             body = {"model": "big", "prompt": [1] * 40, "max_tokens": 3}
@@ -148,7 +148,7 @@ async def test_over_both_faces_and_by_ticket(two, other_folder):
             assert (nameless.status_code, nameless.json()["error"]["param"]) == (400, "model")
             counted = (await http.post("/tokenize", json={"model": "big", "prompt": "w1 w60"})).json()
             assert (counted["tokens"], counted["max_model_len"]) == ([1, 47], 128)
-        async with AsyncClient(addresses.grpc, lookaside=True, timeout_s=30) as client:
+        async with AsyncClient(addresses.grpc, lookaside=True, timeout_s=300.0) as client:
             for name, worker in (("big", big), ("tiny", tiny)):
                 before = len(worker.submits)
                 answer = await client.generate(model=name, token_ids=[1] * 40, max_tokens=3)

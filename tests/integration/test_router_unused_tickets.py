@@ -45,7 +45,7 @@ async def stream(address):
 
 async def replies_of(call, count=1):
     found = []
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(300):
         while len(found) < count:
             found += (await call.read()).replies
     return found

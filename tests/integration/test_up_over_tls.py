@@ -40,14 +40,14 @@ async def test_the_probes_know_key_and_certificate(tmp_path: Path, monkeypatch: 
         host, _, port = (await faces.start(router_api, router_api.metrics)).http.rpartition(":")
 
         def ready(tls_cert: Path | None) -> bool:
-            return is_ready(host, int(port), timeout_s=60.0, tls_cert=tls_cert)[0]
+            return is_ready(host, int(port), timeout_s=300.0, tls_cert=tls_cert)[0]
 
         monkeypatch.delenv("DIPTYCH_API_KEY", raising=False)
         assert not await asyncio.to_thread(ready, cert)
         monkeypatch.setenv("DIPTYCH_API_KEY", api_key)
         assert await asyncio.to_thread(ready, cert)
         assert not await asyncio.to_thread(ready, other)
-        answer = await asyncio.to_thread(lambda: first_answer(host, int(port), timeout_s=60.0, tls_cert=cert))
+        answer = await asyncio.to_thread(lambda: first_answer(host, int(port), timeout_s=300.0, tls_cert=cert))
         assert answer.text == "Hello there"
     finally:
         await faces.stop(1.0)
