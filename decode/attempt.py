@@ -171,7 +171,7 @@ class Attempt:
 
     def _choose_recovery(self, num_tokens: int) -> WorkerRef | None:
         context, links = self._context, self._context.links.snapshot()
-        kv_bytes = num_tokens * context.kv_bytes_per_token
+        kv_bytes = context.kv.transfer_bytes(0, num_tokens)
         return choose_refetch_source(
             num_tokens * self._local_s_per_token,
             [

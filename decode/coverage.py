@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from diptych.common.errors import TransferError
+from diptych.common.kv_format import KvFormat
+from diptych.common.kv_groups import expected_ranges
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,3 +67,42 @@ class Coverage:
     def _range(self, first_token: int, num_tokens: int, first_layer: int, num_layers: int | None) -> _Range:
         high = self.num_layers if num_layers is None else first_layer + num_layers
         return _Range(first_token, first_token + num_tokens, first_layer, high)
+
+
+class KvCoverage:
+    """The coverage of every KV group that the tokens [first, end) need, derived from the format: what a sender does not list is
+    missing all the same. Ranges are checked and added by group."""
+
+    def __init__(self, kv: KvFormat, first: int, end: int) -> None:
+        self.first = first
+        self.end = end
+        self._names = [group.name for group in kv.groups]
+        self._groups = {
+            part.group: Coverage(part.first, part.end, kv.groups[part.group].num_layers)
+            for part in expected_ranges(kv, first, end)
+        }
+
+    @property
+    def size(self) -> int:
+        """Expected total, in tokens times layers, over all groups."""
+        return sum(coverage.size for coverage in self._groups.values())
+
+    @property
+    def complete(self) -> bool:
+        return all(coverage.complete for coverage in self._groups.values())
+
+    @property
+    def num_ranges(self) -> int:
+        return sum(coverage.num_ranges for coverage in self._groups.values())
+
+    @property
+    def missing(self) -> str:
+        """Names of the groups that are not complete."""
+        return ", ".join(self._names[index] for index, coverage in self._groups.items() if not coverage.complete)
+
+    def add(self, group: int, first_token: int, num_tokens: int, first_layer: int, num_layers: int) -> None:
+        """Raises: TransferError when nothing of this group is expected, or as Coverage.check."""
+        coverage = self._groups.get(group)
+        if coverage is None:
+            raise TransferError(f"KV group {group} is not expected: the format has {', '.join(self._names)}")
+        coverage.add(first_token, num_tokens, first_layer, num_layers)

@@ -32,7 +32,7 @@ from diptych.common.errors import (
 )
 from diptych.common.kv_format import KvFormat
 from diptych.common.text.prompt_digest import prompt_digest
-from diptych.decode.coverage import Coverage
+from diptych.decode.coverage import KvCoverage
 from diptych.decode.link_rate import LinkRates
 from diptych.decode.liveness_timer import LivenessTimer
 from diptych.decode.refetch_policy import PrefillRates
@@ -62,15 +62,13 @@ class RemotePrefillContext:
     unpacker: SlabUnpacker
     links: LinkRates
     clock: Clock
-    kv_bytes_per_token: int
-    num_layers: int
+    kv: KvFormat
+    """The local KV format: groups, and what must arrive of each."""
     rates: PrefillRates
     reads_in_flight: int = 4
     read_base_s: float = 10.0
     silence_s: float = 3.0
     """After this many seconds without a message from prefill its worker counts as lost."""
-    kv_format: KvFormat | None = None
-    """The local KV format, if other formats may be converted; None: they may not."""
     renew_every_s: float = 5.0
     """Interval at which the leases of announced slabs are renewed: a fraction of the slab lease."""
 
@@ -114,10 +112,11 @@ class RemotePrefill:
         self._request = request
         self._num_tokens = num_tokens
         self._first = first = request.decode_cached_tokens if request.want_kv else num_tokens
-        self._token_bytes = context.kv_bytes_per_token
+        self._source = context.kv
+        """The format in which KV arrives."""
         self._converter: RangeConverter | None = None
-        self._announced = Coverage(first, num_tokens, context.num_layers)
-        self._arrived = Coverage(first, num_tokens, context.num_layers)
+        self._announced = KvCoverage(context.kv, first, num_tokens)
+        self._arrived = KvCoverage(context.kv, first, num_tokens)
         self._beam_search = request.sampling.beam_width > 0
         num_choices = 1 if self._beam_search else request.sampling.best_of or request.sampling.n or 1
         self._vouched = False
@@ -172,20 +171,22 @@ class RemotePrefill:
                 raise error from None
             log.info("prefill call ended badly after its KV was complete", attempt=self._attempt, error=str(error))
         if not self.complete:
-            raise WorkerLostError(f"prefill worker {self._ref.worker_id} ended the call before all KV had arrived")
+            raise WorkerLostError(
+                f"prefill worker {self._ref.worker_id} ended the call before all KV had arrived"
+                + (f": {self._arrived.missing}" if self._arrived.missing else "")
+            )
 
     def _expect_layout(self, peer: Peer) -> None:
         """Request whole blocks of the peer's format if it differs from the local one."""
-        source, target = peer.kv_format, self._context.kv_format
-        if source is None or target is None:
+        source, target = peer.kv_format, self._context.kv
+        if source is None:
             return
-        self._token_bytes = source.bytes_per_token
+        self._source = source
         end = self._announced.end
         if self._first < end:
             self._converter = RangeConverter(source, target, self._first, end)
             asked = self._request.decode_cached_tokens = first_token_to_ask(self._first, source.block_size)
-            layers = self._context.num_layers
-            self._announced, self._arrived = Coverage(asked, end, layers), Coverage(asked, end, layers)
+            self._announced, self._arrived = KvCoverage(source, asked, end), KvCoverage(source, asked, end)
             self.facts.converted = f"KV of {self._ref.worker_id} was converted from {source} to {target}"
 
     async def _watch(self) -> None:
@@ -269,15 +270,21 @@ class RemotePrefill:
                 raise TransferError(f"a handle names attempt {handle.attempt}, not {self._request.attempt}")
             if handle.first_token != position:
                 raise TransferError(f"a handle begins at token {handle.first_token}, expected {position}")
-            all_layers = self._context.num_layers
+            if handle.group >= len(self._source.groups):
+                raise TransferError(f"a handle names KV group {handle.group} of {len(self._source.groups)}")
+            kv_group = self._source.groups[handle.group]
+            all_layers = kv_group.num_layers
             if handle.num_layers != all_layers and not self._request.layer_groups:
                 raise TransferError(f"a handle covers layers {handle.first_layer}+{handle.num_layers}, not all of them")
-            if handle.size_bytes != handle.num_tokens * self._token_bytes * handle.num_layers // all_layers:
+            layer_bytes = kv_group.layer_bytes_per_token(self._source.shard)
+            if handle.size_bytes != handle.num_tokens * layer_bytes * handle.num_layers:
                 raise TransferError(
                     f"a handle of {handle.num_tokens} tokens and {handle.num_layers} of {all_layers} layers claims "
                     f"{handle.size_bytes} bytes"
                 )
-            self._announced.add(handle.first_token, handle.num_tokens, handle.first_layer, handle.num_layers)
+            self._announced.add(
+                handle.group, handle.first_token, handle.num_tokens, handle.first_layer, handle.num_layers
+            )
             position += handle.num_tokens
         if position != computed.first_token + computed.num_tokens:
             raise TransferError("the handles do not cover the announced range")
@@ -364,7 +371,7 @@ class RemotePrefill:
         self._held.pop((handle.slab, handle.generation), None)
         if not unpacked:
             raise TransferError("the engine dropped a range: the attempt does not wait for KV any more")
-        self._arrived.add(handle.first_token, handle.num_tokens, handle.first_layer, handle.num_layers)
+        self._arrived.add(handle.group, handle.first_token, handle.num_tokens, handle.first_layer, handle.num_layers)
         self._maybe_complete()
 
     async def _read(self, peer: Peer, handle: SlabHandle) -> ReceivedSlab:

@@ -53,6 +53,7 @@ class SlabUnpacker:
                 last,
                 handle.first_layer,
                 handle.num_layers,
+                group=handle.group,
             )
         )
         return await answer

@@ -154,6 +154,7 @@ class UnpackRange:
     first_layer: int = 0
     num_layers: int = 0
     converted: bool = False
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,8 +255,8 @@ class PromptLogprobs(AttemptEvent):
 
 @dataclass(frozen=True, slots=True)
 class RangePacked(AttemptEvent):
-    """KV of tokens [first_token, first_token + num_tokens) lies in the payload of `slab`. One range fills one slab. Of
-    layers [first_layer, first_layer + num_layers); num_layers 0: of all."""
+    """KV of tokens [first_token, first_token + num_tokens) lies in the payload of `slab`. One range fills one slab. Of layers
+    [first_layer, first_layer + num_layers) of KV group `group`; num_layers 0: of all."""
 
     attempt: str
     slab: int
@@ -266,6 +267,7 @@ class RangePacked(AttemptEvent):
     checksum: int
     first_layer: int = 0
     num_layers: int = 0
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -179,6 +179,7 @@ class TransferCore:
                     size_bytes=packed.size_bytes,
                     checksum=packed.checksum,
                     expires_ns=int((self._clock() + self._lease_s) * 1e9),
+                    group=packed.group,
                 ),
             )
         except ValueError as error:

@@ -21,7 +21,7 @@ KEY_BYTES = 32
 MAC_BYTES = 32
 MAX_TEXT_BYTES = 256
 MAX_ENCODED_BYTES = 1500
-_DOMAIN = b"diptych slab handle v1"
+_DOMAIN = b"diptych slab handle v2"
 _RENEW = b"renew "
 """In front of a handle in a note: its slab is still wanted. A bare handle is an acknowledgement."""
 _TEXT = ("worker_id", "incarnation", "attempt")
@@ -47,6 +47,8 @@ class SlabHandle:
     checksum: int
     expires_ns: int
     mac: bytes = b""
+    group: int = 0
+    """Index of the KV group in the format; layers count within it."""
 
 
 _SIGNED = tuple(field.name for field in fields(SlabHandle) if field.name != "mac")

@@ -1,7 +1,7 @@
 """What lies in a slab, and the arithmetic of the ring.
 
     | header, 128 bytes | payload, size_bytes | trailer, 32 bytes |
-    magic, version, kind, attempt digest, generation, size, checksum, layout hash, token range
+    magic, version, kind, attempt digest, generation, size, checksum, layout hash, token range, group, layers
                                              magic, attempt digest, generation
 
 Header and trailer name the same life of the slab: a message that is cut, mixed from two lives or late shows. A refusal is
@@ -25,12 +25,12 @@ from diptych.kvtransfer.handle import Refusal, SlabHandle, refusal_error
 
 HEADER_BYTES = 128
 TRAILER_BYTES = 32
-VERSION = 1
+VERSION = 2
 _MAGIC = b"DKVs"
 _END = b"DKVe"
 _KIND_SLAB, _KIND_REFUSAL = 1, 2
 _DIGEST_BYTES = 16
-_HEADER = struct.Struct("<4sHH16sQQQQII")
+_HEADER = struct.Struct("<4sHH16sQQQQIIIII")
 _TRAILER = struct.Struct("<4s4x16sQ")
 
 
@@ -128,7 +128,7 @@ def write_frame(slab: memoryview, handle: SlabHandle) -> None:
     digest = attempt_digest(handle.attempt)
     _HEADER.pack_into(
         slab, 0, _MAGIC, VERSION, _KIND_SLAB, digest, handle.generation, handle.size_bytes, handle.checksum,
-        handle.layout_hash, handle.first_token, handle.num_tokens,
+        handle.layout_hash, handle.first_token, handle.num_tokens, handle.group, handle.first_layer, handle.num_layers,
     )  # fmt: skip
     _TRAILER.pack_into(slab, HEADER_BYTES + handle.size_bytes, _END, digest, handle.generation)
 
@@ -147,7 +147,7 @@ def clear_frame(slab: memoryview, size_bytes: int) -> None:
 
 def refusal_message(reason: Refusal) -> bytes:
     """The answer to a read that is not granted: HEADER_BYTES bytes."""
-    head = _HEADER.pack(_MAGIC, VERSION, _KIND_REFUSAL, bytes(_DIGEST_BYTES), int(reason), 0, 0, 0, 0, 0)
+    head = _HEADER.pack(_MAGIC, VERSION, _KIND_REFUSAL, bytes(_DIGEST_BYTES), int(reason), 0, 0, 0, 0, 0, 0, 0, 0)
     return head.ljust(HEADER_BYTES, b"\0")
 
 
@@ -172,7 +172,7 @@ def check_slab(slab: memoryview, handle: SlabHandle, *, verify_checksum: bool = 
     refused = read_refusal(slab)
     if refused is not None:
         return refusal_error(refused, handle.worker_id)
-    magic, version, kind, digest, generation, size, checksum, layout, first, num = _HEADER.unpack_from(slab, 0)
+    magic, version, kind, digest, generation, size, checksum, layout, first, num, *part = _HEADER.unpack_from(slab, 0)
     expected = attempt_digest(handle.attempt)
     end, end_digest, end_generation = _TRAILER.unpack_from(slab, HEADER_BYTES + handle.size_bytes)
     for name, got, want in (
@@ -185,6 +185,7 @@ def check_slab(slab: memoryview, handle: SlabHandle, *, verify_checksum: bool = 
         ("checksum field", checksum, handle.checksum),
         ("layout", layout, handle.layout_hash),
         ("token range", (first, num), (handle.first_token, handle.num_tokens)),
+        ("group and layers", part, [handle.group, handle.first_layer, handle.num_layers]),
         ("trailer", end, _END),
         ("trailer attempt", end_digest, expected),
         ("trailer generation", end_generation, handle.generation),

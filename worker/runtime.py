@@ -325,7 +325,7 @@ class WorkerRuntime:
 
     def record(self) -> WorkerRecord:
         """The worker's current record for the store."""
-        stats = self.engine.stats()
+        stats, charge = self.engine.stats(), self.compat.kv.charge
         return WorkerRecord(
             worker_id=self.worker_id,
             incarnation=self.incarnation,
@@ -334,7 +334,8 @@ class WorkerRuntime:
             pid=os.getpid(),
             model=self.compat.model,
             compat=as_strings(self.compat) | ({CONVERTS: "yes"} if self.config.allow_kv_conversion else {}),
-            kv_bytes_per_token=self.model.runner.capabilities.kv_bytes_per_token,
+            kv_bytes_per_token=charge.bytes_per_token,
+            kv_windows=charge.windows,
             num_blocks=self.model.runner.capabilities.num_blocks,
             block_size=self.config.block_size,
             max_model_len=self.model.runner.capabilities.max_model_len,

@@ -48,6 +48,7 @@ def handle_to_proto(handle: SlabHandle) -> prefill_pb2.SlabHandle:
         checksum=handle.checksum,
         expires_ns=handle.expires_ns,
         mac=handle.mac,
+        group=handle.group,
     )
 
 
@@ -76,6 +77,7 @@ def handle_from_proto(message: prefill_pb2.SlabHandle) -> SlabHandle:
         checksum=message.checksum,
         expires_ns=message.expires_ns,
         mac=message.mac,
+        group=message.group,
     )
 
 

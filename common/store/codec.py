@@ -16,6 +16,7 @@ from diptych.common.tiers import DEVICE, TIER_NAMES
 MAX_RECORD_BYTES = 64 * 1024
 MAX_KEYS_PER_EVENT = 8192
 MAX_PENDING_WORKERS = 1024
+MAX_KV_WINDOWS = 64
 MAX_COUNT = 2**53
 ROLES = ("prefill", "decode")
 STATES = ("ready", "draining")
@@ -60,7 +61,7 @@ def decode_record(raw: bytes) -> WorkerRecord:
         raise BadRowError("address: must be host:port")
     for name, least in (
         ("pid", 0),
-        ("kv_bytes_per_token", 1),
+        ("kv_bytes_per_token", 0),
         ("num_blocks", 1),
         ("block_size", 1),
         ("max_model_len", 1),
@@ -75,6 +76,10 @@ def decode_record(raw: bytes) -> WorkerRecord:
         for name in ("event_sequence", "num_bytes"):
             if not 0 <= getattr(tier, name) <= MAX_COUNT:
                 raise BadRowError(f"tiers.{name}: out of range")
+    if len(record.kv_windows) > MAX_KV_WINDOWS or not all(
+        1 <= value <= MAX_COUNT for pair in record.kv_windows for value in pair
+    ):
+        raise BadRowError("kv_windows: out of range")
     load = record.load
     for name in ("num_running", "num_waiting", "waiting_prompt_tokens"):
         if not 0 <= getattr(load, name) <= MAX_COUNT:

@@ -33,6 +33,7 @@ class WorkerRecord(msgspec.Struct, frozen=True):
     model: str
     compat: dict[str, str]
     kv_bytes_per_token: int
+    """Of the layers that keep every token."""
     num_blocks: int
     block_size: int
     max_model_len: int
@@ -42,6 +43,8 @@ class WorkerRecord(msgspec.Struct, frozen=True):
     """Where it keeps blocks (common/tiers.py)."""
     state: str = "ready"  # "ready" | "draining"
     load: WorkerLoad = WorkerLoad()
+    kv_windows: tuple[tuple[int, int], ...] = ()
+    """(window, bytes per token) of each group of layers that keep the last tokens only."""
 
     @property
     def event_sequences(self) -> tuple[int, ...]:

@@ -89,8 +89,8 @@ class RemoteRequests:
         """Where the range goes; None when it must not be written: the attempt is gone or runs already, the range is not
         block-aligned, overlaps the pinned prefix, reaches past the end or the layers, or the payload is too short."""
         arriving = self._arriving.get(command.attempt)
-        if arriving is None or arriving.complete:
-            return None
+        if arriving is None or arriving.complete or command.group:
+            return None  # the pool has one group
         request, size = arriving.request, self._kv.block_size
         first, end = command.first_token, command.first_token + command.num_tokens
         whole = end % size == 0 or end == request.kv_target

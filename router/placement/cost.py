@@ -241,7 +241,10 @@ def candidate_costs(request: PlacementRequest, snapshot: ClusterSnapshot, now: f
     to_first_token = queue + compute
     column = to_first_token[:first_decode, None]
     if request.wants_kv:
-        remote: Floats = fleet.move_ms * (uncached if isinstance(uncached, int) else uncached[first_decode:])
+        moved = uncached if isinstance(uncached, int) else uncached[first_decode:]
+        remote: Floats = fleet.move_ms * moved
+        for window, move_ms in fleet.window_move_ms:
+            remote += move_ms * np.minimum(moved, window - 1)
         remote += column
         remote += row
         remote += fleet.handoff_ms

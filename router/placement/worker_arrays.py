@@ -42,7 +42,8 @@ class WorkerArrays:
         sequences, step_ms, block_size: [D]; reported as running or waiting; one decode step.
         fits: [P, D], whether KV may be transferred.
         all_fit, alone: whether that holds for all pairs; [D], whether it holds for no prefill worker.
-        move_ms: [P, D], to transfer one token's KV.
+        move_ms: [P, D], to transfer one token's KV, of the layers that keep every token.
+        window_move_ms: (window, [P, D]) for each window that any worker has: the same of layers with that window.
         handoff_ms: [P, D], the fixed cost of a pair, infinite where KV may not be transferred.
         incompatible, unusable: reasons in words, by pair of ids and by id.
     """
@@ -63,6 +64,7 @@ class WorkerArrays:
     alone: Bools
     any_alone: bool
     move_ms: Floats
+    window_move_ms: tuple[tuple[int, Floats], ...]
     handoff_ms: Floats
     incompatible: Mapping[tuple[str, str], Sequence[str]] = field(default_factory=dict)
     unusable: Mapping[str, str] = field(default_factory=dict)
@@ -115,7 +117,11 @@ class WorkerArrays:
             all_fit=bool(fits.all()),
             alone=alone,
             any_alone=bool(alone.any()),
-            move_ms=_move_ms(prefill, decode),
+            move_ms=_move_ms(prefill, decode, [record.kv_bytes_per_token for record in on_decode]),
+            window_move_ms=tuple(
+                (window, _move_ms(prefill, decode, [dict(record.kv_windows).get(window, 0) for record in on_decode]))
+                for window in sorted({window for record in on_decode for window, _ in record.kv_windows})
+            ),
             handoff_ms=np.where(fits, HANDOFF_MS, np.inf),
             incompatible=dict(incompatible),
             unusable=dict(unusable or {}),
@@ -154,16 +160,16 @@ def _fits(
     return fits
 
 
-def _move_ms(prefill: Sequence[Lease], decode: Sequence[Lease]) -> Floats:
+def _move_ms(prefill: Sequence[Lease], decode: Sequence[Lease], bytes_per_token: Sequence[int]) -> Floats:
     measured = [rate for record, _ in decode for rate in record.load.link_bytes_per_s.values() if rate > 0]
     mean = sum(measured) / len(measured) if measured else DEFAULT_LINK_BYTES_PER_S
     table = np.empty((len(prefill), len(decode)), np.float64)
     for d, (record, _) in enumerate(decode):
         links = record.load.link_bytes_per_s
-        table[:, d] = 1000.0 * record.kv_bytes_per_token / mean
+        table[:, d] = 1000.0 * bytes_per_token[d] / mean
         for p, (other, _) in enumerate(prefill):
             if rate := links.get(other.worker_id, 0.0):
-                table[p, d] = 1000.0 * record.kv_bytes_per_token / rate
+                table[p, d] = 1000.0 * bytes_per_token[d] / rate
     return table
 
 

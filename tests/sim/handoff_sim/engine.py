@@ -26,7 +26,7 @@ MAX_LEN = 64
 IDENTITY, COMPAT = identified(
     Compat(
         model="fake", model_revision="model", tokenizer_revision="tokenizer",
-        kv=full_format(LAYERS, 1, 2, block_size=BLOCK, dtype="float32"), compute_dtype="float32", attention_version="1",
+        kv=full_format(LAYERS, 1, 2, block_size=BLOCK, dtype="int8"), compute_dtype="int8", attention_version="1",
         sampler_version="1",
     ),
     bytes(32),

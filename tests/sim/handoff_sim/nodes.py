@@ -242,7 +242,7 @@ class DecodeNode:
         }
         tools = RemotePrefillContext(
             peers=self.peers, reader=self.transfer.core, unpacker=self.desk, links=LinkRates(), rates=PrefillRates(),
-            clock=context.loop, kv_bytes_per_token=16, num_layers=LAYERS, reads_in_flight=2,
+            clock=context.loop, kv=COMPAT.kv, reads_in_flight=2,
             read_base_s=context.sizes.read_base_s, silence_s=context.sizes.silence_s, renew_every_s=context.sizes.lease_s / 4,
         )  # type: ignore[arg-type]  # fmt: skip
         self.intake = AttemptManager(

@@ -182,6 +182,15 @@ def test_a_range_that_does_not_fit_is_answered_and_not_written(kit, first, count
     assert RangeUnpacked("a", 1, False) in decode.step()
 
 
+def test_a_range_of_a_group_that_the_pool_does_not_have_is_not_written(kit):
+    decode = kit.make_engine()
+    _remote(kit, decode)
+    decode.send(UnpackRange("a", 1, 0, 4, memoryview(bytes(64)), group=1))
+    assert RangeUnpacked("a", 1, False) in decode.step()
+    decode.send(UnpackRange("a", 2, 0, 4, memoryview(bytes(64))))
+    assert RangeUnpacked("a", 2, True) in decode.step()
+
+
 def test_a_range_over_the_pinned_prefix_is_refused(kit):
     decode = kit.make_engine()
     decode.generate([kit.make_request("warm", 10)])

@@ -3,11 +3,12 @@ import random
 import msgspec
 import pytest
 
+from diptych.common.kv_format import windowed_format
 from diptych.common.store.worker_record import WorkerLoad, WorkerRecord
 from diptych.common.tiers import TierState
 from diptych.router.placement.cost import COLOCATED_SLACK_MS, choose_placement
 from diptych.router.placement.types import Placement, PlacementRequest, Rejected, WorkerView, usable_hit_tokens
-from diptych.router.placement.worker_arrays import ClusterSnapshot
+from diptych.router.placement.worker_arrays import HANDOFF_MS, ClusterSnapshot
 
 NOW = 100.0
 
@@ -260,3 +261,20 @@ def test_a_short_prompt_does_not_wait_for_a_long_one():
     assert choose([busy], [worker("d0", num_running=8)], n=200).chosen.queue_ms == 2500.0
     assert pair(choose([busy], [worker("d0")], n=10)) == (None, "d0")
     assert choose([worker("p0", prompt_step_s=0.5)], [worker("d0")], n=200).chosen.queue_ms == 0.0
+
+
+@pytest.mark.parametrize("tokens", [5, 100, 511, 512, 4096])
+def test_kv_of_a_window_is_charged_up_to_the_window(tokens):
+    kv = windowed_format([512] * 5 + [0], 4, 64, block_size=16, dtype="bfloat16")
+    charge = kv.charge
+    record = msgspec.structs.replace(
+        worker("d0", link_bytes_per_s={"p0": 1e9}).record,
+        kv_bytes_per_token=charge.bytes_per_token, kv_windows=charge.windows,
+    )  # fmt: skip
+    plain = msgspec.structs.replace(record, worker_id="d1", kv_bytes_per_token=kv.bytes_per_token, kv_windows=())
+    placement = choose(
+        [worker("p0")], [WorkerView(record, reported_at=NOW), WorkerView(plain, reported_at=NOW)], n=tokens, local=0
+    )
+    by_id = {terms.decode.worker_id: terms.transfer_ms - HANDOFF_MS for terms in placement.candidates}
+    assert by_id["d0"] == pytest.approx(1000.0 * kv.transfer_bytes(0, tokens) / 1e9)
+    assert by_id["d1"] == pytest.approx(1000.0 * tokens * kv.bytes_per_token / 1e9)

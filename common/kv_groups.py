@@ -1,0 +1,84 @@
+"""Which tokens of which group a hand-off moves, a sequence keeps, and a prefix hit may use. Pure.
+
+The reader of a hand-off derives what must arrive from the format and its own request (`expected_ranges`), never from what the
+sender lists: a group that is missing is found before a token is computed from it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from diptych.common.kv_format import KvFormat, KvKind
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRange:
+    """Tokens [first, end) of the group with this index in `KvFormat.groups`; of a recurrent group its state after `end`."""
+
+    group: int
+    first: int
+    end: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.first
+
+
+def expected_ranges(kv: KvFormat, first_token: int, end: int) -> tuple[GroupRange, ...]:
+    """What must arrive so that the token at `end` can be computed, when tokens before `first_token` are held already. One range
+    for each group; of a window group from the block on that the next token can see."""
+    if first_token >= end:
+        return ()
+    ranges = []
+    for index, group in enumerate(kv.groups):
+        if group.kind is KvKind.RECURRENT:
+            first = end - 1
+        else:
+            first = max(first_token, min(end, group.first_block(end) * group.block_size))
+        if first < end:
+            ranges.append(GroupRange(index, first, end))
+    return tuple(ranges)
+
+
+def freed_blocks(kv: KvFormat, before: int, after: int) -> tuple[range, ...]:
+    """By group, the blocks that fall behind the window when the computed tokens rise from `before` to `after`."""
+    return tuple(range(group.first_block(before), group.first_block(after)) for group in kv.groups)
+
+
+def longest_hit(kv: KvFormat, present: Sequence[Sequence[bool]], limit: int) -> int:
+    """How many leading tokens may be taken from a prefix cache: the most after which every group has what the next token reads.
+
+    A hit ends where the blocks of all groups end. A full group needs all of its blocks up to there; a window group those that
+    reach into the window; a recurrent group the checkpoint at exactly that place.
+
+    Args:
+        present: by group, whether its block i is cached; of a recurrent group, whether the state after i + 1 blocks is.
+        limit: tokens that may be used at most.
+    """
+    step = math.lcm(*(group.block_size for group in kv.groups))
+    best = 0
+    # By group: the first block of the run of cached ones that ends before a block.
+    starts = [_run_starts(held) for held in present]
+    for num_tokens in range(step, limit + 1, step):
+        for group, held, start in zip(kv.groups, present, starts, strict=True):
+            blocks = num_tokens // group.block_size
+            if blocks > len(held):
+                return best
+            if group.kind is KvKind.RECURRENT:
+                if not held[blocks - 1]:
+                    break
+            elif start[blocks] > group.first_block(num_tokens):
+                break
+        else:
+            best = num_tokens
+    return best
+
+
+def _run_starts(held: Sequence[bool]) -> list[int]:
+    """[blocks + 1]: for n, the first block of the run of cached blocks that ends with block n - 1; n where that is missing."""
+    starts = [0]
+    for index, there in enumerate(held):
+        starts.append(starts[-1] if there else index + 1)
+    return starts

@@ -1,0 +1,111 @@
+"""Window edges: what a hand-off moves, what a prefix hit may use and what is freed, against sets of visible tokens."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diptych.common.kv_format import KvFormat, KvGroup, KvKind, kv_group, windowed_format
+from diptych.common.kv_groups import expected_ranges, freed_blocks, longest_hit
+
+
+def visible(position: int, window: int) -> set[int]:
+    """Tokens that the query at `position` reads, its own left out."""
+    return {token for token in range(position) if not window or position - token < window}
+
+
+@st.composite
+def formats(draw: st.DrawFn) -> KvFormat:
+    windows = draw(st.lists(st.sampled_from((0, 1, 4, 7, 16)), min_size=1, max_size=5))
+    kv = windowed_format(windows, 1, 4, block_size=4, dtype="float16")
+    sizes = [draw(st.sampled_from((2, 3, 4))) for _ in kv.groups]
+    return KvFormat(
+        tuple(
+            kv_group(group.layers, 1, 4, block_size=size, dtype="float16", window=group.window)
+            for group, size in zip(kv.groups, sizes, strict=True)
+        )
+    )
+
+
+@settings(max_examples=300, deadline=None)
+@given(formats(), st.integers(0, 60), st.integers(0, 60))
+def test_a_hand_off_moves_what_the_next_token_reads_and_no_block_more(kv: KvFormat, first: int, more: int) -> None:
+    end = first + more
+    ranges = {part.group: part for part in expected_ranges(kv, first, end)}
+    for index, group in enumerate(kv.groups):
+        needed = {token for token in visible(end, group.window) if token >= first}
+        moved = set(range(ranges[index].first, ranges[index].end)) if index in ranges else set()
+        assert needed <= moved
+        assert moved <= set(range(first, end))
+        blocks = {token // group.block_size for token in needed}
+        assert {token // group.block_size for token in moved} <= blocks | {end // group.block_size}
+
+
+@settings(max_examples=300, deadline=None)
+@given(formats(), st.data())
+def test_a_prefix_hit_is_the_longest_after_which_every_group_has_what_is_read(
+    kv: KvFormat, data: st.DataObject
+) -> None:
+    limit = data.draw(st.integers(0, 40))
+    present = [
+        data.draw(st.lists(st.booleans() if data.draw(st.booleans()) else st.just(True), max_size=20))
+        for _ in kv.groups
+    ]
+
+    def usable(num_tokens: int) -> bool:
+        for group, held in zip(kv.groups, present, strict=True):
+            if num_tokens % group.block_size:
+                return False
+            blocks = {token // group.block_size for token in visible(num_tokens, group.window)}
+            reach = num_tokens // group.block_size
+            if reach > len(held) or any(not held[block] for block in blocks):
+                return False
+        return True
+
+    assert longest_hit(kv, present, limit) == max(n for n in range(limit + 1) if n == 0 or usable(n))
+
+
+def test_a_recurrent_group_hits_at_its_checkpoints_only() -> None:
+    full = kv_group(1, 1, 4, block_size=4, dtype="float16")
+    state = KvGroup(KvKind.RECURRENT, (1,), 1, (10,), "float32", 4)
+    kv = KvFormat((full, state))
+    assert longest_hit(kv, [[True] * 5, [False, True, False, False, False]], 20) == 8
+    assert longest_hit(kv, [[True] * 5, [False] * 5], 20) == 0
+    assert longest_hit(kv, [[True, False, True, True, True], [False, True, False, False, True]], 20) == 0
+    assert [(part.group, part.first, part.end) for part in expected_ranges(kv, 4, 18)] == [(0, 4, 18), (1, 17, 18)]
+
+
+@settings(max_examples=200, deadline=None)
+@given(formats(), st.lists(st.integers(1, 9), max_size=12))
+def test_blocks_are_freed_once_and_never_one_that_is_read_later(kv: KvFormat, chunks: list[int]) -> None:
+    freed: list[set[int]] = [set() for _ in kv.groups]
+    computed = 0
+    for chunk in chunks:
+        for gone, blocks in zip(freed, freed_blocks(kv, computed, computed + chunk), strict=True):
+            assert not gone & set(blocks), "freed twice"
+            gone |= set(blocks)
+        computed += chunk
+        for group, gone in zip(kv.groups, freed, strict=True):
+            read = {
+                token // group.block_size
+                for later in range(computed, computed + 40)
+                for token in visible(later, group.window)
+            }
+            assert not gone & read
+            total = math.ceil(computed / group.block_size)
+            assert total - len({block for block in gone if block < total}) == group.blocks_held(computed)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 511, 512, 513, 8192])
+def test_a_gemma_3_like_model_moves_little_more_than_its_windows(num_tokens: int) -> None:
+    kv = windowed_format(
+        [0 if (layer + 1) % 6 == 0 else 512 for layer in range(30)], 1, 256, block_size=16, dtype="bfloat16"
+    )
+    moved = sum(
+        part.num_tokens * kv.groups[part.group].bytes_per_token(kv.shard) for part in expected_ranges(kv, 0, num_tokens)
+    )
+    edge = sum(group.block_size * group.bytes_per_token(kv.shard) for group in kv.groups if group.window)
+    assert kv.transfer_bytes(0, num_tokens) <= moved <= kv.transfer_bytes(0, num_tokens) + edge

@@ -1,0 +1,266 @@
+"""Item: a KV group that is dropped, zeroed or mixed up in transit is noticed before a token is computed from it: every mutation
+of every range of every group, through decode's own RemotePrefill and the slab's own checks."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import xxhash
+
+from diptych.common.clock import MonotonicClock
+from diptych.common.errors import DiptychError
+from diptych.common.kv_format import KvFormat, KvGroup, KvKind, full_format, windowed_format
+from diptych.common.kv_groups import expected_ranges
+from diptych.common.text.prompt_digest import prompt_digest
+from diptych.decode.coverage import Coverage
+from diptych.decode.link_rate import LinkRates
+from diptych.decode.refetch_policy import PrefillRates
+from diptych.decode.remote_prefill import RemotePrefill, RemotePrefillCallbacks, RemotePrefillContext
+from diptych.kvtransfer.api import KvAddress, PeerRef, ReceivedSlab
+from diptych.kvtransfer.handle import SlabHandle, sign
+from diptych.kvtransfer.layout import HEADER_BYTES, check_slab, message_bytes, write_frame
+from diptych.rpc.v1 import prefill_pb2
+from diptych.worker import wire
+from diptych.worker.refs import WorkerRef
+
+BLOCK, LENGTH, CACHED = 4, 26, 4
+PROMPT = [(7 * i + 3) % 100 for i in range(LENGTH)]
+LATENT = KvGroup(KvKind.LATENT, (0, 1), 1, (6,), "float16", BLOCK)
+FORMATS = {
+    "full": full_format(2, 1, 4, block_size=BLOCK, dtype="float16"),
+    "window": windowed_format([0, 9, 9], 1, 4, block_size=BLOCK, dtype="float16"),
+    "two windows": windowed_format([5, 0, 12, 0], 1, 4, block_size=BLOCK, dtype="float16"),
+    "only a window": windowed_format([9, 9], 1, 4, block_size=BLOCK, dtype="float16"),
+    "latent": KvFormat((LATENT, replace(LATENT, kind=KvKind.FULL, layers=(2,), dims=(4, 4)))),
+}
+
+
+@dataclass
+class Range:
+    """What prefill announces, and what its slab holds when it is read."""
+
+    handle: SlabHandle
+    slab: bytearray
+
+
+def sent(kv: KvFormat) -> list[Range]:
+    """Each group's tokens in ranges of two blocks, intact."""
+    ranges = []
+    for part in expected_ranges(kv, CACHED, LENGTH):
+        group = kv.groups[part.group]
+        for first in range(part.first, part.end, 2 * BLOCK):
+            num = min(2 * BLOCK, part.end - first)
+            size = num * group.bytes_per_token(kv.shard)
+            data = bytes((part.group * 97 + first * 31 + i * 7 + 1) % 251 + 1 for i in range(size))
+            handle = SlabHandle(
+                "p0", "life", "a", len(ranges), 1, first, num, 0, group.num_layers, 7, size, xxhash.xxh3_64_intdigest(data), 99,
+                group=part.group,
+            )  # fmt: skip
+            slab = bytearray(message_bytes(size))
+            slab[HEADER_BYTES : HEADER_BYTES + size] = data
+            write_frame(memoryview(slab), handle)
+            ranges.append(Range(sign(b"k" * 32, handle), slab))
+    return ranges
+
+
+# ---- what can happen on the way ----
+
+Mutation = Callable[[list[Range], int], list[Range] | None]
+"""(all ranges, the one that is hit) -> what arrives; None: it does not apply."""
+
+
+def _changed(**change: Any) -> Mutation:
+    def mutate(ranges: list[Range], at: int) -> list[Range] | None:
+        handle = ranges[at].handle
+        values = {name: new(handle, ranges) for name, new in change.items()}
+        if any(value is None for value in values.values()):
+            return None
+        ranges[at] = Range(replace(handle, **values), ranges[at].slab)
+        return ranges
+
+    return mutate
+
+
+def _payload(change: Callable[[bytearray, int], None]) -> Mutation:
+    def mutate(ranges: list[Range], at: int) -> list[Range]:
+        change(ranges[at].slab, ranges[at].handle.size_bytes)
+        return ranges
+
+    return mutate
+
+
+def _zero(slab: bytearray, size: int) -> None:
+    slab[HEADER_BYTES : HEADER_BYTES + size] = bytes(size)
+
+
+def _zero_all(slab: bytearray, size: int) -> None:
+    slab[:] = bytes(len(slab))
+
+
+def _flip(slab: bytearray, size: int) -> None:
+    slab[HEADER_BYTES + size // 2] ^= 1
+
+
+def _drop_group(ranges: list[Range], at: int) -> list[Range]:
+    return [one for one in ranges if one.handle.group != ranges[at].handle.group]
+
+
+def _swap_slabs(ranges: list[Range], at: int) -> list[Range] | None:
+    other = next((one for one in ranges if one.handle.group != ranges[at].handle.group), None)
+    if other is None:
+        return None
+    one = ranges[at]
+    one.slab, other.slab = other.slab, one.slab
+    return ranges
+
+
+MUTATIONS: dict[str, Mutation] = {
+    "a range is dropped": lambda ranges, at: ranges[:at] + ranges[at + 1 :],
+    "a group is dropped": _drop_group,
+    "a range comes twice in place of another": lambda ranges, at: [*ranges[:at], ranges[at - 1], *ranges[at + 1 :]],
+    "a payload is zeroed": _payload(_zero),
+    "a slab is zeroed": _payload(_zero_all),
+    "a bit is flipped": _payload(_flip),
+    "slabs of two groups are swapped": _swap_slabs,
+    "a range is called another group's": _changed(
+        group=lambda handle, ranges: next((one.handle.group for one in ranges if one.handle.group != handle.group), 1)
+    ),
+    "a range is moved by a block": _changed(first_token=lambda handle, _: handle.first_token + BLOCK),
+    "a range is cut by a token": _changed(num_tokens=lambda handle, _: handle.num_tokens - 1),
+    "a layer is missing": _changed(num_layers=lambda handle, _: handle.num_layers - 1),
+    "layers are moved": _changed(first_layer=lambda handle, _: 1),
+    "the checksum is another's": _changed(checksum=lambda handle, _: handle.checksum ^ 1),
+    "another generation": _changed(generation=lambda handle, _: handle.generation + 1),
+}
+
+
+def cases() -> Iterator[tuple[str, str, int]]:
+    for kind, kv in FORMATS.items():
+        for name, mutate in MUTATIONS.items():
+            for at in range(len(sent(kv))):
+                if mutate(sent(kv), at) is not None:
+                    yield kind, name, at
+
+
+# ---- decode's side ----
+
+
+class Peer:
+    """Announces, and serves what it announced; then ends the call."""
+
+    def __init__(self, ranges: list[Range]) -> None:
+        self._slabs = {one.handle.slab: one.slab for one in ranges}
+        self._handles = [one.handle for one in ranges]
+        self.ref = PeerRef("p0", "life", KvAddress("inproc", "", 0))
+        self.began = False
+        """The engine was told that nothing is missing."""
+
+    async def connect(self, ref: WorkerRef) -> Any:
+        return SimpleNamespace(pid=1, kv=self.ref, prefill=SimpleNamespace(Prefill=self.call), kv_format=None)
+
+    def drop(self, ref: WorkerRef) -> None: ...
+
+    def call(self, request: Any, **_: Any) -> Call:
+        return Call(self._events())
+
+    async def _events(self) -> AsyncIterator[prefill_pb2.PrefillEvent]:
+        yield prefill_pb2.PrefillEvent(started=prefill_pb2.PrefillStarted())
+        known = prefill_pb2.ComputedFrom(num_tokens=LENGTH, digest=prompt_digest(PROMPT, BLOCK), block_size=BLOCK)
+        token = prefill_pb2.FirstToken(choice=0, token_id=5)
+        yield prefill_pb2.PrefillEvent(first_tokens=prefill_pb2.FirstTokens(tokens=[token], computed_from=known))
+        for handle in self._handles:
+            yield prefill_pb2.PrefillEvent(
+                computed=prefill_pb2.Computed(
+                    first_token=handle.first_token, num_tokens=handle.num_tokens, handles=[wire.handle_to_proto(handle)]
+                )
+            )
+        yield prefill_pb2.PrefillEvent(finished=prefill_pb2.PrefillFinished(num_ranges=len(self._handles)))
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    # the reader
+    async def read(self, peer: PeerRef, handle: SlabHandle, *, deadline_s: float) -> ReceivedSlab:
+        slab = bytearray(self._slabs[handle.slab]).ljust(message_bytes(handle.size_bytes), b"\0")
+        error = check_slab(memoryview(slab), handle)
+        if error is not None:
+            raise error
+        return ReceivedSlab(handle, 0, memoryview(slab)[HEADER_BYTES : HEADER_BYTES + handle.size_bytes], "test")
+
+    def finish(self, slab: ReceivedSlab) -> None: ...
+
+    def renew(self, peer: PeerRef, handle: SlabHandle) -> None: ...
+
+    # the unpacker
+    async def unpack(self, attempt: str, slab: ReceivedSlab, *, last: bool = False) -> bool:
+        self.began = self.began or last
+        return True
+
+
+class Call:
+    def __init__(self, events: AsyncIterator[Any]) -> None:
+        self._events = events
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return self._events
+
+    def cancel(self) -> None: ...
+
+
+async def begins(kv: KvFormat, ranges: list[Range]) -> bool:
+    """Whether decode computes a token on what arrived."""
+    peer = Peer(ranges)
+    context = RemotePrefillContext(
+        peers=peer, reader=peer, unpacker=peer, links=LinkRates(), clock=MonotonicClock(), kv=kv, rates=PrefillRates(),
+        silence_s=600.0,
+    )  # type: ignore[arg-type]  # fmt: skip
+    completed: list[bool] = []
+    hooks = RemotePrefillCallbacks(
+        on_first_token=lambda token: None, on_first_candidates=lambda tokens: None, on_complete=lambda: completed.append(True),
+        on_prompt_logprobs=lambda logprobs: None,
+    )  # fmt: skip
+    request = prefill_pb2.PrefillRequest(
+        attempt="a", prompt_token_ids=PROMPT, want_kv=True, decode_cached_tokens=CACHED, remaining_s=60.0
+    )
+    leg = RemotePrefill(
+        context, hooks, attempt="a", ref=WorkerRef("p0", "life", "x:1"), request=request, num_tokens=LENGTH
+    )
+    try:
+        await leg.run()
+    except DiptychError:
+        return bool(completed)
+    return bool(completed) or peer.began
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+async def test_undisturbed_kv_of_every_group_is_used(kind: str) -> None:
+    assert await begins(FORMATS[kind], sent(FORMATS[kind]))
+    assert await begins(FORMATS[kind], sent(FORMATS[kind])[::-1]), "in any order"
+
+
+async def test_without_the_checks_they_would_not_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    kv = FORMATS["window"]
+    dropped, zeroed = MUTATIONS["a group is dropped"], MUTATIONS["a payload is zeroed"]
+    monkeypatch.setattr(Coverage, "complete", property(lambda self: True))
+    assert await begins(kv, dropped(sent(kv), 0) or [])
+    monkeypatch.undo()
+    monkeypatch.setattr(sys.modules[__name__], "check_slab", partial(check_slab, verify_checksum=False))
+    assert await begins(kv, zeroed(sent(kv), 0) or [])
+
+
+async def test_every_mutation_of_every_range_is_noticed() -> None:
+    missed, count = [], 0
+    for kind, name, at in cases():
+        mutated = MUTATIONS[name](sent(FORMATS[kind]), at)
+        assert mutated is not None
+        count += 1
+        if await begins(FORMATS[kind], mutated):
+            missed.append((kind, name, at))
+    assert count > 250
+    assert not missed
