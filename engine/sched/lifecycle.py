@@ -73,6 +73,7 @@ class Lifecycle:
             config.block_size, limits.kv_bytes_per_token, config.slab_quota_per_peer, limits.num_layers
         )
         self.outbox = Outbox()
+        self.emit, self.totals = self.outbox.add, self.outbox.totals
         self.not_ahead: Counter[str] = Counter()
         """Steps that were not launched before the last one had landed, by the reason."""
         self._requests: dict[str, Request] = {}

@@ -17,6 +17,7 @@ from diptych.engine.sched.beam_search import Child
 from diptych.engine.sched.beams import Beams, stopped
 from diptych.engine.sched.choices import Draws
 from diptych.engine.sched.lifecycle import Lifecycle
+from diptych.engine.sched.output import OutputProcessor
 from diptych.engine.sched.request import Request, State
 from diptych.engine.sched.step import SchedulerOutput
 
@@ -27,7 +28,7 @@ def apply_step_result(live: Lifecycle, out: SchedulerOutput, result: StepResult,
     A bad row fails its request, and what that request read or wrote leaves the prefix cache. A request whose parameters
     leave no token to draw fails too.
     """
-    totals = live.outbox.totals
+    totals = live.totals
     live.throughput.observe(duration_s, out.num_prefill_tokens, out.num_decode)
     totals.computed += out.num_prefill_tokens
     if out.num_prefill_tokens:
@@ -38,6 +39,7 @@ def apply_step_result(live: Lifecycle, out: SchedulerOutput, result: StepResult,
     any_failed = bool(result.bad_rows or result.refused_rows)
     any_beams = bool(live.beams)
     token_ids, logprobs = result.token_ids, result.logprobs
+    num_decode = out.num_decode
     for i, request in enumerate(out.requests):
         if request.ended:
             continue  # another choice's failure has ended it in this step, or it ended while the step was on the device
@@ -45,8 +47,8 @@ def apply_step_result(live: Lifecycle, out: SchedulerOutput, result: StepResult,
             continue
         if charges:
             num_outputs = max(int(request.seq.sample), len(token_ids[i]))
-            policy.charge(request, len(request.seq.token_ids) if i >= out.num_decode else 0, num_outputs)
-        if i >= out.num_decode:
+            policy.charge(request, len(request.seq.token_ids) if i >= num_decode else 0, num_outputs)
+        if i >= num_decode:
             _advance_chunk(live, request, i, result, duration_s)
             continue
         # One of hundreds of decoding sequences, in every step: nothing here that is not needed.
@@ -119,31 +121,37 @@ def take_tokens(
     offset = len(tokens) - request.num_prompt
     try:
         if len(row) == 1:
-            text, count = output.push(row[0]), 1
-            tokens.append(row[0])
+            token = row[0]
+            text = output.push(token)
+            tokens.append(token)
         else:
-            if len(row) > len(request.seq.token_ids):
-                raise InternalError(
-                    f"the runner accepted more tokens than it was given for attempt {request.attempt_id}"
-                )
-            count, text = output.push_all(row)
-            row, logprobs = row[:count], logprobs[:count]
-            tokens.extend(row)
-            request.num_computed += count - 1
-            live.kv.publish(request)
+            row, text = _push_row(live, request, output, row)
+            logprobs = logprobs[: len(row)]
     except DiptychError as error:
         live.fail(request, error)
         return
-    outbox = live.outbox
-    outbox.totals.generated += count
+    live.totals.generated += len(row)
     if live.choices.withholding and (group := live.choices.of(request)) is not None and group.withholds:
         group.withhold(request.choice, row, text, logprobs)
     else:
-        outbox.add(TokensOut(request.attempt_id, offset, row, text, request.choice, logprobs))
+        live.emit(TokensOut(request.attempt_id, offset, row, text, request.choice, logprobs))
     if output.finish is not None:
         live.finish(request)
     elif len(request.block_ids) * live.block_size < len(tokens):
         live.running.needs_block(request)
+
+
+def _push_row(
+    live: Lifecycle, request: Request, output: OutputProcessor, row: tuple[int, ...]
+) -> tuple[tuple[int, ...], str]:
+    """Returns: the tokens of a row of several that count, and their text. Raises: InternalError."""
+    if len(row) > len(request.seq.token_ids):
+        raise InternalError(f"the runner accepted more tokens than it was given for attempt {request.attempt_id}")
+    count, text = output.push_all(row)
+    request.token_ids.extend(row[:count])
+    request.num_computed += count - 1
+    live.kv.publish(request)
+    return row[:count], text
 
 
 # ---- beams ----
@@ -183,7 +191,7 @@ def _advance_beams(live: Lifecycle, group: Beams, children: list[Child]) -> None
         live.kv.trim(beam)
         if live.kv.needs_block(beam):
             live.running.needs_block(beam)
-    live.outbox.totals.generated += len(beams)
+    live.totals.generated += len(beams)
     group.search.go_on(named)
 
 
@@ -226,7 +234,7 @@ def _send_prompt_logprobs(live: Lifecycle, request: Request, entries: list[Token
     first = request.num_computed - len(request.seq.token_ids) + 1
     fresh = entries[max(0, wanted - first) :]
     if fresh:
-        live.outbox.add(PromptLogprobs(request.attempt_id, max(first, wanted), tuple(fresh)))
+        live.emit(PromptLogprobs(request.attempt_id, max(first, wanted), tuple(fresh)))
     until = max(wanted, first + len(entries))
     request.prompt_logprobs_from = until if until < request.num_prompt else None
 
@@ -242,19 +250,19 @@ def _advance_prefill(live: Lifecycle, request: Request, i: int, result: StepResu
         reason = f"the runner does not say what attempt {request.attempt_id} was computed from"
         live.fail(request, InternalError(reason))
         return
-    live.outbox.add(PromptComputed(request.attempt_id, computed_from))
+    live.emit(PromptComputed(request.attempt_id, computed_from))
     if request.samples and request.seq.num_candidates:
         candidates = result.candidates.get(i)
         if candidates is None:
             live.fail(request, InternalError(f"the runner gave no candidates for attempt {request.attempt_id}"))
             return
-        live.outbox.add(FirstCandidates(request.attempt_id, tuple(candidates)))
+        live.emit(FirstCandidates(request.attempt_id, tuple(candidates)))
     elif request.samples:
         if len(result.token_ids[i]) != 1:
             live.fail(request, InternalError(f"the runner drew no token for attempt {request.attempt_id}"))
             return
         for choice, (drawn, logprobs) in enumerate(_draws(i, result), request.choice):
             known = (logprobs,) if logprobs is not None else ()
-            live.outbox.totals.generated += 1
-            live.outbox.add(TokensOut(request.attempt_id, 0, (drawn,), "", choice, known))
+            live.totals.generated += 1
+            live.emit(TokensOut(request.attempt_id, 0, (drawn,), "", choice, known))
     live.prompt_computed(request)

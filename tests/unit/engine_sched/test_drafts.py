@@ -14,6 +14,7 @@ from diptych.common.text.detokenizer import StopChecker, TextPiece
 from diptych.engine.executor import LocalExecutor
 from diptych.engine.fake_device import FakeDeviceRunner
 from diptych.engine.fake_runner import FakeRunner
+from diptych.engine.grammar.program import mask_of, mask_words
 from diptych.engine.messages import BlocksEvicted, BlocksStored, Failed, Finished, KvMode, TokensOut
 from diptych.engine.offline import OfflineEngine
 
@@ -32,6 +33,27 @@ class Words:
 
     def finish(self):
         return TextPiece(self.stops.flush())
+
+
+class Alternates:
+    """A grammar: even and odd tokens in turn. It has no way back, so it must never see a token that is not accepted."""
+
+    slow = False
+    num_words = mask_words(VOCABULARY)
+
+    def __init__(self):
+        self.count = 0
+
+    def matcher(self):
+        return Alternates()
+
+    def accept(self, token_id):
+        allowed = token_id % 2 == self.count % 2
+        self.count += 1
+        return allowed
+
+    def fill(self, mask):
+        mask |= mask_of(range(self.count % 2, VOCABULARY, 2), VOCABULARY)
 
 
 class Guesses:
@@ -60,7 +82,7 @@ class Guesses:
 def run(kit, requests, *, drafter=None, arrivals=None, **changes):
     """Returns: the engine, and by (attempt, choice) its ids, text, logprobs and end."""
     num_blocks = changes.pop("num_blocks", 64)
-    runner = FakeRunner(num_blocks, kit.BLOCK, vocab_size=VOCABULARY, eos_token_ids=(1,))
+    runner = FakeRunner(num_blocks, kit.BLOCK, vocab_size=VOCABULARY, eos_token_ids=(1,), num_host_blocks=6)
     config = kit.make_config(num_blocks=num_blocks, **changes)
     engine = OfflineEngine(LocalExecutor(runner), config, kit.IDENTITY, Words, clock=kit.FakeClock(), drafter=drafter)
     outputs, rows, cached, events = {}, [], {}, []
@@ -122,6 +144,8 @@ kinds = st.sampled_from(
         {"logprobs": 1, "temperature": 0.7},
         {"n": 2, "seed": 5},
         {"best_of": 3, "n": 1},
+        {"grammar": Alternates()},
+        {"grammar": Alternates(), "temperature": 0.0, "min_tokens": 3},
     ]
 )
 
@@ -141,12 +165,17 @@ def test_any_drafts_yield_what_plain_decoding_yields(kit, kind, prompts, max_tok
         kit.make_request(
             f"r{i}",
             [2 + (j + seed) % 30 for j in range(length)],
-            sampling=SamplingParams(**{"max_tokens": max_tokens, "seed": seed + i, "ignore_eos": True, **fields}),
+            sampling=SamplingParams(
+                **{"max_tokens": max_tokens, "seed": seed + i, "ignore_eos": True}
+                | {name: value for name, value in fields.items() if name != "grammar"}
+            ),
+            grammar=fields.get("grammar"),
         )
         for i, (fields, length) in enumerate(zip(kind, prompts, strict=False))
     ]
-    # Tight: growing sequences are preempted, and rows get fewer guesses than the drafter has.
-    pool = {"num_blocks": 13, "max_num_batched_tokens": 9} if tight else {}
+    # Tight: growing sequences are preempted and swapped, and rows get fewer guesses than the drafter has.
+    tight_pool = {"num_blocks": 13, "max_num_batched_tokens": 9, "num_host_blocks": 6, "preemption_mode": "swap"}
+    pool = tight_pool if tight else {}
     _, plain, plain_cache, _ = run(kit, requests, **pool)
     drafter = Guesses(truth_of(requests, plain), seed, most, share)
     _, drafted, cache, _ = run(kit, requests, drafter=drafter, **pool)

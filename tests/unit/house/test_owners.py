@@ -80,6 +80,27 @@ def test_reading_a_view_is_allowed() -> None:
     )
 
 
+PROBES = {"isinstance", "hasattr", "getattr", "callable"}
+
+
+def probes(source: str, file: str) -> Iterator[str]:
+    """Calls that find out what a runner or an executor is, in place of its declared capabilities."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Call(func=ast.Name(id=name), args=[probed, *_]) if name in PROBES:
+                if any(word in ast.unparse(probed) for word in ("runner", "executor")):
+                    yield f"{file}:{node.lineno}: {ast.unparse(node)}"
+
+
+def test_no_runner_is_probed() -> None:
+    """A runner declares what it can do: RunnerCapabilities."""
+    assert list(probes("if isinstance(self.model.runner, Async): pass", "elsewhere.py"))
+    root = ENGINE.parent
+    files = [*ENGINE.glob("*.py"), *(ENGINE / "sched").glob("*.py")]
+    files += [path for room in ("worker", "prefill", "decode") for path in (root / room).glob("*.py")]
+    assert not [found for path in files for found in probes(path.read_text(), path.name)]
+
+
 def test_no_module_changes_what_another_one_owns() -> None:
     files = [*(ENGINE / "sched").glob("*.py"), *ENGINE.glob("*.py")]
     assert len(files) > 30
