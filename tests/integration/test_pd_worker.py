@@ -91,8 +91,9 @@ async def test_lease_events_and_dump_agree(pd: ModuleType) -> None:
             parts = [
                 part async for part in WorkerStub(channel).DumpBlocks(worker_pb2.DumpBlocksRequest(), timeout=300.0)
             ]
-        assert b"".join(part.block_keys for part in parts) == b"".join(keys[:2])
-        assert (parts[0].epoch, parts[0].sequence) == (events[-1].epoch, events[-1].sequence)
+        device = [tier for part in parts for tier in part.tiers if tier.tier == "device"]
+        assert b"".join(tier.block_keys for tier in device) == b"".join(keys[:2])
+        assert (parts[0].epoch, device[0].sequence) == (events[-1].epoch, events[-1].sequence)
         info = await pd.get_info(worker)
         assert (info.worker_id, info.incarnation, info.transport_path) == ("decode-0", worker.incarnation, "inproc")
     finally:

@@ -139,8 +139,8 @@ def test_triton_and_torch_take_turns(model_dir_of, driver_of, monkeypatch, refus
     mixed = driver_of(folder)
     assert "triton (" in mixed.runner.backend
     assert "torch (" in mixed.runner.backend
-    assert not mixed.runner.steps_ahead
-    assert not mixed.runner.tells_layers
+    assert not mixed.runner.capabilities.runs_ahead
+    assert not mixed.runner.capabilities.reports_layers
     assert run(mixed) == expected
 
 
