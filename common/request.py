@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 
-@dataclass(slots=True)
-class Prompt:
-    """Everything besides the model that determines the KV of a prompt. Immutable by convention: a frozen class would
-    triple the cost of creating it.
+class Prompt(msgspec.Struct, frozen=True):
+    """Everything besides the model that determines the KV of a prompt.
 
     Args:
         token_ids: at least one id, all below the vocabulary size.
