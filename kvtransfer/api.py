@@ -1,7 +1,7 @@
-"""The two doors of the transfer thread, as prefill and decode see them. All methods are called on the event-loop thread.
+"""The interface of the transfer thread: one part publishes slabs, one reads them. Call all methods on the event-loop thread.
 
-The transfer thread owns the ledger, the staging ring and the transport; it drives the transport's progress itself. Each
-door talks to it through an inbox and gets answers by `loop.call_soon_threadsafe`.
+The transfer thread owns both ledgers, the arena of slabs and the transport, and drives the transport's progress. Calls go
+into its inbox; results return by `loop.call_soon_threadsafe`.
 
     P: step thread packs -> RangePacked -> publish() -> SlabHandle -> gRPC -> D
     D: read(handle) -> ReceivedSlab (verified) -> engine unpacks -> finish() -> acknowledgement to P
@@ -73,8 +73,8 @@ class TransferAudit:
 
 @dataclass(frozen=True, slots=True)
 class ReceivedSlab:
-    """A verified slab on decode's side. `payload` is valid until finish(); one in GPU memory is verified by whoever unpacks
-    it. `path`: what it came on, for example "nixl:shm"."""
+    """A verified slab. `payload` is valid until finish(); one in GPU memory is verified when it is unpacked. `path`: the
+    transport's path, for example "nixl:shm"."""
 
     handle: SlabHandle
     local_slab: int
@@ -83,7 +83,7 @@ class ReceivedSlab:
 
 
 class SlabPublisher(Protocol):
-    """Prefill's door."""
+    """Publishing."""
 
     def start(
         self,
@@ -93,7 +93,7 @@ class SlabPublisher(Protocol):
     ) -> None:
         """`on_grants` is called (from the transfer thread) whenever free slabs are lent to the step thread; `on_settled`
         (attempt, slab) on the event loop when decode acknowledged a slab or its lease ran out; `on_silent`
-        (peer) there when a lease ran out in which `peer` said nothing about any slab: nobody is coming."""
+        (peer) there when `peer` sent no message about any of its slabs for a whole lease."""
         ...
 
     def publish(self, peer: str, packed: RangePacked) -> SlabHandle:
@@ -112,7 +112,7 @@ class SlabPublisher(Protocol):
 
 
 class SlabReader(Protocol):
-    """Decode's door."""
+    """Reading."""
 
     async def read(self, peer: PeerRef, handle: SlabHandle, *, deadline_s: float) -> ReceivedSlab:
         """Fetch and verify one slab: header and trailer (attempt, generation), size, checksum. Waits for a free local slab.
@@ -129,8 +129,7 @@ class SlabReader(Protocol):
         ...
 
     def renew(self, peer: PeerRef, handle: SlabHandle) -> None:
-        """Tell prefill that the slab is still wanted: its lease begins anew. For whoever holds an announced handle while the
-        link or the ring is busy with others."""
+        """Restart the lease of an announced slab that waits because the link or the arena is busy."""
         ...
 
     async def forget(self, peer: PeerRef) -> None:

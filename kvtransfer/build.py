@@ -33,10 +33,10 @@ def build_transfer(
     """Self-test, then start the transfer thread. Takes a fraction of a second; call it before serving.
 
     Args:
-        publishes, reads: which parts of the arena get slabs, where config.quotas does not say.
+        publishes, reads: which parts of the arena get slabs, where config.quotas is not set.
         layout_hash: layout.layout_hash(compat); a handle with another one is refused on both sides.
         loop: where answers are delivered.
-        num_layers: what handles say about themselves; 0: all layers of the model.
+        num_layers: named in handles of whole ranges: all layers of the model.
     Raises: ConfigError: the transport cannot be used, or the self-test found another path than required.
     """
     quotas = config.quotas_of(publishes=publishes, reads=reads)

@@ -20,7 +20,7 @@ class TransferConfig:
         device: "cpu" or "cuda": where the pool is.
         host: address of ours that the transport binds to and advertises; no other interface listens.
         slab_bytes: whole slab with header and trailer, a multiple of the page size.
-        num_slabs: of each part of the arena that is used, unless `quotas` says otherwise.
+        num_slabs: of each part of the arena that is used, unless `quotas` is set.
         quotas: of the arena's two parts; None: by what the worker's role does.
         peer_quota: slabs to read into that one peer may keep busy; 0: three quarters of them.
         quarantine_cap: quarantined slabs beyond which a pair is unusable; 0: half of the slabs of that part.

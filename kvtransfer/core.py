@@ -5,7 +5,7 @@ no read that is made.
 
     event loop --inbox of calls, wake()--> turn() --call_soon_threadsafe--> event loop
 
-thread.py takes the turns on a thread; a test may take them itself, on a clock of its own.
+thread.py calls turn() on a thread. A test may call it directly, with its own clock.
 
 Order within a turn matters: progress, then inbox, then the events that progress brought. A handle leaves this process after
 publish() put its slab into the inbox, so the slab is PACKED before the request that names it is looked at.
@@ -43,13 +43,13 @@ _ASK_S = 5.0
 
 
 class TransferCore:
-    """The doors of `Transfer` (api.py) but close().
+    """Implements `Transfer` (api.py) except close().
 
     Args:
         quotas: slabs to publish from, slabs to read into.
         ring: of quotas.total slabs; None: one in host memory.
         message_s: what one more message costs, by the self-test; 0.0: not measured.
-        path: what the self-test found; empty: what the transport says.
+        path: what the self-test found; empty: the transport's own.
         clock: monotonic seconds, for leases and deadlines.
         wake: called (on the event loop) when something was put into the inbox.
     """
@@ -80,7 +80,7 @@ class TransferCore:
         self.path = path or transport.path
         self.message_s = message_s
         self._odd_paths: set[tuple[str, str]] = set()
-        """Peers that come on another path than the self-test's, which was said."""
+        """(worker, path) of peers whose path differs from the self-test's, and for which a warning was logged."""
         self._me = (worker_id, incarnation)
         self._layout_hash = layout_hash
         self._num_layers = num_layers
@@ -95,8 +95,8 @@ class TransferCore:
         self._on_silent: Callable[[str], None] = lambda peer: None
         self._grants: list[SlabGrant] = []
         self._granted: dict[int, int] = {}
-        """Slab -> generation. Written by the transfer thread when a slab is granted, taken by the event loop when it comes
-        back; a slab is in one hand at a time."""
+        """Slab -> generation. Written by the transfer thread when a slab is granted, removed by the event loop when it is
+        returned; one thread owns a slab at a time."""
         self._read_ids = itertools.count(secrets.randbits(40))
         self._waiting: dict[int, tuple[asyncio.Future[ReceivedSlab], SlabHandle]] = {}
         self._lent: dict[int, tuple[ReceivedSlab, int]] = {}
@@ -118,8 +118,8 @@ class TransferCore:
             self._ring,
             self._key,
             self._grants.append,
-            self._tell_settled,
-            self._tell_silent,
+            self._report_settled,
+            self._report_silent,
         )
         self._reader = ReadSide(
             ReaderLedger(
@@ -134,8 +134,8 @@ class TransferCore:
             layout_hash=layout_hash,
             bytes_per_s=bytes_per_s,
             verify_checksum=config.verify_checksum,
-            on_delivered=self._tell_delivered,
-            on_failed=self._tell_failed,
+            on_delivered=self._report_delivered,
+            on_failed=self._report_failed,
         )
 
     @property
@@ -284,19 +284,19 @@ class TransferCore:
         else:
             self._post(partial(self._reader.finish, read_id))
 
-    def _tell_settled(self, attempt: str, slab: int) -> None:
+    def _report_settled(self, attempt: str, slab: int) -> None:
         self._on_loop(self._settled, attempt, slab)
 
     def _settled(self, attempt: str, slab: int) -> None:
         self._on_settled(attempt, slab)
 
-    def _tell_silent(self, peer: str) -> None:
+    def _report_silent(self, peer: str) -> None:
         self._on_loop(self._silent, peer)
 
     def _silent(self, peer: str) -> None:
         self._on_silent(peer)
 
-    def _tell_delivered(self, read_id: int, slab: int, path: str) -> None:
+    def _report_delivered(self, read_id: int, slab: int, path: str) -> None:
         self._on_loop(self._delivered, read_id, slab, path)
 
     def _delivered(self, read_id: int, slab: int, path: str) -> None:
@@ -312,7 +312,7 @@ class TransferCore:
         self._lent[slab] = (received, read_id)
         future.set_result(received)
 
-    def _tell_failed(self, read_id: int, error: DiptychError) -> None:
+    def _report_failed(self, read_id: int, error: DiptychError) -> None:
         self._on_loop(self._failed, read_id, error)
 
     def _failed(self, read_id: int, error: DiptychError) -> None:
@@ -320,7 +320,7 @@ class TransferCore:
         if future is not None and not future.done():
             future.set_exception(error)
 
-    # ---- whoever takes the turns ----
+    # ---- called by the transfer thread, or by a test ----
 
     def turn(self) -> bool:
         """Progress, inbox, events, and the tick when it is due. Returns: whether anything happened."""
@@ -346,7 +346,7 @@ class TransferCore:
 
     @property
     def awaited(self) -> bool:
-        """Peers have a reason to say something: slabs of ours are out, or reads of ours are open."""
+        """Messages of peers are expected: slabs are published, or reads are open."""
         return self._publisher.awaited or self._reader.awaited
 
     def shut(self) -> None:
@@ -362,7 +362,7 @@ class TransferCore:
         return worked
 
     def _guarded(self, call: Callable[..., Any], *args: Any) -> Any:
-        """One failed call must not end the thread that everybody waits for; it shows in the audit."""
+        """A failed call must not end the thread: it is logged, and listed in the audit."""
         try:
             return call(*args)
         except Exception as error:

@@ -1,7 +1,7 @@
 """A ring whose payloads lie in GPU memory. Its frames stay in host memory, where publish() and check_slab() write and read them.
 
 prefill   payload(slab): GPU memory of ours, to pack into
-decode    received(slab): over ipc GPU memory of the peer, mapped here: nothing was copied yet, whoever unpacks it reads the link;
+decode    received(slab): over ipc GPU memory of the peer, mapped here: nothing was copied yet, unpacking reads over the link;
           over ucx-gpu memory of ours, where the payload has arrived
 """
 

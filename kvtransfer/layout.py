@@ -110,7 +110,7 @@ class Ring:
         return self._view[start : start + self.spec.slab_bytes]
 
     def received(self, index: int, handle: SlabHandle, *, verify: bool) -> Payload:
-        """The payload of a slab that was read; `verify`: whoever unpacks it checks its sum, if the ring verifies later."""
+        """The payload of a slab that was read; `verify`: check its sum when it is unpacked, if the ring verifies later."""
         return self.slab(index)[HEADER_BYTES : HEADER_BYTES + handle.size_bytes]
 
     def payload(self, index: int) -> Payload:

@@ -2,7 +2,7 @@
 
 Each line is a move: state, event, state. Events are classes of publisher_ledger.py and reader_ledger.py.
 
-Prefill's ring (PublisherLedger, publisher_ledger.py):
+Slabs to publish from (PublisherLedger, publisher_ledger.py):
 
     FREE        --Published-->   PACKED         the step thread packed a granted slab
     PACKED      --ReadAsked-->   IN_FLIGHT      the handle is valid: the send begins
@@ -16,7 +16,7 @@ Prefill's ring (PublisherLedger, publisher_ledger.py):
     QUARANTINED --SendDone-->    FREE
     QUARANTINED --PeerGone-->    FREE
 
-Decode's ring (ReaderLedger, reader_ledger.py):
+Slabs to read into (ReaderLedger, reader_ledger.py):
 
     FREE        --ReadWanted-->  IN_FLIGHT      a slab is free, else the read waits for one; the receive is posted
     IN_FLIGHT   --Received-->    SETTLED        intact; damaged or refused: FREE
@@ -61,11 +61,11 @@ LEGAL_MOVES: frozenset[tuple[SlabState, SlabState]] = frozenset(
         (_S.QUARANTINED, _S.FREE),
     }
 )
-_STORY_LENGTH = 12
+_HISTORY_LENGTH = 12
 
 
 class IllegalMoveError(AssertionError):
-    """Our own bug: a slab was to move where the table does not let it. Tells the slab's story so far."""
+    """A bug here: a move that the table does not allow. The message holds the slab's history."""
 
 
 @dataclass(slots=True)
@@ -75,11 +75,11 @@ class Slab:
     index: int
     state: SlabState = SlabState.FREE
     generation: int = 1
-    story: list[str] = field(default_factory=list)
+    history: list[str] = field(default_factory=list)
 
 
 class SlabTable:
-    """States, counters and stories of a ring's slabs. The only place where a state changes."""
+    """States, counters and histories of a ring's slabs. The only place where a state changes."""
 
     def __init__(self, num_slabs: int) -> None:
         self.slabs = [Slab(index) for index in range(num_slabs)]
@@ -90,14 +90,14 @@ class SlabTable:
         """Raises: IllegalMoveError."""
         slab = self.slabs[index]
         if (slab.state, to) not in LEGAL_MOVES:
-            told = "; ".join(slab.story)
+            history = "; ".join(slab.history)
             raise IllegalMoveError(
-                f"slab {index}: {slab.state.name} -> {to.name} ({why}) is no legal move. Story: {told}"
+                f"slab {index}: {slab.state.name} -> {to.name} ({why}) is no legal move. History: {history}"
             )
         self._count[slab.state] -= 1
         self._count[to] += 1
-        slab.story.append(f"g{slab.generation} {slab.state.name} -> {to.name}: {why}")
-        del slab.story[:-_STORY_LENGTH]
+        slab.history.append(f"g{slab.generation} {slab.state.name} -> {to.name}: {why}")
+        del slab.history[:-_HISTORY_LENGTH]
         slab.state = to
         if to is SlabState.FREE:
             slab.generation += 1
@@ -115,7 +115,7 @@ class SlabTable:
         )
 
     def check(self) -> list[str]:
-        """A full walk: every sentence is a broken law."""
+        """Check every slab. Returns: a sentence for each invariant that does not hold."""
         broken = []
         for state in SlabState:
             walked = sum(slab.state is state for slab in self.slabs)

@@ -43,7 +43,7 @@ def interface_of(host: str) -> str:
     """Name of the interface that has the address `host` (a name is resolved). Raises: ConfigError."""
     address = numeric(host)
     if is_wildcard(address):
-        raise ConfigError("host", host, "must be one address of this host: it is what peers are told")
+        raise ConfigError("host", host, "must be one address of this host: peers connect to it")
     if is_ipv6(address):
         number, _, zone = address.partition("%")
         for name in _interfaces_of_ipv6(number):

@@ -12,12 +12,12 @@ import numpy as np
 from diptych.common.errors import ConfigError
 
 TELLING_BYTES = 64 << 10
-"""A read of fewer bytes does not tell its path: control messages travel on TCP, too."""
+"""A read of fewer bytes does not show its path: control messages travel on TCP, too."""
 
 
 def load_nixl() -> Any:
     """NIXL's Python API. Where UCXX was loaded before it, its UCX keeps NIXL's module for shared memory out of the process; a
-    worker loads one of the two, and the self-test tells. Raises: ConfigError."""
+    worker loads one of the two, and the self-test shows which. Raises: ConfigError."""
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
     os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
     os.environ.setdefault("UCX_LOG_LEVEL", "error")
@@ -52,10 +52,10 @@ class Read:
     address: int = 0
     """Where prefill lets us read; 0: its answer has not come."""
     tcp_before: int = -1
-    """Of the read that tells its peer's path: what TCP had brought before it began."""
+    """Of the read that shows its peer's path: bytes that had arrived over TCP before it began."""
 
     @property
-    def tells(self) -> bool:
+    def measures_path(self) -> bool:
         return not self.peer.path and self.dest.nbytes >= TELLING_BYTES
 
 

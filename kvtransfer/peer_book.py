@@ -1,8 +1,8 @@
-"""Who a transport talks to: endpoints by name, the dying ones, and whose loss is not known to everybody yet.
+"""The endpoints of a transport by name, those that are closing, and those whose loss was not reported yet.
 
 outgoing: peers that we read from, by peer key          incoming: peers that read from us, by connection number
-     `lose` takes an endpoint out of either and keeps it among the dying until the transport says that nothing of it is
-     under way any more (`bury`). A new endpoint to a peer whose loss is not told yet has to wait: the news of the old
+     `lose` takes an endpoint out of either and keeps it among the dying until the transport reports that nothing of it is
+     under way any more (`bury`). A new endpoint to a peer whose loss was not reported has to wait: the report of the old
      one's death would be taken for its own, and free slabs that are being read into.
 """
 
@@ -23,7 +23,7 @@ _LENGTH_BYTES = 4
 
 
 class Endpoint(Protocol):
-    """`conn` stands in control messages; `lost` tells why it was closed."""
+    """`conn` is sent in control messages; `lost`: why it was closed."""
 
     name: str
     conn: int
@@ -47,7 +47,7 @@ class PeerBook(Generic[E]):
         self.dying: list[E] = []
         self._untold: set[str] = set()
 
-    def everybody(self) -> list[E]:
+    def endpoints(self) -> list[E]:
         return [*self.outgoing.values(), *self.incoming.values()]
 
     def reader(self, name: str) -> E | None:
@@ -94,12 +94,12 @@ class PeerBook(Generic[E]):
         return PeerLost(peer.name, peer.lost)
 
     def begin_turn(self, events: Iterable[TransportEvent]) -> None:
-        """`events` are about to be told: whoever else is not dying is free to come again."""
+        """`events` are about to be reported: any other peer that is not closing may connect again."""
         told_now = {event.peer for event in events if isinstance(event, PeerLost)}
         self._untold = {peer.name for peer in self.dying} | told_now
 
     def drop(self, name: str, why: str) -> None:
-        for peer in [e for e in self.everybody() if e.name == name]:
+        for peer in [e for e in self.endpoints() if e.name == name]:
             self._lose(peer, why)
 
 

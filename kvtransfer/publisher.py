@@ -42,7 +42,7 @@ class PublishSide:
         self._refusing: set[int] = set()
         self.bytes_sent = 0
 
-    # ---- what the doors ask ----
+    # ---- calls of the event loop ----
 
     def start(self, now: float) -> None:
         self._feed(pub.GrantAsked(), now)
@@ -56,7 +56,7 @@ class PublishSide:
     def release(self, attempt: str, now: float) -> None:
         self._feed(pub.Released(attempt), now)
 
-    # ---- what the thread drives ----
+    # ---- driven by the transfer thread ----
 
     def on_transport(self, event: wire.TransportEvent, now: float) -> None:
         match event:
@@ -87,7 +87,7 @@ class PublishSide:
 
     @property
     def awaited(self) -> bool:
-        """Slabs are out: whoever they are for may ask at any moment."""
+        """Slabs are published: a read may arrive at any moment."""
         return self._ledger.any_out
 
     def counts(self) -> SlabCounts:
@@ -123,7 +123,7 @@ class PublishSide:
                 case pub.Settled(attempt, slab):
                     self._on_settled(attempt, slab)
                 case pub.PeerSilent(peer):
-                    log.warning("%s let a whole lease pass without a word about its slabs", peer)
+                    log.warning("%s sent no message about its slabs for a whole lease", peer)
                     self._on_silent(peer)
                 case DropPeer(peer, why):
                     log.warning("closing the endpoint to %s: %s", peer, why)

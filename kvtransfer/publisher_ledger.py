@@ -1,4 +1,4 @@
-"""Prefill's side of the ledger: granted, packed, read, acknowledged. Pure. The life cycle is drawn in ledger.py."""
+"""The ledger of slabs to publish from: granted, packed, read, acknowledged. Pure. The life cycle is in ledger.py."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class Settled:
 
 @dataclass(frozen=True, slots=True)
 class PeerSilent:
-    """A lease ran out in which the decode worker said nothing about any of its slabs: nobody is coming for any of them."""
+    """The reader sent no message about any of its slabs for a whole lease: none of them will be read."""
 
     peer: str
 
@@ -130,7 +130,7 @@ Action = Grant | Send | Refuse | Settled | PeerSilent | DropPeer
 
 
 @dataclass(slots=True)
-class _Life:
+class _Outstanding:
     """What a slab that is not free holds."""
 
     peer: str
@@ -142,11 +142,11 @@ class _Life:
 
 
 class PublisherLedger:
-    """Owns prefill's ring.
+    """Owns the slabs to publish from.
 
     Args:
         worker_id, incarnation, layout_hash: what a handle must name.
-        lease_s: from publish, or from decode's last word, until an unread or unacknowledged slab is taken back.
+        lease_s: from publish, or from the reader's last message, until an unread or unacknowledged slab is taken back.
         quarantine_cap: more quarantined slabs than this to one connection, and its reads are refused (UNUSABLE). A slab
             that stays quarantined for a lease has its endpoint closed: that is the proof of death.
     """
@@ -170,9 +170,9 @@ class PublisherLedger:
         self._cap = quarantine_cap
         self._granting = False
         self._granted: dict[int, int] = {}
-        self._lives: dict[int, _Life] = {}
-        self._heard: dict[str, float] = {}
-        """The last word of each decode worker about a slab of its own; of those that hold any."""
+        self._outstanding: dict[int, _Outstanding] = {}
+        self._last_message: dict[str, float] = {}
+        """Time of the last message of each reader about a slab of its own; of readers that hold any."""
         self.refused: Counter[Refusal] = Counter()
         self.rejected_publishes = 0
         self.expired_requests = 0
@@ -188,17 +188,17 @@ class PublisherLedger:
     @property
     def any_out(self) -> bool:
         """A slab is published and not free again."""
-        return bool(self._lives)
+        return bool(self._outstanding)
 
     def held_by(self, peer: str) -> int:
         """Slabs that are not free on account of decode worker `peer`."""
-        return sum(life.peer == peer for life in self._lives.values())
+        return sum(life.peer == peer for life in self._outstanding.values())
 
     def check(self) -> list[str]:
         broken = self.table.check()
         for slab in self.table.slabs:
-            if (slab.state is SlabState.FREE) == (slab.index in self._lives):
-                broken.append(f"slab {slab.index}: {slab.state.name} but in_use={slab.index in self._lives}")
+            if (slab.state is SlabState.FREE) == (slab.index in self._outstanding):
+                broken.append(f"slab {slab.index}: {slab.state.name} but in_use={slab.index in self._outstanding}")
             if slab.state is not SlabState.FREE and slab.index in self._granted:
                 broken.append(f"slab {slab.index}: {slab.state.name} and granted")
             if self._granted.get(slab.index, slab.generation) != slab.generation:
@@ -221,7 +221,7 @@ class PublisherLedger:
             return [Settled(handle.attempt, handle.slab)]
         del self._granted[handle.slab]
         self.table.move(handle.slab, SlabState.PACKED, f"published for {handle.attempt}")
-        self._lives[handle.slab] = _Life(event.peer, handle, now + self._lease_s)
+        self._outstanding[handle.slab] = _Outstanding(event.peer, handle, now + self._lease_s)
         return []
 
     def _on_grant_returned(self, event: GrantReturned, now: float) -> list[Action]:
@@ -237,9 +237,9 @@ class PublisherLedger:
             return [Refuse(event.conn, event.read_id, reason)]
         handle = event.handle
         self.table.move(handle.slab, SlabState.IN_FLIGHT, f"read by {event.conn}")
-        life = self._lives[handle.slab]
+        life = self._outstanding[handle.slab]
         life.conn = event.conn
-        self._heard[life.peer] = now
+        self._last_message[life.peer] = now
         return [Send(event.conn, event.read_id, handle.slab, handle.generation, handle.size_bytes)]
 
     def _why_not(self, event: ReadAsked, now: float) -> Refusal | None:
@@ -252,7 +252,7 @@ class PublisherLedger:
             return Refusal.FORGED
         if handle.layout_hash != self._layout_hash:
             return Refusal.OUT_OF_RANGE
-        slab, life = self.table.slabs[handle.slab], self._lives.get(handle.slab)
+        slab, life = self.table.slabs[handle.slab], self._outstanding.get(handle.slab)
         if slab.generation != handle.generation:
             return Refusal.STALE
         if life is None:
@@ -266,7 +266,7 @@ class PublisherLedger:
         return None
 
     def _on_send_done(self, event: SendDone, now: float) -> list[Action]:
-        life = self._life_of(event.slab, event.generation)
+        life = self._outstanding_slab(event.slab, event.generation)
         if life is None:
             return []
         state = self.table.slabs[event.slab].state
@@ -281,10 +281,10 @@ class PublisherLedger:
 
     def _on_acked(self, event: Acked, now: float) -> list[Action]:
         handle = event.handle
-        life = self._life_of(handle.slab, handle.generation) if event.authentic else None
+        life = self._outstanding_slab(handle.slab, handle.generation) if event.authentic else None
         if life is None:
             return []
-        self._heard[life.peer] = now
+        self._last_message[life.peer] = now
         state = self.table.slabs[handle.slab].state
         if state is SlabState.IN_FLIGHT:
             # Decode has it all, but our own send has not completed yet: the network still owns the slab.
@@ -300,23 +300,23 @@ class PublisherLedger:
     def _on_renewed(self, event: Renewed, now: float) -> list[Action]:
         """Only a lease that still runs: what was taken back stays so. It ends with the leg at the latest (Released)."""
         handle = event.handle
-        life = self._life_of(handle.slab, handle.generation) if event.authentic else None
+        life = self._outstanding_slab(handle.slab, handle.generation) if event.authentic else None
         if life is not None and self.table.slabs[handle.slab].state is not SlabState.QUARANTINED and life.expires > now:
             life.expires = now + self._lease_s
-            self._heard[life.peer] = now
+            self._last_message[life.peer] = now
         return []
 
     def _on_released(self, event: Released, now: float) -> list[Action]:
         actions: list[Action] = []
-        for index in [i for i, life in self._lives.items() if life.handle.attempt == event.attempt]:
+        for index in [i for i, life in self._outstanding.items() if life.handle.attempt == event.attempt]:
             actions += self._take_back(index, now, "released")
         return actions
 
     def _on_peer_gone(self, event: PeerGone, now: float) -> list[Action]:
         actions: list[Action] = []
-        for index in [i for i, life in self._lives.items() if life.conn == event.conn]:
+        for index in [i for i, life in self._outstanding.items() if life.conn == event.conn]:
             if self.table.slabs[index].state is not SlabState.QUARANTINED:
-                actions.append(Settled(self._lives[index].handle.attempt, index))
+                actions.append(Settled(self._outstanding[index].handle.attempt, index))
             actions += self._free(index, "endpoint closed")
         return actions
 
@@ -324,13 +324,13 @@ class PublisherLedger:
         actions: list[Action] = []
         doomed: dict[str, None] = {}
         silent: dict[str, None] = {}
-        for index, life in list(self._lives.items()):
+        for index, life in list(self._outstanding.items()):
             if self.table.slabs[index].state is SlabState.QUARANTINED:
                 if life.quarantined_at + self._lease_s <= now:
                     doomed[life.conn] = None
             elif life.expires <= now:
                 self._count_expired(life.handle.attempt)
-                if self._heard.get(life.peer, -math.inf) + self._lease_s <= now:
+                if self._last_message.get(life.peer, -math.inf) + self._lease_s <= now:
                     silent[life.peer] = None
                 actions += [Settled(life.handle.attempt, index), *self._take_back(index, now, "lease over")]
         actions += map(PeerSilent, silent)
@@ -349,19 +349,19 @@ class PublisherLedger:
     def _take_back(self, index: int, now: float, why: str) -> list[Action]:
         state = self.table.slabs[index].state
         if state is SlabState.IN_FLIGHT:
-            self._lives[index].quarantined_at = now
+            self._outstanding[index].quarantined_at = now
             self.table.move(index, SlabState.QUARANTINED, why)
             return []
         return self._free(index, why) if state in (SlabState.PACKED, SlabState.SETTLED) else []
 
-    def _acknowledged(self, index: int, life: _Life) -> list[Action]:
+    def _acknowledged(self, index: int, life: _Outstanding) -> list[Action]:
         return [Settled(life.handle.attempt, index), *self._free(index, "acknowledged")]
 
     def _free(self, index: int, why: str) -> list[Action]:
         self.table.move(index, SlabState.FREE, why)
-        peer = self._lives.pop(index).peer
+        peer = self._outstanding.pop(index).peer
         if not self.held_by(peer):
-            self._heard.pop(peer, None)
+            self._last_message.pop(peer, None)
         return self._grant(index)
 
     def _grant(self, index: int) -> list[Action]:
@@ -371,13 +371,15 @@ class PublisherLedger:
         self._granted[index] = slab.generation
         return [Grant(index, slab.generation)]
 
-    def _life_of(self, index: int, generation: int) -> _Life | None:
-        life = self._lives.get(index)
+    def _outstanding_slab(self, index: int, generation: int) -> _Outstanding | None:
+        life = self._outstanding.get(index)
         return life if life is not None and life.handle.generation == generation else None
 
     def _quarantined(self, conn: str) -> int:
         slabs = self.table.slabs
-        return sum(life.conn == conn and slabs[i].state is SlabState.QUARANTINED for i, life in self._lives.items())
+        return sum(
+            life.conn == conn and slabs[i].state is SlabState.QUARANTINED for i, life in self._outstanding.items()
+        )
 
     _HANDLERS: ClassVar[dict[type, Callable[..., list[Action]]]] = {
         GrantAsked: _on_grant_asked,

@@ -32,7 +32,7 @@ class _Wanted:
 class ReadSide:
     """Single-threaded. `on_delivered(read_id, slab, path)` and `on_failed(read_id, error)` must not block.
 
-    Args: first_slab: the ledger's slab 0 is this one of the arena; callers are told numbers of the arena.
+    Args: first_slab: the ledger's slab 0 is this one of the arena; callers get the arena's numbers.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class ReadSide:
         self.bytes_per_s = bytes_per_s
         self.bytes_received = 0
 
-    # ---- what the doors ask ----
+    # ---- calls of the event loop ----
 
     def want(self, read_id: int, peer: PeerRef, handle: SlabHandle, deadline: float, now: float) -> None:
         error = self._cannot(peer, handle)
@@ -80,10 +80,10 @@ class ReadSide:
         self._transport.notify(peer, handles.encode_renewal(handle))
 
     def forget(self, peer: str, now: float) -> None:
-        """Close the endpoint; its reads fail once the transport says that the peer is lost."""
+        """Close the endpoint; its reads fail once the transport reports that the peer is lost."""
         self._transport.drop(peer, "forgotten")
 
-    # ---- what the thread drives ----
+    # ---- driven by the transfer thread ----
 
     def on_transport(self, event: wire.TransportEvent, now: float) -> None:
         match event:
@@ -166,7 +166,7 @@ class ReadSide:
             self._feed(rd.Received(read_id, error), now)
 
     def _feed(self, event: rd.Event, now: float) -> None:
-        """Events that an action causes wait for their turn: a lost peer with many waiting reads must not recurse."""
+        """Events that an action causes are queued: a lost peer with many waiting reads must not recurse."""
         self._events.append(event)
         if len(self._events) > 1:
             return

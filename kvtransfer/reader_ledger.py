@@ -1,4 +1,4 @@
-"""Decode's side of the ledger: asked, in flight, verified, finished. Pure. The life cycle is drawn in ledger.py."""
+"""The ledger of slabs to read into: wanted, in flight, verified, finished. Pure. The life cycle is in ledger.py."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from diptych.kvtransfer.ledger import DropPeer, SlabState, SlabTable
 
 @dataclass(frozen=True, slots=True)
 class ReadWanted:
-    """A read waits for a slab. `deadline`: for all of it, the wait included; whoever asks makes it."""
+    """A read waits for a slab. `deadline`: set by the caller, for all of it, the wait included."""
 
     read_id: int
     peer: str
@@ -32,7 +32,7 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The engine has unpacked the slab, or nobody wants it any more; also a read that was cancelled in any phase."""
+    """The engine has unpacked the slab, or it is no longer wanted; also a read that was cancelled in any phase."""
 
     read_id: int
 
@@ -77,7 +77,7 @@ class FailRead:
 
 @dataclass(frozen=True, slots=True)
 class Acknowledge:
-    """Tell prefill that its slab is no longer needed."""
+    """Notify the publisher that its slab is no longer needed."""
 
     read_id: int
 
@@ -101,10 +101,10 @@ class _Read:
 
 
 class ReaderLedger:
-    """Owns decode's ring.
+    """Owns the slabs to read into.
 
     Args:
-        peer_quota: slabs that one prefill worker may keep busy, so that a stopped one stalls nobody else.
+        peer_quota: slabs that one prefill worker may keep busy, so that a stopped one does not stall the others.
         quarantine_cap: more quarantined slabs than this, and the pair is unusable: reads fail at once.
         quarantine_s: a slab that stays quarantined for so long has its endpoint closed: that is the proof of death.
     """
@@ -123,7 +123,7 @@ class ReaderLedger:
         return self.table.counts()
 
     def awaited(self, read_id: int) -> bool:
-        """Somebody still waits for this read's receive."""
+        """This read's receive is still expected."""
         return self._state(read_id) is SlabState.IN_FLIGHT
 
     def pending(self, peer: str) -> bool:
@@ -161,7 +161,7 @@ class ReaderLedger:
         if state is SlabState.QUARANTINED:
             return self._free(event.read_id, "receive completed late", now, acknowledge=True)
         if state is not SlabState.IN_FLIGHT:
-            return []  # an answer to nothing that we asked
+            return []  # an answer to no open read
         if event.error is not None:
             failed = FailRead(event.read_id, event.error)
             return [failed, *self._free(event.read_id, "received, not usable", now, acknowledge=True)]
@@ -246,8 +246,8 @@ class ReaderLedger:
     def _free(self, read_id: int, why: str, now: float, *, acknowledge: bool) -> list[Action]:
         self.table.move(self._slab(read_id), SlabState.FREE, why)
         del self._reads[read_id]
-        told: list[Action] = [Acknowledge(read_id)] if acknowledge else []
-        return [*told, Forget(read_id), *self._start_waiting(now)]
+        notes: list[Action] = [Acknowledge(read_id)] if acknowledge else []
+        return [*notes, Forget(read_id), *self._start_waiting(now)]
 
     def _slab(self, read_id: int) -> int:
         slab = self._reads[read_id].slab

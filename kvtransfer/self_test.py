@@ -1,4 +1,4 @@
-"""Start-up self-test: move slabs from the transport to itself and say on which path and how fast."""
+"""Start-up self-test: move slabs from the transport to itself, and measure path and rate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Did those bytes come over TCP? Asked of the kernel, socket by socket: UCX chooses a path for each peer and tells nobody."""
+"""Whether bytes arrived over TCP, by the kernel's counters of each socket: UCX chooses a path for each peer and does not report
+it."""
 
 from __future__ import annotations
 

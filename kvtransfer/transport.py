@@ -4,8 +4,8 @@
     prefill:                     RequestArrived(conn, read_id, body) -> answer() -> SendDone(op)
     decode: notify(peer, body)   -> NoteArrived(conn, body)
 
-Every read is answered by exactly one message into `dest`: the slab, or a refusal. Whoever loses its peer gets PeerLost
-after all requests of that endpoint have completed, and not before: it is the proof of death.
+Every read is answered by exactly one message into `dest`: the slab, or a refusal. PeerLost is reported after all requests of
+the lost endpoint have completed, and not before: it is the proof of death.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Transport(Protocol):
 
     @property
     def address(self) -> KvAddress:
-        """What peers are told; final once the ring is registered."""
+        """The address that peers use; final once the ring is registered."""
         ...
 
     def register(self, ring: Ring) -> None:
@@ -149,7 +149,7 @@ class Transport(Protocol):
         """Sleep until something may have happened, at most `timeout_s`.
 
         Args:
-            awaited: a peer may say something at any moment, since slabs are out or reads are open; else nobody has a reason to.
+            awaited: messages are expected soon, since slabs are published or reads are open.
         """
         ...
 

@@ -2,7 +2,7 @@
 
     python -m diptych.kvtransfer.ucx_gpu_probe HOST SLAB_BYTES DEVICE
 
-is that process: it says its address in one line, and answers reads of its one slab until its input ends.
+is that process: it prints its address in one line, and answers reads of its one slab until its input ends.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def run_ucx_gpu_self_test(
     slab_bytes: int,
     command: Sequence[str] | None = None,
 ) -> SelfTest:
-    """Read slabs out of another process's memory on this GPU. That says whether UCX has a direct way at all, and what a message
-    costs; a peer's own path is told by its payloads (ucx_gpu.py).
+    """Read slabs out of another process's memory on this GPU. That shows whether UCX has a direct path, and the cost of a
+    message. A peer's own path is found from its payloads (ucx_gpu.py).
 
     Args:
         command: of the other process; None: this module on our device.
@@ -105,12 +105,12 @@ def _environment() -> dict[str, str]:
 def _say(child: subprocess.Popen[bytes]) -> bytes:
     """Its address. Raises: TransferError."""
     assert child.stdout is not None
-    limit, said = time.monotonic() + _DEADLINE_S, b""
+    limit, output = time.monotonic() + _DEADLINE_S, b""
     while (left := limit - time.monotonic()) > 0.0:
         readable, _, _ = select.select([child.stdout], [], [], left)
         more = os.read(child.stdout.fileno(), 1 << 16) if readable else b""
-        said += more
-        for line in said.splitlines(keepends=True):  # libraries talk, too
+        output += more
+        for line in output.splitlines(keepends=True):  # libraries print, too
             if line.startswith(_ADDRESS) and line.endswith(b"\n"):
                 return base64.b64decode(line.removeprefix(_ADDRESS))
         if not more:

@@ -43,7 +43,7 @@ class InprocTransport:
         self._peers: dict[str, bytes] = {}
         """Peer key -> its name, of both directions."""
         self._gone: set[str] = set()
-        """Lost since the last progress(): a new connection must wait until everybody has heard of it."""
+        """Lost since the last progress(): a new connection must wait until the loss was reported."""
         self._dest: dict[int, tuple[str, np.ndarray]] = {}
         self._ops = itertools.count(1)
         self._wakeup: Wakeup | None = None

@@ -114,8 +114,8 @@ class IpcTransport:
         self._ring_handle = b""
         self._out: dict[str, _Link] = {}
         self._in: list[_Link] = []
-        self._strangers: list[_Link] = []
-        """Accepted, and have not said HELLO."""
+        self._unidentified: list[_Link] = []
+        """Accepted connections that have not sent HELLO."""
         self._dying: list[_Link] = []
         self._gone: set[str] = set()
         self._reads: dict[int, _Read] = {}
@@ -202,12 +202,12 @@ class IpcTransport:
     def progress(self) -> list[TransportEvent]:
         if not self._closed:
             self._accept()
-            for link in [*self._out.values(), *self._in, *self._strangers]:
+            for link in [*self._out.values(), *self._in, *self._unidentified]:
                 self._receive(link)
                 self._flush(link)
         self._bury_dead()
         events, self._events = self._events, []
-        # Whose loss is told just now: a new link of that name must wait until everybody knows.
+        # Peers whose loss is reported now: a new link of that name must wait until then.
         self._gone = {event.peer for event in events if isinstance(event, PeerLost)}
         return events
 
@@ -220,7 +220,7 @@ class IpcTransport:
         poll = select.poll()
         poll.register(wakeup.fileno(), select.POLLIN)
         poll.register(self._listener, select.POLLIN)
-        for link in [*self._out.values(), *self._in, *self._strangers]:
+        for link in [*self._out.values(), *self._in, *self._unidentified]:
             poll.register(link.sock, select.POLLIN | (select.POLLOUT if link.unsent else 0))
         poll.poll(max(0.0, timeout_s) * 1000.0)
 
@@ -229,10 +229,10 @@ class IpcTransport:
             self._lose(link, why)
 
     def close(self) -> None:
-        """Whoever reads a peer's ring has ended before: the engine is closed first."""
+        """No read of a peer's ring is under way: the engine is closed first."""
         if self._closed:
             return
-        for link in [*self._out.values(), *self._in, *self._strangers]:
+        for link in [*self._out.values(), *self._in, *self._unidentified]:
             self._lose(link, "closed")
         for link in self._dying:
             link.granted.clear()
@@ -254,7 +254,7 @@ class IpcTransport:
                 link.sock.send(link.unsent[0])
             except BlockingIOError:
                 if len(link.unsent) > _MAX_UNSENT:
-                    self._lose(link, "it does not read what it is told")
+                    self._lose(link, "it does not read its messages")
                 return
             except OSError as error:
                 link.unsent.clear()
@@ -272,10 +272,10 @@ class IpcTransport:
                 return
             sock.setblocking(False)
             _, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-            if uid != os.getuid() or len(self._in) + len(self._strangers) >= _MAX_CONNECTIONS:
+            if uid != os.getuid() or len(self._in) + len(self._unidentified) >= _MAX_CONNECTIONS:
                 sock.close()
                 continue
-            self._strangers.append(_Link("", sock, outgoing=False))
+            self._unidentified.append(_Link("", sock, outgoing=False))
 
     def _receive(self, link: _Link) -> None:
         while not link.lost:
@@ -293,11 +293,11 @@ class IpcTransport:
                 self._on_message(link, kind, read_id, raw[_HEAD.size :])
 
     def _on_message(self, link: _Link, kind: int, read_id: int, body: bytes) -> None:
-        if link in self._strangers:
+        if link in self._unidentified:
             if kind == _HELLO:
                 self._on_hello(link, body)
             else:
-                self._lose(link, "it did not say who it is")
+                self._lose(link, "it did not identify itself")
         elif link.outgoing:
             if kind == _WELCOME:
                 self._on_welcome(link, body)
@@ -312,7 +312,7 @@ class IpcTransport:
     def _on_hello(self, link: _Link, body: bytes) -> None:
         token, _, rest = body.partition(b"\n")
         worker, _, incarnation = rest.partition(b"\n")
-        self._strangers.remove(link)
+        self._unidentified.remove(link)
         if not hmac.compare_digest(token, self._token.hex().encode()) or self._ring is None:
             link.lost = "it does not know our token"
             link.sock.close()
@@ -336,8 +336,8 @@ class IpcTransport:
         except TransferError as error:
             self._lose(link, f"its GPU memory cannot be reached: {error.message}")
             return
-        say = log.info if rate >= _SLOW_BYTES_PER_S else log.warning
-        say("kv transfer: %s reads %s at %.1f GB/s", self.path, link.name, rate / 1e9)
+        report = log.info if rate >= _SLOW_BYTES_PER_S else log.warning
+        report("kv transfer: %s reads %s at %.1f GB/s", self.path, link.name, rate / 1e9)
 
     def _on_answer(self, link: _Link, read_id: int, body: bytes, *, granted: bool) -> None:
         read = self._reads.get(read_id)
@@ -371,12 +371,12 @@ class IpcTransport:
         self._events.append(NoteArrived(link.name, body))
 
     def _lose(self, link: _Link, why: str) -> None:
-        """From here on nothing new is read over it; it is closed and told once nothing reads over it any more."""
+        """From here on nothing new is read over it; it is closed and reported lost once nothing reads over it any more."""
         if link.lost:
             return
         link.lost = why
-        if link in self._strangers:
-            self._strangers.remove(link)
+        if link in self._unidentified:
+            self._unidentified.remove(link)
             link.sock.close()
             return
         self._out = {name: other for name, other in self._out.items() if other is not link}

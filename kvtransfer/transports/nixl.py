@@ -11,13 +11,13 @@
 Decode posts every read itself, and releasing the request (which cancels it) is its proof of death: nothing lands later. A slab
 of prefill that a lost peer may still be reading is free at once, too: such a reader checks what it got, and finds another life.
 
-NIXL tells nobody that a peer is gone: a read reports it, else the control plane notices (the call breaks, or is silent) and
-closes the endpoint. Nor does it tell which path UCX chose for a peer: shared memory, or TCP where a container or a namespace
-hides the memory of the other process. So the first read from each peer is made alone, and the kernel's TCP counters tell.
+NIXL does not report that a peer is gone: a read fails, or the control plane notices (the call breaks, or is silent) and closes
+the endpoint. Nor does it report which path UCX chose for a peer: shared memory, or TCP where a container or a namespace hides
+the memory of the other process. So the first read from each peer is made alone, and the kernel's TCP counters show its path.
 
 NIXL's progress thread would spin (its Python layer sets no delay), so there is none: the transfer thread
-drives all progress, sleeping 0.2 ms between two looks while messages come, 2 ms while slabs are out, and 50 ms when no peer has
-a reason to say anything: a prefill worker hears of a decode worker only after it announced a slab.
+drives all progress, sleeping 0.2 ms between two looks while messages come, 2 ms while slabs are out, and 50 ms otherwise:
+a reader sends no message before a slab was announced to it.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class NixlTransport:
         self._ring = ring
         base = ring.array.ctypes.data
         self._registered = self._agent.register_memory([(base, ring.spec.total_bytes, 0, "ring")], mem_type="DRAM")
-        # The metadata tells peers where they may read: it is complete only now.
+        # The metadata holds the addresses that peers may read: it is complete only now.
         self.address = KvAddress("nixl", self._host, 0, self._token + _BOOT + self._agent.get_agent_metadata())
 
     # ---- decode's side ----
@@ -189,7 +189,7 @@ class NixlTransport:
             return
         now = time.monotonic()
         if awaited and not self._awaited:
-            self._active_at = now  # the first slab is out: whoever wants it asks soon
+            self._active_at = now  # the first slab is published: a read follows soon
         self._awaited = awaited
         if self._reads or now - self._active_at < _ACTIVE_S:
             pause = _ACTIVE_SLEEP_S
@@ -203,7 +203,7 @@ class NixlTransport:
     def close(self) -> None:
         if self._closed:
             return
-        for peer in self._book.everybody():
+        for peer in self._book.endpoints():
             self._lose(peer, "closed")
         self._closed = True
         limit = time.monotonic() + _CLOSE_S
@@ -287,14 +287,14 @@ class NixlTransport:
         """Begin the reads that prefill has let us make. One from a peer whose path is not known is made alone."""
         flying = any(read.xfer is not None for read in self._reads.values())
         granted = [(i, read) for i, read in self._reads.items() if read.address and read.xfer is None]
-        telling = next((entry for entry in granted if entry[1].tells), None)
-        if telling is None:
+        measured = next((entry for entry in granted if entry[1].measures_path), None)
+        if measured is None:
             if not any(read.tcp_before >= 0 for read in self._reads.values()):
                 for read_id, read in granted:
                     self._post(read_id, read)
         elif not flying:
-            telling[1].tcp_before = tcp_bytes_received()
-            self._post(*telling)
+            measured[1].tcp_before = tcp_bytes_received()
+            self._post(*measured)
 
     def _post(self, read_id: int, read: Read) -> None:
         peer, size = read.peer, read.dest.nbytes
@@ -309,7 +309,7 @@ class NixlTransport:
             self._finish(read_id, f"read from {peer.name}: {error}")
 
     def _learn_path(self, read: Read) -> str:
-        """The read that tells the path is done. Returns: why it is refused."""
+        """The read that shows the path is done. Returns: why the peer is refused; empty: it is accepted."""
         tcp = carried_by_tcp(read.dest.nbytes, read.tcp_before, tcp_bytes_received())
         peer = read.peer
         peer.path = self.path = f"nixl:{'tcp' if tcp else 'shm' if peer.same_host else 'rdma'}"

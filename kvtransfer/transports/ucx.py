@@ -118,7 +118,7 @@ class _Pending:
     dest: np.ndarray | None = None
 
 
-_NOBODY = _Endpoint("", None, 0)
+_NO_ENDPOINT = _Endpoint("", None, 0)
 
 
 class UcxTransport:
@@ -126,7 +126,7 @@ class UcxTransport:
 
     name = "ucx"
     default_tls = "tcp,self"
-    """Where UCX_TLS does not say it."""
+    """Used where UCX_TLS is not set."""
 
     def __init__(self, worker_id: str, incarnation: str, *, host: str) -> None:
         self._ucx, self._array = load_ucxx()
@@ -220,7 +220,7 @@ class UcxTransport:
         self._take_control()
         self._take_completed()
         self._take_unexpected()
-        for endpoint in self._book.everybody():
+        for endpoint in self._book.endpoints():
             if not endpoint.ep.alive:
                 self._bury(endpoint, "connection lost")
         self._take_dead()
@@ -246,7 +246,7 @@ class UcxTransport:
         # Notes on their way out are small: let them leave before the endpoints are closed under them.
         while any(p.op == 0 and p.read_id < 0 for p in self._pending.values()) and time.monotonic() < limit - 1.5:
             self.progress()
-        for endpoint in self._book.everybody():
+        for endpoint in self._book.endpoints():
             self._bury(endpoint, "closed")
         while self._pending and time.monotonic() < limit:
             self.progress()
@@ -356,7 +356,7 @@ class UcxTransport:
             scratch = np.empty(max(1, found.length), np.uint8)
             buffer = self._array(scratch)
             request = self._worker.tag_recv_with_handle(buffer, found)
-            self._pending[next(self._ids)] = _Pending(request, buffer, _NOBODY)
+            self._pending[next(self._ids)] = _Pending(request, buffer, _NO_ENDPOINT)
 
     def _received(self, pending: _Pending, error: str) -> ReceiveDone | None:
         """None: more of the answer is on its way."""

@@ -37,7 +37,7 @@ from diptych.kvtransfer.ucx_gpu_probe import run_ucx_gpu_self_test
 log = logging.getLogger(__name__)
 
 TELLING_BYTES = 4 << 20
-"""A smaller payload does not tell its path: it is bound by latency."""
+"""A smaller payload does not show its path: it is bound by latency."""
 _POLL_S = 0.00005
 _TAG_PAYLOAD = 0x4452 << 48
 _FRAME_BYTES = HEADER_BYTES + TRAILER_BYTES
@@ -112,7 +112,7 @@ class UcxGpuTransport(UcxTransport):
         return super().progress()
 
     def wait(self, wakeup: Wakeup, timeout_s: float, *, awaited: bool) -> None:
-        # The end of a copy on the GPU wakes nobody: it is looked for.
+        # The end of a copy on the GPU wakes no thread: it is polled.
         if self._moving():
             sleep_on([], min(timeout_s, _POLL_S))
         else:
@@ -169,7 +169,7 @@ class UcxGpuTransport(UcxTransport):
         return ReceiveDone(read_id)
 
     def _judge(self, reading: _Reading, seconds: float) -> str:
-        """Tell the peer's path by how long a large payload took. Returns: why it cannot stay; empty: it can."""
+        """Find the peer's path by the time of a large payload. Returns: why it is refused; empty: it is accepted."""
         peer, size = reading.endpoint.name, reading.dest.nbytes - _FRAME_BYTES
         if size < TELLING_BYTES or self._paths.get(peer):
             return ""
@@ -178,8 +178,8 @@ class UcxGpuTransport(UcxTransport):
             return ""
         rate = size / max(seconds, 1e-9)
         self._paths[peer] = path = path_of(rate)
-        say = log.info if path == DIRECT else log.warning
-        say("kv transfer: %s brings %s at %.1f GB/s", path, peer, rate / 1e9)
+        report = log.info if path == DIRECT else log.warning
+        report("kv transfer: %s brings %s at %.1f GB/s", path, peer, rate / 1e9)
         if self._require and path != self._require:
             return f"it comes on {path} ({rate / 1e9:.2f} GB/s), {self._require} is required"
         return ""

@@ -140,7 +140,7 @@ def an_acknowledgement_of_an_old_generation_counts() -> Any:
     original = PublisherLedger._on_acked
 
     def on_acked(self: PublisherLedger, event: Acked, now: float) -> list[Any]:
-        life = self._lives.get(event.handle.slab)
+        life = self._outstanding.get(event.handle.slab)
         if life is not None and event.authentic:
             event = replace(event, handle=replace(event.handle, generation=life.handle.generation))
         return original(self, event, now)

@@ -70,7 +70,7 @@ class SimTransfer:
             if ledger is self.publisher:
                 self.on_free(index, why)
         sent = to is SlabState.IN_FLIGHT and ledger is self.publisher
-        if sent and ledger._lives[index].expires <= self._ctx.loop.time():
+        if sent and ledger._outstanding[index].expires <= self._ctx.loop.time():
             self._ctx.report(f"{self._node.worker_id}: slab {index} is sent after its lease")
         return move(index, to, why)
 
@@ -187,7 +187,7 @@ class PrefillNode:
         """A release caused by a message of decode must come from the slab's own reader."""
         if why not in ("acknowledged", "given up by decode"):
             return
-        handle = self.transfer.publisher._lives[slab].handle
+        handle = self.transfer.publisher._outstanding[slab].handle
         name = (handle.worker_id, handle.incarnation, handle.slab, handle.generation)
         for reader in self.readers():
             for future, wanted in reader.transfer.core._waiting.values():

@@ -176,7 +176,7 @@ def test_a_renewed_slab_is_read_long_after_its_lease(pair):
     pair.step()
     late = pair.publish(fill=2)
     forgotten = pair.publish(fill=3)
-    lease_s = pair.p._ledger._lives[late.slab].expires - pair.clock.now()
+    lease_s = pair.p._ledger._outstanding[late.slab].expires - pair.clock.now()
     for _ in range(12):
         pair.clock.advance(0.4 * lease_s)
         pair.d.renew("p0@life1", late, pair.clock.now())

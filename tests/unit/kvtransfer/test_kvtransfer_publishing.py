@@ -191,7 +191,7 @@ def test_the_full_walk_sees_a_wrong_counter(publisher):
 
 
 def lease_of(ledger, index=0):
-    return ledger._lives[index].expires
+    return ledger._outstanding[index].expires
 
 
 @pytest.mark.parametrize("state", ["packed", "in_flight", "settled"])
