@@ -10,6 +10,8 @@ from diptych.engine.exec.layers.rope import Rope
 
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 """transformers' names -> those of layers.mlp."""
+_LARGEST = 1e300
+"""Of a number; a larger integer has no float."""
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 Config = Mapping[str, Any]
@@ -28,7 +30,7 @@ def number(raw: Config, field: str, default: float | None = None) -> float:
     """Raises: ConfigError unless it is a positive number; null counts as absent."""
     value = raw.get(field)
     value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < _LARGEST:
         raise ConfigError(field, value, "must be a positive number")
     return float(value)
 
@@ -49,7 +51,7 @@ def flag(raw: Config, field: str, default: bool = False) -> bool:
 def activation(raw: Config, field: str = "hidden_act", default: str = "silu") -> str:
     """Returns: one of layers.mlp.ACTIVATIONS. Raises: ConfigError."""
     value = raw.get(field, default)
-    if value not in _ACTIVATIONS:
+    if not isinstance(value, str) or value not in _ACTIVATIONS:
         raise ConfigError(field, value, f"supported: {', '.join(_ACTIVATIONS)}")
     return _ACTIVATIONS[value]
 
@@ -110,7 +112,11 @@ def sliding_layers(raw: Config, default: tuple[bool, ...]) -> tuple[bool, ...]:
     kinds = raw.get("layer_types")
     if kinds is None:
         return default
-    if not isinstance(kinds, list) or len(kinds) != len(default) or not set(kinds) <= {_FULL, _SLIDING}:
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) != len(default)
+        or any(kind not in (_FULL, _SLIDING) for kind in kinds)
+    ):
         raise ConfigError("layer_types", kinds, f"must name {_FULL} or {_SLIDING} for {len(default)} layers")
     return tuple(kind == _SLIDING for kind in kinds)
 
@@ -122,6 +128,8 @@ def upper_windows(raw: Config, num_layers: int) -> tuple[int | None, ...]:
         return (None,) * num_layers
     window = integer(raw, "sliding_window", 4096)
     full = raw.get("max_window_layers", 28)
+    if isinstance(full, bool) or not isinstance(full, int) or full < 0:
+        raise ConfigError("max_window_layers", full, "must be an integer of 0 or more")
     sliding = sliding_layers(raw, tuple(i >= full for i in range(num_layers)))
     return tuple(window if one else None for one in sliding)
 

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from diptych.common.errors import ConfigError
 from diptych.engine.exec.models.fields import eos_token_ids
-from diptych.engine.exec.models.registry import describe
+from diptych.engine.exec.models.registry import ARCHITECTURES, describe
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -108,3 +110,37 @@ def test_eos():
     assert eos_token_ids(LLAMA, {}) == ()
     with pytest.raises(ConfigError, match="eos_token_id"):
         eos_token_ids({**LLAMA, "eos_token_id": 100}, None)
+
+
+FIELDS = (
+    *LLAMA, "head_dim", "hidden_act", "hidden_activation", "rope_parameters", "rope_scaling", "partial_rotary_factor",
+    "attention_bias", "mlp_bias", "tie_word_embeddings", "sliding_window", "use_sliding_window", "max_window_layers",
+    "layer_types", "sliding_window_pattern", "query_pre_attn_scalar", "attn_logit_softcapping",
+    "final_logit_softcapping", "rope_local_base_freq", "use_bidirectional_attention", "quantization_config",
+)  # fmt: skip
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 300) | st.floats() | st.sampled_from(["", "x", "linear", "llama3"]),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.sampled_from(["rope_type", "factor", "rope_theta", "full_attention", "type"]), inner)
+    ),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.sampled_from(ARCHITECTURES), st.dictionaries(st.sampled_from(FIELDS), anything, max_size=4))
+def test_whatever_a_config_holds_is_described_or_refused_by_name(architecture, changes):
+    """No other error; and numbers that are described make sense."""
+    raw = {**LLAMA, "num_hidden_layers": 3, "architectures": [architecture], **changes}
+    try:
+        model = describe(raw)
+    except ConfigError:
+        return
+    for block in model.blocks:
+        attention = block.attention
+        assert attention.num_heads % attention.num_kv_heads == 0
+        assert 0 < attention.scale < float("inf")
+        assert attention.window is None or attention.window > 0
+        for value in (attention.rope.theta, attention.rope.factor, block.mlp_norm.eps, attention.softcap or 1.0):
+            assert 0 < value < float("inf")
