@@ -12,7 +12,7 @@ from diptych.common.errors import DiptychError, InternalError
 from diptych.engine.config import EngineConfig
 from diptych.engine.core import EngineCore
 from diptych.engine.executor import Executor
-from diptych.engine.loop import Ask, StepThread
+from diptych.engine.loop import Query, StepThread
 from diptych.engine.messages import (
     AttemptEvent,
     CacheDump,
@@ -30,7 +30,7 @@ from diptych.engine.messages import (
 from diptych.engine.sched.output import DetokenizerFactory
 
 _T = TypeVar("_T")
-_ASK_DEADLINE_S = 10.0
+_QUERY_DEADLINE_S = 10.0
 
 
 class EngineClient:
@@ -79,21 +79,21 @@ class EngineClient:
         """As of the last step's border; lock-free, from any thread."""
         return self._thread.stats
 
-    async def audit(self, full: bool = False, *, deadline_s: float = _ASK_DEADLINE_S) -> EngineAudit:
+    async def audit(self, full: bool = False, *, deadline_s: float = _QUERY_DEADLINE_S) -> EngineAudit:
         """Raises: InternalError when the step thread does not answer in time, WorkerLostError when it has ended."""
-        return await self._ask(lambda core: core.scheduler.audit(full), deadline_s)
+        return await self._query(lambda core: core.scheduler.audit(full), deadline_s)
 
-    async def dump_blocks(self, *, deadline_s: float = _ASK_DEADLINE_S) -> CacheDump:
+    async def dump_blocks(self, *, deadline_s: float = _QUERY_DEADLINE_S) -> CacheDump:
         """The prefix cache as of its `sequence`; all events up to there were delivered before. Raises: as audit."""
-        return await self._ask(lambda core: core.scheduler.kv.pool.dump(), deadline_s)
+        return await self._query(lambda core: core.scheduler.kv.pool.dump(), deadline_s)
 
-    async def reset_cache(self, *, deadline_s: float = _ASK_DEADLINE_S) -> None:
+    async def reset_cache(self, *, deadline_s: float = _QUERY_DEADLINE_S) -> None:
         """Empty the prefix cache; CacheCleared follows as an event. Raises: as audit."""
-        await self._ask(lambda core: core.scheduler.kv.pool.clear(), deadline_s)
+        await self._query(lambda core: core.scheduler.kv.pool.clear(), deadline_s)
 
-    async def measure_copies(self, *, deadline_s: float = _ASK_DEADLINE_S) -> float:
+    async def measure_copies(self, *, deadline_s: float = _QUERY_DEADLINE_S) -> float:
         """See EngineCore.measure_copies. Raises: as audit."""
-        return await self._ask(lambda core: core.measure_copies(), deadline_s)
+        return await self._query(lambda core: core.measure_copies(), deadline_s)
 
     async def close(self, deadline_s: float = 5.0) -> None:
         """End the step thread; what still runs fails with WorkerLostError. Idempotent.
@@ -172,7 +172,7 @@ class EngineClient:
             del self._own[attempt]
         return True
 
-    async def _ask(self, question: Callable[[EngineCore], _T], deadline_s: float) -> _T:
+    async def _query(self, function: Callable[[EngineCore], _T], deadline_s: float) -> _T:
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[object] = loop.create_future()
 
@@ -184,7 +184,7 @@ class EngineClient:
             else:
                 answer.set_result(value)
 
-        self._thread.put(Ask(question, lambda value, error: self._call(resolve, value, error)))
+        self._thread.put(Query(function, lambda value, error: self._call(resolve, value, error)))
         try:
             async with asyncio.timeout(deadline_s):
                 return cast(_T, await answer)

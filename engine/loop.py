@@ -36,10 +36,10 @@ _IDLE_WAIT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class Query:
     """A function of the core, called between two steps; its value goes to `reply`."""
 
-    question: Callable[[EngineCore], object]
+    function: Callable[[EngineCore], object]
     reply: Callable[[object, DiptychError | None], None]
 
 
@@ -92,7 +92,7 @@ class StepThread:
         self._clock = clock
         self._deliver = deliver
         self._on_exit = on_exit
-        self._inbox: SimpleQueue[Command | Ask | _Stop | _Granted] = SimpleQueue()
+        self._inbox: SimpleQueue[Command | Query | _Stop | _Granted] = SimpleQueue()
         self._grants: SimpleQueue[GrantSlabs] = SimpleQueue()
         """Slabs that came back: packing uses them at once, also while a step runs."""
         self._cancelled = _Cancelled()
@@ -109,7 +109,7 @@ class StepThread:
     def start(self) -> None:
         self._thread.start()
 
-    def put(self, item: Command | Ask) -> None:
+    def put(self, item: Command | Query) -> None:
         """Thread-safe, never blocks. On a dead thread the command is refused at once."""
         if isinstance(item, Cancel):
             self._cancelled.add(item.attempt)
@@ -215,14 +215,14 @@ class StepThread:
             while True:
                 self._core.handle(self._grants.get_nowait())
 
-    def _take(self, item: Command | Ask | _Stop | _Granted) -> None:
+    def _take(self, item: Command | Query | _Stop | _Granted) -> None:
         if isinstance(item, _Stop):
             self._stopping = True
         elif isinstance(item, _Granted):
             self._take_grants()
-        elif isinstance(item, Ask):
+        elif isinstance(item, Query):
             self._flush()  # the events that a value depends on are delivered before it
-            item.reply(item.question(self._core), None)
+            item.reply(item.function(self._core), None)
         else:
             self._core.handle(item)
             if isinstance(item, Cancel):
@@ -245,7 +245,7 @@ class StepThread:
                 refused.append(Failed(item.attempt, error))
             elif isinstance(item, UnpackRange):
                 refused.append(RangeUnpacked(item.attempt, item.job, False))
-            elif isinstance(item, Ask):
+            elif isinstance(item, Query):
                 item.reply(None, error)
         if refused:
             self._deliver(refused)

@@ -19,7 +19,8 @@ class OutOfDeviceMemory(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RunnerCapabilities:
-    """What a runner declares about itself. Fixed once it is made; nothing else about a runner is asked.
+    """What a runner declares about itself. Fixed once the runner is constructed; the engine relies on
+    nothing else.
 
     Args:
         num_blocks, block_size: of its KV pool, [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]; a block

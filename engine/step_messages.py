@@ -15,8 +15,7 @@ UNKNOWN_TOKEN = -1
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A token that a beam may go on with. `score`: what it adds to the beam's; `logprobs`: only if they were asked
-    for."""
+    """A token that a beam may go on with. `score`: what it adds to the beam's; `logprobs`: only if they were requested."""
 
     token_id: int
     score: float
@@ -78,7 +77,7 @@ class ScheduledSeq:
         num_candidates: of a beam: instead of drawing, find so many of the likeliest tokens; 0: draw.
         top_logprobs: with the drawn token its logprobs and so many of the likeliest; None: none.
         history: prompt and outputs so far, only if the draw depends on them; the first num_prompt are the prompt.
-        prompt_targets: row i's logits are asked for the logprob of prompt_targets[i], a prompt token.
+        prompt_targets: row i's logits yield the logprob of prompt_targets[i], a prompt token.
         grammar: what may be drawn, by `history`; None: anything.
         vouch: the result says what all its tokens so far were computed from.
         memo: state of the sampler, kept between steps; None: it is rebuilt from `history`. Does not leave the process.
@@ -109,8 +108,8 @@ class StepResult:
     """Aligned with the step's sequences.
 
     Args:
-        token_ids: the accepted tokens: one without drafts, 1 to 1 + num_drafts with them; empty where none was asked
-            for or the row is bad or refused. A draw behind the first one that is bad or refused ends the row in front
+        token_ids: the accepted tokens: one without drafts, 1 to 1 + num_drafts with them; empty where none was requested
+            or the row is bad or refused. A draw behind the first one that is bad or refused ends the row in front
             of it: the next step finds the same at its first position.
         logprobs: index of a sequence with top_logprobs -> an entry for each of its accepted tokens.
     """

@@ -156,7 +156,7 @@ class GrammarCompiler:
     def _done(self, key: bytes, task: asyncio.Task[Program]) -> None:
         self._pending.pop(key, None)
         if not task.cancelled():
-            task.exception()  # seen, also when everybody has left
+            task.exception()  # retrieved, also when no caller waits any more
 
     async def _compile(self, key: bytes, grammar: Grammar) -> Program:
         async with self._free:
@@ -307,7 +307,7 @@ class ChildProcess:
             self._process.kill()
             asyncio.get_running_loop().run_in_executor(
                 None, self._process.wait
-            )  # whoever is not waited for stays a zombie
+            )  # without wait() the process stays a zombie
 
     def _hang_up(self) -> None:
         if self._writer is not None:

@@ -22,7 +22,7 @@ _WHITESPACE = "[ \\n\\t\\r]{0,16}"
 
 
 class _Tokenizer:
-    """What LLTokenizer asks for. Text that a grammar forces comes in the tokens that the model's tokenizer makes of it."""
+    """The interface that LLTokenizer needs. Text that a grammar forces is tokenized by the model's tokenizer."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None

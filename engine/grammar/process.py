@@ -37,7 +37,7 @@ def main(backend: str, model: str, memory_bytes: int, cpu_s: int) -> None:
     os.dup2(quiet, 2)  # and they print pieces of the grammar, which may be private
     limit = _address_space() + memory_bytes
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    os.nice(_NICE)  # not before: somebody may be waiting for us to come up
+    os.nice(_NICE)  # only now: a caller may wait for the start
     _write(out, READY)
     while (frame := _read(sys.stdin.buffer)) is not None:
         _write(out, BEGAN)

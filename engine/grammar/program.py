@@ -1,4 +1,4 @@
-"""The interface between whoever compiled a grammar and the sampler, and what two backends have in common.
+"""The interface between the grammar back ends and the sampler, and what the back ends share.
 
 A mask is numpy int32 [ceil(vocab_size / 32)]: token t may be drawn if bit t % 32 of word t // 32 is set.
 """
@@ -23,7 +23,7 @@ class Matcher(Protocol):
     """One choice's place in a grammar. Used by the step thread only; a function of the tokens it was fed.
 
     Args (fields):
-        num_words: of the masks. slow: following it took too long; it must not be asked again.
+        num_words: of the masks. slow: following it took too long; it must not be called again.
     """
 
     num_words: int

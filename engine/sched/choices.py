@@ -76,7 +76,7 @@ class Choices:
         return [self._first_tokens[number] for number in self.numbers]
 
     def withhold(self, choice: int, token_ids: tuple[int, ...], text: str, logprobs: tuple[TokenLogprobs, ...]) -> None:
-        assert len(logprobs) == len(token_ids), "best_of asks the runner for logprobs"
+        assert len(logprobs) == len(token_ids), "with best_of the runner returns logprobs"
         withheld = self._withheld.setdefault(choice, _Withheld())
         withheld.token_ids.extend(token_ids)
         withheld.texts.append(text)

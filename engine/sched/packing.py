@@ -80,7 +80,7 @@ class Packing:
             self._grants.append(grant)
 
     def offer(self, request: Request) -> None:
-        """The request wants its ranges packed, now and after later steps, until `drop`."""
+        """Ranges of the request are packed, now and after later steps, until `drop`."""
         self._pending[request.attempt] = request
 
     def drop(self, request: Request) -> None:
