@@ -223,10 +223,7 @@ class Attempt:
             self._facts.first_token_s = self._elapsed()
             cached_tokens = self._facts.cached_tokens
         outputs.extend(event.token_ids)
-        logprobs = [logprobs_to_proto(entry) for entry in event.logprobs]
-        self._outbox.tokens(
-            self._sub.attempt, event.offset, event.token_ids, event.text, event.choice, logprobs, cached_tokens
-        )
+        self._outbox.tokens(event, cached_tokens)
 
     def on_choice_finished(self, event: ChoiceFinished) -> None:
         if not self._life.ended:

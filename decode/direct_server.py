@@ -9,7 +9,7 @@ It listens on a separate port with no other service: the worker's other port bel
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 
 import grpc
 import structlog
@@ -20,10 +20,11 @@ from diptych.common.tls import load_server_tls
 from diptych.decode.attempt_manager import AttemptManager, Session
 from diptych.decode.outbox import Outbox
 from diptych.decode.ticket_verifier import TicketVerifier
+from diptych.engine.messages import TokensOut
 from diptych.rpc.channels import bind, new_server
 from diptych.rpc.errors import errors_to_status, to_failure
 from diptych.rpc.stubs import add_lookaside
-from diptych.rpc.v1 import decode_pb2, decode_pb2_grpc, types_pb2
+from diptych.rpc.v1 import decode_pb2, decode_pb2_grpc
 from diptych.worker.config import WorkerConfig
 
 log = structlog.get_logger(__name__)
@@ -43,20 +44,11 @@ class TicketObserver:
         self.prompt_logprobs = outbox.prompt_logprobs
         self.choice_finished = outbox.choice_finished
 
-    def tokens(
-        self,
-        attempt: str,
-        offset: int,
-        token_ids: tuple[int, ...],
-        text: str,
-        choice: int = 0,
-        logprobs: Sequence[types_pb2.TokenLogprobs] = (),
-        cached_tokens: int = 0,
-    ) -> None:
-        self._outbox.tokens(attempt, offset, token_ids, text, choice, logprobs, cached_tokens)
+    def tokens(self, event: TokensOut, cached_tokens: int = 0) -> None:
+        self._outbox.tokens(event, cached_tokens)
         if not self._sent:
-            self._tell(decode_pb2.TicketStatus(attempt=attempt, first_token=True, cached_tokens=cached_tokens))
-        self._sent += len(token_ids)
+            self._tell(decode_pb2.TicketStatus(attempt=event.attempt, first_token=True, cached_tokens=cached_tokens))
+        self._sent += len(event.token_ids)
 
     def end(self, attempt: str, end: decode_pb2.End) -> None:
         self._outbox.end(attempt, end)

@@ -7,10 +7,12 @@ one End for each attempt, and one TokenDelta for each of its choices. Beyond `ma
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 from diptych.common.errors import OverloadedError
+from diptych.engine.messages import TokensOut
+from diptych.rpc.convert import logprobs_to_proto
 from diptych.rpc.v1 import decode_pb2, router_pb2, types_pb2
 
 _EVENT_BYTES = 64
@@ -21,16 +23,7 @@ class Events(Protocol):
 
     def accepted(self, attempt: str) -> None: ...
 
-    def tokens(
-        self,
-        attempt: str,
-        offset: int,
-        token_ids: tuple[int, ...],
-        text: str,
-        choice: int = 0,
-        logprobs: Sequence[types_pb2.TokenLogprobs] = (),
-        cached_tokens: int = 0,
-    ) -> None: ...
+    def tokens(self, event: TokensOut, cached_tokens: int = 0) -> None: ...
 
     def prompt_logprobs(self, attempt: str, entries: types_pb2.PromptLogprobs) -> None: ...
 
@@ -74,30 +67,24 @@ class Outbox:
     def accepted(self, attempt: str) -> None:
         self._append(decode_pb2.Event(attempt=attempt, accepted=decode_pb2.Accepted()), _EVENT_BYTES)
 
-    def tokens(
-        self,
-        attempt: str,
-        offset: int,
-        token_ids: tuple[int, ...],
-        text: str,
-        choice: int = 0,
-        logprobs: Sequence[types_pb2.TokenLogprobs] = (),
-        cached_tokens: int = 0,
-    ) -> None:
+    def tokens(self, event: TokensOut, cached_tokens: int = 0) -> None:
         """Append tokens; a buffered event of the same choice is extended. `cached_tokens`: of the prompt; with the
         attempt's first tokens."""
-        waiting = self._tokens.get((attempt, choice))
-        size = 5 * len(token_ids) + len(text) + sum(entry.ByteSize() for entry in logprobs)
+        waiting = self._tokens.get((event.attempt, event.choice))
+        logprobs = [logprobs_to_proto(entry) for entry in event.logprobs]
+        size = 5 * len(event.token_ids) + len(event.text) + sum(entry.ByteSize() for entry in logprobs)
         if waiting is not None:
-            waiting.tokens.token_ids.extend(token_ids)
-            waiting.tokens.text += text
+            waiting.tokens.token_ids.extend(event.token_ids)
+            waiting.tokens.text += event.text
             waiting.tokens.logprobs.extend(logprobs)
             self._grow(size)
             return
-        delta = router_pb2.TokenDelta(offset=offset, token_ids=token_ids, text=text, choice=choice, logprobs=logprobs)
-        event = decode_pb2.Event(attempt=attempt, tokens=delta, cached_tokens=cached_tokens)
-        self._tokens[attempt, choice] = event
-        self._append(event, size + _EVENT_BYTES)
+        delta = router_pb2.TokenDelta(
+            offset=event.offset, token_ids=event.token_ids, text=event.text, choice=event.choice, logprobs=logprobs
+        )
+        message = decode_pb2.Event(attempt=event.attempt, tokens=delta, cached_tokens=cached_tokens)
+        self._tokens[event.attempt, event.choice] = message
+        self._append(message, size + _EVENT_BYTES)
 
     def prompt_logprobs(self, attempt: str, entries: types_pb2.PromptLogprobs) -> None:
         event = decode_pb2.Event(attempt=attempt, prompt_logprobs=entries)

@@ -13,6 +13,7 @@ from diptych.decode.coverage import Coverage
 from diptych.decode.lifecycle import AttemptLifecycle, State
 from diptych.decode.link_rate import LinkRates
 from diptych.decode.outbox import Outbox
+from diptych.engine.messages import TokensOut
 from diptych.rpc.v1 import decode_pb2
 
 
@@ -106,9 +107,9 @@ def test_an_illegal_move_tells_the_story() -> None:
 async def test_outbox_merges_what_waits_and_keeps_the_order() -> None:
     outbox = Outbox()
     outbox.accepted("a")
-    outbox.tokens("a", 0, (1,), "x")
-    outbox.tokens("b", 4, (7,), "q")
-    outbox.tokens("a", 1, (2, 3), "yz")
+    outbox.tokens(TokensOut("a", 0, (1,), "x"))
+    outbox.tokens(TokensOut("b", 4, (7,), "q"))
+    outbox.tokens(TokensOut("a", 1, (2, 3), "yz"))
     outbox.end("b", decode_pb2.End())
     batch = await outbox.next_batch()
     assert batch is not None
@@ -116,7 +117,7 @@ async def test_outbox_merges_what_waits_and_keeps_the_order() -> None:
     assert kinds == [("a", "accepted"), ("a", "tokens"), ("b", "tokens"), ("b", "end")]
     assert list(batch.events[1].tokens.token_ids) == [1, 2, 3]
     assert batch.events[1].tokens.text == "xyz"
-    outbox.tokens("a", 3, (4,), "")
+    outbox.tokens(TokensOut("a", 3, (4,), ""))
     outbox.close()
     batch = await outbox.next_batch()
     assert batch is not None
@@ -138,7 +139,7 @@ async def test_outbox_is_bounded() -> None:
     told: list[bool] = []
     outbox = Outbox(max_bytes=200, on_overflow=lambda: told.append(True))
     for i in range(100):
-        outbox.tokens("a", i, (1,), "text")
+        outbox.tokens(TokensOut("a", i, (1,), "text"))
     assert told == [True]
     outbox.close()
     with pytest.raises(OverloadedError):
