@@ -230,8 +230,8 @@ async def test_computing_and_queueing_for_long_is_not_silence(
     pd: ModuleType, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens = await undisturbed(pd, expected)
-    words, hear = [], LivenessTimer.heard
-    monkeypatch.setattr(LivenessTimer, "heard", lambda silence: words.append(silence) or hear(silence))
+    words, hear = [], LivenessTimer.on_message
+    monkeypatch.setattr(LivenessTimer, "on_message", lambda silence: words.append(silence) or hear(silence))
     async with (
         two_prefill_one_decode(pd, silence_s=SILENCE_S) as (cluster, prefill),
         pd.FakeRouter(cluster.decode.address) as router,
