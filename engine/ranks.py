@@ -4,8 +4,7 @@
     engine <--frame-- every rank        "ok", or why not; the sampling rank's holds the step's result
 
 A frame is a kind (1 byte), a length (4 bytes, big endian) and so many bytes. A rank that ends, or does not take a frame
-or
-answer within the deadline, is lost: all ranks are killed, and every call raises ExecutorLost. So no rank waits for a
+or answer within the deadline, is lost: all ranks are killed, and every call raises ExecutorLost. So no rank waits for a
 lost one for longer than the deadline, whatever it waits in.
 
 KV is sharded by rank: a packed range is each rank's bytes, one rank after the other.

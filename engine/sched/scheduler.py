@@ -2,8 +2,8 @@
 
 Each step, under a token budget, a sequence budget and a time budget:
 
-    1. every decoding sequence gets its next token (preempting the last by rank when no block is left to grow into); 2.
-    what is left of the budgets goes to sequences with more than one token to compute, in the order of their admission;
+    1. every decoding sequence gets its next token (preempting the last by rank when no block is left to grow into);
+    2. what is left of the budgets goes to sequences with more than one token to compute, in order of their admission;
     3. then waiting requests are admitted in the policy's order, as long as their blocks can be allocated.
 
 Under a policy that `passes` (the default), 2 and 3 are one: prompts that have begun and those that wait, in the order
@@ -47,8 +47,7 @@ from diptych.engine.sched.request import Request, State
 from diptych.engine.sched.step import SchedulerOutput
 
 _FILL_S = 0.05
-"""Time that a step that ends a prompt may spend on other prompts, under a policy that passes. On a GPU that is no
-limit."""
+"""Time that a step that ends a prompt may spend on other prompts, under a policy that passes. On a GPU it is ample."""
 PROMPT_LOGPROBS_CHUNK = 256
 """Tokens of a chunk whose every row needs logits: they take 4 bytes a vocabulary entry each."""
 
