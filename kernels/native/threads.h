@@ -1,19 +1,18 @@
 /* A few helper threads that run numbered tasks beside the caller.
  *
  * Tasks are claimed one by one, so a thread that the machine takes away holds up one task and not its share of the work;
- * helpers look out for the next job for a few microseconds and then sleep. Which thread runs a task never changes a result.
+ * threads that wait look out for a few microseconds and then sleep. Which thread runs a task never changes a result.
  */
 #ifndef DIPTYCH_THREADS_H
 #define DIPTYCH_THREADS_H
 
 #include <pthread.h>
-#include <sched.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <unistd.h>
 
 #define MAX_THREADS 64
-#define LOOK_OUT 4000 /* rounds of pause before a helper sleeps, roughly 50 microseconds */
+#define LOOK_OUT 200 /* rounds of pause before a thread sleeps, some microseconds; see docs/decisions/native-threads.md */
 
 typedef void (*task_function)(const void *context, long task, int thread); /* thread: 0 .. num_threads - 1 */
 
@@ -22,12 +21,17 @@ static struct {
     _Atomic(task_function) run;
     _Atomic(const void *) context;
     _Atomic long num_tasks, num_done;
-    _Atomic int num_wanted, num_asleep;
+    _Atomic int num_wanted, num_asleep, caller_asleep;
     int num_helpers;
     pid_t owner;
     pthread_mutex_t one_job, sleep;
-    pthread_cond_t wake;
-} crew = {.one_job = PTHREAD_MUTEX_INITIALIZER, .sleep = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER};
+    pthread_cond_t wake, done;
+} crew = {
+    .one_job = PTHREAD_MUTEX_INITIALIZER,
+    .sleep = PTHREAD_MUTEX_INITIALIZER,
+    .wake = PTHREAD_COND_INITIALIZER,
+    .done = PTHREAD_COND_INITIALIZER,
+};
 
 static inline void pause_briefly(void) {
 #if defined(__x86_64__)
@@ -43,11 +47,17 @@ static void take_part(uint32_t number, int thread) {
     while ((uint32_t)(state >> 32) == number) {
         task_function run = atomic_load(&crew.run);
         const void *context = atomic_load(&crew.context);
-        if ((long)(uint32_t)state >= atomic_load(&crew.num_tasks)) return;
+        long num_tasks = atomic_load(&crew.num_tasks);
+        if ((long)(uint32_t)state >= num_tasks) return;
         /* Succeeds only if this is still the same job: then what was read above belongs to it. */
         if (!atomic_compare_exchange_weak(&crew.state, &state, state + 1)) continue;
         run(context, (long)(uint32_t)state, thread);
-        atomic_fetch_add(&crew.num_done, 1);
+        /* The caller says that it sleeps before it looks at num_done: one of the two sees the other. */
+        if (atomic_fetch_add(&crew.num_done, 1) + 1 == num_tasks && atomic_load(&crew.caller_asleep)) {
+            pthread_mutex_lock(&crew.sleep);
+            pthread_cond_signal(&crew.done);
+            pthread_mutex_unlock(&crew.sleep);
+        }
         state = atomic_load(&crew.state);
     }
 }
@@ -82,6 +92,7 @@ static void hire(int num_helpers) {
         atomic_store(&crew.num_asleep, 0);
         pthread_mutex_init(&crew.sleep, NULL);
         pthread_cond_init(&crew.wake, NULL);
+        pthread_cond_init(&crew.done, NULL);
     }
     while (crew.num_helpers < num_helpers) {
         pthread_t thread;
@@ -115,9 +126,13 @@ static void run_tasks(task_function run, const void *context, long num_tasks, in
         pthread_mutex_unlock(&crew.sleep);
     }
     take_part(number, 0);
-    for (long round = 0; atomic_load(&crew.num_done) < num_tasks; round++) {
-        if (round > LOOK_OUT) sched_yield();
-        else pause_briefly();
+    for (int i = 0; i < LOOK_OUT && atomic_load(&crew.num_done) < num_tasks; i++) pause_briefly();
+    if (atomic_load(&crew.num_done) < num_tasks) {
+        pthread_mutex_lock(&crew.sleep);
+        atomic_store(&crew.caller_asleep, 1);
+        while (atomic_load(&crew.num_done) < num_tasks) pthread_cond_wait(&crew.done, &crew.sleep);
+        atomic_store(&crew.caller_asleep, 0);
+        pthread_mutex_unlock(&crew.sleep);
     }
     pthread_mutex_unlock(&crew.one_job);
 }
