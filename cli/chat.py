@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from diptych.client import Client, Completion, Tls
 
-HELP = "Ctrl-C interrupts an answer, Ctrl-D leaves; /clear forgets the conversation, /exit leaves."
+HELP = "Ctrl-C interrupts an answer, Ctrl-D exits; /clear starts a new conversation, /exit exits."
 
 DEFAULT_MAX_TOKENS = 1024
 """Tokens of one answer. Small models may not stop before the context is full."""

@@ -1,13 +1,12 @@
-"""Identity of a KV block: one implementation for router and workers.
+"""Identity of a KV block; router and workers share this implementation.
 
-The key at a token position is the 16-byte digest of one running keyed blake3 over a header and all tokens before that
-position. A block's key is the key at its end, so workers whose blocks have 16 and 32 tokens name the same KV alike at
-every multiple of 32.
+The key at a token position is a 16-byte digest: keyed blake3 over a header and all tokens before that position. A
+block's key is the key at its end, so workers with blocks of 16 and 32 tokens have equal keys at every multiple of 32.
 
-The header holds everything besides the tokens that decides the *values* of the KV: content of the weights, their method,
-dtype of the computation, dtype and scales of the KV, version of the numerics, tokenizer, adapter, tenant salt. Each part
-has its length in front, so that no two headers share an encoding. How the KV lies in memory (block size, order of
-dimensions, shard) is not part of it: it stands in the layout digest of a handle.
+The header holds everything besides the tokens that determines the *values* of the KV: content of the weights, their
+method, dtype of the computation, dtype and scales of the KV, version of the numerics, tokenizer, adapter, tenant salt.
+Each part is length-prefixed, so two different headers never share an encoding. The memory layout of the KV (block size,
+order of dimensions, shard) is not part of it: it is in the layout digest of a handle.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from blake3 import blake3
 
 KEY_BYTES = 16
 IDENTITY_FACTS = ("model_revision", "kv_rule", "method", "compute_dtype", "attention_version", "backend")
-"""What a worker's lease must name so that its keys can be computed."""
+"""Fields of a worker's lease from which its keys are computed."""
 _DOMAIN = b"diptych kv block v2"
 GOLDEN_TOKENS = 512
 """Position of the golden key."""
@@ -30,7 +29,7 @@ GOLDEN_TOKENS = 512
 
 @dataclass(frozen=True, slots=True)
 class IdentityHeader:
-    """What, besides the tokens, decides the content of a KV block.
+    """Everything besides the tokens that determines the content of a KV block.
 
     Args:
         key: 32 bytes, derived from the cluster secret.
@@ -41,7 +40,7 @@ class IdentityHeader:
         salt: derived from the tenant by the router.
         method: of the weights: plain, or the quantization method.
         compute_dtype: of weights and activations.
-        attention_version, backend: of the numerics: which kernels compute the layers, in which version.
+        attention_version, backend: kernels that compute the layers, and their version.
     """
 
     key: bytes
@@ -56,7 +55,7 @@ class IdentityHeader:
     attention_version: str = ""
     backend: str = ""
     _hash: int = field(init=False, repr=False, compare=False)
-    """Headers are looked up several times a request."""
+    """Cached: headers are hashed several times a request."""
 
     def __post_init__(self) -> None:
         if len(self.key) != 32:
@@ -140,7 +139,7 @@ def golden_key(header: IdentityHeader) -> bytes:
 
 
 def identity_facts(header: IdentityHeader) -> dict[str, str]:
-    """What a worker's lease says of its header; `identity_of` gives the header back."""
+    """The header's fields in a worker's lease; `identity_of` is the inverse."""
     return {
         "model_revision": header.model_revision,
         "tokenizer_revision": header.tokenizer_revision,
@@ -157,10 +156,8 @@ def identity_facts(header: IdentityHeader) -> dict[str, str]:
 def identity_of(
     key: bytes, compat_facts: Mapping[str, str], *, block_size: int, tokenizer_revision: str = ""
 ) -> IdentityHeader | None:
-    """The header of a worker by its facts (`compat.as_strings`); None where one of them is missing.
-
-    Args: tokenizer_revision: used in place of the worker's own.
-    """
+    """The header of a worker from its facts (`compat.as_strings`); None if one is missing. `tokenizer_revision`:
+    replaces the worker's."""
     if not all(name in compat_facts for name in IDENTITY_FACTS):
         return None
     return IdentityHeader(

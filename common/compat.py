@@ -1,4 +1,4 @@
-"""What two workers must agree on before KV crosses between them, and how they differ."""
+"""Facts compared in the handshake: two workers must agree on them before KV is transferred."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from diptych.common.block_identity import IdentityHeader, golden_key, identity_o
 from diptych.common.kv_format import KvFormat
 
 PROTOCOL_VERSION = 3
-"""2: first tokens name what they were computed from, and are refused without.
-3: the KV format is a message of groups; block identities name values only."""
+"""2: FirstTokens carries a digest of the computed prompt, and is rejected without it. 3: the KV format is a message of
+groups; block identities cover values only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ KV_RULE = "kv_rule"
 
 
 def facts(compat: Compat) -> dict[str, str]:
-    """Every fact by name, those of the KV format among them; bytes as hexadecimal digits."""
+    """Every fact by name, including those of the KV format; bytes as hexadecimal digits."""
     out = {}
     for field in fields(Compat):
         value = getattr(compat, field.name)
@@ -59,10 +59,8 @@ def facts(compat: Compat) -> dict[str, str]:
 
 
 def differences(mine: Compat, theirs: Compat, *, converting: bool = False) -> list[str]:
-    """Facts that differ, each as "name: mine X, theirs Y". An empty list: KV may cross.
-
-    Args: converting: what decode can convert may differ.
-    """
+    """Facts that differ, each as "name: mine X, theirs Y". An empty list: KV may be transferred. `converting`: ignore
+    what decode can convert."""
     a, b = facts(mine), facts(theirs)
     return [
         f"{name}: mine {a.get(name, 'unset')}, theirs {b.get(name, 'unset')}"
@@ -77,10 +75,8 @@ def as_strings(compat: Compat) -> dict[str, str]:
 
 
 def identified(compat: Compat, key: bytes) -> tuple[IdentityHeader, Compat]:
-    """The header under which a worker with these facts names its blocks, and the facts with the golden identity of it.
-
-    Args: key: 32 bytes, derived from the cluster secret.
-    """
+    """The header under which a worker with these facts names its blocks, and the facts with its golden identity. `key`:
+    32 bytes, derived from the cluster secret."""
     header = identity_of(key, as_strings(compat), block_size=compat.kv.block_size)
     assert header is not None, "as_strings() has every fact"
     return header, replace(compat, block_identity_golden=golden_key(header))

@@ -1,4 +1,4 @@
-"""What a worker's KV cache looks like: the only place with its dtypes, heads, dimensions, blocks and bytes.
+"""The format of a worker's KV cache: dtypes, heads, dimensions, blocks and bytes are defined only here.
 
 A `KvFormat` has one `KvGroup` for each kind of layer. Layers of one group have the same shape and keep the same tokens:
 
@@ -7,13 +7,13 @@ A `KvFormat` has one `KvGroup` for each kind of layer. Layers of one group have 
     latent      every token, one vector for all heads (multi-head latent attention)
     recurrent   no tokens: one state, which exists at checkpoints only
 
-The KV of a token is `[parts, heads, dim]` in each layer, where the parts are K and V. A block holds `block_size` tokens of all
-layers of its group. A quantized group has its scales inside the block, one for each part, token and KV head, so that any
-slice, reordering or shard of the block keeps them.
+The KV of a token is `[parts, heads, dim]` in each layer, where the parts are K and V. A block holds `block_size` tokens
+of all layers of its group. A quantized group has its scales inside the block, one for each part, token and KV head, so
+that any slice, reordering or shard of the block includes them.
 
-With tensor parallelism each rank holds the heads that its `Shard` names. Latent and recurrent groups are replicated.
+With tensor parallelism each rank holds the heads of its `Shard`. Latent and recurrent groups are replicated.
 
-Sizes are in bytes and of one rank, unless they say otherwise.
+Sizes are in bytes and of one rank, unless noted.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from diptych.common.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Dtype:
-    """`computes`: weights and activations may have it, too."""
+    """`computes`: also supported for weights and activations."""
 
     name: str
     size_bytes: int
@@ -83,7 +83,8 @@ class Shard:
             raise ConfigError("rank", self.rank, f"must be in [0, {self.degree})")
 
     def heads(self, num_heads: int) -> range:
-        """Of `num_heads` heads of the model, those of this rank. With more ranks than heads a head is on several ranks."""
+        """The heads of this rank, of `num_heads` of the model. With more ranks than heads, several ranks hold the same
+        head."""
         first = self.rank * num_heads // self.degree
         return range(first, first + self.heads_per_rank(num_heads))
 
@@ -148,7 +149,7 @@ class KvGroup:
 
     @property
     def replicated(self) -> bool:
-        """Every tensor-parallel rank holds all of it."""
+        """Whether every tensor-parallel rank holds all of it."""
         return self.kind in (KvKind.LATENT, KvKind.RECURRENT)
 
     def heads_per_rank(self, shard: Shard) -> int:
@@ -179,13 +180,13 @@ class KvGroup:
     # ---- which tokens are kept ----
 
     def first_needed(self, num_tokens: int) -> int:
-        """The first token whose KV the token at position `num_tokens` reads, when all before it were computed."""
+        """The first token whose KV is read by the token at position `num_tokens`."""
         if self.kind is KvKind.RECURRENT:
             return num_tokens
         return max(0, num_tokens + 1 - self.window) if self.window else 0
 
     def first_block(self, num_tokens: int) -> int:
-        """The first block that is kept once `num_tokens` tokens were computed; all before it are behind the window."""
+        """The first block that is kept once `num_tokens` tokens were computed; earlier ones are behind the window."""
         return self.first_needed(num_tokens) // self.block_size
 
     def blocks_held(self, num_tokens: int) -> int:
@@ -205,7 +206,7 @@ def kv_group(
     window: int = 0,
     scale_dtype: str = "",
 ) -> KvGroup:
-    """A group of ordinary attention layers: full, or with a window. Args: layers: their number, or their indexes."""
+    """A group of ordinary attention layers: full, or with a window. `layers`: their number, or their indexes."""
     indexes = tuple(range(layers)) if isinstance(layers, int) else tuple(layers)
     kind = KvKind.WINDOW if window else KvKind.FULL
     return KvGroup(kind, indexes, heads, (head_dim, head_dim), dtype, block_size, window, scale_dtype)
@@ -267,7 +268,7 @@ class KvFormat:
 
     @property
     def dtypes(self) -> tuple[str, ...]:
-        """Of the elements, each once, in the order of the groups."""
+        """dtypes of the elements, each once, in the order of the groups."""
         return tuple(dict.fromkeys(group.dtype for group in self.groups))
 
     @property
@@ -281,12 +282,12 @@ class KvFormat:
         return sum(group.block_bytes(self.shard) for group in self.groups)
 
     def bytes_held(self, num_tokens: int) -> int:
-        """What a sequence keeps, in whole blocks, once `num_tokens` tokens were computed."""
+        """Bytes of a sequence, in whole blocks, once `num_tokens` tokens were computed."""
         return sum(group.blocks_held(num_tokens) * group.block_bytes(self.shard) for group in self.groups)
 
     def transfer_bytes(self, first_token: int, end: int) -> int:
-        """What a hand-off moves of tokens [first_token, end) of a prompt that ends at `end`: of a window group only what the
-        next token can see."""
+        """Bytes of a hand-off of tokens [first_token, end) of a prompt that ends at `end`; of a window group only what
+        the next token reads."""
         return sum(
             group.state_bytes
             + max(0, end - max(first_token, group.first_needed(end))) * group.bytes_per_token(self.shard)
@@ -309,7 +310,8 @@ class KvFormat:
 
     @property
     def value_rule(self) -> str:
-        """What of the format changes the values of KV, whatever their layout: dtype and scales of each layer's KV, windows."""
+        """The parts of the format that affect the values of KV in any layout: dtype and scales of each layer's KV,
+        windows."""
         rules = {}
         for group in self.groups:
             parts = f"/{'+'.join(group.part_dtypes)}" if group.part_dtypes else ""
@@ -325,7 +327,7 @@ class KvFormat:
         return ",".join(f"{count}x{rule}" for rule, count in runs)
 
     def facts(self) -> dict[str, str]:
-        """By name, for comparisons and for the store. With several groups each name has its group's in front."""
+        """Facts by name, for comparisons and for the store. With several groups, names are prefixed with the group's."""
         out = {"kv_layout": self.order, "tensor_parallel_size": str(self.shard.degree)}
         for group in self.groups:
             prefix = "" if self.has_one_full_group else f"{group.name}."
@@ -346,7 +348,7 @@ class KvFormat:
         return out
 
     def layout_digest(self, *parts: str | int) -> int:
-        """64 bits over all that decides how bytes of KV are read: every field, and `parts`."""
+        """64 bits over everything that determines the byte layout of KV: every field, and `parts`."""
         state = blake3(b"diptych kv layout v2")
         fields: list[object] = [*parts, self.order, self.shard.rank, self.shard.degree]
         for group in self.groups:
@@ -366,7 +368,7 @@ class KvFormat:
 
 @dataclass(frozen=True, slots=True)
 class TransferCharge:
-    """Bytes that a hand-off moves, without the format: for a router, which knows a worker by its lease.
+    """Bytes of a hand-off, without the format, for a router, which has only the worker's lease.
 
     Args:
         bytes_per_token: of groups that keep every token.
@@ -379,7 +381,7 @@ class TransferCharge:
     windows: tuple[tuple[int, int], ...] = ()
 
     def bytes(self, num_tokens: int) -> int:
-        """Of the last `num_tokens` tokens of a prompt."""
+        """Bytes of the last `num_tokens` tokens of a prompt."""
         seen = sum(min(num_tokens, window - 1) * size for window, size in self.windows)
         return num_tokens * self.bytes_per_token + self.state_bytes + seen
 
@@ -395,7 +397,7 @@ def full_format(
     shard: Shard = Shard(),
     scale_dtype: str = "",
 ) -> KvFormat:
-    """Of a model whose layers all attend to every token."""
+    """The format of a model whose layers all attend to every token."""
     group = kv_group(num_layers, num_kv_heads, head_dim, block_size=block_size, dtype=dtype, scale_dtype=scale_dtype)
     return KvFormat((group,), shard, order)
 
@@ -410,7 +412,7 @@ def windowed_format(
     order: str = "block-major",
     shard: Shard = Shard(),
 ) -> KvFormat:
-    """Of a model whose layers differ in their window only. Args: windows: of each layer, 0: it attends to every token."""
+    """The format of a model whose layers differ only in their window. `windows`: of each layer, 0: full attention."""
     layers: dict[int, list[int]] = {}
     for layer, window in enumerate(windows):
         layers.setdefault(window, []).append(layer)

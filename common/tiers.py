@@ -1,7 +1,8 @@
-"""The tiers that hold KV blocks, nearest to the computation first: the only place that names one.
+"""The tiers of KV blocks, nearest to the computation first. They are defined only here.
 
-A block in the first tier is used where it lies. One in a later tier is copied to the first before it is used, at the rate that
-its worker measured. Events, sequence numbers, dumps and the router's index have one entry for each tier, in this order.
+A block in the first tier is used in place. A block in a later tier is copied to the first before use, at a rate
+measured by its worker. Events, sequence numbers, dumps and the router's index have one entry for each tier, in this
+order.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import msgspec
 
 @dataclass(frozen=True, slots=True)
 class TierSpec:
-    """Args:
-    name: in events, leases and metrics.
-    eviction: which block leaves a full tier first.
-    bytes_per_s: of copies to the first tier, where no worker has measured it.
+    """One tier.
+
+    Args:
+        name: in events, leases and metrics.
+        eviction: which block leaves a full tier first.
+        bytes_per_s: of copies to the first tier, before a worker has measured it.
     """
 
     name: str
@@ -30,7 +33,7 @@ TIER_NAMES = tuple(tier.name for tier in TIERS)
 DEVICE = TIER_NAMES[0]
 HOST = TIER_NAMES[1]
 LOWER_TIERS = TIERS[1:]
-"""All but the first: their blocks are copied before they are used."""
+"""All but the first: their blocks are copied before use."""
 
 
 def tier_index(name: str) -> int:
@@ -55,13 +58,13 @@ class TierState(msgspec.Struct, frozen=True):
 
 
 def sequences_of(tiers: Iterable[TierState]) -> tuple[int, ...]:
-    """The last event of each tier, in the order of TIERS; 0 where a lease does not name it."""
+    """The last event of each tier, in the order of TIERS; 0 for a tier missing in the lease."""
     found = {tier.name: tier.event_sequence for tier in tiers}
     return tuple(found.get(name, 0) for name in TIER_NAMES)
 
 
 def with_sequences(tiers: Iterable[TierState], sequences: Mapping[str, int]) -> tuple[TierState, ...]:
-    """All tiers, each with its sequence number. Args: tiers: those with known sizes and rates."""
+    """All tiers, each with its sequence number. `tiers`: those with known sizes and rates."""
     known = {tier.name: tier for tier in tiers}
     return tuple(
         msgspec.structs.replace(known.get(name) or TierState(name), event_sequence=sequences.get(name, 0))
@@ -71,7 +74,7 @@ def with_sequences(tiers: Iterable[TierState], sequences: Mapping[str, int]) -> 
 
 @dataclass(frozen=True, slots=True)
 class TierDump:
-    """What a tier's cache holds after event `sequence`."""
+    """A tier's content after event `sequence`."""
 
     sequence: int = 0
     keys: tuple[bytes, ...] | list[bytes] = ()

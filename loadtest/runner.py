@@ -240,7 +240,7 @@ class _Answer:
             record.cached_tokens = ended.cached_tokens
             if record.counted_by is CountedBy.TOKEN_IDS and total is not None and total != record.output_tokens:
                 record.outcome = Outcome.CUT
-                record.error = f"usage says {total} output tokens, {record.output_tokens} arrived"
+                record.error = f"usage reports {total} output tokens, {record.output_tokens} arrived"
 
     def said(self, ask: Ask) -> str | tuple[int, ...]:
         """The answer in the form of the prompt: ids or text."""

@@ -129,7 +129,7 @@ def _check_apart(one: ModelFolder, other: ModelFolder) -> None:
         raise ConfigError(
             "more_models",
             one.name,
-            f"its workers cannot be told from those of {other.name}: both have one tokenizer, and the folders do not show that "
+            f"its workers look like those of {other.name}: both have one tokenizer, and the folders do not show that "
             "the weights differ (put the weights into both)",
         )
 

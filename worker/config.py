@@ -246,7 +246,7 @@ class WorkerConfig:
             raise ConfigError(
                 "kv_host",
                 self.effective_kv_host,
-                f"peers on other hosts are told {self.advertised_host}, and cannot read KV from a loopback address: name one "
+                f"peers on other hosts get {self.advertised_host}, and cannot read KV from a loopback address: name one "
                 "of this host",
             )
         if self.heartbeat_s >= self.lease_s:

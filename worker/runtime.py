@@ -253,7 +253,7 @@ class WorkerRuntime:
         log.error("another process took this worker's name")
         self.ended.set()
 
-    # ---- what others ask ----
+    # ---- for other processes ----
 
     def why_stuck(self) -> str:
         """Why the engine makes no progress; empty: it does."""

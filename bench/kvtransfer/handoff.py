@@ -96,7 +96,7 @@ async def timeline(target: OpenAITarget, ask: Ask) -> Timeline:
                 raise RuntimeError("the prompt was computed on decode: nothing was transferred")
             transport = event.server.transport
     if len(came) != ask.max_tokens:
-        raise RuntimeError(f"{len(came)} tokens came, {ask.max_tokens} were asked for")
+        raise RuntimeError(f"{len(came)} tokens arrived, {ask.max_tokens} were requested")
     return Timeline(tuple(came), transport)
 
 

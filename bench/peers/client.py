@@ -143,7 +143,7 @@ async def run(load: Load) -> dict[str, Any]:
             count = await ask()
             walls.append(time.perf_counter() - began)
             if count != load.output_tokens:
-                raise RuntimeError(f"{count} tokens came where {load.output_tokens} were asked for")
+                raise RuntimeError(f"{count} tokens arrived, {load.output_tokens} were requested")
             tokens += count
 
     await asyncio.gather(*(ask() for ask in askers))  # warm-up: connections, streams, first use

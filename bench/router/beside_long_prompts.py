@@ -79,7 +79,7 @@ class Cluster:
                 return
             except (httpx.HTTPError, LookupError):
                 time.sleep(0.5)
-        raise RuntimeError(f"the cluster did not come up:\n{Path(self._log.name).read_text()[-2000:]}")
+        raise RuntimeError(f"the cluster did not start:\n{Path(self._log.name).read_text()[-2000:]}")
 
     def model(self) -> str:
         headers = {"authorization": f"Bearer {self.keys['one']}"}

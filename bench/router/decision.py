@@ -147,7 +147,9 @@ def rounds(scene: Scene, seconds: float, count: int, *, hashing: bool) -> dict[s
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=3.0, help="length of each of the two measurements")
-    parser.add_argument("--rounds", type=int, default=3, help="the best round is told, and the rate of each")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="number of rounds; the report has the best one, and the rate of each"
+    )
     parser.add_argument("--backend", default="auto", help="auto, native or numpy")
     parser.add_argument("--workers", type=int, default=64)
     parser.add_argument("--blocks", type=int, default=1_000_000)

@@ -76,7 +76,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--duration", type=float, default=120.0, help="virtual seconds in which chats begin")
     parser.add_argument("--rates", type=float, nargs="+", default=[2.0, 3.5], help="new chats per second")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--draws", type=int, default=3, help="runs of each policy, with other draws; told together")
+    parser.add_argument("--draws", type=int, default=3, help="runs of each policy, with other seeds; reported together")
     parser.add_argument("--out", default="", help="result file; default: the committed one")
     given = parser.parse_args(arguments)
     names = [*POLICIES, TREE, COPIES]

@@ -78,7 +78,7 @@ def cluster(facts: Facts) -> Iterator[Verdict]:
             yield Verdict(
                 "cluster",
                 Level.UNKNOWN,
-                f"{worker.id} at {worker.address} cannot be asked: {worker.error}",
+                f"{worker.id} at {worker.address} cannot be reached: {worker.error}",
                 "run the doctor where workers can be reached (inside the cluster's private network); with mTLS, "
                 "pass --cluster-ca, --cluster-cert and --cluster-key",
             )
@@ -151,7 +151,7 @@ def _links(facts: Facts) -> Iterator[Verdict]:
                 "link",
                 Level.WARN,
                 f"{worker.id}: {worker.slabs_quarantined} of {worker.slabs_total} slabs are quarantined",
-                "reads to a peer timed out; they come back when it answers or is proved dead. Look for a partition",
+                "reads to a peer timed out; they return when it answers or is known to be dead. Look for a network partition",
             )
 
 

@@ -99,7 +99,7 @@ def cache(facts: Facts) -> Iterator[Verdict]:
             yield Verdict(
                 "cache",
                 Level.WARN,
-                f"the router knows {worker['id']}'s cache only as {worker.get('index_mode')}",
+                f"the router's index of {worker['id']}'s cache is {worker.get('index_mode')}",
                 "placement on it is an estimate: check that the worker reaches Redis, and how full Redis is",
             )
     for role in ("prefill", "decode"):
@@ -193,7 +193,7 @@ def balance(facts: Facts) -> Iterator[Verdict]:
         if known:
             means[role] = min(1.0, sum(known) / len(known))
     if len(means) < 2:
-        yield Verdict("balance", Level.INFO, "no rates are measured yet: send some load and ask again")
+        yield Verdict("balance", Level.INFO, "no rates are measured yet: send some load and retry")
         return
     prefill, decode = means["prefill"], means["decode"]
     seen = f"during the sample prefill was busy {100 * prefill:.0f}%, decode {100 * decode:.0f}%"

@@ -207,7 +207,7 @@ def run_down(run_root: Path) -> int:
     left = [process.pid for process in (owner, *children) if process.alive()]
     folder.remove_dead_cluster()
     if left:
-        print(f"error: still alive: {left}", file=sys.stderr)
+        print(f"error: still running: {left}", file=sys.stderr)
         return 1
     print("stopped")
     return 0

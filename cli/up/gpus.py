@@ -51,7 +51,7 @@ def find_gpus(environ: Mapping[str, str]) -> list[Gpu]:
             gpu = Gpu(str(index), _text(pynvml.nvmlDeviceGetName(handle)), int(memory.total), int(memory.free))
             found.append((gpu, _text(pynvml.nvmlDeviceGetUUID(handle))))
     except pynvml.NVMLError as error:
-        raise ConfigError("device", "cuda", f"NVML cannot tell of the GPUs here: {error}") from None
+        raise ConfigError("device", "cuda", f"NVML cannot list the GPUs here: {error}") from None
     finally:
         pynvml.nvmlShutdown()
     return choose_visible(found, environ.get("CUDA_VISIBLE_DEVICES"))

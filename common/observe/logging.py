@@ -80,4 +80,4 @@ def _uncaught(
     if issubclass(kind, (KeyboardInterrupt, SystemExit)):
         return
     told = (kind, error if error is not None else kind(), trace)
-    logging.getLogger("diptych").error("nobody caught it%s", f" ({where})" if where else "", exc_info=told)
+    logging.getLogger("diptych").error("uncaught exception%s", f" ({where})" if where else "", exc_info=told)

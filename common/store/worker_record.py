@@ -40,7 +40,7 @@ class WorkerRecord(msgspec.Struct, frozen=True):
     max_num_seqs: int
     event_epoch: int
     tiers: tuple[TierState, ...] = ()
-    """Where it keeps blocks (common/tiers.py)."""
+    """Its tiers of KV blocks (common/tiers.py)."""
     state: str = "ready"  # "ready" | "draining"
     load: WorkerLoad = WorkerLoad()
     kv_windows: tuple[tuple[int, int], ...] = ()

@@ -80,7 +80,7 @@ PD: list[Panel] = [
     ("One slab's transfer", "s", quantiles("kv_transfer_seconds")),
     ("Failed transfers by reason", "ops", rate("kv_transfer_failures_total", "reason")),
     ("Slabs by state", "short", [("sum by (role, state) (diptych_kv_slabs)", "{{role}} {{state}}")]),
-    ("Where prompt tokens' KV came from", "short", rate("prompt_tokens_by_source_total", "source", WORKERS)),
+    ("Prompt tokens by source of their KV", "short", rate("prompt_tokens_by_source_total", "source", WORKERS)),
     ("Waiting, by reason", "short", [("sum by (role, reason) (diptych_num_requests_waiting_by_reason)", "{{role}} {{reason}}")]),
     ("Prompt tokens waiting", "short", [("diptych_waiting_prompt_tokens", "{{worker}}")]),
     ("Prefill rate, measured", "short", [("diptych_prefill_tokens_per_second", "{{worker}}")]),
@@ -212,7 +212,7 @@ DESCRIPTIONS: dict[str, str] = {
     "Slabs by state": (
         "Quarantined slabs wait for proof that a late read cannot land in them; few free slabs throttle prefill."
     ),
-    "Where prompt tokens' KV came from": "Computed by the worker, found in its prefix cache, or read from prefill.",
+    "Prompt tokens by source of their KV": "Computed by the worker, found in its prefix cache, or read from prefill.",
     "Waiting, by reason": "capacity: for blocks or a turn; deferred: decode waits for KV from prefill.",
     "Prompt tokens waiting": (
         "Uncached prompt tokens queued or half computed. Divided by the prefill rate: the queue in seconds."

@@ -153,7 +153,7 @@ class Cluster:
         self._fleet_is_old = True
         self._changed.set()
 
-    # ---- life ----------------------------------------------------------------------------------------------------
+    # ---- start and stop ------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         self._tasks = [
@@ -216,7 +216,7 @@ class Cluster:
             self._event_watch.forget(member.record.worker_id)
             if self._members.get(member.record.worker_id) is None:
                 self._follower.forget(member.record.worker_id)
-            task = asyncio.create_task(member.link.close("its life ended"))
+            task = asyncio.create_task(member.link.close("its incarnation ended"))
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
         for member in new:

@@ -126,7 +126,7 @@ class RouterMetrics(Metrics):
             "hot_prefix_copies", "Requests that were placed to create another copy of a hot prefix"
         ).set_function(copies)
         self.gauge(
-            "kv_cache_usage_perc", "Mean share of KV blocks in use on the decode workers that this router sees"
+            "kv_cache_usage_perc", "Mean share of KV blocks in use on the decode workers with a lease"
         ).set_function(kv_usage)
         self.gauge(
             "degraded", "1 while the store is unavailable or read-only: the view of the cluster may be stale"

@@ -91,7 +91,7 @@ class BlockIndex:
     def _limit(self) -> int:
         return max(1, self._max_blocks // max(1, len(self._workers)))
 
-    # ---- who is there --------------------------------------------------------------------------------------------
+    # ---- workers -------------------------------------------------------------------------------------------------
 
     def register(self, worker_id: str, incarnation: str, epoch: int, *sequences: int) -> None:
         """A worker's lease says where its event streams stand, one for each tier (missing ones: at 0). Another incarnation

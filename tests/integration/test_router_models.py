@@ -174,6 +174,6 @@ async def test_models_that_cannot_be_told_apart_are_refused(model_folder, tmp_pa
     for file in model_folder.iterdir():
         (twin / file.name).write_bytes(file.read_bytes())
     (twin / "config.json").write_text(json.dumps({"vocab_size": 64, "max_position_embeddings": 128}))
-    with pytest.raises(ConfigError, match="cannot be told from those of tiny"):
+    with pytest.raises(ConfigError, match="look like those of tiny"):
         async with running(model_folder, tmp_path, more_models=(f"twin={twin}",)):
             pass

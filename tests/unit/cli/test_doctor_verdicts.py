@@ -107,7 +107,7 @@ HOST_TIER = {**SETTINGS, "num_host_blocks": "100", "preemption_mode": "auto"}
     [
         ("cluster", Level.BAD, "does not answer", facts(reasons=["d0 does not answer"], ready=False)),
         ("cluster", Level.BAD, "are incompatible: block_size", facts(cluster={"incompatible": [{"prefill": "p0", "decode": "d0", "why": ["block_size"]}]})),
-        ("cluster", Level.UNKNOWN, "cannot be asked", facts(decode=Worker("d0", "decode", "d0:50051", "UNAVAILABLE"))),
+        ("cluster", Level.UNKNOWN, "cannot be reached", facts(decode=Worker("d0", "decode", "d0:50051", "UNAVAILABLE"))),
         ("cluster", Level.BAD, "d0 is not running: nothing listens at d0:50051", facts(decode=Worker("d0", "decode", "d0:50051", "UNAVAILABLE: connect: Connection refused (111)"))),
         ("cluster", Level.BAD, "7 of 8 blocks", facts(decode=replace(DECODE, violations=("7 of 8 blocks",)))),
         ("transport", Level.BAD, "ib_uverbs", facts(decode=replace(DECODE, settings=GPU, host=replace(HOST, rdma_missing=("kernel module ib_uverbs is not loaded",))))),
@@ -144,7 +144,7 @@ HOST_TIER = {**SETTINGS, "num_host_blocks": "100", "preemption_mode": "auto"}
         ("kv", Level.WARN, "90%", facts(decode=moved(DECODE, kv_usage=0.9))),
         ("kv", Level.BAD, "99%", facts(decode=moved(DECODE, kv_usage=0.99))),
         ("cache", Level.WARN, "0% of 9,000 prompt tokens", facts(moved(PREFILL, cached_tokens_total=0.0))),
-        ("cache", Level.WARN, "only as GUESS", facts(cluster={"workers": [{"id": "d0", "index_mode": "GUESS"}]})),
+        ("cache", Level.WARN, "is GUESS", facts(cluster={"workers": [{"id": "d0", "index_mode": "GUESS"}]})),
         ("time", Level.BAD, "queue 900 ms", facts(stages={**STATUS["stages"], "queue": stage(0.9)})),
         ("time", Level.WARN, "transfer 150 ms", facts(stages={**STATUS["stages"], "transfer": stage(0.15)})),
         ("time", Level.INFO, "no request", facts(stages={})),

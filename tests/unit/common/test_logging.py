@@ -37,8 +37,11 @@ def log_lines(program: str, **env: str) -> list[dict[str, Any]]:
         ("import warnings; warnings.warn('old')", "old"),
         ("import logging; logging.getLogger('uvicorn.error').warning('from uvicorn')", "from uvicorn"),
         ("import logging; logging.getLogger('grpc._cython').error('from grpc')", "from grpc"),
-        ("import asyncio; asyncio.run(asyncio.sleep(0)); 1 / 0", "nobody caught it"),
-        ("import threading; one = threading.Thread(target=lambda: 1 / 0); one.start(); one.join()", "nobody caught it"),
+        ("import asyncio; asyncio.run(asyncio.sleep(0)); 1 / 0", "uncaught exception"),
+        (
+            "import threading; one = threading.Thread(target=lambda: 1 / 0); one.start(); one.join()",
+            "uncaught exception",
+        ),
         (
             "import asyncio\nasync def main():\n"
             "    asyncio.get_running_loop().call_soon(lambda: 1 / 0)\n    await asyncio.sleep(0.01)\nasyncio.run(main())",

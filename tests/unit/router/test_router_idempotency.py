@@ -22,7 +22,7 @@ def test_a_key_runs_once_at_a_time_and_not_again_after_a_good_end() -> None:
             pass
         finish(keys, "other tenant", "k", well=True)
         outcome.well = True
-    with pytest.raises(DuplicateRequestError, match="ended well"), keys.running("t", "k"):
+    with pytest.raises(DuplicateRequestError, match="has succeeded"), keys.running("t", "k"):
         pass
     clock.advance(10.0)
     finish(keys, "t", "k", well=True)
