@@ -24,7 +24,7 @@ from diptych.cli.bench.run import Place, Targets, finish, now, opened, run_async
 from diptych.common.errors import ConfigError
 from diptych.loadtest import compare, live, report_text
 from diptych.loadtest.config import BenchConfig
-from diptych.loadtest.environment import look_around
+from diptych.loadtest.environment import describe_environment
 from diptych.loadtest.mock_server import Script
 from diptych.loadtest.result import begin_report, measure
 from diptych.loadtest.sweep import sweep
@@ -40,7 +40,7 @@ core; without them, on a virtual clock, the tests require 2%."""
 def run_suite(out: Path, minutes: float) -> int:
     """Run all parts, also after a part failed. `suite.json` has the duration of each. Returns: 1 when one failed."""
     out.mkdir(parents=True, exist_ok=True)
-    environment = look_around()
+    environment = describe_environment()
     parts: tuple[tuple[str, Callable[[], int]], ...] = (
         ("startup", lambda: run_startup(1, out)),
         ("harness", lambda: _harness(out)),

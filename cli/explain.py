@@ -31,7 +31,7 @@ def register(app: typer.Typer) -> None:
 
         question = router_pb2.ExplainRequest(request_id=request_id)
         access = router_access(address, tls_ca, tls_server_name)
-        answer = _ask(access, "Explain", question, router_pb2.ExplainResponse.FromString)
+        answer = _call(access, "Explain", question, router_pb2.ExplainResponse.FromString)
         print(f"{answer.outcome}, {answer.prompt_tokens} prompt tokens, {answer.age_s:.1f} s ago")
         print("\n".join(lines_of(answer.explanation)))
 
@@ -56,7 +56,7 @@ def register(app: typer.Typer) -> None:
         request = router_pb2.GenerateRequest(prompt=prompt, sampling=types_pb2.SamplingParams(max_tokens=max_tokens))
         question = router_pb2.WhatIfRequest(request=request, pool=pool)
         access = router_access(address, tls_ca, tls_server_name)
-        answer = _ask(access, "WhatIf", question, router_pb2.WhatIfResponse.FromString)
+        answer = _call(access, "WhatIf", question, router_pb2.WhatIfResponse.FromString)
         print(f"{answer.prompt_tokens} prompt tokens")
         print("\n".join(lines_of(answer.explanation)))
 
@@ -90,7 +90,7 @@ def lines_of(why: Any) -> list[str]:
     return lines
 
 
-def _ask(access: RouterAccess, method: str, question: Any, parse: Callable[[bytes], Any]) -> Any:
+def _call(access: RouterAccess, method: str, question: Any, parse: Callable[[bytes], Any]) -> Any:
     """Make one unary call. Raises: DiptychError, ConfigError."""
     import grpc
 

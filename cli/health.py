@@ -23,13 +23,13 @@ def why_unhealthy(address: str, *, timeout_s: float) -> str:
     Raises: ConfigError for another form of address.
     """
     if address.startswith(("http://", "https://")):
-        return _ask_http(address, timeout_s)
+        return _check_http(address, timeout_s)
     if "/" in address or ":" not in address:
         raise ConfigError("address", address, "must be host:port, or an http:// or https:// URL")
-    return _ask_grpc(address, timeout_s)
+    return _check_grpc(address, timeout_s)
 
 
-def _ask_http(url: str, timeout_s: float) -> str:
+def _check_http(url: str, timeout_s: float) -> str:
     # no proxy: the server is local to the cluster
     handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
     if url.startswith("https://"):
@@ -56,7 +56,7 @@ def _context(own_cert: str) -> ssl.SSLContext:
     return context
 
 
-def _ask_grpc(address: str, timeout_s: float) -> str:
+def _check_grpc(address: str, timeout_s: float) -> str:
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 

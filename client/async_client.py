@@ -18,7 +18,7 @@ from diptych.client import wire
 from diptych.client.exchange import Attempts, Exchange, ReadOnce, RetryPolicy
 from diptych.client.lookaside import Answer, DirectAnswer, Lookaside, RoutedAnswer, may_fall_back
 from diptych.client.request import GenerateOptions, build_request
-from diptych.client.request_parts import may_go_directly
+from diptych.client.request_parts import may_stream_directly
 from diptych.client.types import Completion, Delta, ModelInfo, models_from
 from diptych.common.errors import DiptychError, RequestCancelledError
 from diptych.rpc.errors import from_failure
@@ -123,7 +123,7 @@ class AsyncClient:
     async def _answer(self, request: router_pb2.GenerateRequest, exchange: Exchange, *, directly: bool) -> Answer:
         """Open the call at the decode worker (lookaside) or at the router. Raises: DiptychError."""
         channel = self._connected()
-        if directly and self._uses_lookaside and may_go_directly(request):
+        if directly and self._uses_lookaside and may_stream_directly(request):
             if self._lookaside is None:
                 self._lookaside = Lookaside(channel, address=self.address, metadata=self._metadata, tls=self._tls)
             try:

@@ -17,7 +17,7 @@ from random import Random
 from typing import Any
 
 from diptych.client.errors import StreamBrokenError
-from diptych.client.request_parts import in_callers_words, resumed
+from diptych.client.request_parts import name_callers_keyword, resumed
 from diptych.client.types import (
     FINISH_REASONS,
     Choice,
@@ -306,7 +306,7 @@ class Exchange:
 
     def on_error(self, error: DiptychError) -> float:
         """Seconds to wait before the call may be opened again. Raises: `error` when it is final."""
-        in_callers_words(error, self._request)
+        name_callers_keyword(error, self._request)
         resumes = self._state is State.STREAMING and self._resume and error.grpc_code in _CUT
         # After a broken call the router may still count that request as running.
         again = isinstance(error, DuplicateRequestError) and self._attempts.tries > 1

@@ -47,7 +47,7 @@ def set_grammar(sampling: types_pb2.SamplingParams, options: Mapping[str, Any]) 
             raise InvalidRequestError(f"{name} cannot be sent: {error}", param=name) from None
 
 
-def in_callers_words(error: DiptychError, request: router_pb2.GenerateRequest) -> None:
+def name_callers_keyword(error: DiptychError, request: router_pb2.GenerateRequest) -> None:
     """Set the error's parameter to the caller's keyword, where the server names another field."""
     if error.param != "grammar":
         return
@@ -169,7 +169,7 @@ def may_resume(request: router_pb2.GenerateRequest) -> bool:
     )
 
 
-def may_go_directly(request: router_pb2.GenerateRequest) -> bool:
+def may_stream_directly(request: router_pb2.GenerateRequest) -> bool:
     """Whether the answer may be streamed by its decode worker: no part of it needs the router."""
     return not (request.tools or request.split or request.idempotency_key or request.HasField("resume_after"))
 

@@ -106,18 +106,18 @@ class Number:
 
 @dataclass(frozen=True, slots=True)
 class Integer:
-    """An integer from `low` to `high`. `said`: the range in words, for the error."""
+    """An integer from `low` to `high`. `range_text`: the range in words, for the error."""
 
     low: float = -math.inf
     high: float = math.inf
-    said: str = ""
+    range_text: str = ""
     type_name = "int"
 
     def __call__(self, value: object, param: str, vocab_size: int, /) -> int:
         found = integer(value, param)
         if not self.low <= found <= self.high:
-            said = self.said or f"between {self.low} and {self.high}"
-            raise InvalidRequestError(f"{param} must be {said}, got {found}", param=param)
+            range_text = self.range_text or f"between {self.low} and {self.high}"
+            raise InvalidRequestError(f"{param} must be {range_text}, got {found}", param=param)
         return found
 
 
@@ -148,8 +148,8 @@ class TopK:
     def __call__(self, value: object, param: str, vocab_size: int, /) -> int:
         found = integer(value, param)
         if not -1 <= found < 2**31:
-            said = "-1 or 0 (off) or a positive 32-bit number"
-            raise InvalidRequestError(f"{param} must be {said}, got {found}", param=param)
+            range_text = "-1 or 0 (off) or a positive 32-bit number"
+            raise InvalidRequestError(f"{param} must be {range_text}, got {found}", param=param)
         return max(found, 0)
 
 

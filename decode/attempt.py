@@ -82,7 +82,7 @@ class Attempt:
         self._context = context
         self._path = path
         self._forget = forget
-        self._life = AttemptLifecycle(submission.attempt)
+        self._lifecycle = AttemptLifecycle(submission.attempt)
         self._began = context.clock.now()
         self._outputs: dict[int, list[int]] = {0: list(submission.output_token_ids)}
         """Tokens already sent, or held by the client, by choice."""
@@ -109,7 +109,7 @@ class Attempt:
 
     @property
     def state(self) -> State:
-        return self._life.state
+        return self._lifecycle.state
 
     def start(self) -> None:
         """Compile the grammar, if any; then send Accepted and hand the request to the engine."""
@@ -128,7 +128,7 @@ class Attempt:
             self._log.exception("unexpected error in compiling a grammar")
             self.end_with(InternalError(f"unexpected error in compiling a grammar: {error!r}"))
         else:
-            if not self._life.ended:
+            if not self._lifecycle.ended:
                 self._enter(program)
 
     def _enter(self, grammar: Program | None) -> None:
@@ -152,9 +152,9 @@ class Attempt:
     # ---- the engine's events ----
 
     def on_admitted(self, event: Admitted) -> None:
-        if self._life.ended:
+        if self._lifecycle.ended:
             return
-        if self._life.state is not State.ADMITTING:
+        if self._lifecycle.state is not State.ADMITTING:
             self._refetch(event.num_cached_tokens)
             return
         self._facts.reserved_s = self._elapsed()
@@ -188,7 +188,7 @@ class Attempt:
         if ref is None:
             self._engine.send(RunLocally(self._sub.attempt))
             return
-        self._life.move(State.FETCHING)
+        self._lifecycle.move(State.FETCHING)
         self._prefill_task = asyncio.create_task(
             self._run_refetch(ref, num_cached), name=f"remote prefill {self._sub.attempt}"
         )
@@ -205,14 +205,14 @@ class Attempt:
             self._log.exception("unexpected error in a remote prefill")
         if remote.complete:
             self._facts.fetched_again(ref.worker_id, remote.facts)
-        elif self._life.state is State.FETCHING:
+        elif self._lifecycle.state is State.FETCHING:
             self._prefill_task = None
             self._note(f"preempted: {ref.worker_id} could not compute the KV again, it was computed here")
-            self._life.move(State.DECODING)
+            self._lifecycle.move(State.DECODING)
             self._engine.send(RunLocally(self._sub.attempt))
 
     def on_tokens(self, event: TokensOut) -> None:
-        if self._life.ended:
+        if self._lifecycle.ended:
             return
         outputs = self._outputs.setdefault(event.choice, [])
         if event.offset != len(outputs):
@@ -226,7 +226,7 @@ class Attempt:
         self._outbox.tokens(event, cached_tokens)
 
     def on_choice_finished(self, event: ChoiceFinished) -> None:
-        if not self._life.ended:
+        if not self._lifecycle.ended:
             self._outbox.choice_finished(self._sub.attempt, choice_finished(event))
 
     def on_prompt_logprobs(self, event: PromptLogprobs) -> None:
@@ -235,8 +235,8 @@ class Attempt:
         self._on_prompt_logprobs(types_pb2.PromptLogprobs(first_token=event.first_token, logprobs=entries))
 
     def on_finished(self, event: Finished) -> None:
-        if not self._life.ended:
-            if self._life.state is State.COMPUTING:
+        if not self._lifecycle.ended:
+            if self._lifecycle.state is State.COMPUTING:
                 self._facts.computed_here(self._facts.cached_decode)
             self._outbox.end(self._sub.attempt, end_of(event, self._facts, self._path))
             self._span.finished(self._facts, event.num_output_tokens)
@@ -244,7 +244,7 @@ class Attempt:
         self._forget(self._sub.attempt)
 
     def on_failed(self, event: Failed) -> None:
-        if not self._life.ended:
+        if not self._lifecycle.ended:
             self._send_failure(event.error)
             self._close()
         self._forget(self._sub.attempt)
@@ -254,7 +254,7 @@ class Attempt:
     def end_with(self, error: DiptychError) -> None:
         """End after a cancel, deadline, lost router or own failure: send End, cancel in the engine and at prefill.
         Idempotent."""
-        if self._life.ended:
+        if self._lifecycle.ended:
             return
         self._send_failure(error)
         self._close()
@@ -267,13 +267,13 @@ class Attempt:
         self.end_with(RequestDeadlineError("the request's deadline passed"))
 
     def _send_failure(self, error: DiptychError) -> None:
-        self._log.info("request failed", reason=error.reason, error=error.message, state=self._life.state.value)
+        self._log.info("request failed", reason=error.reason, error=error.message, state=self._lifecycle.state.value)
         end = decode_pb2.End(failure=to_failure(error), prefill_faults=self._facts.faults())
         self._outbox.end(self._sub.attempt, end)
         self._span.failed(error)
 
     def _close(self) -> None:
-        self._life.move(State.ENDED)
+        self._lifecycle.move(State.ENDED)
         self._timer.cancel()
         for task in (self._prefill_task, self._compile_task):
             if task is not None:
@@ -287,12 +287,12 @@ class Attempt:
                 self.end_with(error)
             case Local(note):
                 self._note(note)
-                self._life.move(State.COMPUTING)
+                self._lifecycle.move(State.COMPUTING)
                 self._facts.computed_here(self._facts.cached_decode)
                 self._engine.send(RunLocally(self._sub.attempt))
             case Remote(candidates, note):
                 self._note(note)
-                self._life.move(State.FETCHING)
+                self._lifecycle.move(State.FETCHING)
                 self._prefill_task = asyncio.create_task(
                     self._run_remote_prefill(candidates), name=f"remote prefill {self._sub.attempt}"
                 )
@@ -316,7 +316,7 @@ class Attempt:
             self._on_prefill_failed(ref, rest, InternalError(f"unexpected error in a remote prefill: {error!r}"))
 
     def _on_prefill_failed(self, ref: WorkerRef, rest: tuple[WorkerRef, ...], error: DiptychError) -> None:
-        if self._life.state is not State.FETCHING:
+        if self._lifecycle.state is not State.FETCHING:
             return
         self._prefill_task = None
         self._facts.prefill_faults.append((ref.worker_id, error.reason))
@@ -355,18 +355,18 @@ class Attempt:
         )
 
     def _on_first_token(self, token: prefill_pb2.FirstToken) -> None:
-        if not self._life.ended:
+        if not self._lifecycle.ended:
             logprobs = logprobs_from_proto(token.logprobs) if token.HasField("logprobs") else None
             self._engine.send(FirstToken(self._sub.attempt, token.token_id, token.choice, logprobs))
 
     def _on_first_candidates(self, candidates: list[prefill_pb2.FirstToken]) -> None:
-        if not self._life.ended:
+        if not self._lifecycle.ended:
             self._engine.send(FirstCandidates(self._sub.attempt, tuple(map(_candidate, candidates))))
 
     def _on_prompt_logprobs(self, entries: types_pb2.PromptLogprobs) -> None:
         """Each is sent once, also when a second worker computes the prompt again."""
         known = self._prompt_logprobs_until - entries.first_token
-        if self._life.ended or known >= len(entries.logprobs):
+        if self._lifecycle.ended or known >= len(entries.logprobs):
             return
         if known < 0:
             self.end_with(InternalError(f"logprobs of prompt token {entries.first_token} arrived too early"))
@@ -376,10 +376,10 @@ class Attempt:
         self._outbox.prompt_logprobs(self._sub.attempt, fresh)
 
     def _on_kv_complete(self) -> None:
-        if self._life.state is not State.FETCHING or self._sub.sampling.max_tokens == 1:
+        if self._lifecycle.state is not State.FETCHING or self._sub.sampling.max_tokens == 1:
             return  # a one-token answer ends with its first token
         self._facts.kv_complete_s = self._facts.kv_complete_s or self._elapsed()
-        self._life.move(State.DECODING)
+        self._lifecycle.move(State.DECODING)
         self._engine.send(KvComplete(self._sub.attempt))
 
     def _elapsed(self) -> float:

@@ -46,7 +46,7 @@ class AttemptLifecycle:
     def __init__(self, attempt: str) -> None:
         self._attempt = attempt
         self.state = State.ADMITTING
-        self._story = [State.ADMITTING.value]
+        self._history = [State.ADMITTING.value]
 
     @property
     def ended(self) -> bool:
@@ -55,6 +55,6 @@ class AttemptLifecycle:
     def move(self, to: State) -> None:
         """Raises: RuntimeError on an illegal move, with the history (a bug)."""
         if to not in _MOVES[self.state]:
-            raise RuntimeError(f"{self._attempt}: {' -> '.join(self._story)} cannot go to {to.value}")
+            raise RuntimeError(f"{self._attempt}: {' -> '.join(self._history)} cannot go to {to.value}")
         self.state = to
-        self._story.append(to.value)
+        self._history.append(to.value)

@@ -39,7 +39,7 @@ class Environment:
         )
 
 
-def look_around() -> Environment:
+def describe_environment() -> Environment:
     where = Path(__file__).resolve().parent
     status = _git(where, "status", "--porcelain", "--untracked-files=no")
     return Environment(

@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from diptych.loadtest.config import BenchConfig
-from diptych.loadtest.environment import Environment, contended, look_around
+from diptych.loadtest.environment import Environment, contended, describe_environment
 from diptych.loadtest.items import WorkItem
 from diptych.loadtest.lag import LagReport, warnings_of
 from diptych.loadtest.record import CountedBy, RequestRecord
@@ -54,7 +54,7 @@ class Report:
 
 
 def begin_report(kind: str, title: str, now: datetime) -> Report:
-    report = Report(kind, title, now, look_around())
+    report = Report(kind, title, now, describe_environment())
     if note := contended(report.environment):
         report.notes.append(note)
     return report

@@ -131,11 +131,11 @@ class PrefillSession:
                 self._computed_from = _computed_from(event)
                 if self.request.engine_request.output_token_ids:
                     # no token is sampled, but the KV is confirmed all the same
-                    self._say_first(prefill_pb2.FirstTokens())
+                    self._send_first_tokens(prefill_pb2.FirstTokens())
             case TokensOut():
-                self._say_first(_first_tokens(event))
+                self._send_first_tokens(_first_tokens(event))
             case FirstCandidates():
-                self._say_first(_first_candidates(event))
+                self._send_first_tokens(_first_candidates(event))
             case PromptLogprobs(first_token=first, logprobs=entries):
                 known = types_pb2.PromptLogprobs(first_token=first, logprobs=map(logprobs_to_proto, entries))
                 self._put(prefill_pb2.PrefillEvent(prompt_logprobs=known))
@@ -166,7 +166,7 @@ class PrefillSession:
         )
         self._put(prefill_pb2.PrefillEvent(computed=computed))
 
-    def _say_first(self, first: prefill_pb2.FirstTokens) -> None:
+    def _send_first_tokens(self, first: prefill_pb2.FirstTokens) -> None:
         if self._computed_from is not None:
             first.computed_from.CopyFrom(self._computed_from)
         self._put(prefill_pb2.PrefillEvent(first_tokens=first))

@@ -93,7 +93,7 @@ async def _run(config: RouterConfig) -> int:
         loop.add_signal_handler(number, on_signal, number)
 
     def announce(addresses: RouterAddresses) -> None:
-        freeze_what_stays()
+        freeze_startup_objects()
         log.info("router serves", http=addresses.http, grpc=addresses.grpc)
 
     await serve(config, stop, hurry, on_started=announce)
@@ -101,7 +101,7 @@ async def _run(config: RouterConfig) -> int:
     return 128 + received[0]
 
 
-def freeze_what_stays() -> None:
+def freeze_startup_objects() -> None:
     """Exempt the objects loaded so far from garbage collection: full collections block the process and would scan them
     again each time."""
     gc.collect()
@@ -130,7 +130,7 @@ async def serve(
         tls = load_server_tls(config.tls_cert, config.tls_key)
     if not is_loopback(config.host) and (keys is None or tls is None):
         log.warning("other machines can reach this router", keys=keys is not None, tls=tls is not None)
-    faces = Faces(
+    faces = ApiServers(
         config.host,
         config.http_port,
         config.grpc_port,
@@ -152,7 +152,7 @@ async def serve(
 
 
 async def drain(
-    faces: Faces, close: Callable[[], Awaitable[None]], hurry: asyncio.Event, drain_s: float = DRAIN_S
+    faces: ApiServers, close: Callable[[], Awaitable[None]], hurry: asyncio.Event, drain_s: float = DRAIN_S
 ) -> None:
     """Let running requests end for `drain_s` seconds. Then the frontend is closed, which ends the rest with a typed
     error, and the servers have CLOSE_S to deliver it: an answer is never cut silently."""
@@ -164,7 +164,7 @@ async def drain(
     await stopping
 
 
-class Faces:
+class ApiServers:
     """The HTTP and gRPC servers of one frontend. The constructor binds the ports.
 
     Args:

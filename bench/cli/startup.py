@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from diptych.loadtest.environment import look_around
+from diptych.loadtest.environment import describe_environment
 
 TARGET_S = 0.5
 
@@ -59,7 +59,7 @@ def measure(arguments: Sequence[str], repeats: int) -> Startup:
 
 def run_startup(repeats: int, out: Path) -> int:
     """Returns: 1 when a command's help takes longer than the target."""
-    environment = look_around()
+    environment = describe_environment()
     rows = []
     print(f"{'--help of':<22}{'wall s':>8}{'CPU s':>8}")
     for path in command_paths():

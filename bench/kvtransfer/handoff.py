@@ -32,7 +32,7 @@ import numpy as np
 from diptych.cli.bench import cluster as bench_cluster
 from diptych.cli.bench.config import ClusterChoice
 from diptych.cli.bench.run import run_async
-from diptych.loadtest.environment import Environment, look_around
+from diptych.loadtest.environment import Environment, describe_environment
 from diptych.loadtest.svg import Series, chart
 from diptych.loadtest.target import Ask, Chunk, Ended, Event
 from diptych.loadtest.target_openai import OpenAITarget
@@ -175,7 +175,7 @@ async def _first_token(stream: AsyncGenerator[Event, None]) -> None:
 
 
 def run_exposed(lengths: Sequence[int], rounds: int, budget_s: float, transport: str, out: Path) -> int:
-    environment = look_around()
+    environment = describe_environment()
     with contextlib.ExitStack() as stack:
         urls = {}
         for mode in MODES:
@@ -223,7 +223,7 @@ def _report_exposed(environment: Environment, out: Path, found: Found) -> None:
 
 
 def run_cancelled(rounds: int, out: Path) -> int:
-    environment = look_around()
+    environment = describe_environment()
     with bench_cluster.running(ClusterChoice(threads_per_worker=1), colocated=False) as cluster:
 
         async def main() -> list[dict[str, float]]:

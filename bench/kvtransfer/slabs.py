@@ -15,7 +15,7 @@ from diptych.kvtransfer.layout import RingSpec
 from diptych.kvtransfer.registry import TransportSite, candidates, check
 from diptych.kvtransfer.self_test import run_self_test
 from diptych.kvtransfer.transport import Transport
-from diptych.loadtest.environment import look_around
+from diptych.loadtest.environment import describe_environment
 
 SLAB_KIB = (64, 256, 1024, 4096, 16384)
 
@@ -66,7 +66,7 @@ def run_kv(transports: Sequence[str], slab_kib: Sequence[int], repeats: int, out
             )
     out.mkdir(parents=True, exist_ok=True)
     path = out / "kv.json"
-    body = {"environment": look_around().as_dict(), "points": [asdict(point) for point in points]}
+    body = {"environment": describe_environment().as_dict(), "points": [asdict(point) for point in points]}
     path.write_text(json.dumps(body, indent=1) + "\n")
     print(path)
     return 0

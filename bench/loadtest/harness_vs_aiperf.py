@@ -22,7 +22,7 @@ from typing import Any
 
 from diptych.cli.bench.capacity import mock_process, own_lateness
 from diptych.cli.models.store import resolve_model
-from diptych.loadtest.environment import look_around
+from diptych.loadtest.environment import describe_environment
 from diptych.loadtest.mock_server import Script
 
 RATE, INPUT, OUTPUT, WARMUP = 10, 64, 33, 5
@@ -86,7 +86,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("bench-out/harness-vs-aiperf.json"))
     given = parser.parse_args()
     script = Script()
-    environment = look_around()
+    environment = describe_environment()
     runs: dict[str, list[dict[str, float]]] = {"ours": [], "aiperf": []}
     with tempfile.TemporaryDirectory() as root, mock_process(script) as url:
         env = tokenizer_cache(Path(root))

@@ -53,15 +53,15 @@ class Steps:
     """Every running stream gets a token a step."""
 
     def __init__(self) -> None:
-        self._running: dict[HttpDoor, tuple[int, int]] = {}
+        self._running: dict[HttpServer, tuple[int, int]] = {}
         self._streams: set[StepStream] = set()
         self._wake = asyncio.Event()
 
-    def add(self, door: HttpDoor, num_tokens: int) -> None:
+    def add(self, door: HttpServer, num_tokens: int) -> None:
         self._running[door] = (0, num_tokens)
         self._wake.set()
 
-    def drop(self, door: HttpDoor) -> None:
+    def drop(self, door: HttpServer) -> None:
         self._running.pop(door, None)
 
     def add_stream(self, stream: StepStream) -> None:
@@ -87,7 +87,7 @@ class Steps:
             await asyncio.sleep(0)
 
 
-class HttpDoor(asyncio.Protocol):
+class HttpServer(asyncio.Protocol):
     """One connection: request after request."""
 
     def __init__(self, steps: Steps) -> None:
@@ -183,7 +183,7 @@ class StepStream:
         self._out.append(piece)
         self._ready.set()
 
-    def put_news(self, news: decode_pb2.TicketStatus) -> None:
+    def put_status(self, news: decode_pb2.TicketStatus) -> None:
         self._news.setdefault(news.attempt, decode_pb2.TicketStatus()).MergeFrom(news)
         self._ready.set()
 
@@ -216,7 +216,7 @@ class StepStream:
 
     def _tell(self, news: decode_pb2.TicketStatus) -> None:
         for router in self._routers or ():
-            router.put_news(news)
+            router.put_status(news)
 
     async def batches(self) -> AsyncIterator[bytes]:
         while True:
@@ -229,7 +229,7 @@ class StepStream:
             yield b"".join(out)
 
 
-class GrpcDoors:
+class GrpcServers:
     """Decode.Attach for the router, Lookaside.Attach for clients, and the router's health checks."""
 
     def __init__(self, steps: Steps, key: bytes) -> None:
@@ -299,8 +299,8 @@ async def _answer(stream: StepStream, read: Coroutine[Any, Any, None]) -> AsyncI
 
 async def run(secret_file: Path) -> None:
     steps = Steps()
-    server = await asyncio.get_running_loop().create_server(lambda: HttpDoor(steps), "127.0.0.1", 0)
-    doors = GrpcDoors(steps, derive_key(load_secret(secret_file), PURPOSE))
+    server = await asyncio.get_running_loop().create_server(lambda: HttpServer(steps), "127.0.0.1", 0)
+    doors = GrpcServers(steps, derive_key(load_secret(secret_file), PURPOSE))
     address = await doors.start()
     print("serves", server.sockets[0].getsockname()[1], address, doors.client_address, flush=True)
     await steps.run()

@@ -28,7 +28,7 @@ from diptych.common.store.memory import MemoryStore
 from diptych.loadtest.environment import look_around
 from diptych.router.config import RouterConfig
 from diptych.router.frontend import Frontend
-from diptych.router.server import Faces, freeze_what_stays
+from diptych.router.server import ApiServers, freeze_startup_objects
 
 TICK_S = 0.002
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -83,10 +83,10 @@ async def measure() -> list[dict[str, Any]]:
     create_secret(folder / "secret")
     model = str(resolve_model("smollm2"))
     config = RouterConfig(model=model, secret_file=str(folder / "secret"), worker_settle_s=0.1)
-    frontend, faces = Frontend(config, store=MemoryStore(MonotonicClock())), Faces("127.0.0.1", 0, 0)
+    frontend, faces = Frontend(config, store=MemoryStore(MonotonicClock())), ApiServers("127.0.0.1", 0, 0)
     await frontend.start()
     url = "http://" + (await faces.start(frontend, frontend.metrics)).http
-    freeze_what_stays()
+    freeze_startup_objects()
     longest = 0.0
 
     async def watch() -> None:
@@ -122,7 +122,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     out: Path = parser.parse_args().out
-    environment = look_around()
+    environment = describe_environment()
     found = uvloop.run(measure())
     out.write_text(json.dumps({"environment": asdict(environment), "bodies": found}, indent=1) + "\n")
 

@@ -22,7 +22,7 @@ from diptych.cli.progress import progress_on
 from diptych.common.errors import ConfigError
 from diptych.loadtest import live
 from diptych.loadtest.config import BenchConfig
-from diptych.loadtest.environment import look_around
+from diptych.loadtest.environment import describe_environment
 from diptych.loadtest.result import RunRecord, measure
 
 SHORT, LONG = 1, 65
@@ -117,6 +117,10 @@ def _write(costs: Sequence[RouterCost], requests: int, out: Path) -> None:
         )
     out.mkdir(parents=True, exist_ok=True)
     path = out / "router.json"
-    body = {"environment": look_around().as_dict(), "requests": requests, "faces": [asdict(cost) for cost in costs]}
+    body = {
+        "environment": describe_environment().as_dict(),
+        "requests": requests,
+        "faces": [asdict(cost) for cost in costs],
+    }
     path.write_text(json.dumps(body, indent=1) + "\n")
     print(path)

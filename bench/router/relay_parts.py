@@ -28,7 +28,7 @@ from diptych.common.text.revision import model_revision, tokenizer_revision
 from diptych.router.cluster.fake_decode import FakeDecode
 from diptych.router.config import RouterConfig
 from diptych.router.frontend import Frontend
-from diptych.router.server import Faces
+from diptych.router.server import ApiServers
 
 BLOCK_SIZE = 16
 READY_DEADLINE_S = 30.0
@@ -57,7 +57,7 @@ async def run_router(folder: Path, decode_address: str, given_secret: Path | Non
             await store.put_worker(_record(worker_id, role, decode_address, header), ttl_s=86_400.0)
         config = RouterConfig(model=str(folder), secret_file=str(secret_file), local_prefill_max_tokens=0)
         frontend = Frontend(config, store=store, clock=clock)
-        faces = Faces("127.0.0.1", 0, 0)
+        faces = ApiServers("127.0.0.1", 0, 0)
         await frontend.start()
         addresses = await faces.start(frontend, getattr(frontend, "metrics", None) or Metrics())
         until = clock.now() + READY_DEADLINE_S

@@ -90,15 +90,15 @@ class Facts:
     interval_s: float = 3.0
 
     @property
-    def asked(self) -> list[Worker]:
+    def answering(self) -> list[Worker]:
         """Workers that answered."""
         return [worker for worker in self.workers if not worker.error]
 
     def of(self, role: str) -> list[Worker]:
-        return [worker for worker in self.asked if worker.role == role]
+        return [worker for worker in self.answering if worker.role == role]
 
     def total(self, name: str, role: str | None = None) -> float:
-        return sum(worker.now(name) for worker in self.asked if role in (None, worker.role))
+        return sum(worker.now(name) for worker in self.answering if role in (None, worker.role))
 
     def stage(self, name: str, quantile: str = "p50") -> float | None:
         """Seconds of one stage of the last requests; None: there was no request."""

@@ -31,9 +31,9 @@ def gather(
     DiptychError when the router cannot be reached."""
     known = (client.get().get("cluster") or {}).get("workers", [])
     began = time.monotonic()
-    before = _ask_all(known, cluster_tls)
+    before = _query_all(known, cluster_tls)
     sleep(max(0.0, sample_s))
-    after = _ask_all(known, cluster_tls)
+    after = _query_all(known, cluster_tls)
     interval_s = max(time.monotonic() - began, 1e-3)
     # Status comes last, so that its stages include requests that ended during the sample.
     return Facts(client.get(), [_joined(one, other) for one, other in zip(before, after, strict=True)], interval_s)
@@ -43,11 +43,11 @@ def _joined(before: Worker, after: Worker) -> Worker:
     return after if after.error or before.error else replace(after, before=before.after)
 
 
-def _ask_all(known: list[dict[str, Any]], tls: ClusterTls | None) -> list[Worker]:
+def _query_all(known: list[dict[str, Any]], tls: ClusterTls | None) -> list[Worker]:
     if not known:
         return []
     with ThreadPoolExecutor(max_workers=min(16, len(known)), thread_name_prefix="doctor") as pool:
-        return list(pool.map(lambda one: _ask(one, tls), known))
+        return list(pool.map(lambda one: _query(one, tls), known))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def _channel(address: str, tls: ClusterTls | None) -> grpc.Channel:
     return grpc.secure_channel(address, cluster_credentials(tls), options=[*channel_options(), *name_option(tls)])
 
 
-def _ask(known: dict[str, Any], tls: ClusterTls | None) -> Worker:
+def _query(known: dict[str, Any], tls: ClusterTls | None) -> Worker:
     worker = Worker(known["id"], known["role"], known["address"])
     try:
         with _channel(worker.address, tls) as channel:
@@ -88,9 +88,9 @@ def _ask(known: dict[str, Any], tls: ClusterTls | None) -> Worker:
 
 
 def _answers(stub: Any) -> _Answers:
-    asked = time.time()
+    sent_at = time.time()
     stats = stub.GetStats(worker_pb2.GetStatsRequest(), timeout=_TIMEOUT_S)
-    took_s = max(0.0, time.time() - asked)
+    took_s = max(0.0, time.time() - sent_at)
     audit = stub.Audit(worker_pb2.AuditRequest(full=False), timeout=_TIMEOUT_S)
     facts = stats.host
     # The clock was read between send and receive: take the middle; half the round trip bounds the error.
@@ -105,7 +105,7 @@ def _answers(stub: Any) -> _Answers:
         shm_free_bytes=facts.shm_free_bytes,
         rdma_devices=tuple(facts.rdma_devices),
         rdma_missing=tuple(facts.rdma_missing),
-        clock_ahead_s=facts.wall_clock_s - (asked + took_s / 2),
+        clock_ahead_s=facts.wall_clock_s - (sent_at + took_s / 2),
         clock_error_s=took_s / 2,
     )
     return _Answers(stats, audit, host)

@@ -92,8 +92,8 @@ def cluster(facts: Facts) -> Iterator[Verdict]:
 
 
 def transport(facts: Facts) -> Iterator[Verdict]:
-    hosts = {worker.host.hostname for worker in facts.asked}
-    for worker in facts.asked:
+    hosts = {worker.host.hostname for worker in facts.answering}
+    for worker in facts.answering:
         path, speed = worker.path, f"{amount(worker.bytes_per_s)}B/s"
         slow_path = "tcp" in path
         if worker.on_gpu and slow_path:
@@ -124,10 +124,10 @@ def transport(facts: Facts) -> Iterator[Verdict]:
                 "load the modules named, give the devices to the container, use --transport nixl (its wheel has verbs)",
             )
     yield from _links(facts)
-    if facts.asked and not any(worker.host.rdma_devices for worker in facts.asked):
-        why = facts.asked[0].host.rdma_missing
+    if facts.answering and not any(worker.host.rdma_devices for worker in facts.answering):
+        why = facts.answering[0].host.rdma_missing
         yield Verdict("rdma", Level.INFO, "no RDMA on these hosts: " + "; ".join(why))
-    elif facts.asked and not any("tcp" in worker.path for worker in facts.asked):
+    elif facts.answering and not any("tcp" in worker.path for worker in facts.answering):
         yield Verdict("rdma", Level.OK, "every worker's path is faster than TCP")
 
 
@@ -158,7 +158,7 @@ def _links(facts: Facts) -> Iterator[Verdict]:
 def clocks(facts: Facts) -> Iterator[Verdict]:
     """Leases and deadlines do not depend on wall clocks; certificates, tickets and comparisons of logs do."""
     worst = 0.0
-    for worker in facts.asked:
+    for worker in facts.answering:
         skew = abs(worker.host.clock_ahead_s) - worker.host.clock_error_s
         worst = max(worst, skew)
         if skew > MAX_SKEW_S:
@@ -168,13 +168,13 @@ def clocks(facts: Facts) -> Iterator[Verdict]:
                 f"{worker.id}'s wall clock is {worker.host.clock_ahead_s:+.1f} s off ours",
                 "start chrony or another NTP client on that host: TLS and signed tickets depend on it",
             )
-    if facts.asked and worst <= MAX_SKEW_S:
+    if facts.answering and worst <= MAX_SKEW_S:
         yield Verdict("clock", Level.OK, f"wall clocks agree within {MAX_SKEW_S:g} s")
 
 
 def limits(facts: Facts) -> Iterator[Verdict]:
-    fine = bool(facts.asked)
-    for worker in facts.asked:
+    fine = bool(facts.answering)
+    for worker in facts.answering:
         host = worker.host
         ring = worker.setting("slab_bytes", 0) * worker.setting("num_slabs", 0)
         if host.max_open_files < MIN_OPEN_FILES or host.open_files > 0.8 * host.max_open_files:
@@ -213,14 +213,14 @@ INSTALL_COMPILER = (
 
 def kernels(facts: Facts) -> Iterator[Verdict]:
     """C code compiled at the first start; without a compiler everything works at about half the speed."""
-    fine = bool(facts.asked)
+    fine = bool(facts.answering)
     lookup = facts.status.get("lookup", {})
     if lookup.get("backend") == "numpy" and lookup.get("wanted") != "numpy":
         fine = False
         step = INSTALL_COMPILER if not lookup.get("compiler") else "see its log for why the library is not available"
         why = "" if lookup.get("compiler") else ": there is no C compiler"
         yield Verdict("kernels", Level.WARN, f"the router uses the numpy lookup of prompts{why}", step)
-    for worker in facts.asked:
+    for worker in facts.answering:
         used, refused = worker.settings.get("kernels", ""), worker.settings.get("kernels_refused", "")
         if "torch (" in used:
             fine = False
@@ -240,11 +240,11 @@ def kernels(facts: Facts) -> Iterator[Verdict]:
 
 def cores(facts: Facts) -> Iterator[Verdict]:
     by_host: dict[str, list[int]] = {}
-    for worker in facts.asked:
+    for worker in facts.answering:
         by_host.setdefault(worker.host.hostname, []).append(worker.setting("threads", 1))
     for name, threads in by_host.items():
-        host = next(worker.host for worker in facts.asked if worker.host.hostname == name)
-        on_cpu = any(not worker.on_gpu for worker in facts.asked if worker.host.hostname == name)
+        host = next(worker.host for worker in facts.answering if worker.host.hostname == name)
+        on_cpu = any(not worker.on_gpu for worker in facts.answering if worker.host.hostname == name)
         if on_cpu and sum(threads) > host.cpus:
             yield Verdict(
                 "cores",

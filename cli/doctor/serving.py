@@ -163,7 +163,7 @@ def tokenizer(facts: Facts) -> Iterator[Verdict]:
 
 
 def kv_headroom(facts: Facts) -> Iterator[Verdict]:
-    for worker in facts.asked:
+    for worker in facts.answering:
         usage = worker.now("kv_usage")
         seen = f"{worker.id}: {100 * usage:.0f}% of its KV blocks are in use or reserved"
         if usage > ALMOST_FULL:

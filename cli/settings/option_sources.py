@@ -34,7 +34,7 @@ def add_layers(app: typer.Typer, commands: Collection[str] | None = None, *, gro
         name = info.name or info.callback.__name__.replace("_", "-")  # type: ignore[union-attr]
         if info.callback is None or (commands is not None and name not in commands):
             continue
-        info.callback = _told(f"{group} {name}".strip(), info.callback, variable_prefix(name, group))
+        info.callback = _with_sources(f"{group} {name}".strip(), info.callback, variable_prefix(name, group))
         info.context_settings = {**(info.context_settings or {}), "auto_envvar_prefix": variable_prefix(name, group)}
 
 
@@ -43,7 +43,7 @@ def variable_prefix(command: str, group: str = "") -> str:
     return settings.ENV_PREFIX + "_".join(filter(None, (group, command))).replace("-", "_").upper()
 
 
-def _told(name: str, callback: Callable[..., Any], variables: str) -> Callable[..., Any]:
+def _with_sources(name: str, callback: Callable[..., Any], variables: str) -> Callable[..., Any]:
     hints = typing.get_type_hints(callback, include_extras=True)
     signature = inspect.signature(callback)
     parameters = [

@@ -76,7 +76,7 @@ def add_settings_command(
             print(f"error: {error}", file=sys.stderr)
             raise typer.Exit(2) from None
         if verbose and not more.get("detach"):  # the background process prints them
-            print(_told(name, config), file=sys.stderr)
+            print(_settings_text(name, config), file=sys.stderr)
         raise typer.Exit(run(config, **more))
 
     texts = field_help(cls)

@@ -15,7 +15,7 @@ from diptych.common.text.token_bytes import ByteTokens
 from diptych.router.api.openai_choice import Choice
 from diptych.router.api.openai_format import ResponseContext, ResponseOptions, make_choice
 from diptych.router.api.openai_requests import Items, validate
-from diptych.router.preprocess.structured import Wanted, plain_grammar, schema_grammar
+from diptych.router.preprocess.structured import GrammarRequest, plain_grammar, schema_grammar
 from diptych.router.requests.messages import ChoiceFinishedEvent as ChoiceEnd
 from diptych.router.requests.messages import FinishedEvent, GenerateEvent, ModelFeatures, TokenEvent, ValidatedRequest
 from diptych.router.tools.options import (
@@ -24,8 +24,8 @@ from diptych.router.tools.options import (
     ChatMessage,
     Tool,
     ToolOptions,
-    offer_tools,
     template_messages,
+    tool_options,
 )
 from diptych.router.tools.pieces import CallArguments, CallStart, Content, Piece, Reasoning
 from diptych.rpc.convert import grammar_from_proto
@@ -68,13 +68,13 @@ def chat_of(
     choice: object = _CHOICES[request.tool_choice]
     if request.tool_name:
         choice = {"type": "function", "name": request.tool_name}
-    offer = offer_tools(chat.tools, choice, features, parallel=not request.single_tool_call)
+    offer = tool_options(chat.tools, choice, features, parallel=not request.single_tool_call)
     return template_messages(chat.messages), offer
 
 
 def grammar_of(sampling: types_pb2.SamplingParams, offer: ToolOptions) -> Grammar | None:
     """Raises: InvalidRequestError naming `grammar`."""
-    wanted = Wanted(_own_grammar(sampling), "grammar") if sampling.HasField("grammar") else None
+    wanted = GrammarRequest(_own_grammar(sampling), "grammar") if sampling.HasField("grammar") else None
     found = offer.grammar_with(wanted)
     return None if found is None else found.grammar
 

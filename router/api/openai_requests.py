@@ -26,7 +26,7 @@ from diptych.router.api.openai_format import (
     ResponseFormatter,
     ResponseOptions,
 )
-from diptych.router.preprocess.structured import wanted_grammar
+from diptych.router.preprocess.structured import grammar_request
 from diptych.router.requests.batch import MAX_PROMPTS
 from diptych.router.requests.messages import ModelFeatures, UncheckedRequest
 from diptych.router.tools.options import (
@@ -34,9 +34,9 @@ from diptych.router.tools.options import (
     ChatMessage,
     Tool,
     ToolOptions,
-    offer_tools,
     template_messages,
     text_beside,
+    tool_options,
 )
 
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -171,7 +171,7 @@ def chat_call(body: dict[str, Any], *, features: ModelFeatures, unknown: Unknown
                 raise InvalidRequestError(f"messages: {name} is not supported", param="messages")
     warnings = note_unknown(ChatCompletionRequest, body, CHAT_NOT_BUILT, unknown)
     parallel = request.parallel_tool_calls is not False
-    offer = offer_tools(request.tools, request.tool_choice, features, parallel=parallel)
+    offer = tool_options(request.tools, request.tool_choice, features, parallel=parallel)
     grammar, renamed = grammar_of(request, offer)
     if request.top_logprobs is not None and not request.logprobs:
         raise InvalidRequestError("top_logprobs requires logprobs=true", param="top_logprobs")
@@ -243,7 +243,7 @@ def _prompts(given: str | list[Any]) -> list[str | list[int]]:
 
 def grammar_of(request: Sampled, offer: ToolOptions | None = None) -> tuple[Grammar | None, dict[str, str]]:
     """The answer's grammar, and the parameter that errors of it name. Raises: InvalidRequestError naming the field."""
-    wanted = wanted_grammar({name: _plain(getattr(request, name, None)) for name in FORMAT_FIELDS})
+    wanted = grammar_request({name: _plain(getattr(request, name, None)) for name in FORMAT_FIELDS})
     found = wanted if offer is None else offer.grammar_with(wanted)
     return (None, {}) if found is None else (found.grammar, {"grammar": found.field})
 

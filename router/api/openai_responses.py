@@ -28,7 +28,7 @@ from diptych.router.api.openai_requests import (
 )
 from diptych.router.api.openai_responses_format import ResponsesForm
 from diptych.router.requests.messages import ModelFeatures, UncheckedRequest
-from diptych.router.tools.options import MAX_MESSAGES, FunctionTool, Tool, called_arguments, offer_tools, text_beside
+from diptych.router.tools.options import MAX_MESSAGES, FunctionTool, Tool, called_arguments, text_beside, tool_options
 
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
@@ -107,7 +107,7 @@ def responses_call(body: dict[str, Any], *, features: ModelFeatures, unknown: Un
             raise InvalidRequestError(f"include: {name[:64]!r} is not supported: leave it out", param="include")
     parallel = request.parallel_tool_calls is not False
     tools = _function_tools(request.tools or (), warnings)
-    offer = offer_tools(tools, _tool_choice(request.tool_choice), features, parallel=parallel)
+    offer = tool_options(tools, _tool_choice(request.tool_choice), features, parallel=parallel)
     grammar, renamed = grammar_of(request, offer)
     messages = _Conversation(warnings).of(request)
     fields = spec_fields(request, {"max_tokens": request.max_output_tokens}) | {

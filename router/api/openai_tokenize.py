@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from diptych.common.errors import InvalidRequestError
 from diptych.router.api.openai_requests import Items, ending, validate
 from diptych.router.requests.messages import ModelFeatures, UncheckedRequest
-from diptych.router.tools.options import ChatMessage, Tool, offer_tools, template_messages, text_beside
+from diptych.router.tools.options import ChatMessage, Tool, template_messages, text_beside, tool_options
 
 
 class TokenizeRequest(BaseModel):
@@ -41,7 +41,7 @@ def tokenize_spec(body: dict[str, Any], features: ModelFeatures) -> tuple[Unchec
     request = validate(TokenizeRequest, body)
     if (request.prompt is None) == (request.messages is None):
         raise InvalidRequestError("give one of prompt and messages", param="prompt")
-    tools = offer_tools(request.tools, None, features).shown
+    tools = tool_options(request.tools, None, features).shown
     messages = None if request.messages is None else template_messages(request.messages)
     spec = UncheckedRequest(
         model=request.model,

@@ -27,7 +27,7 @@ from diptych.router.cluster.index_follow import IndexFollower
 from diptych.router.cluster.loop_uptime import LoopUptime
 from diptych.router.cluster.members import Members
 from diptych.router.cluster.startup_grace import StartupGrace
-from diptych.router.cluster.usable import usable_sides
+from diptych.router.cluster.usable import usable_by_role
 from diptych.router.cluster.worker_link import WorkerLink
 from diptych.router.fairness.admission import Admission, AdmissionDecision
 from diptych.router.fairness.wait_queue import WaitQueue
@@ -202,8 +202,8 @@ class Cluster:
             log.warning("store is unavailable", why=why) if why else log.info("store is available again")
         self._old_view = why
 
-    def _fold_records(self, everybody: Sequence[WorkerRecord]) -> None:
-        records = [record for record in everybody if self._is_mine(record)]
+    def _fold_records(self, all_workers: Sequence[WorkerRecord]) -> None:
+        records = [record for record in all_workers if self._is_mine(record)]
         now = self._clock.now()
         new, lost = self._members.on_records(records, now)
         for member in lost:
@@ -239,7 +239,7 @@ class Cluster:
     def _refresh(self) -> Placer:
         """The placer with the workers that are usable now."""
         if self._fleet_is_old:
-            sides, unusable = usable_sides(self._members, self.breakers, self._check, self._clock.now())
+            sides, unusable = usable_by_role(self._members, self.breakers, self._check, self._clock.now())
             incompatible = {
                 (p.record.worker_id, d.record.worker_id): differences
                 for p in sides["prefill"]
@@ -380,10 +380,10 @@ class Cluster:
             if self.breakers.on_placed(worker_id, now):
                 self._fleet_is_old = True
 
-    def direct_endpoint(self, life: Incarnation) -> decode_pb2.DirectEndpoint | None:
+    def direct_endpoint(self, incarnation: Incarnation) -> decode_pb2.DirectEndpoint | None:
         """Where clients may redeem tickets for this incarnation of a decode worker; None: nowhere, or it is gone."""
-        member = self._members.get(life[0])
-        if member is None or member.link.incarnation != life[1] or member.link.decode is None:
+        member = self._members.get(incarnation[0])
+        if member is None or member.link.incarnation != incarnation[1] or member.link.decode is None:
             return None
         return member.link.decode.direct_endpoint
 

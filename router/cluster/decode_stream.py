@@ -85,12 +85,12 @@ class Attempt:
         """The reader has work from now on."""
         if self._busy_since is None:
             self._busy_since = now
-            self._stream.pace.begun()
+            self._stream.pace.on_wake()
 
     def _rest(self) -> None:
         """The reader has done its work."""
         if self._busy_since is not None:
-            self._stream.pace.served(self._stream.now() - self._busy_since)
+            self._stream.pace.on_served(self._stream.now() - self._busy_since)
             self._busy_since = None
 
     def cancel(self) -> None:

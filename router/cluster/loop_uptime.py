@@ -19,16 +19,16 @@ class LoopUptime:
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
         self._at = now()
-        self._heard_s = 0.0
+        self._receiving_s = 0.0
 
     def tick(self) -> None:
         """Called by the loop every TICK_S."""
-        self._heard_s = self.receiving_s()
+        self._receiving_s = self.receiving_s()
         self._at = self._now()
 
     def receiving_s(self) -> float:
         """Seconds in which the loop could receive, since the start."""
-        return self._heard_s + min(max(0.0, self._now() - self._at), _MAX_STEP_S)
+        return self._receiving_s + min(max(0.0, self._now() - self._at), _MAX_STEP_S)
 
     async def run(self) -> None:
         while True:

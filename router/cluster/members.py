@@ -88,8 +88,8 @@ class Members(Generic[LinkT]):
     def left_gracefully(self, member: Member[LinkT], now: float) -> bool:
         """Whether a lost member was draining, or gave up its lease while it still answered. A killed worker stops
         answering first, and its lease expires later."""
-        last_heard = now - member.link.silent_s
-        gave_up = member.missing_since is not None and member.missing_since - last_heard < self.dead_s
+        last_answer = now - member.link.silent_s
+        gave_up = member.missing_since is not None and member.missing_since - last_answer < self.dead_s
         return member.record.state == "draining" or gave_up
 
     def given_up(self) -> list[Member[LinkT]]:

@@ -10,7 +10,7 @@ from diptych.router.cluster.members import Members
 from diptych.router.placement.placer import Candidate
 
 
-def usable_sides(
+def usable_by_role(
     known: Members[Any], breakers: Breakers, check: RouterCheck, now: float
 ) -> tuple[dict[str, list[Candidate]], dict[str, str]]:
     """The usable workers by role, and the reasons against the others."""
@@ -19,7 +19,7 @@ def usable_sides(
     for role in ("prefill", "decode"):
         members = [member for member in known.all() if member.record.role == role]
         breakers.set_pool(role, [member.record.worker_id for member in members])
-        usable, left_alone = [], []
+        usable, excluded = [], []
         for member in members:
             name = member.record.worker_id
             candidate = Candidate(member.record, member.read_at, check.header(member.record))
@@ -27,12 +27,12 @@ def usable_sides(
                 unusable[name] = why
             elif why := breakers.why_not(name, now):
                 unusable[name] = why
-                left_alone.append(candidate)
+                excluded.append(candidate)
             else:
                 usable.append(candidate)
         if not usable:  # a worker that fails often is better than none
-            usable = left_alone
-            for candidate in left_alone:
+            usable = excluded
+            for candidate in excluded:
                 del unusable[candidate.record.worker_id]
         sides[role] = usable
     return sides, unusable

@@ -62,7 +62,7 @@ class WorkerLink:
     ) -> None:
         self.worker_id = record.worker_id
         self.incarnation = record.incarnation
-        self._heard_s = receiving_s
+        self._receiving_s = receiving_s
         self._probe_s = probe_s
         self._dead_s = dead_s
         self._on_change = on_change
@@ -97,7 +97,7 @@ class WorkerLink:
     @property
     def silent_s(self) -> float:
         """Receiving seconds since the last sign of life: an answer to a probe, or a message of its stream."""
-        now = self._heard_s()
+        now = self._receiving_s()
         if self.decode is not None and self.decode.num_batches != self._batches_seen:
             self._batches_seen, self._last_answer = self.decode.num_batches, now
         return now - self._last_answer
@@ -121,10 +121,10 @@ class WorkerLink:
             try:
                 answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=self._dead_s)
                 self._serving = answer.status == health_pb2.HealthCheckResponse.SERVING
-                self._last_answer, self._probed = self._heard_s(), True
+                self._last_answer, self._probed = self._receiving_s(), True
             except grpc.aio.AioRpcError as err:
                 if err.code() is grpc.StatusCode.UNIMPLEMENTED:
-                    self._serving, self._last_answer, self._probed = True, self._heard_s(), True
+                    self._serving, self._last_answer, self._probed = True, self._receiving_s(), True
                 elif err.code() is grpc.StatusCode.UNAVAILABLE:
                     self._serving = False  # refused or reset: known at once
             except grpc.aio.UsageError:

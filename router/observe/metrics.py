@@ -101,7 +101,7 @@ class RouterMetrics(Metrics):
         self.placements = self.counter("placements", "Attempts by where the prompt was placed", ["prefill"])
         self.replacements = self.counter("replacements", "Requests that were placed again before their first token")
         self.admission = self.counter("admission", "Requests by admission decision", ["verdict"])
-        self.judged_refusals = self.counter(
+        self.admission_checks = self.counter(
             "admission_refusals_judged",
             "Requests that admission would have rejected, by whether the rejection had been right",
             ["right"],
@@ -215,10 +215,10 @@ class RouterMetrics(Metrics):
         elif faults:
             self.fallbacks.labels("other_prefill").inc()
 
-    def judged(self, would_have_come: bool | None) -> None:
+    def judged(self, met_target: bool | None) -> None:
         """A request that admission would have rejected: whether it met its target. None: it had no target."""
-        if would_have_come is not None:
-            self.judged_refusals.labels("no" if would_have_come else "yes").inc()
+        if met_target is not None:
+            self.admission_checks.labels("no" if met_target else "yes").inc()
 
     def predictions(self, trace: RequestTrace) -> None:
         """A request has ended well: compare the predictions with it."""

@@ -82,7 +82,7 @@ class BlockTable:
         self._now = 1
         self._num_lookups = 0
         self._num_used = 0
-        self._nobody = np.zeros(_WORD, np.int64)
+        self._no_hits = np.zeros(_WORD, np.int64)
         self.counts = np.zeros((NUM_TIERS, _WORD), np.int64)
         self.num_dropped = 0
 
@@ -114,7 +114,7 @@ class BlockTable:
             self._words = words
             for masks in filter(None, self._masks):
                 masks += [np.zeros(self._capacity * _WAYS, np.uint64) for _ in range(more)]
-            self._nobody = np.zeros(words * _WORD, np.int64)
+            self._no_hits = np.zeros(words * _WORD, np.int64)
             self.counts = np.pad(self.counts, ((0, 0), (0, more * _WORD)))
 
     # ---- finding -------------------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ class BlockTable:
         lower = self._lower_in_use()
         blocks: Ints | None = None
         touched: list[Ints] = []
-        lower_blocks = np.zeros((NUM_TIERS - 1, len(self._nobody)), np.int64) if lower else None
+        lower_blocks = np.zeros((NUM_TIERS - 1, len(self._no_hits)), np.int64) if lower else None
         tags = keys.view(np.uint32)[:, 1:2]
         alive: list[Any] = [None] * self._words
         for start in range(0, len(keys), _CHUNK):
@@ -169,7 +169,7 @@ class BlockTable:
                 reach = len(held) if held[-1] else int(np.count_nonzero(held))
                 if not reach:
                     continue
-                blocks = np.zeros_like(self._nobody) if blocks is None else blocks
+                blocks = np.zeros_like(self._no_hits) if blocks is None else blocks
                 columns = slice(word * _WORD, (word + 1) * _WORD)
                 _put_prefixes(held[:reach], blocks[columns])
                 for tier, held_there in further:
@@ -182,7 +182,7 @@ class BlockTable:
                 break
         if touches and touched:
             self._touch(np.concatenate(touched))
-        return Runs(self._nobody if blocks is None else blocks, lower_blocks, blocks is not None)
+        return Runs(self._no_hits if blocks is None else blocks, lower_blocks, blocks is not None)
 
     def hits_into(self, lookup: NativeLookup, keys: Keys, most_blocks: int, into: int, stride: int) -> Found:
         """`runs` in C, for the group that `lookup` was made for. `into`: address of [NUM_TIERS, stride]: at the group's

@@ -236,7 +236,7 @@ def candidate_costs(request: PlacementRequest, snapshot: ClusterSnapshot, now: f
     if loads.lower_tokens is not None:
         copy_back: Floats = np.add.reduce(loads.lower_tokens * fleet.copy_token_ms)
         compute += copy_back
-        if request.wants_kv:
+        if request.needs_kv:
             row = row + copy_back[first_decode:]
     to_first_token = queue + compute
     column = to_first_token[:first_decode, None]

@@ -104,14 +104,14 @@ class Placer:
         self._reservations = reservations
         self._rng = rng
         self.policy = policy
-        self._wants_affinity = policy.name == "session-affinity"
+        self._uses_affinity = policy.name == "session-affinity"
         self._fleet = WorkerArrays.of((), ())
         self._speeds: dict[str, float] = {}
         self._reserved = np.empty(0, np.int64)
         self._groups: list[_Group] = []
         self._is_parted = False
         """One lookup does not cover all workers."""
-        self._lives: dict[Incarnation, int] = {}
+        self._incarnations: dict[Incarnation, int] = {}
 
     @staticmethod
     def of(
@@ -154,7 +154,7 @@ class Placer:
             self._groups.append(_Group(header, None if len(at) == len(candidates) else at, columns, lookup))
         self._is_parted = len(self._groups) > 1 or any(group.at is not None for group in self._groups)
         self._found = None if library is None else np.zeros((NUM_TIERS, len(candidates)), np.int64)
-        self._lives = {(c.record.worker_id, c.record.incarnation): i for i, c in enumerate(decode)}
+        self._incarnations = {(c.record.worker_id, c.record.incarnation): i for i, c in enumerate(decode)}
 
     @property
     def num_copies(self) -> int:
@@ -189,7 +189,11 @@ class Placer:
         self, prompt: PromptBlocks | None = None, exclude: frozenset[Incarnation] = frozenset()
     ) -> ClusterSnapshot:
         """The usable workers with this prompt's hits. `exclude`: incarnations that must not be chosen as decode."""
-        barred = tuple(self._lives[life] for life in exclude if life in self._lives) if exclude else ()
+        barred = (
+            tuple(self._incarnations[incarnation] for incarnation in exclude if incarnation in self._incarnations)
+            if exclude
+            else ()
+        )
         tokens, requests = self._reservations.at(self._reserved)
         hit, lower = self._hits(prompt)
         return ClusterSnapshot(self._fleet, RequestLoads(hit, lower, tokens, requests), barred)
@@ -246,7 +250,7 @@ class Placer:
         self, request: PlacementRequest, prompt: PromptBlocks, now: float, exclude: frozenset[Incarnation] = frozenset()
     ) -> Placement | Rejected:
         snapshot = self.snapshot(prompt, exclude)
-        if self._wants_affinity and not request.affinity and self._groups:
+        if self._uses_affinity and not request.affinity and self._groups:
             keys = prompt.keys(self._groups[0].header, self._library)[:_AFFINITY_BLOCKS]
             request = replace(request, affinity=keys[-1].tobytes() if len(keys) else b"")
         placement = choose_placement(request, snapshot, now, self._rng, self.policy)

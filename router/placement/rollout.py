@@ -70,24 +70,24 @@ class Groups:
 
     def __init__(self, rollout: Rollout) -> None:
         self._rollout = rollout
-        self._lives: dict[str, set[tuple[str, str]]] = {}
+        self._incarnations: dict[str, set[tuple[str, str]]] = {}
 
     def apart(self, prefill_id: str, decode_id: str) -> bool:
         rollout = self._rollout
         return rollout.on and rollout.group_of(prefill_id) != rollout.group_of(decode_id)
 
-    def refresh(self, lives: Iterable[tuple[str, str]]) -> None:
-        """`lives`: (worker id, incarnation) of every usable decode worker."""
-        self._lives = {}
+    def refresh(self, incarnations: Iterable[tuple[str, str]]) -> None:
+        """`incarnations`: (worker id, incarnation) of every usable decode worker."""
+        self._incarnations = {}
         if self._rollout.on:
-            for life in lives:
-                self._lives.setdefault(self._rollout.group_of(life[0]), set()).add(life)
+            for incarnation in incarnations:
+                self._incarnations.setdefault(self._rollout.group_of(incarnation[0]), set()).add(incarnation)
 
     def others(self, group: str) -> frozenset[tuple[str, str]]:
         """Incarnations that must not serve this group; prefill workers follow from the pairs. Empty without a roll-out."""
-        if not self._lives:
+        if not self._incarnations:
             return frozenset()
-        return frozenset().union(*(lives for name, lives in self._lives.items() if name != group))
+        return frozenset().union(*(incarnations for name, incarnations in self._incarnations.items() if name != group))
 
 
 def _draw(request_id: str, domain: bytes) -> float:

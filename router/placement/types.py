@@ -40,7 +40,7 @@ class PlacementRequest:
     """What to place.
 
     Args:
-        wants_kv: False when prefill's first token is the whole answer (max_tokens = 1): no KV is transferred.
+        needs_kv: False when prefill's first token is the whole answer (max_tokens = 1): no KV is transferred.
         local_prefill_max_tokens: 0: never local while a prefill worker is usable.
         allow_local_fallback: compute on decode, for any length, when no prefill worker is usable.
         group: group of workers, see router/placement/rollout.py.
@@ -51,7 +51,7 @@ class PlacementRequest:
 
     num_prompt_tokens: int
     local_prefill_max_tokens: int
-    wants_kv: bool = True
+    needs_kv: bool = True
     allow_local_fallback: bool = True
     colocated_margin: float = math.inf
     affinity: bytes = b""

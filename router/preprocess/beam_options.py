@@ -12,7 +12,7 @@ DRAWS_NOTHING = {"temperature": 0.0, "top_p": 1.0, "top_k": 0}
 """Replaces the model's defaults, which are for sampling."""
 
 
-def wants_beams(spec: UncheckedRequest) -> bool:
+def uses_beam_search(spec: UncheckedRequest) -> bool:
     """`use_beam_search`, or a `beam_width` alone. Raises: InvalidRequestError naming the field."""
     wanted, width = spec.use_beam_search, spec.sampling.get("beam_width")
     if wanted is not None and not isinstance(wanted, bool):
@@ -25,7 +25,7 @@ def wants_beams(spec: UncheckedRequest) -> bool:
 def beam_fields(spec: UncheckedRequest) -> dict[str, object]:
     """Arguments of check_sampling, replacing the given ones. Without beam_width, best_of is the width, as formerly in
     vLLM, or n."""
-    if not wants_beams(spec) or "beam_width" in spec.sampling:
+    if not uses_beam_search(spec) or "beam_width" in spec.sampling:
         return {}
     return {"beam_width": spec.sampling.get("best_of", spec.sampling.get("n", 1)), "best_of": 0}
 
@@ -49,7 +49,7 @@ def sampling_of(
     values = {
         "seed": seed,
         "max_tokens": max_tokens,
-        **(DRAWS_NOTHING if wants_beams(spec) else defaults),
+        **(DRAWS_NOTHING if uses_beam_search(spec) else defaults),
         **spec.sampling,
         **beam_fields(spec),
         "bad_words": () if bad_words is None else bad_words,

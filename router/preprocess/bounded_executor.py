@@ -51,7 +51,7 @@ class _Lane:
         self._waiting += size
         loop = asyncio.get_running_loop()
         future = self._pool.submit(self._run, work, size, loop)
-        future.add_done_callback(lambda done: self._tell(loop, self._ended, size) if done.cancelled() else None)
+        future.add_done_callback(lambda done: self._call_on_loop(loop, self._ended, size) if done.cancelled() else None)
         return future
 
     def close(self) -> None:
@@ -62,10 +62,10 @@ class _Lane:
         try:
             return work()
         finally:
-            self._tell(loop, self._ended, size, self._now() - began)
+            self._call_on_loop(loop, self._ended, size, self._now() - began)
 
     @staticmethod
-    def _tell(loop: asyncio.AbstractEventLoop, what: Callable[..., None], *given: object) -> None:
+    def _call_on_loop(loop: asyncio.AbstractEventLoop, what: Callable[..., None], *given: object) -> None:
         if not loop.is_closed():
             loop.call_soon_threadsafe(partial(what, *given))
 

@@ -36,17 +36,17 @@ _COMPACT = "disable_any_whitespace"
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class GrammarRequest:
     """`field`: the field that requested it; for later errors."""
 
     grammar: Grammar
     field: str
 
 
-def wanted_grammar(fields: Mapping[str, Any]) -> Wanted | None:
+def grammar_request(fields: Mapping[str, Any]) -> GrammarRequest | None:
     """The grammar requested by the fields. `fields`: any of response_format, text, structured_outputs, guided_*; None:
     not given. Raises: InvalidRequestError naming the field, also when two of them are given."""
-    found: list[Wanted] = []
+    found: list[GrammarRequest] = []
     outputs, compact = _compact(fields.get("structured_outputs"))
     if (form := fields.get("response_format")) is not None:
         found += _of_format(form, "response_format", nested=True)
@@ -56,7 +56,7 @@ def wanted_grammar(fields: Mapping[str, Any]) -> Wanted | None:
         found += _of_outputs(outputs)
     for name, kind in _GUIDED.items():
         if fields.get(name) is not None:
-            found.append(Wanted(_grammar(kind, fields[name], name), name))
+            found.append(GrammarRequest(_grammar(kind, fields[name], name), name))
     if len(found) > 1:
         names = " and ".join(one.field for one in found)
         raise InvalidRequestError(f"{found[1].field}: only one of {names} may be given", param=found[1].field)
@@ -144,23 +144,23 @@ def _check_patterns(schema: Mapping[str, Any], param: str) -> None:
                 ) from None
 
 
-def _of_format(form: object, field: str, *, nested: bool) -> list[Wanted]:
+def _of_format(form: object, field: str, *, nested: bool) -> list[GrammarRequest]:
     kind = form.get("type") if isinstance(form, Mapping) else None
     if not isinstance(form, Mapping) or kind not in ("text", "json_object", "json_schema"):
         raise InvalidRequestError(f"{field}: type must be text, json_object or json_schema", param=field)
     if kind == "text":
         return []
     if kind == "json_object":
-        return [Wanted(_ANY_OBJECT, field)]
+        return [GrammarRequest(_ANY_OBJECT, field)]
     body = form.get("json_schema") if nested else form
     if not isinstance(body, Mapping) or body.get("schema") is None:
         raise InvalidRequestError(f"{field}: json_schema must hold a schema", param=field)
     if not isinstance(body["schema"], Mapping):
         raise InvalidRequestError(f"{field}: a schema must be an object", param=field)
-    return [Wanted(schema_grammar(body["schema"], field), field)]
+    return [GrammarRequest(schema_grammar(body["schema"], field), field)]
 
 
-def _of_outputs(outputs: object) -> list[Wanted]:
+def _of_outputs(outputs: object) -> list[GrammarRequest]:
     field = "structured_outputs"
     if not isinstance(outputs, Mapping):
         raise InvalidRequestError(f"{field} must be an object", param=field)
@@ -173,7 +173,7 @@ def _of_outputs(outputs: object) -> list[Wanted]:
     if len(given) > 1 or next(iter(given)) not in ("json", "regex", "choice", "grammar", "json_object"):
         raise InvalidRequestError(f"{field} takes one of json, json_object, regex, choice and grammar", param=field)
     ((kind, value),) = given.items()
-    return [Wanted(_grammar(kind, value, field), field)]
+    return [GrammarRequest(_grammar(kind, value, field), field)]
 
 
 def _grammar(kind: str, value: object, field: str) -> Grammar:

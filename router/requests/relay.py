@@ -62,7 +62,7 @@ class Relay:
         self._clock = clock
         self._prompt = PromptBlocks(request.prompt)
         resumed = len(request.resume_after)
-        self._life = Lifecycle(num_tokens=resumed, offsets={0: resumed})
+        self._lifecycle = Lifecycle(num_tokens=resumed, offsets={0: resumed})
         self._started = False
         self._attempt: Attempt | None = None
         self._judgement: AdmissionDecision | None = None
@@ -107,8 +107,8 @@ class Relay:
 
     def close(self) -> None:
         """Cancel the attempt and release its reservation. Idempotent, never blocks."""
-        if not self._life.ended:
-            self._life.on(Move.CANCEL)
+        if not self._lifecycle.ended:
+            self._lifecycle.on(Move.CANCEL)
             self._decision.outcome = RequestCancelledError.reason
         self._drop_attempt()
 
@@ -133,7 +133,7 @@ class Relay:
 
     async def _wait_for_turn(self) -> None:
         """Only for the first placement. Raises: OverloadedError, RequestDeadlineError."""
-        if not self._life.num_replacements:
+        if not self._lifecycle.num_replacements:
             request, wait_queue = self._request, self._cluster.wait_queue
             tokens = len(request.prompt.token_ids)
             if not wait_queue.may_pass(request.tenant, tokens):
@@ -147,16 +147,16 @@ class Relay:
         placement = trace.placement = self._cluster.place(query, self._prompt, self._excluded)
         trace.mode = self._cluster.index_mode(placement)
         trace.waited_s = self._clock.now() - request.arrived
-        if not self._life.num_replacements:
+        if not self._lifecycle.num_replacements:
             self._cluster.decisions.add(self._decision)
             self._cluster.retry_budget.on_request()
             self._admit(placement)
         submit = submit_of(request, placement, new_attempt_id(), self._left_s(), self.traceparent)
-        self._life.on(Move.SUBMIT)
+        self._lifecycle.on(Move.SUBMIT)
         self._attempt = self._cluster.open(placement, submit, request.tenant)
         self._outcome_recorded = False
         self._metrics.placements.labels("local" if placement.local_prefill else "remote").inc()
-        if self._life.num_replacements:
+        if self._lifecycle.num_replacements:
             self._metrics.replacements.inc()
             self._metrics.fallbacks.labels("other_decode").inc()
 
@@ -183,12 +183,12 @@ class Relay:
         placement = self._trace.placement
         self._record_outcome(error.reason)
         fails = fails or (self._judgement is not None and error is self._judgement.error)
-        may = not fails and isinstance(error, _REPLACEABLE) and self._life.may_replace
+        may = not fails and isinstance(error, _REPLACEABLE) and self._lifecycle.may_replace
         if placement is None or not may or not self._cluster.retry_budget.take():
             self._fail(error)
             raise error
         self._drop_attempt()
-        self._life.on(Move.REPLACE)
+        self._lifecycle.on(Move.REPLACE)
         record = placement.decode.record
         self._excluded |= {(record.worker_id, record.incarnation)}
         self._trace.notes.append(f"decode {placement.decode.worker_id} {error.reason}: placed again")
@@ -213,8 +213,8 @@ class Relay:
         return False
 
     def _fail(self, error: DiptychError) -> None:
-        if not self._life.ended:
-            self._life.on(Move.FAIL)
+        if not self._lifecycle.ended:
+            self._lifecycle.on(Move.FAIL)
         self._decision.outcome = error.reason
         self._drop_attempt()
 
@@ -235,21 +235,21 @@ class Relay:
         """Raises: the failure reported by decode; IllegalMoveError."""
         kind = event.WhichOneof("event")
         if kind == "accepted":
-            self._life.on(Move.ACCEPT)
+            self._lifecycle.on(Move.ACCEPT)
             if self._started:
                 return None
             self._started = True
             return StartedEvent(self._request.request_id, self._request.model, len(self._request.prompt.token_ids))
         if kind == "tokens":
             delta = event.tokens
-            if self._life.num_tokens == len(self._request.resume_after) and self._attempt is not None:
+            if self._lifecycle.num_tokens == len(self._request.resume_after) and self._attempt is not None:
                 self._cluster.reservations.prompt_computed(self._attempt.id)
                 self._trace.ttft_s = self._clock.now() - self._request.arrived
                 self._trace.cached_tokens = event.cached_tokens
                 self._metrics.predictions(self._trace)
                 if self._judgement is not None:
                     self._metrics.judged(self._cluster.admission.on_first_token(self._judgement, self._trace.ttft_s))
-            self._life.on_tokens(delta.offset, len(delta.token_ids), delta.choice)
+            self._lifecycle.on_tokens(delta.offset, len(delta.token_ids), delta.choice)
             self._cluster.wait_queue.written(self._request.tenant, len(delta.token_ids))
             logprobs = tuple(logprobs_from_proto(entry) for entry in delta.logprobs)
             return TokenEvent(
@@ -271,7 +271,7 @@ class Relay:
             error = from_failure(event.end.failure)
             self._record_outcome(error.reason, event.end.prefill_faults)
             raise error
-        self._life.on(Move.END)
+        self._lifecycle.on(Move.END)
         finished = self._finished(event.end.finished)
         self._record_outcome("", event.end.prefill_faults)
         self._metrics.count_deviations(self._trace, [fault.reason for fault in event.end.prefill_faults])
@@ -286,9 +286,9 @@ class Relay:
         if usage.completion_tokens < len(self._request.resume_after):
             # The engine also checks these tokens for an end: a stop among them is the caller's error, not decode's.
             raise InvalidRequestError("the answer ends before the last of these tokens", param="resume_after")
-        if usage.completion_tokens != self._life.num_tokens and not withheld:
+        if usage.completion_tokens != self._lifecycle.num_tokens and not withheld:
             raise InternalError(
-                f"decode counted {usage.completion_tokens} tokens, {self._life.num_tokens} were streamed"
+                f"decode counted {usage.completion_tokens} tokens, {self._lifecycle.num_tokens} were streamed"
             )
         self.kv_bytes = message.explanation.kv_bytes
         trace = self._trace

@@ -21,7 +21,7 @@ def placement_request(request: ValidatedRequest) -> PlacementRequest:
     return PlacementRequest(
         num_prompt_tokens=len(request.prompt.token_ids),
         local_prefill_max_tokens=request.local_prefill_max_tokens,
-        wants_kv=request.sampling.max_tokens > 1,
+        needs_kv=request.sampling.max_tokens > 1,
         colocated_margin=COLOCATED_MARGIN,
         allow_local_fallback=request.failure_policy != router_pb2.FAILURE_POLICY_FAIL,
         group=request.group,

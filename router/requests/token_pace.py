@@ -43,11 +43,11 @@ class TokenPace:
             return 0.0
         return last + round_s / _MERGED - now
 
-    def begun(self) -> None:
+    def on_wake(self) -> None:
         """A reader was woken."""
         self.num_busy += 1
 
-    def served(self, seconds: float) -> None:
+    def on_served(self, seconds: float) -> None:
         """A reader finished `seconds` after its wake-up: it asks for more or leaves."""
         self.num_busy -= 1
         if seconds > self._middle_s:

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from diptych.common.errors import InvalidRequestError
 from diptych.common.grammar import Grammar, GrammarKind
-from diptych.router.preprocess.structured import Wanted, check_schema
+from diptych.router.preprocess.structured import GrammarRequest, check_schema
 from diptych.router.requests.messages import ModelFeatures
 from diptych.router.tools.choice_grammar import CallForm, Function, calls_or_json, required_calls, strict_calls
 from diptych.router.tools.registry import call_form
@@ -156,7 +156,7 @@ class ToolOptions:
     form: CallForm | None = None
     several: bool = True
 
-    def grammar_with(self, wanted: Wanted | None) -> Wanted | None:
+    def grammar_with(self, wanted: GrammarRequest | None) -> GrammarRequest | None:
         """The grammar when `wanted` is requested, too: a call's arguments match the function's schema, and an answer
         without a call matches the format.
 
@@ -164,12 +164,12 @@ class ToolOptions:
             model's form of calls, and for a format other than JSON.
         """
         if self.required is not None:
-            return Wanted(self.required, "tool_choice")
+            return GrammarRequest(self.required, "tool_choice")
         if not self.names:
             return wanted
         if wanted is None:
             strict = strict_calls(self.form, self.functions, several=self.several)
-            return None if strict is None else Wanted(strict, "tools")
+            return None if strict is None else GrammarRequest(strict, "tools")
         if wanted.grammar.kind is not GrammarKind.JSON_SCHEMA:
             rule = "can be combined with tools only if tool_choice is none; JSON formats always can"
             raise InvalidRequestError(f"{wanted.field} {rule}", param=wanted.field)
@@ -177,10 +177,10 @@ class ToolOptions:
             rule = "cannot be combined with tools in this model's format of calls"
             raise InvalidRequestError(f"{wanted.field} {rule}", param=wanted.field)
         both = calls_or_json(self.form, self.functions, wanted.grammar, several=self.several)
-        return Wanted(both, wanted.field)
+        return GrammarRequest(both, wanted.field)
 
 
-def offer_tools(
+def tool_options(
     tools: Sequence[Tool] | None, choice: object, features: ModelFeatures, *, parallel: bool = True
 ) -> ToolOptions:
     """Check the tools of a request. `parallel`: several calls are allowed. Raises: InvalidRequestError for a

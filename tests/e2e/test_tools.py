@@ -22,7 +22,7 @@ from diptych.common.text.revision import tokenizer_revision
 from diptych.router import served_model
 from diptych.router.config import RouterConfig
 from diptych.router.frontend import Frontend
-from diptych.router.server import Faces
+from diptych.router.server import ApiServers
 
 waiting = sys.modules["diptych_test_waiting"]
 
@@ -125,7 +125,7 @@ async def face(cluster: Any, name: str, tmp_path: Path, monkeypatch: pytest.Monk
         model=str(folder_with(tmp_path / "model", model, TEMPLATES[name])),
         served_model_name=cluster.model,
     )
-    faces, door = Faces("127.0.0.1", 0, 0), Frontend(config)
+    faces, door = ApiServers("127.0.0.1", 0, 0), Frontend(config)
     try:
         await door.start()
         addresses = await faces.start(door, door.metrics)

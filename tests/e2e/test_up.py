@@ -105,8 +105,8 @@ def test_detached_up_then_down_leaves_logs_only(cluster_module, tmp_path: Path):
         assert stopped.stdout.strip() == "stopped"
     finally:
         cluster_module.ProcessIdentity(state.pid, state.start_time).send(signal.SIGKILL)
-    everybody = [cluster_module.ProcessIdentity(one.pid, one.start_time) for one in (state, *state.children)]
-    assert not [process for process in everybody if process.alive()]
+    all_workers = [cluster_module.ProcessIdentity(one.pid, one.start_time) for one in (state, *state.children)]
+    assert not [process for process in all_workers if process.alive()]
     assert [path.name for path in tmp_path.iterdir()] == ["logs"]
     # What others on this machine make meanwhile is theirs, and goes.
     cluster_module.wait_until(

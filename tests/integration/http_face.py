@@ -11,7 +11,7 @@ import openai
 
 from diptych.router.api.fake import FakeRouterApi
 from diptych.router.api.http_options import HttpOptions
-from diptych.router.server import Faces
+from diptych.router.server import ApiServers
 
 WAIT_S = 60.0
 
@@ -21,7 +21,7 @@ grpc.aio.init_grpc_aio()  # its poller thread runs as long as the process; it mu
 @asynccontextmanager
 async def serving(router_api: FakeRouterApi, options: HttpOptions | None = None) -> AsyncIterator[str]:
     """The base URL of a router whose frontend is `router_api`."""
-    faces = Faces("127.0.0.1", 0, 0, options=options)
+    faces = ApiServers("127.0.0.1", 0, 0, options=options)
     try:
         yield "http://" + (await faces.start(router_api, router_api.metrics)).http
     finally:

@@ -22,7 +22,7 @@ from diptych.common.ticket import PURPOSE
 from diptych.router.api.auth import Authenticator
 from diptych.router.api.auth_keys import add_key
 from diptych.router.observe import access_log
-from diptych.router.server import Faces
+from diptych.router.server import ApiServers
 
 Lines = list[MutableMapping[str, Any]]
 PROMPT = [1] * 40
@@ -52,7 +52,7 @@ async def world(fleet: Any, tmp_path: Any) -> AsyncIterator[tuple[Any, Any, http
     decode = await fleet.add("d0", ticket_key=derive_key(fleet.secret, PURPOSE))
     await fleet.until_ready()
     key, _ = add_key(tmp_path / "keys.json", "acme", now=0.0)
-    faces = Faces("127.0.0.1", 0, 0, keys=Authenticator(tmp_path / "keys.json", now=lambda: 0.0))
+    faces = ApiServers("127.0.0.1", 0, 0, keys=Authenticator(tmp_path / "keys.json", now=lambda: 0.0))
     try:
         at = await faces.start(fleet.frontend, fleet.frontend.metrics, fleet.frontend.status)
         headers = {"authorization": f"Bearer {key}"}

@@ -26,7 +26,7 @@ from diptych.router.api.auth import Authenticator
 from diptych.router.api.auth_keys import add_key, public_id, revoke_key
 from diptych.router.api.fake import FakeRouterApi, hello_script
 from diptych.router.api.http_app import create_app
-from diptych.router.server import Faces
+from diptych.router.server import ApiServers
 from diptych.rpc.channels import open_channel
 
 CHAT = "/v1/chat/completions"
@@ -45,7 +45,7 @@ class Clock:
 
 @asynccontextmanager
 async def serving(router_api: FakeRouterApi, **options: Any) -> AsyncIterator[tuple[str, str]]:
-    faces = Faces("127.0.0.1", 0, 0, **options)
+    faces = ApiServers("127.0.0.1", 0, 0, **options)
     try:
         addresses = await faces.start(router_api, router_api.metrics)
         yield addresses.http, addresses.grpc

@@ -15,7 +15,7 @@ from diptych.common.errors import ConfigError
 from diptych.router import server
 from diptych.router.api.fake import FakeRouterApi, hello_script
 from diptych.router.requests.messages import TokenEvent
-from diptych.router.server import Faces, drain
+from diptych.router.server import ApiServers, drain
 
 BODY = {"messages": [{"role": "user", "content": "Hi"}], "stream": True}
 WAIT_S = 60.0
@@ -30,7 +30,7 @@ async def test_draining(ends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = asyncio.Event()
     after = hello_script()[1:] if ends else [WorkerLostError("the router stops")]
     router_api = FakeRouterApi([TokenEvent(0, (10,), "Hello"), gate, *after])
-    faces = Faces("127.0.0.1", 0, 0)
+    faces = ApiServers("127.0.0.1", 0, 0)
     addresses = await faces.start(router_api, router_api.metrics)
     async with (
         httpx.AsyncClient(base_url=f"http://{addresses.http}", timeout=WAIT_S) as http,
@@ -87,10 +87,10 @@ async def test_a_taken_port_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"{port}.*cannot be listened on"):
-            Faces("127.0.0.1", port, 0)
+            ApiServers("127.0.0.1", port, 0)
         with pytest.raises(ConfigError, match=f"{port}.*cannot be listened on"):
-            Faces("127.0.0.1", 0, port)
+            ApiServers("127.0.0.1", 0, port)
 
 
 async def test_stopping_what_never_started() -> None:
-    await Faces("127.0.0.1", 0, 0).stop(0.1)
+    await ApiServers("127.0.0.1", 0, 0).stop(0.1)

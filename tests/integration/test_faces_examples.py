@@ -15,7 +15,7 @@ import pytest
 from diptych.router.api.auth import Authenticator
 from diptych.router.api.auth_keys import add_key
 from diptych.router.api.fake import FakeRouterApi, hello_script
-from diptych.router.server import Faces
+from diptych.router.server import ApiServers
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SAYS = {
@@ -58,7 +58,7 @@ async def test_without_a_router_it_ends_with_a_code_and_words(name: str) -> None
 @pytest.mark.parametrize("name", sorted(SAYS))
 async def test_example(name: str, tmp_path: Path) -> None:
     key, _ = add_key(tmp_path / "keys.json", "acme", now=0.0)
-    faces = Faces("127.0.0.1", 0, 0, keys=Authenticator(tmp_path / "keys.json", now=time.monotonic))
+    faces = ApiServers("127.0.0.1", 0, 0, keys=Authenticator(tmp_path / "keys.json", now=time.monotonic))
     router_api = FakeRouterApi(hello_script())
     try:
         addresses = await faces.start(router_api, router_api.metrics)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from diptych.router.api.fake import FakeRouterApi, hello_script
 from diptych.router.requests.messages import ModelFeatures
-from diptych.router.server import Faces
+from diptych.router.server import ApiServers
 from diptych.rpc.v1 import router_pb2, types_pb2
 
 WAIT_S = 60.0
@@ -35,7 +35,7 @@ ALLOWED = {200, 400, 404, 405, 408, 413, 431}
 
 
 class Router:
-    """Faces on a loop of their own, for tests that are not async."""
+    """ApiServers on a loop of their own, for tests that are not async."""
 
     def __init__(self) -> None:
         self.router_api = FakeRouterApi(hello_script())
@@ -46,7 +46,7 @@ class Router:
         self._faces, self.addresses = self._call(self._start())
 
     async def _start(self) -> Any:
-        faces = Faces("127.0.0.1", 0, 0)
+        faces = ApiServers("127.0.0.1", 0, 0)
         return faces, await faces.start(self.router_api, self.router_api.metrics)
 
     def _call(self, work: Any) -> Any:

@@ -39,7 +39,7 @@ from diptych.client import (
 from diptych.router.api.fake import MODEL, REQUEST_ID, FakeRouterApi, Step, hello_script
 from diptych.router.api.grpc_service import SERVICE
 from diptych.router.requests.messages import TokenEvent
-from diptych.router.server import Faces
+from diptych.router.server import ApiServers
 from diptych.rpc.channels import open_channel
 from diptych.rpc.errors import from_rpc_error
 from diptych.rpc.v1 import router_pb2
@@ -54,7 +54,7 @@ grpc.aio.init_grpc_aio()  # its poller thread runs as long as the process; it mu
 @asynccontextmanager
 async def serving(router_api: FakeRouterApi) -> AsyncIterator[str]:
     """The gRPC address of a router whose frontend is `router_api`."""
-    faces = Faces("127.0.0.1", 0, 0)
+    faces = ApiServers("127.0.0.1", 0, 0)
     try:
         yield (await faces.start(router_api, router_api.metrics)).grpc
     finally:

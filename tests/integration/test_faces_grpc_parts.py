@@ -16,7 +16,7 @@ from diptych.common.grammar import Grammar, GrammarKind, Tags
 from diptych.common.sampling import FinishReason
 from diptych.router.api.fake import FakeRouterApi, Step, hello_script
 from diptych.router.requests.messages import ChoiceFinishedEvent, FinishedEvent, ModelFeatures, TokenEvent, UsageInfo
-from diptych.router.server import Faces
+from diptych.router.server import ApiServers
 
 WAIT_S = 60.0
 CALLER = ModelFeatures(tool_parser="hermes", reasoning=True, takes_tools=True)
@@ -28,7 +28,7 @@ grpc.aio.init_grpc_aio()
 
 @asynccontextmanager
 async def sdk(router_api: FakeRouterApi, **options: Any) -> AsyncIterator[AsyncClient]:
-    faces = Faces("127.0.0.1", 0, 0)
+    faces = ApiServers("127.0.0.1", 0, 0)
     try:
         address = (await faces.start(router_api, router_api.metrics)).grpc
         async with AsyncClient(address, timeout_s=WAIT_S, **options) as client:

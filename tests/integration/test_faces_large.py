@@ -26,7 +26,7 @@ from diptych.router.preprocess.bounded_executor import LONG_BYTES, MAX_WAITING_B
 from diptych.router.preprocess.preprocessor import PreprocessLimits, RequestPreprocessor
 from diptych.router.preprocess.text_bound import TextBound
 from diptych.router.requests.messages import UncheckedRequest
-from diptych.router.server import Faces
+from diptych.router.server import ApiServers
 from diptych.router.tools.options import MAX_MESSAGES
 
 waiting = sys.modules["diptych_test_waiting"]
@@ -62,7 +62,7 @@ async def test_large_bodies_leave_the_loop_and_small_ones_do_not(threads):
 
 
 async def test_the_grpc_face_does_the_same(threads):
-    faces = Faces("127.0.0.1", 0, 0)
+    faces = ApiServers("127.0.0.1", 0, 0)
     try:
         address = (await faces.start(router_api := FakeRouterApi(hello_script()), router_api.metrics)).grpc
         async with AsyncClient(address) as client:

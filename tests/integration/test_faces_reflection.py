@@ -17,7 +17,7 @@ from diptych.router.api.auth import Authenticator
 from diptych.router.api.auth_keys import add_key
 from diptych.router.api.fake import FakeRouterApi, hello_script
 from diptych.router.config import RouterConfig
-from diptych.router.server import Faces
+from diptych.router.server import ApiServers
 
 grpc.aio.init_grpc_aio()
 
@@ -33,7 +33,7 @@ def described(address: str) -> dict[str, set[str]]:
         return found
 
 
-async def ask(faces: Faces) -> dict[str, set[str]]:
+async def ask(faces: ApiServers) -> dict[str, set[str]]:
     router_api = FakeRouterApi(hello_script())
     try:
         addresses = await faces.start(router_api, router_api.metrics)
@@ -43,14 +43,14 @@ async def ask(faces: Faces) -> dict[str, set[str]]:
 
 
 async def test_it_lists_services_and_messages() -> None:
-    services = await ask(Faces("127.0.0.1", 0, 0, reflection=True))
+    services = await ask(ApiServers("127.0.0.1", 0, 0, reflection=True))
     assert {"Generate", "ListModels"} <= services["diptych.rpc.v1.Router"]
     assert "Check" in services["grpc.health.v1.Health"]
 
 
 async def test_off_it_is_an_unknown_method() -> None:
     with pytest.raises(grpc.RpcError) as refused:
-        await ask(Faces("127.0.0.1", 0, 0))
+        await ask(ApiServers("127.0.0.1", 0, 0))
     assert refused.value.code() == grpc.StatusCode.UNIMPLEMENTED
 
 
@@ -58,7 +58,7 @@ async def test_with_keys_it_needs_one(tmp_path: Path) -> None:
     add_key(tmp_path / "keys.json", "acme", now=0.0)
     keys = Authenticator(tmp_path / "keys.json", now=time.monotonic)
     with pytest.raises(grpc.RpcError) as refused:
-        await ask(Faces("127.0.0.1", 0, 0, keys=keys, reflection=True))
+        await ask(ApiServers("127.0.0.1", 0, 0, keys=keys, reflection=True))
     assert refused.value.code() == grpc.StatusCode.UNAUTHENTICATED
 
 

@@ -13,7 +13,7 @@ from diptych.loadtest.target import TargetError
 from diptych.router.api.auth import Authenticator
 from diptych.router.api.auth_keys import add_key
 from diptych.router.api.fake import MODEL, FakeRouterApi, hello_script
-from diptych.router.server import Faces
+from diptych.router.server import ApiServers
 
 grpc.aio.init_grpc_aio()  # its poller thread runs as long as the process; it must not count as a leak of the first test
 
@@ -28,7 +28,7 @@ async def bench(router_api: FakeRouterApi, **more: object) -> tuple[str, RunReco
         "timeout_s": 10.0,
     }
     config = BenchConfig(**(settings | more))
-    faces = Faces("127.0.0.1", 0, 0)
+    faces = ApiServers("127.0.0.1", 0, 0)
     try:
         address = (await faces.start(router_api, router_api.metrics)).grpc
         target = make_target(f"ours=grpc://{address}", config)
@@ -83,7 +83,7 @@ async def test_tenants_are_known_to_the_server_by_their_keys(tmp_path, scheme):
         num_requests=12, request_rate=100.0, input_len="8", output_len="8", tenants="gold:1,free:1", tenant_keys=keys
     )
     router_api = FakeRouterApi(hello_script())
-    faces = Faces("127.0.0.1", 0, 0, keys=Authenticator(served, now=lambda: 0.0))
+    faces = ApiServers("127.0.0.1", 0, 0, keys=Authenticator(served, now=lambda: 0.0))
     try:
         addresses = await faces.start(router_api, router_api.metrics)
         target = make_target(f"ours={scheme}://{getattr(addresses, scheme)}", config)

@@ -193,13 +193,13 @@ async def test_cached_prefixes_and_chunks_are_vouched_for(pd: ModuleType) -> Non
 async def test_a_worker_that_does_not_say_what_it_computed_is_refused(
     pd: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    say_first = handoff.PrefillSession._say_first
+    say_first = handoff.PrefillSession._send_first_tokens
 
     def silent(self: handoff.PrefillSession, first: prefill_pb2.FirstTokens) -> None:
         self._computed_from = None
         say_first(self, first)
 
-    monkeypatch.setattr(handoff.PrefillSession, "_say_first", silent)
+    monkeypatch.setattr(handoff.PrefillSession, "_send_first_tokens", silent)
     await refused(pd, pd.fake_model, "does not report the tokens that it computed")
 
 

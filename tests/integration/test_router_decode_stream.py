@@ -106,10 +106,10 @@ async def test_close_fails_what_runs(worker, stream):
 async def test_tokens_after_the_first_are_due_together_under_load_and_ends_at_once():
     clock = FakeClock()
     pace = TokenPace()
-    pace.begun()
+    pace.on_wake()
     for _ in range(1000):  # the loop is busy
-        pace.begun()
-        pace.served(1.0)
+        pace.on_wake()
+        pace.on_served(1.0)
     stream = DecodeStream(None, "d0", pace=pace, clock=clock)
     attempt = stream._attempts["a"] = Attempt(stream, "a", 10_000)
 

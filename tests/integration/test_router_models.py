@@ -16,7 +16,7 @@ from diptych.common.secret import derive_key, tenant_salt
 from diptych.common.store.interface import KvEvent
 from diptych.common.ticket import PURPOSE
 from diptych.router.requests.messages import UncheckedRequest
-from diptych.router.server import Faces
+from diptych.router.server import ApiServers
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ async def test_the_status_page_draws_every_model(two, other_folder, tmp_path):
         pytest.skip("no Chromium is installed")
     await start_all(two, other_folder)
     await two.ask(model="big", request_id="of-big")
-    faces = Faces("127.0.0.1", 0, 0)
+    faces = ApiServers("127.0.0.1", 0, 0)
     addresses = await faces.start(two.frontend, two.frontend.metrics, two.frontend.status)
     try:
         command = [
@@ -132,7 +132,7 @@ async def test_one_model_may_be_away_while_the_other_serves(two, other_folder):
 
 async def test_over_both_faces_and_by_ticket(two, other_folder):
     tiny, big, _ = await start_all(two, other_folder)
-    faces = Faces("127.0.0.1", 0, 0)
+    faces = ApiServers("127.0.0.1", 0, 0)
     try:
         addresses = await faces.start(two.frontend, two.frontend.metrics)
         async with httpx.AsyncClient(base_url=f"http://{addresses.http}", timeout=300.0) as http:

@@ -29,7 +29,7 @@ async def test_a_decode_worker_that_fails_is_left_alone_and_comes_back(fleet):
         except InternalError:
             failures += 1
     assert failures == 5
-    assert "left alone" in cluster.snapshot().unusable["d0"]
+    assert "excluded" in cluster.snapshot().unusable["d0"]
     workers[0].refuse = InvalidRequestError("the caller's fault")
     cluster.breakers._breakers["d0"].open_until = 0.0
     cluster._fleet_is_old = True

@@ -35,7 +35,7 @@ from diptych.decode.server import DecodeRole
 from diptych.engine.messages import ScheduledSeq
 from diptych.router.config import RouterConfig
 from diptych.router.frontend import Frontend
-from diptych.router.server import Faces
+from diptych.router.server import ApiServers
 from diptych.worker.model import identity_key
 from diptych.worker.process import make_transfer
 from diptych.worker.runtime import WorkerRuntime
@@ -172,7 +172,7 @@ async def _running(pd, folder: Path, tmp_path: Path) -> AsyncIterator[Served]:
         local_prefill_max_tokens=2**31 - 1,
     )
     frontend = Frontend(router_config, store=store, clock=MonotonicClock(), rng=random.Random(1))
-    faces = Faces("127.0.0.1", 0, 0)
+    faces = ApiServers("127.0.0.1", 0, 0)
     try:
         await worker.start()
         await frontend.start()

@@ -15,7 +15,7 @@ from diptych.common.tls import load_server_tls
 from diptych.router.api.auth import Authenticator
 from diptych.router.api.auth_keys import add_key
 from diptych.router.api.fake import FakeRouterApi, hello_script
-from diptych.router.server import Faces
+from diptych.router.server import ApiServers
 
 grpc.aio.init_grpc_aio()
 
@@ -34,7 +34,7 @@ async def test_the_probes_know_key_and_certificate(tmp_path: Path, monkeypatch: 
     other, _ = issue(tmp_path, "other")
     api_key, _ = add_key(tmp_path / "keys.json", "acme", now=0.0)
     keys = Authenticator(tmp_path / "keys.json", now=time.monotonic)
-    faces = Faces("127.0.0.1", 0, 0, keys=keys, tls=load_server_tls(cert, key))
+    faces = ApiServers("127.0.0.1", 0, 0, keys=keys, tls=load_server_tls(cert, key))
     router_api = FakeRouterApi(hello_script())
     try:
         host, _, port = (await faces.start(router_api, router_api.metrics)).http.rpartition(":")

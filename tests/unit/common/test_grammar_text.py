@@ -8,7 +8,7 @@ import pytest
 
 from diptych.common.errors import InvalidRequestError
 from diptych.common.grammar import Grammar, GrammarKind, check_escapes, choices_of
-from diptych.router.preprocess.structured import plain_grammar, schema_grammar, wanted_grammar
+from diptych.router.preprocess.structured import grammar_request, plain_grammar, schema_grammar
 from diptych.rpc.convert import grammar_from_proto, grammar_to_proto
 
 HALF = "\\ud83d"
@@ -74,13 +74,13 @@ SCHEMA = {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}
     ],
 )
 def test_compact_json_is_asked_for_beside_any_format(fields: dict, compact: bool) -> None:
-    wanted = wanted_grammar(fields)
+    wanted = grammar_request(fields)
     assert wanted is not None
     assert wanted.grammar.compact is compact
     assert grammar_from_proto(grammar_to_proto(wanted.grammar)) == wanted.grammar
 
 
 def test_it_alone_is_no_format_and_must_be_a_switch() -> None:
-    assert wanted_grammar({"structured_outputs": {"disable_any_whitespace": True}}) is None
+    assert grammar_request({"structured_outputs": {"disable_any_whitespace": True}}) is None
     with pytest.raises(InvalidRequestError, match="true or false"):
-        wanted_grammar({"structured_outputs": {"disable_any_whitespace": "yes"}})
+        grammar_request({"structured_outputs": {"disable_any_whitespace": "yes"}})

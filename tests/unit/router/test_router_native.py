@@ -105,7 +105,7 @@ class Scene:
         request = PlacementRequest(
             len(tokens),
             chance.choice([0, 64, 10_000]),
-            wants_kv=chance.random() < 0.8,
+            needs_kv=chance.random() < 0.8,
             allow_local_fallback=chance.random() < 0.8,
             colocated_margin=chance.choice([0.1, 1.0, float("inf")]),
         )
@@ -178,7 +178,7 @@ def test_nobody_and_nothing_cached(library):
 
 def test_an_explanation_told_later_is_of_the_time_of_the_decision(library):
     scene = Scene(4, library, headers=HEADERS[:1])
-    one, other = scene.ask(wants_kv=True)
+    one, other = scene.ask(needs_kv=True)
     before = other.best(None)
     for i in range(100, 160):
         scene.reservations.reserve(str(i), Reservation("p0", "d0", 500))

@@ -159,7 +159,7 @@ def test_terms_add_up_and_every_candidate_is_there():
 
 
 def test_no_kv_is_charged_when_the_first_token_is_the_answer():
-    assert choose([worker("p0")], [worker("d0")], wants_kv=False).chosen.transfer_ms == 5.0
+    assert choose([worker("p0")], [worker("d0")], needs_kv=False).chosen.transfer_ms == 5.0
 
 
 def test_spares_are_in_order_of_cost():

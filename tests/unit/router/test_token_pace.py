@@ -187,13 +187,13 @@ def test_a_loop_that_cannot_write_every_token_merges_and_keeps_up():
 
 
 def serve(pace, seconds):
-    pace.begun()
-    pace.served(seconds)
+    pace.on_wake()
+    pace.on_served(seconds)
 
 
 def test_one_long_pause_and_one_slow_client_hold_nobody_up():
     pace = TokenPace()
-    pace.begun()  # the slow one
+    pace.on_wake()  # the slow one
     for i in range(1000):
         serve(pace, 20.0 if i % 4 == 0 else 0.0002)
     assert pace.wait_s(last=100.0, now=100.001) == 0.0
@@ -201,7 +201,7 @@ def test_one_long_pause_and_one_slow_client_hold_nobody_up():
 
 def test_what_waits_follows_the_load_within_a_few_bursts_and_is_bounded():
     pace = TokenPace()
-    pace.begun()
+    pace.on_wake()
     for _ in range(5):
         for i in range(64):
             serve(pace, 0.0001 * (i + 1))
