@@ -96,12 +96,21 @@ class _CharacterCount:
     def push(self, piece: bytes) -> int:
         """Index of the character that the piece's first byte belongs to."""
         begins, goes_on = self.whole, self._is_within()
-        text = self._decoder.decode(piece[:1])
+        text = self._decode(piece[:1])
         if goes_on and _REPLACEMENT in text:
             # The preceding half character became U+FFFD: this byte does not belong to it.
             begins += len(text) - (0 if self._is_within() else 1)
-        self.whole += len(text) + len(self._decoder.decode(piece[1:]))
+        self.whole += len(text) + len(self._decode(piece[1:]))
         return begins
+
+    def _decode(self, data: bytes) -> str:
+        text = self._decoder.decode(data)
+        pending = self._decoder.getstate()[0]
+        if len(pending) == 2 and pending[0] == 0xED and pending[1] >= 0xA0:
+            # The beginning of a surrogate: the codec waits for its last byte, though UTF-8 has no surrogates.
+            self._decoder.reset()
+            text += 2 * _REPLACEMENT
+        return text
 
     def _is_within(self) -> bool:
         """Whether a character is incomplete."""

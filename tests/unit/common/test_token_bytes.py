@@ -67,6 +67,15 @@ def test_offsets_in_characters_of_any_tokens(byte_level_model: Path, data: st.Da
         begins += len(piece)
 
 
+def test_offsets_of_the_bytes_of_a_surrogate() -> None:
+    """The codec held ED A1 back as one character, where the text has two U+FFFD."""
+    for cuts in ([b"\xed", b"\xa1", b"a"], [b"a\xed\xa1", b"\x80", b"b"], [b"\xed\xa1\x80", b"c"]):
+        where = characters_of_bytes(b"".join(cuts))
+        offsets = ByteTokens(lambda token, cuts=cuts: cuts[token]).offsets()
+        starts = [sum(map(len, cuts[:index])) for index in range(len(cuts))]
+        assert [offsets.push(index) for index in range(len(cuts))] == [where[start] for start in starts]
+
+
 SAID = [
     "the a\u00e9b",
     "\u7a7a \U0001f30d\u0301 the",
