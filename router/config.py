@@ -16,6 +16,9 @@ class RouterConfig:
     """Settings of the router.
 
     Args:
+        host: interface of the two servers.
+        http_port: of the OpenAI API, the status page and /metrics.
+        grpc_port: of the SDK.
         redis_url: redis://, rediss://, unix://, or redis+sentinel://HOST:PORT,HOST:PORT/SERVICE.
         model: local Hugging Face folder; only its tokenizer, template and configuration are read.
         served_model_name: the name clients use; empty: the folder's name.

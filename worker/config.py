@@ -46,9 +46,9 @@ class WorkerConfig:
         worker_id: unique in the cluster; a restart keeps it, with a new incarnation.
         host: interface of the gRPC server and, unless kv_host is set, of the KV transport. Use a private one: neither
             authenticates callers.
-        port: 0: any free one.
-        cluster_ca, cluster_cert, cluster_key: PEM files for mTLS on every gRPC connection between routers and workers.
-            The certificate names the host of the worker's address, or:
+        port: of the gRPC server; 0: any free one.
+        cluster_ca, cluster_cert, cluster_key: PEM files for mTLS on every gRPC connection between routers and workers;
+            the certificate names the host of the worker's address, or cluster_tls_name.
         cluster_tls_name: name that a peer's certificate must hold, if a pool with dynamic addresses shares one.
         insecure: allow other machines to reach this worker without mTLS.
         advertise_host: address of the gRPC server for peers; empty: host.

@@ -25,6 +25,9 @@ class ServeConfig:
     Args:
         model: a local Hugging Face folder, a GGUF file or a hub id; "" is the default model, fetched and converted once.
         served_model_name: the name clients use; "": the model's name.
+        host: interface of the two servers.
+        http_port: of the OpenAI API, the status page and /metrics.
+        grpc_port: of the SDK.
         keys_file: API keys made by `diptych keys`.
         cors_origins, unknown_fields: as for `diptych router`.
         tls_cert, tls_key: PEM files; if set, clients must use TLS.
