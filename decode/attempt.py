@@ -164,7 +164,7 @@ class Attempt:
 
     def on_preempted(self, event: Preempted) -> None:
         """Request the KV from the faster source; if the engine follows, it sends Admitted."""
-        if self._life.state in (State.DECODING, State.COMPUTING):
+        if self._lifecycle.state in (State.DECODING, State.COMPUTING):
             self._local_s_per_token = event.resume_s / max(1, event.num_tokens)
             if self._choose_recovery(event.num_tokens) is not None:
                 self._engine.send(FetchAgain(self._sub.attempt))

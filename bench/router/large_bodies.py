@@ -25,7 +25,7 @@ from diptych.cli.models.store import resolve_model
 from diptych.common.clock import MonotonicClock
 from diptych.common.secret import create_secret
 from diptych.common.store.memory import MemoryStore
-from diptych.loadtest.environment import look_around
+from diptych.loadtest.environment import describe_environment
 from diptych.router.config import RouterConfig
 from diptych.router.frontend import Frontend
 from diptych.router.server import ApiServers, freeze_startup_objects

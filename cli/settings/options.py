@@ -90,7 +90,7 @@ def add_settings_command(
     app.command(name, help=help)(command)
 
 
-def _told(name: str, config: Any) -> str:
+def _settings_text(name: str, config: Any) -> str:
     from diptych.common.observe.logging import writes_json
 
     if name != "up" and writes_json():  # `up` prints for people; stderr of the others is their log

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diptych.common.text.detokenizer import IncrementalDetokenizer
-from diptych.common.text.token_bytes import TokenBytes
+from diptych.common.text.token_bytes import ByteTokens, TokenBytes
 from diptych.common.text.tokenizer import ModelTokenizer
 
 TEXT = "caf\u00e9 \u7a7a \U0001f30d and\nmore"
