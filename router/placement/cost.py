@@ -240,7 +240,7 @@ def candidate_costs(request: PlacementRequest, snapshot: ClusterSnapshot, now: f
             row = row + copy_back[first_decode:]
     to_first_token = queue + compute
     column = to_first_token[:first_decode, None]
-    if request.wants_kv:
+    if request.needs_kv:
         moved = uncached if isinstance(uncached, int) else uncached[first_decode:]
         remote: Floats = fleet.move_ms * moved
         for window, move_ms in fleet.window_move_ms:

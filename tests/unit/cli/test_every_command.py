@@ -49,7 +49,7 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "run_doctor", instead)
     monkeypatch.setattr(top, "run_top", instead)
     monkeypatch.setattr(capacity, "run_capacity", instead)
-    monkeypatch.setattr(explain, "_ask", asked)
+    monkeypatch.setattr(explain, "_call", asked)
     monkeypatch.setattr(bench_run, "serve", instead)
     monkeypatch.setattr(bench_run, "sweep", instead)
     monkeypatch.setattr("diptych.bench.cli.startup.run_startup", instead)
