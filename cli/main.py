@@ -204,11 +204,19 @@ def _register_small(app: typer.Typer) -> None:
         name: Annotated[
             str, typer.Argument(help="smollm2 (the default model), a local folder or GGUF file, or a hub id.")
         ] = "smollm2",
+        manifest: Annotated[
+            bool,
+            typer.Option(
+                "--manifest",
+                help="Hash the model's files and write diptych-manifest.json into its folder: what differs from it is never "
+                "served.",
+            ),
+        ] = False,
     ) -> None:
         """Make a model available on this machine; print its folder."""
         from diptych.cli.models.store import main as model_main
 
-        raise typer.Exit(model_main([name]))
+        raise typer.Exit(model_main([*(["--manifest"] if manifest else []), name]))
 
     @app.command()
     def health(

@@ -16,12 +16,13 @@ from pathlib import Path
 
 import structlog
 
+from diptych.common.checkpoint.hashing import expected_fingerprint
 from diptych.common.clock import Clock
 from diptych.common.errors import ConfigError
 from diptych.common.secret import derive_key, tenant_salt
 from diptych.common.store.interface import Store
 from diptych.common.store.worker_record import WorkerRecord
-from diptych.common.text.revision import model_revision, tokenizer_revision
+from diptych.common.text.revision import tokenizer_revision
 from diptych.common.text.token_bytes import TokenBytes
 from diptych.common.text.tokenizer import GenerationDefaults, ModelTokenizer, generation_defaults
 from diptych.common.ticket import PURPOSE
@@ -105,11 +106,9 @@ def load_folders(config: RouterConfig, secret: bytes) -> list[ModelFolder]:
 def _load(name: str, path: Path, config: RouterConfig, secret: bytes) -> ModelFolder:
     if not path.is_dir():
         raise ConfigError("model", str(path), "must be a local folder")
-    try:
-        revision = model_revision(path)
-    except ConfigError:  # a router's host needs no weights; then only the workers know the revision
-        log.warning("no weights in the model folder: accepting any model revision of the workers", path=str(path))
-        revision = ""
+    revision = expected_fingerprint(path)
+    if not revision:  # then only the workers know it
+        log.warning("no weights and no manifest in the model folder: any model revision is accepted", path=str(path))
     check = RouterCheck(revision, tokenizer_revision(path), derive_key(secret, "block identity"))
     tokenizer = ModelTokenizer(path)
     defaults = generation_defaults(path) if config.generation_config == "auto" else GenerationDefaults()
@@ -130,7 +129,7 @@ def _check_apart(one: ModelFolder, other: ModelFolder) -> None:
             "more_models",
             one.name,
             f"its workers look like those of {other.name}: both have one tokenizer, and the folders do not show that "
-            "the weights differ (put the weights into both)",
+            "the weights differ (put the weights into both, or the manifests that `diptych model FOLDER --manifest` writes)",
         )
 
 

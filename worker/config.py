@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diptych.common.addresses import is_loopback
+from diptych.common.checkpoint.modes import CHANGED, VERIFY_MODES
 from diptych.common.errors import ConfigError
 from diptych.common.kv_format import COMPUTE_DTYPES
 from diptych.engine.config import GRAMMAR_BACKENDS, POLICIES, PREEMPTION_MODES, EngineConfig
@@ -105,6 +106,8 @@ class WorkerConfig:
             auto: those worth it by the measured rate of the link and cost of a message.
         allow_kv_conversion: decode accepts KV of prefill workers with another block size, KV dtype or order of heads,
             and converts it; such answers say so. With another dtype, tokens may differ from those of a single worker.
+        verify_weights: hash the model's files changed (at a start where size, mtime or inode of one differ from the last
+            start's) or always; what differs from the folder's own diptych-manifest.json is never served.
         verify_checksum: False only in tests.
         fault_corrupt_every: tests: flip a byte of every n-th received slab.
         fault_step_gates: tests: a folder where a file with this worker's name holds its steps, see worker.step_gate;
@@ -174,6 +177,7 @@ class WorkerConfig:
     leg_silence_s: float = 3.0
     kv_overlap: str = "auto"
     allow_kv_conversion: bool = False
+    verify_weights: str = CHANGED
     verify_checksum: bool = True
     fault_corrupt_every: int = 0
     fault_step_gates: str = ""
@@ -205,6 +209,7 @@ class WorkerConfig:
             ("backend", BACKENDS),
             ("kv_overlap", OVERLAP_MODES),
             ("grammar_backend", GRAMMAR_BACKENDS),
+            ("verify_weights", VERIFY_MODES),
         ):
             if getattr(self, name) not in known:
                 raise ConfigError(name, getattr(self, name), f"must be one of {', '.join(known)}")

@@ -12,13 +12,14 @@ from typing import Any
 import structlog
 
 from diptych.common.block_identity import IdentityHeader
+from diptych.common.checkpoint.hashing import CheckpointHash
 from diptych.common.compat import Compat, identified
 from diptych.common.errors import ConfigError
 from diptych.common.kv_format import COMPUTE_DTYPES
 from diptych.common.sampling import SamplingParams
 from diptych.common.secret import derive_key, load_secret
 from diptych.common.text.detokenizer import RequestDetokenizer
-from diptych.common.text.revision import model_revision, tokenizer_revision
+from diptych.common.text.revision import tokenizer_revision
 from diptych.common.text.token_bytes import TokenBytes
 from diptych.common.text.tokenizer import ModelTokenizer
 from diptych.engine.capacity import capacity_line
@@ -87,6 +88,14 @@ def choose_num_blocks(config: WorkerConfig, *, bytes_per_block: int, max_model_l
 
 def load_model(config: WorkerConfig) -> LoadedModel:
     """Takes seconds; run it in an executor. Raises: ConfigError naming the setting or the file."""
+    folder = Path(config.model)
+    if not config.model or not folder.is_dir():
+        raise ConfigError("model", config.model, "must be a local Hugging Face folder")
+    with CheckpointHash(folder, verify=config.verify_weights) as hashing:
+        return _load(config, folder, hashing)
+
+
+def _load(config: WorkerConfig, folder: Path, hashing: CheckpointHash) -> LoadedModel:
     # Imported here: torch takes seconds, and a fake runner does not need it.
     from diptych.engine.exec.attention import attention_version
     from diptych.engine.exec.cuda.sizing import PoolBudget
@@ -95,11 +104,8 @@ def load_model(config: WorkerConfig) -> LoadedModel:
     from diptych.engine.exec.models.registry import describe
     from diptych.engine.exec.sampler import SAMPLER_VERSION
 
-    folder = Path(config.model)
-    if not config.model or not folder.is_dir():
-        raise ConfigError("model", config.model, "must be a local Hugging Face folder")
     began = time.monotonic()
-    revisions = model_revision(folder), tokenizer_revision(folder)
+    tokenizer_content = tokenizer_revision(folder)
     try:
         raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except ValueError as error:
@@ -136,10 +142,19 @@ def load_model(config: WorkerConfig) -> LoadedModel:
         backend=None if config.backend == AUTO else config.backend,
         budget=budget,
     )
+    waited = time.monotonic()
+    fingerprint = hashing.manifest().fingerprint
+    log.info(
+        "weights identified",
+        fingerprint=fingerprint,
+        hashed_bytes=hashing.hashed_bytes,
+        waited_s=round(time.monotonic() - waited, 2),
+        own_manifest=hashing.has_own_manifest,
+    )
     compat = Compat(
         model=config.model_name,
-        model_revision=revisions[0],
-        tokenizer_revision=revisions[1],
+        model_revision=fingerprint,
+        tokenizer_revision=tokenizer_content,
         kv=kv,
         compute_dtype=config.dtype,
         attention_version=attention_version(config.device),

@@ -17,6 +17,7 @@ import uvloop
 
 from diptych.cli.temporary import temporary_folder
 from diptych.common.block_identity import IdentityHeader, identity_facts
+from diptych.common.checkpoint.hashing import model_fingerprint
 from diptych.common.clock import MonotonicClock
 from diptych.common.errors import ConfigError
 from diptych.common.observe.logging import setup_logging
@@ -24,7 +25,7 @@ from diptych.common.observe.metrics import Metrics
 from diptych.common.secret import create_secret, derive_key
 from diptych.common.store.memory import MemoryStore
 from diptych.common.store.worker_record import WorkerRecord
-from diptych.common.text.revision import model_revision, tokenizer_revision
+from diptych.common.text.revision import tokenizer_revision
 from diptych.router.cluster.fake_decode import FakeDecode
 from diptych.router.config import RouterConfig
 from diptych.router.frontend import Frontend
@@ -48,7 +49,7 @@ async def run_router(folder: Path, decode_address: str, given_secret: Path | Non
         store = MemoryStore(clock)
         header = IdentityHeader(
             key=derive_key(secret, "block identity"),
-            model_revision=model_revision(folder),
+            model_revision=model_fingerprint(folder),
             tokenizer_revision=tokenizer_revision(folder),
             kv_rule="float32",
             block_size=BLOCK_SIZE,

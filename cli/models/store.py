@@ -25,6 +25,8 @@ from pathlib import Path
 
 from diptych.cli.progress import Progress, SilentProgress, progress_on
 from diptych.common import child
+from diptych.common.checkpoint.hashing import renew_manifest
+from diptych.common.checkpoint.manifest import MANIFEST_FILE
 from diptych.common.errors import ConfigError
 from diptych.common.paths import cache_dir
 from diptych.engine.exec.models.registry import family_of
@@ -246,11 +248,19 @@ def _locked(target: Path, progress: Progress) -> Iterator[None]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """`python -m diptych.cli.models.store [SPEC]`: make the model available, print its folder."""
-    arguments = sys.argv[1:] if argv is None else argv
+    """`python -m diptych.cli.models.store [--manifest] [SPEC]`: make the model available, print its folder.
+
+    Args of the command: --manifest: write the folder's manifest, as it lies there now.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    manifest = "--manifest" in arguments
+    spec = next((argument for argument in arguments if argument != "--manifest"), DEFAULT_ALIASES[0])
     try:
         with progress_on() as progress:
-            path = resolve_model(arguments[0] if arguments else DEFAULT_ALIASES[0], progress)
+            path = resolve_model(spec, progress)
+        if manifest:
+            written = renew_manifest(path)
+            print(f"{MANIFEST_FILE}: {len(written.files)} files, fingerprint {written.fingerprint}", file=sys.stderr)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -50,6 +50,7 @@ class ServeConfig:
         grammar_backend: auto, xgrammar, llguidance or none.
         grammar_warm_up: import the grammar libraries before readiness, and start a process that compiles grammars, instead
             of at the first grammar.
+        verify_weights: hash the model's files changed (where size, mtime or inode differ from the last start's) or always.
         drain_s: seconds that running requests may continue after SIGTERM.
     """
 
@@ -83,6 +84,7 @@ class ServeConfig:
     generation_config: str = "auto"
     grammar_backend: str = "auto"
     grammar_warm_up: bool = True
+    verify_weights: str = _WORKER.verify_weights
     drain_s: float = 10.0
 
     def __post_init__(self) -> None:

@@ -165,6 +165,7 @@ class ClusterPlan:
                 "dtype": config.dtype,
                 "device": config.device,
                 "threads": self.threads,
+                "verify-weights": config.verify_weights,
                 "drain-s": WORKER_DRAIN_S,
             }
             if role == "decode":

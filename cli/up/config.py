@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diptych.common.addresses import is_loopback
+from diptych.common.checkpoint.modes import VERIFY_MODES
 from diptych.common.errors import ConfigError
 from diptych.common.kv_format import COMPUTE_DTYPES
 from diptych.worker.config import AUTO, MOST, WorkerConfig
@@ -51,6 +52,7 @@ class UpConfig:
             self-test; empty: ucx on a CPU, auto on GPUs.
         num_blocks: KV blocks per worker; 0: by the memory that the worker finds.
         threads_per_worker: torch threads; 0: one while two workers share two cores, more on larger machines.
+        verify_weights: hash the model's files changed (where size, mtime or inode differ from the last start's) or always.
         worker_args: further flags of `diptych prefill` and `diptych decode`, as one string.
         router_args: further flags of `diptych router`, as one string.
         startup_timeout_s: seconds from the first process started to the first token served.
@@ -85,6 +87,7 @@ class UpConfig:
     prefill_gpus: str = ""
     decode_gpus: str = ""
     threads_per_worker: int = 0
+    verify_weights: str = _WORKER.verify_weights
     worker_args: str = ""
     router_args: str = ""
     startup_timeout_s: float = 180.0
@@ -121,7 +124,7 @@ class UpConfig:
                 shlex.split(getattr(self, name))
             except ValueError as error:
                 raise ConfigError(name, getattr(self, name), f"cannot be split: {error}") from None
-        for name, known in (("dtype", (AUTO, *COMPUTE_DTYPES)), ("device", DEVICES)):
+        for name, known in (("dtype", (AUTO, *COMPUTE_DTYPES)), ("device", DEVICES), ("verify_weights", VERIFY_MODES)):
             if getattr(self, name) not in known:
                 raise ConfigError(name, getattr(self, name), f"must be one of {', '.join(filter(None, known))}")
         if self.transport:

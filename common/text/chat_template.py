@@ -20,9 +20,9 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from diptych.common.errors import ConfigError, InvalidRequestError
+from diptych.common.model_files import TOOL_TEMPLATE_FILE
 
 MAX_RENDERED_CHARS = 8 * 1024 * 1024
-TOOL_TEMPLATE_FILE = "additional_chat_templates/tool_use.jinja"
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 _TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

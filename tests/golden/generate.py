@@ -87,7 +87,8 @@ def _versions() -> dict[str, str]:
 
 
 def write(path: Path) -> int:
-    from diptych.common.text.revision import model_revision, tokenizer_revision
+    from diptych.common.checkpoint.hashing import model_fingerprint
+    from diptych.common.text.revision import tokenizer_revision
     from diptych.common.text.tokenizer import ModelTokenizer
 
     tokenizer, model = ModelTokenizer(path), load_model(path)
@@ -121,7 +122,7 @@ def write(path: Path) -> int:
         return 1
     head = {
         "model": path.name,
-        "model_revision": model_revision(path),
+        "model_revision": model_fingerprint(path),
         "tokenizer_revision": tokenizer_revision(path),
         "max_new_tokens": MAX_NEW_TOKENS,
         "versions": _versions(),

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from diptych.cli.serve.config import ServeConfig
 from diptych.cli.up.cluster_plan import ClusterPlan, own_name
 from diptych.cli.up.config import UpConfig
 from diptych.cli.up.run_folder import RunFolder
 from diptych.cli.up.startup_message import has_chat_template, startup_message
+from diptych.common.errors import ConfigError
 
 
 def make_plan(tmp_path: Path, **settings: object) -> ClusterPlan:
@@ -76,3 +78,13 @@ def test_keys_and_certificates_reach_those_that_use_them(tmp_path: Path, monkeyp
         flags = [flag for flag in spec.command() if flag.startswith(("--cluster-", "--tls", "--keys"))]
         assert flags == ["--cluster-ca", "--cluster-cert", "--cluster-key"]
     assert plan.http_url.startswith("https://")
+
+
+def test_workers_verify_weights_as_up_is_told(tmp_path: Path) -> None:
+    for settings, mode in (({}, "changed"), ({"verify_weights": "always"}, "always")):
+        for spec in make_plan(tmp_path, **settings).worker_specs():
+            command = spec.command()
+            assert command[command.index("--verify-weights") + 1] == mode
+    with pytest.raises(ConfigError, match="verify_weights"):
+        UpConfig(verify_weights="never")
+    assert ServeConfig(verify_weights="always").parts(model="", name="", secret_file="")[1].verify_weights == "always"

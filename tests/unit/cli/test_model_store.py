@@ -14,6 +14,7 @@ import pytest
 from diptych.cli.models import gguf_convert
 from diptych.cli.models import store as model_store
 from diptych.cli.progress import LineProgress, SilentProgress
+from diptych.common.checkpoint.manifest import read_manifest
 from diptych.common.errors import ConfigError
 from diptych.engine.exec.models.registry import ARCHITECTURES
 
@@ -192,6 +193,19 @@ def test_main_prints_the_folder_or_the_error(tmp_path: Path, capsys: pytest.Capt
     assert capsys.readouterr().out == f"{folder}\n"
     assert model_store.main([str(tmp_path)]) == 1
     assert "error: model=" in capsys.readouterr().err
+
+
+def test_main_writes_a_manifest_when_told_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = model_folder(tmp_path / "m")
+    assert model_store.main([str(folder)]) == 0
+    assert read_manifest(folder) is None
+    assert model_store.main(["--manifest", str(folder)]) == 0
+    manifest = read_manifest(folder)
+    assert manifest is not None
+    assert manifest.files.keys() == {"config.json", "tokenizer.json", "model.safetensors"}
+    out, err = capsys.readouterr()
+    assert out == f"{folder}\n" * 2
+    assert manifest.fingerprint in err
 
 
 def test_progress_in_a_pipe_is_a_few_lines() -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from diptych.common.errors import ConfigError
-from diptych.common.text.revision import model_revision, tokenizer_revision, weight_files
+from diptych.common.model_files import weight_files
+from diptych.common.text.revision import tokenizer_revision
 
 
 def write_weights(file: Path, data: bytes, name: str = "w") -> None:
@@ -24,30 +25,17 @@ def folder(make_model: Callable[..., Path], tmp_path: Path) -> Path:
     return target
 
 
-def test_a_copy_with_other_times_has_the_same_revisions(folder: Path, tmp_path: Path) -> None:
+def test_a_copy_with_other_times_has_the_same_revision(folder: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(folder, tmp_path / "elsewhere")
-    os.utime(copy / "model.safetensors", (1, 1))
-    assert model_revision(copy) == model_revision(folder)
+    os.utime(copy / "tokenizer.json", (1, 1))
     assert tokenizer_revision(copy) == tokenizer_revision(folder)
-    assert len(model_revision(folder)) == len(tokenizer_revision(folder)) == 32
-
-
-def test_any_change_that_matters_changes_the_revision(folder: Path) -> None:
-    seen = {model_revision(folder)}
-    write_weights(folder / "model.safetensors", bytes(range(256)) * 63 + bytes(256))
-    seen.add(model_revision(folder))
-    write_weights(folder / "model.safetensors", bytes(range(256)) * 63 + bytes(256), name="v")
-    seen.add(model_revision(folder))
-    (folder / "config.json").write_text("{}")
-    seen.add(model_revision(folder))
-    assert len(seen) == 4
+    assert len(tokenizer_revision(folder)) == 32
 
 
 def test_the_chat_template_belongs_to_the_tokenizer(folder: Path) -> None:
-    before, model_before = tokenizer_revision(folder), model_revision(folder)
+    before = tokenizer_revision(folder)
     (folder / "chat_template.jinja").write_text("other")
     assert tokenizer_revision(folder) != before
-    assert model_revision(folder) == model_before
 
 
 def test_the_index_names_the_weights(folder: Path) -> None:
@@ -65,11 +53,6 @@ def test_the_index_names_the_weights(folder: Path) -> None:
         weight_files(folder)
 
 
-def test_what_is_no_model_is_a_config_error(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"config\.json"):
-        model_revision(tmp_path)
+def test_a_folder_without_tokenizer_is_a_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):
         tokenizer_revision(tmp_path)
-    (folder / "model.safetensors").write_bytes(b"\xff" * 100)
-    with pytest.raises(ConfigError, match="not a safetensors file"):
-        model_revision(folder)

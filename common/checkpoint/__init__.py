@@ -1,0 +1,1 @@
+"""Content of a checkpoint's files: hashes, manifest, the weights' fingerprint."""
