@@ -64,12 +64,8 @@ class Tag:
 
 @dataclass(frozen=True, slots=True)
 class Tags:
-    """Tool calls as tagged JSON.
-
-    Args:
-        several: more than one tag is allowed.
-        instead: JSON schema, as text; not together with `trigger`. Empty: tags are required.
-    """
+    """Tool calls as tagged JSON. `several`: more than one tag is allowed. `instead`: JSON schema, as text; not together
+    with `trigger`. Empty: tags are required."""
 
     tags: tuple[Tag, ...]
     head: str = ""

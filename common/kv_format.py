@@ -214,12 +214,8 @@ def kv_group(
 
 @dataclass(frozen=True, slots=True)
 class KvFormat:
-    """Raises: ConfigError.
-
-    Args:
-        groups: together every layer of the model that has KV, each once.
-        order: of the dimensions of a block, a key of ORDERS.
-    """
+    """Raises: ConfigError. `groups`: together every layer of the model that has KV, each once. `order`: of the
+    dimensions of a block, a key of ORDERS."""
 
     groups: tuple[KvGroup, ...]
     shard: Shard = Shard()

@@ -39,12 +39,8 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural logarithms of the model's own probabilities at one token's place.
-
-    Args:
-        rank: 1 for the likeliest token.
-        top: (token id, logprob) of the likeliest ones, best first; as many as were asked for.
-    """
+    """Natural logarithms of the model's own probabilities at one token's place. `rank`: 1 for the likeliest token.
+    `top`: (token id, logprob) of the likeliest ones, best first; as many as were asked for."""
 
     token_id: int
     logprob: float

@@ -77,12 +77,8 @@ class Session:
 
 
 class AttemptManager:
-    """The attempts of the worker.
-
-    Args:
-        max_attempts: attempts held at once, running and waiting; a further Submit is rejected with OverloadedError.
-        compile_grammar: None: requests with a grammar are rejected.
-    """
+    """The attempts of the worker. `max_attempts`: attempts held at once, running and waiting; a further Submit is
+    rejected with OverloadedError. `compile_grammar`: None: requests with a grammar are rejected."""
 
     def __init__(
         self,

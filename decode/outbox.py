@@ -33,12 +33,8 @@ class Events(Protocol):
 
 
 class Outbox:
-    """The buffer of one stream.
-
-    Args:
-        max_bytes: bound on the buffered events (an estimate of their encoded size).
-        on_overflow: called once when the bound is exceeded; the buffer is dropped and `next_batch` raises.
-    """
+    """The buffer of one stream. `max_bytes`: bound on the buffered events (an estimate of their encoded size).
+    `on_overflow`: called once when the bound is exceeded; the buffer is dropped and `next_batch` raises."""
 
     def __init__(self, *, max_bytes: int = 32 * 1024 * 1024, on_overflow: Callable[[], None] | None = None) -> None:
         self._max_bytes = max_bytes

@@ -52,13 +52,8 @@ def server_options() -> list[tuple[str, int]]:
 
 
 def open_channel(address: str, tls: ClusterTls | None = None) -> grpc.aio.Channel:
-    """A channel to host:port of a process of the cluster.
-
-    Args:
-        tls: mTLS: the peer must present a certificate of the cluster's authority that names its host (or `tls.name`);
-            None:
-            no TLS, for loopback and private networks.
-    """
+    """A channel to host:port of a process of the cluster. `tls`: mTLS: the peer must present a certificate of the
+    cluster's authority that names its host (or `tls.name`); None: no TLS, for loopback and private networks."""
     if tls is None:
         return grpc.aio.insecure_channel(address, options=channel_options())
     return grpc.aio.secure_channel(address, cluster_credentials(tls), options=[*channel_options(), *name_option(tls)])
@@ -94,10 +89,8 @@ def new_server(interceptors: Sequence[grpc.aio.ServerInterceptor] = ()) -> grpc.
 
 
 def bind(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None = None) -> int:
-    """Listen on host:port (0: any free port), with TLS if there are credentials. Returns the port.
-
-    Raises: ConfigError when the port cannot be bound.
-    """
+    """Listen on host:port (0: any free port), with TLS if there are credentials. Returns the port. Raises: ConfigError
+    when the port cannot be bound."""
     where = host_port(host, port)
     try:
         bound: int = (

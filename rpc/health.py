@@ -13,11 +13,8 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 class Health:
-    """Health of one server. Starts as NOT_SERVING; after `leave` it stays NOT_SERVING.
-
-    Args:
-        services: full service names; the overall name "" is always included.
-    """
+    """Health of one server. Starts as NOT_SERVING; after `leave` it stays NOT_SERVING. `services`: full service names;
+    the overall name "" is always included."""
 
     def __init__(self, services: Iterable[str] = ()) -> None:
         self._servicer = HealthServicer()

@@ -49,12 +49,7 @@ class DeviceFacts:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """Facts about the model.
-
-    Args:
-        dtype: the checkpoint's.
-        kv: format of its cache, in any dtype.
-    """
+    """Facts about the model. `dtype`: the checkpoint's. `kv`: format of its cache, in any dtype."""
 
     dtype: str
     kv: KvFormat

@@ -48,12 +48,8 @@ class HostFacts:
 
 
 def read_host_facts(root: Path = Path("/"), site: Path | None = None) -> HostFacts:
-    """Read the facts.
-
-    Args:
-        root: parent of proc/, sys/ and dev/; another folder in tests.
-        site: site-packages; None: this interpreter's.
-    """
+    """Read the facts. `root`: parent of proc/, sys/ and dev/; another folder in tests. `site`: site-packages; None:
+    this interpreter's."""
     devices = _names(root / "sys/class/infiniband")
     ucx = ucx_parts(Path(sysconfig.get_path("platlib")) if site is None else site)
     shm_bytes, shm_free = _shm(root / "dev/shm")

@@ -6,12 +6,8 @@ from diptych.engine.messages import EngineStats
 
 
 def why_not_live(stats: EngineStats, now: float, *, stall_bound_s: float) -> str:
-    """Why the worker must not be SERVING; empty: it may.
-
-    Args:
-        now: on the clock of stats.busy_since.
-        stall_bound_s: longest duration of a step.
-    """
+    """Why the worker must not be SERVING; empty: it may. `now`: on the clock of stats.busy_since. `stall_bound_s`:
+    longest duration of a step."""
     if not stats.alive:
         return "the step thread has ended"
     if stats.busy_since is not None and now - stats.busy_since > stall_bound_s:

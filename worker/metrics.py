@@ -40,12 +40,8 @@ _SLAB_STATES = ("free", "packed", "in_flight", "settled", "quarantined")
 
 
 class WorkerMetrics(Metrics):
-    """The metrics of one worker.
-
-    Args:
-        role: "prefill" or "decode": a role registers only metrics that change there.
-        stats: the engine's current numbers; callable from any thread.
-    """
+    """The metrics of one worker. `role`: "prefill" or "decode": a role registers only metrics that change there.
+    `stats`: the engine's current numbers; callable from any thread."""
 
     def __init__(self, role: str, *, stats: Callable[[], EngineStats], clock: Clock) -> None:
         super().__init__()

@@ -28,12 +28,8 @@ TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The load of one run.
-
-    Args:
-        target: "http://host:port", "grpc://host:port" or "lookaside://host:port".
-        stream: HTTP: as SSE; the SDK always streams.
-    """
+    """The load of one run. `target`: "http://host:port", "grpc://host:port" or "lookaside://host:port". `stream`: HTTP:
+    as SSE; the SDK always streams."""
 
     target: str
     requests: int

@@ -46,12 +46,7 @@ CLIENT_TIMEOUT_S = 180.0
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """One router.
-
-    Args:
-        target: in the client's form.
-        processes: the router's; empty for `direct`.
-    """
+    """One router. `target`: in the client's form. `processes`: the router's; empty for `direct`."""
 
     name: str
     target: str

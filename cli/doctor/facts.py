@@ -78,12 +78,8 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """A cluster at two points in time.
-
-    Args:
-        status: the router's /status.json.
-        interval_s: seconds between the two points.
-    """
+    """A cluster at two points in time. `status`: the router's /status.json. `interval_s`: seconds between the two
+    points."""
 
     status: Mapping[str, Any]
     workers: Sequence[Worker]

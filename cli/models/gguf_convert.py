@@ -74,10 +74,8 @@ class GgufModel:
     # ---- weights ----
 
     def tensors(self) -> list[_Tensor]:
-        """fp32 tensors under their Hugging Face names, in file order; each is computed when `load` is called.
-
-        Raises: ConfigError naming a tensor that is missing, not the model's, or of another shape than the metadata say.
-        """
+        """fp32 tensors under their Hugging Face names, in file order; each is computed when `load` is called. Raises:
+        ConfigError naming a tensor that is missing, not the model's, or of another shape than the metadata say."""
         config = self.config()
         wanted = describe(config).plain_tensors()
         architecture = next(key for key, name in MODEL_ARCH_NAMES.items() if name == self._gguf.architecture)

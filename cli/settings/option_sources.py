@@ -24,12 +24,8 @@ from diptych.common.errors import ConfigError
 
 
 def add_layers(app: typer.Typer, commands: Collection[str] | None = None, *, group: str = "") -> None:
-    """Add --config and environment variables to commands of `app`.
-
-    Args:
-        commands: None: all commands.
-        group: the command that `app` is, if it is one: part of the variables' names.
-    """
+    """Add --config and environment variables to commands of `app`. `commands`: None: all commands. `group`: the command
+    that `app` is, if it is one: part of the variables' names."""
     for info in app.registered_commands:
         name = info.name or info.callback.__name__.replace("_", "-")  # type: ignore[union-attr]
         if info.callback is None or (commands is not None and name not in commands):

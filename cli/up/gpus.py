@@ -58,13 +58,8 @@ def find_gpus(environ: Mapping[str, str]) -> list[Gpu]:
 
 
 def choose_visible(found: Sequence[tuple[Gpu, str]], visible: str | None) -> list[Gpu]:
-    """The GPUs that CUDA_VISIBLE_DEVICES selects.
-
-    Args:
-        found: GPUs with their UUIDs.
-        visible: CUDA_VISIBLE_DEVICES; None: not set.
-    Raises: ConfigError when none is left.
-    """
+    """The GPUs that CUDA_VISIBLE_DEVICES selects. `found`: GPUs with their UUIDs. `visible`: CUDA_VISIBLE_DEVICES;
+    None: not set. Raises: ConfigError when none is left."""
     if visible is None:
         chosen = [gpu for gpu, _ in found]
     else:

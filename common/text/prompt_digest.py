@@ -16,12 +16,8 @@ _DOMAIN = b"diptych computed tokens v1"
 
 
 def block_digest(before: bytes, token_ids: Sequence[int]) -> bytes:
-    """DIGEST_BYTES bytes.
-
-    Args:
-        before: the digest of the previous block; empty for the first.
-        token_ids: those of this block, each below 2**32.
-    """
+    """DIGEST_BYTES bytes. `before`: the digest of the previous block; empty for the first. `token_ids`: those of this
+    block, each below 2**32."""
     return blake3(b"".join((_DOMAIN, before, array("I", token_ids).tobytes()))).digest(DIGEST_BYTES)
 
 

@@ -41,12 +41,8 @@ class GenerationDefaults:
 
 @dataclass(frozen=True, slots=True)
 class TextLimit:
-    """A limit on the size of a prompt's text.
-
-    Args:
-        most_bytes: most bytes of a text that may become a prompt, in UTF-8.
-        dropped: byte values that do not count, because the tokenizer drops them.
-    """
+    """A limit on the size of a prompt's text. `most_bytes`: most bytes of a text that may become a prompt, in UTF-8.
+    `dropped`: byte values that do not count, because the tokenizer drops them."""
 
     most_bytes: int
     dropped: bytes = b""

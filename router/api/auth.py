@@ -24,12 +24,8 @@ _SCHEME = "bearer "
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """An authenticated caller.
-
-    Args:
-        key_id: public part of the key; empty when no keys are required.
-        tenant: "" is the default tenant.
-    """
+    """An authenticated caller. `key_id`: public part of the key; empty when no keys are required. `tenant`: "" is the
+    default tenant."""
 
     key_id: str = ""
     tenant: str = ""
@@ -41,14 +37,8 @@ current_caller: ContextVar[Caller] = ContextVar("current_caller", default=ANYBOD
 
 
 class Authenticator:
-    """Checks API keys.
-
-    Args:
-        path: file of keys.
-        now: seconds on a monotonic clock.
-    Raises: ConfigError when the file is invalid at the start. If it becomes invalid later, the keys stay and a warning
-        is logged.
-    """
+    """Checks API keys. `path`: file of keys. `now`: seconds on a monotonic clock. Raises: ConfigError when the file is
+    invalid at the start. If it becomes invalid later, the keys stay and a warning is logged."""
 
     def __init__(self, path: Path, *, now: Callable[[], float]) -> None:
         self._path = path

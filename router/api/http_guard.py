@@ -28,12 +28,8 @@ class FramingError(DiptychError):
 
 
 class GuardMiddleware:
-    """Middleware for these checks.
-
-    Args:
-        keys: None: every caller is the default tenant.
-        open_metrics: /metrics and /ready need no key.
-    """
+    """Middleware for these checks. `keys`: None: every caller is the default tenant. `open_metrics`: /metrics and
+    /ready need no key."""
 
     def __init__(self, app: ASGIApp, keys: Authenticator | None, *, open_metrics: bool = False) -> None:
         self._app = app

@@ -99,12 +99,8 @@ def _same(value: object, neutral: object) -> bool:
 
 
 class UnknownFields:
-    """Handling of unknown fields.
-
-    Args:
-        refuse: reject them; else ignore them, with one line in the log for each name.
-        limit: most names remembered; further new names are not logged.
-    """
+    """Handling of unknown fields. `refuse`: reject them; else ignore them, with one line in the log for each name.
+    `limit`: most names remembered; further new names are not logged."""
 
     def __init__(self, *, refuse: bool = False, limit: int = 256) -> None:
         self._refuse = refuse

@@ -64,12 +64,8 @@ class ResponseOptions:
 
 @dataclass(frozen=True, slots=True)
 class ResponseContext:
-    """Further inputs of the formatting, beside the events.
-
-    Args:
-        created: Unix seconds.
-        more: the further prompts of a completion.
-    """
+    """Further inputs of the formatting, beside the events. `created`: Unix seconds. `more`: the further prompts of a
+    completion."""
 
     prepared: ValidatedRequest
     created: int

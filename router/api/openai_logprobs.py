@@ -86,11 +86,7 @@ def chat_logprobs(entries: Sequence[TokenLogprobs], names: TokenNames) -> dict[s
 
 class CompletionLogprobs:
     """The `logprobs` object of a completions choice: parallel lists. Offsets continue over the chunks of a stream.
-
-    Args:
-        most: candidates requested at each position.
-        echo: characters of the prompt before the answer.
-    """
+    `most`: candidates requested at each position. `echo`: characters of the prompt before the answer."""
 
     def __init__(self, names: TokenNames, most: int, echo: int = 0) -> None:
         self._names = names

@@ -46,12 +46,8 @@ class EventWatch:
         self._of(worker_id).resyncs += 1
 
     def why(self, worker_id: str, *, num_events: int, lease_sequence: int, mode: IndexMode, now: float) -> str:
-        """What is wrong with the worker's events, or "".
-
-        Args:
-            num_events: events that arrived from this incarnation of the worker.
-            lease_sequence: the sequence in its lease.
-        """
+        """What is wrong with the worker's events, or "". `num_events`: events that arrived from this incarnation of the
+        worker. `lease_sequence`: the sequence in its lease."""
         watched = self._of(worker_id)
         if mode is IndexMode.EXACT:
             watched.untrusted_since = None

@@ -24,12 +24,8 @@ _SNAPSHOT_PAUSE_S = 0.5
 
 
 class IndexFollower:
-    """Follows all workers.
-
-    Args:
-        poll_s: pause while there is no worker.
-        dead_s: workers that have not answered for longer are not queried.
-    """
+    """Follows all workers. `poll_s`: pause while there is no worker. `dead_s`: workers that have not answered for
+    longer are not queried."""
 
     def __init__(
         self,

@@ -36,12 +36,8 @@ def quantile(values: Sequence[float], q: float) -> float | None:
 
 
 class LiveSeries:
-    """The last `span_s` seconds.
-
-    Args:
-        span_s: seconds that are kept.
-        requests: number of last requests whose stages are kept.
-    """
+    """The last `span_s` seconds. `span_s`: seconds that are kept. `requests`: number of last requests whose stages are
+    kept."""
 
     def __init__(self, span_s: int = 180, requests: int = 1000) -> None:
         self._span_s = span_s

@@ -30,12 +30,8 @@ def cluster_status(
     decisions: Sequence[Decision],
     now: float,
 ) -> dict[str, Any]:
-    """The status.
-
-    Args:
-        view: the usable workers, the reasons against the others, and the incompatible pairs.
-        decisions: placements that the tenant may see, latest first.
-    """
+    """The status. `view`: the usable workers, the reasons against the others, and the incompatible pairs. `decisions`:
+    placements that the tenant may see, latest first."""
     workers = [
         {
             **_record(member),

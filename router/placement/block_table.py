@@ -51,12 +51,8 @@ def as_keys(keys: Sequence[bytes]) -> Keys:
 
 @dataclass(slots=True)
 class Runs:
-    """By column: how many leading keys the worker holds in any tier.
-
-    Args:
-        lower_blocks: [lower tier, column]: how many of them lie in this tier and in no nearer one; None: none does.
-        any: somebody holds the first one.
-    """
+    """By column: how many leading keys the worker holds in any tier. `lower_blocks`: [lower tier, column]: how many of
+    them lie in this tier and in no nearer one; None: none does. `any`: somebody holds the first one."""
 
     blocks: Ints
     lower_blocks: Ints | None

@@ -110,12 +110,8 @@ class PreprocessLimits:
 
 
 class RequestPreprocessor:
-    """Checks and tokenizes the requests of one model.
-
-    Args:
-        salt: of a tenant's block identities.
-        unpack: see router.packed_ids.
-    """
+    """Checks and tokenizes the requests of one model. `salt`: of a tenant's block identities. `unpack`: see
+    router.packed_ids."""
 
     def __init__(
         self,

@@ -25,12 +25,8 @@ _KEEPS_ALL = frozenset({"ByteLevel", "Digits", "Metaspace", "UnicodeScripts"})
 
 @dataclass(frozen=True, slots=True)
 class TextBound:
-    """The bound.
-
-    Args:
-        bytes_per_token: most bytes of text.
-        dropped: byte values without a token: they vanish from a text, and do not count.
-    """
+    """The bound. `bytes_per_token`: most bytes of text. `dropped`: byte values without a token: they vanish from a
+    text, and do not count."""
 
     bytes_per_token: int
     dropped: bytes = b""

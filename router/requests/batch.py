@@ -31,10 +31,8 @@ _MAX_AHEAD = 256
 async def all_accepted(
     router_api: RouterApi, requests: Sequence[ValidatedRequest]
 ) -> AsyncIterator[AsyncIterator[GenerateEvent]]:
-    """The events after all starts; leaving the block cancels the rest.
-
-    Raises: the DiptychError with which the first of them failed before a decode worker had accepted it.
-    """
+    """The events after all starts; leaving the block cancels the rest. Raises: the DiptychError with which the first of
+    them failed before a decode worker had accepted it."""
     starts: list[asyncio.Future[None]] = [asyncio.get_running_loop().create_future() for _ in requests]
     events: asyncio.Queue[tuple[int, GenerateEvent | BaseException]] = asyncio.Queue(_MAX_AHEAD)
 

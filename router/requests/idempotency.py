@@ -27,12 +27,8 @@ class Outcome:
 
 
 class IdempotencyKeys:
-    """The keys of this router.
-
-    Args:
-        window_s: how long a key is kept after its request has succeeded.
-        max_keys: most keys at once; beyond it the oldest done ones are dropped.
-    """
+    """The keys of this router. `window_s`: how long a key is kept after its request has succeeded. `max_keys`: most
+    keys at once; beyond it the oldest done ones are dropped."""
 
     def __init__(self, clock: Clock, *, window_s: float = WINDOW_S, max_keys: int = MAX_KEYS) -> None:
         self._clock = clock
@@ -47,10 +43,8 @@ class IdempotencyKeys:
 
     @contextmanager
     def running(self, tenant: str, key: str) -> Iterator[Outcome]:
-        """Hold the key while the request runs. An empty key is not held.
-
-        Raises: DuplicateRequestError; OverloadedError when too many requests with keys run.
-        """
+        """Hold the key while the request runs. An empty key is not held. Raises: DuplicateRequestError; OverloadedError
+        when too many requests with keys run."""
         outcome = Outcome()
         if not key:
             yield outcome

@@ -90,11 +90,7 @@ class _Grant:
 
 
 class Lookaside:
-    """Grants tickets and follows their status.
-
-    Args:
-        key: of the cluster's tickets.
-    """
+    """Grants tickets and follows their status. `key`: of the cluster's tickets."""
 
     def __init__(self, cluster: Cluster, key: bytes, metrics: RouterMetrics, clock: Clock) -> None:
         self._cluster = cluster

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 
 class RetryBudget:
-    """The budget.
-
-    Args:
-        share: retries per request in the long run.
-        burst: retries that may be saved up; the budget starts full.
-    """
+    """The budget. `share`: retries per request in the long run. `burst`: retries that may be saved up; the budget
+    starts full."""
 
     def __init__(self, share: float = 0.2, burst: float = 20.0) -> None:
         self._share = share

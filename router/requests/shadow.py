@@ -21,11 +21,8 @@ _DROPPED = "DROPPED"
 
 
 class Shadows:
-    """The copies in flight.
-
-    Args:
-        run: streams a request's answer, as the frontend does for real ones, but without counting it.
-    """
+    """The copies in flight. `run`: streams a request's answer, as the frontend does for real ones, but without counting
+    it."""
 
     def __init__(self, run: Callable[[ValidatedRequest], AsyncIterator[GenerateEvent]], metrics: Metrics) -> None:
         self._run = run

@@ -37,13 +37,8 @@ def submit_of(
     *,
     with_prompt: bool = True,
 ) -> decode_pb2.Submit:
-    """The Submit message.
-
-    Args:
-        left_s: until the request's deadline, above 0. Decode gets a little less, so that its typed end arrives before
-            our timer.
-        with_prompt: False: without its tokens.
-    """
+    """The Submit message. `left_s`: until the request's deadline, above 0. Decode gets a little less, so that its typed
+    end arrives before our timer. `with_prompt`: False: without its tokens."""
     record = placement.snapshot.record
     submit = decode_pb2.Submit(
         attempt=attempt,

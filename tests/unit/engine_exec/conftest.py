@@ -136,10 +136,8 @@ class Driver:
         return outputs
 
     def generate_with_drafts(self, prompts, truths, *, most: int = 4, sampling=GREEDY) -> tuple[list, list, list[int]]:
-        """As `generate`, with guesses in every row: right ones from `truths` (the outputs to come), some of them made wrong.
-
-        Returns: outputs, logprobs, and the number of tokens that each row yielded.
-        """
+        """As `generate`, with guesses in every row: right ones from `truths` (the outputs to come), some of them made
+        wrong. Returns: outputs, logprobs, and the number of tokens that each row yielded."""
         tables = [self.table(len(p) + len(t) + most) for p, t in zip(prompts, truths, strict=True)]
         outputs = [[self.prefill(p, t, chunk=1000, sampling=sampling)] for p, t in zip(prompts, tables, strict=True)]
         logprobs, yielded = [[] for _ in prompts], []
@@ -249,12 +247,8 @@ def greedy_ids(model, prompt, count):
 
 
 def check_family(driver, model, *, count: int, lengths: tuple[int, ...] = (1, 17, 40), chunk: int = 11) -> None:
-    """Greedy ids of ragged prompts that decode together, and the logits behind each prompt, are transformers'.
-
-    Args:
-        count: ids of each prompt.
-        chunk: tokens of a prompt's chunks.
-    """
+    """Greedy ids of ragged prompts that decode together, and the logits behind each prompt, are transformers'. `count`:
+    ids of each prompt. `chunk`: tokens of a prompt's chunks."""
     rng = random.Random(3)
     prompts = [[rng.randrange(320) for _ in range(length)] for length in lengths]
     expected = [greedy_ids(model, prompt, count) for prompt in prompts]

@@ -96,12 +96,8 @@ class Outcome:
 
 
 class Pair:
-    """A prefill and a decode engine; every announced slab is read at once, copied and granted again.
-
-    Args:
-        slab_tokens: tokens that one slab holds.
-        on_payload: sees (and may damage) the bytes of each range on its way.
-    """
+    """A prefill and a decode engine; every announced slab is read at once, copied and granted again. `slab_tokens`:
+    tokens that one slab holds. `on_payload`: sees (and may damage) the bytes of each range on its way."""
 
     def __init__(
         self,

@@ -57,12 +57,8 @@ class Alternates:
 
 
 class Guesses:
-    """Some of the tokens that plain decoding draws, some wrong ones.
-
-    Args:
-        truth: attempt -> prompt and outputs of plain decoding.
-        share: of guesses that are right.
-    """
+    """Some of the tokens that plain decoding draws, some wrong ones. `truth`: attempt -> prompt and outputs of plain
+    decoding. `share`: of guesses that are right."""
 
     def __init__(self, truth, seed, most, share):
         self.truth, self.most, self.share = truth, most, share
