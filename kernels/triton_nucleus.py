@@ -66,6 +66,9 @@ def _thresholds_kernel(
         at = start + tl.arange(0, BLOCK)
         peaks = tl.maximum(peaks, tl.load(row_ptr + at, mask=at < vocab_size, other=float("-inf")).to(tl.float32))
     best = tl.max(peaks, 0)
+    if best == float("-inf"):  # no token is allowed: the row is refused
+        tl.store(out_ptr + row, float("-inf"))
+        return
     inverse = 1.4426950408889634 / temperature
     lowest = best
     if min_p > 0.0:

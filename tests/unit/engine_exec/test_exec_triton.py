@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 import xxhash
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -150,6 +150,8 @@ parameters = st.fixed_dictionaries(
 @given(rows=st.lists(
     st.tuples(parameters, st.lists(st.integers(0, 12), min_size=1, max_size=12), st.integers(1, 12)), min_size=1, max_size=4
 ))  # fmt: skip
+@example(rows=[({"allowed_token_ids": (3,), "bad_words": ((3,),), "top_k": 4, "temperature": 0.7}, [1, 2], 1)])
+@example(rows=[({"allowed_token_ids": (3,), "bad_words": ((3,),), "temperature": 0.7}, [1, 2], 1)])
 def test_constrained_draws_and_logprobs_are_the_samplers(rows):
     """Against draws that sync: tokens, refusals, bad rows and logprobs of batches in which every row asks for something else."""
     logits = torch.randn(len(rows), 300, generator=torch.Generator().manual_seed(len(rows))) * 3
