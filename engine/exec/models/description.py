@@ -33,6 +33,11 @@ class ModelDescription:
             values = {getattr(block.attention, name) for block in self.blocks}
             if len(values) != 1:
                 raise ConfigError(name, sorted(values), "must be the same in every layer")
+        for block in self.blocks:
+            for norm in (block.attention.q_norm, block.attention.k_norm):
+                # C and Triton normalize each head with the first head_dim weights, whatever the norm's size.
+                if norm is not None and norm.size != self.head_dim:
+                    raise ConfigError(norm.name, norm.size, f"must be a norm of each head: head_dim={self.head_dim}")
 
     @property
     def num_layers(self) -> int:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -40,6 +42,14 @@ def test_llama():
     assert {linear.bias for linear in (attention.qkv, attention.o, mlp.gate_up, mlp.down)} == {False}
     assert (attention.q_norm, attention.softcap, model.head.tied) == (None, None, False)
     assert model.windows == (None,) * 4
+
+
+def test_a_q_norm_over_the_whole_width_is_refused_by_name():
+    model = config(architectures=["Qwen3ForCausalLM"], head_dim=8)
+    block = model.blocks[0]
+    attention = replace(block.attention, q_norm=replace(block.attention.q_norm, size=64))
+    with pytest.raises(ConfigError, match=r"q_norm.*head_dim=8"):
+        replace(model, blocks=(replace(block, attention=attention), *model.blocks[1:]))
 
 
 def test_theta_in_both_spellings():
