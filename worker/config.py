@@ -84,7 +84,7 @@ class WorkerConfig:
         num_host_blocks: KV blocks in host memory for evicted and swapped-out blocks; 0: none.
         preemption_mode: auto (by measured cost), recompute or swap.
         grammar_backend: of structured output: auto (xgrammar, and llguidance for what xgrammar would only approximate),
-            xgrammar, llguidance, or none: requests with a grammar are rejected.
+            xgrammar, llguidance, or none, which rejects requests with a grammar.
         grammar_time_cap_s: for compiling one grammar.
         grammar_warm_up: import the grammar libraries before readiness, and start a process that compiles grammars, instead
             of at the first grammar.
@@ -103,7 +103,7 @@ class WorkerConfig:
         leg_silence_s: seconds without a message after which decode gives up a prefill worker, which sends three times
             as often. The same on both sides.
         kv_overlap: whether prefill sends ranges, and layers of the last one, while later ones are computed: on, off, or
-            auto: those worth it by the measured rate of the link and cost of a message.
+            auto, which sends those worth it by the measured rate of the link and cost of a message.
         allow_kv_conversion: decode accepts KV of prefill workers with another block size, KV dtype or order of heads,
             and converts it; such answers say so. With another dtype, tokens may differ from those of a single worker.
         verify_weights: hash the model's files changed (at a start where size, mtime or inode of one differ from the last
