@@ -8,6 +8,8 @@ from pathlib import Path
 from diptych.common.errors import ConfigError
 
 TOOL_TEMPLATE_FILE = "additional_chat_templates/tool_use.jinja"
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -19,19 +21,24 @@ TOKENIZER_FILES = (
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The safetensors files of the model, by name: those of the index, else model.safetensors, else all."""
-    index = path / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ConfigError("model", str(index), "must map tensor names to files in weight_map") from error
-        files = [path / name for name in names]
-    elif (path / "model.safetensors").is_file():
-        files = [path / "model.safetensors"]
-    else:
-        files = sorted(path.glob("*.safetensors"))
-    missing = [file.name for file in files if not file.is_file()]
-    if missing or not files:
-        raise ConfigError("model", str(path), f"weights are missing: {', '.join(missing) or '*.safetensors'}")
-    return files
+    """The safetensors files that hold the model's weights, by name: those of the index, else model.safetensors.
+
+    What is loaded and what is hashed are these. Raises: ConfigError when the index is broken or a file is missing.
+    """
+    index = path / INDEX_FILE
+    if not index.is_file():
+        if (path / SINGLE_FILE).is_file():
+            return [path / SINGLE_FILE]
+        raise ConfigError(
+            "model", str(path), f"weights are missing: no {SINGLE_FILE} and no {INDEX_FILE} in the folder"
+        )
+    try:
+        names = sorted({str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ConfigError("model", str(index), f"must map tensor names to files in weight_map: {error!r}") from None
+    missing = [name for name in names if Path(name).name != name or not (path / name).is_file()]
+    if missing or not names:
+        raise ConfigError(
+            "model", str(path), f"shards of the index are missing: {', '.join(missing) or 'it names none'}"
+        )
+    return [path / name for name in names]

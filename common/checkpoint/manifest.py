@@ -14,7 +14,7 @@ import msgspec
 from blake3 import blake3
 
 from diptych.common.errors import ConfigError
-from diptych.common.model_files import TOKENIZER_FILES, weight_files
+from diptych.common.model_files import INDEX_FILE, TOKENIZER_FILES, weight_files
 
 MANIFEST_FILE = "diptych-manifest.json"
 MANIFEST_VERSION = 1
@@ -22,7 +22,7 @@ FINGERPRINT_BYTES = 16
 _MOST_BYTES = 16 << 20
 """Of a manifest file: about 100,000 shards."""
 _CONFIG = "config.json"
-_BESIDE = (_CONFIG, "generation_config.json", "model.safetensors.index.json", *TOKENIZER_FILES)
+_BESIDE = (_CONFIG, "generation_config.json", INDEX_FILE, *TOKENIZER_FILES)
 _WEIGHTS = ".safetensors"
 
 

@@ -15,25 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from diptych.common.errors import ConfigError
-
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
-
-
-def shard_names(folder: Path) -> list[str]:
-    """Names of the files that hold the weights. Raises: ConfigError."""
-    index = folder / _INDEX
-    if not index.exists():
-        if (folder / _SINGLE).exists():
-            return [_SINGLE]
-        raise ConfigError("model", str(folder), f"no {_SINGLE} and no {_INDEX} in the folder")
-    try:
-        names = sorted({str(name) for name in json.loads(index.read_text())["weight_map"].values()})
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError("model", str(index), f"not an index of shards: {error!r}") from None
-    for name in names:
-        if Path(name).name != name or not (folder / name).is_file():
-            raise ConfigError("model", str(folder), f"shard {name} of the index is missing")
-    return names
+from diptych.common.model_files import weight_files
 
 
 def _cut_off(path: Path) -> str:
@@ -68,8 +50,7 @@ class Checkpoint:
         self._folder, self._dtype, self._device = folder, dtype, device
         self._shards: dict[str, tuple[Path, Any]] = {}
         self._taken: list[tuple[str, Path, Tensor]] = []
-        for name in shard_names(folder):
-            path = folder / name
+        for path in weight_files(folder):
             file = _open(path)
             names = file.keys()
             for tensor in names:
