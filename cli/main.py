@@ -202,21 +202,22 @@ def _register_small(app: typer.Typer) -> None:
     @app.command()
     def model(
         name: Annotated[
-            str, typer.Argument(help="smollm2 (the default model), a local folder or GGUF file, or a hub id.")
-        ] = "smollm2",
+            str | None,
+            typer.Argument(help="smollm2 (the default model), a local folder or GGUF file, or a hub id."),
+        ] = None,
         manifest: Annotated[
             bool,
             typer.Option(
                 "--manifest",
-                help="Hash the model's files and write diptych-manifest.json into its folder: what differs from it is never "
-                "served.",
+                help="Hash the files of the model that is named and write diptych-manifest.json into its folder: what "
+                "differs from it is never served.",
             ),
         ] = False,
     ) -> None:
         """Make a model available on this machine; print its folder."""
         from diptych.cli.models.store import main as model_main
 
-        raise typer.Exit(model_main([*(["--manifest"] if manifest else []), name]))
+        raise typer.Exit(model_main([*(["--manifest"] if manifest else []), *([] if name is None else [name])]))
 
     @app.command()
     def health(

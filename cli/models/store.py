@@ -250,17 +250,25 @@ def _locked(target: Path, progress: Progress) -> Iterator[None]:
 def main(argv: list[str] | None = None) -> int:
     """`python -m diptych.cli.models.store [--manifest] [SPEC]`: make the model available, print its folder.
 
-    Args of the command: --manifest: write the folder's manifest, as it lies there now.
+    Args of the command: --manifest: write the folder's manifest, as it lies there now; SPEC must then be given, for all
+        who use the folder are held to it.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     manifest = "--manifest" in arguments
-    spec = next((argument for argument in arguments if argument != "--manifest"), DEFAULT_ALIASES[0])
+    spec = next((argument for argument in arguments if argument != "--manifest"), None)
     try:
+        if spec is None:
+            if manifest:
+                raise ConfigError("model", None, "--manifest needs the folder to write into")
+            spec = DEFAULT_ALIASES[0]
         with progress_on() as progress:
             path = resolve_model(spec, progress)
         if manifest:
             written = renew_manifest(path)
-            print(f"{MANIFEST_FILE}: {len(written.files)} files, fingerprint {written.fingerprint}", file=sys.stderr)
+            print(
+                f"{path / MANIFEST_FILE}: {len(written.files)} files, fingerprint {written.fingerprint}",
+                file=sys.stderr,
+            )
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

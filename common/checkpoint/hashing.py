@@ -179,7 +179,7 @@ class CheckpointHash:
         kept = {} if self._kept_at is None else _read_kept(self._kept_at)
         for name in self._names:
             now, known = self._before[name], kept.get(name)
-            if self._verify != ALWAYS and known is not None and _is_of(known, now):
+            if known is not None and self._usable(name, known, now):
                 self._contents[name] = FileContent(known.size_bytes, known.blake3)
             else:
                 self._contents[name] = FileContent(now.st_size, self._hash(self._folder / name, now))
@@ -187,6 +187,12 @@ class CheckpointHash:
         if self._kept_at is not None and self.hashed_bytes:
             settled = [name for name in self._names if self._before[name].st_mtime_ns < began_ns - _UNSETTLED_NS]
             self._keep(self._kept_at, settled)
+
+    def _usable(self, name: str, known: _Kept, now: os.stat_result) -> bool:
+        """A kept hash that the manifest contradicts is taken again before anything is refused: a file can be repaired in
+        place, behind the same size, mtime and inode."""
+        contradicted = self._own is not None and self._own.files[name].blake3 != known.blake3
+        return self._verify != ALWAYS and _is_of(known, now) and not contradicted
 
     def _hash(self, file: Path, expected: os.stat_result) -> str:
         digest, piece = blake3(), memoryview(bytearray(min(_PIECE_BYTES, max(1, expected.st_size))))

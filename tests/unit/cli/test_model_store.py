@@ -14,7 +14,7 @@ import pytest
 from diptych.cli.models import gguf_convert
 from diptych.cli.models import store as model_store
 from diptych.cli.progress import LineProgress, SilentProgress
-from diptych.common.checkpoint.manifest import read_manifest
+from diptych.common.checkpoint.manifest import MANIFEST_FILE, read_manifest
 from diptych.common.errors import ConfigError
 from diptych.engine.exec.models.registry import ARCHITECTURES
 
@@ -206,6 +206,15 @@ def test_main_writes_a_manifest_when_told_to(tmp_path: Path, capsys: pytest.Capt
     out, err = capsys.readouterr()
     assert out == f"{folder}\n" * 2
     assert manifest.fingerprint in err
+    assert str(folder / MANIFEST_FILE) in err
+
+
+def test_a_manifest_is_never_written_into_a_model_that_was_not_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(model_store, "resolve_model", lambda *_: pytest.fail("nothing may be looked up"))
+    assert model_store.main(["--manifest"]) == 1
+    assert "--manifest needs the folder to write into" in capsys.readouterr().err
 
 
 def test_progress_in_a_pipe_is_a_few_lines() -> None:

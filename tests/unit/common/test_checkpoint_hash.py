@@ -260,6 +260,20 @@ def test_kept_hashes_do_not_hide_a_manifest_of_other_content(
         start()
 
 
+def test_a_file_that_was_repaired_in_place_is_served_at_the_next_start(
+    folder: Path, start: Callable[..., tuple[str, int]]
+) -> None:
+    good = renew_manifest(folder).fingerprint
+    shard = folder / SHARDS[0]
+    flip_unseen(shard)
+    for _ in range(2):  # a refusal is no reason to forget the hash, and a kept one is none to refuse
+        with pytest.raises(ConfigError, match=f"{SHARDS[0]}.*BLAKE3"):
+            start()
+    flip_unseen(shard)
+    assert start() == (good, shard.stat().st_size)
+    assert start() == (good, 0)
+
+
 def test_the_manifest_is_renewed_for_what_lies_there(folder: Path) -> None:
     first = renew_manifest(folder)
     assert read_manifest(folder) == first
