@@ -27,6 +27,7 @@ from diptych.router.cluster.index_follow import IndexFollower
 from diptych.router.cluster.loop_uptime import LoopUptime
 from diptych.router.cluster.members import Members
 from diptych.router.cluster.startup_grace import StartupGrace
+from diptych.router.cluster.token_pace import TokenPace
 from diptych.router.cluster.usable import usable_by_role
 from diptych.router.cluster.worker_link import WorkerLink
 from diptych.router.fairness.admission import Admission, AdmissionDecision
@@ -44,7 +45,6 @@ from diptych.router.placement.types import Placement, PlacementRequest, Rejected
 from diptych.router.placement.what_if import pool_snapshot
 from diptych.router.placement.worker_arrays import ClusterSnapshot
 from diptych.router.requests.retry_budget import RetryBudget
-from diptych.router.requests.token_pace import TokenPace
 from diptych.rpc.v1 import decode_pb2
 
 log = structlog.get_logger(__name__)

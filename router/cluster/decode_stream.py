@@ -19,7 +19,7 @@ import structlog
 
 from diptych.common.clock import Clock, MonotonicClock
 from diptych.common.errors import DiptychError, InvalidRequestError, OverloadedError, WorkerLostError
-from diptych.router.requests.token_pace import TokenPace
+from diptych.router.cluster.token_pace import TokenPace
 from diptych.rpc.channels import MAX_MESSAGE_BYTES
 from diptych.rpc.v1 import decode_pb2, decode_pb2_grpc, router_pb2
 

@@ -17,7 +17,7 @@ from diptych.common.store.worker_record import WorkerRecord
 from diptych.common.tiers import TIER_NAMES, TierDump
 from diptych.common.tls import ClusterTls
 from diptych.router.cluster.decode_stream import DecodeStream
-from diptych.router.requests.token_pace import TokenPace
+from diptych.router.cluster.token_pace import TokenPace
 from diptych.rpc.channels import open_channel
 from diptych.rpc.errors import from_rpc_error
 from diptych.rpc.v1 import decode_pb2, worker_pb2, worker_pb2_grpc

@@ -17,15 +17,15 @@ from diptych.common import child
 def _load(name, file):
     """Load test support by path, under a unique name: the repository's folders never get onto sys.path."""
     if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(file))
+        spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / file)
         module = sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     return sys.modules[name]
 
 
 router_fleet = _load("diptych_test_router_fleet", "router_fleet.py")
-_load("diptych_test_http_face", "http_face.py")
-_load("diptych_test_openai_contract", "openai_contract.py")
+_load("diptych_test_http_face", "api/http_face.py")
+_load("diptych_test_openai_contract", "api/openai_contract.py")
 
 
 @pytest.fixture(scope="session")

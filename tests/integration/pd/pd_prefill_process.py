@@ -34,8 +34,8 @@ def load(name: str, path: Path) -> ModuleType:
 
 def load_harness() -> ModuleType:
     here = Path(__file__).resolve()
-    load("diptych_test_waiting", here.parents[1] / "waiting.py")
-    return load("pd_harness", here.with_name("pd_harness.py"))
+    load("diptych_test_waiting", here.parents[2] / "waiting.py")
+    return load("pd_harness", here.parents[1] / "pd_harness.py")
 
 
 class Brake:

@@ -9,7 +9,7 @@ from diptych.common.clock import FakeClock
 from diptych.common.errors import OverloadedError, WorkerLostError
 from diptych.router.cluster.decode_stream import Attempt, DecodeStream
 from diptych.router.cluster.fake_decode import FakeDecode
-from diptych.router.requests.token_pace import TokenPace
+from diptych.router.cluster.token_pace import TokenPace
 from diptych.rpc.channels import open_channel
 from diptych.rpc.v1 import decode_pb2, router_pb2, types_pb2
 

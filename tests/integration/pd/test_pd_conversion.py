@@ -195,7 +195,7 @@ SAMPLING = SamplingParams(max_tokens=8, seed=7, temperature=1.0, ignore_eos=True
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     exec_kit = by_path(
-        "diptych_test_exec_kit", Path(__file__).parent.parent.joinpath("unit", "engine_exec", "conftest.py")
+        "diptych_test_exec_kit", Path(__file__).parents[2].joinpath("unit", "engine_exec", "conftest.py")
     )
     made: Path = exec_kit.tiny_model_dir(tmp_path_factory.mktemp("model"), "LlamaForCausalLM")
     return made

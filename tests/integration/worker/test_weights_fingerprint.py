@@ -31,7 +31,7 @@ WEIGHTS = "model.safetensors"
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random weights, and a tokenizer."""
-    kit = by_path("diptych_test_exec_kit", Path(__file__).parent.parent / "unit" / "engine_exec" / "conftest.py")
+    kit = by_path("diptych_test_exec_kit", Path(__file__).parents[2] / "unit" / "engine_exec" / "conftest.py")
     folder: Path = kit.tiny_model_dir(tmp_path_factory.mktemp("made") / "model", "LlamaForCausalLM")
     tokenizer = sys.modules["diptych_test_router_fleet"].make_model_folder(tmp_path_factory.mktemp("words") / "t")
     shutil.copy(tokenizer / "tokenizer.json", folder)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 
 PLUGIN = '''
 """Adds a tier before anything reads the list."""
@@ -36,7 +36,10 @@ def test_a_third_tier_is_one_line(tmp_path: Path) -> None:
     paths = [str(tmp_path), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     if str(ROOT / "src") not in paths:
         paths.append(str(ROOT / "src"))
-    files = [str(ROOT / "tests/unit/router" / name) for name in ("test_router_native.py", "test_tiers_in_the_index.py")]
+    files = [
+        str(ROOT / "tests/unit/router/placement" / name)
+        for name in ("test_router_native.py", "test_tiers_in_the_index.py")
+    ]
     ended = subprocess.run(
         [
             sys.executable, "-P", "-m", "pytest", "-q", "-p", "third_tier_plugin", "-p", "no:cacheprovider",

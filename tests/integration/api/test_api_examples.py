@@ -17,7 +17,7 @@ from diptych.router.api.auth_keys import add_key
 from diptych.router.api.fake import FakeRouterApi, hello_script
 from diptych.router.server import ApiServers
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 SAYS = {
     "sdk_stream.py": "Hello there",
     "sdk_many.py": "tree: Hello there",

@@ -1,6 +1,6 @@
 """Random valid and invalid requests to the real cluster: every answer is typed, no worker dies, nothing is leaked.
 
-FUZZ_EXAMPLES=1000 makes it (and tests/integration/test_faces_fuzz.py) longer, and random.
+FUZZ_EXAMPLES=1000 makes it (and tests/integration/api/test_api_fuzz.py) longer, and random.
 """
 
 from __future__ import annotations

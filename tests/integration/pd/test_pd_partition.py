@@ -157,7 +157,7 @@ async def test_a_partition_costs_the_leg_and_heals_by_itself(
         await router.ended("b")
         assert answer.error is None
         assert answer.explanation.local_prefill
-        assert "said nothing" in answer.explanation.notes[0]
+        assert "sent nothing" in answer.explanation.notes[0]
         failed = await router.run(
             cluster.submit_message(attempt="c", prompt=PROMPT[::-1], prefill=[child], policy=FAIL)
         )
@@ -178,7 +178,7 @@ async def test_a_partition_costs_the_leg_and_heals_by_itself(
 
 @pytest.fixture(scope="session")
 def slabs() -> ModuleType:
-    return load("diptych_test_kvtransfer_ucx", "test_kvtransfer_ucx.py")
+    return load("diptych_test_kvtransfer_ucx", "../kvtransfer/test_kvtransfer_ucx.py")
 
 
 def bytes_of(seed: int, size: int) -> np.ndarray:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diptych.router.cluster.decode_stream import Attempt, DecodeStream
-from diptych.router.requests.token_pace import MAX_GAP_S, TokenPace
+from diptych.router.cluster.token_pace import MAX_GAP_S, TokenPace
 from diptych.rpc.v1 import decode_pb2, router_pb2
 
 
