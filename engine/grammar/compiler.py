@@ -97,10 +97,9 @@ class GrammarCompiler:
         self._idle: list[Compiling] = []
         self._busy: set[Compiling] = set()
         self._spare: asyncio.Task[None] | None = None
-        """Brings up the process after one that may not live long."""
+        """Brings up a process before it is needed: the first, and one after a process that may not live long."""
         self._free = asyncio.Semaphore(self._limits.num_processes)
         self._closed = False
-        self._warming: asyncio.Task[None] | None = None
 
     @property
     def cached_bytes(self) -> int:
@@ -124,15 +123,9 @@ class GrammarCompiler:
         return program, await asyncio.get_running_loop().run_in_executor(None, first_mask, program)
 
     def warm_up(self) -> None:
-        """Have a compiling process come up, so that the first grammar finds it there. It takes seconds of another process; what
-        this one imports is there already (Loaders.warm_up)."""
-        self._warming = asyncio.create_task(self._warm_up(), name="grammar warm-up")
-
-    async def _warm_up(self) -> None:
-        try:
-            await self.compile(Grammar(GrammarKind.JSON_SCHEMA, '{"type": "object"}'))
-        except DiptychError as error:
-            log.warning("grammars cannot be compiled", error=error.message)
+        """Have a compiling process come up, so that the first grammar finds it there. It takes a while; what this process
+        imports is there already (Loaders.warm_up)."""
+        self._have_another()
 
     async def _wait_for(self, key: bytes, grammar: Grammar) -> Program:
         if grammar.kind is GrammarKind.REGEX and repeats(grammar.source) > MAX_REPEATS:
@@ -188,8 +181,7 @@ class GrammarCompiler:
                 "grammar: the process that compiles it ended twice; it may take too much memory", param="grammar"
             ) from error
 
-    def _expect_the_worst(self) -> None:
-        """What takes so long may be stopped by its time cap: have the next process up by then, it takes seconds."""
+    def _have_another(self) -> None:
         if not self._closed and not self._idle and self._spare is None:
             self._spare = asyncio.create_task(self._bring_up(self._start()), name="spare compiling process")
 
@@ -199,7 +191,7 @@ class GrammarCompiler:
             await process.prepare()
             is_up = True
         except DiptychError as error:
-            log.warning("no spare compiling process", error=error.message)
+            log.warning("a process that compiles grammars does not come up before it is needed", error=error.message)
         finally:
             self._spare = None
             if is_up and not self._closed:
@@ -211,8 +203,11 @@ class GrammarCompiler:
         """Raises: ConnectionError when the process is gone."""
         self._busy.add(process)
         healthy = False
-        long = asyncio.get_running_loop().call_later(_LONG_S, self._expect_the_worst)
+        long: asyncio.TimerHandle | None = None
         try:
+            await process.prepare()  # its start may take long, and says nothing of the grammar
+            # What takes long may be stopped by its time cap: have the next process up by then.
+            long = asyncio.get_running_loop().call_later(_LONG_S, self._have_another)
             compiled = await process.compile(grammar)
             healthy = True
             return compiled
@@ -225,7 +220,8 @@ class GrammarCompiler:
             self._remember(key, why, _TOO_SLOW_S)
             raise InvalidRequestError(why, param="grammar") from None
         finally:
-            long.cancel()
+            if long is not None:
+                long.cancel()
             self._busy.discard(process)
             if healthy and not self._closed:
                 self._idle.append(process)
@@ -235,7 +231,7 @@ class GrammarCompiler:
     async def close(self) -> None:
         """Idempotent."""
         self._closed = True
-        tasks: list[asyncio.Task[Any]] = [*self._pending.values(), *filter(None, (self._warming, self._spare))]
+        tasks: list[asyncio.Task[Any]] = [*self._pending.values(), *filter(None, (self._spare,))]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,6 +1,9 @@
 """The compiling process; compiler.py starts it.
 
-    python -m diptych.engine.grammar.process BACKEND MODEL_FOLDER MEMORY_BYTES CPU_SECONDS
+    python -m diptych.engine.grammar.process BACKEND MODEL_FOLDER MEMORY_BYTES CPU_SECONDS [whole]
+
+whole: import xgrammar with all that it imports. Without it only what compiles is imported; where that fails, the process
+becomes this program again with `whole`.
 
 Compiling is the part of structured output that can take for ever or eat all memory; here it can be killed. Frames on stdin
 and stdout are a length (4 bytes, big endian) and so many bytes. First a READY frame goes out; then each frame in, JSON of a
@@ -22,13 +25,23 @@ from diptych.common.grammar import Grammar, GrammarKind
 from diptych.common.text.tokenizer import ModelTokenizer
 from diptych.engine.grammar.backends import Compilers
 from diptych.engine.grammar.vocabulary import vocabulary_of
+from diptych.engine.grammar.xgrammar_alone import import_alone
 
 READY, BEGAN = b"READY", b"BEGAN"
 _NICE = 10
 """The worker's own threads come first."""
 
 
-def main(backend: str, model: str, memory_bytes: int, cpu_s: int) -> None:
+_WHOLE = "whole"
+
+
+def main(backend: str, model: str, memory_bytes: int, cpu_s: int, imports: str = "") -> None:
+    if backend != "llguidance" and imports != _WHOLE:
+        try:
+            import_alone()
+        except (ImportError, AttributeError) as error:
+            print(f"xgrammar is imported with torch, it cannot be without: {error}", file=sys.stderr, flush=True)
+            os.execv(sys.executable, [*sys.orig_argv, _WHOLE])  # noqa: S606 - this program, once more
     out = os.fdopen(os.dup(1), "wb")
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)  # libraries print; ours is the only word on stdout
@@ -77,4 +90,4 @@ def _write(out: BinaryIO, frame: bytes) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), *sys.argv[5:])

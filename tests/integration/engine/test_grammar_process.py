@@ -14,9 +14,14 @@ import pytest
 import uvloop
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from diptych.common.grammar import Grammar, GrammarKind
+from diptych.common.errors import InvalidRequestError
+from diptych.common.grammar import Grammar, GrammarKind, Tag, Tags
+from diptych.common.text.tokenizer import ModelTokenizer
+from diptych.engine.grammar import process as process_module
+from diptych.engine.grammar.backends import Compilers
 from diptych.engine.grammar.compiler import ChildProcess, GrammarCompiler, GrammarLimits
 from diptych.engine.grammar.program import FirstToken
+from diptych.engine.grammar.vocabulary import vocabulary_of
 
 waiting = sys.modules["diptych_test_waiting"]
 
@@ -52,7 +57,7 @@ def test_it_holds_none_of_the_workers_sockets_and_its_death_is_nobodys_fault(mod
         compiler = GrammarCompiler(start, lambda _: FirstToken(bytes(64)), lambda program, text: program, limits)  # type: ignore[arg-type, return-value]
 
         async def idle() -> set[int]:
-            """Processes: one, or two if the first was so slow to start that a spare was started."""
+            """Processes: one, or two if a grammar took so long that another was started."""
             await waiting.until(lambda: compiler._spare is None)
             return {one._process.pid for one in compiler._idle}  # type: ignore[attr-defined]
 
@@ -81,3 +86,76 @@ def test_it_holds_none_of_the_workers_sockets_and_its_death_is_nobodys_fault(mod
         listener.listen()
         os.set_inheritable(listener.fileno(), True)  # as libraries make them
         uvloop.run(story())
+
+
+SCHEMA = '{"type": "object", "properties": {"a": {"type": "integer"}}}'
+GRAMMARS = {
+    "schema": Grammar(GrammarKind.JSON_SCHEMA, SCHEMA),
+    "compact schema": Grammar(GrammarKind.JSON_SCHEMA, SCHEMA, compact=True),
+    "regex": Grammar(GrammarKind.REGEX, "[a-z]+@(x|yy)"),
+    "choice": Grammar(GrammarKind.CHOICE, '["a", "b"]'),
+    "EBNF": Grammar(GrammarKind.EBNF, 'root ::= "a" [0-9]+'),
+    "Lark": Grammar(GrammarKind.EBNF, 'start: "a" DIGITS\nDIGITS: /[0-9]{2}/'),
+    "tags": Grammar(GrammarKind.TAGS, Tags((Tag("<a>", SCHEMA, "</a>"),), trigger="<a>").dump()),
+    "tags or JSON": Grammar(GrammarKind.TAGS, Tags((Tag("<a>", SCHEMA, "</a>"),), instead=SCHEMA).dump()),
+    "broken regex": Grammar(GrammarKind.REGEX, "(("),
+    "broken schema": Grammar(GrammarKind.JSON_SCHEMA, '{"type": "object", "properties": 1}'),
+    "broken EBNF": Grammar(GrammarKind.EBNF, "root ::= ("),
+}
+
+
+def mapped_files(process: ChildProcess) -> str:
+    assert process._process is not None
+    return Path(f"/proc/{process._process.pid}/maps").read_text()
+
+
+async def test_it_compiles_without_torch_what_xgrammar_compiles_with_it(model: Path) -> None:
+    whole = Compilers("xgrammar", vocabulary_of(ModelTokenizer(model)))
+    process = ChildProcess("xgrammar", str(model), GrammarLimits(time_cap_s=60.0))
+    try:
+        for name, grammar in GRAMMARS.items():
+            try:
+                expected: bytes | str = whole.compile(grammar)
+            except InvalidRequestError as error:
+                expected = error.message
+            try:
+                found: bytes | str = await process.compile(grammar)
+            except InvalidRequestError as error:
+                found = error.message
+            assert found == expected, name
+        loaded = mapped_files(process)
+        assert "xgrammar" in loaded
+        assert "libtorch" not in loaded
+    finally:
+        process.kill()
+
+
+def test_an_xgrammar_that_needs_torch_is_imported_whole(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    class BecameAnother(Exception):
+        pass
+
+    def execv(program: str, arguments: list[str]) -> None:
+        assert program == sys.executable
+        assert arguments == [*sys.orig_argv, "whole"]
+        raise BecameAnother
+
+    def refuse() -> None:
+        raise ImportError("import of torch halted")
+
+    monkeypatch.setattr(process_module, "import_alone", refuse)
+    monkeypatch.setattr(os, "execv", execv)
+    with pytest.raises(BecameAnother):
+        process_module.main("auto", "no folder", 1, 1)
+    assert "import of torch halted" in capfd.readouterr().err
+
+
+async def test_the_process_compiles_with_the_whole_library_too(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    process = ChildProcess("xgrammar", str(model), GrammarLimits(time_cap_s=60.0))
+    monkeypatch.setattr(process, "_args", (*process._args, "whole"))
+    try:
+        assert (await process.compile(GRAMMARS["choice"]))[:1] == b"x"
+        assert "libtorch" in mapped_files(process)
+    finally:
+        process.kill()

@@ -32,6 +32,8 @@ class Played:
 
     async def prepare(self) -> None:
         self._stage.prepared += 1
+        if self._stage.slow_start is not None:
+            await self._stage.slow_start.wait()
 
     def kill(self) -> None:
         self.killed = True
@@ -45,6 +47,7 @@ class Stage:
         self.outcomes: dict[str, Exception] = {}
         self.size = 400
         self.prepared = 0
+        self.slow_start: asyncio.Event | None = None
 
     def start(self) -> Played:
         self.processes.append(Played(self))
@@ -140,7 +143,7 @@ async def test_the_next_process_comes_up_while_a_grammar_takes_long(monkeypatch:
     stage.gates["slow"] = asyncio.Event()
     stage.outcomes["slow"] = TimeoutError()
     slow = asyncio.create_task(compiler.compile(regex("slow")))
-    while not stage.prepared:  # noqa: ASYNC110 - a few turns of the loop
+    while stage.prepared < 2:  # noqa: ASYNC110 - a few turns of the loop
         await asyncio.sleep(0)
     stage.gates["slow"].set()
     with pytest.raises(InvalidRequestError, match="more than 5 s"):
@@ -149,6 +152,24 @@ async def test_the_next_process_comes_up_while_a_grammar_takes_long(monkeypatch:
     assert [process.killed for process in stage.processes] == [True, False]
     await compiler.close()
     assert stage.processes[1].killed
+
+
+@pytest.mark.parametrize("warm", [True, False], ids=["warmed up", "at the first grammar"])
+async def test_a_slow_start_of_a_process_starts_no_second_one(monkeypatch: pytest.MonkeyPatch, warm: bool) -> None:
+    monkeypatch.setattr(compiler_module, "_LONG_S", 0.0)
+    stage = Stage()
+    stage.slow_start = asyncio.Event()
+    compiler = stage.compiler()
+    if warm:
+        compiler.warm_up()
+    compiled = asyncio.create_task(compiler.compile(regex("a")))
+    for _ in range(20):  # turns of the loop: a timer of 0 s is long over
+        await asyncio.sleep(0)
+    assert stage.prepared == 1
+    stage.slow_start.set()
+    await compiled
+    assert len(stage.processes) == 1
+    await compiler.close()
 
 
 async def test_what_was_too_slow_may_try_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
