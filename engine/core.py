@@ -367,7 +367,7 @@ class EngineCore:
         while (job := next_job()) is not None:
             any_packed = True
             try:
-                checksum = self._executor.pack(job.block_ids, job.num_tokens, job.grant.payload, job.layers)
+                checksum = self._executor.pack(job.block_ids, job.num_tokens, job.grant.payload, job.layers, job.group)
             except ExecutorLost:
                 raise
             except Exception as error:
@@ -389,7 +389,7 @@ class EngineCore:
             job = None  # the request has ended
         if job is not None:
             try:
-                copy = self._executor.unpack(job.block_ids, job.num_tokens, command.payload, job.layers)
+                copy = self._executor.unpack(job.block_ids, job.num_tokens, command.payload, job.layers, job.group)
             except ExecutorLost:
                 raise
             except Exception as error:

@@ -41,10 +41,12 @@ class Executor(Protocol):
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None: ...
 
-    def pack(self, block_ids: Sequence[int], num_tokens: int, out: Payload, layers: range | None = None) -> int: ...
+    def pack(
+        self, block_ids: Sequence[int], num_tokens: int, out: Payload, layers: range | None = None, group: int = 0
+    ) -> int: ...
 
     def unpack(
-        self, block_ids: Sequence[int], num_tokens: int, src: Payload, layers: range | None = None
+        self, block_ids: Sequence[int], num_tokens: int, src: Payload, layers: range | None = None, group: int = 0
     ) -> CopyHandle | None: ...
 
     def close(self) -> None:
@@ -80,13 +82,15 @@ class LocalExecutor:
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         self.runner.copy_blocks(copies)
 
-    def pack(self, block_ids: Sequence[int], num_tokens: int, out: Payload, layers: range | None = None) -> int:
-        return self.runner.pack(block_ids, num_tokens, out, layers)
+    def pack(
+        self, block_ids: Sequence[int], num_tokens: int, out: Payload, layers: range | None = None, group: int = 0
+    ) -> int:
+        return self.runner.pack(block_ids, num_tokens, out, layers, group)
 
     def unpack(
-        self, block_ids: Sequence[int], num_tokens: int, src: Payload, layers: range | None = None
+        self, block_ids: Sequence[int], num_tokens: int, src: Payload, layers: range | None = None, group: int = 0
     ) -> CopyHandle | None:
-        return self.runner.unpack(block_ids, num_tokens, src, layers)
+        return self.runner.unpack(block_ids, num_tokens, src, layers, group)
 
     def close(self) -> None:
         pass

@@ -25,7 +25,10 @@ class FakeDeviceRunner(FakeRunner):
         self._last: _FakeStep | None = None
 
     def launch(self, seqs: Sequence[ScheduledSeq], sources: Sequence[int] = ()) -> _FakeStep:
-        frozen = [replace(s, token_ids=list(s.token_ids), block_table=list(s.block_table), memo=None) for s in seqs]
+        frozen = [
+            replace(s, token_ids=list(s.token_ids), block_tables=tuple(map(list, s.block_tables)), memo=None)
+            for s in seqs
+        ]
         step = _FakeStep(self, frozen, list(sources), self._last)
         self._queue.append(step)
         self._last = step
@@ -41,9 +44,11 @@ class FakeDeviceRunner(FakeRunner):
         self.catch_up()
         super().copy_blocks(copies)
 
-    def pack(self, block_ids: Sequence[int], num_tokens: int, out: memoryview, layers: range | None = None) -> int:
+    def pack(
+        self, block_ids: Sequence[int], num_tokens: int, out: memoryview, layers: range | None = None, group: int = 0
+    ) -> int:
         self.catch_up()
-        return super().pack(block_ids, num_tokens, out, layers)
+        return super().pack(block_ids, num_tokens, out, layers, group)
 
     def catch_up(self, until: _FakeStep | None = None) -> None:
         """Compute what was launched, up to and with `until`."""

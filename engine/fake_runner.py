@@ -114,7 +114,9 @@ class FakeRunner:
         if self._provenance is not None:
             self._provenance.copied(copies)
 
-    def pack(self, block_ids: Sequence[int], num_tokens: int, out: memoryview, layers: range | None = None) -> int:
+    def pack(
+        self, block_ids: Sequence[int], num_tokens: int, out: memoryview, layers: range | None = None, group: int = 0
+    ) -> int:
         full, tail = divmod(num_tokens, self.block_size)
         pool = self._part(layers)
         parts = [pool[block_ids[i]].tobytes() for i in range(full)]
@@ -124,7 +126,9 @@ class FakeRunner:
         out[: len(data)] = data
         return xxhash.xxh3_64_intdigest(data)
 
-    def unpack(self, block_ids: Sequence[int], num_tokens: int, src: memoryview, layers: range | None = None) -> None:
+    def unpack(
+        self, block_ids: Sequence[int], num_tokens: int, src: memoryview, layers: range | None = None, group: int = 0
+    ) -> None:
         full, tail = divmod(num_tokens, self.block_size)
         pool = self._part(layers)
         shape = pool.shape[1:]
@@ -144,7 +148,7 @@ class FakeRunner:
 
     def _slot(self, seq: ScheduledSeq, position: int) -> npt.NDArray[np.uint8]:
         block, offset = divmod(position, self.block_size)
-        return self.pool[seq.block_table[block], :, :, offset]
+        return self.pool[seq.block_tables[0][block], :, :, offset]
 
     def _write(self, seqs: Sequence[ScheduledSeq], should_abort: Callable[[], bool] | None) -> None:
         """Layer by layer, as a model does."""
@@ -184,7 +188,7 @@ class FakeRunner:
     def _seen(self, seq: ScheduledSeq, num_tokens: int) -> int:
         """A hash over the KV bytes of the sequence's first tokens."""
         used = -(-num_tokens // self.block_size)
-        kv = self.pool[seq.block_table[:used]].transpose(0, 3, 1, 2, 4, 5).reshape(used * self.block_size, -1)
+        kv = self.pool[seq.block_tables[0][:used]].transpose(0, 3, 1, 2, 4, 5).reshape(used * self.block_size, -1)
         return int(xxhash.xxh3_64_intdigest(kv[:num_tokens].tobytes()))
 
     def _sample(self, i: int, seq: ScheduledSeq, result: StepResult) -> None:

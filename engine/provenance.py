@@ -13,7 +13,9 @@ from diptych.engine.step_messages import BlockCopy, ComputedFrom, CopyKind, Sche
 
 
 class Provenance:
-    """Of a pool's blocks and of the host tier's slots; what was not recorded is unknown. One thread only.
+    """Of the blocks of the first KV group and of the host tier's slots; what was not recorded is unknown. One thread only.
+
+    Block tables are of that group; index i is the sequence's block first_block + i.
 
     A runner starts recording with the first sequence that has `vouch`; an engine without such sequences records
     nothing."""
@@ -24,15 +26,19 @@ class Provenance:
         """By block: the digest of the block before it, and the tokens computed into its leading slots."""
         self._host: dict[int, tuple[bytes, list[int]]] = {}
 
-    def computed(self, block_table: Sequence[int], start: int, token_ids: Sequence[int]) -> None:
+    def computed(self, block_table: Sequence[int], start: int, token_ids: Sequence[int], first_block: int = 0) -> None:
         """Rows of one sequence were computed, at positions start, start + 1, ..."""
         size, done = self._block_size, 0
         while done < len(token_ids):
-            index, offset = divmod(start + done, size)
+            at = start + done
+            index, offset = at // size - first_block, at % size
             some = token_ids[done : done + size - offset]
             done += len(some)
             block = block_table[index]
-            before, kept = self._blocks.get(block, (None, [])) if offset else (self._before(block_table, index), [])
+            if offset:
+                before, kept = self._blocks.get(block, (None, []))
+            else:
+                before, kept = (b"" if at == 0 else self._before(block_table, index)), []
             if before is None or len(kept) < offset:
                 self._blocks.pop(block, None)
             else:
@@ -40,6 +46,8 @@ class Provenance:
 
     def copied(self, copies: Sequence[BlockCopy]) -> None:
         for copy in copies:
+            if copy.group:
+                continue
             source = self._host if copy.kind is CopyKind.FROM_HOST else self._blocks
             target = self._host if copy.kind is CopyKind.TO_HOST else self._blocks
             known = source.get(copy.src)
@@ -53,18 +61,18 @@ class Provenance:
         for block in blocks:
             self._blocks.pop(block, None)
 
-    def of(self, block_table: Sequence[int], num_tokens: int) -> ComputedFrom | None:
+    def of(self, block_table: Sequence[int], num_tokens: int, first_block: int = 0) -> ComputedFrom | None:
         """What the KV of a sequence's first `num_tokens` tokens was computed from, by its last block; None: not
         known."""
         index = (num_tokens - 1) // self._block_size
-        known = self._blocks.get(block_table[index])
+        known = self._blocks.get(block_table[index - first_block])
         if known is None or len(known[1]) != num_tokens - index * self._block_size:
             return None
         return ComputedFrom(num_tokens, block_digest(*known), self._block_size)
 
     def _before(self, block_table: Sequence[int], index: int) -> bytes | None:
         if index == 0:
-            return b""
+            return None  # it is behind the window
         known = self._blocks.get(block_table[index - 1])
         return None if known is None or len(known[1]) < self._block_size else block_digest(*known)
 
@@ -84,9 +92,10 @@ def note_step(
     for i in order:
         seq = seqs[i]
         end = first + len(seq.token_ids)
-        provenance.computed(seq.block_table, positions[first], token_ids[first:end])
+        table, first_block = seq.block_tables[0], seq.first_blocks[0]
+        provenance.computed(table, positions[first], token_ids[first:end], first_block)
         if seq.vouch:
-            known = provenance.of(seq.block_table, positions[end - 1] + 1)
+            known = provenance.of(table, positions[end - 1] + 1, first_block)
             if known is not None:
                 result.computed_from[i] = known
         first = end

@@ -145,18 +145,23 @@ class RanksExecutor:
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         self._call(COPY, step_codec.encode_copies(copies), self._deadline_s)
 
-    def pack(self, block_ids: Sequence[int], num_tokens: int, out: Payload, layers: range | None = None) -> int:
-        """Returns: xxh3-64 of all ranks' bytes. Raises: InternalError for a range of some layers, or in GPU memory."""
-        if layers is not None or not isinstance(out, memoryview):
+    def pack(
+        self, block_ids: Sequence[int], num_tokens: int, out: Payload, layers: range | None = None, group: int = 0
+    ) -> int:
+        """Returns: xxh3-64 of all ranks' bytes. Raises: InternalError for a range of some layers or of one of several groups,
+        or in GPU memory."""
+        if layers is not None or group or not isinstance(out, memoryview):
             raise InternalError("an executor over processes packs whole ranges into host memory")
         body = json.dumps([list(block_ids), num_tokens]).encode()
         data = b"".join(self._call(PACK, body, self._deadline_s))
         out[: len(data)] = data
         return int(xxhash.xxh3_64_intdigest(data))
 
-    def unpack(self, block_ids: Sequence[int], num_tokens: int, src: Payload, layers: range | None = None) -> None:
-        """Raises: InternalError for a range of some layers, or in GPU memory."""
-        if layers is not None or not isinstance(src, memoryview):
+    def unpack(
+        self, block_ids: Sequence[int], num_tokens: int, src: Payload, layers: range | None = None, group: int = 0
+    ) -> None:
+        """Raises: InternalError for a range of some layers or of one of several groups, or in GPU memory."""
+        if layers is not None or group or not isinstance(src, memoryview):
             raise InternalError("an executor over processes unpacks whole ranges from host memory")
         head = json.dumps([list(block_ids), num_tokens]).encode() + b"\n"
         frames, first = [], 0

@@ -128,18 +128,23 @@ class ModelRunner(Protocol):
         """Copy whole blocks in the order given: what a former copy wrote a later one may read. Done when it returns."""
         ...
 
-    def pack(self, block_ids: Sequence[int], num_tokens: int, out: Payload, layers: range | None = None) -> int:
+    def pack(
+        self, block_ids: Sequence[int], num_tokens: int, out: Payload, layers: range | None = None, group: int = 0
+    ) -> int:
         """Copy the KV of `num_tokens` tokens that start at block_ids[0]'s first slot into `out`: full blocks one after
         the other as they lie in the pool, then the tail block's [num_layers, 2, tail, num_kv_heads, head_dim].
-        `layers`: of these only, as if the model had no others; not into a DeviceRange.
 
-        Writes exactly num_tokens * kv_bytes_per_token bytes, or the layers' share of them.
+        Args:
+            group: index of the KV group whose blocks these are; the layers are those of this group.
+            layers: of these only, counted within the group, as if it had no others; not into a DeviceRange.
+
+        Writes exactly num_tokens times the group's bytes per token, or the layers' share of them.
         Returns: xxh3-64 of them; of a DeviceRange its kernels.kv_sum.
         """
         ...
 
     def unpack(
-        self, block_ids: Sequence[int], num_tokens: int, src: Payload, layers: range | None = None
+        self, block_ids: Sequence[int], num_tokens: int, src: Payload, layers: range | None = None, group: int = 0
     ) -> CopyHandle | None:
         """The inverse of pack; slots past num_tokens in the tail block are left alone.
 

@@ -29,10 +29,7 @@ def encode_seqs(seqs: Sequence[ScheduledSeq]) -> bytes:
 
 
 def decode_seqs(data: bytes) -> list[ScheduledSeq]:
-    return [
-        ScheduledSeq(sampling=_params(sampling), **dict(zip(_SEQ_FIELDS, values, strict=True)))
-        for sampling, *values in json.loads(data)
-    ]
+    return [_seq(sampling, dict(zip(_SEQ_FIELDS, values, strict=True))) for sampling, *values in json.loads(data)]
 
 
 def encode_result(result: StepResult) -> bytes:
@@ -73,15 +70,21 @@ def decode_result(data: bytes) -> StepResult:
 
 
 def encode_copies(copies: Sequence[BlockCopy]) -> bytes:
-    return _dump([[copy.kind.value, copy.src, copy.dst] for copy in copies])
+    return _dump([[copy.kind.value, copy.src, copy.dst, copy.group] for copy in copies])
 
 
 def decode_copies(data: bytes) -> list[BlockCopy]:
-    return [BlockCopy(CopyKind(kind), src, dst) for kind, src, dst in json.loads(data)]
+    return [BlockCopy(CopyKind(kind), *place) for kind, *place in json.loads(data)]
 
 
 def _dump(value: object) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
+
+
+def _seq(sampling: dict[str, Any], values: dict[str, Any]) -> ScheduledSeq:
+    for name in ("block_tables", "first_blocks"):
+        values[name] = tuple(values[name])
+    return ScheduledSeq(sampling=_params(sampling), **values)
 
 
 def _plain(value: Any) -> Any:

@@ -45,11 +45,13 @@ class CopyKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """Copy one whole block. src, dst: a block of the pool or a slot of the host tier, as `kind` says."""
+    """Copy one whole block of KV group `group`. src, dst: a block of its pool or a slot of the host tier, as `kind`
+    says."""
 
     kind: CopyKind
     src: int
     dst: int
+    group: int = 0
 
 
 @dataclass(slots=True)
@@ -66,8 +68,11 @@ class ScheduledSeq:
 
     Args:
         token_ids: the tokens to compute, at positions start, start + 1, ...; the last num_drafts are guesses.
-        block_table: block ids of this sequence; covers at least start + len(token_ids) tokens; index i holds tokens
-            [i * block_size, (i + 1) * block_size).
+        block_tables: by KV group, as in KvFormat.groups, block ids of this sequence. Index i of group g's table holds
+            tokens [(first_blocks[g] + i) * block_size, ...); each table reaches to start + len(token_ids) at least.
+        first_blocks: by group, blocks in front of its table: they are behind the window, and may belong to others. So
+            may leading ones of the table that the token at `start` does not see, once the step in front has landed:
+            a runner reads from KvGroup.first_needed(start) on.
         sample: draw a token from the last position's logits; with drafts also from those in front of each guess.
         output_index: index of the first drawn token among the outputs (the counter of the draw).
         num_drafts: len(token_ids) - 1 in a row with drafts; 0: no token is a guess. With drafts num_draws is 1, and
@@ -86,10 +91,11 @@ class ScheduledSeq:
     attempt: str
     token_ids: list[int]
     start: int
-    block_table: list[int]
+    block_tables: tuple[list[int], ...]
     sample: bool
     sampling: SamplingParams
     output_index: int
+    first_blocks: tuple[int, ...] = (0,)
     num_drafts: int = 0
     choice: int = 0
     num_draws: int = 1

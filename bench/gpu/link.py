@@ -71,7 +71,7 @@ def pull() -> None:
     per = CONTEXT // 16 + 8
     params = SamplingParams(max_tokens=1, temperature=0.0)
     seqs = [
-        ScheduledSeq(f"s{i}", [i + 1], CONTEXT, rest[i * per : (i + 1) * per], True, params, 0) for i in range(BATCH)
+        ScheduledSeq(f"s{i}", [i + 1], CONTEXT, (rest[i * per : (i + 1) * per],), True, params, 0) for i in range(BATCH)
     ]
 
     def steps(count: int) -> float:

@@ -77,7 +77,7 @@ def _seqs(runner: TorchModelRunner, batch: int, context: int, params: SamplingPa
     blocks = -(-(context + 64) // BLOCK_SIZE)
     order = torch.randperm(runner.num_blocks)[: batch * blocks].view(batch, blocks).tolist()
     return [
-        ScheduledSeq(f"bench-{batch}-{context}-{i}", [i + 1], context - 1, table, True, params, 0)
+        ScheduledSeq(f"bench-{batch}-{context}-{i}", [i + 1], context - 1, (table,), True, params, 0)
         for i, table in enumerate(order)
     ]
 

@@ -96,9 +96,9 @@ def check_step(seqs: Sequence[ScheduledSeq], pool: KvPool, max_model_len: int) -
         end = seq.start + len(seq.token_ids)
         if not seq.token_ids or seq.start < 0 or end > max_model_len:
             raise InternalError(f"{seq.attempt}: tokens [{seq.start}, {end}) of at most {max_model_len}")
-        if len(seq.block_table) * pool.block_size < end:
-            raise InternalError(f"{seq.attempt}: {len(seq.block_table)} blocks do not cover {end} tokens")
-        if min(seq.block_table) < 0 or max(seq.block_table) >= pool.num_blocks:
+        if len(seq.block_tables[0]) * pool.block_size < end:
+            raise InternalError(f"{seq.attempt}: {len(seq.block_tables[0])} blocks do not cover {end} tokens")
+        if min(seq.block_tables[0]) < 0 or max(seq.block_tables[0]) >= pool.num_blocks:
             raise InternalError(f"{seq.attempt}: a block id is outside the pool of {pool.num_blocks}")
 
 
@@ -142,7 +142,7 @@ class BatchBuilder:
             token_ids += seq.token_ids
             span = range(seq.start, seq.start + len(seq.token_ids))
             positions += span
-            blocks += [seq.block_table[p // block_size] for p in span]
+            blocks += [seq.block_tables[0][p // block_size] for p in span]
             if seq.sample:
                 sample_rows += range(len(token_ids) - 1 - seq.num_drafts, len(token_ids))
                 sample_seqs += [i] * (1 + seq.num_drafts)
@@ -169,7 +169,7 @@ class BatchBuilder:
         for seq in seqs:
             end = seq.start + len(seq.token_ids)
             if end % block_size and seq.start <= end - end % block_size:
-                fresh.append(seq.block_table[end // block_size])
+                fresh.append(seq.block_tables[0][end // block_size])
         return self._tensor(fresh) if fresh else None
 
     def _tensor(self, values: list[int]) -> Tensor:
@@ -184,7 +184,7 @@ class BatchBuilder:
             for seq in seqs[first:last]:
                 # Padded with the sequence's own first block: what is masked must not come from another owner. Blocks past
                 # its end (reserved for growth) hold a former owner's numbers.
-                own = seq.block_table[: seq.start // block_size + 1]
+                own = seq.block_tables[0][: seq.start // block_size + 1]
                 table += own + own[:1] * (width - len(own))
             some = self._tensor(lens[first:last])
             masks: Masks = {w: decode_mask(some, width * block_size, w, self._dtype) for w in self._windows}
@@ -202,7 +202,7 @@ class BatchBuilder:
                 else chunk_mask(seq.start, count, window, self._dtype, self._device)
                 for window in self._windows
             }
-            table = seq.block_table[: math.ceil(end / block_size)]
+            table = seq.block_tables[0][: math.ceil(end / block_size)]
             rows = block_rows(self._tensor(table), self._pool.num_layers) if seq.start else None
             chunks.append(Chunk(first, first + count, end, rows, masks))
             first += count

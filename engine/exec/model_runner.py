@@ -81,6 +81,11 @@ def _with_memory(step: Callable[[], _T]) -> _T:
     raise OutOfDeviceMemory(reason)
 
 
+def _check_group(group: int) -> None:
+    if group:
+        raise InternalError(f"KV group {group}: the pool has one group")
+
+
 class _Launched:
     """Implements engine.runner.StepInFlight."""
 
@@ -273,7 +278,7 @@ class TorchModelRunner:
         if fused is None:
             raise InternalError(f"the {self.backend} backend takes no steps ahead")
         if self._provenance is not None:
-            self._provenance.forget([seq.block_table[seq.start // self.block_size] for seq in seqs])
+            self._provenance.forget([seq.block_tables[0][seq.start // self.block_size] for seq in seqs])
         step = _with_memory(lambda: fused.launch(seqs, fused.build(seqs), sources, self.eos_token_ids))
         return _Launched(step, fused.mover.wrote)
 
@@ -320,8 +325,11 @@ class TorchModelRunner:
             self._provenance.copied(copies)
 
     @torch.inference_mode()
-    def pack(self, block_ids: Sequence[int], num_tokens: int, out: Payload, layers: range | None = None) -> int:
+    def pack(
+        self, block_ids: Sequence[int], num_tokens: int, out: Payload, layers: range | None = None, group: int = 0
+    ) -> int:
         """See ModelRunner.pack. Raises: InternalError when blocks or bytes do not fit the tokens."""
+        _check_group(group)
         try:
             return self.pool.pack(block_ids, num_tokens, out, layers)
         except ValueError as error:
@@ -329,9 +337,10 @@ class TorchModelRunner:
 
     @torch.inference_mode()
     def unpack(
-        self, block_ids: Sequence[int], num_tokens: int, src: Payload, layers: range | None = None
+        self, block_ids: Sequence[int], num_tokens: int, src: Payload, layers: range | None = None, group: int = 0
     ) -> CopyHandle | None:
         """See ModelRunner.unpack. Raises: InternalError when blocks or bytes do not fit the tokens."""
+        _check_group(group)
         if self._provenance is not None:
             self._provenance.forget(block_ids)
         try:

@@ -22,7 +22,7 @@ from diptych.engine.sched.request import Request, State
 @dataclass(frozen=True, slots=True)
 class PackJob:
     """Copy the KV of tokens [first_token, first_token + num_tokens) from `block_ids` into the grant's payload.
-    `layers`: of these only; None: of all."""
+    `layers`: of these only; None: of all. `group`: index of the KV group; the layers are counted within it."""
 
     request: Request
     grant: SlabGrant
@@ -30,6 +30,7 @@ class PackJob:
     first_token: int
     num_tokens: int
     layers: range | None = None
+    group: int = 0
 
 
 @dataclass(slots=True)

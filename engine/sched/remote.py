@@ -18,13 +18,14 @@ from diptych.engine.sched.request import Request
 @dataclass(frozen=True, slots=True)
 class UnpackJob:
     """Copy `num_tokens` tokens' KV from the command's payload into `block_ids`. `layers`: of these only; None: of
-    all."""
+    all. `group`: index of the KV group."""
 
     request: Request
     first_block: int
     block_ids: list[int]
     num_tokens: int
     layers: range | None = None
+    group: int = 0
 
 
 @dataclass(slots=True)

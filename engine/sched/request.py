@@ -159,7 +159,7 @@ class Request(_EveryStep):
             self.attempt,
             [],
             0,
-            self.block_ids,
+            (self.block_ids,),
             False,
             self.sampling,
             0,

@@ -69,7 +69,7 @@ class CudaBackend:
             SamplingParams(max_tokens=1, temperature=0.0, bad_words=((0,),)),
         ):
             count = min(2, max_model_len, self._pool.block_size)
-            seq = ScheduledSeq("warm-up", [last] * count, 0, [0], True, params, 0, top_logprobs=1)
+            seq = ScheduledSeq("warm-up", [last] * count, 0, ([0],), True, params, 0, top_logprobs=1)
             if params.constrained:
                 seq.history, seq.num_prompt = [last] * (count + 1), count
             batch = self.build([seq])

@@ -81,8 +81,8 @@ def lay_out(seqs: Sequence[ScheduledSeq], block_size: int, max_model_len: int) -
         end = seq.start + len(seq.token_ids)
         if not seq.token_ids or seq.start < 0 or end > max_model_len:
             raise InternalError(f"{seq.attempt}: tokens [{seq.start}, {end}) of at most {max_model_len}")
-        if len(seq.block_table) * block_size < end:
-            raise InternalError(f"{seq.attempt}: {len(seq.block_table)} blocks do not cover {end} tokens")
+        if len(seq.block_tables[0]) * block_size < end:
+            raise InternalError(f"{seq.attempt}: {len(seq.block_tables[0])} blocks do not cover {end} tokens")
     single = [i for i, seq in enumerate(seqs) if len(seq.token_ids) == 1 + seq.num_drafts]
     several = [i for i, seq in enumerate(seqs) if len(seq.token_ids) > 1 + seq.num_drafts]
     batch = CudaBatch([*single, *several], [], [], [], 0, [], [], [], [], [])
@@ -91,7 +91,7 @@ def lay_out(seqs: Sequence[ScheduledSeq], block_size: int, max_model_len: int) -
         for at, token in enumerate(seq.token_ids, seq.start):
             batch.token_ids.append(token)
             batch.positions.append(at)
-            batch.slots.append(seq.block_table[at // block_size] * block_size + at % block_size)
+            batch.slots.append(seq.block_tables[0][at // block_size] * block_size + at % block_size)
             if seq.sample:
                 batch.sample_rows.append(len(batch.token_ids) - 1)
                 batch.sample_seqs.append(i)
@@ -102,7 +102,7 @@ def lay_out(seqs: Sequence[ScheduledSeq], block_size: int, max_model_len: int) -
         span = range(seq.start, seq.start + len(seq.token_ids))
         batch.token_ids += seq.token_ids
         batch.positions += span
-        batch.slots += [seq.block_table[p // block_size] * block_size + p % block_size for p in span]
+        batch.slots += [seq.block_tables[0][p // block_size] * block_size + p % block_size for p in span]
         batch.counts.append(len(seq.token_ids))
         batch.starts.append(seq.start)
         if seq.sample:

@@ -47,7 +47,7 @@ class BlockTables:
             row, known = self._known.pop(key) if key in self._known else (self._take_row(), [])
             self._known[key] = (row, known)  # the last one used
             rows.append(row)
-            table = seq.block_table[:count]
+            table = seq.block_tables[0][:count]
             if known == table:
                 continue
             same = len(known) if known == table[: len(known)] else 0

@@ -106,7 +106,7 @@ def _largest_step(runner: ModelRunner, tokens: int) -> list[ScheduledSeq]:
     while tokens > 0 and block < able.num_blocks:
         count = min(tokens, able.max_model_len, (able.num_blocks - block) * able.block_size)
         table = list(range(block, block + -(-count // able.block_size)))
-        seqs.append(ScheduledSeq(f"profile-{len(seqs)}", [0] * count, 0, table, True, params, 0))
+        seqs.append(ScheduledSeq(f"profile-{len(seqs)}", [0] * count, 0, (table,), True, params, 0))
         block += len(table)
         tokens -= count
     return seqs

@@ -55,7 +55,7 @@ class NativeBatchBuilder:
         for i, seq in enumerate(seqs):
             tables.append(len(blocks))
             token_ids += seq.token_ids
-            blocks += seq.block_table[: (seq.start + len(seq.token_ids) - 1) // size + 1]
+            blocks += seq.block_tables[0][: (seq.start + len(seq.token_ids) - 1) // size + 1]
             if seq.sample:
                 sample_rows += range(len(token_ids) - 1 - seq.num_drafts, len(token_ids))
                 sample_seqs += [i] * (1 + seq.num_drafts)

@@ -124,15 +124,19 @@ class HeadsFirst(FakeRunner):
 
     HEADS, BYTES = 2, 4
 
-    def pack(self, block_ids: Sequence[int], num_tokens: int, out: memoryview, layers: range | None = None) -> int:
-        super().pack(block_ids, num_tokens, out, layers)
+    def pack(
+        self, block_ids: Sequence[int], num_tokens: int, out: memoryview, layers: range | None = None, group: int = 0
+    ) -> int:
+        super().pack(block_ids, num_tokens, out, layers, group)
         size = self._swap(out, num_tokens, layers, to_heads_first=True)
         return xxhash.xxh3_64_intdigest(bytes(out[:size]))
 
-    def unpack(self, block_ids: Sequence[int], num_tokens: int, src: memoryview, layers: range | None = None) -> None:
+    def unpack(
+        self, block_ids: Sequence[int], num_tokens: int, src: memoryview, layers: range | None = None, group: int = 0
+    ) -> None:
         copy = bytearray(src)
         self._swap(memoryview(copy), num_tokens, layers, to_heads_first=False)
-        super().unpack(block_ids, num_tokens, memoryview(copy), layers)
+        super().unpack(block_ids, num_tokens, memoryview(copy), layers, group)
 
     def _swap(self, raw: memoryview, num_tokens: int, layers: range | None, *, to_heads_first: bool) -> int:
         rows = 2 * (self.num_layers if layers is None else len(layers))
@@ -213,7 +217,7 @@ def tiny_model(pd: ModuleType, runner: TorchModelRunner) -> LoadedModel:
 
 
 def step(runner: TorchModelRunner, tokens: list[int], start: int, table: list[int], index: int) -> int:
-    [[token]] = runner.execute([ScheduledSeq("a", tokens, start, table, True, SAMPLING, index)]).token_ids
+    [[token]] = runner.execute([ScheduledSeq("a", tokens, start, (table,), True, SAMPLING, index)]).token_ids
     assert token is not None
     return token
 
@@ -242,9 +246,11 @@ async def test_kv_of_another_dtype_arrives_as_torch_casts_it(
     decode = tiny(folder, d_dtype)
     unpack, seen = decode.unpack, []
 
-    def watched(block_ids: Sequence[int], num_tokens: int, src: Any, layers: range | None = None) -> None:
+    def watched(
+        block_ids: Sequence[int], num_tokens: int, src: Any, layers: range | None = None, group: int = 0
+    ) -> None:
         seen.append((list(block_ids), num_tokens))
-        unpack(block_ids, num_tokens, src, layers)
+        unpack(block_ids, num_tokens, src, layers, group)
 
     decode.unpack = watched  # type: ignore[method-assign]
     one_piece = {"slab_bytes": 1 << 20, "kv_overlap": "off"}

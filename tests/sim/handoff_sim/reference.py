@@ -42,7 +42,7 @@ def tokens(family: int, length: int, seed: int) -> tuple[int, ...]:
 def _pool(ids: tuple[int, ...]) -> FakeRunner:
     runner = make_runner(MAX_LEN // BLOCK)
     table = list(range(MAX_LEN // BLOCK))
-    runner.execute([ScheduledSeq("kv", list(ids), 0, table, False, sampling(0, 1), 0)])
+    runner.execute([ScheduledSeq("kv", list(ids), 0, (table,), False, sampling(0, 1), 0)])
     return runner
 
 

@@ -107,7 +107,7 @@ class Driver:
         return [self.free.pop() for _ in range(-(-num_tokens // self.runner.block_size))]
 
     def seq(self, tokens, start, table, *, sample=True, sampling=GREEDY, index=0, history=None) -> ScheduledSeq:
-        seq = ScheduledSeq(f"att-{table[0]}", list(tokens), start, table, sample, sampling, index)
+        seq = ScheduledSeq(f"att-{table[0]}", list(tokens), start, (table,), sample, sampling, index)
         seq.top_logprobs = sampling.logprobs
         if sampling.constrained and history is not None:
             seq.history, seq.num_prompt = history, len(history) - index

@@ -67,7 +67,7 @@ def test_triton_verifies_in_decode_rows(model_dir_of, driver_of):
 
 
 def seq_of(attempt, tokens, start, table, *, drafts=0, sample=True, sampling=GREEDY):
-    return ScheduledSeq(attempt, tokens, start, table, sample, sampling, 0, num_drafts=drafts)
+    return ScheduledSeq(attempt, tokens, start, (table,), sample, sampling, 0, num_drafts=drafts)
 
 
 def test_a_row_with_drafts_is_laid_out_as_decode_rows():

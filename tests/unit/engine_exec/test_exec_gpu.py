@@ -121,7 +121,9 @@ def test_overlapped_kernels_compute_what_separate_ones_do(monkeypatch):
             runner.pool.tensor.copy_(torch.randn(runner.pool.tensor.shape, generator=torch.Generator().manual_seed(1)))
             outs = logits[overlap, graphs] = []
             for count in (1, 12):
-                seqs = [ScheduledSeq(f"s{i}", [i + 7], 100 + 11 * i, t, True, greedy, 0) for i, t in enumerate(tables)]
+                seqs = [
+                    ScheduledSeq(f"s{i}", [i + 7], 100 + 11 * i, (t,), True, greedy, 0) for i, t in enumerate(tables)
+                ]
                 with torch.inference_mode():
                     for _ in range(20):
                         batch = runner._fused.build(seqs[:count])

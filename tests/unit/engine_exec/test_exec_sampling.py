@@ -157,7 +157,7 @@ def test_prompt_logprobs_of_a_chunk_are_those_of_each_token(tiny):
     table = tiny.table(20)
     seq = tiny.seq(prompt, 0, table, sampling=SamplingParams(9, temperature=0.0, prompt_logprobs=2))
     seq.prompt_targets = prompt[1:]
-    other = ScheduledSeq("other", [9, 8, 7], 0, tiny.table(8), True, SamplingParams(9, temperature=0.0), 0)
+    other = ScheduledSeq("other", [9, 8, 7], 0, (tiny.table(8),), True, SamplingParams(9, temperature=0.0), 0)
     result = tiny.runner.execute([other, seq])
     assert len(result.prompt_logprobs[1]) == 13
     [alone] = tiny.runner.execute([tiny.seq(prompt, 0, tiny.table(20))]).token_ids
@@ -169,7 +169,7 @@ def test_prompt_logprobs_of_a_chunk_are_those_of_each_token(tiny):
         assert entry.token_id == prompt[i + 1]
         assert [t for t, _ in entry.top] == [t for t, _ in known.top]
         assert [p for _, p in entry.top] == pytest.approx([p for _, p in known.top], abs=1e-5)
-        tiny.free.extend(step.block_table)
+        tiny.free.extend(step.block_tables[0])
 
 
 FEATURES: dict[str, dict] = {

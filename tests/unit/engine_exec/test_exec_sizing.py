@@ -67,7 +67,7 @@ def test_a_cpu_has_no_such_budget(tiny_dir):
 
 def _prompt(runner: TorchModelRunner, name: str, count: int) -> ScheduledSeq:
     table = list(range(-(-count // runner.block_size)))
-    return ScheduledSeq(name, [7] * count, 0, table, True, SamplingParams(max_tokens=1, temperature=0.0), 0)
+    return ScheduledSeq(name, [7] * count, 0, (table,), True, SamplingParams(max_tokens=1, temperature=0.0), 0)
 
 
 class TestOnTheGpu:

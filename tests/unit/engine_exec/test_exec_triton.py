@@ -122,7 +122,7 @@ def test_logprobs_and_bad_rows(model_dir_of, driver_of):
     [entry] = result.logprobs[0]
     assert (entry.token_id,) == expected
     step.top_logprobs, step.start, step.token_ids = None, 5, [1]
-    driver.runner.pool.tensor[step.block_table[0], :, 1, 2] = float("nan")
+    driver.runner.pool.tensor[step.block_tables[0][0], :, 1, 2] = float("nan")
     assert list(driver.runner.execute([step]).bad_rows) == [0]
 
 
@@ -162,7 +162,9 @@ def test_constrained_draws_and_logprobs_are_the_samplers(rows):
         for i, (fields, history, num_prompt) in enumerate(rows):
             sampling = SamplingParams(max_tokens=50, seed=i, **fields)
             num_prompt = min(num_prompt, len(history))
-            seq = ScheduledSeq(f"r{i}", [history[-1]], len(history) - 1, [0], True, sampling, len(history) - num_prompt)
+            seq = ScheduledSeq(
+                f"r{i}", [history[-1]], len(history) - 1, ([0],), True, sampling, len(history) - num_prompt
+            )
             seq.top_logprobs = sampling.logprobs
             if sampling.constrained:
                 seq.history, seq.num_prompt = history, num_prompt
@@ -186,7 +188,7 @@ def test_constrained_draws_and_logprobs_are_the_samplers(rows):
 
 
 def seq_of(attempt, table, *, tokens=1, start=0, sample=True):
-    return ScheduledSeq(attempt, [7] * tokens, start, table, sample, GREEDY, 0)
+    return ScheduledSeq(attempt, [7] * tokens, start, (table,), sample, GREEDY, 0)
 
 
 def test_block_tables_send_only_what_is_new():
@@ -199,7 +201,7 @@ def test_block_tables_send_only_what_is_new():
     blocks.append(13)
     assert tables.rows([b, a], [2, 4]) == [row_b, row_a]
     assert tables.tensor[row_a, :4].tolist() == [99, 11, 12, 13]
-    a.block_table = [30, 31]
+    a.block_tables = ([30, 31],)
     tables.rows([a], [2])
     assert tables.tensor[row_a, :2].tolist() == [30, 31]
     c = seq_of("c", [40])

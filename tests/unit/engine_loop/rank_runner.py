@@ -25,7 +25,7 @@ class RankRunner(FakeRunner):
         if self._steps == self._at:
             self._misbehave()
         result = super().execute(seqs, should_abort)
-        step = [[seq.attempt, list(seq.token_ids), seq.start, list(seq.block_table)] for seq in seqs]
+        step = [[seq.attempt, list(seq.token_ids), seq.start, list(seq.block_tables[0])] for seq in seqs]
         with self._notes.open("a") as notes:
             notes.write(json.dumps([step, sum(map(len, result.token_ids))]) + "\n")
         return result

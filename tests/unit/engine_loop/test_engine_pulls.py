@@ -49,9 +49,9 @@ class PullingRunner(FakeRunner):
         super().__init__(**options)
         self.copies: list[Copy] = []
 
-    def unpack(self, block_ids, num_tokens, src, layers=None):
+    def unpack(self, block_ids, num_tokens, src, layers=None, group=0):
         if not isinstance(src, DeviceRange):
-            return super().unpack(block_ids, num_tokens, src, layers)
+            return super().unpack(block_ids, num_tokens, src, layers, group)
         return self.copies.pop(0)
 
 

@@ -112,7 +112,7 @@ def test_kv_of_all_ranks_is_packed_and_unpacked(start):
     prefill, _ = start({}, {})
     decode, _ = start({}, {})
     tokens = list(range(40, 51))
-    seq = ScheduledSeq("a", tokens, 0, [3, 5, 7], True, SamplingParams(9, seed=1), 0)
+    seq = ScheduledSeq("a", tokens, 0, ([3, 5, 7],), True, SamplingParams(9, seed=1), 0)
     [(token,)] = prefill.execute([seq], lambda: False).token_ids
     size = 11 * prefill.capabilities.kv_bytes_per_token
     payload = bytearray(size)
@@ -121,7 +121,7 @@ def test_kv_of_all_ranks_is_packed_and_unpacked(start):
     decode.unpack([9, 2, 4], 11, memoryview(payload))
     decode.copy_blocks([BlockCopy(CopyKind.FORK, 4, 6)])
     rows = [
-        executor.execute([ScheduledSeq("a", [token], 11, table, True, SamplingParams(9, seed=1), 1)], lambda: False)
+        executor.execute([ScheduledSeq("a", [token], 11, (table,), True, SamplingParams(9, seed=1), 1)], lambda: False)
         for executor, table in ((prefill, [3, 5, 7]), (decode, [9, 2, 6]))
     ]
     assert rows[0].token_ids == rows[1].token_ids
@@ -180,7 +180,7 @@ async def test_with_a_lost_rank_every_request_fails_and_the_worker_is_told(start
 def test_a_rank_that_takes_no_bytes_is_lost_too(start):
     """A frame larger than the socket holds, to a rank that hangs in the step before."""
     executor, _ = start({}, {"at": 1, "what": "hang"}, deadline_s=3.0)
-    seq = ScheduledSeq("a", [1], 0, list(range(24)) * 100_000, True, SamplingParams(9), 0)
+    seq = ScheduledSeq("a", [1], 0, (list(range(24)) * 100_000,), True, SamplingParams(9), 0)
     with pytest.raises(ExecutorLost, match="did not answer within 3 s"):
         executor.execute([seq], lambda: False)
 
@@ -218,8 +218,8 @@ def test_a_step_message_is_the_same_on_both_sides():
     """Every field but those that stay in their process."""
     for request in requests():
         seq = ScheduledSeq(
-            "a\0" + "1", [4, 5, 6], 7, [1, 2, 3], True, request.sampling, 9, 2, 3, 1, 0, 5, [1, 2, 3], 2, (8, 9), None, True,
-            object(),
+            "a\0" + "1", [4, 5, 6], 7, ([1, 2, 3], [8]), True, request.sampling, 9, (0, 2), 2, 3, 1, 0, 5, [1, 2, 3], 2,
+            (8, 9), None, True, object(),
         )  # fmt: skip
         [there] = step_codec.decode_seqs(step_codec.encode_seqs([seq]))
         assert there.memo is None

@@ -141,7 +141,7 @@ def test_the_engine_gives_what_the_rules_give(kit):
 
     def next_logprobs(outputs):
         tokens = [*range(100, 109), *outputs]
-        seq = ScheduledSeq("alone", tokens, 0, list(range(8)), True, params, 0, num_candidates=1000)
+        seq = ScheduledSeq("alone", tokens, 0, (list(range(8)),), True, params, 0, num_candidates=1000)
         candidates = FakeRunner(8, kit.BLOCK).execute([seq]).candidates[0]
         return [score for _, score in sorted((c.token_id, c.score) for c in candidates)]
 

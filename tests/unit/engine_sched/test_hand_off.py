@@ -309,7 +309,7 @@ def test_a_slab_that_holds_no_block_is_refused_loudly(kit):
 
 def test_a_failed_pack_fails_that_request_and_keeps_the_slab(kit):
     class Broken(FakeRunner):
-        def pack(self, block_ids, num_tokens, out, layers=None):
+        def pack(self, block_ids, num_tokens, out, layers=None, group=0):
             raise RuntimeError("no")
 
     prefill = kit.make_engine(Broken(64, kit.BLOCK))

@@ -106,7 +106,7 @@ def test_a_slab_that_holds_fewer_layers_takes_what_fits(kit):
 
 def test_a_failed_pack_in_the_midst_ends_the_request_only_after_the_step(kit):
     class Broken(FakeRunner):
-        def pack(self, block_ids, num_tokens, out, layers=None):
+        def pack(self, block_ids, num_tokens, out, layers=None, group=0):
             raise RuntimeError("no")
 
     prefill = kit.make_engine(Broken(64, 4, num_layers=LAYERS))
@@ -240,10 +240,10 @@ def test_a_late_prompt_that_cannot_be_packed_fails_alone(kit):
     class Broken(FakeRunner):
         broken = False
 
-        def pack(self, block_ids, num_tokens, out, layers=None):
+        def pack(self, block_ids, num_tokens, out, layers=None, group=0):
             if self.broken:
                 raise RuntimeError("no")
-            return super().pack(block_ids, num_tokens, out, layers)
+            return super().pack(block_ids, num_tokens, out, layers, group)
 
     engine = Broken(64, 4, num_layers=LAYERS)
     prefill = kit.make_engine(engine)
