@@ -77,6 +77,10 @@ async def _serve_and_exit(config: WorkerConfig, make_role: RoleFactory) -> NoRet
     code = await serve(config, make_role)
     await asyncio.to_thread(tracing.close)
     # Everything is closed; an orderly teardown of the libraries would take seconds.
+    _exit(code)
+
+
+def _exit(code: int) -> NoReturn:
     logging.shutdown()
     sys.stdout.flush()
     os._exit(code)
@@ -90,7 +94,7 @@ async def serve(config: WorkerConfig, make_role: RoleFactory) -> int:
     await _first(loading, signals.once.wait())
     if not loading.done():
         # The loading thread cannot be stopped and needs no cleanup.
-        os._exit(_exit_code(signals))
+        _exit(_exit_code(signals))
     model = loading.result()
     if config.fault_step_gates:
         hold_steps(model.runner, Path(config.fault_step_gates) / config.effective_worker_id)
@@ -99,7 +103,7 @@ async def serve(config: WorkerConfig, make_role: RoleFactory) -> int:
     await _first(starting, signals.once.wait())
     if not starting.done():
         # The worker is not registered yet, so there is nothing to drain; it may be waiting for an unavailable store.
-        os._exit(_exit_code(signals))
+        _exit(_exit_code(signals))
     starting.result()
     set_collector()
     log.info("ready", address=runtime.address, transport=runtime.transfer.path, incarnation=runtime.incarnation)

@@ -2,7 +2,7 @@
 
 The standard library's logging (uvicorn, asyncio, grpc), warnings and uncaught exceptions of all threads use the same
 format. gRPC's core writes to stderr directly; it is silent unless GRPC_VERBOSITY is set, since its errors also arrive
-as a call's status.
+as a call's status. A thread writes the lines (log_writer.py): a full pipe blocks nobody.
 
 Loggers bind context (`request_id`, `attempt`, ...); context of the whole process is given to setup_logging. Tracebacks
 never show variables: they may contain prompts or keys.
@@ -19,6 +19,10 @@ from typing import Any
 
 import structlog
 from structlog.tracebacks import ExceptionDictTransformer
+
+from diptych.common.observe.log_writer import ThreadedWriter
+
+_STDERR = 2
 
 
 def writes_json() -> bool:
@@ -55,13 +59,15 @@ def setup_logging(**process: Any) -> None:
         logger_factory=structlog.stdlib.LoggerFactory(),
         cache_logger_on_first_use=True,
     )
-    handler = logging.StreamHandler(sys.stderr)
+    handler = ThreadedWriter(_STDERR, _dropped)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=shared, processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *end]
         )
     )
     root = logging.getLogger()
+    for earlier in root.handlers:
+        earlier.close()
     root.handlers[:] = [handler]
     root.setLevel(level)
     for noisy in ("asyncio", "httpx", "httpcore", "grpc"):
@@ -72,6 +78,11 @@ def setup_logging(**process: Any) -> None:
         args.exc_type, args.exc_value, args.exc_traceback, args.thread.name if args.thread is not None else ""
     )
     sys.unraisablehook = lambda args: _uncaught(args.exc_type, args.exc_value, args.exc_traceback, repr(args.object))
+
+
+def _dropped(num_lines: int) -> logging.LogRecord:
+    words = "log lines were dropped: whoever reads them is too slow"
+    return logging.LogRecord(__name__, logging.WARNING, "", 0, f"{num_lines} {words}", (), None)
 
 
 def _uncaught(

@@ -1,0 +1,103 @@
+"""Log lines on their way to stderr: a thread writes them, so that a reader who stands still blocks nobody.
+
+    emit(record)   formats on the caller's thread, puts the line in a queue; a full queue counts it instead
+                   the next line that finds room comes after one that says how many were dropped
+    the thread     writes what is queued in one go, in order
+    close()        waits for the thread, for a bounded time; from then on lines are written at once
+
+Errors of the interpreter and of libraries in C write to stderr themselves, as ever.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import select
+import threading
+from collections.abc import Callable
+
+MOST_QUEUED = 10_000
+"""Lines: some seconds of a busy router, a few MB."""
+FLUSH_S = 2.0
+"""For a reader that takes its time when the process ends."""
+
+
+class ThreadedWriter(logging.Handler):
+    """Args:
+    fd: where lines go; it is not closed.
+    dropped: makes the record that reports so many dropped lines.
+    """
+
+    def __init__(self, fd: int, dropped: Callable[[int], logging.LogRecord], *, most_queued: int = MOST_QUEUED) -> None:
+        super().__init__()
+        self._fd, self._report, self._most = fd, dropped, most_queued
+        self._queue: queue.SimpleQueue[str | threading.Event | None] = queue.SimpleQueue()
+        """Lines; events to set once all before them is written; None: the thread ends."""
+        self._dropped = 0
+        self._closed = self._stuck = False
+        self._thread = threading.Thread(target=self._run, name="log", daemon=True)
+        self._thread.start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See logging.Handler."""
+        try:
+            line = self.format(record) + "\n"
+        except Exception:
+            self.handleError(record)
+            return
+        if self._closed:
+            if not self._stuck:
+                _write(self._fd, line)
+        elif self._queue.qsize() < self._most:
+            self._report_dropped()
+            self._queue.put(line)
+        else:
+            self._dropped += 1  # under the handler's lock, as all of emit
+
+    def _report_dropped(self) -> None:
+        if self._dropped:
+            self._queue.put(self.format(self._report(self._dropped)) + "\n")
+            self._dropped = 0
+
+    def flush(self) -> None:
+        """Wait until everything that was queued is written, at most FLUSH_S."""
+        if not self._closed:
+            self._flushed()
+
+    def _flushed(self) -> bool:
+        written = threading.Event()
+        self._queue.put(written)
+        return written.wait(FLUSH_S)
+
+    def close(self) -> None:
+        """See logging.Handler. What is not written after FLUSH_S is lost. Idempotent."""
+        if not self._closed:
+            self._report_dropped()
+            self._stuck = not self._flushed()
+            self._closed = True
+            self._queue.put(None)
+        super().close()
+
+    def _run(self) -> None:
+        ended = False
+        while not ended:
+            items = [self._queue.get()]
+            while not self._queue.empty():
+                items.append(self._queue.get())
+            ended = None in items
+            _write(self._fd, "".join(item for item in items if isinstance(item, str)))
+            for item in items:
+                if isinstance(item, threading.Event):
+                    item.set()
+
+
+def _write(fd: int, text: str) -> None:
+    left = memoryview(text.encode("utf-8", "backslashreplace"))
+    while left:
+        try:
+            left = left[os.write(fd, left) :]
+        except BlockingIOError:  # somebody made the descriptor non-blocking
+            select.select([], [fd], [])
+        except OSError:  # the reader is gone, or the disk is full: nobody to tell
+            return

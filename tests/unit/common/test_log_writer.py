@@ -1,0 +1,123 @@
+"""A log that nobody reads blocks nobody, loses nothing in silence and keeps its order."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from diptych.common.observe import log_writer
+from diptych.common.observe.log_writer import ThreadedWriter
+
+WAIT_S = 120.0
+LINE = "x" * 1000
+MORE_THAN_A_PIPE = 1000  # lines
+SETUP = "import sys; from diptych.common.observe.logging import setup_logging; setup_logging(); import structlog\n"
+
+
+def report(num_lines: int) -> logging.LogRecord:
+    return record(f"{num_lines} dropped")
+
+
+def record(text: str) -> logging.LogRecord:
+    return logging.LogRecord("test", logging.INFO, "", 0, text, (), None)
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, int]]:
+    ours, theirs = os.pipe()
+    yield ours, theirs
+    for fd in (ours, theirs):
+        os.close(fd)
+
+
+def read_all(fd: int, until: Callable[[str], bool]) -> list[str]:
+    text = ""
+    while not until(text):
+        text += os.read(fd, 1 << 16).decode()
+    return text.splitlines()
+
+
+def test_15_a_full_pipe_drops_what_is_too_much_and_says_how_much(pipe: tuple[int, int]) -> None:
+    ours, theirs = pipe
+    writer = ThreadedWriter(theirs, report, most_queued=MORE_THAN_A_PIPE)
+    for i in range(5 * MORE_THAN_A_PIPE):  # nobody reads
+        writer.emit(record(f"{i} {LINE}"))
+    kept: list[str] = []
+    while not writer._queue.empty():
+        kept += read_all(ours, lambda text: text.endswith("\n"))
+    writer.emit(record("afterwards"))
+    *kept_too, dropped, afterwards = read_all(ours, lambda text: text.endswith("afterwards\n"))
+    kept += kept_too
+    assert [line.split()[0] for line in kept] == [str(i) for i in range(len(kept))]
+    assert len(kept) >= MORE_THAN_A_PIPE
+    assert dropped == f"{5 * MORE_THAN_A_PIPE - len(kept)} dropped"
+    assert afterwards == "afterwards"
+    writer.close()
+    writer._thread.join(WAIT_S)
+    assert not writer._thread.is_alive()
+
+
+def test_15_what_is_logged_is_written_when_the_log_is_flushed_and_after_its_end(pipe: tuple[int, int]) -> None:
+    ours, theirs = pipe
+    writer = ThreadedWriter(theirs, report)
+    writer.emit(record("one"))
+    writer.flush()
+    assert os.read(ours, 100) == b"one\n"
+    writer.close()
+    writer.close()
+    writer.flush()
+    writer.emit(record("an object that ends late"))
+    assert os.read(ours, 100) == b"an object that ends late\n"
+
+
+def test_15_a_descriptor_that_does_not_block_loses_nothing(pipe: tuple[int, int]) -> None:
+    ours, theirs = pipe
+    os.set_blocking(theirs, False)
+    writer = ThreadedWriter(theirs, report)
+    for i in range(MORE_THAN_A_PIPE):
+        writer.emit(record(f"{i} {LINE}"))
+    lines = read_all(ours, lambda text: text.count("\n") == MORE_THAN_A_PIPE)
+    assert lines == [f"{i} {LINE}" for i in range(MORE_THAN_A_PIPE)]
+    writer.close()
+
+
+def test_15_the_end_does_not_wait_for_a_reader_that_stands_still(
+    pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_writer, "FLUSH_S", 0.01)
+    writer = ThreadedWriter(pipe[1], report)
+    for _ in range(MORE_THAN_A_PIPE):
+        writer.emit(record(LINE))
+    writer.close()
+    writer.emit(record("lost"))
+    read_all(pipe[0], lambda text: text.count("\n") == MORE_THAN_A_PIPE)  # lets the thread end
+    writer._thread.join(WAIT_S)
+    assert not writer._thread.is_alive()
+
+
+def test_15_a_process_works_on_while_its_log_pipe_is_full() -> None:
+    program = (
+        f"{SETUP}for i in range({MORE_THAN_A_PIPE}): structlog.get_logger().info('line', i=i, text='{LINE}')\n"
+        "print('goes on', flush=True); sys.stdin.read(); raise ValueError('the end')"
+    )
+    command = [sys.executable, "-c", program]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    env = os.environ | {"DIPTYCH_LOG_JSON": "1"}
+    with subprocess.Popen(command, **pipes, text=True, env=env) as process:  # type: ignore[call-overload]
+        late = threading.Timer(WAIT_S, process.kill)
+        late.start()
+        assert process.stdout.readline() == "goes on\n"
+        _, written = process.communicate(timeout=WAIT_S)
+        late.cancel()
+    *lines, end = [json.loads(line) for line in written.splitlines()]
+    assert [line["i"] for line in lines] == list(range(MORE_THAN_A_PIPE))
+    assert end["event"] == "uncaught exception"
+    assert "the end" in json.dumps(end["exception"])
+    assert process.returncode == 1
