@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from diptych.common.cores import usable_cores
+
 UNLIMITED = 2**64 - 1
 RDMA_MODULES = ("ib_core", "ib_uverbs", "rdma_ucm")
 """Kernel modules needed by user-space RDMA with any card; its own driver shows as a device."""
@@ -55,7 +57,7 @@ def read_host_facts(root: Path = Path("/"), site: Path | None = None) -> HostFac
     shm_bytes, shm_free = _shm(root / "dev/shm")
     return HostFacts(
         wall_clock_s=time.time(),
-        cpus=len(os.sched_getaffinity(0)),
+        cpus=usable_cores(root),
         load_1m=os.getloadavg()[0],
         open_files=len(_names(root / "proc/self/fd")),
         max_open_files=_limit(resource.RLIMIT_NOFILE),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from diptych.cli.up.config import usable_cores
+from diptych.common.cores import usable_cores
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from types import FrameType
 from diptych.cli.settings.merge import child_environment
 from diptych.cli.up import embedded_redis
 from diptych.cli.up.cluster_plan import ClusterPlan
-from diptych.cli.up.config import UpConfig, threads_for, usable_cores
+from diptych.cli.up.config import UpConfig, threads_for
 from diptych.cli.up.gpus import GpuAssignment, assign_gpus, describe_assignments, find_gpus
 from diptych.cli.up.processes import ProcessIdentity, require_free_port, tail
 from diptych.cli.up.progress_log import Stages
@@ -31,6 +31,7 @@ from diptych.cli.up.run_folder import ChildState, ClusterState, RunFolder
 from diptych.cli.up.startup_message import has_chat_template, startup_message
 from diptych.cli.up.supervisor import Child, Supervisor, exit_reason
 from diptych.common.addresses import host_port
+from diptych.common.cores import usable_cores
 from diptych.common.errors import ConfigError
 
 STOP_GRACE_S = 4.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,7 +50,8 @@ class UpConfig:
         transport: of KV between the workers: ucx, nixl, ipc or ucx-gpu (GPUs), or auto: the best that passes its
             self-test; empty: ucx on a CPU, auto on GPUs.
         num_blocks: KV blocks per worker; 0: by the memory that the worker finds.
-        threads_per_worker: torch threads; 0: one while two workers share two cores, more on larger machines.
+        threads_per_worker: torch threads; 0: one while two workers share two cores, more on larger
+            machines; affinity and a container's CPU quota count.
         verify_weights: hash the model's files changed (where size, mtime or inode differ from the last start's) or always.
         worker_args: further flags of `diptych prefill` and `diptych decode`, as one string.
         router_args: further flags of `diptych router`, as one string.
@@ -149,11 +149,6 @@ class UpConfig:
     @property
     def num_workers(self) -> int:
         return self.prefill_workers + self.decode_workers
-
-
-def usable_cores() -> int:
-    """Cores that we may run on: taskset or a container's cpuset may leave fewer than the machine has."""
-    return len(os.sched_getaffinity(0))
 
 
 def threads_for(config: UpConfig, cores: int) -> int:

@@ -1,12 +1,9 @@
 from __future__ import annotations
 
-import os
-
 import pytest
 
-from diptych.cli.bench.config import ClusterChoice
 from diptych.cli.settings.options import field_help
-from diptych.cli.up.config import UpConfig, threads_for, usable_cores
+from diptych.cli.up.config import UpConfig, threads_for
 from diptych.cli.up.supervisor import exit_reason, restart_delay_s
 from diptych.common.errors import ConfigError
 
@@ -33,17 +30,6 @@ def test_threads_share_the_cores_and_are_never_zero():
     assert threads_for(UpConfig(), cores=1) == 1
     assert threads_for(UpConfig(), cores=16) == 8
     assert threads_for(UpConfig(threads_per_worker=3), cores=2) == 3
-
-
-def test_1_cores_are_those_that_the_process_may_use():
-    allowed = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(allowed)})
-    try:
-        assert usable_cores() == 1
-        assert ClusterChoice(decode_workers=0).threads == 1
-    finally:
-        os.sched_setaffinity(0, allowed)
-    assert usable_cores() == len(allowed)
 
 
 def test_restart_delay_grows_and_is_bounded():
