@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from diptych.common.kv_format import KvFormat, KvKind
+from diptych.common.kv_format import KvFormat, KvGroup, KvKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,3 +82,61 @@ def _run_starts(held: Sequence[bool]) -> list[int]:
     for index, there in enumerate(held):
         starts.append(starts[-1] if there else index + 1)
     return starts
+
+
+def most_blocks_held(group: KvGroup, num_tokens: int, chunk: int = 1) -> int:
+    """Blocks that a sequence of at most `num_tokens` tokens holds at one time, when it is computed in chunks of at most `chunk`
+    tokens: a window group frees what is behind the window after each chunk."""
+    all_blocks = -(-num_tokens // group.block_size)
+    if not group.window:
+        return all_blocks
+    return min(all_blocks, -(-(group.window - 1 + chunk) // group.block_size) + 1)
+
+
+def holds(kv: KvFormat, group_blocks: Sequence[int], num_tokens: int, chunk: int) -> bool:
+    """Whether empty pools of so many blocks, by group, can hold one sequence of `num_tokens` tokens."""
+    return all(
+        most_blocks_held(group, num_tokens, chunk) <= blocks
+        for group, blocks in zip(kv.groups, group_blocks, strict=True)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PoolDemand:
+    """What a worker's sequences can use of a window group at one time. Its pool has no more than that: longer sequences need more
+    blocks of the full groups only.
+
+    Args:
+        max_num_seqs, max_num_batched_tokens: see EngineConfig.
+    """
+
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+
+    def group_blocks(self, kv: KvFormat, num_blocks: int) -> tuple[int, ...]:
+        """Blocks of each group's pool. The first group has `num_blocks`, a window group behind it no more than all sequences and
+        one chunk can hold."""
+        return tuple(
+            min(num_blocks, self._most(group)) if index and group.window else num_blocks
+            for index, group in enumerate(kv.groups)
+        )
+
+    def pool_bytes(self, kv: KvFormat, num_blocks: int) -> int:
+        """Bytes of all groups' pools."""
+        counts = self.group_blocks(kv, num_blocks)
+        return sum(count * group.block_bytes(kv.shard) for count, group in zip(counts, kv.groups, strict=True))
+
+    def most_blocks(self, kv: KvFormat, size_bytes: int) -> int:
+        """The largest `num_blocks` whose pools fit into `size_bytes`; 0: not one block of each group."""
+        low, high = 0, size_bytes // kv.groups[0].block_bytes(kv.shard)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.pool_bytes(kv, middle) <= size_bytes:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def _most(self, group: KvGroup) -> int:
+        held = -(-group.window // group.block_size) + 1
+        return self.max_num_seqs * held + -(-self.max_num_batched_tokens // group.block_size)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from diptych.common.kv_format import KvFormat
 from diptych.engine.messages import BlockCopy, Payload, ScheduledSeq, StepResult
 
 
@@ -23,14 +24,16 @@ class RunnerCapabilities:
     nothing else.
 
     Args:
-        num_blocks, block_size: of its KV pool, [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]; a block
-            id is an index into it.
-        kv_bytes_per_token: over all layers, K and V.
+        num_blocks, block_size: of its first KV group's pool, [num_blocks, num_layers, 2, block_size, num_kv_heads,
+            head_dim]; a block id is an index into the pool of its group.
+        kv_bytes_per_token, num_layers: over all layers of all groups, K and V.
         num_host_blocks: slots of the host tier, one block each; 0: there is none.
         runs_ahead: `launch` works: the host is free from a step's launch on. `on_launched` is called.
         reports_layers: `on_layers` is called.
         verifies_drafts: rows may have drafts, see ScheduledSeq.
         grammars: rows may have a grammar.
+        kv: the groups of its KV; None: one group, which keeps every token.
+        group_blocks: blocks of each group's pool; empty: `num_blocks` in every one.
     """
 
     num_blocks: int
@@ -45,6 +48,8 @@ class RunnerCapabilities:
     reports_layers: bool = False
     verifies_drafts: bool = False
     grammars: bool = True
+    kv: KvFormat | None = None
+    group_blocks: tuple[int, ...] = ()
 
 
 class CopyHandle(Protocol):

@@ -42,10 +42,22 @@ class BlockPool:
 
     Args:
         tenant_quota: cached blocks (not used by a request) that one tenant may have; None: no limit.
+        group: index of the KV group whose blocks these are.
+        announces: entries of the prefix cache and evictions are events.
     """
 
-    def __init__(self, num_blocks: int, host: HostTier | None = None, tenant_quota: int | None = None) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        host: HostTier | None = None,
+        tenant_quota: int | None = None,
+        *,
+        group: int = 0,
+        announces: bool = True,
+    ) -> None:
         self.num_blocks = num_blocks
+        self._group = group
+        self._announces = announces
         self.host = host or HostTier(0)
         self.ages = BlockAges(num_blocks)
         self._copies: list[BlockCopy] = []
@@ -182,7 +194,7 @@ class BlockPool:
 
     def copy(self, kind: CopyKind, src: int, dst: int) -> None:
         """The runner is to copy a block, after the copies before and before anything else."""
-        self._copies.append(BlockCopy(kind, src, dst))
+        self._copies.append(BlockCopy(kind, src, dst, self._group))
 
     def take_copies(self) -> list[BlockCopy]:
         """Copies since the last call, in the order in which they must be carried out."""
@@ -203,6 +215,10 @@ class BlockPool:
             found.append(block)
         return found
 
+    def cached_block(self, key: bytes) -> int | None:
+        """The block of a key in the cache. Takes no reference: pin it."""
+        return self._by_key.get(key)
+
     def num_evictable(self, blocks: Iterable[int]) -> int:
         return sum(1 for block in blocks if self._refs[block] == 0)
 
@@ -217,6 +233,8 @@ class BlockPool:
         self.ages.stored(block)
         if self._quota is not None:
             self._tenants[block] = tenant
+        if not self._announces:
+            return
         if self._evicted:
             self._flush_cache_events()
         self._stored.append(key)
@@ -266,6 +284,8 @@ class BlockPool:
         self._keys[block] = None
         self._tenants.pop(block, None)
         del self._by_key[key]
+        if not self._announces:
+            return
         if self._stored:
             self._flush_cache_events()
         self._evicted.append(key)

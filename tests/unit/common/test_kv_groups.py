@@ -9,7 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diptych.common.kv_format import KvFormat, KvGroup, KvKind, kv_group, windowed_format
-from diptych.common.kv_groups import expected_ranges, freed_blocks, longest_hit
+from diptych.common.kv_groups import (
+    PoolDemand,
+    expected_ranges,
+    freed_blocks,
+    holds,
+    longest_hit,
+    most_blocks_held,
+)
 
 
 def visible(position: int, window: int) -> set[int]:
@@ -109,3 +116,33 @@ def test_a_gemma_3_like_model_moves_little_more_than_its_windows(num_tokens: int
     )
     edge = sum(group.block_size * group.bytes_per_token(kv.shard) for group in kv.groups if group.window)
     assert kv.transfer_bytes(0, num_tokens) <= moved <= kv.transfer_bytes(0, num_tokens) + edge
+
+
+@settings(max_examples=200, deadline=None)
+@given(formats(), st.integers(1, 20), st.data())
+def test_no_sequence_holds_more_than_what_is_counted_for_it(kv: KvFormat, chunk: int, data: st.DataObject) -> None:
+    """A chunk's blocks are there before it is computed, and those behind the window go when it is."""
+    num_tokens = data.draw(st.integers(1, 80))
+    for group in kv.groups:
+        most = computed = 0
+        while computed < num_tokens:
+            end = min(num_tokens, computed + data.draw(st.integers(1, chunk)))
+            most = max(most, -(-end // group.block_size) - group.first_block(computed))
+            computed = end
+        assert most <= most_blocks_held(group, num_tokens, chunk)
+
+
+@settings(max_examples=200, deadline=None)
+@given(formats(), st.integers(1, 8), st.integers(1, 64), st.integers(1, 200))
+def test_pools_take_the_memory_that_there_is_and_hold_what_the_first_group_holds(
+    kv: KvFormat, num_seqs: int, chunk: int, num_blocks: int
+) -> None:
+    demand = PoolDemand(num_seqs, chunk)
+    size_bytes = demand.pool_bytes(kv, num_blocks)
+    assert demand.pool_bytes(kv, most := demand.most_blocks(kv, size_bytes)) <= size_bytes
+    assert most >= num_blocks
+    assert demand.pool_bytes(kv, most + 1) > size_bytes
+    counts = demand.group_blocks(kv, num_blocks)
+    assert counts[0] == num_blocks
+    if not kv.groups[0].window and len({group.block_size for group in kv.groups}) == 1:
+        assert holds(kv, counts, num_blocks * kv.block_size, chunk), "a window group is never what refuses a prompt"
