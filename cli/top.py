@@ -55,6 +55,12 @@ def recent(status: dict[str, Any]) -> dict[str, float | None]:
     }
 
 
+def _gpu(worker: dict[str, Any], prefix: str = "") -> str:
+    """How busy its GPU is, and what holds its clocks down; empty: it has none."""
+    gpu = worker.get("gpu")
+    return f"{prefix}{100 * gpu['busy']:.0f}%{''.join(f'!{reason}' for reason in gpu['throttled'])}" if gpu else ""
+
+
 def models_of(status: dict[str, Any]) -> list[tuple[str, list[dict[str, Any]]]]:
     """(model, its workers) of every model that the router serves."""
     every = [status, *status.get("more_models", [])]
@@ -80,7 +86,7 @@ def line_of(status: dict[str, Any], at: str) -> str:
     for _, workers in models_of(status):
         for worker in workers:
             state = "down" if worker["why_not"] else f"{100 * worker['kv_usage']:.0f}%kv"
-            parts.append(f"{worker['id']}={worker['running']}r/{worker['waiting']}w/{state}")
+            parts.append(f"{worker['id']}={worker['running']}r/{worker['waiting']}w/{state}{_gpu(worker, '/gpu:')}")
     return " ".join(parts)
 
 
@@ -107,6 +113,7 @@ def view(status: dict[str, Any]) -> Any:
         plots.add_row(title, Text(sparkline(by_age(series, field)), style="cyan"), shown)
     workers = Table(box=None, pad_edge=False)
     several = len(models) > 1
+    with_gpu = any(worker.get("gpu") for _, found in models for worker in found)
     for name in (
         *(("model",) if several else ()),
         "worker",
@@ -118,6 +125,7 @@ def view(status: dict[str, Any]) -> Any:
         "KV",
         "prefill tok/s",
         "step",
+        *(("GPU",) if with_gpu else ()),
         "index",
     ):
         workers.add_column(name, justify="left" if name in ("model", "worker", "role", "state", "index") else "right")
@@ -126,7 +134,8 @@ def view(status: dict[str, Any]) -> Any:
         workers.add_row(
             *((model,) if several else ()), w["id"], w["role"], state, f"{w['running']}/{w['max_num_seqs']}", str(w["waiting"]),
             str(w["waiting_prompt_tokens"]), f"{100 * w['kv_usage']:.0f}%",
-            f"{w['prefill_tokens_per_s']:.0f}", seconds(w["decode_step_s"] or None), w["index_mode"],
+            f"{w['prefill_tokens_per_s']:.0f}", seconds(w["decode_step_s"] or None),
+            *((_gpu(w),) if with_gpu else ()), w["index_mode"],
         )  # fmt: skip
     stages = Text("time p50  ", style="dim")
     stages.append(", ".join(f"{name.replace('_', ' ')} {seconds(s['p50'])}" for name, s in status["stages"].items()))

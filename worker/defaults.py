@@ -40,11 +40,12 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """The device of a worker. `total_bytes`: of its memory, 0 on a CPU."""
+    """The device of a worker. `total_bytes`: of its memory, 0 on a CPU. `uuid`: of a GPU."""
 
     kind: str = "cpu"
     name: str = "the CPU"
     total_bytes: int = 0
+    uuid: str = ""
 
 
 @dataclass(frozen=True, slots=True)

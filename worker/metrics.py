@@ -27,6 +27,7 @@ from diptych.engine.messages import EngineStats
 from diptych.engine.stats import AGE_BUCKETS_S, Ages
 from diptych.kvtransfer.api import PeerRef, ReceivedSlab, SlabReader, Transfer, TransferAudit
 from diptych.kvtransfer.handle import SlabHandle
+from diptych.worker.gpu import GpuMonitor, gpu_families
 
 log = structlog.get_logger(__name__)
 
@@ -52,6 +53,7 @@ class WorkerMetrics(Metrics):
         self._transfer: Transfer | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self.external_tokens = 0
+        self.gpu: GpuMonitor | None = None
         if role == "decode":
             self.read_seconds = self.histogram(
                 "kv_transfer_seconds", "Time of one slab read, from its request to the verified KV", TRANSFER_BUCKETS_S
@@ -194,6 +196,8 @@ class _Snapshot(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield from self._metrics.engine_families()
+        if self._metrics.gpu is not None:
+            yield from gpu_families(self._metrics.gpu)
         yield from self._metrics.transfer_families()
 
 

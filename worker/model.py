@@ -49,6 +49,7 @@ class LoadedModel:
         config: the settings with the device's defaults filled in; None: of a CPU.
         kernels: the back ends: native, torch or triton, with their blocks where there are several.
         refused: which faster back end refuses which blocks, and why; empty: none.
+        gpu_uuid: of the GPU that computes; empty: a CPU does.
     """
 
     runner: ModelRunner
@@ -59,6 +60,7 @@ class LoadedModel:
     config: WorkerConfig | None = None
     kernels: str = ""
     refused: str = ""
+    gpu_uuid: str = ""
 
 
 def choose_num_blocks(config: WorkerConfig, *, bytes_per_block: int, max_model_len: int, available_bytes: int) -> int:
@@ -115,7 +117,8 @@ def _load(config: WorkerConfig, folder: Path, hashing: CheckpointHash) -> Loaded
         checkpoint_dtype(raw) if config.device != "cpu" and config.dtype == AUTO else "float32",
         kv_format_of(parsed, block_size=config.block_size),
     )
-    config, lines = settled(config, _device_facts(config.device), facts)
+    device = _device_facts(config.device)
+    config, lines = settled(config, device, facts)
     for line in lines:
         log.info("by default", setting=line)
     kv = facts.kv.with_dtype(config.dtype)
@@ -182,7 +185,17 @@ def _load(config: WorkerConfig, folder: Path, hashing: CheckpointHash) -> Loaded
         kernels=runner.backend,
     )
     log.info(runner.weight_sizes.line())
-    return LoadedModel(runner, compat, identity, factory, grammars, config, runner.backend, "; ".join(runner.refusals))
+    return LoadedModel(
+        runner,
+        compat,
+        identity,
+        factory,
+        grammars,
+        config,
+        kernels=runner.backend,
+        refused="; ".join(runner.refusals),
+        gpu_uuid=device.uuid,
+    )
 
 
 def checkpoint_dtype(config: Mapping[str, Any]) -> str:
@@ -207,7 +220,7 @@ def _device_facts(device: str) -> DeviceFacts:
     if not torch.cuda.is_available():
         raise ConfigError("device", device, "no CUDA device is usable here")
     properties = torch.cuda.get_device_properties(0)
-    return DeviceFacts("cuda", properties.name, properties.total_memory)
+    return DeviceFacts("cuda", properties.name, properties.total_memory, str(properties.uuid))
 
 
 def make_grammars(config: WorkerConfig, tokenizer: ModelTokenizer) -> GrammarCompiler | None:

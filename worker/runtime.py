@@ -43,6 +43,7 @@ from diptych.worker import wire
 from diptych.worker.cache_events import CacheEventFeed
 from diptych.worker.config import WorkerConfig
 from diptych.worker.defaults import DeviceFacts, settled
+from diptych.worker.gpu import GpuMonitor, watch_gpu
 from diptych.worker.host_facts import read_host_facts
 from diptych.worker.liveness import why_not_live
 from diptych.worker.metrics import MetricsServer, WorkerMetrics
@@ -50,7 +51,7 @@ from diptych.worker.model import LoadedModel
 from diptych.worker.refs import WorkerRef
 from diptych.worker.role import Role
 from diptych.worker.service import WorkerServicer
-from diptych.worker.stats import engine_numbers, host_to_proto, settings_of
+from diptych.worker.stats import engine_numbers, gpu_to_proto, host_to_proto, settings_of
 
 log = structlog.get_logger(__name__)
 
@@ -152,6 +153,7 @@ class WorkerRuntime:
             cache_dtype="+".join(model.compat.kv.dtypes),
             enable_prefix_caching=config.enable_prefix_caching,
         )
+        self.gpu: GpuMonitor | None = None
         self._metrics_server: MetricsServer | None = None
         self._transfer: Transfer | None = None
         self._role: Role | None = None
@@ -179,6 +181,7 @@ class WorkerRuntime:
         try:
             await self._warm_up()
             self._transfer = await self._make_transfer(self)
+            self.gpu = self.metrics.gpu = watch_gpu(self.config.device, self.model.gpu_uuid)
             self.metrics.begin(self._transfer, asyncio.get_running_loop())
             self._role = self._make_role(self)
             await self._listen()
@@ -234,6 +237,8 @@ class WorkerRuntime:
     async def _close_metrics(self) -> None:
         if self._metrics_server is not None:
             await self._quietly("metrics", asyncio.to_thread(self._metrics_server.close))
+        if self.gpu is not None:
+            await self._quietly("GPU monitor", asyncio.to_thread(self.gpu.close))
 
     async def _register(self) -> None:
         if self._store is None:
@@ -288,6 +293,7 @@ class WorkerRuntime:
             settings=settings_of(self.config, self.model.kernels, self.model.refused),
             uptime_s=self.clock.now() - self._began,
             preemption=wire.preemption_to_proto(self.preemption_rates(), self.tiers()),
+            gpu=gpu_to_proto(self.gpu.numbers()) if self.gpu is not None else None,
         )
 
     def preemption_rates(self) -> Rates:
@@ -352,6 +358,7 @@ class WorkerRuntime:
                 decode_step_s=stats.decode_step_s,
                 prompt_step_s=stats.prompt_step_s,
                 link_bytes_per_s=self.role.link_rates(),
+                gpu=self.gpu.load() if self.gpu is not None else None,
             ),
         )
 

@@ -29,6 +29,25 @@ class Host:
 
 
 @dataclass(frozen=True, slots=True)
+class Gpu:
+    """A worker's GPU, since the worker started; None: it does not report this.
+
+    Args:
+        observed_s, busy_s, throttled_s: seconds: observed; with a kernel; with clocks held down, by reason.
+        nvlinks: active links. nvlink_bytes: over them, both directions.
+    """
+
+    uuid: str = ""
+    observed_s: float = 0.0
+    busy_s: float = 0.0
+    throttled_s: Mapping[str, float] = field(default_factory=dict)
+    sm_clock_hz: float | None = None
+    max_sm_clock_hz: float | None = None
+    nvlinks: int | None = None
+    nvlink_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Worker:
     """One worker.
 
@@ -38,6 +57,7 @@ class Worker:
         links: decode: measured bytes/s by prefill worker.
         before, after: the engine's numbers by name, at the two points in time.
         settings: those that affect throughput, by name.
+        gpu_before, gpu: its GPU, at the two points in time; None: there is none, or NVML does not answer.
         swap_from_tokens: tokens from which swapping is cheaper than recomputing; None: unknown or no host tier.
     """
 
@@ -57,6 +77,8 @@ class Worker:
     slabs_quarantined: int = 0
     kv_bytes_per_token: int = 0
     swap_from_tokens: float | None = None
+    gpu_before: Gpu | None = None
+    gpu: Gpu | None = None
 
     def now(self, name: str) -> float:
         return self.after.get(name, 0.0)

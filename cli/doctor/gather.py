@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 
-from diptych.cli.doctor.facts import Facts, Host, Worker
+from diptych.cli.doctor.facts import Facts, Gpu, Host, Worker
 from diptych.cli.status_client import StatusClient
 from diptych.common.tls import ClusterTls
 from diptych.rpc.channels import channel_options, cluster_credentials, name_option
@@ -40,7 +40,7 @@ def gather(
 
 
 def _joined(before: Worker, after: Worker) -> Worker:
-    return after if after.error or before.error else replace(after, before=before.after)
+    return after if after.error or before.error else replace(after, before=before.after, gpu_before=before.gpu)
 
 
 def _query_all(known: list[dict[str, Any]], tls: ClusterTls | None) -> list[Worker]:
@@ -84,6 +84,21 @@ def _query(known: dict[str, Any], tls: ClusterTls | None) -> Worker:
         slabs_quarantined=audit.slabs.quarantined,
         kv_bytes_per_token=cost.kv_bytes_per_token,
         swap_from_tokens=cost.swap_from_tokens if cost.HasField("swap_from_tokens") else None,
+        gpu=_gpu(stats.gpu) if stats.HasField("gpu") else None,
+    )
+
+
+def _gpu(told: worker_pb2.GpuFacts) -> Gpu:
+    known = told.HasField("nvlink_sent_bytes") and told.HasField("nvlink_received_bytes")
+    return Gpu(
+        uuid=told.uuid,
+        observed_s=told.observed_s,
+        busy_s=told.busy_s,
+        throttled_s=dict(told.throttled_s),
+        sm_clock_hz=told.sm_clock_hz if told.HasField("sm_clock_hz") else None,
+        max_sm_clock_hz=told.max_sm_clock_hz if told.HasField("max_sm_clock_hz") else None,
+        nvlinks=told.nvlinks if told.HasField("nvlinks") else None,
+        nvlink_bytes=told.nvlink_sent_bytes + told.nvlink_received_bytes if known else None,
     )
 
 

@@ -17,6 +17,8 @@ MAX_RECORD_BYTES = 64 * 1024
 MAX_KEYS_PER_EVENT = 8192
 MAX_PENDING_WORKERS = 1024
 MAX_KV_WINDOWS = 64
+MAX_THROTTLED = 16
+MAX_REASON_CHARS = 64
 MAX_COUNT = 2**53
 ROLES = ("prefill", "decode")
 STATES = ("ready", "draining")
@@ -86,6 +88,11 @@ def decode_record(raw: bytes) -> WorkerRecord:
             raise BadRowError(f"load.{name}: out of range")
     rates = [load.kv_usage, load.prefill_tokens_per_s, load.decode_step_s, load.prompt_step_s]
     rates += [*load.link_bytes_per_s.values(), *(tier.bytes_per_s for tier in record.tiers)]
+    if load.gpu is not None:
+        rates += [load.gpu.busy, load.gpu.memory_usage, load.gpu.power_watts, load.gpu.sm_clock_hz]
+        throttled = load.gpu.throttled
+        if len(throttled) > MAX_THROTTLED or any(len(reason) > MAX_REASON_CHARS for reason in throttled):
+            raise BadRowError("load.gpu.throttled: too long")
     if not all(math.isfinite(rate) and rate >= 0.0 for rate in rates):
         raise BadRowError("load: a rate is negative or not finite")
     return record

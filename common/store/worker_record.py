@@ -7,6 +7,18 @@ import msgspec
 from diptych.common.tiers import TierState, sequences_of
 
 
+class GpuLoad(msgspec.Struct, frozen=True):
+    """A worker's GPU, at its last reading."""
+
+    busy: float = 0.0
+    """Share of the last sample in which a kernel ran, 0 to 1."""
+    memory_usage: float = 0.0
+    power_watts: float = 0.0
+    sm_clock_hz: float = 0.0
+    throttled: tuple[str, ...] = ()
+    """Why its clocks are held down; empty: they are not."""
+
+
 class WorkerLoad(msgspec.Struct, frozen=True):
     """Load and online-measured rates; 0.0: nothing measured yet."""
 
@@ -20,6 +32,8 @@ class WorkerLoad(msgspec.Struct, frozen=True):
     """Decode: measured bytes/s of reads from each prefill worker id."""
     prompt_step_s: float = 0.0
     """Duration of a step that computes prompts, in seconds."""
+    gpu: GpuLoad | None = None
+    """None: it computes on a CPU, or NVML does not answer."""
 
 
 class WorkerRecord(msgspec.Struct, frozen=True):

@@ -7,8 +7,8 @@ Panel = tuple[str, str, list[Series]]
 
 WORKERS = 'role=~"prefill|decode"'
 WINDOW = "[$__rate_interval]"
-# Only registered with --tenant-metrics or --shadow-workers. Their panels are empty otherwise.
-OPTIONAL = ("diptych_tenant_", "diptych_shadow_")
+# Only there with --tenant-metrics, --shadow-workers or a GPU. Their panels are empty otherwise.
+OPTIONAL = ("diptych_tenant_", "diptych_shadow_", "diptych_gpu_")
 # Objectives of the overview's first panels; the alerts of prometheus/rules.yml use the same.
 TTFT_SLO_S, ITL_SLO_S = "1.0", "0.1"
 
@@ -104,6 +104,21 @@ PD: list[Panel] = [
     ("The pool's blocks", "short", [(
         'diptych_cache_config_info', "{{worker}}: {{num_blocks}} blocks of {{block_size}}",
     )]),
+    ("GPU: share of time with a kernel", "percentunit", [
+        (f"rate(diptych_gpu_busy_seconds_total{WINDOW})", "{{worker}}"), ("diptych_gpu_utilization", "{{worker}} now"),
+    ]),
+    ("GPU: memory in use", "percentunit", [("diptych_gpu_memory_used_bytes / diptych_gpu_memory_total_bytes", "{{worker}}")]),
+    ("GPU: power", "watt", [("diptych_gpu_power_watts", "{{worker}}"), ("diptych_gpu_power_limit_watts", "{{worker}} limit")]),
+    ("GPU: clocks", "hertz", [
+        ("diptych_gpu_sm_clock_hertz", "{{worker}} SM"), ("diptych_gpu_sm_clock_max_hertz", "{{worker}} SM, highest"),
+        ("diptych_gpu_memory_clock_hertz", "{{worker}} memory"),
+    ]),
+    ("GPU: share of time with clocks held down", "percentunit", [(
+        f"rate(diptych_gpu_throttled_seconds_total{WINDOW})", "{{worker}} {{reason}}",
+    )]),
+    ("GPU: temperature", "celsius", [("diptych_gpu_temperature_celsius", "{{worker}}")]),
+    ("GPU: failed calls of NVML", "ops", rate("gpu_nvml_errors_total", "call")),
+    ("GPU: bytes over NVLink", "Bps", [(f"rate(diptych_gpu_nvlink_bytes_total{WINDOW})", "{{worker}} {{direction}}")]),
 ]  # fmt: skip
 
 ROUTER: list[Panel] = [
@@ -241,6 +256,16 @@ DESCRIPTIONS: dict[str, str] = {
     ),
     "Requests whose KV lease expired": "Prefill took KV back that decode had not read or acknowledged within its lease.",
     "The pool's blocks": "Number and size of the KV blocks, from each worker's configuration.",
+    "GPU: share of time with a kernel": (
+        "From NVML. Low with requests waiting: steps wait for the host, or requests for something else than the GPU."
+    ),
+    "GPU: memory in use": "Of all processes on the GPU. The pool of KV blocks is allocated at the start: it stays level.",
+    "GPU: power": "What the GPU draws, and what it may. At the limit its clocks fall.",
+    "GPU: clocks": "Of the multiprocessors and of the memory. An idle GPU lowers them; a busy one should be at the highest.",
+    "GPU: share of time with clocks held down": "By reason. Heat and power brakes cost throughput; a power cap at full load may.",
+    "GPU: temperature": "Of the GPU. Above its own limit the clocks fall, with the reason hw_thermal or sw_thermal.",
+    "GPU: failed calls of NVML": "By function. A GPU that was lost, or a driver that was replaced under the worker.",
+    "GPU: bytes over NVLink": "Both directions. KV that moves while these stay level crosses PCIe.",
     "Requests running and waiting for a first token": "Over all routers. Waiting grows and running does not: the pools are full.",
     "Checks, template and tokenizer": (
         "Time before placement: validation, chat template and tokenizer, with the wait for a thread."

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from diptych.router.cluster.breaker import Breakers
 from diptych.router.cluster.members import Member
 from diptych.router.placement.index import BlockIndex
@@ -82,6 +84,7 @@ def _record(member: Member[WorkerLink]) -> dict[str, Any]:
         "prefill_tokens_per_s": load.prefill_tokens_per_s,
         "decode_step_s": load.decode_step_s,
         "link_bytes_per_s": dict(load.link_bytes_per_s),
+        "gpu": None if load.gpu is None else msgspec.structs.asdict(load.gpu),
     }
 
 

@@ -272,8 +272,47 @@ class HostFacts(_message.Message):
     hostname: str
     def __init__(self, wall_clock_s: _Optional[float] = ..., cpus: _Optional[int] = ..., load_1m: _Optional[float] = ..., open_files: _Optional[int] = ..., max_open_files: _Optional[int] = ..., memlock_bytes: _Optional[int] = ..., shm_bytes: _Optional[int] = ..., shm_free_bytes: _Optional[int] = ..., rdma_devices: _Optional[_Iterable[str]] = ..., rdma_missing: _Optional[_Iterable[str]] = ..., hostname: _Optional[str] = ...) -> None: ...
 
+class GpuFacts(_message.Message):
+    __slots__ = ("name", "observed_s", "busy_s", "throttled_s", "power_watts", "power_limit_watts", "sm_clock_hz", "max_sm_clock_hz", "memory_used_bytes", "memory_total_bytes", "nvlinks", "nvlink_sent_bytes", "nvlink_received_bytes", "uuid")
+    class ThrottledSEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    OBSERVED_S_FIELD_NUMBER: _ClassVar[int]
+    BUSY_S_FIELD_NUMBER: _ClassVar[int]
+    THROTTLED_S_FIELD_NUMBER: _ClassVar[int]
+    POWER_WATTS_FIELD_NUMBER: _ClassVar[int]
+    POWER_LIMIT_WATTS_FIELD_NUMBER: _ClassVar[int]
+    SM_CLOCK_HZ_FIELD_NUMBER: _ClassVar[int]
+    MAX_SM_CLOCK_HZ_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NVLINKS_FIELD_NUMBER: _ClassVar[int]
+    NVLINK_SENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NVLINK_RECEIVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    UUID_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    observed_s: float
+    busy_s: float
+    throttled_s: _containers.ScalarMap[str, float]
+    power_watts: float
+    power_limit_watts: float
+    sm_clock_hz: float
+    max_sm_clock_hz: float
+    memory_used_bytes: int
+    memory_total_bytes: int
+    nvlinks: int
+    nvlink_sent_bytes: int
+    nvlink_received_bytes: int
+    uuid: str
+    def __init__(self, name: _Optional[str] = ..., observed_s: _Optional[float] = ..., busy_s: _Optional[float] = ..., throttled_s: _Optional[_Mapping[str, float]] = ..., power_watts: _Optional[float] = ..., power_limit_watts: _Optional[float] = ..., sm_clock_hz: _Optional[float] = ..., max_sm_clock_hz: _Optional[float] = ..., memory_used_bytes: _Optional[int] = ..., memory_total_bytes: _Optional[int] = ..., nvlinks: _Optional[int] = ..., nvlink_sent_bytes: _Optional[int] = ..., nvlink_received_bytes: _Optional[int] = ..., uuid: _Optional[str] = ...) -> None: ...
+
 class GetStatsResponse(_message.Message):
-    __slots__ = ("engine", "host", "transport_path", "transport_bytes_per_s", "link_bytes_per_s", "metrics_address", "settings", "uptime_s", "preemption")
+    __slots__ = ("engine", "host", "transport_path", "transport_bytes_per_s", "link_bytes_per_s", "metrics_address", "settings", "uptime_s", "preemption", "gpu")
     class EngineEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -304,6 +343,7 @@ class GetStatsResponse(_message.Message):
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
     PREEMPTION_FIELD_NUMBER: _ClassVar[int]
+    GPU_FIELD_NUMBER: _ClassVar[int]
     engine: _containers.ScalarMap[str, float]
     host: HostFacts
     transport_path: str
@@ -313,4 +353,5 @@ class GetStatsResponse(_message.Message):
     settings: _containers.ScalarMap[str, str]
     uptime_s: float
     preemption: PreemptionCost
-    def __init__(self, engine: _Optional[_Mapping[str, float]] = ..., host: _Optional[_Union[HostFacts, _Mapping]] = ..., transport_path: _Optional[str] = ..., transport_bytes_per_s: _Optional[float] = ..., link_bytes_per_s: _Optional[_Mapping[str, float]] = ..., metrics_address: _Optional[str] = ..., settings: _Optional[_Mapping[str, str]] = ..., uptime_s: _Optional[float] = ..., preemption: _Optional[_Union[PreemptionCost, _Mapping]] = ...) -> None: ...
+    gpu: GpuFacts
+    def __init__(self, engine: _Optional[_Mapping[str, float]] = ..., host: _Optional[_Union[HostFacts, _Mapping]] = ..., transport_path: _Optional[str] = ..., transport_bytes_per_s: _Optional[float] = ..., link_bytes_per_s: _Optional[_Mapping[str, float]] = ..., metrics_address: _Optional[str] = ..., settings: _Optional[_Mapping[str, str]] = ..., uptime_s: _Optional[float] = ..., preemption: _Optional[_Union[PreemptionCost, _Mapping]] = ..., gpu: _Optional[_Union[GpuFacts, _Mapping]] = ...) -> None: ...

@@ -30,6 +30,8 @@ from diptych.router.observe.metrics import RouterMetrics
 from diptych.router.requests.messages import GenerateEvent, ValidatedRequest
 from diptych.router.requests.shadow import Shadows
 from diptych.worker.config import WorkerConfig
+from diptych.worker.fake_nvml import UUID, FakeNvml
+from diptych.worker.gpu import GpuMonitor
 from diptych.worker.metrics import WorkerMetrics
 
 Parsed = Callable[[Sequence[str], Mapping[str, str]], Any]
@@ -168,6 +170,8 @@ def registries() -> list[Metrics]:
     workers = [WorkerMetrics(role, stats=EngineStats, clock=MonotonicClock()) for role in ("prefill", "decode")]
     for metrics in workers:
         metrics.describe_cache(block_size=16)
+        metrics.gpu = GpuMonitor(UUID, FakeNvml())
+        metrics.gpu.read_once()
     router = RouterMetrics(by_tenant=True)
     Shadows(_no_events, router)
     return [router, *workers]

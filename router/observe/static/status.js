@@ -116,6 +116,13 @@ function kvMap(worker) {
   return [canvas, used, cached];
 }
 
+function gpuText(gpu) {
+  const parts = [`${Math.round(100 * gpu.busy)}% busy`, `${Math.round(100 * gpu.memory_usage)}% of its memory`,
+    `${Math.round(gpu.power_watts)} W`, `${Math.round(gpu.sm_clock_hz / 1e6)} MHz`];
+  if (gpu.throttled.length) parts.push(`throttled: ${gpu.throttled.join(", ")}`);
+  return parts.join(", ");
+}
+
 function workerCard(worker) {
   const card = element("article", undefined, "worker");
   card.dataset.worker = worker.id;
@@ -143,6 +150,7 @@ function workerCard(worker) {
     ["prefill", worker.prefill_tokens_per_s ? `${count(worker.prefill_tokens_per_s)} tokens/s` : "–"],
     ["decode step", worker.decode_step_s ? seconds(worker.decode_step_s) : "–"],
     ["cache index, breaker", `${worker.index_mode}, ${worker.breaker}`],
+    ...(worker.gpu ? [["GPU", gpuText(worker.gpu)]] : []),
     ...links.map(([peer, rate]) => [`reads from ${peer}`, `${count(rate)}B/s`]),
   ];
   for (const [term, value] of rows) list.append(element("dt", term), element("dd", value));

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from diptych.cli.doctor.command import CHECKS, as_json, examine, is_bad, lines_of
-from diptych.cli.doctor.facts import Facts, Host, Worker
+from diptych.cli.doctor.facts import Facts, Gpu, Host, Worker
 from diptych.cli.doctor.serving import utilization
 from diptych.cli.doctor.verdict import Level, Verdict
 from diptych.common.block_identity import IdentityHeader, identity_facts
@@ -185,7 +185,7 @@ CAN_BE = {
 
 def test_every_check_can_find_something() -> None:
     """No branch is dead: the table above has every pair of check and level in the code."""
-    assert len({check.__name__ for check in CHECKS}) == len(CHECKS) == 15
+    assert len({check.__name__ for check in CHECKS}) == len(CHECKS) == 16
     table = next(mark for mark in test_each_fault_is_named.pytestmark if mark.name == "parametrize").args[1]
     asked = {(row[0], row[1]) for row in table} | {(v.check, v.level) for v in examine(facts())}
     assert asked >= CAN_BE, CAN_BE - asked
@@ -238,3 +238,54 @@ def test_5_5_a_healthy_idle_cluster_has_no_warning() -> None:
     idle = moved(replace(DECODE, links={"p0": 2e6}), steps=0.0, num_running=0.0, kv_bytes_received=0.0)
     found = examine(facts(moved(PREFILL, computed_tokens_total=0.0), idle, stages={}))
     assert [verdict for verdict in found if verdict.level not in (Level.OK, Level.INFO)] == []
+
+
+CARD = Gpu(uuid="GPU-d", observed_s=10.0, busy_s=5.0, throttled_s={"hw_thermal": 1.0, "sw_power_cap": 0.0}, sm_clock_hz=1.98e9, max_sm_clock_hz=1.98e9, nvlinks=18, nvlink_bytes=10**9)  # fmt: skip
+ON_GPU = replace(DECODE, path="ipc:cuda", bytes_per_s=2e11, settings=GPU, gpu_before=CARD)
+PREFILL_ON_GPU = replace(PREFILL, path="ipc:cuda", bytes_per_s=2e11, settings=GPU, gpu_before=replace(CARD, uuid="GPU-p"), gpu=replace(CARD, uuid="GPU-p", observed_s=13.0, busy_s=8.0))  # fmt: skip
+
+
+def card(busy_s: float = 3.0, **more: Any) -> Gpu:
+    """The card after a sample of 3 s; `busy_s`: of it."""
+    return replace(CARD, observed_s=13.0, busy_s=5.0 + busy_s, **more)
+
+
+@pytest.mark.parametrize(
+    ("check", "level", "words", "found"),
+    [
+        # 40% of the expected throughput: the steps take all the time, and the GPU works in 40% of it
+        ("gpu", Level.WARN, "a kernel ran in 40% of the sample, at 1980 of 1980 MHz, though steps took 100%", facts(decode=replace(moved(ON_GPU, steps=100.0), gpu=card(1.2)))),
+        ("gpu", Level.WARN, "though 4 requests wait there", facts(decode=replace(moved(ON_GPU, steps=10.0, num_waiting=4.0), before={**DECODE.before, "num_waiting": 5.0}, gpu=card(0.3)))),
+        ("gpu", Level.OK, "a kernel ran in 10%", facts(decode=replace(moved(ON_GPU, steps=10.0), gpu=card(0.3)))),
+        ("gpu", Level.OK, "a kernel ran in 97%", facts(decode=replace(moved(ON_GPU, steps=100.0), gpu=card(2.9)))),
+        ("gpu", Level.INFO, "too short", facts(decode=replace(ON_GPU, gpu=replace(CARD, observed_s=10.2)))),
+        ("gpu", Level.INFO, "NVML does not answer", facts(decode=replace(ON_GPU, gpu=None))),
+        ("gpu clocks", Level.BAD, "held down in 90% of the sample by hw_thermal; 900 of 1980 MHz", facts(decode=replace(ON_GPU, gpu=card(sm_clock_hz=9e8, throttled_s={"hw_thermal": 3.7})))),
+        ("gpu clocks", Level.WARN, "held down in 10% of the sample by hw_power_brake", facts(decode=replace(ON_GPU, gpu=card(throttled_s={"hw_power_brake": 0.3, "hw_thermal": 1.0})))),
+        ("gpu clocks", Level.WARN, "by sw_power_cap; 1200 of 1980 MHz", facts(decode=replace(ON_GPU, gpu=card(sm_clock_hz=1.2e9, throttled_s={"sw_power_cap": 3.0})))),
+        ("nvlink", Level.WARN, "1 MB over NVLink while it read 900 MB of KV (ipc:cuda): KV crosses PCIe instead of NVLink", facts(PREFILL_ON_GPU, replace(moved(ON_GPU, kv_bytes_received=9e8), gpu=card(nvlink_bytes=10**9 + 10**6)))),
+        ("nvlink", Level.OK, "2 GB over NVLink", facts(PREFILL_ON_GPU, replace(moved(ON_GPU, kv_bytes_received=9e8), gpu=card(nvlink_bytes=3 * 10**9)))),
+        ("nvlink", Level.INFO, "no active NVLink", facts(PREFILL_ON_GPU, replace(moved(ON_GPU, kv_bytes_received=9e8), gpu=card(nvlinks=0)))),
+    ],
+)  # fmt: skip
+def test_18_5_what_the_gpu_says(check: str, level: Level, words: str, found: Facts) -> None:
+    verdict = worst(found, check)
+    assert verdict.level is level, verdict
+    assert words in verdict.finding.replace(".0 ", " "), verdict.finding
+
+
+@pytest.mark.parametrize(
+    ("check", "found"),
+    [
+        ("gpu", facts()),
+        # full load at the power limit, with clocks that are nearly the highest
+        ("gpu clocks", facts(decode=replace(ON_GPU, gpu=card(sm_clock_hz=1.75e9, throttled_s={"sw_power_cap": 3.0, "hw_thermal": 1.0})))),
+        # both roles on one GPU, another host, little KV, counters that the card does not have
+        ("nvlink", facts(replace(PREFILL_ON_GPU, gpu=CARD), replace(moved(ON_GPU, kv_bytes_received=9e8), gpu=card()))),
+        ("nvlink", facts(replace(PREFILL_ON_GPU, host=replace(HOST, hostname="two")), replace(moved(ON_GPU, kv_bytes_received=9e8), gpu=card()))),
+        ("nvlink", facts(PREFILL_ON_GPU, replace(moved(ON_GPU, kv_bytes_received=1e6), gpu=card()))),
+        ("nvlink", facts(PREFILL_ON_GPU, replace(moved(ON_GPU, kv_bytes_received=9e8), gpu=card(nvlink_bytes=None)))),
+    ],
+)  # fmt: skip
+def test_18_5_what_is_no_finding(check: str, found: Facts) -> None:
+    assert judged(found, check) == []

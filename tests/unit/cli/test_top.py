@@ -105,3 +105,17 @@ def test_what_cannot_be_asked_is_a_typed_error(router: str) -> None:
         StatusClient(router).get()
     with pytest.raises(ConfigError, match="http://"):
         StatusClient("localhost:8000")
+
+
+def test_18_5_a_gpu_is_shown_where_there_is_one() -> None:
+    gpu = {"busy": 0.42, "memory_usage": 0.9, "power_watts": 300.0, "sm_clock_hz": 1e9, "throttled": ["hw_thermal"]}
+    found = {**STATUS, "cluster": {"workers": [{**WORKER, "gpu": gpu}, {**WORKER, "id": "prefill-0", "gpu": None}]}}
+    line = line_of(found, "12:00:00")
+    assert "decode-0=3r/1w/25%kv/gpu:42%!hw_thermal" in line
+    assert line.endswith("prefill-0=3r/1w/25%kv")
+    out = io.StringIO()
+    Console(file=out, width=140).print(view(found))
+    assert "42%!hw_thermal" in out.getvalue()
+    out = io.StringIO()
+    Console(file=out, width=140).print(view(STATUS))
+    assert "GPU" not in out.getvalue()

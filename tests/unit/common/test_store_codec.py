@@ -13,7 +13,7 @@ from diptych.common.store.codec import (
     encode_record,
 )
 from diptych.common.store.interface import KvEvent
-from diptych.common.store.worker_record import WorkerLoad, WorkerRecord
+from diptych.common.store.worker_record import GpuLoad, WorkerLoad, WorkerRecord
 from diptych.common.tiers import TierState
 
 RECORD = WorkerRecord(
@@ -30,7 +30,9 @@ RECORD = WorkerRecord(
     max_model_len=10,
     max_num_seqs=1,
     event_epoch=3,
-    load=WorkerLoad(prefill_tokens_per_s=3.5, link_bytes_per_s={"p1": 2.0}),
+    load=WorkerLoad(
+        prefill_tokens_per_s=3.5, link_bytes_per_s={"p1": 2.0}, gpu=GpuLoad(0.5, 0.1, 300.0, 1e9, ("hw_thermal",))
+    ),
 )
 EVENT = KvEvent("a", 1, 2, "stored", (bytes(16), b"x" * 16))
 
@@ -86,6 +88,9 @@ def test_broken_pending_rows_are_refused(fields):
         ({"tiers": (TierState("host", bytes_per_s=float("inf")),)}, "record|rate"),
         ({"load": WorkerLoad(num_running=-1)}, "num_running"),
         ({"load": WorkerLoad(decode_step_s=-0.1)}, "rate"),
+        ({"load": WorkerLoad(gpu=GpuLoad(busy=-0.1))}, "rate"),
+        ({"load": WorkerLoad(gpu=GpuLoad(throttled=("x",) * 17))}, "load.gpu.throttled"),
+        ({"load": WorkerLoad(gpu=GpuLoad(throttled=("x" * 65,)))}, "load.gpu.throttled"),
     ],
 )
 def test_values_that_make_no_sense_are_refused(change, field):
