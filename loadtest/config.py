@@ -36,13 +36,13 @@ class BenchConfig:
         dataset: the file of a workload from a file.
         num_requests: number of requests; 0 with --dataset: all of it.
         input_len: tokens: 256, uniform:64,512, lognormal:256,0.6, exp:300, choice:64,1024; min= and max= bound it.
-        output_len: tokens, as input_len.
+        output_len: tokens of the answers, as input_len.
         prefix_len: tokens of a shared system prompt.
         num_prefixes: number of different system prompts.
         turns: of a conversation, an agent or a document's questions.
         think_time: seconds between a conversation's turns, as input_len.
         tool_time: seconds of an agent's tool call, as input_len.
-        document_len: tokens, as input_len.
+        document_len: tokens of a document, as input_len.
         request_rate: arrivals a second; inf: all at once.
         burstiness: 1 Poisson, below 1 bursts, above 1 more even, inf equal intervals.
         ramp_to: the rate changes to this over the run; 0: constant.

@@ -20,6 +20,8 @@ class RouterConfig:
         http_port: of the OpenAI API, the status page and /metrics.
         grpc_port: of the SDK.
         redis_url: redis://, rediss://, unix://, or redis+sentinel://HOST:PORT,HOST:PORT/SERVICE.
+        cluster: name of the cluster, a prefix of its keys in the store: several may share one.
+        secret_file: the cluster secret, from which keys are derived; the workers have the same.
         model: local Hugging Face folder; only its tokenizer, template and configuration are read.
         served_model_name: the name clients use; empty: the folder's name.
         more_models: NAME=FOLDER of further models of this router; requests select one by name. Every model has separate
@@ -42,8 +44,11 @@ class RouterConfig:
         http_head_timeout_s: seconds from a connection, or a request's first byte, to the end of the request's head;
             then it is closed.
         http_idle_timeout_s: how long a connection is kept between two requests.
-        tls_cert, tls_key: PEM files; if set, both servers use TLS only.
-        cluster_ca, cluster_cert, cluster_key: PEM files for mTLS between routers and workers.
+        tls_cert: PEM file with the certificate of both servers; if set, they use TLS only.
+        tls_key: PEM file with the key of tls_cert.
+        cluster_ca: PEM file with the CA for mTLS on every gRPC connection between routers and workers.
+        cluster_cert: PEM file with this router's certificate for it.
+        cluster_key: PEM file with the key of cluster_cert.
         cluster_tls_name: name that a worker's certificate must hold; empty: the host of its address.
         insecure: allow a server that other machines can reach without keys or TLS.
         tool_call_parser: hermes, llama3-json, mistral or a plug-in's name; "auto" chooses by the chat template, "none"
@@ -52,8 +57,10 @@ class RouterConfig:
             does not.
         placement_policy: "cost" places by cache and load; round-robin, random, least-loaded, power-of-two and
             session-affinity exist for comparison.
-        canary_workers, canary_share: patterns of worker ids, and the share of requests that only they serve.
-        shadow_workers, shadow_share: the same for workers that get copies of requests; their answers are discarded.
+        canary_workers: patterns of worker ids, with * and ?; only canary_share of the requests is served by them.
+        canary_share: share of the requests that canary_workers serve, 0 to 1.
+        shadow_workers: patterns of ids of workers that get copies of requests; their answers are discarded.
+        shadow_share: share of the requests that are copied to shadow_workers, 0 to 1.
         placement_backend: "native" looks prompts up in C, compiled at the first start; "numpy" takes two to four times
             as long, with the same result; "auto" uses native if there is a C compiler, and logs if there is none.
         tenant_metrics: /metrics has series with tenants' names, for the tenants' dashboard.
@@ -61,12 +68,15 @@ class RouterConfig:
             latency in simulation; prefixes are then copied only where queues are long.
         admission: "on" rejects at once (529, Retry-After) requests whose first token would be late, or whose pace too
             slow; "shadow" only counts them, and the false rejections among them; "off".
-        max_ttft_s, max_tpot_s: targets of admission; 0: the request's deadline, and none.
+        max_ttft_s: target of admission for the first token, from arrival; 0: the request's deadline.
+        max_tpot_s: target of admission for the time per token after the first; 0: none.
         turn_window_s: seconds of prompts that the workers get ahead; further requests wait in the router, in turns by
             tenant and weight; 0: none waits.
         require_prefill: ready only once a compatible prefill and decode worker were seen (later decode alone is enough:
             it computes prompts itself). Without it, decode workers alone serve as a colocated cluster.
         lookaside: give placement tickets to SDK clients that request them; they stream directly from decode workers.
+        worker_poll_s: pause between two polls of the workers' leases, and between two probes of a worker.
+        worker_dead_s: a worker that has not answered for so long gets no requests.
         worker_settle_s: a request without a usable decode worker waits until one was missing this long (since the start
             or since the last one was seen): in a rolling restart one is about to start.
         generation_config: "auto" takes sampling defaults from the model's generation_config.json, "none" does not.

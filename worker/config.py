@@ -48,18 +48,25 @@ class WorkerConfig:
         host: interface of the gRPC server and, unless kv_host is set, of the KV transport. Use a private one: neither
             authenticates callers.
         port: of the gRPC server; 0: any free one.
-        cluster_ca, cluster_cert, cluster_key: PEM files for mTLS on every gRPC connection between routers and workers;
-            the certificate names the host of the worker's address, or cluster_tls_name.
+        cluster_ca: PEM file with the CA for mTLS on every gRPC connection between routers and workers.
+        cluster_cert: PEM file with this worker's certificate for it, which names the host of the worker's address, or
+            cluster_tls_name.
+        cluster_key: PEM file with the key of cluster_cert.
         cluster_tls_name: name that a peer's certificate must hold, if a pool with dynamic addresses shares one.
         insecure: allow other machines to reach this worker without mTLS.
         advertise_host: address of the gRPC server for peers; empty: host.
         kv_host: address of the interface of KV transfers, also for peers; empty: host.
-        metrics_host, metrics_port: address of /metrics, for Prometheus; no port: off; 0: any free one.
+        metrics_host: interface of /metrics, for Prometheus.
+        metrics_port: port of /metrics; not set: off; 0: any free one.
         client_port: port for clients with a router's tickets (decode only); no port: off; 0: any free one.
-        client_host, client_advertise_host: interface of that port, and its address for clients; empty: as for peers.
-        client_tls_cert, client_tls_key: PEM files; if set, that port uses TLS only.
+        client_host: interface of client_port; empty: host.
+        client_advertise_host: host of the address that clients get for client_port; empty: as for peers.
+        client_tls_cert: PEM file with the certificate of client_port; if set, the port uses TLS only.
+        client_tls_key: PEM file with the key of client_tls_cert.
         redis_url: empty: no store; routers cannot find the worker.
+        cluster: name of the cluster, a prefix of its keys in the store: several may share one.
         secret_file: the cluster secret, from which keys are derived.
+        device: cpu or cuda.
         dtype: of weights and KV: float32, float16, bfloat16, or auto: on a GPU the checkpoint's, on a CPU float32.
         backend: kernels: native (C, compiled at the first start; CPU), torch, triton (GPU), or auto: by the device; on
             a CPU native if available, else torch with a warning.
@@ -67,6 +74,7 @@ class WorkerConfig:
         kv_memory_bytes: KV pool; 0: on a GPU by gpu_memory_utilization, else a share of the memory free at start.
         gpu_memory_utilization: share of the GPU's memory for this worker's weights, steps, staging ring and KV
             together.
+        block_size: tokens per KV block.
         max_model_len: prompt and answer together, in tokens; 0: the model's.
         max_num_seqs: requests that run at once; 0: by the device (64 on a CPU, 256 on a GPU).
         max_num_batched_tokens: of one step; 0: by the device (512 on a CPU, 4,096 on a GPU).
@@ -76,6 +84,7 @@ class WorkerConfig:
             takes, and longer while more than 2 s of them wait. 0: as for any other step; not set: by the device (0.05
             on a CPU, 0 on a GPU).
         threads: torch threads.
+        enable_prefix_caching: keep the KV of computed blocks, for later prompts that begin alike.
         scheduling_policy: sojourn (no prompt later than under equal shares), fcfs, priority, sjf (shortest job first,
             with aging) or fair (tokens by tenant).
         long_prefill_token_threshold: most prompt tokens of one request in one step; 0: no limit.
@@ -91,12 +100,14 @@ class WorkerConfig:
         transport: ucx, nixl, ipc (GPUs of one host), ucx-gpu (GPU memory over UCX), auto (the best that passes its
             self-test) or inproc (tests); empty: by the device (ucx on a CPU, auto on a GPU).
         require_transport: fail at the start unless the self-test found exactly this path, for example ucx:tcp.
-        slab_bytes, num_slabs: the staging ring; 0: by the device (8 of 4 MiB on a CPU; on a GPU up to 16, each for the
-            KV of 2,048 tokens, within 8% of its memory).
+        slab_bytes: size of a slab of the staging ring, from which peers read KV; 0: by the device (4 MiB on a CPU; on a
+            GPU the KV of 2,048 tokens).
+        num_slabs: slabs of the staging ring; 0: by the device (8 on a CPU; on a GPU up to 16, within 8% of its memory).
         slab_lease_s: how long a packed slab waits for decode.
         read_base_s: deadline of a KV read, in addition to the time for its bytes.
         max_queue: requests held at once, running and waiting; more are rejected.
-        lease_s, heartbeat_s: worker lease in the store.
+        lease_s: how long the worker stays in the store without a heartbeat.
+        heartbeat_s: pause between two renewals of the worker's lease in the store.
         stall_bound_s: a step longer than this makes the worker NOT_SERVING.
         drain_s: seconds that running requests may continue after SIGTERM.
         handshake_timeout_s: for a peer's answer to GetInfo.
@@ -111,8 +122,7 @@ class WorkerConfig:
         verify_checksum: False only in tests.
         fault_corrupt_every: tests: flip a byte of every n-th received slab.
         fault_step_gates: tests: a folder where a file with this worker's name holds its steps, see worker.step_gate;
-            empty:
-            none.
+            empty: none.
         check_invariants: tests: walk the whole block pool after every step.
     """
 

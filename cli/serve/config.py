@@ -29,14 +29,19 @@ class ServeConfig:
         http_port: of the OpenAI API, the status page and /metrics.
         grpc_port: of the SDK.
         keys_file: API keys made by `diptych keys`.
-        cors_origins, unknown_fields: as for `diptych router`.
-        tls_cert, tls_key: PEM files; if set, clients must use TLS.
+        access_log: one log line per request: id, label, tenant, workers, tokens, times.
+        cors_origins: web pages from there (scheme://host[:port], or "*" for all) may call the API from a browser.
+        unknown_fields: of a body: "ignore" names them in the response header x-diptych-warning, "refuse" rejects them
+            with 400.
+        tls_cert: PEM file with the certificate of both servers; if set, clients must use TLS.
+        tls_key: PEM file with the key of tls_cert.
         insecure: allow a `host` that other machines can reach without keys or TLS.
         device: cpu or cuda.
         dtype: of weights and KV: float32, float16, bfloat16, or auto: on a GPU the checkpoint's, on a CPU float32.
         num_blocks: KV blocks; 0: as many as fit into kv_memory_bytes.
         kv_memory_bytes: KV pool; 0: on a GPU by gpu_memory_utilization, else a share of the memory free at start.
         gpu_memory_utilization: share of the GPU's memory for weights, steps and KV together.
+        block_size: tokens per KV block.
         max_model_len: prompt and answer together, in tokens; 0: the model's.
         max_num_seqs: requests that run at once; 0: by the device (64 on a CPU, 256 on a GPU).
         max_num_batched_tokens: of one step; 0: by the device (512 on a CPU, 4,096 on a GPU).
@@ -44,9 +49,14 @@ class ServeConfig:
             (0.5 on a CPU, 0 on a GPU).
         mixed_step_time_s: the same for a step in which sequences decode; 0: as for any other step; not set: by the
             device (0.05 on a CPU, 0 on a GPU).
+        enable_prefix_caching: keep the KV of computed blocks, for later prompts that begin alike.
         threads: torch threads.
         scheduling_policy: sojourn (no request later than under equal shares), fcfs, priority, sjf or fair.
-        tool_call_parser, reasoning_parser, generation_config: as for `diptych router`.
+        tool_call_parser: hermes, llama3-json, mistral or a plug-in's name; "auto" chooses by the chat template, "none"
+            rejects tools.
+        reasoning_parser: "think" splits <think>...</think> from answers; "auto" chooses by the chat template, "none"
+            does not.
+        generation_config: "auto" takes sampling defaults from the model's generation_config.json, "none" does not.
         grammar_backend: auto, xgrammar, llguidance or none.
         grammar_warm_up: import the grammar libraries before readiness, and start a process that compiles grammars, instead
             of at the first grammar.
@@ -60,6 +70,7 @@ class ServeConfig:
     http_port: int = 8000
     grpc_port: int = 50050
     keys_file: Path | None = None
+    access_log: bool = True
     cors_origins: tuple[str, ...] = ()
     unknown_fields: str = "ignore"
     tls_cert: Path | None = None

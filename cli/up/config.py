@@ -29,7 +29,8 @@ class UpConfig:
         host: interface of the router's two servers.
         http_port: of the OpenAI API, the status page and /metrics.
         grpc_port: of the SDK.
-        prefill_workers, decode_workers: number of processes of each role.
+        prefill_workers: number of prefill processes.
+        decode_workers: number of decode processes.
         local_prefill_max_tokens: decode computes prompts with at most this many uncached tokens itself; 0: never.
         max_model_len: prompt and answer together, in tokens; 0: the model's.
         block_size: tokens per KV block.
@@ -39,11 +40,15 @@ class UpConfig:
             default.
         dtype: of weights and KV: float32, float16, bfloat16, or auto: on GPUs the checkpoint's, on a CPU float32.
         device: cpu or cuda; on cuda each worker gets one GPU; with fewer GPUs than workers they share memory.
-        prefill_gpus, decode_gpus: indices among the GPUs that CUDA shows, for example 0 or 0,1; empty: automatic.
+        prefill_gpus: GPUs of the prefill workers, as indices among those that CUDA shows: 0 or 0,1; empty: automatic.
+        decode_gpus: GPUs of the decode workers, likewise; empty: automatic.
         keys_file: API keys made by `diptych keys`; the cluster's first request uses the one in DIPTYCH_API_KEY.
-        tls_cert, tls_key: PEM files; if set, clients must use TLS.
-        cluster_ca, cluster_cert, cluster_key: PEM files for mTLS between router and workers; the certificate names
-            127.0.0.1 (::1 where host is an IPv6 address).
+        tls_cert: PEM file with the certificate of both servers; if set, clients must use TLS.
+        tls_key: PEM file with the key of tls_cert.
+        cluster_ca: PEM file with the CA of the certificate for mTLS between router and workers.
+        cluster_cert: PEM file with that certificate, of all processes; it names 127.0.0.1 (::1 where host is an IPv6
+            address).
+        cluster_key: PEM file with the key of cluster_cert.
         insecure: allow a `host` that other machines can reach without keys or TLS.
         redis_url: "" starts an embedded server.
         secret_file: None makes a new secret for this run.

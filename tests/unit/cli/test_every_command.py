@@ -5,17 +5,21 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import typing
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer.main
 from typer.testing import CliRunner, Result
 
 from diptych.cli import capacity, chat, explain, main, top
 from diptych.cli.bench import command as bench
 from diptych.cli.bench import run as bench_run
 from diptych.cli.doctor import command as doctor
+from diptych.cli.serve.config import ServeConfig
 from diptych.cli.settings.options import add_settings_command
 from diptych.common.errors import DiptychError
 
@@ -203,3 +207,33 @@ def test_a_variable_has_its_flags_name(command: str) -> None:
             for name, parameter in inspect.signature(info.callback).parameters.items():
                 for flag in getattr(typing.get_args(parameter.annotation)[1], "param_decls", None) or ():
                     assert not flag.startswith("--") or flag.split("/")[0][2:].replace("-", "_") == name
+
+
+def all_commands() -> Iterator[tuple[str, Any]]:
+    def below(name: str, command: Any) -> Iterator[tuple[str, Any]]:
+        inner = getattr(command, "commands", None)
+        if inner is None:
+            yield name, command
+        for one, its in (inner or {}).items():
+            yield from below(f"{name} {one}".strip(), its)
+
+    yield from below("", typer.main.get_command(main.build_app(None)))
+    yield from below("bench", typer.main.get_command(bench.build_app(None)))
+
+
+COMMANDS = dict(all_commands())
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_5_8_every_flag_has_a_help_text_of_its_own(command: str) -> None:
+    texts: dict[str, str] = {}
+    for parameter in COMMANDS[command].params:
+        text = re.sub(r"\s*\[default: .*\]$", "", getattr(parameter, "help", None) or "").strip()
+        assert text, f"{command}: {parameter.name} has none"
+        assert text not in texts, f"{command}: {parameter.name} has that of {texts[text]}"
+        texts[text] = parameter.name
+
+
+def test_5_8_serve_writes_no_access_log_when_told_so() -> None:
+    assert ServeConfig().parts(model="", name="", secret_file="")[0].access_log
+    assert not ServeConfig(access_log=False).parts(model="", name="", secret_file="")[0].access_log
