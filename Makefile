@@ -127,7 +127,7 @@ wheels: $(VENV)/.serve ## wheels of all that an image needs, so that it can be b
 
 # `===`: a build of torch for the CPU, which may lie beside PyPI's, is another version.
 wheels-gpu: $(VENV)/.serve ## the same for the image with CUDA, 3 GB more
-	@$(BIN)/python deploy/requirements.py pyproject.toml cli router worker loadtest nixl otel > deploy/wheels-gpu/requirements.txt
+	@$(BIN)/python deploy/requirements.py pyproject.toml cli router worker loadtest nixl-cu13 otel > deploy/wheels-gpu/requirements.txt
 	@$(STEP) "wheels of all that the image with CUDA needs" $(PIP) wheel --wheel-dir deploy/wheels-gpu -c constraints.txt "torch===$(TORCH_VERSION)" "setuptools>=80" \
 	  async-timeout -r deploy/wheels-gpu/requirements.txt
 

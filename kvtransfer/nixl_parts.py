@@ -28,7 +28,7 @@ def load_nixl() -> Any:
             return importlib.import_module(f"{package}._api")
         except ImportError as error:
             why.append(str(error))
-    raise ConfigError("transport", "nixl", f"NIXL cannot be loaded (extra `nixl`): {why[0]}")
+    raise ConfigError("transport", "nixl", f"NIXL cannot be loaded (extra `nixl`, on CUDA 13 `nixl-cu13`): {why[0]}")
 
 
 @dataclass(slots=True, eq=False)

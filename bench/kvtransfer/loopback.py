@@ -214,7 +214,8 @@ def machine() -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
-    for name in ("diptych", "ucxx-cu12", "libucx-cu12", "nixl-cu12", "numpy", "torch"):
+    for_cuda = (f"{name}-cu{cuda}" for name in ("ucxx", "libucx", "nixl") for cuda in (12, 13))
+    for name in ("diptych", *for_cuda, "numpy", "torch"):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

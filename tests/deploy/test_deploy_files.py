@@ -342,13 +342,30 @@ def test_the_worker_installs_for_cuda_12_and_13() -> None:
         assert pins[f"{name}-cu12"] == pins[f"{name}-cu13"]
 
 
+def test_5_1_what_is_installed_together_is_for_one_cuda() -> None:
+    """Image, wheels and the documented sets of extras: UCXX and NIXL for the CUDA that torch is built for."""
+    where = {"Dockerfile": ROOT / "deploy/Dockerfile", "Makefile": ROOT / "Makefile"}
+    sets = {
+        name: re.search(r"requirements.py \S+ (.*nixl.*) > \S*gpu\S*", file.read_text()) for name, file in where.items()
+    }
+    for i, documented in enumerate(re.findall(r"^\| `\[(worker.*)\]` \|", (ROOT / "docs/deploy.md").read_text(), re.M)):
+        sets[f"docs, row {i}"] = re.fullmatch("(.*)", documented.replace(",", " "))
+    assert len(sets) == 4
+    for name, extras in sets.items():
+        assert extras is not None, name
+        command = [sys.executable, ROOT / "deploy/requirements.py", ROOT / "pyproject.toml", *extras[1].split()]
+        printed = subprocess.check_output(command, text=True)
+        assert len(set(re.findall(r"-cu(\d+)", printed))) == 1, (name, printed)
+        assert {"ucxx", "nixl"} == set(re.findall(r"(\w+)-cu", printed)), (name, printed)
+
+
 def test_the_gpu_images_ucx_has_infiniband_and_roce() -> None:
     """By the files of the pinned package that the image installs."""
     dockerfile = (ROOT / "deploy" / "Dockerfile").read_text()
-    assert re.search(r"requirements.py .*\bnixl\b.* > /gpu.txt", dockerfile), "the image installs the extra `nixl`"
+    assert re.search(r"requirements.py .* nixl-cu13 .* > /gpu.txt", dockerfile), "the image installs this extra"
     assert "/gpu.txt" in dockerfile[dockerfile.index("AS build-gpu") : dockerfile.index("AS serve-gpu")]
     try:
-        installed = metadata.distribution("nixl-cu12")
+        installed = metadata.distribution("nixl-cu12")  # the same version and source as that for CUDA 13
     except metadata.PackageNotFoundError:
         pytest.skip("nixl-cu12 is not installed (no x86-64)")
     assert f"nixl-cu12=={installed.version}" in (ROOT / "constraints.txt").read_text()

@@ -14,10 +14,10 @@ LOOK = """
 import json, os, subprocess, sysconfig
 from pathlib import Path
 import torch, diptych.kernels.triton_decode
-from nixl_cu12 import _api
+from nixl_cu13 import _api
 from diptych.worker.host_facts import ucx_parts
 site = Path(sysconfig.get_path("platlib"))
-(mlx5,) = (site / "nixl_cu12.libs" / "ucx").glob("libuct_ib_mlx5.so.*")
+(mlx5,) = (site / "nixl_cu13.libs" / "ucx").glob("libuct_ib_mlx5.so.*")
 needs = subprocess.run(["ldd", str(mlx5)], capture_output=True, text=True, check=True).stdout
 lost = [line.split()[0] for line in needs.splitlines() if "not found" in line]
 print(json.dumps({"cuda": torch.version.cuda, "ucx": ucx_parts(site), "uid": os.getuid(), "lost": lost}))
@@ -34,6 +34,6 @@ def test_torch_triton_and_a_ucx_with_infiniband_are_there() -> None:
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout.splitlines()[-1])
     assert told["cuda"] is not None
-    assert told["ucx"]["nixl-cu12"] is True
+    assert told["ucx"]["nixl-cu13"] is True
     assert told["lost"] == []
     assert told["uid"] != 0
