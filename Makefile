@@ -39,7 +39,9 @@ up: $(VENV)/.serve ## start a cluster on this machine: Redis, router, one prefil
 	@$(BIN)/diptych up $(ARGS) || { code=$$?; [ $$code = 130 ] || [ $$code = 143 ] || exit $$code; }  # stopped as asked
 
 down: ## stop the cluster that `make up` started
-	@if [ -x $(BIN)/diptych ]; then exec $(BIN)/diptych down; else echo "no cluster runs: nothing was ever set up here"; fi
+	@if [ -e $(VENV)/.serve ]; then exec $(BIN)/diptych down; \
+	elif [ -d $(VENV) ]; then echo "no cluster runs: the set-up has not ended (Ctrl-C where it runs ends it)"; \
+	else echo "no cluster runs: nothing was ever set up here"; fi
 
 test: $(VENV)/.dev model ## the tests, with one real cluster; under ten minutes on two cores
 	@$(BIN)/pytest -n $(TEST_PROCESSES) --dist loadscope --no-loadscope-reorder -m "not slow and not gpu and not netns and not containers and not clients" $(ARGS)

@@ -90,8 +90,8 @@ def line_of(status: dict[str, Any], at: str) -> str:
     return " ".join(parts)
 
 
-def view(status: dict[str, Any]) -> Any:
-    """The same for a terminal, as a rich renderable."""
+def view(status: dict[str, Any], width: int) -> Any:
+    """The same for a terminal of so many columns, as a rich renderable."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -104,43 +104,72 @@ def view(status: dict[str, Any]) -> Any:
         f"   running {status['running']:.0f}, waiting {status['waiting']:.0f}, "
         f"{now['requests_per_s']:.1f} answers/s, {now['tokens_per_s']:.1f} tokens/s, {now['failed']:.0f} failed"
     )
+    seconds_shown = max(5, min(_SPARK_S, width - 20))  # beside a title and a number
     plots = Table(box=None, pad_edge=False, show_header=False)
     for title, field, shown in (
         ("TTFT p95", "ttft_p95", seconds(now["ttft_p95"])),
         ("ITL p95", "itl_p95", seconds(now["itl_p95"])),
         ("tokens/s", "tokens", f"{now['tokens_per_s']:.1f}"),
     ):
-        plots.add_row(title, Text(sparkline(by_age(series, field)), style="cyan"), shown)
-    workers = Table(box=None, pad_edge=False)
-    several = len(models) > 1
-    with_gpu = any(worker.get("gpu") for _, found in models for worker in found)
-    for name in (
-        *(("model",) if several else ()),
-        "worker",
-        "role",
-        "state",
-        "running",
-        "waiting",
-        "prompt tokens",
-        "KV",
-        "prefill tok/s",
-        "step",
-        *(("GPU",) if with_gpu else ()),
-        "index",
-    ):
-        workers.add_column(name, justify="left" if name in ("model", "worker", "role", "state", "index") else "right")
-    for model, w in ((model, worker) for model, found in models for worker in found):
-        state = Text(w["why_not"] or w["state"], style="red" if w["why_not"] else "green")
-        workers.add_row(
-            *((model,) if several else ()), w["id"], w["role"], state, f"{w['running']}/{w['max_num_seqs']}", str(w["waiting"]),
-            str(w["waiting_prompt_tokens"]), f"{100 * w['kv_usage']:.0f}%",
-            f"{w['prefill_tokens_per_s']:.0f}", seconds(w["decode_step_s"] or None),
-            *((_gpu(w),) if with_gpu else ()), w["index_mode"],
-        )  # fmt: skip
+        plots.add_row(title, Text(sparkline(by_age(series, field, seconds_shown)), style="cyan"), shown)
+    workers = _workers(models, width)
     stages = Text("time p50  ", style="dim")
     stages.append(", ".join(f"{name.replace('_', ' ')} {seconds(s['p50'])}" for name, s in status["stages"].items()))
     reasons = [Text(reason, style="yellow") for reason in status["reasons"]]
     return Group(head, *reasons, Text(), plots, Text(), workers, Text(), stages)
+
+
+_GAP = 2
+"""Characters between two columns."""
+_LEFT = ("model", "worker", "role", "state", "index")
+_LEFT_OUT_FIRST = ("index", "prefill tok/s", "step", "prompt tokens", "waiting", "role", "GPU", "KV", "running")
+"""Where a terminal is too narrow for all columns: names and states are never cut."""
+
+
+def _workers(models: list[tuple[str, list[dict[str, Any]]]], width: int) -> Any:
+    """One row a worker, as a rich table."""
+    from rich.table import Table
+    from rich.text import Text
+
+    rows = [
+        {
+            "model": model,
+            "worker": w["id"],
+            "role": w["role"],
+            "state": w["why_not"] or w["state"],
+            "running": f"{w['running']}/{w['max_num_seqs']}",
+            "waiting": str(w["waiting"]),
+            "prompt tokens": str(w["waiting_prompt_tokens"]),
+            "KV": f"{100 * w['kv_usage']:.0f}%",
+            "prefill tok/s": f"{w['prefill_tokens_per_s']:.0f}",
+            "step": seconds(w["decode_step_s"] or None),
+            "GPU": _gpu(w),
+            "index": w["index_mode"],
+        }
+        for model, found in models
+        for w in found
+    ]
+    useless = {"model"} if len(models) == 1 else set()
+    useless |= set() if any(row["GPU"] for row in rows) else {"GPU"}
+    names = [name for name in (rows[0] if rows else ("worker",)) if name not in useless]
+
+    def wants(name: str) -> int:
+        cells = [row[name] for row in rows]
+        words = [word for cell in (name, *(cells if name == "state" else ())) for word in cell.split()]
+        return _GAP + max(map(len, words if name == "state" else [*words, *cells]))
+
+    for name in _LEFT_OUT_FIRST:
+        if sum(map(wants, names)) - _GAP > width and name in names:
+            names.remove(name)
+    table = Table(box=None, pad_edge=False)
+    for name in names:
+        wraps = name in ("worker", "state")
+        justify: Any = "left" if name in _LEFT else "right"
+        table.add_column(name.replace(" ", "\n"), justify=justify, overflow="fold", no_wrap=not wraps)
+    for row, down in zip(rows, (w["why_not"] for _, found in models for w in found), strict=True):
+        state = Text(row["state"], style="red" if down else "green")
+        table.add_row(*(state if name == "state" else row[name] for name in names))
+    return table
 
 
 def run_top(
@@ -180,7 +209,7 @@ def _run_live(client: StatusClient, every_s: float, count: int, sleep: Callable[
                     sleep(every_s)
                 looks += 1
                 try:
-                    live.update(view(client.get()), refresh=True)
+                    live.update(view(client.get(), live.console.width), refresh=True)
                     failed = False
                 except DiptychError as error:
                     live.update(Text(f"no answer: {error.message}", style="bold red"), refresh=True)

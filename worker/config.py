@@ -264,6 +264,8 @@ class WorkerConfig:
                 f"peers on other hosts get {self.advertised_host}, and cannot read KV from a loopback address: name one "
                 "of this host",
             )
+        if self.max_model_len == 1:
+            raise ConfigError("max_model_len", 1, "must be at least 2, a prompt and an answer of a token each, or 0")
         if self.heartbeat_s >= self.lease_s:
             raise ConfigError("heartbeat_s", self.heartbeat_s, f"must be below lease_s={self.lease_s}")
 

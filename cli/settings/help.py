@@ -28,14 +28,23 @@ def help_text(app: typer.Typer, program: str, arguments: Sequence[str]) -> str |
 
 
 def run_app(app: typer.Typer, arguments: Sequence[str], program: str | None = None) -> Any:
-    """Show help if only that is requested, else run a command. Returns: its result, or its exit code."""
+    """Show help if only that is requested, or nothing, else run a command. Returns: its result, or its exit code."""
     text = None
+    if not arguments or list(arguments) in [[name] for name in _groups(app)]:
+        arguments = [*arguments, HELP_FLAGS[0]]
     if any(flag in arguments for flag in HELP_FLAGS):
         text = help_text(app, program or _program(), arguments)
     if text is not None:
         print(text)
         return 0
     return app(args=list(arguments), prog_name=program, standalone_mode=False)
+
+
+def _groups(app: typer.Typer) -> list[str]:
+    """Names that commands follow."""
+    return [
+        str(group.name or (group.typer_instance and group.typer_instance.info.name)) for group in app.registered_groups
+    ]
 
 
 def _program() -> str:

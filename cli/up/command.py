@@ -9,6 +9,7 @@ SIGKILL of the supervisor) ends all children; the run folder keeps only its logs
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -102,6 +103,7 @@ def run_up(config: UpConfig, run_root: Path, resolve_model: Callable[[Stages], t
                 stages.done(describe_assignments(assignments))
             stages.stage("model")
             model_folder, model_name = resolve_model(stages)
+            check_model(config, model_folder)
             stages.done(f"model {model_name} in {model_folder}")
             threads = threads_for(config, usable_cores())
             env = child_environment(UpConfig) | _thread_environment(threads)
@@ -128,6 +130,22 @@ def run_up(config: UpConfig, run_root: Path, resolve_model: Callable[[Stages], t
             folder.release()
         stages.done("stopped; logs are kept")
         return signals.exit_code
+
+
+def check_model(config: UpConfig, folder: Path) -> None:
+    """What the workers would refuse after the start. Raises: ConfigError for a model that is not supported, and for a context
+    that is larger than the model's."""
+    from diptych.engine.exec.models.registry import describe
+
+    try:
+        raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError("model", str(folder), f"has no config.json that can be read: {error}") from None
+    if not isinstance(raw, dict):
+        raise ConfigError("model", str(folder / "config.json"), "must hold a JSON object")
+    most = describe(raw).max_position
+    if config.max_model_len > most:
+        raise ConfigError("max_model_len", config.max_model_len, f"must be at most the model's {most}")
 
 
 def _assign_gpus(config: UpConfig) -> dict[str, GpuAssignment]:
@@ -330,8 +348,18 @@ def _thread_environment(threads: int) -> dict[str, str]:
     }
 
 
+def _has_terminal() -> bool:
+    """Whether this process can be interrupted from a terminal: one of `--detach` is in a session without one."""
+    try:
+        os.close(os.open(os.ctermid(), os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
+
+
 def _greeting(plan: ClusterPlan, folder: RunFolder) -> str:
     return startup_message(
+        terminal=_has_terminal(),
         http_url=plan.http_url,
         grpc_address=plan.grpc_address,
         model=plan.model_name,

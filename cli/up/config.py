@@ -114,6 +114,8 @@ class UpConfig:
         for name in _WORKERS_OWN:
             if not 0 <= getattr(self, name) <= MOST[name]:
                 raise ConfigError(name, getattr(self, name), f"must be 0 to {MOST[name]}")
+        if self.max_model_len == 1:
+            raise ConfigError("max_model_len", 1, "must be at least 2, a prompt and an answer of a token each, or 0")
         if not 1 <= self.block_size <= MOST["block_size"]:
             raise ConfigError("block_size", self.block_size, f"must be 1 to {MOST['block_size']}")
         if not 0 <= self.local_prefill_max_tokens < 2**31:

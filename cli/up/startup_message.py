@@ -16,8 +16,13 @@ def has_chat_template(folder: Path) -> bool:
         return False
 
 
-def startup_message(*, http_url: str, grpc_address: str, model: str, logs: str, chat: bool) -> str:
-    """Args: chat: the model has a chat template; else the snippets complete text."""
+def startup_message(
+    *, http_url: str, grpc_address: str, model: str, logs: str, chat: bool, terminal: bool = True
+) -> str:
+    """Args:
+    chat: the model has a chat template; else the snippets complete text.
+    terminal: Ctrl-C reaches the cluster.
+    """
     return f"""
 Diptych serves {model}
   HTTP (OpenAI)  {http_url}
@@ -35,7 +40,7 @@ client = OpenAI(base_url="{http_url}/v1", api_key="none")
 # our SDK, with .venv/bin/python
 {sdk_snippet(grpc_address, chat)}
 
-{"In a terminal: .venv/bin/diptych chat        " if chat else ""}Ctrl-C or `make down` stops everything.
+{"In a terminal: .venv/bin/diptych chat        " if chat else ""}{"Ctrl-C or " if terminal else ""}`make down` stops everything.
 """
 
 

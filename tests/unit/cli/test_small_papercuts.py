@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import socket
+import subprocess
+import sys
 import tempfile
 from importlib import metadata
 from pathlib import Path
@@ -101,3 +104,35 @@ def test_serve_without_a_folder_for_temporary_files_says_so(tmp_path: Path, monk
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(away)])
     with pytest.raises(ConfigError, match="No usable temporary directory"), temporary_folder("x-"):
         pass
+
+
+@pytest.mark.parametrize("arguments", [[], ["keys"], ["bench"]])
+def test_5_8_a_command_without_arguments_shows_its_help(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["diptych", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        main.main()
+    shown = capsys.readouterr()
+    assert caught.value.code == 0
+    assert shown.out.startswith(f"Usage: {' '.join(['diptych', *arguments])} [OPTIONS] COMMAND")
+    assert shown.err == ""
+
+
+@pytest.mark.parametrize(
+    ("there", "words"),
+    [
+        ([], "nothing was ever set up here"),
+        (["bin/diptych"], "the set-up has not ended"),
+        (["bin/diptych", ".serve"], "down was run"),
+    ],
+)
+def test_5_8_make_down_knows_a_set_up_that_has_not_ended(tmp_path: Path, there: list[str], words: str) -> None:
+    shutil.copy(Path(__file__).resolve().parents[3] / "Makefile", tmp_path)
+    for name in there:
+        file = tmp_path / ".venv" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("#!/bin/sh\necho down was run\n")
+        file.chmod(0o755)
+    done = subprocess.run(["make", "down"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert words in done.stdout

@@ -47,7 +47,7 @@ def test_sparklines_leave_gaps_where_nothing_happened() -> None:
 
 def test_the_terminal_view_names_workers_and_reasons() -> None:
     out = io.StringIO()
-    Console(file=out, width=140).print(view(STATUS))
+    Console(file=out, width=140).print(view(STATUS, 140))
     for words in ("decode-0", "does not answer", "one thing", "25%", "queue 50 ms", "transfer -"):
         assert words in out.getvalue()
 
@@ -56,12 +56,36 @@ def test_every_model_is_shown() -> None:
     both = {**STATUS, "more_models": [{"model": "other", "cluster": {"workers": [{**WORKER, "id": "decode-9"}]}}]}
     assert "decode-9=3r/1w/25%kv" in line_of(both, "12:00:00")
     out = io.StringIO()
-    Console(file=out, width=140).print(view(both))
+    Console(file=out, width=140).print(view(both, 140))
     row = next(line for line in out.getvalue().splitlines() if "decode-9" in line)
     assert row.split()[:2] == ["other", "decode-9"]
     assert "m, other" in out.getvalue()
-    Console(file=out, width=140).print(view({**both, "more_models": [{"model": "young", "cluster": None}]}))
+    Console(file=out, width=140).print(view({**both, "more_models": [{"model": "young", "cluster": None}]}, 140))
     assert "m, young" in out.getvalue()
+
+
+@pytest.mark.parametrize("width", [80, 60, 40])
+def test_5_8_a_narrow_terminal_leaves_columns_out_and_cuts_no_name(width: int) -> None:
+    names = ["decode-0", "prefill-in-a-long-statefulset-name-1"]
+    busy = {
+        **WORKER,
+        "running": 64,
+        "waiting": 500,
+        "waiting_prompt_tokens": 123_456,
+        "gpu": {"busy": 1, "throttled": []},
+    }
+    status = {**STATUS, "cluster": {"workers": [{**busy, "id": name} for name in names]}}
+    out = io.StringIO()
+    Console(file=out, width=width).print(view(status, width))
+    shown = out.getvalue()
+    assert all(len(line.rstrip()) <= width for line in shown.splitlines())
+    assert "…" not in shown
+    assert "ready" in shown
+    assert all(name in shown for name in names) or width == 40  # there it goes on in the next line
+    plain = io.StringIO()
+    Console(file=plain, width=80).print(view(STATUS, 80))
+    for whole in ("decode-0", "prefill-0", "answer", "EXACT", "150", "30 ms", "25%", "3/64", "70"):
+        assert whole in plain.getvalue()
 
 
 class Router(BaseHTTPRequestHandler):
@@ -114,8 +138,8 @@ def test_18_5_a_gpu_is_shown_where_there_is_one() -> None:
     assert "decode-0=3r/1w/25%kv/gpu:42%!hw_thermal" in line
     assert line.endswith("prefill-0=3r/1w/25%kv")
     out = io.StringIO()
-    Console(file=out, width=140).print(view(found))
+    Console(file=out, width=140).print(view(found, 140))
     assert "42%!hw_thermal" in out.getvalue()
     out = io.StringIO()
-    Console(file=out, width=140).print(view(STATUS))
+    Console(file=out, width=140).print(view(STATUS, 140))
     assert "GPU" not in out.getvalue()

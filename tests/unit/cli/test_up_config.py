@@ -1,11 +1,33 @@
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from diptych.cli.settings.options import field_help
+from diptych.cli.up.command import check_model
 from diptych.cli.up.config import UpConfig, threads_for
+from diptych.cli.up.startup_message import startup_message
 from diptych.cli.up.supervisor import exit_reason, restart_delay_s
 from diptych.common.errors import ConfigError
+from diptych.worker.config import WorkerConfig
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_act": "silu",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "max_position_embeddings": 512,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 300,
+}
 
 
 @pytest.mark.parametrize(
@@ -17,12 +39,51 @@ from diptych.common.errors import ConfigError
         ({"local_prefill_max_tokens": -1}, "local_prefill_max_tokens"),
         ({"startup_timeout_s": 0.0}, "startup_timeout_s"),
         ({"dtype": "int3"}, "dtype"),
+        ({"max_model_len": 1}, "max_model_len"),
         ({"transport": "foo"}, "transport"),
     ],
 )
 def test_bad_values_are_named(values, field):
     with pytest.raises(ConfigError, match=field):
         UpConfig(**values)
+
+
+def test_5_8_what_the_workers_would_refuse_of_the_model_is_refused_before_they_start(tmp_path: Path) -> None:
+    def told(**values: Any) -> str:
+        with pytest.raises(ConfigError) as caught:
+            check_model(UpConfig(**values), tmp_path)
+        return str(caught.value)
+
+    config = tmp_path / "config.json"
+    assert "has no config.json" in told()
+    config.write_text("[]")
+    assert "must hold a JSON object" in told()
+    config.write_text('{"architectures": ["GPTJForCausalLM"]}')
+    assert "GPTJForCausalLM" in told()
+    config.write_text(json.dumps(LLAMA))
+    check_model(UpConfig(max_model_len=512), tmp_path)
+    check_model(UpConfig(), tmp_path)
+    assert "max_model_len=513: must be at most the model's 512" in told(max_model_len=513)
+    with pytest.raises(ConfigError, match="max_model_len"):
+        WorkerConfig(max_model_len=1)
+
+
+@pytest.mark.parametrize(("terminal", "words"), [(True, "Ctrl-C or `make down` stops"), (False, "`make down` stops")])
+def test_5_8_the_greeting_speaks_of_ctrl_c_only_where_it_arrives(
+    terminal: bool, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = startup_message(http_url="http://x", grpc_address="x", model="m", logs="logs", chat=True, terminal=terminal)
+    assert words in text
+    assert ("Ctrl-C" in text) is terminal
+    program = "from diptych.cli.up.command import _has_terminal; print(_has_terminal())"
+    detached = subprocess.run(
+        [sys.executable, "-c", program],
+        start_new_session=True,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        check=True,
+    )
+    assert detached.stdout == b"False\n"
 
 
 def test_threads_share_the_cores_and_are_never_zero():
