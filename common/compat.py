@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from diptych.common.block_identity import IdentityHeader, golden_key, identity_of
 from diptych.common.kv_format import KvFormat
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """2: FirstTokens carries a digest of the computed prompt, and is rejected without it. 3: the KV format is a message of
 groups; block identities cover values only."""
 

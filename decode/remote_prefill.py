@@ -128,7 +128,6 @@ class RemotePrefill:
         self._window = asyncio.Semaphore(context.reads_in_flight)
         self._silence = LivenessTimer(context.silence_s)
         self._called = 0.0
-        self._computed_at = 0.0
         self._given = 0
         """Tokens times layers of the KV handed to the engine for unpacking."""
         self._held: dict[tuple[int, int], SlabHandle] = {}
@@ -218,13 +217,9 @@ class RemotePrefill:
                             self._held[handle.slab, handle.generation] = handle
                             group.create_task(self._fetch(peer, handle))
                     case "first_tokens":
-                        self._computed_at = self._context.clock.now()
                         self._first_token(event.first_tokens)
                     case "prompt_logprobs":
                         self._prompt_logprobs.append(event.prompt_logprobs)
-                    case "finished":
-                        self.facts.kv_ranges_overlapped = event.finished.num_ranges_overlapped
-                        self._finished(event.finished.compute_s)
                     case "failure":
                         raise from_failure(event.failure)
         except grpc.RpcError as error:
@@ -242,12 +237,13 @@ class RemotePrefill:
         finally:
             call.cancel()
 
-    def _finished(self, compute_s: float) -> None:
-        facts = self.facts
+    def _computed(self, message: prefill_pb2.FirstTokens) -> None:
+        """Once for each prompt, before the token that may end the answer."""
+        facts, compute_s = self.facts, message.compute_s
+        facts.kv_ranges_overlapped = message.num_ranges_overlapped
         facts.compute_s = compute_s
         # The start was reported with the first step's results: the time of that step was not queueing.
-        computed_at = self._computed_at or self._context.clock.now()
-        facts.queue_s = max(0.0, min(facts.queue_s, computed_at - self._called - compute_s))
+        facts.queue_s = max(0.0, min(facts.queue_s, self._context.clock.now() - self._called - compute_s))
         num_tokens = self._num_tokens - facts.cached_tokens
         self._context.rates.observe(self._ref.worker_id, num_tokens, compute_s=compute_s, queue_s=facts.queue_s)
 
@@ -307,6 +303,8 @@ class RemotePrefill:
 
     def _first_token(self, message: prefill_pb2.FirstTokens) -> None:
         self._check_computed(message)
+        if not self._vouched:
+            self._computed(message)
         self._vouched = True
         for entries in self._prompt_logprobs:
             self._hooks.on_prompt_logprobs(entries)

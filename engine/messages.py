@@ -273,10 +273,11 @@ class RangePacked(AttemptEvent):
 @dataclass(frozen=True, slots=True)
 class PromptComputed(AttemptEvent):
     """PREFILL: nothing is left to compute; before the first tokens, which are drawn from the same rows.
-    `computed_from`: what the runner computed."""
+    `computed_from`: what the runner computed. `compute_s`: seconds of the steps that computed its chunks."""
 
     attempt: str
     computed_from: ComputedFrom
+    compute_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +285,6 @@ class PrefillComplete(AttemptEvent):
     """All ranges are packed; the attempt's blocks are free or in the prefix cache."""
 
     attempt: str
-    compute_s: float
 
 
 @dataclass(frozen=True, slots=True)

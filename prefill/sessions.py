@@ -65,11 +65,6 @@ from diptych.worker.ports import Engine
 log = structlog.get_logger(__name__)
 
 
-def _computed_from(event: PromptComputed) -> prefill_pb2.ComputedFrom:
-    known = event.computed_from
-    return prefill_pb2.ComputedFrom(num_tokens=known.num_tokens, digest=known.digest, block_size=known.block_size)
-
-
 def _first_tokens(event: TokensOut) -> prefill_pb2.FirstTokens:
     tokens = [prefill_pb2.FirstToken(choice=event.choice, token_id=token_id) for token_id in event.token_ids]
     for token, entry in zip(tokens, event.logprobs, strict=False):  # no logprobs: none were requested
@@ -106,8 +101,8 @@ class PrefillSession:
         self._open_slabs: set[int] = set()
         self._num_ranges = 0
         self._num_settled = 0
-        self._num_overlapped: int | None = None
-        self._computed_from: prefill_pb2.ComputedFrom | None = None
+        self._computed: prefill_pb2.FirstTokens | None = None
+        """What every message of first tokens says about the prompt; None: it is not computed."""
 
     async def next_event(self, within_s: float) -> prefill_pb2.PrefillEvent | None:
         """The next event; None: everything is settled. Raises: the error that ended the session; TimeoutError: no event
@@ -126,9 +121,14 @@ class PrefillSession:
                 self._put(prefill_pb2.PrefillEvent(started=started))
             case RangePacked():
                 self._publish(event)
-            case PromptComputed():
-                self._last_chunk_computed()
-                self._computed_from = _computed_from(event)
+            case PromptComputed(computed_from=known):
+                self._computed = prefill_pb2.FirstTokens(
+                    computed_from=prefill_pb2.ComputedFrom(
+                        num_tokens=known.num_tokens, digest=known.digest, block_size=known.block_size
+                    ),
+                    num_ranges_overlapped=self._num_settled,
+                    compute_s=event.compute_s,
+                )
                 if self.request.engine_request.output_token_ids:
                     # no token is sampled, but the KV is confirmed all the same
                     self._send_first_tokens(prefill_pb2.FirstTokens())
@@ -139,8 +139,8 @@ class PrefillSession:
             case PromptLogprobs(first_token=first, logprobs=entries):
                 known = types_pb2.PromptLogprobs(first_token=first, logprobs=map(logprobs_to_proto, entries))
                 self._put(prefill_pb2.PrefillEvent(prompt_logprobs=known))
-            case PrefillComplete(compute_s=compute_s):
-                self._complete(compute_s)
+            case PrefillComplete():
+                self._complete()
             case Failed(error=error):
                 self.fail(error)
 
@@ -167,20 +167,13 @@ class PrefillSession:
         self._put(prefill_pb2.PrefillEvent(computed=computed))
 
     def _send_first_tokens(self, first: prefill_pb2.FirstTokens) -> None:
-        if self._computed_from is not None:
-            first.computed_from.CopyFrom(self._computed_from)
+        if self._computed is not None:
+            first.MergeFrom(self._computed)
         self._put(prefill_pb2.PrefillEvent(first_tokens=first))
 
-    def _last_chunk_computed(self) -> None:
-        if self._num_overlapped is None:
-            self._num_overlapped = self._num_settled
-
-    def _complete(self, compute_s: float) -> None:
-        self._last_chunk_computed()
+    def _complete(self) -> None:
         self.state = SessionState.SETTLING
-        finished = prefill_pb2.PrefillFinished(
-            num_ranges=self._num_ranges, num_ranges_overlapped=self._num_overlapped or 0, compute_s=compute_s
-        )
+        finished = prefill_pb2.PrefillFinished(num_ranges=self._num_ranges)
         self._put(prefill_pb2.PrefillEvent(finished=finished))
         self._maybe_settled()
 

@@ -38,10 +38,9 @@ async def _traced(events: Events, request: prefill_pb2.PrefillRequest, parent: s
                         span.set(diptych__cached_tokens=event.started.cached_tokens)
                     case "first_tokens":
                         span.event("first token")
+                        span.set(diptych__compute_s=event.first_tokens.compute_s)
                     case "finished":
-                        span.set(
-                            diptych__kv_ranges=event.finished.num_ranges, diptych__compute_s=event.finished.compute_s
-                        )
+                        span.set(diptych__kv_ranges=event.finished.num_ranges)
                 yield event
     except DiptychError as error:
         span.fail(error.reason, error.message)

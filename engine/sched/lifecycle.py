@@ -215,7 +215,7 @@ class Lifecycle:
         if request.state is not State.PACKING or not self.packing.is_packed(request):
             return
         self.end(request, State.FINISHED_HANDED_OFF)
-        self.outbox.add(PrefillComplete(request.attempt_id, request.compute_s))
+        self.outbox.add(PrefillComplete(request.attempt_id))
 
     # ---- preemption ----
 

@@ -250,7 +250,7 @@ def _advance_prefill(live: Lifecycle, request: Request, i: int, result: StepResu
         reason = f"the runner does not say what attempt {request.attempt_id} was computed from"
         live.fail(request, InternalError(reason))
         return
-    live.emit(PromptComputed(request.attempt_id, computed_from))
+    live.emit(PromptComputed(request.attempt_id, computed_from, request.compute_s))
     if request.samples and request.seq.num_candidates:
         candidates = result.candidates.get(i)
         if candidates is None:

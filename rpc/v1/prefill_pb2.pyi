@@ -116,24 +116,24 @@ class ComputedFrom(_message.Message):
     def __init__(self, num_tokens: _Optional[int] = ..., digest: _Optional[bytes] = ..., block_size: _Optional[int] = ...) -> None: ...
 
 class FirstTokens(_message.Message):
-    __slots__ = ("tokens", "computed_from", "candidates")
+    __slots__ = ("tokens", "computed_from", "candidates", "num_ranges_overlapped", "compute_s")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPUTED_FROM_FIELD_NUMBER: _ClassVar[int]
     CANDIDATES_FIELD_NUMBER: _ClassVar[int]
+    NUM_RANGES_OVERLAPPED_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_S_FIELD_NUMBER: _ClassVar[int]
     tokens: _containers.RepeatedCompositeFieldContainer[FirstToken]
     computed_from: ComputedFrom
     candidates: _containers.RepeatedCompositeFieldContainer[FirstToken]
-    def __init__(self, tokens: _Optional[_Iterable[_Union[FirstToken, _Mapping]]] = ..., computed_from: _Optional[_Union[ComputedFrom, _Mapping]] = ..., candidates: _Optional[_Iterable[_Union[FirstToken, _Mapping]]] = ...) -> None: ...
-
-class PrefillFinished(_message.Message):
-    __slots__ = ("num_ranges", "num_ranges_overlapped", "compute_s")
-    NUM_RANGES_FIELD_NUMBER: _ClassVar[int]
-    NUM_RANGES_OVERLAPPED_FIELD_NUMBER: _ClassVar[int]
-    COMPUTE_S_FIELD_NUMBER: _ClassVar[int]
-    num_ranges: int
     num_ranges_overlapped: int
     compute_s: float
-    def __init__(self, num_ranges: _Optional[int] = ..., num_ranges_overlapped: _Optional[int] = ..., compute_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, tokens: _Optional[_Iterable[_Union[FirstToken, _Mapping]]] = ..., computed_from: _Optional[_Union[ComputedFrom, _Mapping]] = ..., candidates: _Optional[_Iterable[_Union[FirstToken, _Mapping]]] = ..., num_ranges_overlapped: _Optional[int] = ..., compute_s: _Optional[float] = ...) -> None: ...
+
+class PrefillFinished(_message.Message):
+    __slots__ = ("num_ranges",)
+    NUM_RANGES_FIELD_NUMBER: _ClassVar[int]
+    num_ranges: int
+    def __init__(self, num_ranges: _Optional[int] = ...) -> None: ...
 
 class PrefillAlive(_message.Message):
     __slots__ = ()

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from diptych.common.compat import differences
+from diptych.common.compat import PROTOCOL_VERSION, differences
 from diptych.common.errors import TransferError
 from diptych.common.request import Prompt
 from diptych.common.sampling import SamplingParams
@@ -196,7 +196,7 @@ async def test_a_worker_that_does_not_say_what_it_computed_is_refused(
     say_first = handoff.PrefillSession._send_first_tokens
 
     def silent(self: handoff.PrefillSession, first: prefill_pb2.FirstTokens) -> None:
-        self._computed_from = None
+        self._computed = None
         say_first(self, first)
 
     monkeypatch.setattr(handoff.PrefillSession, "_send_first_tokens", silent)
@@ -206,4 +206,6 @@ async def test_a_worker_that_does_not_say_what_it_computed_is_refused(
 def test_protocol_versions_must_match(pd: ModuleType) -> None:
     """A worker from before first tokens were vouched for is no peer."""
     now = pd.fake_model().compat
-    assert differences(now, replace(now, protocol_version=1)) == ["protocol_version: mine 3, theirs 1"]
+    assert differences(now, replace(now, protocol_version=1)) == [
+        f"protocol_version: mine {PROTOCOL_VERSION}, theirs 1"
+    ]

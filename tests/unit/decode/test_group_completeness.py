@@ -174,7 +174,8 @@ class Peer:
         yield prefill_pb2.PrefillEvent(started=prefill_pb2.PrefillStarted())
         known = prefill_pb2.ComputedFrom(num_tokens=LENGTH, digest=prompt_digest(PROMPT, BLOCK), block_size=BLOCK)
         token = prefill_pb2.FirstToken(choice=0, token_id=5)
-        yield prefill_pb2.PrefillEvent(first_tokens=prefill_pb2.FirstTokens(tokens=[token], computed_from=known))
+        first = prefill_pb2.FirstTokens(tokens=[token], computed_from=known, num_ranges_overlapped=3, compute_s=0.25)
+        yield prefill_pb2.PrefillEvent(first_tokens=first)
         for handle in self._handles:
             yield prefill_pb2.PrefillEvent(
                 computed=prefill_pb2.Computed(
@@ -221,8 +222,14 @@ async def begins(kv: KvFormat, ranges: list[Range]) -> bool:
         silence_s=600.0,
     )  # type: ignore[arg-type]  # fmt: skip
     completed: list[bool] = []
+
+    def on_complete() -> None:
+        # The answer may end here, and its explanation with it.
+        assert (leg.facts.kv_ranges_overlapped, leg.facts.compute_s) == (3, 0.25)
+        completed.append(True)
+
     hooks = RemotePrefillCallbacks(
-        on_first_token=lambda token: None, on_first_candidates=lambda tokens: None, on_complete=lambda: completed.append(True),
+        on_first_token=lambda token: None, on_first_candidates=lambda tokens: None, on_complete=on_complete,
         on_prompt_logprobs=lambda logprobs: None,
     )  # fmt: skip
     request = prefill_pb2.PrefillRequest(

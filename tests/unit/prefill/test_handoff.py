@@ -113,16 +113,16 @@ async def test_events_in_order_and_open_until_settled(parts) -> None:
         computed = (await anext(events)).computed
         assert (computed.first_token, computed.num_tokens, computed.handles[0].slab) == (16, 16, 3)
         handoffs.on_settled("a/1", 3)
-        computed_from = PromptComputed("a/1", ComputedFrom(40, b"as the runner says", 16))
-        handoffs.on_step([computed_from, TokensOut("a/1", 0, (7,), ""), packed(4, 32, 8), PrefillComplete("a/1", 0.5)])
+        computed_from = PromptComputed("a/1", ComputedFrom(40, b"as the runner says", 16), compute_s=0.5)
+        handoffs.on_step([computed_from, TokensOut("a/1", 0, (7,), ""), packed(4, 32, 8), PrefillComplete("a/1")])
         first = (await anext(events)).first_tokens
         assert first.tokens[0].token_id == 7
         assert first.computed_from == prefill_pb2.ComputedFrom(
             num_tokens=40, digest=b"as the runner says", block_size=16
         )
+        assert (first.num_ranges_overlapped, first.compute_s) == (1, 0.5)
         assert await kind(events) == "computed"
-        finished = (await anext(events)).finished
-        assert (finished.num_ranges, finished.num_ranges_overlapped, finished.compute_s) == (2, 1, 0.5)
+        assert (await anext(events)).finished == prefill_pb2.PrefillFinished(num_ranges=2)
         last = asyncio.ensure_future(events.__anext__())
         await asyncio.sleep(0)
         assert not last.done(), "slab 4 was not acknowledged"
@@ -141,7 +141,7 @@ async def test_a_leg_that_draws_nothing_is_vouched_for(parts) -> None:
     async with aclosing(handoffs.serve(request(output_token_ids=[5]))) as events:
         task = asyncio.ensure_future(events.__anext__())
         await asyncio.sleep(0)
-        handoffs.on_step([Admitted("a/1", 0), PromptComputed("a/1", ComputedFrom(40, b"x", 16))])
+        handoffs.on_step([Admitted("a/1", 0), PromptComputed("a/1", ComputedFrom(40, b"x", 16), 0.5)])
         await task
         first = (await anext(events)).first_tokens
         assert (list(first.tokens), first.computed_from.num_tokens) == ([], 40)
