@@ -121,10 +121,10 @@ class PrefillSession:
                 self._put(prefill_pb2.PrefillEvent(started=started))
             case RangePacked():
                 self._publish(event)
-            case PromptComputed(computed_from=known):
+            case PromptComputed(computed_from=source):
                 self._computed = prefill_pb2.FirstTokens(
                     computed_from=prefill_pb2.ComputedFrom(
-                        num_tokens=known.num_tokens, digest=known.digest, block_size=known.block_size
+                        num_tokens=source.num_tokens, digest=source.digest, block_size=source.block_size
                     ),
                     num_ranges_overlapped=self._num_settled,
                     compute_s=event.compute_s,
